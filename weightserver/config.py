@@ -1,0 +1,73 @@
+"""What a table is: the numbers that never change while it exists."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+MAX_ROWS = 2**48
+MAX_DIM = 65_536
+MAX_ROWS_PER_BLOCK = 2_048
+MAX_BLOCK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSpec:
+    """One classifier's rows: how many, how wide, how they begin and which dynamics move them.
+
+    Raises:
+        ValueError: a value that no table can have; TypeError: a value of the wrong type.
+    """
+
+    num_rows: int
+    """N, one row per training image."""
+    dim: int
+    """D, the length of a weight vector."""
+    momentum: float = 0.9
+    """m of SGD, in [0, 1)."""
+    weight_decay: float = 1e-4
+    """λ of SGD, ≥ 0."""
+    init_std: float = 0.01
+    """Standard deviation of the initial weights, N(0, init_std²)."""
+    seed: int = 0
+    """Seed of the initial weights, in [0, 2⁶⁴)."""
+    rows_per_block: int = 63
+    """Rows stored together as one value; 63 rows of D = 128 just fit 16 pages of 4 KiB."""
+    correction: bool = True
+    """Whether untouched rows follow momentum and weight decay (False: the paper's ablation, they stand still)."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool":
+                if not isinstance(value, bool):
+                    raise TypeError(f"{field.name} must be a bool, got {value!r}")
+            elif field.type == "int":
+                if isinstance(value, bool) or not hasattr(value, "__index__"):
+                    raise TypeError(f"{field.name} must be an integer, got {value!r}")
+                object.__setattr__(self, field.name, int(value))
+            else:
+                if isinstance(value, bool | str) or not hasattr(value, "__float__"):
+                    raise TypeError(f"{field.name} must be a number, got {value!r}")
+                object.__setattr__(self, field.name, float(value))
+        self._check("num_rows", 1 <= self.num_rows <= MAX_ROWS, f"1..{MAX_ROWS}")
+        self._check("dim", 1 <= self.dim <= MAX_DIM, f"1..{MAX_DIM}")
+        self._check("momentum", 0.0 <= self.momentum < 1.0, "[0, 1)")
+        self._check("weight_decay", 0.0 <= self.weight_decay < math.inf, "[0, ∞)")
+        self._check("init_std", 0.0 <= self.init_std < 1e30, "[0, 1e30)")
+        self._check("seed", 0 <= self.seed < 2**64, "[0, 2⁶⁴)")
+        self._check("rows_per_block", 1 <= self.rows_per_block <= MAX_ROWS_PER_BLOCK, f"1..{MAX_ROWS_PER_BLOCK}")
+        block_bytes = self.rows_per_block * (8 + 8 * self.dim)
+        if block_bytes > MAX_BLOCK_BYTES:
+            raise ValueError(
+                f"a block of rows_per_block={self.rows_per_block} rows of dim={self.dim} takes {block_bytes} bytes, "
+                f"more than {MAX_BLOCK_BYTES}: choose a smaller rows_per_block"
+            )
+
+    def _check(self, name: str, good: bool, allowed: str) -> None:
+        if not good:
+            raise ValueError(f"{name} must lie in {allowed}, got {getattr(self, name)!r}")
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.num_rows // self.rows_per_block)

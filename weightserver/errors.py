@@ -1,0 +1,97 @@
+"""Every error that a caller can meet, and its place in gRPC's status codes.
+
+WeightServerError
+├── ShardUnavailableError    UNAVAILABLE          a shard did not answer within the retry budget
+├── OverloadedError          RESOURCE_EXHAUSTED   a shard or a limit is full; retried by the client
+├── ClusterError             UNIMPLEMENTED        the addresses given do not make one complete cluster
+├── NoTableError             NOT_FOUND            the shard holds no table yet, or no such checkpoint
+├── TableMismatchError       ALREADY_EXISTS       the table that exists is another one
+├── InvalidRequestError      INVALID_ARGUMENT     shape, dtype, row or value that cannot be
+├── StepError                OUT_OF_RANGE         beyond the schedule, or before what a row has seen
+├── FencedError              ABORTED              the session was superseded, or none was opened
+└── StorageError             DATA_LOSS            the disk's contents are not what they must be
+
+Server code raises these; `service.py` turns them into statuses; `client.py` turns statuses back into the same classes.
+Nothing else crosses the wire: a foreign exception is logged by the shard and becomes INTERNAL with a fixed text.
+"""
+
+from __future__ import annotations
+
+import grpc
+
+
+class WeightServerError(Exception):
+    """Base of all errors of the weight server and its client."""
+
+    status: grpc.StatusCode = grpc.StatusCode.INTERNAL
+
+
+class ShardUnavailableError(WeightServerError):
+    """A shard did not answer within `retry_seconds`."""
+
+    status = grpc.StatusCode.UNAVAILABLE
+
+
+class OverloadedError(WeightServerError):
+    """A shard has no room for another request now; trying again later may succeed."""
+
+    status = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class ClusterError(WeightServerError):
+    """The addresses given do not make one complete cluster: a shard is missing, doubled or of another cluster."""
+
+    status = grpc.StatusCode.UNIMPLEMENTED
+
+
+class NoTableError(WeightServerError):
+    """The shard holds no table yet."""
+
+    status = grpc.StatusCode.NOT_FOUND
+
+
+class TableMismatchError(WeightServerError):
+    """The table that exists has another spec, or another schedule, than the one asked for."""
+
+    status = grpc.StatusCode.ALREADY_EXISTS
+
+
+class InvalidRequestError(WeightServerError):
+    """A shape, dtype, row or value that cannot be right."""
+
+    status = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class StepError(WeightServerError):
+    """A step beyond the schedule, or before an update that the row has already seen."""
+
+    status = grpc.StatusCode.OUT_OF_RANGE
+
+
+class FencedError(WeightServerError):
+    """The writer's session was superseded by a newer one, or no session was opened."""
+
+    status = grpc.StatusCode.ABORTED
+
+
+class StorageError(WeightServerError):
+    """The data directory is not what it must be: another shard's, another format's, locked, or damaged."""
+
+    status = grpc.StatusCode.DATA_LOSS
+
+
+ERROR_OF_STATUS: dict[grpc.StatusCode, type[WeightServerError]] = {
+    error.status: error
+    for error in (
+        WeightServerError,
+        ShardUnavailableError,
+        OverloadedError,
+        ClusterError,
+        NoTableError,
+        TableMismatchError,
+        InvalidRequestError,
+        StepError,
+        FencedError,
+        StorageError,
+    )
+}
