@@ -1,0 +1,144 @@
+"""The data sets the trainer knows, and where it looks for each."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.error import URLError
+
+import torch
+from torch import Tensor
+
+from trainer.data.idx import DataNotFoundError, find_idx, read_idx
+from trainer.torchvision_compat import import_module
+
+SYSTEM_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")
+CACHE_DIRECTORY = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pic-weightserver"
+DEBIAN_PACKAGE = "dataset-fashion-mnist"
+CONNECT_TIMEOUT_SECONDS = 10.0
+
+# File, number of axes, MD5 of the decompressed Fashion-MNIST file (the same for every way of packing it).
+_FILES = {
+    "train-images-idx3-ubyte": (3, "f4a8712d7a061bf5bd6d2ca38dc4d50a"),
+    "train-labels-idx1-ubyte": (1, "9018921c3c673c538a1fc5bad174d6f9"),
+    "t10k-images-idx3-ubyte": (3, "8181f5470baa50b63fa0f6fddb340f0a"),
+    "t10k-labels-idx1-ubyte": (1, "15d484375f8d13e6eb1aabb0c3f46965"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """Labelled images in memory. Training never reads a label; evaluation does."""
+
+    train_images: Tensor
+    """uint8 [N, C, H, W]."""
+    train_labels: Tensor
+    """int64 [N]."""
+    test_images: Tensor
+    """uint8 [M, C, H, W]; nothing is ever chosen on these."""
+    test_labels: Tensor
+    """int64 [M]."""
+
+
+def load_dataset(name: str, directory: Path | None = None) -> Dataset:
+    """Loads a data set by name, from `directory` when given, else from wherever the name says it may be had.
+
+    fashion-mnist: `directory`, else the system's copy, the cache of an earlier download, torchvision's download, and
+    as a last resort, announced on stderr, the Debian package where we are root. Every copy's checksum is verified.
+    idx: any four files named like MNIST's in `directory` (needed), with no checksum.
+    Raises DataNotFoundError (a ValueError) in one line that says what was tried and what to do.
+    """
+    if name not in DATASETS:
+        raise ValueError(f"unknown data set {name!r}: choose one of {', '.join(sorted(DATASETS))}")
+    return DATASETS[name](directory)
+
+
+def _load_idx(directory: Path | None) -> Dataset:
+    if directory is None:
+        raise DataNotFoundError("data set 'idx' needs a folder: name the one with the four idx files by --data-dir")
+    return _read_directory(directory, verify=False)
+
+
+def _load_fashion_mnist(directory: Path | None) -> Dataset:
+    if directory is not None:
+        return _read_directory(directory, verify=True)
+    downloaded = CACHE_DIRECTORY / "FashionMNIST" / "raw"
+    for place in (SYSTEM_DIRECTORY, downloaded):
+        if _is_complete(place):
+            return _read_directory(place, verify=True)
+    failures = [f"no copy in {SYSTEM_DIRECTORY}"]
+    try:
+        _download()
+        return _read_directory(downloaded, verify=True)
+    except (OSError, RuntimeError, URLError) as error:
+        failures.append(f"download failed ({_one_line(error)})")
+    try:
+        _install_debian_package()
+        return _read_directory(SYSTEM_DIRECTORY, verify=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        failures.append(f"Debian package {DEBIAN_PACKAGE} not installed ({_one_line(error)})")
+    raise DataNotFoundError(
+        f"fashion-mnist not found: {'; '.join(failures)}. Put the four .gz files of "
+        "github.com/zalandoresearch/fashion-mnist into a folder and name it by --data-dir"
+    )
+
+
+def _is_complete(directory: Path) -> bool:
+    return all(find_idx(directory, name) for name in _FILES)
+
+
+def _read_directory(directory: Path, *, verify: bool) -> Dataset:
+    if not directory.is_dir():
+        raise DataNotFoundError(f"no such folder: {directory}: give the one that holds {', '.join(_FILES)} (or .gz)")
+    arrays = {}
+    for name, (num_axes, md5) in _FILES.items():
+        path = find_idx(directory, name)
+        if path is None:
+            raise DataNotFoundError(f"{directory} holds neither {name}.gz nor {name}: put the four idx files there")
+        arrays[name] = torch.from_numpy(read_idx(path, num_axes, md5 if verify else None).copy())
+    train_images, train_labels, test_images, test_labels = arrays.values()
+    for images, labels, kind in ((train_images, train_labels, "training"), (test_images, test_labels, "test")):
+        if len(images) != len(labels) or len(images) == 0:
+            raise DataNotFoundError(f"{directory} has {len(images)} {kind} images and {len(labels)} labels for them")
+    return Dataset(
+        train_images=train_images[:, None],
+        train_labels=train_labels.long(),
+        test_images=test_images[:, None],
+        test_labels=test_labels.long(),
+    )
+
+
+def _download() -> None:
+    """Downloads Fashion-MNIST by torchvision, which verifies each archive; quick to fail without a network."""
+    print(f"downloading Fashion-MNIST into {CACHE_DIRECTORY}", file=sys.stderr)
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(CONNECT_TIMEOUT_SECONDS)
+    try:
+        import_module("torchvision.datasets").FashionMNIST(CACHE_DIRECTORY, download=True)
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+def _install_debian_package() -> None:
+    """Installs the Debian package of the data set; raises OSError or SubprocessError where that cannot be done."""
+    if shutil.which("apt-get") is None:
+        raise OSError("no apt-get here")
+    if os.geteuid() != 0:
+        raise PermissionError(f"not root: run 'sudo apt-get install {DEBIAN_PACKAGE}'")
+    print(f"installing the Debian package {DEBIAN_PACKAGE} (the last resort)", file=sys.stderr)
+    install = ["apt-get", "install", "-y", "-q", "--no-install-recommends", DEBIAN_PACKAGE]
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    if subprocess.run(install, env=environment, capture_output=True, timeout=300).returncode != 0:
+        subprocess.run(["apt-get", "update", "-q"], env=environment, capture_output=True, timeout=300, check=True)
+        subprocess.run(install, env=environment, capture_output=True, timeout=300, check=True)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+DATASETS: dict[str, Callable[[Path | None], Dataset]] = {"fashion-mnist": _load_fashion_mnist, "idx": _load_idx}

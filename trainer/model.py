@@ -1,0 +1,217 @@
+"""Encoder and projection head; the files that trained encoders are kept in.
+
+Encoders: "small", our ResNet for 28–64 px images; "timm:NAME"; "torchvision:NAME", or a bare NAME as short for it.
+All start from random weights and take normalised float32 images [B, C, H, W] (`trainer.data.augment.normalise`).
+BatchNorm is local to a rank, as in the paper (section 4.1); evaluate in eval mode.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from trainer.torchvision_compat import import_module
+
+_FORMAT = "pic-encoder-1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig:
+    """All that is needed to build an encoder; an encoder file carries it."""
+
+    name: str = "small"
+    """"small", "timm:NAME", "torchvision:NAME" or a bare torchvision NAME."""
+    in_channels: int = 1
+    """Channels of an image, 1 or 3. torchvision's models want 3; grey images are repeated for them."""
+    image_size: int = 28
+    """Side of an image, in pixels."""
+    width: int = 32
+    """Channels of the first stage of "small"; each further stage has twice as many."""
+    blocks: tuple[int, ...] = (1, 1, 1)
+    """Residual blocks in each stage of "small"; each stage after the first halves the side."""
+    stem_stride: int = 1
+    """Stride of the first convolution of "small": 2 is four times as fast and sees less."""
+    pool_size: int = 1
+    """Features of "small" are averages over a grid of pool_size × pool_size parts of the image; 1: over all of it."""
+
+    def __post_init__(self) -> None:
+        if self.in_channels not in (1, 3):
+            raise ValueError(f"in_channels is {self.in_channels}: give 1 (grey) or 3 (colour)")
+        for name in ("image_size", "width", "stem_stride", "pool_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give at least 1")
+        if not self.blocks or min(self.blocks) < 1:
+            raise ValueError(f"blocks is {self.blocks}: give at least one stage and one block a stage")
+
+
+class PICModel(nn.Module):
+    """Encoder, then the projection head: Linear, ReLU, Linear without BatchNorm; images to embeddings [B, dim]."""
+
+    def __init__(self, config: EncoderConfig, dim: int = 128) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = build_encoder(config)
+        feature_dim = measure_feature_dim(self.encoder, config)
+        self.head = nn.Sequential(nn.Linear(feature_dim, feature_dim), nn.ReLU(), nn.Linear(feature_dim, dim))
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.encoder(images)  # (B, feature_dim)
+        embeddings: Tensor = self.head(features)  # (B, dim), not normalised: the loss does that
+        return embeddings
+
+
+def build_model(config: EncoderConfig, dim: int = 128, *, seed: int | None = None) -> PICModel:
+    """Builds an encoder with its head; with `seed`, the weights are a function of it and torch's own state is kept."""
+    if seed is None:
+        return PICModel(config, dim)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return PICModel(config, dim)
+
+
+def build_encoder(config: EncoderConfig) -> nn.Module:
+    """Builds an encoder with random weights: normalised images to features float32 [B, feature_dim]."""
+    family, _, name = config.name.rpartition(":")
+    if config.name == "small":
+        return SmallResNet(config)
+    if family == "timm":
+        timm = import_module("timm")
+        if not timm.is_model(name):
+            raise ValueError(f"timm has no model {name!r}: timm.list_models() lists them")
+        encoder: nn.Module = timm.create_model(name, pretrained=False, num_classes=0, in_chans=config.in_channels)
+        return encoder
+    if family in ("", "torchvision"):
+        models = import_module("torchvision.models")
+        if name not in models.list_models(module=models):
+            raise ValueError(f"unknown encoder {config.name!r}: give small, timm:NAME or a torchvision classifier")
+        options = {"zero_init_residual": True} if "resne" in name else {}  # ResNet, ResNeXt, Wide ResNet
+        return _TorchvisionEncoder(models.get_model(name, weights=None, **options))
+    raise ValueError(f"unknown kind of encoder {config.name!r}: give small, timm:NAME or torchvision:NAME")
+
+
+def measure_feature_dim(encoder: nn.Module, config: EncoderConfig) -> int:
+    """Returns the number of features; raises ValueError if the encoder cannot take images of the config's size."""
+    was_training = encoder.training
+    encoder.eval()
+    images = torch.zeros(1, config.in_channels, config.image_size, config.image_size)
+    try:
+        with torch.no_grad():
+            features = encoder(images)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"encoder {config.name!r} cannot take {config.image_size} px images: {reason}") from error
+    finally:
+        encoder.train(was_training)
+    if not isinstance(features, Tensor) or features.ndim != 2:
+        raise ValueError(f"encoder {config.name!r} does not give one feature vector an image: choose a classifier")
+    return features.shape[1]
+
+
+class SmallResNet(nn.Module):
+    """ResNet of basic blocks for 28–64 px images: a 3×3 stem without max pooling, stages, a grid of averages.
+
+    The last BatchNorm of each block starts at 0, so that a block starts as its shortcut (Goyal et al., 1706.02677).
+    """
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        width = config.width
+        layers: list[nn.Module] = [
+            nn.Conv2d(config.in_channels, width, 3, config.stem_stride, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+        ]
+        in_width = width
+        for stage, num_blocks in enumerate(config.blocks):
+            for block in range(num_blocks):
+                out_width = width * 2**stage
+                layers.append(_BasicBlock(in_width, out_width, stride=2 if stage > 0 and block == 0 else 1))
+                in_width = out_width
+        self.stages = nn.Sequential(*layers)
+        self.pool = nn.AdaptiveAvgPool2d(config.pool_size)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        for module in self.modules():
+            if isinstance(module, _BasicBlock):
+                nn.init.zeros_(module.norm2.weight)
+
+    def forward(self, images: Tensor) -> Tensor:
+        maps = self.stages(images)  # (B, width·2^(stages-1), side, side)
+        pooled: Tensor = self.pool(maps)
+        return pooled.flatten(1)
+
+
+class _BasicBlock(nn.Module):
+    """Two 3×3 convolutions beside a shortcut (He et al., 1512.03385)."""
+
+    def __init__(self, in_width: int, out_width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_width, out_width, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(out_width)
+        self.conv2 = nn.Conv2d(out_width, out_width, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(out_width)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or in_width != out_width:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(in_width, out_width, 1, stride, bias=False), nn.BatchNorm2d(out_width)
+            )
+
+    def forward(self, maps: Tensor) -> Tensor:
+        out = torch.relu_(self.norm1(self.conv1(maps)))
+        out = self.norm2(self.conv2(out))
+        return torch.relu_(out + self.shortcut(maps))
+
+
+class _TorchvisionEncoder(nn.Module):
+    """A torchvision classifier without its last linear layer; repeats grey images to three channels."""
+
+    def __init__(self, classifier: nn.Module) -> None:
+        super().__init__()
+        last = [name for name, module in classifier.named_modules() if isinstance(module, nn.Linear)][-1:]
+        if not last:
+            raise ValueError(f"{type(classifier).__name__} has no linear layer to take features before: choose another")
+        parent, _, leaf = last[0].rpartition(".")
+        setattr(classifier.get_submodule(parent), leaf, nn.Identity())
+        self.classifier = classifier
+
+    def forward(self, images: Tensor) -> Tensor:
+        features: Tensor = self.classifier(images.expand(-1, 3, -1, -1))
+        return features
+
+
+def save_encoder(encoder: nn.Module, config: EncoderConfig, path: Path) -> None:
+    """Writes an encoder and its config as one safetensors file, atomically."""
+    tensors = {name: tensor.contiguous() for name, tensor in encoder.state_dict().items()}
+    temporary = path.with_name(path.name + ".tmp")
+    save_file(tensors, temporary, metadata={"format": _FORMAT, "encoder": json.dumps(asdict(config))})
+    temporary.replace(path)
+
+
+def load_encoder(path: Path) -> tuple[nn.Module, EncoderConfig]:
+    """Rebuilds the encoder of a file of `save_encoder`, in eval mode, on the CPU.
+
+    Raises ValueError, in one line, if there is no such file or it is not a (whole) encoder file.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"cannot read encoder file {path} ({error}): give one that the trainer wrote") from error
+    if metadata.get("format") != _FORMAT:
+        raise ValueError(f"{path} is not a {_FORMAT} file (format {metadata.get('format')!r}): give another")
+    options: dict[str, Any] = json.loads(metadata["encoder"])
+    config = EncoderConfig(**options | {"blocks": tuple(options["blocks"])})
+    encoder = build_encoder(config)
+    try:
+        encoder.load_state_dict(tensors)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} does not hold the encoder it names, {config.name!r}: {reason[:200]}") from error
+    return encoder.eval(), config
