@@ -1,0 +1,40 @@
+"""A sharded, durable store of classifier rows that corrects untouched rows exactly when they are fetched.
+
+The names listed in `__all__` are the public interface; everything else may change.
+"""
+
+__version__ = "0.1.0"
+
+from weightserver.client import RowState, TableInfo, WeightClient
+from weightserver.cluster import LocalCluster
+from weightserver.config import TableSpec
+from weightserver.errors import (
+    ClusterError,
+    FencedError,
+    InvalidRequestError,
+    NoTableError,
+    OverloadedError,
+    ShardUnavailableError,
+    StepError,
+    StorageError,
+    TableMismatchError,
+    WeightServerError,
+)
+
+__all__ = [
+    "ClusterError",
+    "FencedError",
+    "InvalidRequestError",
+    "LocalCluster",
+    "NoTableError",
+    "OverloadedError",
+    "RowState",
+    "ShardUnavailableError",
+    "StepError",
+    "StorageError",
+    "TableInfo",
+    "TableMismatchError",
+    "TableSpec",
+    "WeightClient",
+    "WeightServerError",
+]

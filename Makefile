@@ -1,0 +1,39 @@
+# Two commands do all the set-up: `make demo` and `make test`. Both work as root or as a user, without Docker or a GPU.
+PYTHON ?= python3
+VENV ?= .venv
+PIP_FLAGS ?=
+BIN = $(VENV)/bin
+INSTALLED = $(VENV)/.installed
+
+.PHONY: demo test test-all lint protos benchmark clean
+
+# The main job on real images, with embedded weight servers. EPOCHS, DATA_DIR (Fashion-MNIST's files) and OUTPUT may be given.
+demo: $(INSTALLED)
+	$(BIN)/python -m trainer.demo $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(DATA_DIR),--data-dir $(DATA_DIR)) $(if $(OUTPUT),--output $(OUTPUT))
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -q $(PYTEST_FLAGS)
+
+# Every test that this machine can run, the slow ones too; those that lack a GPU or Docker are skipped with the reason.
+test-all: lint
+	$(BIN)/python -m pytest -q -m "not soak" $(PYTEST_FLAGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p weightserver -p trainer
+
+protos: $(INSTALLED)
+	$(BIN)/python protos/generate.py
+
+benchmark: $(INSTALLED)
+	$(BIN)/python -m benchmarks.rows --output benchmarks/results
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[trainer,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,184 @@
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class TableSpec(_message.Message):
+    __slots__ = ("num_rows", "dim", "momentum", "weight_decay", "init_std", "seed", "rows_per_block", "correction")
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    DIM_FIELD_NUMBER: _ClassVar[int]
+    MOMENTUM_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    INIT_STD_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    ROWS_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    CORRECTION_FIELD_NUMBER: _ClassVar[int]
+    num_rows: int
+    dim: int
+    momentum: float
+    weight_decay: float
+    init_std: float
+    seed: int
+    rows_per_block: int
+    correction: bool
+    def __init__(self, num_rows: _Optional[int] = ..., dim: _Optional[int] = ..., momentum: _Optional[float] = ..., weight_decay: _Optional[float] = ..., init_std: _Optional[float] = ..., seed: _Optional[int] = ..., rows_per_block: _Optional[int] = ..., correction: _Optional[bool] = ...) -> None: ...
+
+class Rows(_message.Message):
+    __slots__ = ("ids", "ranges")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    ids: bytes
+    ranges: bytes
+    def __init__(self, ids: _Optional[bytes] = ..., ranges: _Optional[bytes] = ...) -> None: ...
+
+class DescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeResponse(_message.Message):
+    __slots__ = ("shard", "num_shards", "spec", "epoch", "clock", "horizon", "rows_stored", "disk_bytes", "run", "generation", "server_version")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    HORIZON_FIELD_NUMBER: _ClassVar[int]
+    ROWS_STORED_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    num_shards: int
+    spec: TableSpec
+    epoch: int
+    clock: int
+    horizon: int
+    rows_stored: int
+    disk_bytes: int
+    run: str
+    generation: int
+    server_version: str
+    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., horizon: _Optional[int] = ..., rows_stored: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., run: _Optional[str] = ..., generation: _Optional[int] = ..., server_version: _Optional[str] = ...) -> None: ...
+
+class CreateTableRequest(_message.Message):
+    __slots__ = ("spec",)
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    spec: TableSpec
+    def __init__(self, spec: _Optional[_Union[TableSpec, _Mapping]] = ...) -> None: ...
+
+class CreateTableResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DropTableRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DropTableResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ExtendScheduleRequest(_message.Message):
+    __slots__ = ("start_step", "learning_rates", "clock", "epoch")
+    START_STEP_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATES_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    start_step: int
+    learning_rates: bytes
+    clock: int
+    epoch: int
+    def __init__(self, start_step: _Optional[int] = ..., learning_rates: _Optional[bytes] = ..., clock: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class ExtendScheduleResponse(_message.Message):
+    __slots__ = ("horizon",)
+    HORIZON_FIELD_NUMBER: _ClassVar[int]
+    horizon: int
+    def __init__(self, horizon: _Optional[int] = ...) -> None: ...
+
+class OpenSessionRequest(_message.Message):
+    __slots__ = ("name", "epoch", "join", "opener")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    JOIN_FIELD_NUMBER: _ClassVar[int]
+    OPENER_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    epoch: int
+    join: bool
+    opener: bytes
+    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., join: _Optional[bool] = ..., opener: _Optional[bytes] = ...) -> None: ...
+
+class OpenSessionResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("rows", "step", "raw", "state")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    RAW_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    rows: Rows
+    step: int
+    raw: bool
+    state: bool
+    def __init__(self, rows: _Optional[_Union[Rows, _Mapping]] = ..., step: _Optional[int] = ..., raw: _Optional[bool] = ..., state: _Optional[bool] = ...) -> None: ...
+
+class FetchResponse(_message.Message):
+    __slots__ = ("weight", "momentum_buffer", "last_step")
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    MOMENTUM_BUFFER_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEP_FIELD_NUMBER: _ClassVar[int]
+    weight: bytes
+    momentum_buffer: bytes
+    last_step: bytes
+    def __init__(self, weight: _Optional[bytes] = ..., momentum_buffer: _Optional[bytes] = ..., last_step: _Optional[bytes] = ...) -> None: ...
+
+class WriteHeader(_message.Message):
+    __slots__ = ("epoch", "writer", "sequence", "settled_before", "step", "num_rows")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    writer: bytes
+    sequence: int
+    settled_before: int
+    step: int
+    num_rows: int
+    def __init__(self, epoch: _Optional[int] = ..., writer: _Optional[bytes] = ..., sequence: _Optional[int] = ..., settled_before: _Optional[int] = ..., step: _Optional[int] = ..., num_rows: _Optional[int] = ...) -> None: ...
+
+class PushGradientsRequest(_message.Message):
+    __slots__ = ("header", "rows", "gradients")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    GRADIENTS_FIELD_NUMBER: _ClassVar[int]
+    header: WriteHeader
+    rows: Rows
+    gradients: bytes
+    def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., gradients: _Optional[bytes] = ...) -> None: ...
+
+class WriteStateRequest(_message.Message):
+    __slots__ = ("header", "rows", "weight", "momentum_buffer", "last_step")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    MOMENTUM_BUFFER_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEP_FIELD_NUMBER: _ClassVar[int]
+    header: WriteHeader
+    rows: Rows
+    weight: bytes
+    momentum_buffer: bytes
+    last_step: bytes
+    def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., weight: _Optional[bytes] = ..., momentum_buffer: _Optional[bytes] = ..., last_step: _Optional[bytes] = ...) -> None: ...
+
+class WriteResponse(_message.Message):
+    __slots__ = ("duplicate",)
+    DUPLICATE_FIELD_NUMBER: _ClassVar[int]
+    duplicate: bool
+    def __init__(self, duplicate: _Optional[bool] = ...) -> None: ...

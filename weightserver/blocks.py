@@ -1,0 +1,103 @@
+"""Rows <-> the bytes of a block.
+
+A block is one stored value of r = rows_per_block rows, everything little-endian:
+
+    offset 0     u16    format, 1
+    offset 2     u16    r
+    offset 4     u32    D
+    offset 8     u64    XXH3-64 of the bytes from offset 16 on, seeded with the block's number
+    offset 16    u8     which rows were ever written, one bit each, row 0 in the lowest bit of the first byte;
+                        padded with zeros to a multiple of 8 bytes
+    then         i64    last_step [r]
+    then         f32    weight [r, D]
+    then         f32    momentum_buffer [r, D]
+
+Rows of a stored block that nobody wrote hold their initial values. With D = 128 and r = 63 a block takes 65,040 bytes,
+which with the page header of LMDB's overflow pages is 16 pages of 4 KiB.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from weightserver.config import TableSpec
+from weightserver.errors import StorageError
+from weightserver.initial import initial_rows
+
+FORMAT = 1
+_HEADER = struct.Struct("<HHIQ")
+_CHECKED_FROM = _HEADER.size
+_INT64 = np.dtype("<i8")
+_FLOAT32 = np.dtype("<f4")
+
+Buffer = bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Views into a block's bytes; writable where the bytes are."""
+
+    written: npt.NDArray[np.uint8]  # (ceil(r / 8),), one bit a row
+    last_step: npt.NDArray[np.int64]  # (r,)
+    weight: npt.NDArray[np.float32]  # (r, D)
+    momentum_buffer: npt.NDArray[np.float32]  # (r, D)
+
+
+class BlockCodec:
+    """Makes, reads and seals the blocks of one table."""
+
+    def __init__(self, spec: TableSpec) -> None:
+        self._spec = spec
+        rows, dim = spec.rows_per_block, spec.dim
+        self._bitmap_bytes = -(-rows // 8)
+        self._last_step_at = _HEADER.size + -(-self._bitmap_bytes // 8) * 8
+        self._weight_at = self._last_step_at + 8 * rows
+        self._momentum_at = self._weight_at + 4 * rows * dim
+        self.num_bytes = self._momentum_at + 4 * rows * dim
+
+    def initial(self, block: int) -> bytearray:
+        """An unsealed block whose rows hold their initial values and none of which is marked as written."""
+        rows = self._spec.rows_per_block
+        buffer = bytearray(self.num_bytes)
+        first = block * rows
+        self.views(buffer).weight[:] = initial_rows(self._spec, np.arange(first, first + rows, dtype=np.int64))
+        return buffer
+
+    def views(self, buffer: Buffer) -> Block:
+        """Arrays over the bytes, without a copy and without a check."""
+        rows, dim = self._spec.rows_per_block, self._spec.dim
+        return Block(
+            np.ndarray(self._bitmap_bytes, np.uint8, buffer, _HEADER.size),
+            np.ndarray(rows, _INT64, buffer, self._last_step_at),
+            np.ndarray((rows, dim), _FLOAT32, buffer, self._weight_at),
+            np.ndarray((rows, dim), _FLOAT32, buffer, self._momentum_at),
+        )
+
+    def seal(self, block: int, buffer: bytearray) -> None:
+        """Writes the header, with the checksum of what the block now holds."""
+        checksum = xxhash.xxh3_64_intdigest(memoryview(buffer)[_CHECKED_FROM:], seed=block)
+        _HEADER.pack_into(buffer, 0, FORMAT, self._spec.rows_per_block, self._spec.dim, checksum)
+
+    def check(self, block: int, buffer: Buffer) -> None:
+        """Raises StorageError unless the bytes are what `seal` left for this block of this table."""
+        if len(buffer) != self.num_bytes:
+            raise StorageError(f"block {block} has {len(buffer)} bytes, not {self.num_bytes}: restore it from a backup")
+        block_format, rows, dim, checksum = _HEADER.unpack_from(buffer)
+        if block_format != FORMAT:
+            raise StorageError(f"block {block} has format {block_format}, this version reads {FORMAT}: update it")
+        if (rows, dim) != (self._spec.rows_per_block, self._spec.dim):
+            raise StorageError(f"block {block} holds {rows} rows of {dim}: it belongs to another table")
+        if xxhash.xxh3_64_intdigest(memoryview(buffer)[_CHECKED_FROM:], seed=block) != checksum:
+            raise StorageError(f"block {block} is damaged (checksum): restore it from a backup")
+
+
+def mark_written(written: npt.NDArray[np.uint8], slots: npt.NDArray[np.int64]) -> int:
+    """Sets the bits of `slots` (distinct, int64 [n]) and returns how many were not set before."""
+    before = int(np.bitwise_count(written).sum())
+    np.bitwise_or.at(written, slots >> 3, (1 << (slots & 7)).astype(np.uint8))
+    return int(np.bitwise_count(written).sum()) - before

@@ -1,0 +1,102 @@
+"""The command line: weightserver serve | health | inspect | drop."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from weightserver import __version__
+from weightserver.addresses import split_address
+from weightserver.client import WeightClient
+from weightserver.errors import ShardUnavailableError, WeightServerError
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Runs one command. Exit status 0; 1 when it failed, with one line on stderr; 2 when the arguments are wrong."""
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        arguments.run(arguments)
+    except (WeightServerError, ValueError, OSError) as error:
+        print(f"weightserver {arguments.command}: {error}", file=sys.stderr)
+        sys.exit(1)
+    sys.exit(0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="weightserver", description="Serve and look after the rows of a classifier.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    serve = commands.add_parser("serve", help="serve one shard until SIGTERM")
+    serve.add_argument("--data-dir", type=Path, required=True, help="the shard's own directory, on a local disk")
+    serve.add_argument("--shard", type=int, default=0, help="number of this shard, from 0 (default 0)")
+    serve.add_argument("--num-shards", type=int, default=1, help="shards in the cluster (default 1)")
+    serve.add_argument("--listen", default="127.0.0.1:50051", help="host:port (default 127.0.0.1:50051)")
+    serve.add_argument("--metrics-port", type=int, help="serve Prometheus metrics on this loopback port")
+    serve.add_argument("--grace-seconds", type=float, default=10.0, help="time for running calls after SIGTERM (10)")
+    serve.add_argument("--insecure", action="store_true", help="listen beyond loopback without TLS")
+    serve.add_argument("--announce", action="store_true", help="print the addresses as one JSON line when serving")
+    serve.add_argument("--stop-with-parent", action="store_true", help="stop when stdin is closed")
+    serve.set_defaults(run=_serve)
+
+    health = commands.add_parser("health", help="tell whether a shard serves (exit status 0) or not (1)")
+    health.add_argument("address", help="host:port")
+    health.add_argument("--timeout-seconds", type=float, default=5.0, help="deadline (default 5)")
+    health.set_defaults(run=_health)
+
+    inspect = commands.add_parser("inspect", help="print what a data directory holds; safe beside a running shard")
+    inspect.add_argument("directory", type=Path, help="the --data-dir of a shard")
+    inspect.set_defaults(run=_inspect)
+
+    drop = commands.add_parser("drop", help="delete the table and all its rows")
+    drop.add_argument("addresses", nargs="+", help="host:port of every shard")
+    drop.add_argument("--yes", action="store_true", help="do it; without this, only say what would be deleted")
+    drop.add_argument("--insecure", action="store_true", help="take addresses beyond loopback without TLS")
+    drop.set_defaults(run=_drop)
+    return parser
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    from weightserver.server import ServerConfig, serve  # the other commands need neither LMDB nor a server
+
+    names = ServerConfig.__dataclass_fields__
+    serve(ServerConfig(**{name: getattr(arguments, name) for name in names}))
+
+
+def _health(arguments: argparse.Namespace) -> None:
+    split_address(arguments.address)
+    with grpc.insecure_channel(arguments.address) as channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=arguments.timeout_seconds
+            )
+        except grpc.RpcError as error:
+            raise ShardUnavailableError(f"{arguments.address} does not answer ({error.code().name})") from None
+    status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    print(status)
+    if status != "SERVING":
+        sys.exit(1)
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    from weightserver.inspect import inspect_directory
+
+    print(json.dumps(inspect_directory(arguments.directory), indent=2))
+
+
+def _drop(arguments: argparse.Namespace) -> None:
+    with WeightClient(arguments.addresses, retry_seconds=10, insecure=arguments.insecure) as client:
+        info = client.describe()
+        what = f"{info.rows_stored} stored rows of run {info.run!r} at step {info.clock}"
+        if not arguments.yes:
+            raise ValueError(f"this would delete {what}: give --yes to do it")
+        client.drop_table()
+        print(f"deleted {what}")

@@ -1,0 +1,580 @@
+"""The client of a sharded weight server: fan-out, sessions, and the checks that need no server.
+
+The contract of its calls, for a table of N rows of D values:
+
+- Rows may be given in any order and repeated: fetch answers in order, a push adds repeats up, write_state refuses them.
+- A push or state write returns when it is durable on every shard. It is atomic on each shard, not across shards. When
+  it fails on one, the error says which, and making the same call again is safe: a shard that had applied it recognises
+  the sequence number.
+- Calls may come from any thread. Every attempt has a deadline of `timeout_seconds`; a shard that is away, overloaded or
+  silent is tried again with the same sequence number for `retry_seconds` in all. Nothing else is tried again.
+- What cannot be right raises ValueError or TypeError before anything is sent; what a shard refuses, or fails to do,
+  raises a subclass of WeightServerError.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from google.protobuf.message import Message
+
+from weightserver._generated import weight_server_pb2 as pb
+from weightserver.addresses import is_loopback
+from weightserver.config import TableSpec
+from weightserver.connection import FetchedChunk, ShardConnection
+from weightserver.errors import ClusterError, FencedError, NoTableError, TableMismatchError
+from weightserver.session import Session
+from weightserver.sharding import Int64Array, Sharding
+from weightserver.wire import (
+    CHUNK_BYTES,
+    Float32Array,
+    all_finite,
+    rows_to_proto,
+    spec_from_proto,
+    spec_to_proto,
+    to_bytes,
+)
+
+_LEARNING_RATES_PER_CALL = 1 << 18
+Result = TypeVar("Result")
+Output = tuple[Float32Array, Float32Array | None, Int64Array | None]
+
+
+@dataclass(frozen=True)
+class RowState:
+    """Rows with all their state."""
+
+    weight: Float32Array  # (n, D)
+    momentum_buffer: Float32Array  # (n, D)
+    last_step: Int64Array  # (n,), the updates that each row as given here has seen
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """One shard's part of a table."""
+
+    shard: int
+    address: str
+    epoch: int
+    clock: int
+    horizon: int
+    rows_stored: int
+    disk_bytes: int
+    version: str
+
+
+@dataclass(frozen=True)
+class TableInfo:
+    """A table over all its shards."""
+
+    spec: TableSpec
+    epoch: int
+    """Newest session."""
+    run: str
+    """Name of the newest session."""
+    clock: int
+    """Highest number of finished updates that an acknowledged write carried."""
+    horizon: int
+    """Learning rates known on every shard."""
+    rows_stored: int
+    """Rows ever written."""
+    disk_bytes: int
+    shards: tuple[ShardInfo, ...]
+
+
+class WeightClient:
+    """A table's rows over all shards of a weight server. Thread-safe; a context manager; connects lazily.
+
+    Args:
+        addresses: host:port of every shard, in any order; each shard says who it is.
+        credentials: gRPC channel credentials (TLS); without them only loopback addresses are taken.
+        token: bearer token sent with every call.
+        timeout_seconds: deadline of one attempt.
+        retry_seconds: how long a shard that is away is tried again.
+        insecure: take addresses other than loopback without credentials.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        token: str | None = None,
+        timeout_seconds: float = 30,
+        retry_seconds: float = 300,
+        insecure: bool = False,
+    ) -> None:
+        if isinstance(addresses, str) or not addresses:
+            raise ValueError(f"addresses must be a list of host:port, one for each shard, got {addresses!r}")
+        if not timeout_seconds > 0 or not retry_seconds >= 0:
+            raise ValueError(
+                f"timeout_seconds must be positive, retry_seconds not negative: got {timeout_seconds}, {retry_seconds}"
+            )
+        for address in addresses:
+            if not is_loopback(address) and credentials is None and not insecure:
+                raise ValueError(
+                    f"{address} is not on this machine: give credentials, or insecure=True on a network you trust"
+                )
+        self._addresses = list(addresses)
+        self._options: dict[str, Any] = {
+            "credentials": credentials,
+            "token": token,
+            "timeout_seconds": timeout_seconds,
+            "retry_seconds": retry_seconds,
+        }
+        self._lock = threading.Lock()
+        self._connections: list[ShardConnection] | None = None
+        self._pool = ThreadPoolExecutor(max(4, 2 * len(addresses)), thread_name_prefix="weight-client")
+        self._spec: TableSpec | None = None
+        self._session: Session | None = None
+        self._closed = False
+
+    # ---- the table
+
+    def create_table(self, spec: TableSpec) -> TableSpec:
+        """Creates the table on every shard; nothing happens where the same one exists.
+
+        Raises:
+            TableMismatchError: another table exists; nothing was created.
+        """
+        if not isinstance(spec, TableSpec):
+            raise TypeError(f"spec must be a TableSpec, got {type(spec).__name__}")
+        for answer in self._describe_shards():
+            if answer.HasField("spec") and (existing := spec_from_proto(answer.spec)) != spec:
+                raise TableMismatchError(
+                    f"shard {answer.shard} holds another table, {existing}: use its spec, or drop_table() first"
+                )
+        self._on_all("CreateTable", pb.CreateTableRequest(spec=spec_to_proto(spec)))
+        self._spec = spec
+        return spec
+
+    def drop_table(self) -> None:
+        """Deletes the table, its rows and its schedule on every shard, and fences every session."""
+        self._on_all("DropTable", pb.DropTableRequest())
+        self._spec = self._session = None
+
+    def describe(self) -> TableInfo:
+        """What the table is and how far it came.
+
+        Raises:
+            NoTableError: a shard holds no table.
+        """
+        answers = self._describe_shards()
+        for answer in answers:
+            if not answer.HasField("spec"):
+                raise NoTableError(f"shard {answer.shard} holds no table: call create_table() first")
+            if answer.spec != answers[0].spec:
+                raise ClusterError(f"shards 0 and {answer.shard} hold different tables: drop the one that is wrong")
+        newest = max(answers, key=lambda answer: answer.epoch)
+        return TableInfo(
+            spec=spec_from_proto(newest.spec),
+            epoch=newest.epoch,
+            run=newest.run,
+            clock=max(answer.clock for answer in answers),
+            horizon=min(answer.horizon for answer in answers),
+            rows_stored=sum(answer.rows_stored for answer in answers),
+            disk_bytes=sum(answer.disk_bytes for answer in answers),
+            shards=tuple(
+                ShardInfo(
+                    shard=answer.shard,
+                    address=connection.address,
+                    epoch=answer.epoch,
+                    clock=answer.clock,
+                    horizon=answer.horizon,
+                    rows_stored=answer.rows_stored,
+                    disk_bytes=answer.disk_bytes,
+                    version=answer.server_version,
+                )
+                for answer, connection in zip(answers, self._connect(), strict=True)
+            ),
+        )
+
+    def extend_schedule(self, start_step: int, learning_rates: npt.ArrayLike) -> None:
+        """Appends learning rates (float32 [n]) from `start_step` on, or rewrites those that no write has reached.
+
+        Giving known steps the values they have is always allowed.
+
+        Raises:
+            StepError: a gap would remain before `start_step`; TableMismatchError: a step that was used would change.
+        """
+        start_step = _step(start_step, "start_step")
+        rates = np.asarray(learning_rates)
+        if rates.size and rates.dtype.kind not in "fiu":
+            raise TypeError(f"learning_rates must be real numbers, got dtype {rates.dtype}")
+        if rates.ndim != 1:
+            raise ValueError(f"learning_rates must have shape [n], got {list(rates.shape)}")
+        rates = rates.astype(np.float32)
+        if not all_finite(rates) or (rates < 0).any():
+            raise ValueError("learning_rates must be finite and not negative")
+        clock = max(answer.clock for answer in self._describe_shards())
+        for first in range(0, len(rates), _LEARNING_RATES_PER_CALL):
+            request = pb.ExtendScheduleRequest(
+                start_step=start_step + first,
+                learning_rates=to_bytes(rates[first : first + _LEARNING_RATES_PER_CALL]),
+                clock=clock,
+                epoch=self._session.epoch if self._session else 0,
+            )
+            self._on_all("ExtendSchedule", request)
+
+    def open_session(self, name: str, *, join: int | None = None) -> int:
+        """Starts a new epoch under the run's `name`, which fences every older one; or joins epoch `join` as one more
+        writer. Returns the epoch. Needed before a write.
+
+        Raises:
+            FencedError: the epoch to join was superseded, or another client opened a session at the same time.
+        """
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"name must be a non-empty text, got {name!r}")
+        connections = self._connect()
+        newest = max(answer.epoch for answer in self._describe_shards())
+        epoch = newest + 1 if join is None else _step(join, "join")
+        request = pb.OpenSessionRequest(name=name, epoch=epoch, join=join is not None, opener=os.urandom(16))
+        for connection in connections:  # one by one: of two that race, shard 0 takes one
+            connection.call("OpenSession", request)
+        self._session = Session(epoch, len(connections))
+        return epoch
+
+    # ---- rows
+
+    def fetch(self, rows: npt.ArrayLike, *, step: int, out: Float32Array | None = None) -> Float32Array:
+        """Weights of `rows` (int64 [n]) before update `step`: float32 [n, D], into `out` where given. Never writes.
+
+        Raises:
+            StepError: `step` lies beyond the horizon, or before an update that a row has seen.
+        """
+        rows = self._rows(rows)
+        shape = (len(rows), self._table().dim)
+        if out is None:
+            out = np.empty(shape, np.float32)
+        elif out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
+            raise ValueError(f"out must be a contiguous float32 array of shape {list(shape)}")
+        self._fetch(rows, pb.FetchRequest(step=_step(step, "step")), (out, None, None))
+        return out
+
+    def fetch_state(self, rows: npt.ArrayLike, *, step: int | None = None) -> RowState:
+        """All state of `rows` (int64 [n]): before update `step`, or raw as stored where it is None. Never writes.
+
+        Raises:
+            StepError: as for `fetch`.
+        """
+        rows, dim = self._rows(rows), self._table().dim
+        state = RowState(
+            np.empty((len(rows), dim), np.float32),
+            np.empty((len(rows), dim), np.float32),
+            np.empty(len(rows), np.int64),
+        )
+        request = pb.FetchRequest(step=0 if step is None else _step(step, "step"), raw=step is None, state=True)
+        self._fetch(rows, request, (state.weight, state.momentum_buffer, state.last_step))
+        return state
+
+    def push_gradients(self, rows: npt.ArrayLike, gradients: npt.ArrayLike, *, step: int) -> None:
+        """Applies update `step` with `gradients` (float32 [n, D]) to `rows` (int64 [n]); returns when durable.
+
+        Pushes for one step add up, whoever sends them, and may arrive in any order (Section 3.2 of the paper: an update
+        is linear in its gradient). With correction=False they must arrive before a row's next update.
+
+        Raises:
+            FencedError: no session, or a superseded one; StepError: no learning rate is known for `step`.
+        """
+        rows, step = self._rows(rows), _step(step, "step")
+        gradients = self._values(gradients, rows, "gradients")
+        if not _increasing(rows):
+            rows, gradients = _add_repeats(rows, gradients)
+        self._write(
+            "PushGradients",
+            step,
+            rows,
+            {"gradients": gradients},
+            lambda header, names, values: pb.PushGradientsRequest(header=header, rows=names, **values),
+        )
+
+    def write_state(
+        self,
+        rows: npt.ArrayLike,
+        weight: npt.ArrayLike,
+        momentum_buffer: npt.ArrayLike,
+        last_step: int | npt.ArrayLike,
+    ) -> None:
+        """Replaces the raw state of distinct `rows` (int64 [n]): weight and momentum_buffer float32 [n, D], last_step
+        an integer or int64 [n]; returns when durable.
+
+        Raises:
+            FencedError: no session, or a superseded one; StepError: a last_step beyond the horizon, or below what the
+            row has seen.
+        """
+        rows = self._rows(rows)
+        weight = self._values(weight, rows, "weight")
+        momentum_buffer = self._values(momentum_buffer, rows, "momentum_buffer")
+        steps = _int64(last_step, "last_step")
+        if steps.ndim and steps.shape != rows.shape:
+            raise ValueError(f"last_step must be an integer or have shape [{len(rows)}], got {list(steps.shape)}")
+        steps = np.ascontiguousarray(np.broadcast_to(steps, rows.shape))
+        if (steps < 0).any():
+            raise ValueError(f"last_step must not be negative, got {steps.min()}")
+        if not _increasing(rows):
+            order = np.argsort(rows, kind="stable")
+            rows = rows[order]
+            if (repeats := np.flatnonzero(np.diff(rows) == 0)).size:
+                raise ValueError(f"row {rows[repeats[0]]} is given twice: write_state takes each row once")
+            weight, momentum_buffer, steps = weight[order], momentum_buffer[order], steps[order]
+        self._write(
+            "WriteState",
+            int(steps.max(initial=0)),
+            rows,
+            {"weight": weight, "momentum_buffer": momentum_buffer, "last_step": steps},
+            lambda header, names, values: pb.WriteStateRequest(header=header, rows=names, **values),
+        )
+
+    # ---- closing
+
+    def close(self) -> None:
+        """Closes the connections. Safe to repeat."""
+        with self._lock:
+            self._closed = True
+            connections, self._connections = self._connections or [], None
+        self._pool.shutdown()
+        for connection in connections:
+            connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- fan-out
+
+    def _connect(self) -> list[ShardConnection]:
+        """The connections in the order of shards."""
+        with self._lock:
+            if self._closed:
+                raise ValueError("the client is closed: make a new one")
+            if self._connections is None:
+                self._connections = self._identify()
+            return self._connections
+
+    def _identify(self) -> list[ShardConnection]:
+        """Asks each address which shard it is."""
+        connections = [ShardConnection(address, **self._options) for address in self._addresses]
+        try:
+            answers = self._in_parallel(
+                lambda connection: connection.call("Describe", pb.DescribeRequest()), zip(connections, strict=True)
+            )
+            by_shard: dict[int, ShardConnection] = {}
+            for connection, answer in zip(connections, answers, strict=True):
+                if answer.num_shards != answers[0].num_shards:
+                    raise ClusterError(
+                        f"{connection.address} is a shard of {answer.num_shards}, {connections[0].address} one of "
+                        f"{answers[0].num_shards}: give the addresses of one cluster"
+                    )
+                if (other := by_shard.setdefault(answer.shard, connection)) is not connection:
+                    raise ClusterError(
+                        f"{other.address} and {connection.address} are both shard {answer.shard}: give each shard once"
+                    )
+                connection.name = f"shard {answer.shard} at {connection.address}"
+            missing = [str(shard) for shard in range(answers[0].num_shards) if shard not in by_shard]
+            if missing:
+                raise ClusterError(
+                    f"{len(connections)} of {answers[0].num_shards} shards were given: add the address of shard "
+                    + ", ".join(missing)
+                )
+        except BaseException:
+            for connection in connections:
+                connection.close()
+            raise
+        return [by_shard[shard] for shard in sorted(by_shard)]
+
+    def _in_parallel(self, call: Callable[..., Result], arguments: Iterable[tuple[Any, ...]]) -> list[Result]:
+        """Calls once for each shard's arguments; all the calls end before the first error is raised."""
+        first, *others = arguments
+        futures = [self._pool.submit(call, *other) for other in others]
+        try:
+            result = call(*first)
+        finally:
+            errors = [future.exception() for future in futures]  # waits
+        for error in errors:
+            if error is not None:
+                raise error
+        return [result, *(future.result() for future in futures)]
+
+    def _on_all(self, method: str, request: Message) -> list[Any]:
+        return self._in_parallel(lambda connection: connection.call(method, request), zip(self._connect(), strict=True))
+
+    def _describe_shards(self) -> list[pb.DescribeResponse]:
+        return self._on_all("Describe", pb.DescribeRequest())
+
+    def _table(self) -> TableSpec:
+        if self._spec is None:
+            self._spec = self.describe().spec
+        return self._spec
+
+    def _fetch(
+        self,
+        rows: Int64Array,
+        request: pb.FetchRequest,
+        out: Output,
+    ) -> None:
+        """Fetches each distinct row once and fills the arrays in the order of `rows`."""
+        if not _increasing(rows):
+            distinct, inverse = np.unique(rows, return_inverse=True)
+
+            def distinct_like(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+                return np.empty((len(distinct), *array.shape[1:]), array.dtype)
+
+            weight, momentum, last_step = out
+            part: Output = (
+                distinct_like(weight),
+                None if momentum is None else distinct_like(momentum),
+                None if last_step is None else distinct_like(last_step),
+            )
+            self._fetch(distinct, request, part)
+            for whole, some in zip(out, part, strict=True):
+                if whole is not None and some is not None:
+                    whole[:] = some[inverse]
+            return
+        connections = self._connect()
+
+        def fetch_shard(shard: int, positions: slice | Int64Array) -> None:
+            mine = rows[positions]
+            part = pb.FetchRequest(rows=rows_to_proto(mine), step=request.step, raw=request.raw, state=request.state)
+
+            def take(chunks: Iterator[FetchedChunk]) -> None:
+                start = 0
+                for chunk in chunks:
+                    end = start + len(chunk[0]) // (4 * out[0].shape[1])
+                    where = slice(start, end) if isinstance(positions, slice) else positions[start:end]
+                    for array, data in zip(out, chunk, strict=True):
+                        if array is not None:
+                            values = np.frombuffer(data, array.dtype.newbyteorder("<"))
+                            array[where] = values.reshape(-1, *array.shape[1:])
+                    start = end
+                if start != len(mine):
+                    raise ClusterError(f"{connections[shard].name} answered {start} of {len(mine)} rows")
+
+            connections[shard].fetch(part, take)
+
+        parts_by_shard = self._sharding().positions_by_shard(rows)
+        if parts_by_shard:
+            self._in_parallel(fetch_shard, parts_by_shard.items())
+
+    def _sharding(self) -> Sharding:
+        return Sharding(self._table().rows_per_block, len(self._connect()))
+
+    def _write(
+        self,
+        method: str,
+        step: int,
+        rows: Int64Array,
+        arrays: dict[str, Float32Array | Int64Array],
+        make_message: Callable[[pb.WriteHeader | None, pb.Rows, dict[str, bytes]], Message],
+    ) -> None:
+        """Sends one write, under one sequence number on each shard that has rows of it."""
+        session = self._session
+        if session is None:
+            raise FencedError("no session is open: call open_session() before the first write")
+        by_shard = self._sharding().positions_by_shard(rows)
+        if not by_shard:
+            return
+
+        def digest() -> bytes:
+            """Recognises the same write again."""
+            hasher = xxhash.xxh3_128(f"{method} {step}".encode())
+            for array in [rows, *arrays.values()]:
+                hasher.update(to_bytes(array))
+            return hasher.digest()
+
+        numbers = session.begin(by_shard, digest)
+        connections = self._connect()
+
+        def messages(shard: int) -> Iterator[Message]:
+            positions = by_shard[shard]
+            mine = rows[positions]
+            header: pb.WriteHeader | None = pb.WriteHeader(
+                epoch=session.epoch,
+                writer=session.writer,
+                sequence=numbers[shard],
+                settled_before=session.settled_before(shard),
+                step=step,
+                num_rows=len(mine),
+            )
+            parts = {name: array[positions] for name, array in arrays.items()}
+            rows_per_message = max(1, CHUNK_BYTES // sum(array.nbytes // len(rows) for array in arrays.values()))
+            for start in range(0, len(mine), rows_per_message):
+                chunk = slice(start, start + rows_per_message)
+                values = {name: to_bytes(part[chunk]) for name, part in parts.items()}
+                yield make_message(header, rows_to_proto(mine[chunk]), values)
+                header = None
+
+        try:
+            self._in_parallel(
+                lambda shard: connections[shard].write(method, lambda: messages(shard)), zip(by_shard, strict=True)
+            )
+        except BaseException:
+            session.fail(numbers, digest())
+            raise
+        session.succeed(numbers)
+
+    # ---- checks of what the caller gives
+
+    def _rows(self, rows: npt.ArrayLike) -> Int64Array:
+        array = _int64(rows, "rows")
+        if array.ndim != 1:
+            raise ValueError(f"rows must have shape [n], got {list(array.shape)}")
+        num_rows = self._table().num_rows
+        if len(array) and (array.min() < 0 or array.max() >= num_rows):
+            bad = array[(array < 0) | (array >= num_rows)][0]
+            raise ValueError(f"row {bad} does not exist: the table has rows 0..{num_rows - 1}")
+        return array
+
+    def _values(self, values: npt.ArrayLike, rows: Int64Array, name: str) -> Float32Array:
+        if not hasattr(values, "dtype"):
+            values = np.asarray(values, np.float32)
+        array = np.asarray(values)
+        if array.dtype != np.float32:
+            raise TypeError(f"{name} must be float32, got {array.dtype}: convert it first")
+        shape = (len(rows), self._table().dim)
+        if array.shape != shape:
+            raise ValueError(f"{name} must have shape {list(shape)}, got {list(array.shape)}")
+        if not all_finite(array):
+            raise ValueError(f"{name} holds NaN or infinite values: nothing was sent")
+        return array
+
+
+def _step(value: int, name: str) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    step = operator.index(value)
+    if not 0 <= step < 2**63:
+        raise ValueError(f"{name} must not be negative, got {step}")
+    return step
+
+
+def _int64(value: npt.ArrayLike, name: str) -> Int64Array:
+    array = np.asarray(value)
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be integers, got dtype {array.dtype}")
+    return array.astype(np.int64, copy=False)
+
+
+def _increasing(rows: Int64Array) -> bool:
+    return bool((rows[1:] > rows[:-1]).all())
+
+
+def _add_repeats(rows: Int64Array, gradients: Float32Array) -> tuple[Int64Array, Float32Array]:
+    """Sorted distinct rows, and the sum of each one's gradients in the order given."""
+    order = np.argsort(rows, kind="stable")
+    distinct, starts = np.unique(rows[order], return_index=True)
+    return distinct, np.add.reduceat(gradients[order], starts, axis=0)

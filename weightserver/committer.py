@@ -1,0 +1,89 @@
+"""Group commit: one thread applies the writes of all callers and answers each after the commit that holds it."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+from weightserver.errors import OverloadedError, WeightServerError
+
+Batch = TypeVar("Batch")
+Result = TypeVar("Result")
+MAX_GROUP = 64
+MAX_WAITING = 256
+
+_log = logging.getLogger(__name__)
+
+
+class Committer:
+    """Runs operations in the order of their arrival, as many as are waiting in one transaction.
+
+    An operation that raises takes its whole transaction back; the others of its group then run again, each in a
+    transaction of its own. So an operation may raise at any point, and leaves nothing behind.
+    """
+
+    def __init__(self, transaction: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._transaction = transaction
+        self._waiting: queue.Queue[tuple[Callable[[Any], Any], Future[Any]] | None] = queue.Queue(MAX_WAITING)
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="committer")
+        self._thread.start()
+
+    def submit(self, operation: Callable[[Any], Result]) -> Future[Result]:
+        """Queues `operation`; the future is done when its effect is durable, or has failed without any.
+
+        Raises:
+            OverloadedError: too many operations are waiting.
+        """
+        future: Future[Result] = Future()
+        try:
+            if self._closed:
+                raise queue.Full
+            self._waiting.put_nowait((operation, future))
+        except queue.Full:
+            raise OverloadedError("the shard has no room for another write now: try again") from None
+        return future
+
+    def close(self) -> None:
+        """Commits what is waiting, then ends the thread."""
+        self._closed = True
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (group := self._next_group()) is not None:
+            self._commit([(operation, future) for operation, future in group if future.set_running_or_notify_cancel()])
+
+    def _next_group(self) -> list[tuple[Callable[[Any], Any], Future[Any]]] | None:
+        first = self._waiting.get()
+        if first is None:
+            return None
+        group = [first]
+        while len(group) < MAX_GROUP and not self._waiting.empty():
+            item = self._waiting.get_nowait()
+            if item is None:
+                self._waiting.put(None)  # close() has begun: after this group
+                break
+            group.append(item)
+        return group
+
+    def _commit(self, group: list[tuple[Callable[[Any], Any], Future[Any]]]) -> None:
+        try:
+            with self._transaction() as batch:
+                results = [operation(batch) for operation, _ in group]
+        except Exception as error:  # noqa: BLE001 - whatever it is, its caller must hear of it and the thread go on
+            if len(group) == 1:
+                if not isinstance(error, WeightServerError):
+                    _log.exception("a write failed")
+                group[0][1].set_exception(error)
+            else:
+                for single in group:
+                    self._commit([single])
+        else:
+            for (_, future), result in zip(group, results, strict=True):
+                future.set_result(result)

@@ -1,0 +1,122 @@
+"""One shard as the client sees it: a channel, a deadline for every attempt, and attempts until a budget is spent."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from weightserver._generated import weight_server_pb2 as pb
+from weightserver.errors import (
+    ERROR_OF_STATUS,
+    OverloadedError,
+    ShardUnavailableError,
+    WeightServerError,
+)
+from weightserver.wire import MAX_MESSAGE_BYTES, decode_fetch_response
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["WeightServer"]
+_RETRIED = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+)
+_FIRST_PAUSE_SECONDS = 0.02
+_LONGEST_PAUSE_SECONDS = 1.0
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
+
+Result = TypeVar("Result")
+FetchedChunk = tuple[memoryview, memoryview, memoryview]
+
+
+class ShardConnection:
+    """Calls one shard; safe to use from any thread."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        credentials: grpc.ChannelCredentials | None,
+        token: str | None,
+        timeout_seconds: float,
+        retry_seconds: float,
+    ) -> None:
+        self.address = self.name = address
+        self._timeout_seconds = timeout_seconds
+        self._retry_seconds = retry_seconds
+        self._metadata = [("authorization", f"Bearer {token}")] if token else []
+        if credentials is None:
+            self._channel = grpc.insecure_channel(address, _OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(address, credentials, _OPTIONS)
+        self._stubs = {method.name: self._stub(method) for method in _SERVICE.methods}
+
+    def _stub(self, method: Any) -> Callable[..., Any]:
+        if method.server_streaming:
+            kind = self._channel.unary_stream
+        elif method.client_streaming:
+            kind = self._channel.stream_unary
+        else:
+            kind = self._channel.unary_unary
+        stub: Callable[..., Any] = kind(
+            f"/{_SERVICE.full_name}/{method.name}",
+            request_serializer=GetMessageClass(method.input_type).SerializeToString,
+            # Fetch answers are taken apart without a copy.
+            response_deserializer=None if method.name == "Fetch" else GetMessageClass(method.output_type).FromString,
+        )
+        return stub
+
+    def call(self, method: str, request: Message) -> Any:
+        """The answer of a call of one message."""
+        return self._attempts(lambda options: self._stubs[method](request, **options))
+
+    def write(self, method: str, messages: Callable[[], Iterator[Message]]) -> pb.WriteResponse:
+        """The answer of a write; `messages` makes its messages anew for each attempt."""
+        answer: pb.WriteResponse = self._attempts(lambda options: self._stubs[method](messages(), **options))
+        return answer
+
+    def fetch(self, request: pb.FetchRequest, take: Callable[[Iterator[FetchedChunk]], None]) -> None:
+        """Has `take` consume the answer's chunks, from the first one again in each attempt."""
+
+        def attempt(options: dict[str, Any]) -> None:
+            call = self._stubs["Fetch"](request, **options)
+            try:
+                take(decode_fetch_response(message) for message in call)
+            finally:
+                call.cancel()
+
+        self._attempts(attempt)
+
+    def _attempts(self, attempt: Callable[[dict[str, Any]], Result]) -> Result:
+        started, pause = time.monotonic(), _FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                return attempt({"timeout": self._timeout_seconds, "metadata": self._metadata})
+            except grpc.RpcError as error:
+                status, details = error.code(), error.details()
+            if status not in _RETRIED:
+                raise ERROR_OF_STATUS.get(status, WeightServerError)(f"{self.name}: {details}")
+            waited = time.monotonic() - started
+            if waited + pause > self._retry_seconds:
+                if status is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    raise OverloadedError(f"{self.name} was overloaded for {waited:.1f} s: {details}")
+                raise ShardUnavailableError(
+                    f"{self.name} did not answer for {waited:.1f} s ({status.name}): check that it runs and can be "
+                    "reached, then repeat the call"
+                )
+            time.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def close(self) -> None:
+        self._channel.close()

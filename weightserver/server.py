@@ -1,0 +1,144 @@
+"""One shard's process: wiring, health, drain."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from prometheus_client import start_http_server
+
+from weightserver import __version__, service
+from weightserver.addresses import is_loopback, split_address
+from weightserver.allocator import keep_large_buffers
+from weightserver.committer import Committer
+from weightserver.metrics import ShardMetrics
+from weightserver.shard import Shard
+from weightserver.storage import Storage
+from weightserver.wire import MAX_MESSAGE_BYTES
+
+_NUM_THREADS = 16
+_MAX_CALLS = 128
+"""Calls accepted at a time; further ones are refused as RESOURCE_EXHAUSTED and tried again by the client."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """What `weightserver serve` is told."""
+
+    data_dir: Path
+    """The shard's own directory on a local disk."""
+    shard: int
+    """Number of this shard, 0-based."""
+    num_shards: int
+    """How many shards the cluster has."""
+    listen: str = "127.0.0.1:50051"
+    """host:port; port 0 takes a free one."""
+    metrics_port: int | None = None
+    """Port of /metrics on loopback; 0 takes a free one, None serves none."""
+    grace_seconds: float = 10.0
+    """How long running calls may go on after SIGTERM."""
+    insecure: bool = False
+    """Whether an address other than loopback may be served without TLS."""
+    announce: bool = False
+    """Whether to print one JSON line with the addresses on stdout once the shard serves."""
+    stop_with_parent: bool = False
+    """Whether to stop when stdin closes, as it does when the process that started this one dies."""
+
+    def __post_init__(self) -> None:
+        if self.num_shards < 1 or not 0 <= self.shard < self.num_shards:
+            raise ValueError(f"--shard must lie in 0..num_shards-1, got {self.shard} of {self.num_shards}")
+        if not is_loopback(self.listen) and not self.insecure:
+            raise ValueError(
+                f"--listen {self.listen} can be reached from other machines and this version has no TLS: "
+                "listen on 127.0.0.1, or give --insecure on a network you trust"
+            )
+
+
+def serve(config: ServerConfig) -> None:
+    """Serves until SIGTERM or SIGINT, then drains and closes.
+
+    Raises:
+        StorageError: the data directory cannot be used; OSError: a port cannot be bound.
+    """
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    if config.stop_with_parent:
+        threading.Thread(target=_wait_for_parent, args=(stop,), daemon=True).start()
+    keep_large_buffers()
+
+    server = grpc.server(
+        ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grpc"),
+        maximum_concurrent_rpcs=_MAX_CALLS,
+        options=[
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ],
+    )
+    host, _ = split_address(config.listen)
+    try:
+        port = server.add_insecure_port(config.listen)
+    except RuntimeError:
+        port = 0
+    if port == 0:
+        raise OSError(f"cannot listen on {config.listen}: is another server using the port?")
+
+    storage = Storage(config.data_dir)
+    try:
+        shard = Shard(storage, shard=config.shard, num_shards=config.num_shards)
+    except BaseException:
+        storage.close()
+        raise
+    metrics = ShardMetrics(shard=config.shard, num_shards=config.num_shards, version=__version__)
+    metrics.follow(shard)
+    try:
+        metrics_address = _serve_metrics(config, metrics)
+    except OSError:
+        storage.close()
+        raise
+    committer = Committer(shard.batch)
+    service.add_to_server(service.WeightServerService(shard, committer, metrics), server)
+    healthy = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    healthy.set("", health_pb2.HealthCheckResponse.SERVING)
+    server.start()
+    bound = f"{host if ':' not in host else f'[{host}]'}:{port}"
+    _log.info("shard %d of %d serves %s on %s", config.shard, config.num_shards, config.data_dir, bound)
+    if config.announce:
+        print(json.dumps({"address": bound, "metrics_address": metrics_address}), flush=True)
+
+    stop.wait()
+    _log.info("shard %d drains", config.shard)
+    healthy.enter_graceful_shutdown()
+    server.stop(config.grace_seconds).wait()
+    committer.close()
+    storage.close()
+    _log.info("shard %d is closed", config.shard)
+
+
+def _serve_metrics(config: ServerConfig, metrics: ShardMetrics) -> str | None:
+    if config.metrics_port is None:
+        return None
+    try:
+        http, _ = start_http_server(config.metrics_port, addr="127.0.0.1", registry=metrics.registry)
+    except OSError as error:
+        raise OSError(f"cannot serve metrics on port {config.metrics_port}: {error.strerror}") from error
+    return f"127.0.0.1:{http.server_port}"
+
+
+def _wait_for_parent(stop: threading.Event) -> None:
+    while os.read(sys.stdin.fileno(), 1024):
+        pass
+    stop.set()

@@ -1,0 +1,242 @@
+"""Proto <-> arrays: checks what arrives, calls the shard, and turns errors into statuses."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import TypeVar
+
+import grpc
+import numpy as np
+from google.protobuf.message_factory import GetMessageClass
+
+from weightserver import __version__
+from weightserver._generated import weight_server_pb2 as pb
+from weightserver.committer import Committer
+from weightserver.errors import InvalidRequestError, OverloadedError, WeightServerError
+from weightserver.metrics import ShardMetrics
+from weightserver.shard import Batch, Shard, WriteHeader
+from weightserver.sharding import Int64Array
+from weightserver.wire import (
+    Float32Array,
+    encode_fetch_response,
+    float32_from_bytes,
+    int64_from_bytes,
+    rows_from_proto,
+    spec_from_proto,
+    spec_to_proto,
+)
+
+MAX_WRITE_BYTES = 1 << 30
+"""Values in one push or state write; the client splits nothing, because a write is atomic."""
+_WRITER_BYTES = 16
+_DEFAULT_WAIT_SECONDS = 30.0
+
+_log = logging.getLogger(__name__)
+_Message = TypeVar("_Message", pb.PushGradientsRequest, pb.WriteStateRequest)
+Result = TypeVar("Result")
+
+
+class WeightServerService:
+    """Serves one shard; its methods run in gRPC's threads."""
+
+    def __init__(self, shard: Shard, committer: Committer, metrics: ShardMetrics) -> None:
+        self._shard = shard
+        self._committer = committer
+        self._metrics = metrics
+
+    def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeResponse:
+        with self._answering("Describe", context):
+            shard, state = self._shard, self._shard.state
+            return pb.DescribeResponse(
+                shard=shard.shard,
+                num_shards=shard.num_shards,
+                spec=None if shard.spec is None else spec_to_proto(shard.spec),
+                epoch=state.epoch,
+                clock=state.clock,
+                horizon=shard.horizon,
+                rows_stored=state.rows_stored,
+                disk_bytes=shard.disk_bytes(),
+                run=state.run,
+                generation=state.generation,
+                server_version=__version__,
+            )
+
+    def CreateTable(self, request: pb.CreateTableRequest, context: grpc.ServicerContext) -> pb.CreateTableResponse:
+        with self._answering("CreateTable", context):
+            spec = spec_from_proto(request.spec)
+            self._commit(context, lambda batch: self._shard.create_table(batch, spec))
+            return pb.CreateTableResponse()
+
+    def DropTable(self, request: pb.DropTableRequest, context: grpc.ServicerContext) -> pb.DropTableResponse:
+        with self._answering("DropTable", context):
+            self._commit(context, self._shard.drop_table)
+            return pb.DropTableResponse()
+
+    def ExtendSchedule(
+        self, request: pb.ExtendScheduleRequest, context: grpc.ServicerContext
+    ) -> pb.ExtendScheduleResponse:
+        with self._answering("ExtendSchedule", context):
+            rates = float32_from_bytes(request.learning_rates, "learning_rates")
+            _require((rates >= 0).all(), "learning rates must be finite and not negative")
+            _require(request.start_step >= 0, f"start_step must not be negative, got {request.start_step}")
+            horizon = self._commit(
+                context,
+                lambda batch: self._shard.extend_schedule(
+                    batch, request.start_step, rates, request.clock, request.epoch
+                ),
+            )
+            return pb.ExtendScheduleResponse(horizon=horizon)
+
+    def OpenSession(self, request: pb.OpenSessionRequest, context: grpc.ServicerContext) -> pb.OpenSessionResponse:
+        with self._answering("OpenSession", context):
+            _require(request.epoch > 0, "epoch must be positive")
+            _require(len(request.opener) == _WRITER_BYTES, f"opener must be {_WRITER_BYTES} bytes")
+            self._shard.require_table()
+            if request.join:
+                self._shard.join_session(request.epoch)
+            else:
+                self._commit(
+                    context,
+                    lambda batch: self._shard.open_session(batch, request.name, request.epoch, request.opener),
+                )
+            return pb.OpenSessionResponse()
+
+    def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Answers serialized FetchResponses: see `wire`."""
+        with self._answering("Fetch", context):
+            rows = rows_from_proto(request.rows)
+            self._shard.check_rows(rows)
+            step = None if request.raw else request.step
+            for chunk in self._shard.fetch(rows, step=step, state=request.state):
+                message = encode_fetch_response(chunk.weight, chunk.momentum_buffer, chunk.last_step)
+                self._metrics.fetched(len(chunk.weight), len(message))
+                yield message
+
+    def PushGradients(
+        self, request_iterator: Iterator[pb.PushGradientsRequest], context: grpc.ServicerContext
+    ) -> pb.WriteResponse:
+        with self._answering("PushGradients", context):
+            header, messages = self._receive(request_iterator)
+            rows = self._written_rows(header, messages)
+            gradients = self._matrix([message.gradients for message in messages], rows, "gradients")
+            applied = self._commit(
+                context, lambda batch: self._shard.push_gradients(batch, _header(header), rows, gradients)
+            )
+            self._metrics.pushed(len(rows), gradients.nbytes, duplicate=not applied)
+            return pb.WriteResponse(duplicate=not applied)
+
+    def WriteState(
+        self, request_iterator: Iterator[pb.WriteStateRequest], context: grpc.ServicerContext
+    ) -> pb.WriteResponse:
+        with self._answering("WriteState", context):
+            header, messages = self._receive(request_iterator)
+            rows = self._written_rows(header, messages)
+            weight = self._matrix([message.weight for message in messages], rows, "weight")
+            momentum = self._matrix([message.momentum_buffer for message in messages], rows, "momentum_buffer")
+            last_step = int64_from_bytes(b"".join(message.last_step for message in messages), "last_step")
+            _require(len(last_step) == len(rows), f"{len(rows)} rows came with {len(last_step)} last_steps")
+            applied = self._commit(
+                context,
+                lambda batch: self._shard.write_state(batch, _header(header), rows, weight, momentum, last_step),
+            )
+            self._metrics.written(len(rows), 2 * weight.nbytes, duplicate=not applied)
+            return pb.WriteResponse(duplicate=not applied)
+
+    # ---- what the handlers share
+
+    @contextlib.contextmanager
+    def _answering(self, method: str, context: grpc.ServicerContext) -> Iterator[None]:
+        """Times the call and turns whatever is raised into a status."""
+        started = time.perf_counter()
+        status = grpc.StatusCode.OK
+        try:
+            yield
+        except WeightServerError as error:
+            status = error.status
+            context.abort(status, str(error))
+        except (ValueError, TypeError) as error:  # TableSpec's own checks
+            status = grpc.StatusCode.INVALID_ARGUMENT
+            context.abort(status, str(error))
+        except GeneratorExit:  # the caller went away
+            status = grpc.StatusCode.CANCELLED
+            raise
+        except Exception:  # noqa: BLE001 - the boundary: nothing foreign crosses the wire
+            _log.exception("%s failed", method)
+            status = grpc.StatusCode.INTERNAL
+            context.abort(status, f"shard {self._shard.shard} failed on {method}: see its log")
+        finally:
+            self._metrics.answered(method, status.name, time.perf_counter() - started)
+
+    def _commit(self, context: grpc.ServicerContext, operation: Callable[[Batch], Result]) -> Result:
+        """Runs `operation` in the committer; returns once it is durable."""
+        future: Future[Result] = self._committer.submit(operation)
+        remaining = context.time_remaining()
+        try:
+            return future.result(_DEFAULT_WAIT_SECONDS if remaining is None else remaining)
+        except FutureTimeoutError:
+            future.cancel()
+            raise OverloadedError("the write did not reach the disk before the deadline: it may yet") from None
+
+    def _receive(self, messages: Iterator[_Message]) -> tuple[pb.WriteHeader, list[_Message]]:
+        """All messages of one write, and the header of the first."""
+        received: list[_Message] = []
+        num_bytes = 0
+        for message in messages:
+            num_bytes += message.ByteSize()
+            _require(num_bytes <= MAX_WRITE_BYTES, f"more than {MAX_WRITE_BYTES} bytes in one write: split it")
+            received.append(message)
+        _require(bool(received) and received[0].HasField("header"), "the first message of a write has no header")
+        header = received[0].header
+        _require(len(header.writer) == _WRITER_BYTES, f"writer must be {_WRITER_BYTES} bytes")
+        _require(header.sequence > 0, "sequence must be positive")
+        return header, received
+
+    def _written_rows(self, header: pb.WriteHeader, messages: list[_Message]) -> Int64Array:
+        rows = np.concatenate([rows_from_proto(message.rows) for message in messages])
+        _require(len(rows) == header.num_rows, f"the write announced {header.num_rows} rows and brought {len(rows)}")
+        self._shard.check_rows(rows)
+        return rows
+
+    def _matrix(self, parts: list[bytes], rows: Int64Array, name: str) -> Float32Array:
+        """float32 [n, D] from the bytes of all messages."""
+        values = float32_from_bytes(parts[0] if len(parts) == 1 else b"".join(parts), name)
+        dim = self._shard.require_table().spec.dim
+        _require(
+            len(values) == len(rows) * dim, f"{name} holds {len(values)} values, {len(rows)} rows of {dim} need others"
+        )
+        return values.reshape(len(rows), dim)
+
+
+def add_to_server(service: WeightServerService, server: grpc.Server) -> None:
+    """Registers every method of the contract. Fetch alone serializes its answers itself."""
+    contract = pb.DESCRIPTOR.services_by_name["WeightServer"]
+    handlers = {}
+    for method in contract.methods:
+        kind = (
+            grpc.unary_stream_rpc_method_handler
+            if method.server_streaming
+            else (
+                grpc.stream_unary_rpc_method_handler if method.client_streaming else grpc.unary_unary_rpc_method_handler
+            )
+        )
+        request, response = (GetMessageClass(message) for message in (method.input_type, method.output_type))
+        handlers[method.name] = kind(
+            getattr(service, method.name),
+            request_deserializer=request.FromString,
+            response_serializer=None if method.name == "Fetch" else response.SerializeToString,
+        )
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(contract.full_name, handlers)])
+
+
+def _header(header: pb.WriteHeader) -> WriteHeader:
+    return WriteHeader(header.epoch, header.writer, header.sequence, header.settled_before, header.step)
+
+
+def _require(good: bool | np.bool_, message: str) -> None:
+    if not good:
+        raise InvalidRequestError(message)

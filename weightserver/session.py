@@ -1,0 +1,62 @@
+"""A writer's sequence numbers, as its client keeps them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+MAX_FAILED = 64
+"""Failed writes remembered so that repeating one is recognised; the oldest is given up beyond."""
+
+Numbers = dict[int, int]
+"""shard -> sequence number of one write."""
+
+
+@dataclass
+class Session:
+    """One writer of an epoch. Safe to use from any thread."""
+
+    epoch: int
+    num_shards: int
+    writer: bytes = field(default_factory=lambda: os.urandom(16))
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = [1] * self.num_shards
+        self._open: list[set[int]] = [set() for _ in range(self.num_shards)]
+        self._failed: OrderedDict[bytes, Numbers] = OrderedDict()
+
+    def begin(self, shards: Iterable[int], digest: Callable[[], bytes]) -> Numbers:
+        """The numbers of a write: new ones, or those under which the same write failed before."""
+        with self._lock:
+            numbers = self._failed.pop(digest(), None) if self._failed else None
+            if numbers is None:
+                numbers = {shard: self._next[shard] for shard in shards}
+                for shard, number in numbers.items():
+                    self._next[shard] += 1
+                    self._open[shard].add(number)
+            return numbers
+
+    def settled_before(self, shard: int) -> int:
+        """The number below which no write to `shard` is open any more."""
+        with self._lock:
+            return min(self._open[shard], default=self._next[shard])
+
+    def succeed(self, numbers: Numbers) -> None:
+        with self._lock:
+            self._close(numbers)
+
+    def fail(self, numbers: Numbers, digest: bytes) -> None:
+        """Remembers the numbers of a write that may have been applied on some of its shards."""
+        with self._lock:
+            self._failed[digest] = numbers
+            if len(self._failed) > MAX_FAILED:
+                _, oldest = self._failed.popitem(last=False)
+                self._close(oldest)
+
+    def _close(self, numbers: Numbers) -> None:
+        for shard, number in numbers.items():
+            self._open[shard].discard(number)

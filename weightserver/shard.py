@@ -1,0 +1,468 @@
+"""The state machine of one shard: what fetch, push and write do to the stored rows. No gRPC, no LMDB.
+
+Reads run in any thread, each on a snapshot of the storage. Every change is an operation on a `Batch`, which is one
+write transaction; `Committer` runs them one after another. What the shard keeps in memory (the table, the schedule, the
+state) is replaced only after the transaction that changed it is durable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from weightserver.blocks import Block, BlockCodec, mark_written
+from weightserver.config import TableSpec
+from weightserver.correction import Schedule, apply_push, correct
+from weightserver.errors import (
+    FencedError,
+    InvalidRequestError,
+    NoTableError,
+    StepError,
+    StorageError,
+    TableMismatchError,
+)
+from weightserver.exactly_once import WriterState
+from weightserver.initial import initial_rows
+from weightserver.sharding import Int64Array, Sharding
+from weightserver.storage import Storage, Transaction
+from weightserver.wire import CHUNK_BYTES, Float32Array, all_finite
+
+FORMAT = 1
+_SCHEDULE_CHUNK = 65_536
+"""Learning rates per stored value."""
+_STEP = struct.Struct(">Q")
+
+
+@dataclass(frozen=True)
+class State:
+    """What changes with every write, stored beside the rows."""
+
+    epoch: int = 0
+    opener: str = ""
+    run: str = ""
+    clock: int = 0
+    rows_stored: int = 0
+    generation: int = 0
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that exists: what its rows are and how they move."""
+
+    spec: TableSpec
+    codec: BlockCodec
+    schedule: Schedule
+
+
+@dataclass(frozen=True)
+class WriteHeader:
+    """Who writes, under which session, and which of its writes this is; see the wire contract."""
+
+    epoch: int
+    writer: bytes
+    sequence: int
+    settled_before: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows as a fetch answers them; momentum_buffer and last_step only where they were asked for."""
+
+    weight: Float32Array  # (n, D)
+    momentum_buffer: Float32Array | None = None  # (n, D)
+    last_step: Int64Array | None = None  # (n,)
+
+
+@dataclass
+class Batch:
+    """One write transaction in the making."""
+
+    txn: Transaction
+    state: State
+    after_commit: list[Callable[[], None]] = field(default_factory=list)
+
+
+class Shard:
+    """One shard of one table.
+
+    Raises:
+        StorageError: the directory belongs to another shard, cluster or format.
+    """
+
+    def __init__(self, storage: Storage, *, shard: int, num_shards: int) -> None:
+        self.shard = shard
+        self.num_shards = num_shards
+        self._storage = storage
+        self._state = State()
+        self._table: Table | None = None
+        with storage.write() as txn:
+            identity = {"format": FORMAT, "shard": shard, "num_shards": num_shards}
+            stored = _get_json(txn, "identity")
+            if stored is None:
+                _put_json(txn, "identity", identity)
+            elif stored != identity:
+                raise StorageError(_identity_mismatch(storage, stored, identity))
+            self._load(txn)
+
+    def _load(self, txn: Transaction) -> None:
+        stored_state, stored_spec = _get_json(txn, "state"), _get_json(txn, "spec")
+        if stored_state is not None:
+            self._state = State(**stored_state)
+        if stored_spec is not None:
+            self._table = _open_table(TableSpec(**stored_spec))
+            chunks = [np.frombuffer(value, "<f4") for _, value in txn.items("schedule")]
+            self._table.schedule.extend(0, np.concatenate([np.zeros(0, np.float32), *chunks]))
+
+    # ---- reading
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def spec(self) -> TableSpec | None:
+        return self._table.spec if self._table else None
+
+    @property
+    def horizon(self) -> int:
+        return self._table.schedule.horizon if self._table else 0
+
+    def disk_bytes(self) -> int:
+        return self._storage.disk_bytes()
+
+    def require_table(self) -> Table:
+        """The table, or NoTableError."""
+        if self._table is None:
+            raise NoTableError("the shard holds no table: call create_table() first")
+        return self._table
+
+    def check_rows(self, rows: Int64Array) -> None:
+        """Raises InvalidRequestError unless `rows` (int64 [n]) increase strictly and all live here."""
+        spec = self.require_table().spec
+        if len(rows) == 0:
+            return
+        if rows[0] < 0 or rows[-1] >= spec.num_rows:
+            raise InvalidRequestError(f"rows must lie in 0..{spec.num_rows - 1}, got {rows[0]}..{rows[-1]}")
+        if (np.diff(rows) <= 0).any():
+            raise InvalidRequestError("the rows of one request must increase strictly")
+        elsewhere = Sharding(spec.rows_per_block, self.num_shards).shard_of(rows) != self.shard
+        if elsewhere.any():
+            raise InvalidRequestError(
+                f"row {rows[elsewhere.argmax()]} does not live on shard {self.shard} of {self.num_shards}"
+            )
+
+    def fetch(self, rows: Int64Array, *, step: int | None, state: bool) -> Iterator[Rows]:
+        """Rows (checked, int64 [n]) before update `step`, or raw where `step` is None, in chunks of about 1 MiB.
+
+        Each chunk is a snapshot of its own, so that no snapshot lives while a message waits for its reader.
+
+        Raises:
+            StepError: `step` lies beyond the horizon or before an update that a row has seen.
+        """
+        table = self.require_table()
+        if step is not None and not 0 <= step <= table.schedule.horizon:
+            raise StepError(
+                f"step {step} is outside the schedule's 0..{table.schedule.horizon}: extend the schedule first"
+            )
+        rows_per_chunk = max(1, CHUNK_BYTES // (4 * table.spec.dim))
+        runs: list[_Run] = []
+        for run in _runs(rows, table.spec.rows_per_block):
+            runs.append(run)
+            if run.part.stop - runs[0].part.start >= rows_per_chunk:
+                yield self._fetch_chunk(table, rows, runs, step, state)
+                runs = []
+        if runs:
+            yield self._fetch_chunk(table, rows, runs, step, state)
+
+    def _fetch_chunk(self, table: Table, rows: Int64Array, runs: list[_Run], step: int | None, state: bool) -> Rows:
+        rows = rows[runs[0].part.start : runs[-1].part.stop]
+        first = runs[0].part.start
+        last_step = np.zeros(len(rows), np.int64)
+        weight = np.empty((len(rows), table.spec.dim), np.float32)
+        momentum = np.empty_like(weight) if state else None
+        sources: list[tuple[slice, Float32Array, Float32Array]] = []  # stored weight and momentum of each run
+        with self._storage.read() as txn:
+            for run in runs:
+                part = slice(run.part.start - first, run.part.stop - first)
+                stored = txn.newest_block(run.block)
+                if stored is None:
+                    initial = initial_rows(table.spec, rows[part])
+                    sources.append((part, initial, np.zeros_like(initial)))
+                else:
+                    block = table.codec.views(stored)
+                    last_step[part] = block.last_step[run.slots]
+                    sources.append((part, block.weight[run.slots], block.momentum_buffer[run.slots]))
+            if step is None:
+                for part, stored_weight, stored_momentum in sources:
+                    weight[part] = stored_weight
+                    if momentum is not None:
+                        momentum[part] = stored_momentum
+            else:
+                coefficients = self._coefficients(table, rows, last_step, step)
+                for part, stored_weight, stored_momentum in sources:
+                    corrected_momentum = None if momentum is None else momentum[part]
+                    correct(stored_weight, stored_momentum, coefficients[part], weight[part], corrected_momentum)
+                last_step[:] = step
+        return Rows(weight, momentum, last_step) if state else Rows(weight)
+
+    def _coefficients(self, table: Table, rows: Int64Array, last_step: Int64Array, step: int) -> Float32Array:
+        """float32 [n, 2, 2] that bring the rows to `step`."""
+        if last_step.max(initial=0) > step:
+            first = int((last_step > step).argmax())
+            raise StepError(
+                f"row {rows[first]} has seen {last_step[first]} updates, its state before update {step} is gone: "
+                f"fetch it for step {last_step[first]} or later"
+            )
+        if not table.spec.correction:
+            return np.broadcast_to(np.eye(2, dtype=np.float32), (len(rows), 2, 2))
+        return table.schedule.coefficients(last_step, step)
+
+    # ---- changing; all below run in the committer's thread
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[Batch]:
+        """A write transaction; the shard's state in memory follows once it is durable."""
+        with self._storage.write() as txn:
+            batch = Batch(txn, self._state)
+            yield batch
+            if batch.state is not self._state:
+                _put_json(txn, "state", asdict(batch.state))
+        self._state = batch.state
+        for action in batch.after_commit:
+            action()
+
+    def create_table(self, batch: Batch, spec: TableSpec) -> None:
+        """Creates the table; nothing happens where the same one exists."""
+        stored = _get_json(batch.txn, "spec")
+        if stored is None:
+            _put_json(batch.txn, "spec", asdict(spec))
+            table = _open_table(spec)
+            batch.after_commit.append(lambda: self._set_table(table))
+        elif (existing := TableSpec(**stored)) != spec:
+            raise TableMismatchError(
+                f"another table exists, {_difference(existing, spec)}: use its spec, or drop_table() first"
+            )
+
+    def drop_table(self, batch: Batch) -> None:
+        """Deletes the table and fences every session; epochs go on counting."""
+        for database in ("blocks", "schedule", "writers"):
+            batch.txn.clear(database)
+        _put_json(batch.txn, "spec", None)
+        batch.state = State(epoch=batch.state.epoch + 1, generation=batch.state.generation)
+        batch.after_commit.append(lambda: self._set_table(None))
+
+    def _set_table(self, table: Table | None) -> None:
+        self._table = table
+
+    def open_session(self, batch: Batch, name: str, epoch: int, opener: bytes) -> None:
+        """Starts `epoch` and fences every older one; a repeated attempt of the same opener changes nothing."""
+        state = batch.state
+        if epoch == state.epoch and opener.hex() == state.opener:
+            return
+        if epoch <= state.epoch:
+            raise FencedError(f"epoch {epoch} is not newer than {_session(state)}: open the session again")
+        batch.txn.clear("writers")  # fenced writers are refused by their epoch alone
+        batch.state = replace(state, epoch=epoch, opener=opener.hex(), run=name)
+
+    def join_session(self, epoch: int) -> None:
+        """Raises FencedError unless `epoch` is the current one."""
+        self._check_epoch(self._state, epoch)
+
+    def extend_schedule(
+        self, batch: Batch, start_step: int, learning_rates: Float32Array, clock: int, epoch: int
+    ) -> int:
+        """Appends or rewrites learning rates (float32 [n], checked) and returns the new horizon."""
+        schedule = self.require_table().schedule
+        if epoch:
+            self._check_epoch(batch.state, epoch)
+        known: Float32Array = schedule.learning_rates[start_step : start_step + len(learning_rates)]
+        if start_step > schedule.horizon:
+            raise StepError(f"the schedule ends at {schedule.horizon}: step {start_step} would leave a gap before it")
+        changed = np.flatnonzero(known != learning_rates[: len(known)])
+        reached = max(clock, batch.state.clock)
+        if len(changed) and start_step + int(changed[0]) < reached:
+            raise TableMismatchError(
+                f"the learning rate of step {start_step + int(changed[0])} is {known[changed[0]]} and was used: "
+                f"only steps from {reached} on may be rewritten"
+            )
+        end = start_step + len(learning_rates)
+        for first in range(start_step - start_step % _SCHEDULE_CHUNK, end, _SCHEDULE_CHUNK):
+            key = _STEP.pack(first)
+            chunk = np.frombuffer(batch.txn.get("schedule", key) or b"", "<f4")
+            low, high = max(first, start_step), min(first + _SCHEDULE_CHUNK, end)
+            merged = np.concatenate(
+                [chunk[: low - first], learning_rates[low - start_step : high - start_step], chunk[high - first :]]
+            )
+            batch.txn.put("schedule", key, merged.astype("<f4").tobytes())
+        batch.after_commit.append(lambda: schedule.extend(start_step, learning_rates))
+        return max(end, schedule.horizon)
+
+    def push_gradients(self, batch: Batch, header: WriteHeader, rows: Int64Array, gradients: Float32Array) -> bool:
+        """Applies update `header.step` with `gradients` (float32 [n, D]); False for a duplicate."""
+        table = self.require_table()
+        if not 0 <= header.step < table.schedule.horizon:
+            raise StepError(
+                f"step {header.step} is outside the schedule's 0..{table.schedule.horizon - 1}: extend it first"
+            )
+
+        def update(stored: Block, run: _Run) -> None:
+            last_step, weight = stored.last_step[run.slots], stored.weight[run.slots]
+            momentum = stored.momentum_buffer[run.slots]
+            apply_push(
+                table.schedule,
+                table.spec.correction,
+                header.step,
+                last_step,
+                weight,
+                momentum,
+                gradients[run.part],
+                rows=rows[run.part],
+            )
+            if not (all_finite(weight) and all_finite(momentum)):
+                first, last = rows[run.part][[0, -1]]
+                raise InvalidRequestError(
+                    f"the gradient would make a row of {first}..{last} overflow: nothing was written"
+                )
+            stored.last_step[run.slots], stored.weight[run.slots] = last_step, weight
+            stored.momentum_buffer[run.slots] = momentum
+
+        return self._write(batch, table, header, rows, header.step + 1, update)
+
+    def write_state(
+        self,
+        batch: Batch,
+        header: WriteHeader,
+        rows: Int64Array,
+        weight: Float32Array,
+        momentum_buffer: Float32Array,
+        last_step: Int64Array,
+    ) -> bool:
+        """Replaces rows with raw state (float32 [n, D], float32 [n, D], int64 [n]); False for a duplicate."""
+        table = self.require_table()
+        if len(rows) and not 0 <= last_step.min() <= last_step.max() <= table.schedule.horizon:
+            raise StepError(f"last_step must lie in 0..{table.schedule.horizon}: extend the schedule first")
+
+        def update(stored: Block, run: _Run) -> None:
+            older = last_step[run.part] < stored.last_step[run.slots]
+            if older.any():
+                row, seen = rows[run.part][older][0], stored.last_step[run.slots][older][0]
+                raise StepError(
+                    f"row {row} has seen {seen} updates, the state to write only {last_step[run.part][older][0]}: "
+                    "an older state never replaces a newer one"
+                )
+            stored.last_step[run.slots] = last_step[run.part]
+            stored.weight[run.slots] = weight[run.part]
+            stored.momentum_buffer[run.slots] = momentum_buffer[run.part]
+
+        return self._write(batch, table, header, rows, int(last_step.max(initial=0)), update)
+
+    def _write(
+        self,
+        batch: Batch,
+        table: Table,
+        header: WriteHeader,
+        rows: Int64Array,
+        clock: int,
+        update: Callable[[Block, _Run], None],
+    ) -> bool:
+        """Runs `update` on each block that `rows` touch, once; False where the write is a duplicate."""
+        if not self._admit(batch, header):
+            return False
+        rows_stored = 0
+        for run in _runs(rows, table.spec.rows_per_block):
+            stored = batch.txn.newest_block(run.block)
+            buffer = table.codec.initial(run.block) if stored is None else bytearray(stored)
+            block = table.codec.views(buffer)
+            update(block, run)
+            rows_stored += mark_written(block.written, rows[run.part] - run.block * table.spec.rows_per_block)
+            table.codec.seal(run.block, buffer)
+            batch.txn.put_block(run.block, batch.state.generation, buffer)
+        state = batch.state
+        batch.state = replace(state, clock=max(state.clock, clock), rows_stored=state.rows_stored + rows_stored)
+        return True
+
+    def _admit(self, batch: Batch, header: WriteHeader) -> bool:
+        """Fences old sessions and recognises duplicates."""
+        self._check_epoch(batch.state, header.epoch)
+        writer = WriterState.unpack(batch.txn.get("writers", header.writer))
+        if not writer.admit(header.sequence, header.settled_before):
+            return False
+        batch.txn.put("writers", header.writer, writer.pack())
+        return True
+
+    def _check_epoch(self, state: State, epoch: int) -> None:
+        if epoch != state.epoch:
+            raise FencedError(
+                f"session {epoch} was superseded by {_session(state)}: this writer must stop"
+                if epoch < state.epoch
+                else f"session {epoch} is not known, the newest is {_session(state)}: open a session first"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The rows of a request that lie in one block."""
+
+    block: int
+    slots: slice | Int64Array  # where they are in the block; a slice where they are neighbours, which costs no copy
+    part: slice  # where they are in the request
+
+
+def _runs(rows: Int64Array, rows_per_block: int) -> Iterator[_Run]:
+    """One run for each block that strictly increasing `rows` touch."""
+    blocks = rows // rows_per_block
+    slots = rows - blocks * rows_per_block
+    starts = np.flatnonzero(np.diff(blocks, prepend=-1))
+    ends = np.append(starts[1:], len(rows))
+    for start, end, block, low, high in zip(
+        starts.tolist(),
+        ends.tolist(),
+        blocks[starts].tolist(),
+        slots[starts].tolist(),
+        slots[ends - 1].tolist(),
+        strict=True,
+    ):
+        adjacent = high - low == end - start - 1
+        yield _Run(block, slice(low, high + 1) if adjacent else slots[start:end], slice(start, end))
+
+
+def _open_table(spec: TableSpec) -> Table:
+    return Table(spec, BlockCodec(spec), Schedule(momentum=spec.momentum, weight_decay=spec.weight_decay))
+
+
+def _session(state: State) -> str:
+    return f"epoch {state.epoch} (run {state.run!r})"
+
+
+def _difference(existing: TableSpec, wanted: TableSpec) -> str:
+    old, new = asdict(existing), asdict(wanted)
+    return ", ".join(f"{name} {old[name]} there and {new[name]} here" for name in old if old[name] != new[name])
+
+
+def _identity_mismatch(storage: Storage, stored: dict[str, Any], wanted: dict[str, Any]) -> str:
+    if stored["format"] != wanted["format"]:
+        return (
+            f"{storage.directory} has format {stored['format']}, this version reads {FORMAT}: "
+            "use the version of weightserver that wrote it"
+        )
+    return (
+        f"{storage.directory} holds shard {stored['shard']} of {stored['num_shards']}, "
+        f"not shard {wanted['shard']} of {wanted['num_shards']}: give this shard its own --data-dir"
+    )
+
+
+def _get_json(txn: Transaction, key: str) -> dict[str, Any] | None:
+    value = txn.get("meta", key.encode())
+    stored: dict[str, Any] | None = None if value is None else json.loads(bytes(value))
+    return stored
+
+
+def _put_json(txn: Transaction, key: str, value: object) -> None:
+    txn.put("meta", key.encode(), json.dumps(value).encode())

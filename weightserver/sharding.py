@@ -1,0 +1,48 @@
+"""Where a row lives: row -> block -> shard, and rows <-> ranges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Deals blocks of `rows_per_block` rows round-robin to `num_shards` shards."""
+
+    rows_per_block: int
+    num_shards: int
+
+    def shard_of(self, rows: Int64Array) -> Int64Array:
+        """The shard of each row, int64 [n]."""
+        shards: Int64Array = (rows // self.rows_per_block) % self.num_shards
+        return shards
+
+    def positions_by_shard(self, rows: Int64Array) -> dict[int, slice | Int64Array]:
+        """Which positions of `rows` (int64 [n]) each shard holds; shards that hold none are left out."""
+        if len(rows) == 0:
+            return {}
+        if self.num_shards == 1:
+            return {0: slice(None)}
+        shards = self.shard_of(rows)
+        return {int(shard): np.flatnonzero(shards == shard) for shard in np.unique(shards)}
+
+
+def to_ranges(rows: Int64Array) -> Int64Array:
+    """Strictly increasing `rows` (int64 [n]) as pairs (first, count), int64 [r, 2]."""
+    starts = np.flatnonzero(np.diff(rows, prepend=rows[:1] - 2) != 1)
+    counts = np.diff(starts, append=len(rows))
+    return np.stack([rows[starts], counts], axis=1)
+
+
+def from_ranges(ranges: Int64Array) -> Int64Array:
+    """The rows that pairs (first, count), int64 [r, 2], stand for: int64 [n]."""
+    first, counts = ranges[:, 0], ranges[:, 1]
+    ends = np.cumsum(counts)
+    rows: Int64Array = np.repeat(first - (ends - counts), counts)
+    rows += np.arange(len(rows))
+    return rows

@@ -1,0 +1,175 @@
+"""The only user of LMDB: one shard's environment, its transactions and its key layout.
+
+A data directory holds LMDB's `data.mdb` and `lock.mdb`, and `owner.lock`, which the serving process keeps locked.
+The environment holds four named databases:
+
+    meta       ASCII key -> JSON: `identity` (format, shard, num_shards), `spec`, `state` (epoch, clock, ...)
+    schedule   first step of a chunk, u64 big-endian -> the chunk's learning rates, float32 little-endian
+    writers    writer, 16 bytes -> exactly-once state, u64 + 128 bytes (see shard.py)
+    blocks     block u64 big-endian + (2^32 - 1 - generation) u32 big-endian -> block bytes (see blocks.py)
+
+Because the generation is inverted, the first key at or after a block's number is that block's newest version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import lmdb
+
+from weightserver.errors import StorageError
+
+DATABASES = ("meta", "schedule", "writers", "blocks")
+_MAP_BYTES = 1 << 44
+"""Address space kept for the map; the file itself only grows as it is written."""
+_BLOCK = struct.Struct(">Q")
+_BLOCK_KEY = struct.Struct(">QI")
+_MAX_GENERATION = 2**32 - 1
+
+
+def block_key_parts(key: bytes) -> tuple[int, int]:
+    """(block, generation) of a key of `blocks`."""
+    block, inverted = _BLOCK_KEY.unpack(key)
+    return block, _MAX_GENERATION - inverted
+
+
+class Transaction(Protocol):
+    """One snapshot of a shard's data, or one atomic change of it. Buffers die with it."""
+
+    def get(self, database: str, key: bytes) -> memoryview | None: ...
+    def put(self, database: str, key: bytes, value: bytes | bytearray) -> None: ...
+    def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]: ...
+    def clear(self, database: str) -> None: ...
+    def newest_block(self, block: int) -> memoryview | None: ...
+    def put_block(self, block: int, generation: int, value: bytearray) -> None: ...
+
+
+class _LmdbTransaction:
+    def __init__(self, txn: lmdb.Transaction, databases: dict[str, lmdb._Database]) -> None:
+        self._txn = txn
+        self._databases = databases
+        self._blocks = txn.cursor(databases["blocks"])
+
+    def get(self, database: str, key: bytes) -> memoryview | None:
+        value = self._txn.get(key, db=self._databases[database])
+        return None if value is None else memoryview(value)
+
+    def put(self, database: str, key: bytes, value: bytes | bytearray) -> None:
+        self._txn.put(key, value, db=self._databases[database])
+
+    def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]:
+        for key, value in self._txn.cursor(self._databases[database]):
+            yield bytes(key), memoryview(value)
+
+    def clear(self, database: str) -> None:
+        self._txn.drop(self._databases[database], delete=False)
+
+    def newest_block(self, block: int) -> memoryview | None:
+        prefix = _BLOCK.pack(block)
+        if not self._blocks.set_range(prefix) or bytes(self._blocks.key()[:8]) != prefix:
+            return None
+        return memoryview(self._blocks.value())
+
+    def put_block(self, block: int, generation: int, value: bytearray) -> None:
+        self._txn.put(_BLOCK_KEY.pack(block, _MAX_GENERATION - generation), value, db=self._databases["blocks"])
+
+
+class Storage:
+    """One shard's LMDB environment. Reads may run in any thread; writes in one thread at a time.
+
+    Raises:
+        StorageError: the directory cannot be used, another process serves it, or LMDB reports damage.
+    """
+
+    def __init__(self, directory: Path, *, readonly: bool = False) -> None:
+        self.directory = directory
+        self._owner: int | None = None
+        with _translated(directory):
+            if readonly:
+                if not (directory / "data.mdb").exists():
+                    raise StorageError(f"{directory} holds no weight server data: give the --data-dir of a shard")
+            else:
+                directory.mkdir(parents=True, exist_ok=True)
+                self._owner = _lock(directory / "owner.lock")
+            try:
+                self._env = lmdb.open(
+                    str(directory),
+                    map_size=_MAP_BYTES,
+                    max_dbs=len(DATABASES),
+                    readonly=readonly,
+                    create=not readonly,
+                    max_readers=512,
+                    lib_version=0,
+                )
+                # The names are made in one transaction, so that a reader never sees some of them only.
+                with self._env.begin(write=not readonly) as txn:
+                    self._databases = {
+                        name: self._env.open_db(name.encode(), txn=txn, create=not readonly) for name in DATABASES
+                    }
+            except BaseException:
+                self._release()
+                raise
+            if not readonly:
+                _sync_directory(directory)
+                _sync_directory(directory.parent)
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[Transaction]:
+        """A snapshot, to be held briefly: the file grows while old snapshots live."""
+        with _translated(self.directory), self._env.begin(buffers=True) as txn:
+            yield _LmdbTransaction(txn, self._databases)
+
+    @contextlib.contextmanager
+    def write(self) -> Iterator[Transaction]:
+        """An atomic change, durable when the context is left; undone when it is left by an exception."""
+        with _translated(self.directory), self._env.begin(write=True, buffers=True) as txn:
+            yield _LmdbTransaction(txn, self._databases)
+
+    def disk_bytes(self) -> int:
+        """What the data file takes on disk."""
+        return (self.directory / "data.mdb").stat().st_blocks * 512
+
+    def close(self) -> None:
+        self._env.close()
+        self._release()
+
+    def _release(self) -> None:
+        if self._owner is not None:
+            os.close(self._owner)
+            self._owner = None
+
+
+@contextlib.contextmanager
+def _translated(directory: Path) -> Iterator[None]:
+    """Turns LMDB's and the file system's errors into StorageError."""
+    try:
+        yield
+    except (lmdb.Error, OSError) as error:
+        raise StorageError(f"{directory}: {error}") from error
+
+
+def _lock(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise StorageError(
+            f"{path.parent} is served by another process: stop that one, or give this one a --data-dir of its own"
+        ) from None
+    return descriptor
+
+
+def _sync_directory(directory: Path) -> None:
+    """Makes the directory's entries survive a power loss."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,148 @@
+"""Proto <-> arrays, as both sides of the wire need them. All numbers in `bytes` fields are little-endian.
+
+Fetch answers are framed by hand, because they are megabytes and each copy of them costs: a FetchResponse has three
+length-delimited fields, and joining their tags, lengths and buffers makes the same bytes as the generated class (a test
+compares them) with one copy instead of three. Slicing them apart makes none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import numpy as np
+import numpy.typing as npt
+
+from weightserver._generated import weight_server_pb2 as pb
+from weightserver.config import TableSpec
+from weightserver.errors import InvalidRequestError
+from weightserver.sharding import Int64Array, from_ranges, to_ranges
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""The largest message either side takes; bulk goes as streams of messages of about `CHUNK_BYTES`."""
+CHUNK_BYTES = 1 << 20
+MAX_ROWS = 1 << 24
+"""Rows that one request may name."""
+_LENGTH_DELIMITED = 2
+
+Float32Array = npt.NDArray[np.float32]
+
+
+def spec_to_proto(spec: TableSpec) -> pb.TableSpec:
+    return pb.TableSpec(**asdict(spec))
+
+
+def spec_from_proto(spec: pb.TableSpec) -> TableSpec:
+    """Raises ValueError for a spec that no table can have."""
+    return TableSpec(**{field.name: getattr(spec, field.name) for field in pb.TableSpec.DESCRIPTOR.fields})
+
+
+def rows_to_proto(rows: Int64Array) -> pb.Rows:
+    """Strictly increasing rows, as ids or as ranges, whichever is shorter."""
+    ranges = to_ranges(rows)
+    if 2 * len(ranges) < len(rows):
+        return pb.Rows(ranges=to_bytes(ranges))
+    return pb.Rows(ids=to_bytes(rows))
+
+
+def rows_from_proto(rows: pb.Rows) -> Int64Array:
+    """The rows that a message names, int64 [n]; whether the table has them is not checked.
+
+    Raises:
+        InvalidRequestError: the bytes are no rows.
+    """
+    if rows.ids and rows.ranges:
+        raise InvalidRequestError("rows are given as ids or as ranges, not both")
+    if rows.ids:
+        return int64_from_bytes(rows.ids, "ids")
+    ranges = int64_from_bytes(rows.ranges, "ranges")
+    if len(ranges) % 2:
+        raise InvalidRequestError("ranges must be pairs of first row and count")
+    ranges = ranges.reshape(-1, 2)
+    counts = ranges[:, 1]
+    if ((counts < 1) | (counts > MAX_ROWS)).any() or int(counts.sum()) > MAX_ROWS:
+        raise InvalidRequestError(f"ranges must have positive counts that add up to at most {MAX_ROWS}")
+    return from_ranges(ranges)
+
+
+def to_bytes(array: npt.NDArray[np.float32] | Int64Array) -> bytes:
+    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def int64_from_bytes(data: bytes, name: str) -> Int64Array:
+    """int64 [n], read-only. Raises InvalidRequestError."""
+    if len(data) % 8:
+        raise InvalidRequestError(f"{name} has {len(data)} bytes, not a multiple of 8")
+    return np.frombuffer(data, "<i8")
+
+
+def float32_from_bytes(data: bytes, name: str) -> Float32Array:
+    """float32 [n], read-only, finite. Raises InvalidRequestError."""
+    if len(data) % 4:
+        raise InvalidRequestError(f"{name} has {len(data)} bytes, not a multiple of 4")
+    values = np.frombuffer(data, "<f4")
+    if not all_finite(values):
+        raise InvalidRequestError(f"{name} holds NaN or infinite values: nothing was written")
+    return values
+
+
+def all_finite(values: Float32Array) -> bool:
+    """Whether no value is NaN or infinite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(values.sum()):  # one pass; it may overflow though all values are finite
+            return True
+    return bool(np.isfinite(values).all())
+
+
+def encode_fetch_response(
+    weight: Float32Array, momentum_buffer: Float32Array | None, last_step: Int64Array | None
+) -> bytes:
+    """A serialized FetchResponse."""
+    parts: list[bytes | memoryview] = []
+    for number, array in enumerate((weight, momentum_buffer, last_step), start=1):
+        if array is not None and array.size:
+            data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data
+            parts += [bytes([number << 3 | _LENGTH_DELIMITED]), _varint(len(data)), data]
+    return b"".join(parts)
+
+
+def decode_fetch_response(message: bytes) -> tuple[memoryview, memoryview, memoryview]:
+    """weight, momentum_buffer and last_step of a serialized FetchResponse, empty where absent, without a copy.
+
+    Raises:
+        InvalidRequestError: the bytes are no such message.
+    """
+    view, position = memoryview(message), 0
+    fields = dict.fromkeys((1, 2, 3), view[:0])
+    try:
+        while position < len(view):
+            tag, position = _read_varint(view, position)
+            length, position = _read_varint(view, position)
+            if tag & 7 != _LENGTH_DELIMITED or position + length > len(view):
+                raise IndexError
+            fields[tag >> 3] = view[position : position + length]
+            position += length
+    except IndexError:
+        raise InvalidRequestError(
+            "the answer is no FetchResponse: is this a weight server of the same version?"
+        ) from None
+    return fields[1], fields[2], fields[3]
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _read_varint(view: memoryview, position: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = view[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
