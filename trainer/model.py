@@ -206,8 +206,11 @@ def load_encoder(path: Path) -> tuple[nn.Module, EncoderConfig]:
         raise ValueError(f"cannot read encoder file {path} ({error}): give one that the trainer wrote") from error
     if metadata.get("format") != _FORMAT:
         raise ValueError(f"{path} is not a {_FORMAT} file (format {metadata.get('format')!r}): give another")
-    options: dict[str, Any] = json.loads(metadata["encoder"])
-    config = EncoderConfig(**options | {"blocks": tuple(options["blocks"])})
+    try:
+        options: dict[str, Any] = json.loads(metadata["encoder"])
+        config = EncoderConfig(**options | {"blocks": tuple(options["blocks"])})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} names an encoder that cannot be built ({error}): give another") from error
     encoder = build_encoder(config)
     try:
         encoder.load_state_dict(tensors)

@@ -1,0 +1,28 @@
+"""Measures how good features are: kNN and linear probe, by one protocol for every set of features.
+
+Whatever a protocol may choose (k, the strength of regularisation) is chosen for each set of features on images held
+out from the training set; then the whole training set is used. Nothing is ever chosen on test images.
+"""
+
+from trainer.evaluate.features import (
+    FeatureSet,
+    calibrate_batch_norm,
+    encoder_features,
+    pixel_features,
+    untrained_encoder,
+)
+from trainer.evaluate.knn import knn_top1
+from trainer.evaluate.linear import linear_top1
+from trainer.evaluate.protocol import ProbeResult, split_held_out
+
+__all__ = [
+    "FeatureSet",
+    "ProbeResult",
+    "calibrate_batch_norm",
+    "encoder_features",
+    "knn_top1",
+    "linear_top1",
+    "pixel_features",
+    "split_held_out",
+    "untrained_encoder",
+]

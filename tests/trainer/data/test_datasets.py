@@ -1,0 +1,161 @@
+"""Data sets: real bytes where they are at hand, files made here for everything that can be wrong with them."""
+
+import gzip
+import subprocess
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from trainer.data import DataNotFoundError, datasets, load_dataset
+from trainer.data.idx import read_idx
+
+NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+
+
+def idx_bytes(array: NDArray[np.uint8]) -> bytes:
+    return bytes((0, 0, 8, array.ndim)) + np.array(array.shape, ">u4").tobytes() + array.tobytes()
+
+
+@pytest.fixture
+def idx_directory(tmp_path: Path) -> Path:
+    """Four small idx files, two of them gzipped."""
+    random = np.random.default_rng(0)
+    for name, shape in zip(NAMES, ((30, 28, 28), (30,), (20, 28, 28), (20,)), strict=True):
+        content = idx_bytes(random.integers(0, 10, shape, dtype=np.uint8))
+        if "images" in name:
+            (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content))
+        else:
+            (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+def test_idx_files_are_read_plain_and_gzipped(idx_directory: Path) -> None:
+    dataset = load_dataset("idx", idx_directory)
+    random = np.random.default_rng(0)
+    assert np.array_equal(dataset.train_images[:, 0].numpy(), random.integers(0, 10, (30, 28, 28), dtype=np.uint8))
+    assert np.array_equal(dataset.train_labels.numpy(), random.integers(0, 10, (30,), dtype=np.uint8))
+    assert dataset.test_images.shape == (20, 1, 28, 28)
+    assert dataset.test_images.dtype == torch.uint8
+    assert dataset.test_labels.dtype == torch.int64
+
+
+@pytest.mark.skipif(not datasets.SYSTEM_DIRECTORY.is_dir(), reason="no system copy of Fashion-MNIST")
+def test_the_system_copy_of_fashion_mnist() -> None:
+    dataset = load_dataset("fashion-mnist")
+    assert dataset.train_images.shape == (60_000, 1, 28, 28)
+    assert torch.bincount(dataset.train_labels).tolist() == [6_000] * 10
+    assert torch.bincount(dataset.test_labels).tolist() == [1_000] * 10
+
+
+def truncate_gzip(directory: Path) -> None:
+    path = directory / f"{NAMES[0]}.gz"
+    path.write_bytes(path.read_bytes()[:-500])
+
+
+def truncate_plain(directory: Path) -> None:
+    path = directory / NAMES[1]
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip_a_byte(directory: Path) -> None:
+    path = directory / f"{NAMES[0]}.gz"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+
+
+def swap_images_and_labels(directory: Path) -> None:
+    (directory / f"{NAMES[0]}.gz").write_bytes(gzip.compress((directory / NAMES[1]).read_bytes()))
+
+
+def lose_a_file(directory: Path) -> None:
+    (directory / NAMES[3]).unlink()
+
+
+def lose_a_label(directory: Path) -> None:
+    (directory / NAMES[1]).write_bytes(idx_bytes(np.zeros(29, np.uint8)))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate_gzip, "cannot read .*train-images.*fetch it again"),
+        (truncate_plain, "has 37 bytes, 38 expected"),
+        (flip_a_byte, "cannot read .*train-images"),
+        (swap_images_and_labels, "not an idx file of uint8 with 3 axes"),
+        (lose_a_file, "holds neither t10k-labels-idx1-ubyte.gz nor t10k-labels-idx1-ubyte"),
+        (lose_a_label, "has 30 training images and 29 labels"),
+    ],
+)
+def test_damaged_files_give_one_clear_line(idx_directory: Path, damage: Any, message: str) -> None:
+    damage(idx_directory)
+    with pytest.raises(DataNotFoundError, match=message) as caught:
+        load_dataset("idx", idx_directory)
+    assert "\n" not in str(caught.value)
+
+
+def test_fashion_mnist_must_have_its_checksum(idx_directory: Path) -> None:
+    with pytest.raises(DataNotFoundError, match=r"has checksum .*, f4a8712d7a061bf5bd6d2ca38dc4d50a expected"):
+        load_dataset("fashion-mnist", idx_directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "directory", "message"),
+    [
+        ("imagenet", None, "unknown data set 'imagenet': choose one of fashion-mnist, idx"),
+        ("fashion-mnist", Path("/no/such/folder"), "no such folder: /no/such/folder"),
+        ("idx", None, "needs a folder"),
+    ],
+)
+def test_bad_arguments(name: str, directory: Path | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_dataset(name, directory)
+
+
+class TestWithoutASystemCopy:
+    """The places that are tried after the system's copy, with network and apt-get replaced."""
+
+    @pytest.fixture(autouse=True)
+    def _nothing_at_hand(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(datasets, "SYSTEM_DIRECTORY", tmp_path / "system")
+        monkeypatch.setattr(datasets, "CACHE_DIRECTORY", tmp_path / "cache")
+
+    def test_one_line_says_all_that_was_tried(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def no_network() -> None:
+            raise URLError("Name or service not known")
+
+        def no_package() -> None:
+            raise subprocess.CalledProcessError(100, ["apt-get", "install"])
+
+        monkeypatch.setattr(datasets, "_download", no_network)
+        monkeypatch.setattr(datasets, "_install_debian_package", no_package)
+        with pytest.raises(DataNotFoundError) as caught:
+            load_dataset("fashion-mnist")
+        message = str(caught.value)
+        assert "\n" not in message
+        for part in ("no copy in", "download failed (", "Debian package", "--data-dir"):
+            assert part in message
+
+    def test_a_damaged_download_is_named_and_not_replaced_in_silence(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        raw = datasets.CACHE_DIRECTORY / "FashionMNIST" / "raw"
+        raw.mkdir(parents=True)
+        for name in NAMES:
+            (raw / name).write_bytes(b"half")
+        with pytest.raises(DataNotFoundError, match="is not an idx file"):
+            load_dataset("fashion-mnist")
+
+    def test_only_root_installs_the_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(datasets.os, "geteuid", lambda: 1000)
+        monkeypatch.setattr(datasets.shutil, "which", lambda _: "/usr/bin/apt-get")
+        with pytest.raises(PermissionError, match="sudo apt-get install dataset-fashion-mnist"):
+            datasets._install_debian_package()
+
+
+def test_read_idx_of_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(DataNotFoundError, match="cannot read"):
+        read_idx(tmp_path / "absent", 1)

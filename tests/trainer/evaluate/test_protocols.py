@@ -1,0 +1,140 @@
+"""kNN and linear probe on features whose answer is known, and against plain references."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.data import Dataset
+from trainer.evaluate import (
+    FeatureSet,
+    calibrate_batch_norm,
+    encoder_features,
+    knn_top1,
+    linear_top1,
+    pixel_features,
+    split_held_out,
+    untrained_encoder,
+)
+from trainer.evaluate.knn import K_CHOICES, VOTE_TEMPERATURE, held_out_knn_top1
+from trainer.evaluate.linear import STRENGTHS
+from trainer.model import EncoderConfig
+
+CONFIG = EncoderConfig(width=8, blocks=(1, 1), stem_stride=2)
+
+
+def clusters(num_train: int, num_test: int, noise: float) -> FeatureSet:
+    """Five classes around five directions, with noise."""
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(5, 16, generator=generator)
+
+    def draw(count: int) -> tuple[Tensor, Tensor]:
+        labels = torch.randint(0, 5, (count,), generator=generator)
+        return centres[labels] + noise * torch.randn(count, 16, generator=generator), labels
+
+    (train, train_labels), (test, test_labels) = draw(num_train), draw(num_test)
+    return FeatureSet(train=train, train_labels=train_labels, test=test, test_labels=test_labels)
+
+
+def random_images(count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    images = torch.randint(0, 128, (count, 1, 28, 28), generator=generator, dtype=torch.uint8)
+    return images, torch.randint(0, 10, (count,), generator=generator)
+
+
+@pytest.fixture
+def dataset() -> Dataset:
+    (train, train_labels), (test, test_labels) = random_images(1200), random_images(300)
+    return Dataset(train_images=train, train_labels=train_labels, test_images=test, test_labels=test_labels)
+
+
+def test_held_out_images_are_a_fixed_tenth_at_most_5000() -> None:
+    fitted, held_out = split_held_out(60_000)
+    assert len(held_out) == 5_000
+    assert torch.equal(torch.cat([fitted, held_out]).sort().values, torch.arange(60_000))
+    assert torch.equal(held_out, split_held_out(60_000)[1])
+    assert len(split_held_out(1_200)[1]) == 120
+    with pytest.raises(ValueError, match="at least 10"):
+        split_held_out(9)
+
+
+@pytest.mark.parametrize("protocol", [knn_top1, linear_top1])
+def test_separable_features_are_solved_and_random_ones_are_not(protocol) -> None:  # type: ignore[no-untyped-def]
+    assert protocol(clusters(2_000, 500, noise=0.1)).top1 == 100
+    features = clusters(2_000, 500, noise=0.1)
+    shuffled = dataclasses.replace(features, test_labels=features.test_labels[torch.randperm(500)])
+    assert protocol(shuffled).top1 < 40
+
+
+@pytest.mark.parametrize(("protocol", "choices"), [(knn_top1, K_CHOICES), (linear_top1, STRENGTHS)])
+def test_test_images_choose_nothing(protocol, choices) -> None:  # type: ignore[no-untyped-def]
+    features = clusters(2_000, 500, noise=2.0)
+    result = protocol(features)
+    assert result.setting in choices
+    other = protocol(dataclasses.replace(features, test=features.test.flip(0), test_labels=features.test_labels * 0))
+    assert (other.setting, other.held_out_top1) == (result.setting, result.held_out_top1)
+
+
+def test_knn_against_a_loop() -> None:
+    features = clusters(1_100, 60, noise=2.0)
+    result = knn_top1(features)
+    correct = 0
+    for query, label in zip(features.test, features.test_labels, strict=True):
+        similarity = F.cosine_similarity(query[None], features.train)
+        votes = torch.zeros(5)
+        for i in similarity.argsort(descending=True)[: int(result.setting)]:
+            votes[features.train_labels[i]] += torch.exp(similarity[i] / VOTE_TEMPERATURE)
+        correct += int(votes.argmax() == label)
+    assert result.top1 == pytest.approx(100 * correct / 60)
+
+
+def test_knn_with_fewer_images_than_neighbours_to_choose_from() -> None:
+    assert knn_top1(clusters(50, 20, noise=0.1)).top1 == 100
+
+
+def test_online_knn_is_knn_on_the_held_out_part() -> None:
+    features = clusters(1_000, 10, noise=2.0)
+    fitted, held_out = split_held_out(1_000)
+    similarity = F.normalize(features.train[held_out]) @ F.normalize(features.train[fitted]).T
+    expected = 100 * (features.train_labels[fitted][similarity.argmax(1)] == features.train_labels[held_out])
+    assert held_out_knn_top1(features.train, features.train_labels, k=1) == pytest.approx(
+        expected.float().mean().item()
+    )
+
+
+def test_linear_probe_ignores_scale_shift_and_constant_features() -> None:
+    features = clusters(2_000, 500, noise=2.0)
+    plain = linear_top1(features)
+
+    def distort(values: Tensor) -> Tensor:
+        return torch.cat([values * torch.logspace(-2, 2, 16) + 3, torch.full((len(values), 1), 7.0)], dim=1)
+
+    distorted = linear_top1(dataclasses.replace(features, train=distort(features.train), test=distort(features.test)))
+    assert distorted.top1 == pytest.approx(plain.top1, abs=0.5)
+
+
+def test_features_are_those_of_eval_mode_and_the_mode_is_kept(dataset: Dataset) -> None:
+    encoder = untrained_encoder(CONFIG, dataset, seed=0).train()
+    before = {name: value.clone() for name, value in encoder.state_dict().items()}
+    features = encoder_features(encoder, dataset)
+    assert encoder.training
+    assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
+    alone = encoder_features(encoder, dataclasses.replace(dataset, test_images=dataset.test_images[7:8]))
+    torch.testing.assert_close(alone.test[0], features.test[7], rtol=1e-4, atol=1e-5)
+    assert pixel_features(dataset).train.shape == (1200, 784)
+
+
+def test_calibrated_statistics_are_those_of_the_images(dataset: Dataset) -> None:
+    encoder = untrained_encoder(CONFIG, dataset, seed=0)
+    norm = next(module for module in encoder.modules() if isinstance(module, nn.BatchNorm2d))
+    convolution = next(module for module in encoder.modules() if isinstance(module, nn.Conv2d))
+    maps = convolution(dataset.train_images[:1000].float() / 127.5 - 1)
+    assert norm.running_mean is not None
+    torch.testing.assert_close(
+        norm.running_mean, calibrated_mean := maps.detach().mean(dim=(0, 2, 3)), rtol=0.02, atol=0.02
+    )
+    assert calibrated_mean.abs().max() > 0.01
+    again = calibrate_batch_norm(encoder, dataset.train_images)
+    assert all(torch.allclose(a, b) for a, b in zip(again.buffers(), encoder.buffers(), strict=True))

@@ -1,0 +1,12 @@
+"""torchvision and timm can be imported whatever torch was built for."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("module", ["torchvision.models", "timm"])
+def test_imports_in_a_fresh_process(module: str) -> None:
+    code = f"from trainer.torchvision_compat import import_module; import_module({module!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

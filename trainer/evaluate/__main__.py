@@ -1,0 +1,77 @@
+"""Evaluates an encoder, or the peers it has to beat, on a labelled image set.
+
+    python -m trainer.evaluate knn --run runs/a
+    python -m trainer.evaluate linear --encoder runs/a/encoder.safetensors --dataset fashion-mnist --data-dir DIR
+    python -m trainer.evaluate knn --pixels
+
+Prints one JSON object: protocol, features, top1, what was chosen on held-out training images, and top1 there.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from trainer.data import DATASETS, Dataset, load_dataset
+from trainer.evaluate import FeatureSet, encoder_features, knn_top1, linear_top1, pixel_features
+from trainer.model import load_encoder
+
+ENCODER_FILE = "encoder.safetensors"
+PROTOCOLS = {"knn": knn_top1, "linear": linear_top1}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit status, 2 with one line on stderr for bad input."""
+    options = _parser().parse_args(arguments)
+    try:
+        path = options.run / ENCODER_FILE if options.run else options.encoder
+        dataset_name = options.dataset or _dataset_of_run(options.run)
+        name, features = _features(path, load_dataset(dataset_name, options.data_dir))
+        result = PROTOCOLS[options.protocol](features)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps({"protocol": options.protocol, "features": name} | asdict(result)))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m trainer.evaluate", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("protocol", choices=sorted(PROTOCOLS))
+    subject = parser.add_mutually_exclusive_group(required=True)
+    subject.add_argument("--run", type=Path, metavar="DIR", help=f"a run's directory, with its {ENCODER_FILE}")
+    subject.add_argument("--encoder", type=Path, metavar="FILE", help="an encoder file of the trainer")
+    subject.add_argument("--pixels", action="store_true", help="raw pixels, for comparison")
+    parser.add_argument("--dataset", choices=sorted(DATASETS), help="default: the run's, else fashion-mnist")
+    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="the folder that holds the data set")
+    return parser
+
+
+def _dataset_of_run(run: Path | None) -> str:
+    """The data set named in a run's config.json; fashion-mnist where there is none."""
+    config = run / "config.json" if run else None
+    if config is None or not config.is_file():
+        return "fashion-mnist"
+    try:
+        name = json.loads(config.read_text()).get("dataset", "fashion-mnist")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{config} is not JSON ({error.msg}): name the data set by --dataset") from error
+    return str(name)
+
+
+def _features(encoder_path: Path | None, dataset: Dataset) -> tuple[str, FeatureSet]:
+    if encoder_path is None:
+        return "raw pixels", pixel_features(dataset)
+    encoder, config = load_encoder(encoder_path)
+    channels, side = dataset.train_images.shape[1], dataset.train_images.shape[-1]
+    if (channels, side) != (config.in_channels, config.image_size):
+        raise ValueError(
+            f"{encoder_path} is for {config.in_channels}-channel {config.image_size} px images, the data set has "
+            f"{channels}-channel {side} px ones: choose another --dataset"
+        )
+    return str(encoder_path), encoder_features(encoder, dataset)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Features to evaluate: those of an encoder, trained or not, and raw pixels."""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trainer.data import Dataset
+from trainer.data.augment import normalise
+from trainer.model import EncoderConfig, build_model
+
+_BATCH_SIZE = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureSet:
+    """Features and labels of a data set's training and test images, on the CPU."""
+
+    train: Tensor
+    """float32 [N, d]."""
+    train_labels: Tensor
+    """int64 [N]."""
+    test: Tensor
+    """float32 [M, d]."""
+    test_labels: Tensor
+    """int64 [M]."""
+
+
+def encoder_features(encoder: nn.Module, dataset: Dataset) -> FeatureSet:
+    """Features of an encoder in eval mode (BatchNorm by its running statistics); the encoder's mode is kept."""
+    return FeatureSet(
+        train=_encode(encoder, dataset.train_images),
+        train_labels=dataset.train_labels,
+        test=_encode(encoder, dataset.test_images),
+        test_labels=dataset.test_labels,
+    )
+
+
+def pixel_features(dataset: Dataset) -> FeatureSet:
+    """The pixels themselves, 0..1, flattened."""
+    return FeatureSet(
+        train=dataset.train_images.flatten(1).float() / 255,
+        train_labels=dataset.train_labels,
+        test=dataset.test_images.flatten(1).float() / 255,
+        test_labels=dataset.test_labels,
+    )
+
+
+def untrained_encoder(config: EncoderConfig, dataset: Dataset, seed: int) -> nn.Module:
+    """The encoder that training with `seed` starts from, its BatchNorm statistics calibrated on training images."""
+    return calibrate_batch_norm(build_model(config, seed=seed).encoder, dataset.train_images)
+
+
+@torch.no_grad()
+def calibrate_batch_norm(encoder: nn.Module, images: Tensor, num_images: int = 5_000) -> nn.Module:
+    """Returns a copy of `encoder` whose BatchNorm statistics are the averages over the first `num_images` images.
+
+    Images uint8 [N, C, H, W]. For an untrained encoder this is the fairer peer: the statistics it is born with
+    (mean 0, variance 1) describe no data.
+    """
+    encoder = copy.deepcopy(encoder).train()
+    for module in encoder.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.reset_running_stats()
+            module.momentum = None  # cumulative average
+    for batch in torch.split(images[:num_images], _BATCH_SIZE):
+        encoder(_prepare(encoder, batch))
+    return encoder.eval()
+
+
+@torch.no_grad()
+def _encode(encoder: nn.Module, images: Tensor) -> Tensor:
+    """Features float32 [N, d], on the CPU, of images uint8 [N, C, H, W]."""
+    was_training = encoder.training
+    encoder.eval()
+    features = [encoder(_prepare(encoder, batch)).float().cpu() for batch in torch.split(images, _BATCH_SIZE)]
+    encoder.train(was_training)
+    return torch.cat(features)
+
+
+def _prepare(encoder: nn.Module, images: Tensor) -> Tensor:
+    device = next(encoder.parameters()).device
+    return normalise(images.to(device)).contiguous(memory_format=torch.channels_last)
