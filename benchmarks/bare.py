@@ -1,0 +1,54 @@
+"""The floor: a gRPC server that sends or takes the same bytes and does nothing else. Prints its address, serves until
+stdin closes. python -m benchmarks.bare
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from weightserver.allocator import keep_large_buffers
+from weightserver.wire import CHUNK_BYTES, MAX_MESSAGE_BYTES
+
+OPTIONS = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", MAX_MESSAGE_BYTES)]
+
+
+@functools.cache
+def _messages(num_bytes: int) -> list[bytes]:
+    return [bytes(min(CHUNK_BYTES, num_bytes - start)) for start in range(0, num_bytes, CHUNK_BYTES)]
+
+
+def _send_stream(request: bytes, _: grpc.ServicerContext) -> Iterator[bytes]:
+    yield from _messages(int(request))
+
+
+def _send_call(request: bytes, _: grpc.ServicerContext) -> bytes:
+    return b"".join(_messages(int(request)))
+
+
+def _take_stream(requests: Iterator[bytes], _: grpc.ServicerContext) -> bytes:
+    return str(sum(len(request) for request in requests)).encode()
+
+
+def main() -> None:
+    keep_large_buffers()
+    server = grpc.server(ThreadPoolExecutor(4), options=OPTIONS)
+    handlers = {
+        "SendStream": grpc.unary_stream_rpc_method_handler(_send_stream),
+        "SendCall": grpc.unary_unary_rpc_method_handler(_send_call),
+        "TakeStream": grpc.stream_unary_rpc_method_handler(_take_stream),
+    }
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("Bare", handlers)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    print(f"127.0.0.1:{port}", flush=True)
+    sys.stdin.read()
+    server.stop(None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""What every benchmark here shares: timing in turn, a line for a table, and what machine it ran on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of repeated calls."""
+
+    p50: float
+    p10: float
+    p90: float
+    num_calls: int
+
+    def __str__(self) -> str:
+        return f"{1e3 * self.p50:.2f} ({1e3 * self.p10:.2f}–{1e3 * self.p90:.2f}) ms"
+
+
+def in_turn(calls: dict[str, Callable[[], object]], *, rounds: int, warm_up: int = 3) -> dict[str, Timing]:
+    """Runs every call once a round, so that whatever disturbs the machine disturbs all of them alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for round_number in range(warm_up + rounds):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call()
+            if round_number >= warm_up:
+                seconds[name].append(time.perf_counter() - started)
+    return {name: timing(values) for name, values in seconds.items()}
+
+
+def timing(seconds: list[float]) -> Timing:
+    deciles = statistics.quantiles(seconds, n=10, method="inclusive")
+    return Timing(statistics.median(seconds), deciles[0], deciles[-1], len(seconds))
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory, versions, date and commit."""
+    processor = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.processor(),
+    )
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "processor": processor,
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "date": date.today().isoformat(),
+        "commit": commit.stdout.strip(),
+    }
+
+
+def write_results(directory: Path, name: str, command: str, results: dict[str, Any], table: str) -> None:
+    """Writes name.json and name.md, prints the table, and ends with one JSON line."""
+    directory.mkdir(parents=True, exist_ok=True)
+    document = {"command": command, "machine": machine(), "results": results}
+    text = json.dumps(document, default=asdict)
+    (directory / f"{name}.json").write_text(json.dumps(json.loads(text), indent=2) + "\n")
+    facts = ", ".join(f"{key} {value}" for key, value in document["machine"].items())
+    (directory / f"{name}.md").write_text(f"# {name}\n\n`{command}`\n\nMachine: {facts}\n\n{table}\n")
+    print(table)
+    print(text)

@@ -1,0 +1,197 @@
+"""How fast rows come and go through one shard, beside a bare gRPC server that moves the same bytes.
+
+python -m benchmarks.rows [--rounds 30] [--output benchmarks/results]
+
+Three patterns of rows, D = 128: contiguous (a window's shift), a random half of a window (what the K most recent rows
+of a window are), and scattered over a table of a million stored rows. Fetches of stored and of never-written rows, and
+durable pushes. The peer is the fastest bare stream or call of the same bytes, with the same allocator settings, in the
+same process tree, timed in turn; a push has a second floor, LMDB committing the same blocks with no network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import lmdb
+import numpy as np
+
+from benchmarks.bare import OPTIONS
+from benchmarks.measure import Timing, in_turn, write_results
+from weightserver import LocalCluster, TableSpec, WeightClient
+from weightserver.allocator import keep_large_buffers
+from weightserver.blocks import BlockCodec
+from weightserver.correction import Schedule
+from weightserver.sharding import Int64Array
+from weightserver.wire import CHUNK_BYTES
+
+DIM = 128
+NUM_STORED = 1 << 20
+NEVER_WRITTEN = 500_000_000
+"""First of the rows that nobody writes."""
+SPEC = TableSpec(num_rows=10**9, dim=DIM)
+NUM_STEPS = 100_000
+GAP = 18_000
+"""Steps between a stored row's last update and the step it is fetched for, as over an epoch of ImageNet-11K."""
+
+
+def patterns(num_rows: int) -> dict[str, Int64Array]:
+    generator = np.random.default_rng(0)
+    return {
+        "contiguous": np.arange(num_rows, dtype=np.int64) + 1_000,
+        "half of a window": np.sort(generator.choice(2 * num_rows, num_rows, replace=False)) + 1_000,
+        "scattered": np.sort(generator.choice(NUM_STORED, num_rows, replace=False)),
+    }
+
+
+@contextmanager
+def bare_server() -> Iterator[grpc.Channel]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.bare"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        with grpc.insecure_channel(process.stdout.readline().strip(), OPTIONS) as channel:
+            yield channel
+    finally:
+        process.stdin.close()
+        process.wait()
+
+
+def fill(client: WeightClient) -> None:
+    """Stores NUM_STORED rows that saw their last update at various of the first 300 steps."""
+    generator = np.random.default_rng(1)
+    for first in range(0, NUM_STORED, 1 << 15):
+        rows = np.arange(first, first + (1 << 15), dtype=np.int64)
+        values = generator.standard_normal((2, len(rows), DIM), dtype=np.float32)
+        client.write_state(rows, values[0], values[1], rows // 512 % 300)
+
+
+def fetches(client: WeightClient, channel: grpc.Channel, rounds: int) -> dict[str, dict[str, Timing]]:
+    send_stream, send_call = channel.unary_stream("/Bare/SendStream"), channel.unary_unary("/Bare/SendCall")
+    step = GAP
+    results = {}
+    for num_rows in (65_536, 512):
+        request = str(num_rows * DIM * 4).encode()
+        out = np.empty((num_rows, DIM), np.float32)
+        for name, rows in patterns(num_rows).items():
+            never = rows + NEVER_WRITTEN
+            calls: dict[str, Callable[[], object]] = {
+                "bare stream": lambda r=request: sum(len(m) for m in send_stream(r)),
+                "stored": lambda r=rows, o=out: client.fetch(r, step=step, out=o),
+                "never written": lambda r=never, o=out: client.fetch(r, step=step, out=o),
+            }
+            if num_rows == 512:
+                calls["bare call"] = lambda r=request: send_call(r)
+            results[f"fetch of {num_rows:,} rows, {name}"] = in_turn(calls, rounds=rounds)
+    return results
+
+
+def pushes(client: WeightClient, channel: grpc.Channel, rounds: int, directory: Path) -> dict[str, dict[str, Timing]]:
+    take_stream = channel.stream_unary("/Bare/TakeStream")
+    num_rows, step = 4_096, 400
+    gradients = np.random.default_rng(2).standard_normal((num_rows, DIM), dtype=np.float32)
+    data = gradients.tobytes()
+    chunks = [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
+    block = bytearray(BlockCodec(SPEC).num_bytes)
+    results = {}
+    for name, rows in patterns(num_rows).items():
+        num_blocks = len(np.unique(rows // SPEC.rows_per_block))
+        with lmdb.open(str(directory / name), map_size=1 << 36, lib_version=0) as environment:
+
+            def commit(environment: lmdb.Environment = environment, num_blocks: int = num_blocks) -> None:
+                with environment.begin(write=True) as txn:
+                    for number in range(num_blocks):
+                        txn.put(number.to_bytes(8, "big"), block)
+
+            def push(rows: Int64Array = rows) -> None:
+                nonlocal step
+                client.push_gradients(rows, gradients, step=step)
+                step += 1
+
+            calls: dict[str, Callable[[], object]] = {
+                "bare stream": lambda: take_stream(iter(chunks)),
+                f"LMDB commit of {num_blocks:,} blocks": commit,
+                "push": push,
+            }
+            results[f"push to {num_rows:,} rows, {name}"] = in_turn(calls, rounds=rounds)
+    return results
+
+
+def tables(rounds: int) -> dict[str, Any]:
+    """Creating a table of 10^9 rows on a fresh shard, and the schedule's tables for 1.4 M steps."""
+    seconds = []
+    for _ in range(min(rounds, 5)):
+        with LocalCluster(1) as cluster, WeightClient(cluster.addresses) as client:
+            client.drop_table()  # connects; that is no part of creating
+            started = time.perf_counter()
+            client.create_table(SPEC)
+            seconds.append(time.perf_counter() - started)
+            disk_bytes = client.describe().disk_bytes
+    started = time.perf_counter()
+    schedule = Schedule(
+        momentum=0.9, weight_decay=1e-4, learning_rates=np.linspace(0.06, 0, 1_400_000, dtype=np.float32)
+    )
+    return {
+        "create_table_seconds": max(seconds),
+        "create_table_disk_bytes": disk_bytes,
+        "schedule_table_bytes": schedule.table_bytes,
+        "schedule_build_seconds": time.perf_counter() - started,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    arguments = parser.parse_args()
+    keep_large_buffers()
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        LocalCluster(1) as cluster,
+        WeightClient(cluster.addresses) as client,
+        bare_server() as channel,
+    ):
+        client.create_table(SPEC)
+        client.extend_schedule(0, np.linspace(0.06, 0, NUM_STEPS, dtype=np.float32))
+        client.open_session("benchmark")
+        fill(client)
+        results: dict[str, Any] = fetches(client, channel, arguments.rounds)
+        results |= pushes(client, channel, arguments.rounds, Path(directory))
+    results["tables"] = tables(arguments.rounds)
+    write_results(
+        arguments.output, "rows", f"python -m benchmarks.rows --rounds {arguments.rounds}", results, as_table(results)
+    )
+
+
+def as_table(results: dict[str, Any]) -> str:
+    lines = [
+        "Median of the calls, 10th and 90th percentile behind it; the ratio is that of the medians.",
+        "",
+        "| case | what | time | ratio to the bare stream |",
+        "|---|---|---|---|",
+    ]
+    for case, timings in results.items():
+        if case != "tables":
+            for what, value in timings.items():
+                lines.append(f"| {case} | {what} | {value} | {value.p50 / timings['bare stream'].p50:.2f} |")
+    table = results["tables"]
+    lines += [
+        "",
+        f"create_table for 10⁹ rows: {1e3 * table['create_table_seconds']:.1f} ms (the slowest of 5), "
+        f"{table['create_table_disk_bytes'] / 1024:.0f} KiB on disk. Schedule tables for 1.4 M steps: "
+        f"{table['schedule_table_bytes'] / 2**20:.1f} MiB, built in {table['schedule_build_seconds']:.2f} s.",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
