@@ -14,11 +14,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from trainer.data import DATASETS, Dataset, load_dataset
-from trainer.evaluate import FeatureSet, encoder_features, knn_top1, linear_top1, pixel_features
+from trainer.evaluate import FeatureSet, encoder_features, pixel_features
+from trainer.evaluate.table import PROTOCOLS
 from trainer.model import load_encoder
 
 ENCODER_FILE = "encoder.safetensors"
-PROTOCOLS = {"knn": knn_top1, "linear": linear_top1}
 
 
 def main(arguments: list[str] | None = None) -> int:
