@@ -19,7 +19,7 @@ which with the page header of LMDB's overflow pages is 16 pages of 4 KiB.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,11 +38,9 @@ _FLOAT32 = np.dtype("<f4")
 Buffer = bytearray | memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """Views into a block's bytes; writable where the bytes are."""
 
-    written: npt.NDArray[np.uint8]  # (ceil(r / 8),), one bit a row
     last_step: npt.NDArray[np.int64]  # (r,)
     weight: npt.NDArray[np.float32]  # (r, D)
     momentum_buffer: npt.NDArray[np.float32]  # (r, D)
@@ -72,11 +70,17 @@ class BlockCodec:
         """Arrays over the bytes, without a copy and without a check."""
         rows, dim = self._spec.rows_per_block, self._spec.dim
         return Block(
-            np.ndarray(self._bitmap_bytes, np.uint8, buffer, _HEADER.size),
             np.ndarray(rows, _INT64, buffer, self._last_step_at),
             np.ndarray((rows, dim), _FLOAT32, buffer, self._weight_at),
             np.ndarray((rows, dim), _FLOAT32, buffer, self._momentum_at),
         )
+
+    def mark_written(self, buffer: bytearray, slots: npt.NDArray[np.int64]) -> int:
+        """Marks `slots` (distinct, int64 [n]) as written and returns how many were not before."""
+        written = np.ndarray(self._bitmap_bytes, np.uint8, buffer, _HEADER.size)
+        before = np.bitwise_count(written).sum()
+        np.bitwise_or.at(written, slots >> 3, (1 << (slots & 7)).astype(np.uint8))
+        return int(np.bitwise_count(written).sum() - before)
 
     def seal(self, block: int, buffer: bytearray) -> None:
         """Writes the header, with the checksum of what the block now holds."""
@@ -95,9 +99,3 @@ class BlockCodec:
         if xxhash.xxh3_64_intdigest(memoryview(buffer)[_CHECKED_FROM:], seed=block) != checksum:
             raise StorageError(f"block {block} is damaged (checksum): restore it from a backup")
 
-
-def mark_written(written: npt.NDArray[np.uint8], slots: npt.NDArray[np.int64]) -> int:
-    """Sets the bits of `slots` (distinct, int64 [n]) and returns how many were not set before."""
-    before = int(np.bitwise_count(written).sum())
-    np.bitwise_or.at(written, slots >> 3, (1 << (slots & 7)).astype(np.uint8))
-    return int(np.bitwise_count(written).sum()) - before

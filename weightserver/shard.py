@@ -12,11 +12,11 @@ import json
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from weightserver.blocks import Block, BlockCodec, mark_written
+from weightserver.blocks import Block, BlockCodec
 from weightserver.config import TableSpec
 from weightserver.correction import Schedule, apply_push, correct
 from weightserver.errors import (
@@ -187,28 +187,32 @@ class Shard:
         last_step = np.zeros(len(rows), np.int64)
         weight = np.empty((len(rows), table.spec.dim), np.float32)
         momentum = np.empty_like(weight) if state else None
-        sources: list[tuple[slice, Float32Array, Float32Array]] = []  # stored weight and momentum of each run
+        sources: list[tuple[slice, Float32Array, Float32Array]] = []  # raw weight and momentum of each run
+        absent: list[slice] = []  # never-written rows, neighbours together
         with self._storage.read() as txn:
             for run in runs:
                 part = slice(run.part.start - first, run.part.stop - first)
                 stored = txn.newest_block(run.block)
                 if stored is None:
-                    initial = initial_rows(table.spec, rows[part])
-                    sources.append((part, initial, np.zeros_like(initial)))
+                    start = absent.pop().start if absent and absent[-1].stop == part.start else part.start
+                    absent.append(slice(start, part.stop))
                 else:
                     block = table.codec.views(stored)
                     last_step[part] = block.last_step[run.slots]
                     sources.append((part, block.weight[run.slots], block.momentum_buffer[run.slots]))
+            for part in absent:
+                initial = initial_rows(table.spec, rows[part])
+                sources.append((part, initial, np.zeros_like(initial)))
             if step is None:
-                for part, stored_weight, stored_momentum in sources:
-                    weight[part] = stored_weight
+                for part, raw_weight, raw_momentum in sources:
+                    weight[part] = raw_weight
                     if momentum is not None:
-                        momentum[part] = stored_momentum
+                        momentum[part] = raw_momentum
             else:
                 coefficients = self._coefficients(table, rows, last_step, step)
-                for part, stored_weight, stored_momentum in sources:
+                for part, raw_weight, raw_momentum in sources:
                     corrected_momentum = None if momentum is None else momentum[part]
-                    correct(stored_weight, stored_momentum, coefficients[part], weight[part], corrected_momentum)
+                    correct(raw_weight, raw_momentum, coefficients[part], weight[part], corrected_momentum)
                 last_step[:] = step
         return Rows(weight, momentum, last_step) if state else Rows(weight)
 
@@ -381,7 +385,7 @@ class Shard:
             buffer = table.codec.initial(run.block) if stored is None else bytearray(stored)
             block = table.codec.views(buffer)
             update(block, run)
-            rows_stored += mark_written(block.written, rows[run.part] - run.block * table.spec.rows_per_block)
+            rows_stored += table.codec.mark_written(buffer, rows[run.part] - run.block * table.spec.rows_per_block)
             table.codec.seal(run.block, buffer)
             batch.txn.put_block(run.block, batch.state.generation, buffer)
         state = batch.state
@@ -406,8 +410,7 @@ class Shard:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
+class _Run(NamedTuple):
     """The rows of a request that lie in one block."""
 
     block: int

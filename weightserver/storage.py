@@ -72,7 +72,7 @@ class _LmdbTransaction:
 
     def newest_block(self, block: int) -> memoryview | None:
         prefix = _BLOCK.pack(block)
-        if not self._blocks.set_range(prefix) or bytes(self._blocks.key()[:8]) != prefix:
+        if not self._blocks.set_range(prefix) or self._blocks.key()[:8] != prefix:
             return None
         return memoryview(self._blocks.value())
 
