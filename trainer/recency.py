@@ -1,0 +1,81 @@
+"""Recent negative sampling: which K rows are the classes of a step (Section 3.2 of the paper)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainer.schedule import VisitSchedule
+from weightserver.sharding import Int64Array
+
+
+@dataclass(frozen=True)
+class ActiveRows:
+    """The classes of one step, a pure function of the step."""
+
+    rows: Int64Array  # (K,), strictly increasing
+    labels: Int64Array  # (B,), where in `rows` each visit of the batch is
+
+
+class RecentRows:
+    """The K most recently visited distinct rows, the step's own batch included; batch t is visits t·B … t·B+B−1.
+
+    Going from a step to the next costs about a sort of what entered; any other step is computed from the stream.
+    Memory is O(K + W), whatever N. Not thread-safe.
+
+    Raises:
+        ValueError: K exceeds N, or is smaller than the distinct rows that a batch may hold.
+    """
+
+    def __init__(self, schedule: VisitSchedule, *, num_active: int, batch_size: int) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if num_active > schedule.num_rows:
+            raise ValueError(f"num_negatives is {num_active}, there are only {schedule.num_rows} images: choose fewer")
+        if num_active < min(batch_size, schedule.num_rows):
+            raise ValueError(
+                f"num_negatives is {num_active}, a batch alone may hold {batch_size} classes: choose at least as many"
+            )
+        self._schedule = schedule
+        self._num_active = num_active
+        self._batch_size = batch_size
+        self._step: int | None = None
+        self._rows = np.zeros(0, np.int64)  # (K,), strictly increasing
+        self._last_visit = np.zeros(0, np.int64)  # (K,), visit index of each row's last visit
+
+    def active(self, step: int) -> ActiveRows:
+        """The active rows of a step ≥ 0, in any order of steps."""
+        batch = self._schedule.visits(step * self._batch_size, (step + 1) * self._batch_size)
+        if self._step is not None and step == self._step + 1:
+            self._advance(batch, step * self._batch_size)
+        elif step != self._step:
+            self._look_back((step + 1) * self._batch_size)
+        self._step = step
+        return ActiveRows(self._rows, np.searchsorted(self._rows, batch))
+
+    def _look_back(self, stop: int) -> None:
+        """Walks back from visit `stop` until K distinct rows were met."""
+        length = 2 * self._num_active
+        while True:
+            backwards = self._schedule.visits(stop - length, stop)[::-1]
+            rows, ago = np.unique(backwards, return_index=True)  # the first met backwards is the last visit
+            if len(rows) >= self._num_active:
+                break
+            length *= 2
+        newest = np.sort(np.argpartition(ago, self._num_active - 1)[: self._num_active])
+        self._rows, self._last_visit = rows[newest], stop - 1 - ago[newest]
+
+    def _advance(self, batch: Int64Array, first_visit: int) -> None:
+        """Lets the batch's rows in and as many of the least recent ones out."""
+        visited, ago = np.unique(batch[::-1], return_index=True)
+        last_visit = first_visit + len(batch) - 1 - ago
+        position = np.searchsorted(self._rows, visited)
+        known = self._rows.take(position, mode="clip") == visited
+        self._last_visit[position[known]] = last_visit[known]
+        if num_entering := int((~known).sum()):
+            leaving = np.argpartition(self._last_visit, num_entering - 1)[:num_entering]
+            rows, visits = np.delete(self._rows, leaving), np.delete(self._last_visit, leaving)
+            where = np.searchsorted(rows, visited[~known])
+            self._rows = np.insert(rows, where, visited[~known])
+            self._last_visit = np.insert(visits, where, last_visit[~known])

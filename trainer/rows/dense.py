@@ -1,0 +1,73 @@
+"""All N rows in the trainer's memory, moved by torch.optim.SGD: the oracle, and the simplest choice for small data."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.rows.store import RowCounters
+from weightserver import RowState, TableSpec
+from weightserver.initial import initial_rows
+from weightserver.sharding import Int64Array
+
+
+class DenseRows:
+    """Plain SGD over the whole matrix; rows that are not active get a zero gradient, so they decay and drift on.
+
+    With `spec.correction` False only active rows are moved (the paper's ablation).
+
+    Args:
+        learning_rates: float32 [num_steps], one for each update.
+    """
+
+    def __init__(self, spec: TableSpec, learning_rates: np.ndarray) -> None:
+        self.counters = RowCounters()
+        self._spec = spec
+        self._learning_rates = learning_rates
+        weight = torch.from_numpy(initial_rows(spec, np.arange(spec.num_rows, dtype=np.int64)))  # (N, D)
+        self._weight = torch.nn.Parameter(weight)
+        self._weight.grad = torch.zeros_like(weight)
+        self._momentum_buffer = torch.zeros_like(weight)  # only used without correction
+        self._optimizer = torch.optim.SGD(
+            [self._weight], lr=0.0, momentum=spec.momentum, weight_decay=spec.weight_decay
+        )
+
+    def prefetch(self, rows: Int64Array, *, step: int) -> None:
+        """Nothing to do: the rows are here."""
+
+    def weights(self, rows: Int64Array, *, step: int) -> Tensor:
+        return self._weight.detach()[torch.from_numpy(rows)]
+
+    def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int) -> None:
+        learning_rate = float(self._learning_rates[step])
+        active = torch.from_numpy(rows)
+        if not self._spec.correction:
+            self._move_active(active, gradients, learning_rate)
+            return
+        assert self._weight.grad is not None
+        self._weight.grad.zero_()
+        self._weight.grad[active] = gradients
+        self._optimizer.param_groups[0]["lr"] = learning_rate
+        self._optimizer.step()
+
+    @torch.no_grad()
+    def _move_active(self, active: Tensor, gradients: Tensor, learning_rate: float) -> None:
+        weight, momentum_buffer = self._weight[active], self._momentum_buffer[active]
+        momentum_buffer.mul_(self._spec.momentum).add_(gradients + self._spec.weight_decay * weight)
+        self._momentum_buffer[active] = momentum_buffer
+        self._weight[active] = weight - learning_rate * momentum_buffer
+
+    def read_state(self, rows: Int64Array, *, step: int) -> RowState:
+        momentum_buffer = self._optimizer.state[self._weight].get("momentum_buffer")
+        if momentum_buffer is None:  # without correction, or before the first update
+            momentum_buffer = self._momentum_buffer
+        chosen = torch.from_numpy(rows)
+        return RowState(
+            weight=self._weight.detach()[chosen].numpy(),
+            momentum_buffer=momentum_buffer[chosen].numpy(),
+            last_step=np.full(len(rows), step, np.int64),
+        )
+
+    def close(self) -> None:
+        """Nothing to do."""

@@ -1,0 +1,72 @@
+"""Rows on the weight servers: each step fetches K weights and pushes K gradients; the optimizer is theirs."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from trainer.rows.store import RowCounters
+from weightserver import RowState, WeightClient
+from weightserver.sharding import Int64Array
+
+
+class RemoteRows:
+    """Talks to the servers from one background thread, in the order of the calls.
+
+    So step t's fetch follows step t−1's push, while the trainer prepares images and runs the encoder.
+
+    Args:
+        client: with a table, its schedule and an open session; closed by its owner.
+    """
+
+    def __init__(self, client: WeightClient) -> None:
+        self.counters = RowCounters()
+        self._client = client
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="remote-rows")
+        self._fetched: tuple[int, Future[Tensor]] | None = None
+        self._pushed: Future[None] | None = None
+
+    def prefetch(self, rows: Int64Array, *, step: int) -> None:
+        self._fetched = step, self._thread.submit(self._fetch, rows, step)
+
+    def weights(self, rows: Int64Array, *, step: int) -> Tensor:
+        if self._fetched is None or self._fetched[0] != step:
+            self.prefetch(rows, step=step)
+        assert self._fetched is not None
+        fetched, self._fetched = self._fetched[1], None
+        started = time.perf_counter()
+        self._raise_push_error()
+        weight = fetched.result()
+        self.counters.wait_seconds += time.perf_counter() - started
+        return weight
+
+    def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int) -> None:
+        self._raise_push_error()
+        self._pushed = self._thread.submit(self._push, rows, gradients.detach().cpu(), step)
+
+    def read_state(self, rows: Int64Array, *, step: int) -> RowState:
+        return self._thread.submit(lambda: self._client.fetch_state(rows, step=step)).result()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self._raise_push_error()
+
+    def _fetch(self, rows: Int64Array, step: int) -> Tensor:
+        weight = torch.from_numpy(self._client.fetch(rows, step=step))
+        self.counters.fetched_rows += len(rows)
+        self.counters.fetched_bytes += weight.nbytes
+        return weight
+
+    def _push(self, rows: Int64Array, gradients: Tensor, step: int) -> None:
+        self._client.push_gradients(rows, gradients.numpy(), step=step)
+        self.counters.pushed_rows += len(rows)
+        self.counters.pushed_bytes += gradients.nbytes
+
+    def _raise_push_error(self) -> None:
+        """A failed push comes before whatever failed after it."""
+        if self._pushed is not None:
+            self._pushed.result()
+            self._pushed = None

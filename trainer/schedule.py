@@ -1,0 +1,128 @@
+"""Which image is visited when: pure functions of seeds and the visit index (Section 3.3 of the paper).
+
+The N images stand in a fixed random order; a row of the classifier is an image's position in it. A window is W
+consecutive positions (modulo N); each window is visited once, in a shuffled order, then the window moves by S. Visit i
+of the endless stream lies in window i div W; the stream extends to negative indexes. NumPy only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from weightserver.initial import splitmix64
+from weightserver.sharding import Int64Array
+
+_NUM_ROUNDS = 6
+_KEPT_WINDOWS = 8
+# What a seed's numbers are for, so that no two uses share any.
+_ORDER, _WINDOWS, _AUGMENTATION = 1, 2, 3
+
+
+class RowOrder:
+    """The keyed random order of N images: a bijection row <-> image that takes no memory, a function of order_seed.
+
+    A Feistel network permutes the smallest 4^k ≥ N numbers; what falls outside 0..N-1 is permuted again until it falls
+    inside (cycle walking; Black and Rogaway, CT-RSA 2002).
+    """
+
+    def __init__(self, num_rows: int, order_seed: int) -> None:
+        if num_rows < 1:
+            raise ValueError(f"num_rows must be at least 1, got {num_rows}")
+        self.num_rows = num_rows
+        self._half_bits = np.uint64(max(1, -(-(num_rows - 1).bit_length() // 2)))
+        self._mask = np.uint64((1 << int(self._half_bits)) - 1)
+        self._round_seeds = [_derive(_derive(order_seed, _ORDER), number) for number in range(_NUM_ROUNDS)]
+
+    def images(self, rows: Int64Array) -> Int64Array:
+        """The image of each row: int64 [n] to int64 [n]."""
+        return self._walk(rows, self._round_seeds, swapped=False)
+
+    def rows(self, images: Int64Array) -> Int64Array:
+        """The row of each image: the inverse of `images`."""
+        return self._walk(images, self._round_seeds[::-1], swapped=True)
+
+    def _walk(self, values: Int64Array, seeds: list[int], *, swapped: bool) -> Int64Array:
+        result = self._permute(values.astype(np.uint64), seeds, swapped)
+        while (outside := np.flatnonzero(result >= self.num_rows)).size:
+            result[outside] = self._permute(result[outside], seeds, swapped)
+        return result.astype(np.int64)
+
+    def _permute(self, values: npt.NDArray[np.uint64], seeds: list[int], swapped: bool) -> npt.NDArray[np.uint64]:
+        left, right = values >> self._half_bits, values & self._mask
+        if swapped:  # the inverse is the same network with its halves and its rounds the other way round
+            left, right = right, left
+        for seed in seeds:
+            left, right = right, left ^ (splitmix64(seed, right) & self._mask)
+        if swapped:
+            left, right = right, left
+        permuted: npt.NDArray[np.uint64] = left << self._half_bits | right
+        return permuted
+
+
+class VisitSchedule:
+    """The sliding-window stream of visits. Epoch order is window_stride = window_size = num_rows.
+
+    Raises:
+        ValueError: unless 1 ≤ window_stride ≤ window_size ≤ num_rows.
+    """
+
+    def __init__(self, *, num_rows: int, window_size: int, window_stride: int, seed: int) -> None:
+        if not 1 <= window_size <= num_rows:
+            raise ValueError(f"window_size must lie in 1..{num_rows}, the number of images, got {window_size}")
+        if not 1 <= window_stride <= window_size:
+            raise ValueError(f"window_stride must lie in 1..{window_size}, the window_size, got {window_stride}")
+        self.num_rows = num_rows
+        self.window_size = window_size
+        self.window_stride = window_stride
+        self._seed = _derive(seed, _WINDOWS)
+        self._windows: OrderedDict[int, Int64Array] = OrderedDict()
+
+    def visits(self, start: int, stop: int) -> Int64Array:
+        """Rows visited by visits start … stop−1, which may be negative: int64 [stop − start]."""
+        parts = []
+        while start < stop:
+            window, offset = divmod(start, self.window_size)
+            part = self._window(window)[offset : offset + stop - start]
+            parts.append(part)
+            start += len(part)
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+    def _window(self, window: int) -> Int64Array:
+        """The rows of a window in the order of their visits, int64 [W]."""
+        if (rows := self._windows.get(window)) is None:
+            counter = np.arange(self.window_size, dtype=np.uint64)
+            counter += np.uint64(window * self.window_size % 2**64)
+            shuffled = np.argsort(splitmix64(self._seed, counter), kind="stable")
+            rows = (shuffled + window * self.window_stride % self.num_rows) % self.num_rows
+            self._windows[window] = rows
+            if len(self._windows) > _KEPT_WINDOWS:
+                self._windows.popitem(last=False)
+        return rows
+
+
+def visit_uniforms(seed: int, visits: Int64Array, count: int) -> npt.NDArray[np.float32]:
+    """`count` uniform numbers in [0, 1) for each visit (int64 [n]): float32 [n, count], a function of (seed, visit)."""
+    counter = visits.astype(np.uint64)[:, None] * np.uint64(count) + np.arange(count, dtype=np.uint64)
+    bits = splitmix64(_derive(seed, _AUGMENTATION), counter) >> np.uint64(40)
+    return bits.astype(np.float32) * np.float32(2.0**-24)
+
+
+def learning_rates(
+    *, num_steps: int, base: float, warmup_steps: int, start_fraction: float = 0.01
+) -> npt.NDArray[np.float32]:
+    """Linear warm-up from base·start_fraction to base, then a cosine to 0, step by step: float32 [num_steps]."""
+    if not 0 <= warmup_steps <= num_steps:
+        raise ValueError(f"warm-up must take 0..{num_steps} steps, the length of the run, got {warmup_steps}")
+    step = np.arange(num_steps, dtype=np.float64)
+    warmup = start_fraction + (1 - start_fraction) * step / max(1, warmup_steps)
+    cosine = 0.5 * (1 + np.cos(math.pi * (step - warmup_steps) / max(1, num_steps - warmup_steps)))
+    return (base * np.where(step < warmup_steps, warmup, cosine)).astype(np.float32)
+
+
+def _derive(seed: int, purpose: int) -> int:
+    """A seed of its own for each purpose."""
+    return int(splitmix64(seed % 2**64, np.array([purpose], np.uint64))[0])
