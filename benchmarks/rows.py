@@ -15,8 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ def bare_server() -> Iterator[grpc.Channel]:
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.bare"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout is not None
     try:
         with grpc.insecure_channel(process.stdout.readline().strip(), OPTIONS) as channel:
             yield channel
@@ -77,22 +79,24 @@ def fill(client: WeightClient) -> None:
 
 def fetches(client: WeightClient, channel: grpc.Channel, rounds: int) -> dict[str, dict[str, Timing]]:
     send_stream, send_call = channel.unary_stream("/Bare/SendStream"), channel.unary_unary("/Bare/SendCall")
-    step = GAP
     results = {}
     for num_rows in (65_536, 512):
         request = str(num_rows * DIM * 4).encode()
         out = np.empty((num_rows, DIM), np.float32)
         for name, rows in patterns(num_rows).items():
-            never = rows + NEVER_WRITTEN
             calls: dict[str, Callable[[], object]] = {
-                "bare stream": lambda r=request: sum(len(m) for m in send_stream(r)),
-                "stored": lambda r=rows, o=out: client.fetch(r, step=step, out=o),
-                "never written": lambda r=never, o=out: client.fetch(r, step=step, out=o),
+                "bare stream": partial(_drain, send_stream, request),
+                "stored": partial(client.fetch, rows, step=GAP, out=out),
+                "never written": partial(client.fetch, rows + NEVER_WRITTEN, step=GAP, out=out),
             }
             if num_rows == 512:
-                calls["bare call"] = lambda r=request: send_call(r)
+                calls["bare call"] = partial(send_call, request)
             results[f"fetch of {num_rows:,} rows, {name}"] = in_turn(calls, rounds=rounds)
     return results
+
+
+def _drain(stream: Callable[[bytes], Iterable[bytes]], request: bytes) -> int:
+    return sum(len(message) for message in stream(request))
 
 
 def pushes(client: WeightClient, channel: grpc.Channel, rounds: int, directory: Path) -> dict[str, dict[str, Timing]]:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from weightserver.initial import splitmix64
 from weightserver.sharding import Int64Array
 
+Float32Array = npt.NDArray[np.float32]
 _NUM_ROUNDS = 6
 _KEPT_WINDOWS = 8
 # What a seed's numbers are for, so that no two uses share any.
@@ -94,8 +95,8 @@ class VisitSchedule:
     def _window(self, window: int) -> Int64Array:
         """The rows of a window in the order of their visits, int64 [W]."""
         if (rows := self._windows.get(window)) is None:
-            counter = np.arange(self.window_size, dtype=np.uint64)
-            counter += np.uint64(window * self.window_size % 2**64)
+            first = np.uint64(window * self.window_size % 2**64)
+            counter: npt.NDArray[np.uint64] = np.add(first, np.arange(self.window_size, dtype=np.uint64))
             shuffled = np.argsort(splitmix64(self._seed, counter), kind="stable")
             rows = (shuffled + window * self.window_stride % self.num_rows) % self.num_rows
             self._windows[window] = rows
@@ -104,16 +105,15 @@ class VisitSchedule:
         return rows
 
 
-def visit_uniforms(seed: int, visits: Int64Array, count: int) -> npt.NDArray[np.float32]:
+def visit_uniforms(seed: int, visits: Int64Array, count: int) -> Float32Array:
     """`count` uniform numbers in [0, 1) for each visit (int64 [n]): float32 [n, count], a function of (seed, visit)."""
-    counter = visits.astype(np.uint64)[:, None] * np.uint64(count) + np.arange(count, dtype=np.uint64)
+    first = visits.astype(np.uint64) * np.uint64(count)
+    counter: npt.NDArray[np.uint64] = np.add.outer(first, np.arange(count, dtype=np.uint64))
     bits = splitmix64(_derive(seed, _AUGMENTATION), counter) >> np.uint64(40)
     return bits.astype(np.float32) * np.float32(2.0**-24)
 
 
-def learning_rates(
-    *, num_steps: int, base: float, warmup_steps: int, start_fraction: float = 0.01
-) -> npt.NDArray[np.float32]:
+def learning_rates(*, num_steps: int, base: float, warmup_steps: int, start_fraction: float = 0.01) -> Float32Array:
     """Linear warm-up from base·start_fraction to base, then a cosine to 0, step by step: float32 [num_steps]."""
     if not 0 <= warmup_steps <= num_steps:
         raise ValueError(f"warm-up must take 0..{num_steps} steps, the length of the run, got {warmup_steps}")

@@ -14,12 +14,14 @@ from trainer.evaluate.features import (
 from trainer.evaluate.knn import knn_top1
 from trainer.evaluate.linear import linear_top1
 from trainer.evaluate.protocol import ProbeResult, split_held_out
+from trainer.evaluate.table import evaluate_features
 
 __all__ = [
     "FeatureSet",
     "ProbeResult",
     "calibrate_batch_norm",
     "encoder_features",
+    "evaluate_features",
     "knn_top1",
     "linear_top1",
     "pixel_features",

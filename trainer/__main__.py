@@ -1,0 +1,34 @@
+"""Trains an encoder.
+
+    python -m trainer fashion-mnist                                    # starts weight servers of its own
+    python -m trainer fashion-mnist --rows dense --epochs 5            # all rows in this process
+    torchrun -m trainer fashion-mnist --servers 127.0.0.1:50051,127.0.0.1:50052 --output runs/a
+
+`python -m trainer fashion-mnist --help` lists every setting.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+from trainer.config import parse_config
+from trainer.loop import train
+from weightserver import WeightServerError
+from weightserver.allocator import keep_large_buffers
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Runs the command line. Exit status 0; 1 with one line on stderr when it failed; 2 for arguments that are none."""
+    keep_large_buffers()
+    try:
+        result = train(parse_config(arguments))
+    except (ValueError, WeightServerError) as error:
+        print(f"trainer: {error}", file=sys.stderr)
+        sys.exit(1)
+    print(" ".join(f"{name}={value:g}" for name, value in result.summary.items()))
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The line that tells how a run is doing."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class TrainingProgress:
+    """A progress bar on stderr: step, images/s, loss beside what chance gives, learning rate, kNN, waiting for rows."""
+
+    def __init__(self, num_steps: int, *, chance: float) -> None:
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[text]}"),
+            console=Console(stderr=True),
+        )
+        self._chance = chance
+        self._knn = ""
+        self._task = self._progress.add_task("", total=num_steps, text="")
+
+    def update(self, record: dict[str, Any]) -> None:
+        """Shows a record of metrics.jsonl."""
+        if "knn_top1" in record:
+            self._knn = f"  kNN {record['knn_top1']:.1f} %"
+        text = (
+            f"{record['images_per_second']:,.0f} images/s  loss {record['loss']:.3f} (chance {self._chance:.3f})  "
+            f"lr {record['learning_rate']:.4f}{self._knn}  "
+            f"waiting: data {_share(record, 'data')}, rows {_share(record, 'row')}"
+        )
+        self._progress.update(self._task, completed=record["step"] + 1, text=text)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+
+def _share(record: dict[str, Any], what: str) -> str:
+    return f"{record[f'{what}_wait_seconds'] / record['seconds']:.0%}"
