@@ -18,11 +18,7 @@ from weightserver.addresses import is_loopback
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Settings of one run.
-
-    Raises:
-        ValueError: settings that contradict each other, or that this version cannot do.
-    """
+    """Settings of one run."""
 
     # ---- what to train on, and where the results go
     dataset: str = "fashion-mnist"
@@ -102,7 +98,8 @@ class TrainConfig:
     evaluate: bool = True
     """Whether to end with the kNN and linear evaluations."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raises ValueError for settings that contradict each other, or that this version cannot do."""
         if self.resume:
             raise ValueError("--resume is not in this version: it comes with checkpoints; start in another --output")
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -51,6 +51,7 @@ def train(config: TrainConfig) -> TrainResult:
         ValueError: settings that do not fit the data, a directory or a table that another run used.
         WeightServerError: the weight servers failed for longer than the client tries.
     """
+    config.check()
     started = time.perf_counter()
     device = _device(config.device)
     torch.manual_seed(config.seed)

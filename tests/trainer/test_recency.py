@@ -1,0 +1,60 @@
+"""The K most recent distinct rows against a walk back through the stream."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.recency import RecentRows
+from trainer.schedule import VisitSchedule
+
+
+def walk_back(schedule: VisitSchedule, stop: int, num_active: int) -> list[int]:
+    seen: list[int] = []
+    visit = stop
+    while len(seen) < num_active:
+        visit -= 1
+        row = int(schedule.visits(visit, visit + 1)[0])
+        if row not in seen:
+            seen.append(row)
+    return sorted(seen)
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_active_rows(data: st.DataObject) -> None:
+    num_rows = data.draw(st.integers(1, 40), label="N")
+    window_size = data.draw(st.integers(1, num_rows), label="W")
+    stride = data.draw(st.integers(1, window_size), label="S")
+    batch_size = data.draw(st.integers(1, 12), label="B")  # may straddle windows, and hold a row twice
+    num_active = data.draw(st.integers(min(batch_size, num_rows), num_rows), label="K")
+    schedule = VisitSchedule(num_rows=num_rows, window_size=window_size, window_stride=stride, seed=1)
+    recent = RecentRows(schedule, num_active=num_active, batch_size=batch_size)
+    jumps = data.draw(st.lists(st.integers(0, 50), max_size=4), label="steps")
+    for step in [*range(12), *jumps]:
+        active = recent.active(step)
+        assert active.rows.tolist() == walk_back(schedule, (step + 1) * batch_size, num_active)
+        batch = schedule.visits(step * batch_size, (step + 1) * batch_size)
+        assert np.array_equal(active.rows[active.labels], batch)
+
+
+def test_any_step_alone_equals_the_steps_in_turn() -> None:
+    schedule = VisitSchedule(num_rows=5_000, window_size=700, window_stride=90, seed=4)
+    in_turn = RecentRows(schedule, num_active=400, batch_size=64)
+    steps = [in_turn.active(step) for step in range(60)]
+    for step in (59, 3, 30):
+        alone = RecentRows(schedule, num_active=400, batch_size=64).active(step)
+        assert np.array_equal(alone.rows, steps[step].rows)
+        assert np.array_equal(alone.labels, steps[step].labels)
+
+
+@pytest.mark.parametrize(
+    ("num_active", "batch_size", "message"),
+    [(101, 8, "only 100 images"), (7, 8, "a batch alone may hold 8"), (10, 0, "batch_size must be at least 1")],
+)
+def test_impossible_sizes_are_refused(num_active: int, batch_size: int, message: str) -> None:
+    schedule = VisitSchedule(num_rows=100, window_size=50, window_stride=10, seed=0)
+    with pytest.raises(ValueError, match=message):
+        RecentRows(schedule, num_active=num_active, batch_size=batch_size)

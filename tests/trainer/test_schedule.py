@@ -1,0 +1,109 @@
+"""The stream of visits against what its definition says, written out slowly."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.schedule import RowOrder, VisitSchedule, learning_rates, visit_uniforms
+
+
+@given(st.integers(1, 3_000), st.integers(0, 2**64 - 1))
+@settings(max_examples=50, deadline=None)
+def test_row_order_is_a_bijection_with_its_inverse(num_rows: int, order_seed: int) -> None:
+    order, rows = RowOrder(num_rows, order_seed), np.arange(num_rows)
+    images = order.images(rows)
+    assert np.array_equal(np.sort(images), rows)
+    assert np.array_equal(order.rows(images), rows)
+
+
+def test_row_order_mixes() -> None:
+    images = RowOrder(100_000, 7).images(np.arange(100_000))
+    assert abs(np.corrcoef(images, np.arange(100_000))[0, 1]) < 0.02
+    assert (images == RowOrder(100_000, 8).images(np.arange(100_000))).mean() < 0.001
+
+
+def test_row_order_of_a_billion_needs_no_table() -> None:
+    order, rows = RowOrder(10**9, 3), np.array([0, 1, 10**9 - 1])
+    images = order.images(rows)
+    assert ((images >= 0) & (images < 10**9)).all()
+    assert np.array_equal(order.rows(images), rows)
+
+
+sizes = st.tuples(st.integers(1, 60), st.data())
+
+
+@given(sizes, st.integers(0, 1000))
+@settings(max_examples=60, deadline=None)
+def test_windows(size: tuple[int, st.DataObject], seed: int) -> None:
+    num_rows, data = size
+    window_size = data.draw(st.integers(1, num_rows))
+    stride = data.draw(st.integers(1, window_size))
+    schedule = VisitSchedule(num_rows=num_rows, window_size=window_size, window_stride=stride, seed=seed)
+    for window in range(-4, 8):
+        visited = schedule.visits(window * window_size, (window + 1) * window_size)
+        expected = {(window * stride + offset) % num_rows for offset in range(window_size)}
+        assert len(visited) == window_size
+        assert set(visited.tolist()) == expected
+    start, length = data.draw(st.integers(-200, 200)), data.draw(st.integers(0, 200))
+    pieces = [schedule.visits(visit, visit + 1) for visit in range(start, start + length)]
+    assert schedule.visits(start, start + length).tolist() == [int(piece[0]) for piece in pieces]
+
+
+def test_windows_are_shuffled_each_in_its_own_way() -> None:
+    schedule = VisitSchedule(num_rows=1000, window_size=500, window_stride=500, seed=1)
+    first, third = schedule.visits(0, 500), schedule.visits(1000, 1500)  # the same rows
+    assert not np.array_equal(first, np.arange(500))
+    assert not np.array_equal(first, third)
+    other = VisitSchedule(num_rows=1000, window_size=500, window_stride=500, seed=2)
+    assert not np.array_equal(first, other.visits(0, 500))
+
+
+@pytest.mark.parametrize(("window_size", "stride"), [(0, 1), (101, 1), (10, 0), (10, 11)])
+def test_impossible_windows_are_refused(window_size: int, stride: int) -> None:
+    with pytest.raises(ValueError, match=r"window_(size|stride) must lie in 1\.\."):
+        VisitSchedule(num_rows=100, window_size=window_size, window_stride=stride, seed=0)
+
+
+def test_uniforms_belong_to_the_visit_alone() -> None:
+    visits = np.array([5, 0, 123_456_789_012, 7])
+    uniforms = visit_uniforms(3, visits, 13)
+    assert uniforms.dtype == np.float32
+    assert ((uniforms >= 0) & (uniforms < 1)).all()
+    for row, visit in zip(uniforms, visits, strict=True):
+        assert np.array_equal(row, visit_uniforms(3, np.array([visit]), 13)[0])
+    many = visit_uniforms(3, np.arange(20_000), 13)
+    assert abs(many.mean() - 0.5) < 0.005
+    assert np.abs(np.corrcoef(many.T) - np.eye(13)).max() < 0.03
+    assert np.abs(np.corrcoef(many.ravel(), visit_uniforms(4, np.arange(20_000), 13).ravel())[0, 1]) < 0.01
+
+
+def test_learning_rates() -> None:
+    rates = learning_rates(num_steps=1_000, base=0.6, warmup_steps=100)
+    assert rates.dtype == np.float32
+    assert rates[0] == np.float32(0.006)
+    assert rates[100] == np.float32(0.6)
+    assert rates[550] == pytest.approx(0.3, rel=1e-6)
+    assert 0 < rates[-1] < 1e-5
+    assert (np.diff(rates[:101]) > 0).all()
+    assert (np.diff(rates[100:]) < 0).all()
+    assert len(learning_rates(num_steps=1, base=0.1, warmup_steps=0)) == 1
+    with pytest.raises(ValueError, match="warm-up"):
+        learning_rates(num_steps=10, base=0.1, warmup_steps=11)
+
+
+def test_the_stream_never_changes() -> None:
+    """A run resumed with a later version must see the same images in the same way."""
+    schedule = VisitSchedule(num_rows=1_000, window_size=200, window_stride=30, seed=11)
+    content = b"".join(
+        [
+            schedule.visits(-500, 1_500).astype("<i8").tobytes(),
+            RowOrder(1_000, 5).images(np.arange(1_000)).astype("<i8").tobytes(),
+            visit_uniforms(2, np.arange(100), 13).astype("<f4").tobytes(),
+        ]
+    )
+    assert hashlib.sha256(content).hexdigest() == "651efc2b9770ddc1927697edd338825284bb487259bce0d44d41857eea8f8332"

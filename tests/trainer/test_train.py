@@ -1,0 +1,204 @@
+"""Whole runs on a small image set made here: what they leave behind, and what they refuse."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.__main__ import main
+from trainer.config import TrainConfig
+from trainer.data.augment import AugmentationConfig
+from trainer.loop import train
+from trainer.model import EncoderConfig, load_encoder
+from weightserver import LocalCluster, TableSpec, WeightClient
+
+NUM_IMAGES = 160
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny networks gain nothing from more, and busy machines lose much."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images 28×28 of ten kinds: a bright bar whose place and slant tell the kind, and noise."""
+    directory = tmp_path_factory.mktemp("idx")
+    generator = np.random.default_rng(0)
+    for name, num_images in (("train", NUM_IMAGES), ("t10k", 40)):
+        labels = generator.integers(0, 10, num_images).astype(np.uint8)
+        row, column = np.mgrid[0:28, 0:28]
+        slant = (labels[:, None, None] % 5 - 2) / 2
+        distance = np.abs(row - 7 - 14 * (labels[:, None, None] // 5) - slant * (column - 14))
+        images = (np.clip(200 - 60 * distance, 0, 200) + generator.integers(0, 56, (num_images, 28, 28))).astype(
+            np.uint8
+        )
+        for kind, header, data in (
+            ("images-idx3", struct.pack(">4i", 0x803, num_images, 28, 28), images),
+            ("labels-idx1", struct.pack(">2i", 0x801, num_images), labels),
+        ):
+            (directory / f"{name}-{kind}-ubyte.gz").write_bytes(gzip.compress(header + data.tobytes()))
+    return directory
+
+
+def config(data_dir: Path, output: Path, **changes: Any) -> TrainConfig:
+    settings: dict[str, Any] = {
+        "dataset": "idx",
+        "data_dir": data_dir,
+        "output": output,
+        "steps": 50,
+        "batch_size": 16,
+        "num_negatives": 64,
+        "window_size": 48,
+        "window_stride": 16,
+        "learning_rate": 0.2,
+        "dim": 16,
+        "log_every": 1,
+        "encoder": EncoderConfig(width=8, stem_stride=2, blocks=(1, 1)),
+        "augmentation": AugmentationConfig.crop_and_flip(0.6),
+        "evaluate": False,
+    }
+    return TrainConfig(**settings | changes)
+
+
+def losses(output: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_training_with_remote_rows_equals_training_with_dense_ones(data_dir: Path, tmp_path: Path) -> None:
+    for rows in ("dense", "remote"):
+        train(config(data_dir, tmp_path / rows, rows=rows))
+    dense, remote = np.array(losses(tmp_path / "dense")), np.array(losses(tmp_path / "remote"))
+    assert len(dense) == 50
+    assert dense[-5:].mean() < dense[:5].mean() - 0.1, "nothing was learned: this shows nothing"
+    assert np.abs(remote / dense - 1).max() <= 1e-4
+    ours, theirs = (
+        load_encoder(tmp_path / rows / "encoder.safetensors")[0].state_dict() for rows in ("remote", "dense")
+    )
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_seed_is_a_run(data_dir: Path, tmp_path: Path) -> None:
+    for name, changes in (("a", {}), ("b", {}), ("seed", {"seed": 1}), ("order", {"order_seed": 1})):
+        train(config(data_dir, tmp_path / name, rows="dense", steps=8, **changes))
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    assert losses(tmp_path / "a") != losses(tmp_path / "seed")
+    assert losses(tmp_path / "a") != losses(tmp_path / "order")
+
+
+def test_the_ablation_changes_training(data_dir: Path, tmp_path: Path) -> None:
+    for name, correction in (("with", True), ("without", False)):
+        train(config(data_dir, tmp_path / name, rows="dense", correction=correction, weight_decay=0.01))
+    with_it, without = np.array(losses(tmp_path / "with")), np.array(losses(tmp_path / "without"))
+    assert with_it[0] == without[0]
+    assert np.abs(with_it - without).max() > 1e-5
+
+
+def test_what_a_run_leaves_behind(data_dir: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    result = train(config(data_dir, output, steps=25, log_every=10, knn_every=1.0, evaluate=True))
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [9, 19, 24]
+    assert [("knn_top1" in record) for record in records] == [True, True, True]
+    for record, num_steps in zip(records, (10, 10, 5), strict=True):
+        assert record["images_per_second"] > 0
+        assert record["pushed_bytes"] <= num_steps * 64 * 16 * 4
+        assert record["fetched_bytes"] == num_steps * 64 * 16 * 4
+        assert 0 <= record["row_wait_seconds"] <= record["seconds"]
+    assert json.loads((output / "config.json").read_text())["num_negatives"] == 64
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary == result.summary
+    assert summary["steps"] == 25
+    assert summary["loss"] == records[-1]["loss"]
+    assert summary["knn_top1"] == result.results["knn"].top1
+    assert summary["linear_top1"] == result.results["linear"].top1
+    assert summary["peak_memory_bytes"] > 1e6
+    assert any((output / "tensorboard").iterdir())
+    with LocalCluster(2, output / "servers") as cluster, WeightClient(cluster.addresses) as client:
+        info = client.describe()  # every update reached the disk
+        assert (info.clock, info.run) == (25, "run")
+    encoder, encoder_config = load_encoder(output / "encoder.safetensors")
+    assert encoder_config.width == 8
+    assert encoder(torch.zeros(2, 1, 28, 28)).shape == (2, 16)
+
+
+def test_a_table_that_another_run_wrote_is_refused(data_dir: Path, tmp_path: Path) -> None:
+    with LocalCluster(1) as cluster:
+        with WeightClient(cluster.addresses) as client:
+            client.create_table(TableSpec(num_rows=NUM_IMAGES, dim=16))
+            client.extend_schedule(0, np.full(30, 0.1, np.float32))
+            client.open_session("earlier")
+            client.push_gradients([3], np.ones((1, 16), np.float32), step=21)
+        with pytest.raises(ValueError, match="rows of run 'earlier' up to step 22"):
+            train(config(data_dir, tmp_path / "run", servers=cluster.addresses[0]))
+        with WeightClient(cluster.addresses) as client:
+            assert client.describe().run == "earlier"
+            assert client.describe().clock == 22
+
+
+def test_a_used_directory_is_refused(data_dir: Path, tmp_path: Path) -> None:
+    train(config(data_dir, tmp_path / "run", rows="dense", steps=1))
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    with pytest.raises(ValueError, match="holds another run"):
+        train(config(data_dir, tmp_path / "run", rows="dense", steps=2))
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+BAD_COMMAND_LINES = {
+    "resume": (["--resume"], r"--resume is not in this version: .*checkpoints"),
+    "another machine": (["--servers", "10.0.0.1:1"], r"10\.0\.0\.1:1 is on another machine .* --insecure"),
+    "no address": (["--servers", "ws0"], r"'ws0' is no address: write host:port"),
+    "dense with servers": (["--rows", "dense", "--servers", "127.0.0.1:1"], r"leave --servers away"),
+    "no such folder": (["--data-dir", "/nonexistent"], r"no such folder: /nonexistent"),
+    "unknown data set": (["--dataset", "mnist-9"], r"unknown data set 'mnist-9': choose one of"),
+    "K above N": (["--num-negatives", "100000"], r"only 160 images: choose fewer"),
+    "K below B": (["--num-negatives", "8", "--batch-size", "16"], r"a batch alone may hold 16 classes"),
+    "W above N": (["--window-size", "1000"], r"window_size must lie in 1\.\.160, .* got 1000"),
+    "S above W": (
+        ["--window-size", "100", "--window-stride", "101"],
+        r"window_stride must lie in 1\.\.100, .* got 101",
+    ),
+    "no steps": (["--steps", "0"], r"--steps must be at least 1, got 0"),
+    "epochs": (["--epochs", "-1"], r"--epochs must be positive, got -1"),
+    "temperature": (["--temperature", "0"], r"--temperature must be positive, got 0"),
+    "warm-up": (["--warmup-fraction", "2"], r"--warmup-fraction must lie in 0\.\.1, got 2"),
+    "momentum": (["--momentum", "1"], r"momentum must lie in \[0, 1\), got 1"),
+    "encoder": (["--encoder.name", "resnet9999"], r"unknown encoder 'resnet9999'"),
+    "device": (["--device", "abacus"], r"--device 'abacus' is unknown: give cpu, cuda"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_COMMAND_LINES.values(), ids=BAD_COMMAND_LINES.keys())
+def test_bad_command_lines(
+    arguments: list[str], message: str, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    defaults = ["--data-dir", str(data_dir), "--dataset", "idx", "--output", str(tmp_path / "run"), "--steps", "2"]
+    defaults += ["--num-negatives", "64", "--window-size", "64", "--window-stride", "16", "--batch-size", "16"]
+    with pytest.raises(SystemExit) as stopped:
+        main(["fashion-mnist", *defaults, *arguments])
+    assert stopped.value.code == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("trainer: ")
+    assert re.search(message, lines[0]), lines[0]
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_more_than_one_process_is_refused(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="trains with one process"):
+        config(data_dir, tmp_path).check()
