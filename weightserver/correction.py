@@ -227,7 +227,8 @@ class _Tables:
             inside = (step >= first[chunk, None]) & (step < last[chunk, None])
             rate = np.where(inside, self._rates[step], np.float32(0)).astype(np.longdouble)
             matrix = np.empty((*step.shape, 2, 2), np.longdouble)  # the identity outside
-            cosine = 1 - rate * self._kappa
+            # In this order a difference that nearly vanishes keeps its relative precision.
+            cosine = ((1 - rate * self._weight_decay) + self._momentum) / (1 + self._momentum)
             matrix[..., 0, 0] = cosine
             matrix[..., 0, 1] = -rate * self._momentum
             matrix[..., 1, 0] = np.where(inside, self._kappa * (1 + cosine), 0)

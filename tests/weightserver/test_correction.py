@@ -1,0 +1,431 @@
+"""Transfer products against sequential ones, rounded far less; pushed gradients against dense torch.optim.SGD."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from weightserver.correction import Schedule, apply_push, correct
+from weightserver.errors import StepError
+
+Float32Array = npt.NDArray[np.float32]
+Run = tuple[float, float, str, float, int]
+"""momentum, weight decay, kind of schedule, highest learning rate, seed"""
+
+needs_long_double = pytest.mark.skipif(
+    np.finfo(np.longdouble).nmant < 63, reason="this platform's long double is a double: 1e-12 is out of reach"
+)
+
+# ---- schedules
+
+
+def rates_of(kind: str, peak: float, num_steps: int, seed: int) -> Float32Array:
+    """Learning rates ≤ peak: float32 [num_steps]."""
+    step = np.arange(num_steps)
+    if kind == "constant":
+        rates = np.full(num_steps, peak)
+    elif kind == "warm-up and cosine":
+        warm_up = np.minimum(1, (step + 1) / (num_steps / 20 + 1))
+        rates = peak * warm_up * (1 + np.cos(np.pi * step / (num_steps + 1))) / 2
+    else:
+        rates = np.random.default_rng(seed).uniform(0, peak, num_steps)
+    return rates.astype(np.float32)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Run:
+    """A stable run: momentum, weight decay, kind of schedule, highest learning rate, seed."""
+    momentum = draw(st.floats(0, 0.99) | st.sampled_from([0.0, 1e-9, 0.5, 0.9, 0.99]))
+    weight_decay = draw(st.floats(0, 0.1) | st.sampled_from([0.0, 1e-6, 1e-4, 0.1]))
+    stable = 2 * (1 + momentum) / weight_decay if weight_decay > 1e-30 else 1e30
+    share = draw(st.floats(0, 0.999) | st.sampled_from([1e-6, 1e-3, 0.25, 0.5, 0.999]))
+    usual = draw(st.sampled_from([0.03, 0.1, 1.0]))
+    peak = min(usual, 0.999 * stable) if draw(st.booleans()) else share * stable
+    kind = draw(st.sampled_from(["constant", "warm-up and cosine", "random"]))
+    return momentum, weight_decay, kind, peak, draw(st.integers(0, 2**32 - 1))
+
+
+def exact_products(
+    momentum: float, weight_decay: float, learning_rates: Float32Array, stops: list[int]
+) -> dict[int, list[Fraction]]:
+    """M_{stop−1} ··· M_0 for each stop, row by row, in integers with 400 binary places of the largest entry.
+
+    A sequential product in long double but for its rounding: at η·λ = 1 + m, say, where M_t² is nearly −m times the
+    identity, that alone reaches 1e-12 · η. Only 1 − η·λ is rounded to long double, as there.
+    """
+    places = 400
+
+    def fixed(value: np.longdouble) -> int:
+        numerator, denominator = value.as_integer_ratio()
+        return (numerator << places) // denominator
+
+    m, decay = fixed(np.longdouble(momentum)), fixed(np.longdouble(weight_decay))
+    rates = learning_rates.astype(np.longdouble)
+    a, b, c, d, shift = 1 << places, 0, 0, 1 << places, places  # [[a, b], [c, d]] / 2^shift
+    answers = {}
+    for step in range(max(stops) + 1):
+        if step in stops:
+            scale = 1 << shift if shift >= 0 else Fraction(1, 1 << -shift)
+            answers[step] = [Fraction(entry) / scale for entry in (a, b, c, d)]
+        if step == max(stops):
+            break
+        p, q = fixed(1 - rates[step] * np.longdouble(weight_decay)), -fixed(rates[step]) * m >> places
+        a, b, c, d = p * a + q * c, p * b + q * d, decay * a + m * c, decay * b + m * d
+        spare = max(a.bit_length(), b.bit_length(), c.bit_length(), d.bit_length()) - places
+        if spare > 0:
+            a, b, c, d = a >> spare, b >> spare, c >> spare, d >> spare
+        else:
+            a, b, c, d = a << -spare, b << -spare, c << -spare, d << -spare
+        shift += places - spare
+    return answers
+
+
+def check_accuracy(run: Run, offset: int, gaps: list[int]) -> None:
+    momentum, weight_decay, kind, peak, seed = run
+    rates = rates_of(kind, peak, offset + max(gaps), seed)
+    with warnings.catch_warnings(), np.errstate(all="raise"):
+        warnings.simplefilter("error")
+        schedule = Schedule(momentum=momentum, weight_decay=weight_decay, learning_rates=rates)
+        products = {gap: schedule.transfer(np.array([offset]), offset + gap)[0] for gap in gaps}
+        rounded = [schedule.coefficients(np.array([offset]), offset + gap) for gap in gaps]
+    assert np.isfinite(rounded).all()
+    for gap, expected in exact_products(momentum, weight_decay, rates[offset:], gaps).items():
+        assert np.isfinite(products[gap]).all()
+        size = max(map(abs, expected))
+        if size > 1e300:  # random learning rates, each stable, may still make a row grow beyond any number
+            continue
+        error = max(abs(Fraction(float(got)) - entry) for got, entry in zip(products[gap].flat, expected, strict=True))
+        assert error <= max(size, Fraction(1e-200)) / 10**12, (run, offset, gap, float(error / size), float(size))
+
+
+several_gaps = st.lists(st.integers(0, 50_000) | st.integers(0, 100), min_size=1, max_size=12).map(
+    lambda gaps: [*gaps, 0, 1, 15, 16, 17]
+)
+
+
+@needs_long_double
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(run=runs(), offset=st.integers(0, 100), gaps=several_gaps)
+@example(run=(0.99, 1e-6, "constant", 1.99e6, 0), offset=0, gaps=[72, 50_000])
+def test_transfer_is_the_sequential_product(run: Run, offset: int, gaps: list[int]) -> None:
+    check_accuracy(run, offset, gaps)
+
+
+@pytest.mark.slow
+@needs_long_double
+@settings(max_examples=1_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(run=runs(), offset=st.integers(0, 100), gaps=several_gaps)
+def test_transfer_is_the_sequential_product_for_many_runs(run: Run, offset: int, gaps: list[int]) -> None:
+    check_accuracy(run, offset, gaps)
+
+
+@needs_long_double
+@pytest.mark.parametrize(
+    ("momentum", "weight_decay", "learning_rate"),
+    [
+        (0.0, 0.1, 10.0),
+        (0.0, 0.1, 9.999),
+        (0.0, 1e-9, 1.0),
+        (1e-12, 0.1, 10.0),
+        (1e-12, 0.1, 15.0),
+        (0.5, 2.0**-30, 1.5 * 2.0**30),
+        (0.9, 1e-9, 1e9),
+        (0.9, 1e-4, 0.999 * 3.8e4),
+        (0.99, 0.1, 0.9999 * 39.8),
+        (0.99, 1e-4, 0.999 * 3.98e4),
+        (0.99, 0.0, 1.0),
+        (0.9, 0.1, 0.0),
+    ],
+)
+def test_longest_gap_of_adversarial_runs(momentum: float, weight_decay: float, learning_rate: float) -> None:
+    """η·λ = 1 without momentum, tiny momentum, large η with small λ, the edge of stability, no weight decay."""
+    check_accuracy((momentum, weight_decay, "constant", learning_rate, 0), 3, [1, 2, 3, 40, 999, 50_000])
+
+
+def exact(momentum: float, weight_decay: float, rates: Float32Array) -> list[list[Fraction]]:
+    m, decay = Fraction(momentum), Fraction(weight_decay)
+    rows = [[Fraction(1), Fraction(0)], [Fraction(0), Fraction(1)]]
+    for rate in rates:
+        eta = Fraction(float(rate))
+        w, u = rows
+        rows = [
+            [(1 - eta * decay) * a - eta * m * b for a, b in zip(w, u, strict=True)],
+            [decay * a + m * b for a, b in zip(w, u, strict=True)],
+        ]
+    return rows
+
+
+@needs_long_double
+@settings(max_examples=50, deadline=None)
+@given(run=runs(), gap=st.integers(0, 60))
+@example(run=(0.0, 0.1, "constant", 10.0, 0), gap=2)  # 1 − η·λ = −5.6e-17: float64 makes it 0
+@example(run=(0.0, 0.1, "constant", 10.0, 0), gap=12)
+@example(run=(1e-17, 0.1, "constant", 10.0, 0), gap=9)
+def test_transfer_is_the_exact_product(run: Run, gap: int) -> None:
+    """In rational numbers; what is below the rounding of 1 − η·λ in long double is allowed for."""
+    m, decay, kind, peak, seed = run
+    rates = rates_of(kind, peak, gap, seed)
+    got = Schedule(momentum=m, weight_decay=decay, learning_rates=rates).transfer(np.array([0]), gap)[0]
+    expected = exact(m, decay, rates)
+    size = max(abs(entry) for row in expected for entry in row)
+    nearest = min((abs(1 - Fraction(float(rate)) * Fraction(decay)) for rate in rates), default=Fraction(1))
+    known = 1e-12 if m > 1e-6 or nearest > 1e-7 else 1e-12 + gap * 2.0**-64 / max(float(nearest), 1e-17)
+    if size >= 1e-200:
+        error = max(abs(Fraction(float(got[i, j])) - expected[i][j]) for i in range(2) for j in range(2))
+        assert error <= Fraction(known) * size
+
+
+def test_diverging_schedules_saturate_silently() -> None:
+    rates = np.full(5_000, 1e30, np.float32)
+    with warnings.catch_warnings(), np.errstate(all="raise"):
+        warnings.simplefilter("error")
+        schedule = Schedule(momentum=0.9, weight_decay=0.1, learning_rates=rates)
+        starts = np.arange(0, 5_000, 7)
+        assert np.isfinite(schedule.transfer(starts, 5_000)).all()
+        assert np.isfinite(schedule.coefficients(starts, 5_000)).all()
+
+
+# ---- structure
+
+
+def realistic(num_steps: int, **changes: float) -> Schedule:
+    rates = rates_of("warm-up and cosine", 0.06, num_steps, 0)
+    return Schedule(**{"momentum": 0.9, "weight_decay": 1e-4, **changes}, learning_rates=rates)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    points=st.lists(st.integers(0, 3_000), min_size=3, max_size=3).map(sorted),
+    momentum=st.sampled_from([0.0, 0.5, 0.9, 0.99]),
+    weight_decay=st.sampled_from([0.0, 1e-4, 0.1]),
+)
+def test_transfers_compose(points: list[int], momentum: float, weight_decay: float) -> None:
+    s, r, t = points
+    schedule = realistic(3_000, momentum=momentum, weight_decay=weight_decay)
+    first, second = schedule.transfer(np.array([s]), r)[0], schedule.transfer(np.array([r]), t)[0]
+    whole = schedule.transfer(np.array([s]), t)[0]
+    np.testing.assert_allclose(whole, second @ first, rtol=0, atol=1e-12 * np.abs(whole).max())
+    assert (schedule.transfer(np.array([s]), s)[0] == np.eye(2)).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(stop=st.integers(0, 700), data=st.data())
+def test_a_product_depends_on_start_and_stop_alone(stop: int, data: st.DataObject) -> None:
+    """Not on the other rows of a call, their order, what was asked before, or steps from stop on."""
+    starts = np.array(data.draw(st.lists(st.integers(0, stop), min_size=1, max_size=30)))
+    long = realistic(1_000)
+    short = Schedule(momentum=0.9, weight_decay=1e-4, learning_rates=long.learning_rates[:stop])
+    together = long.transfer(starts, stop)
+    for start, product in zip(starts, together, strict=True):
+        assert short.transfer(np.array([start]), stop).tobytes() == product.tobytes()
+    assert (long.transfer(starts[::-1], stop) == together[::-1]).all()
+    assert (long.coefficients(starts, stop) == together.astype(np.float32)).all()
+    assert long.transfer(np.zeros(0, np.int64), stop).shape == (0, 2, 2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    writes=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 300)), min_size=1, max_size=8), seed=st.integers(0, 99)
+)
+def test_extending_in_pieces_equals_building_at_once(writes: list[tuple[float, int]], seed: int) -> None:
+    """Appending, overwriting the middle and overwriting a suffix: the same bits as a schedule built in one go."""
+    random = np.random.default_rng(seed)
+    schedule = Schedule(momentum=0.9, weight_decay=0.01)
+    expected = np.zeros(0, np.float32)
+    for where, count in writes:
+        start = int(where * len(expected))
+        rates = random.uniform(0, 1, count).astype(np.float32)
+        before = schedule.learning_rates
+        schedule.extend(start, rates)
+        assert (before == expected).all()  # what a reader holds does not change
+        expected = np.concatenate([expected[:start], rates, expected[start + count :]])
+        assert schedule.horizon == len(expected)
+        assert (schedule.learning_rates == expected).all()
+        starts = np.arange(len(expected) + 1)
+        at_once = Schedule(momentum=0.9, weight_decay=0.01, learning_rates=expected)
+        for stop in {len(expected), len(expected) // 2}:
+            below = starts[: stop + 1]
+            assert schedule.transfer(below, stop).tobytes() == at_once.transfer(below, stop).tobytes()
+
+
+def test_readers_run_while_the_schedule_grows() -> None:
+    rates = rates_of("warm-up and cosine", 0.06, 4_000, 0)
+    expected = Schedule(momentum=0.9, weight_decay=1e-4, learning_rates=rates).transfer(np.arange(100), 100)
+    schedule = Schedule(momentum=0.9, weight_decay=1e-4, learning_rates=rates[:100])
+    wrong: list[int] = []
+
+    def read() -> None:
+        while schedule.horizon < len(rates):
+            if schedule.transfer(np.arange(100), 100).tobytes() != expected.tobytes():
+                wrong.append(schedule.horizon)
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for start in range(100, len(rates), 50):
+        schedule.extend(start, rates[start : start + 50])
+    for reader in readers:
+        reader.join()
+    assert not wrong
+
+
+def test_tables_stay_small() -> None:
+    schedule = realistic(1_400_000)
+    assert schedule.table_bytes <= 32 << 20
+    many = np.arange(0, 1_400_000, 10)
+    for stop in range(1_399_000, 1_400_001, 10):  # results that are remembered stay bounded too
+        schedule.transfer(many[many <= stop][-300:], stop)
+    remembered = sum(len(starts) for starts, _ in schedule._tables._recent.values())
+    assert 40 * remembered <= 8 << 20
+
+
+def test_bad_learning_rates_are_refused_and_change_nothing() -> None:
+    schedule = Schedule(momentum=0.9, weight_decay=1e-4, learning_rates=[0.1, 0.2])
+    for bad in (-0.1, np.nan, np.inf, 1e39):
+        with pytest.raises(ValueError, match=r"finite and ≥ 0.* for step 3"):
+            schedule.extend(2, [0.1, bad])
+    for start in (-1, 3):
+        with pytest.raises(ValueError, match=r"must lie in 0\.\.2"):
+            schedule.extend(start, [0.1])
+    with pytest.raises(ValueError, match=r"shape \[n\]"):
+        schedule.extend(2, np.full((1, 1), 0.1))
+    assert schedule.learning_rates.tolist() == np.array([0.1, 0.2], np.float32).tolist()
+    with pytest.raises(ValueError, match="read-only"):
+        schedule.learning_rates[:] = 1
+
+
+# ---- rows
+
+
+def test_correct_rounds_product_product_sum() -> None:
+    random = np.random.default_rng(0)
+    weight, momentum = random.normal(size=(2, 50, 9)).astype(np.float32)
+    coefficients = random.normal(size=(50, 2, 2)).astype(np.float32)
+    expected = [
+        np.stack([[c[i, 0] * w + c[i, 1] * u for w, u in zip(row_w, row_u, strict=True)] for c, row_w, row_u in rows])
+        for i, rows in ((i, list(zip(coefficients, weight, momentum, strict=True))) for i in range(2))
+    ]
+    out = np.empty((2, 50, 9), np.float32)
+    correct(weight, momentum, coefficients, out[0], out[1])
+    assert (out == np.stack(expected)).all()
+    weight_alone = np.empty_like(weight)
+    correct(weight, momentum, coefficients, weight_alone)
+    assert (weight_alone == out[0]).all()
+
+
+class Rows:
+    """Raw rows in memory, moved by the functions under test."""
+
+    def __init__(self, schedule: Schedule, weight: Float32Array, *, correction: bool = True) -> None:
+        self.schedule = schedule
+        self.correction = correction
+        self.weight = weight.copy()
+        self.momentum = np.zeros_like(weight)
+        self.last_step = np.zeros(len(weight), np.int64)
+
+    def push(self, step: int, rows: npt.NDArray[np.int64], gradient: Float32Array) -> None:
+        seen, weight, momentum = self.last_step[rows], self.weight[rows], self.momentum[rows]
+        apply_push(self.schedule, self.correction, step, seen, weight, momentum, gradient, rows=rows)
+        self.last_step[rows], self.weight[rows], self.momentum[rows] = seen, weight, momentum
+
+    def at(self, step: int) -> tuple[Float32Array, Float32Array]:
+        weight, momentum = np.empty_like(self.weight), np.empty_like(self.momentum)
+        correct(self.weight, self.momentum, self.schedule.coefficients(self.last_step, step), weight, momentum)
+        return weight, momentum
+
+
+Pushes = list[tuple[int, npt.NDArray[np.int64], Float32Array]]
+
+
+def random_pushes(num_rows: int, dim: int, num_steps: int, seed: int) -> Pushes:
+    """Gradients of random rows in every step, some rows from several writers."""
+    random = np.random.default_rng(seed)
+    pushes: Pushes = []
+    for step in range(num_steps):
+        for _ in range(random.integers(1, 4)):
+            rows = np.sort(random.choice(num_rows, random.integers(1, num_rows // 2), replace=False))
+            pushes.append((step, rows, random.normal(size=(len(rows), dim)).astype(np.float32)))
+    return pushes
+
+
+def dense_sgd(
+    weight: Float32Array, schedule: Schedule, pushes: Pushes, num_steps: int
+) -> tuple[Float32Array, Float32Array | None]:
+    """Weights and momentum buffers (torch keeps none for momentum 0) after torch.optim.SGD over the whole matrix."""
+    parameter = torch.nn.Parameter(torch.from_numpy(weight.copy()))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=schedule.momentum, weight_decay=schedule.weight_decay)
+    for step in range(num_steps):
+        optimizer.param_groups[0]["lr"] = float(schedule.learning_rates[step])
+        parameter.grad = torch.zeros_like(parameter)
+        for _, rows, gradient in (push for push in pushes if push[0] == step):
+            parameter.grad[torch.from_numpy(rows)] += torch.from_numpy(gradient)
+        optimizer.step()
+    momentum = optimizer.state[parameter].get("momentum_buffer")
+    return parameter.detach().numpy(), None if momentum is None else momentum.numpy()
+
+
+def assert_rows_close(got: Float32Array, expected: Float32Array) -> None:
+    error = np.linalg.norm(got.astype(np.float64) - expected, axis=1)
+    assert (error <= 1e-5 * np.linalg.norm(expected.astype(np.float64), axis=1)).all(), error.max()
+
+
+@pytest.mark.parametrize(("momentum", "weight_decay"), [(0.9, 1e-4), (0.9, 0.05), (0.0, 1e-3)])
+@pytest.mark.parametrize("order", ["on time", "late within 40 steps", "any order"])
+def test_pushes_in_any_order_are_dense_sgd(momentum: float, weight_decay: float, order: str) -> None:
+    num_rows, dim, num_steps = 40, 8, 500
+    schedule = realistic(num_steps, momentum=momentum, weight_decay=weight_decay)
+    weight = np.random.default_rng(1).normal(size=(num_rows, dim)).astype(np.float32)
+    pushes = random_pushes(num_rows, dim, num_steps, seed=2)
+    expected_weight, expected_momentum = dense_sgd(weight, schedule, pushes, num_steps)
+    delay = {"on time": 0, "late within 40 steps": 40, "any order": num_steps}[order]
+    random = np.random.default_rng(3)
+    arrival = sorted(pushes, key=lambda push: push[0] + random.uniform(0, delay) if delay else push[0])
+    rows = Rows(schedule, weight)
+    for push in arrival:
+        rows.push(*push)
+    got_weight, got_momentum = rows.at(num_steps)
+    assert_rows_close(got_weight, expected_weight)
+    if expected_momentum is not None:
+        assert_rows_close(got_momentum, expected_momentum)
+    assert np.abs(expected_weight - weight).max() > 0.1
+
+
+def test_without_correction_only_steps_with_a_gradient_move_a_row() -> None:
+    num_rows, dim, num_steps = 40, 8, 500
+    schedule = realistic(num_steps)
+    weight = np.random.default_rng(1).normal(size=(num_rows, dim)).astype(np.float32)
+    pushes = random_pushes(num_rows, dim, num_steps, seed=2)
+    rows = Rows(schedule, weight, correction=False)
+    for push in pushes:
+        rows.push(*push)
+
+    # The oracle, in float64: each step moves the rows that some writer pushed, and no other.
+    w, u = weight.astype(np.float64), np.zeros(weight.shape)
+    for step in range(num_steps):
+        gradient, active = np.zeros(weight.shape), np.zeros(num_rows, bool)
+        for _, some, one in (push for push in pushes if push[0] == step):
+            gradient[some] += one
+            active[some] = True
+        g = gradient + schedule.weight_decay * w
+        u[active] = (schedule.momentum * u + g)[active]
+        w[active] -= float(schedule.learning_rates[step]) * u[active]
+    assert_rows_close(rows.weight, w.astype(np.float32))
+    assert_rows_close(rows.momentum, u.astype(np.float32))
+
+
+def test_without_correction_a_gradient_after_a_later_update_is_refused() -> None:
+    rows = Rows(realistic(10), np.ones((3, 2), np.float32), correction=False)
+    rows.push(5, np.array([1]), np.ones((1, 2), np.float32))
+    rows.push(5, np.array([1]), np.ones((1, 2), np.float32))  # another writer of the same step
+    before = rows.weight.tobytes(), rows.momentum.tobytes(), rows.last_step.tolist()
+    with pytest.raises(StepError, match=r"row 1 has already seen update 5: .* update 4 comes too late"):
+        rows.push(4, np.arange(3), np.ones((3, 2), np.float32))
+    assert (rows.weight.tobytes(), rows.momentum.tobytes(), rows.last_step.tolist()) == before
