@@ -98,4 +98,3 @@ class BlockCodec:
             raise StorageError(f"block {block} holds {rows} rows of {dim}: it belongs to another table")
         if xxhash.xxh3_64_intdigest(memoryview(buffer)[_CHECKED_FROM:], seed=block) != checksum:
             raise StorageError(f"block {block} is damaged (checksum): restore it from a backup")
-

@@ -291,6 +291,8 @@ class WeightClient:
         gradients = self._values(gradients, rows, "gradients")
         if not _increasing(rows):
             rows, gradients = _add_repeats(rows, gradients)
+            if not all_finite(gradients):
+                raise ValueError("the gradients of a repeated row add up beyond float32: nothing was sent")
         self._write(
             "PushGradients",
             step,
@@ -577,4 +579,5 @@ def _add_repeats(rows: Int64Array, gradients: Float32Array) -> tuple[Int64Array,
     """Sorted distinct rows, and the sum of each one's gradients in the order given."""
     order = np.argsort(rows, kind="stable")
     distinct, starts = np.unique(rows[order], return_index=True)
-    return distinct, np.add.reduceat(gradients[order], starts, axis=0)
+    with np.errstate(over="ignore"):
+        return distinct, np.add.reduceat(gradients[order], starts, axis=0)

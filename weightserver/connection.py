@@ -33,7 +33,7 @@ _OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 500),
 ]
 
 Result = TypeVar("Result")
@@ -108,14 +108,14 @@ class ShardConnection:
             if status not in _RETRIED:
                 raise ERROR_OF_STATUS.get(status, WeightServerError)(f"{self.name}: {details}")
             waited = time.monotonic() - started
-            if waited + pause > self._retry_seconds:
+            if waited >= self._retry_seconds:
                 if status is grpc.StatusCode.RESOURCE_EXHAUSTED:
                     raise OverloadedError(f"{self.name} was overloaded for {waited:.1f} s: {details}")
                 raise ShardUnavailableError(
                     f"{self.name} did not answer for {waited:.1f} s ({status.name}): check that it runs and can be "
                     "reached, then repeat the call"
                 )
-            time.sleep(pause * random.uniform(0.5, 1.0))
+            time.sleep(min(pause * random.uniform(0.5, 1.0), self._retry_seconds - waited))
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def close(self) -> None:

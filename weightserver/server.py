@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -87,13 +88,14 @@ def serve(config: ServerConfig) -> None:
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ],
     )
-    host, _ = split_address(config.listen)
-    try:
-        port = server.add_insecure_port(config.listen)
-    except RuntimeError:
-        port = 0
-    if port == 0:
-        raise OSError(f"cannot listen on {config.listen}: is another server using the port?")
+    host, wanted_port = split_address(config.listen)
+    try:  # gRPC's own complaint would be no line of ours
+        socket.create_server((host, wanted_port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise OSError(
+            f"cannot listen on {config.listen}: {os.strerror(error.errno or 0)}; is another server using it?"
+        ) from error
+    port = server.add_insecure_port(config.listen)
 
     storage = Storage(config.data_dir)
     try:
@@ -119,7 +121,8 @@ def serve(config: ServerConfig) -> None:
     if config.announce:
         print(json.dumps({"address": bound, "metrics_address": metrics_address}), flush=True)
 
-    stop.wait()
+    while not stop.wait(0.5):  # a signal that another thread was given wakes no wait without a timeout
+        pass
     _log.info("shard %d drains", config.shard)
     healthy.enter_graceful_shutdown()
     server.stop(config.grace_seconds).wait()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,12 +17,6 @@ from weightserver import LocalCluster, RowState, TableSpec, WeightClient
 
 BATCH_SIZE, DIM, NUM_ROWS = 8, 16, 300
 SCHEDULE = VisitSchedule(num_rows=NUM_ROWS, window_size=80, window_stride=20, seed=5)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(2) as cluster:
-        yield cluster
 
 
 @dataclass
@@ -75,6 +68,7 @@ def test_remote_rows_train_like_dense_ones(
     rates = learning_rates(num_steps=num_steps, base=0.5, warmup_steps=num_steps // 10)
     dense = replay(DenseRows(spec, rates), num_active, num_steps)
     with WeightClient(cluster.addresses) as client:
+        client.drop_table()
         client.create_table(spec)
         client.extend_schedule(0, rates)
         client.open_session("remote")

@@ -1,0 +1,25 @@
+"""What tests share: one two-shard cluster for all that need servers, and a fresh table on it for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from weightserver import LocalCluster, WeightClient
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[LocalCluster]:
+    """Two real shard processes; tests may not stop them."""
+    with LocalCluster(2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster: LocalCluster) -> Iterator[WeightClient]:
+    """A client of the shared cluster, without a table; whatever table the test makes is dropped."""
+    with WeightClient(cluster.addresses, timeout_seconds=10, retry_seconds=10) as client:
+        client.drop_table()
+        yield client
+        client.drop_table()

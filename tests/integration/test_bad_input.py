@@ -1,0 +1,321 @@
+"""What cannot be right is refused in one line that names it, and changes nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+
+from weightserver import (
+    ClusterError,
+    FencedError,
+    InvalidRequestError,
+    LocalCluster,
+    NoTableError,
+    ShardUnavailableError,
+    StepError,
+    TableMismatchError,
+    TableSpec,
+    WeightClient,
+)
+
+SPEC = TableSpec(num_rows=100, dim=4, rows_per_block=3)
+ONES = np.ones((2, 4), np.float32)
+NAN = np.array([[1, 1, 1, 1], [1, np.nan, 1, 1]], np.float32)
+INFINITE = np.array([[1, 1, 1, 1], [1, np.inf, 1, 1]], np.float32)
+HUGE = np.full((2, 4), 3e38, np.float32)
+
+Call = Callable[[WeightClient], object]
+REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
+    # what the client sees by itself
+    "rows of two dimensions": (
+        lambda c: c.fetch([[1]], step=0),
+        ValueError,
+        r"rows must have shape \[n\], got \[1, 1\]",
+    ),
+    "rows that are no integers": (lambda c: c.fetch([1.5], step=0), TypeError, r"rows must be integers, got .*float64"),
+    "an unknown row": (lambda c: c.fetch([1, 100], step=0), ValueError, r"row 100 does not exist: .* rows 0\.\.99"),
+    "a negative row": (lambda c: c.push_gradients([-1, 0], ONES, step=0), ValueError, r"row -1 does not exist"),
+    "a step that is no integer": (lambda c: c.fetch([1], step=1.5), TypeError, r"step must be an integer, got 1\.5"),
+    "a negative step": (lambda c: c.push_gradients([1, 2], ONES, step=-1), ValueError, r"step must not be negative"),
+    "a gradient for fewer rows": (
+        lambda c: c.push_gradients([1, 2, 3], ONES, step=0),
+        ValueError,
+        r"gradients must have shape \[3, 4\], got \[2, 4\]",
+    ),
+    "a gradient of another width": (
+        lambda c: c.push_gradients([1, 2], ONES[:, :3], step=0),
+        ValueError,
+        r"gradients must have shape \[2, 4\], got \[2, 3\]",
+    ),
+    "a gradient in float64": (
+        lambda c: c.push_gradients([1, 2], ONES.astype(np.float64), step=0),
+        TypeError,
+        r"gradients must be float32, got float64: convert it first",
+    ),
+    "NaN in a gradient": (lambda c: c.push_gradients([1, 2], NAN, step=0), ValueError, r"gradients holds NaN or inf"),
+    "infinity in a gradient": (lambda c: c.push_gradients([1, 2], INFINITE, step=0), ValueError, r"NaN or infinite"),
+    "NaN in a weight": (lambda c: c.write_state([1, 2], NAN, ONES, 0), ValueError, r"weight holds NaN or infinite"),
+    "NaN in a momentum": (lambda c: c.write_state([1, 2], ONES, NAN, 0), ValueError, r"momentum_buffer holds NaN"),
+    "repeats that overflow": (lambda c: c.push_gradients([7, 7], HUGE, step=9), ValueError, r"add up beyond float32"),
+    "a row written twice": (lambda c: c.write_state([5, 5], ONES, ONES, 0), ValueError, r"row 5 is given twice"),
+    "a negative last_step": (lambda c: c.write_state([1, 2], ONES, ONES, -1), ValueError, r"must not be negative"),
+    "last_steps for other rows": (
+        lambda c: c.write_state([1, 2], ONES, ONES, [1, 2, 3]),
+        ValueError,
+        r"last_step must be an integer or have shape \[2\], got \[3\]",
+    ),
+    "a negative learning rate": (lambda c: c.extend_schedule(20, [-0.1]), ValueError, r"finite and not negative"),
+    "an infinite learning rate": (lambda c: c.extend_schedule(20, [np.inf]), ValueError, r"finite and not negative"),
+    "a learning rate for nothing": (
+        lambda c: c.extend_schedule(20, 0.1),
+        ValueError,
+        r"must have shape \[n\], got \[\]",
+    ),
+    "a session without a name": (lambda c: c.open_session(""), ValueError, r"name must be a non-empty text"),
+    "a place for other rows": (
+        lambda c: c.fetch([1], step=0, out=np.empty((2, 4), np.float32)),
+        ValueError,
+        r"out must be a contiguous float32 array of shape \[1, 4\]",
+    ),
+    # what a shard refuses
+    "a fetch beyond the schedule": (lambda c: c.fetch([1], step=21), StepError, r"shard . at .*: step 21 .* 0\.\.20"),
+    "a push beyond the schedule": (lambda c: c.push_gradients([1, 2], ONES, step=20), StepError, r"step 20 .* 0\.\.19"),
+    "a state beyond the schedule": (
+        lambda c: c.write_state([1, 2], ONES, ONES, 21),
+        StepError,
+        r"last_step .* 0\.\.20",
+    ),
+    "a fetch from a row's past": (lambda c: c.fetch([50], step=6), StepError, r"row 50 has seen 8 updates"),
+    "a state older than the row": (
+        lambda c: c.write_state([50, 51], ONES, ONES, 7),
+        StepError,
+        r"row 50 has seen 8 updates, the state to write only 7",
+    ),
+    "a gradient that overflows": (
+        lambda c: c.push_gradients([50, 51], HUGE, step=19),
+        InvalidRequestError,
+        r"overflow",
+    ),
+    "a gap in the schedule": (
+        lambda c: c.extend_schedule(22, [0.1]),
+        StepError,
+        r"ends at 20: step 22 would leave a gap",
+    ),
+    "another rate for a step that was used": (
+        lambda c: c.extend_schedule(6, np.full(4, 0.7)),
+        TableMismatchError,
+        r"learning rate of step 6 .* was used: only steps from 8 on may be rewritten",
+    ),
+    "another table": (
+        lambda c: c.create_table(TableSpec(num_rows=100, dim=5, rows_per_block=3)),
+        TableMismatchError,
+        r"shard 0 holds another table, .*dim=4.*: use its spec, or drop_table\(\) first",
+    ),
+    "a join of an epoch that is none": (
+        lambda c: c.open_session("x", join=999_999),
+        FencedError,
+        r"999999 is not known",
+    ),
+}
+
+
+@pytest.fixture
+def table(client: WeightClient) -> WeightClient:
+    """20 learning rates, the last a large one; rows 50 and 51 have seen 8 updates."""
+    client.create_table(SPEC)
+    client.extend_schedule(0, np.append(np.full(19, 0.5), 4.0))
+    client.open_session("test")
+    client.push_gradients([50, 51], ONES, step=7)
+    return client
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_refused_and_nothing_changed(table: WeightClient, call: Call, error: type[Exception], message: str) -> None:
+    before, info = table.fetch_state(np.arange(100)), table.describe()
+    with pytest.raises(error, match=message) as raised:
+        call(table)
+    assert "\n" not in str(raised.value)
+    after = table.fetch_state(np.arange(100))
+    assert np.array_equal(before.weight, after.weight)
+    assert np.array_equal(before.last_step, after.last_step)
+    now = table.describe()
+    assert (info.clock, info.rows_stored, info.horizon, info.epoch) == (
+        now.clock,
+        now.rows_stored,
+        now.horizon,
+        now.epoch,
+    )
+    table.push_gradients([50, 51], ONES, step=8)  # the writer can go on
+    assert table.describe().clock == 9
+
+
+SPECS = {
+    "no rows": ({"num_rows": 0}, r"num_rows must lie in 1\.\.\d+, got 0"),
+    "no columns": ({"dim": 0}, r"dim must lie in 1\.\.65536, got 0"),
+    "momentum of one": ({"momentum": 1.0}, r"momentum must lie in \[0, 1\), got 1\.0"),
+    "negative decay": ({"weight_decay": -1e-4}, r"weight_decay must lie in \[0, ∞\), got -0\.0001"),
+    "decay that is no number": ({"weight_decay": float("nan")}, r"weight_decay must lie"),
+    "infinite init_std": ({"init_std": float("inf")}, r"init_std must lie"),
+    "negative seed": ({"seed": -1}, r"seed must lie"),
+    "rows_per_block": ({"rows_per_block": 0}, r"rows_per_block must lie in 1\.\.2048, got 0"),
+    "blocks too large": ({"dim": 65_536, "rows_per_block": 2_048}, r"choose a smaller rows_per_block"),
+    "rows in words": ({"num_rows": "many"}, r"num_rows must be an integer, got 'many'"),
+    "half a column": ({"dim": 1.5}, r"dim must be an integer, got 1\.5"),
+    "correction in words": ({"correction": "yes"}, r"correction must be a bool, got 'yes'"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), SPECS.values(), ids=SPECS.keys())
+def test_impossible_tables(changes: dict[str, object], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        TableSpec(**{"num_rows": 10, "dim": 4} | changes)  # type: ignore[arg-type]
+
+
+def test_without_a_table_or_a_session(client: WeightClient, cluster: LocalCluster) -> None:
+    with pytest.raises(NoTableError, match=r"shard 0 .*holds no table: call create_table\(\) first"):
+        client.fetch([1], step=0)
+    with pytest.raises(NoTableError, match="holds no table"):
+        client.open_session("x")
+    client.create_table(SPEC)
+    client.extend_schedule(0, np.full(20, 0.5))
+    with pytest.raises(FencedError, match=r"call open_session\(\) before the first write"):
+        client.push_gradients([1, 2], ONES, step=0)
+    client.open_session("first")
+    with WeightClient(cluster.addresses) as newer:
+        newer.open_session("second")
+        with pytest.raises(FencedError, match=r"superseded by epoch \d+ \(run 'second'\): this writer must stop"):
+            client.push_gradients([1, 2], ONES, step=0)
+        with pytest.raises(FencedError, match="superseded"):
+            client.extend_schedule(20, [0.1])
+        assert newer.describe().rows_stored == 0
+        newer.drop_table()
+        newer.create_table(SPEC)
+        newer.extend_schedule(0, np.full(20, 0.5))
+        with pytest.raises(FencedError, match=r"superseded|not known"):  # dropping a table fences too
+            client.push_gradients([1, 2], ONES, step=0)
+
+
+def test_clusters_that_are_none(cluster: LocalCluster) -> None:
+    def describe(*addresses: str) -> object:
+        with WeightClient(addresses, timeout_seconds=2, retry_seconds=1) as client:
+            return client.describe()
+
+    first, second = cluster.addresses
+    with pytest.raises(ClusterError, match="1 of 2 shards were given: add the address of shard 1"):
+        describe(first)
+    with pytest.raises(ClusterError, match=f"{second} and {second} are both shard 1: give each shard once"):
+        describe(second, second)
+    with LocalCluster(1) as other, pytest.raises(ClusterError, match=r"is a shard of .*: give the addresses of one"):
+        describe(first, other.addresses[0])
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        started = time.monotonic()
+        with pytest.raises(ShardUnavailableError, match=f"{address} did not answer for .* check that it runs"):
+            describe(first, address)
+        assert time.monotonic() - started < 4
+    for addresses in ([], "127.0.0.1:1", ["nonsense"], ["127.0.0.1:99999"]):
+        with pytest.raises(ValueError, match="address"):
+            WeightClient(addresses)
+    with pytest.raises(ValueError, match=r"10\.0\.0\.1:5 is not on this machine: give credentials, or insecure=True"):
+        WeightClient(["10.0.0.1:5"])
+    with pytest.raises(ValueError, match="timeout_seconds must be positive"):
+        WeightClient([first], timeout_seconds=0)
+
+
+def test_a_closed_client_says_so(cluster: LocalCluster) -> None:
+    client = WeightClient(cluster.addresses)
+    client.close()
+    client.close()
+    with pytest.raises(ValueError, match="the client is closed: make a new one"):
+        client.describe()
+
+
+# ---- the command line
+
+
+def weightserver(*arguments: str | Path) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr) of a command that ends by itself."""
+    command = [sys.executable, "-m", "weightserver", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def assert_fails(message: str, *arguments: str | Path) -> None:
+    """Exit status 1, and one line that begins with the command's name."""
+    status, _, errors = weightserver(*arguments)
+    lines = [line for line in errors.splitlines() if " INFO " not in line]
+    assert status == 1, errors
+    assert len(lines) == 1, errors
+    assert re.match(f"weightserver {arguments[0]}: ", lines[0]), errors
+    assert re.search(message, lines[0]), errors
+
+
+def test_serve_refuses_what_it_cannot_serve(cluster: LocalCluster, tmp_path: Path) -> None:
+    first, served = cluster.addresses[0], cluster.directory / "shard-0"
+    free = ("--listen", "127.0.0.1:0")
+    assert_fails(
+        f"cannot listen on {first}: Address already in use; is another server",
+        "serve",
+        "--data-dir",
+        tmp_path / "a",
+        "--listen",
+        first,
+    )
+    assert_fails("is served by another process: stop that one", "serve", "--data-dir", served, *free)
+    assert_fails("has no TLS: .* --insecure", "serve", "--data-dir", tmp_path / "b", "--listen", "0.0.0.0:0")
+    assert_fails(
+        r"--shard must lie in 0\.\.num_shards-1, got 2 of 2", "serve", "--data-dir", tmp_path / "c", "--shard", "2",
+        "--num-shards", "2",
+    )  # fmt: skip
+    metrics_port = cluster.metrics_addresses[0].rpartition(":")[2]
+    assert_fails(
+        f"cannot serve metrics on port {metrics_port}", "serve", "--data-dir", tmp_path / "d", *free, "--metrics-port",
+        metrics_port,
+    )  # fmt: skip
+    (tmp_path / "file").write_text("")
+    assert_fails("File exists|Not a directory", "serve", "--data-dir", tmp_path / "file", *free)
+
+
+def test_serve_refuses_the_data_of_another_shard(tmp_path: Path) -> None:
+    with LocalCluster(2, tmp_path):
+        pass
+    free = ("--listen", "127.0.0.1:0")
+    data = tmp_path / "shard-0"
+    assert_fails(
+        "holds shard 0 of 2, not shard 1 of 2", "serve", "--data-dir", data, "--shard", "1", "--num-shards", "2", *free
+    )
+    assert_fails("holds shard 0 of 2, not shard 0 of 3", "serve", "--data-dir", data, "--num-shards", "3", *free)
+    with lmdb.open(str(data), max_dbs=4, lib_version=0) as environment:
+        meta = environment.open_db(b"meta")
+        with environment.begin(write=True) as txn:
+            identity = json.loads(txn.get(b"identity", db=meta)) | {"format": 2}
+            txn.put(b"identity", json.dumps(identity).encode(), db=meta)
+    assert_fails(
+        "has format 2, this version reads 1: use the version", "serve", "--data-dir", data, "--num-shards", "2", *free
+    )
+
+
+def test_the_other_commands_refuse(client: WeightClient, cluster: LocalCluster, tmp_path: Path) -> None:
+    assert_fails("holds no weight server data: give the --data-dir of a shard", "inspect", tmp_path)
+    assert_fails("holds no weight server data", "inspect", tmp_path / "missing")
+    assert_fails("'nonsense' is no address: write host:port", "health", "nonsense")
+    assert_fails("127.0.0.1:9 does not answer", "health", "127.0.0.1:9", "--timeout-seconds", "1")
+    assert_fails("holds no table", "drop", *cluster.addresses)
+    client.create_table(SPEC)
+    assert_fails("this would delete 0 stored rows .*: give --yes to do it", "drop", *cluster.addresses)
+    assert client.describe().spec == SPEC
+    assert weightserver("drop", *cluster.addresses, "--yes")[0] == 0
+    with pytest.raises(NoTableError):
+        client.describe()
+    assert weightserver("nonsense")[0] == 2

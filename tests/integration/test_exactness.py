@@ -1,0 +1,268 @@
+"""Rows on real shards, through gRPC and LMDB, against dense torch.optim.SGD over the whole matrix."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from weightserver import LocalCluster, RowState, ShardUnavailableError, TableSpec, WeightClient
+from weightserver.initial import initial_rows
+
+Float64Array = npt.NDArray[np.float64]
+
+
+class Oracle:
+    """Dense SGD in float64; without correction only rows with a gradient move."""
+
+    def __init__(self, spec: TableSpec, rates: npt.NDArray[np.float32]) -> None:
+        self._spec, self._rates = spec, rates
+        self._weight = torch.nn.Parameter(torch.from_numpy(initial_rows(spec, np.arange(spec.num_rows))).double())
+        self._momentum = torch.zeros_like(self._weight)
+        self._optimizer = torch.optim.SGD([self._weight], momentum=spec.momentum, weight_decay=spec.weight_decay)
+
+    def step(self, step: int, gradient: Float64Array) -> None:
+        rate = float(self._rates[step])
+        if self._spec.correction:
+            self._weight.grad = torch.from_numpy(gradient)
+            self._optimizer.param_groups[0]["lr"] = rate
+            self._optimizer.step()
+            self._momentum = self._optimizer.state[self._weight]["momentum_buffer"]
+            return
+        moved = torch.from_numpy(np.flatnonzero(gradient.any(axis=1)))
+        with torch.no_grad():
+            given = torch.from_numpy(gradient)[moved] + self._spec.weight_decay * self._weight[moved]
+            self._momentum[moved] = self._spec.momentum * self._momentum[moved] + given
+            self._weight[moved] -= rate * self._momentum[moved]
+
+    @property
+    def weight(self) -> Float64Array:
+        return self._weight.detach().numpy()
+
+    def assert_equals(self, state: RowState) -> None:
+        """‖Δ‖/‖row‖ ≤ 1e-5 for every row's weight and momentum buffer."""
+        for actual, expected in ((state.weight, self.weight), (state.momentum_buffer, self._momentum.numpy())):
+            norm = np.linalg.norm(expected, axis=1)
+            assert (np.linalg.norm(actual - expected, axis=1) <= 1e-5 * norm).all()
+
+
+def schedule(num_steps: int) -> npt.NDArray[np.float32]:
+    """Warm-up, then cosine."""
+    step = np.arange(num_steps)
+    warm = num_steps // 10
+    return (0.3 * np.where(step < warm, (step + 1) / warm, 0.5 + 0.5 * np.cos(np.pi * step / num_steps))).astype("f4")
+
+
+def open_table(client: WeightClient, spec: TableSpec, rates: npt.NDArray[np.float32]) -> int:
+    client.create_table(spec)
+    client.extend_schedule(0, rates)
+    return client.open_session("test")
+
+
+def test_random_subsets_of_several_writers_in_any_order(client: WeightClient, cluster: LocalCluster) -> None:
+    """500 steps: repeats within a step, two writers of one epoch, pushes held back and sent late, shuffled."""
+    spec = TableSpec(num_rows=400, dim=12, momentum=0.9, weight_decay=1e-3, rows_per_block=5, seed=3)
+    num_steps = 500
+    rates = schedule(num_steps)
+    generator = np.random.default_rng(0)
+    oracle = Oracle(spec, rates)
+    epoch = open_table(client, spec, rates)
+    held: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], int]] = []
+    with WeightClient(cluster.addresses) as other:
+        assert other.open_session("test", join=epoch) == epoch
+        for step in range(num_steps):
+            total = np.zeros((spec.num_rows, spec.dim))
+            for writer in (client, other):
+                rows = generator.integers(0, 360, generator.integers(1, 40))  # some twice; 360.. are never pushed
+                gradients = generator.standard_normal((len(rows), spec.dim)).astype(np.float32)
+                np.add.at(total, rows, gradients.astype(np.float64))
+                if generator.random() < 0.3:
+                    held.append((rows, gradients, step))
+                else:
+                    writer.push_gradients(rows, gradients, step=step)
+            oracle.step(step, total)
+            if len(held) > 20 or step == num_steps - 1:
+                for index in generator.permutation(len(held)):
+                    rows, gradients, late = held[index]
+                    (client, other)[index % 2].push_gradients(rows, gradients, step=late)
+                held.clear()
+                fetched = client.fetch(np.arange(spec.num_rows), step=step + 1)
+                error = np.linalg.norm(fetched - oracle.weight, axis=1) / np.linalg.norm(oracle.weight, axis=1)
+                assert error.max() <= 1e-5
+    oracle.assert_equals(client.fetch_state(np.arange(spec.num_rows), step=num_steps))
+    assert client.describe().rows_stored == len(np.unique(client_rows_written(client, spec)))
+
+
+def client_rows_written(client: WeightClient, spec: TableSpec) -> npt.NDArray[np.int64]:
+    """Rows that saw an update."""
+    return np.flatnonzero(client.fetch_state(np.arange(spec.num_rows)).last_step > 0)
+
+
+def test_without_correction_only_rows_with_a_gradient_move(client: WeightClient, cluster: LocalCluster) -> None:
+    spec = TableSpec(num_rows=200, dim=8, weight_decay=1e-2, rows_per_block=9, correction=False)
+    rates = schedule(300)
+    generator = np.random.default_rng(1)
+    oracle = Oracle(spec, rates)
+    epoch = open_table(client, spec, rates)
+    with WeightClient(cluster.addresses) as other:
+        other.open_session("test", join=epoch)
+        for step in range(300):
+            total = np.zeros((spec.num_rows, spec.dim))
+            rows = generator.choice(150, 20, replace=False)
+            for writer in (client, other):  # the second one's gradients come after the first has moved the rows
+                gradients = generator.standard_normal((20, spec.dim)).astype(np.float32)
+                total[rows] += gradients
+                writer.push_gradients(rows, gradients, step=step)
+            oracle.step(step, total)
+    state = client.fetch_state(np.arange(200), step=300)
+    oracle.assert_equals(state)
+    assert np.array_equal(state.weight[150:], initial_rows(spec, np.arange(150, 200)))
+
+
+def test_rows_can_be_fetched_for_any_step_to_come(client: WeightClient) -> None:
+    spec = TableSpec(num_rows=50, dim=4, weight_decay=1e-2, rows_per_block=4)
+    rates = schedule(400)
+    oracle = Oracle(spec, rates)
+    open_table(client, spec, rates)
+    rows, gradients = np.arange(10, 30), np.random.default_rng(2).standard_normal((20, 4)).astype(np.float32)
+    client.push_gradients(rows, gradients, step=5)
+    before = client.describe()
+    raw = client.fetch_state(np.arange(50))
+    dense = np.zeros((50, 4))
+    for step in range(400):
+        dense[rows] = gradients if step == 5 else 0
+        oracle.step(step, dense)
+        if step >= 5 and step % 79 == 0:
+            weight = client.fetch(np.arange(50), step=step + 1)
+            assert (np.abs(weight - oracle.weight) <= 1e-5 * np.abs(oracle.weight).max()).all()
+    oracle.assert_equals(client.fetch_state(np.arange(50), step=400))
+    after, again = client.describe(), client.fetch_state(np.arange(50))
+    assert (before.rows_stored, before.clock, before.disk_bytes) == (after.rows_stored, after.clock, after.disk_bytes)
+    for name in ("weight", "momentum_buffer", "last_step"):  # a fetch never writes
+        assert np.array_equal(getattr(raw, name), getattr(again, name))
+
+
+def test_the_number_of_shards_changes_no_bit() -> None:
+    spec = TableSpec(num_rows=300, dim=16, rows_per_block=7)
+    results = []
+    for num_shards in (1, 3):
+        generator = np.random.default_rng(4)
+        with LocalCluster(num_shards) as cluster, WeightClient(cluster.addresses[::-1]) as client:
+            open_table(client, spec, schedule(60))
+            for step in range(60):
+                rows = generator.integers(0, 300, 50)
+                client.push_gradients(rows, generator.standard_normal((50, 16)).astype(np.float32), step=step)
+            results.append(client.fetch_state(np.arange(300), step=60))
+    assert np.array_equal(results[0].weight, results[1].weight)
+    assert np.array_equal(results[0].momentum_buffer, results[1].momentum_buffer)
+
+
+def test_rows_come_back_in_the_order_asked_for(client: WeightClient) -> None:
+    spec = TableSpec(num_rows=100, dim=3, rows_per_block=3)
+    open_table(client, spec, schedule(10))
+    rows = np.array([99, 3, 3, 0, 50, 99])
+    expected = initial_rows(spec, rows)
+    assert np.array_equal(client.fetch(rows, step=0), expected)
+    out = np.full((6, 3), np.nan, np.float32)
+    assert client.fetch(rows, step=0, out=out) is out
+    assert np.array_equal(out, expected)
+    assert client.fetch([], step=0).shape == (0, 3)
+
+
+def test_state_written_is_state_read(client: WeightClient) -> None:
+    spec = TableSpec(num_rows=1_000, dim=5, rows_per_block=6)
+    open_table(client, spec, schedule(50))
+    generator = np.random.default_rng(5)
+    rows = generator.permutation(1_000)[:700]
+    weight, momentum = generator.standard_normal((2, 700, 5)).astype(np.float32)
+    last_step = generator.integers(0, 51, 700)
+    client.write_state(rows, weight, momentum, last_step)
+    state = client.fetch_state(rows)
+    assert np.array_equal(state.weight, weight)
+    assert np.array_equal(state.momentum_buffer, momentum)
+    assert np.array_equal(state.last_step, last_step)
+    assert client.describe().rows_stored == 700
+    assert client.describe().clock == last_step.max()
+
+
+@pytest.fixture
+def own_cluster() -> Iterator[LocalCluster]:
+    with LocalCluster(2) as cluster:
+        yield cluster
+
+
+def test_a_killed_shard_keeps_what_it_acknowledged(own_cluster: LocalCluster) -> None:
+    spec = TableSpec(num_rows=300, dim=8, rows_per_block=4)
+    with WeightClient(own_cluster.addresses) as client:
+        open_table(client, spec, schedule(40))
+        generator = np.random.default_rng(6)
+        for step in range(12):
+            rows = generator.integers(0, 300, 60)
+            client.push_gradients(rows, generator.standard_normal((60, 8)).astype(np.float32), step=step)
+            if step % 4 == 3:
+                before = client.fetch_state(np.arange(300))
+                shard = step % 2
+                own_cluster.processes[shard].kill()
+                own_cluster.restart(shard)
+                after = client.fetch_state(np.arange(300))
+                assert np.array_equal(before.weight, after.weight)
+                assert np.array_equal(before.momentum_buffer, after.momentum_buffer)
+                assert np.array_equal(before.last_step, after.last_step)
+        assert client.describe().clock == 12
+
+
+def test_a_failed_call_can_be_repeated_without_adding_twice(own_cluster: LocalCluster) -> None:
+    """Shard 0 applies the push, shard 1 is away: the call fails naming shard 1; repeated, shard 0 adds nothing."""
+    spec = TableSpec(num_rows=40, dim=4, rows_per_block=10)
+    with WeightClient(own_cluster.addresses, timeout_seconds=2, retry_seconds=1) as client:
+        open_table(client, spec, np.full(10, 0.5, np.float32))
+        rows, gradients = np.arange(40), np.ones((40, 4), np.float32)
+        own_cluster.processes[1].kill()
+        own_cluster.processes[1].wait()
+        with pytest.raises(ShardUnavailableError, match="shard 1 at"):
+            client.push_gradients(rows, gradients, step=0)
+        own_cluster.restart(1)
+        client.push_gradients(rows, gradients, step=0)  # the same call again
+        once = client.fetch_state(rows, step=1)
+        expected = initial_rows(spec, rows)
+        expected -= np.float32(0.5) * (gradients + np.float32(1e-4) * expected)
+        np.testing.assert_allclose(once.weight, expected, rtol=1e-6)
+        client.push_gradients(rows, gradients, step=0)  # after it has succeeded, the same call is another push
+        np.testing.assert_allclose(client.fetch(rows, step=1), expected - np.float32(0.5), rtol=1e-6)
+
+
+def test_a_push_survives_a_kill_on_its_way(own_cluster: LocalCluster) -> None:
+    """A stopped shard swallows the first attempt; it is killed and restarted; the push arrives exactly once."""
+    spec = TableSpec(num_rows=40, dim=4, rows_per_block=10)
+    with WeightClient(own_cluster.addresses, timeout_seconds=1, retry_seconds=30) as client:
+        open_table(client, spec, np.full(10, 0.5, np.float32))
+        rows, gradients = np.arange(40), np.ones((40, 4), np.float32)
+        own_cluster.processes[0].send_signal(signal.SIGSTOP)
+
+        def supervise() -> None:
+            own_cluster.processes[0].kill()
+            own_cluster.restart(0)
+
+        timer = threading.Timer(1.5, supervise)
+        timer.start()
+        client.push_gradients(rows, gradients, step=0)
+        timer.join()
+        expected = initial_rows(spec, rows)
+        expected -= np.float32(0.5) * (gradients + np.float32(1e-4) * expected)
+        np.testing.assert_allclose(client.fetch(rows, step=1), expected, rtol=1e-6)
+
+
+def test_a_table_of_a_billion_rows_takes_no_space(tmp_path: Path) -> None:
+    with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
+        open_table(client, TableSpec(num_rows=10**9, dim=128), schedule(100))
+        rows = np.array([0, 10**9 - 1])
+        assert np.array_equal(client.fetch(rows, step=0), initial_rows(client.describe().spec, rows))
+        client.push_gradients(rows[1:], np.ones((1, 128), np.float32), step=3)
+        assert client.describe().rows_stored == 1
+        assert sum(path.stat().st_blocks * 512 for path in (tmp_path / "shard-0").iterdir()) < 1 << 20
