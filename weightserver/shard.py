@@ -319,16 +319,17 @@ class Shard:
         def update(stored: Block, run: _Run) -> None:
             last_step, weight = stored.last_step[run.slots], stored.weight[run.slots]
             momentum = stored.momentum_buffer[run.slots]
-            apply_push(
-                table.schedule,
-                table.spec.correction,
-                header.step,
-                last_step,
-                weight,
-                momentum,
-                gradients[run.part],
-                rows=rows[run.part],
-            )
+            with np.errstate(over="ignore", invalid="ignore"):  # looked for below
+                apply_push(
+                    table.schedule,
+                    table.spec.correction,
+                    header.step,
+                    last_step,
+                    weight,
+                    momentum,
+                    gradients[run.part],
+                    rows=rows[run.part],
+                )
             if not (all_finite(weight) and all_finite(momentum)):
                 first, last = rows[run.part][[0, -1]]
                 raise InvalidRequestError(

@@ -107,11 +107,7 @@ class Storage:
                     max_readers=512,
                     lib_version=0,
                 )
-                # The names are made in one transaction, so that a reader never sees some of them only.
-                with self._env.begin(write=not readonly) as txn:
-                    self._databases = {
-                        name: self._env.open_db(name.encode(), txn=txn, create=not readonly) for name in DATABASES
-                    }
+                self._databases = {name: self._env.open_db(name.encode(), create=not readonly) for name in DATABASES}
             except BaseException:
                 self._release()
                 raise

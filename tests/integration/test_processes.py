@@ -1,0 +1,108 @@
+"""Shards as processes: health, metrics, drain, and what becomes of them when their parent dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from weightserver import LocalCluster, ShardUnavailableError, TableSpec, WeightClient
+
+SPEC = TableSpec(num_rows=200_000, dim=32)
+
+
+def health(address: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "weightserver", "health", address, "--timeout-seconds", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return done.returncode, done.stdout.strip()
+
+
+def test_health_and_metrics(client: WeightClient, cluster: LocalCluster) -> None:
+    assert health(cluster.addresses[0]) == (0, "SERVING")
+    client.create_table(SPEC)
+    client.extend_schedule(0, np.full(17, 0.1))
+    client.open_session("metrics")
+
+    def scrape(shard: int) -> dict[str, float]:
+        with urllib.request.urlopen(f"http://{cluster.metrics_addresses[shard]}/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+
+    before = scrape(1)
+    client.push_gradients(np.arange(126), np.ones((126, 32), np.float32), step=4)  # one block on each shard
+    client.fetch(np.arange(126), step=5)
+    after = scrape(1)
+    fetched, pushed = 'weightserver_rows_total{operation="fetch"}', 'weightserver_rows_total{operation="push"}'
+    assert after[fetched] - before.get(fetched, 0) == 63
+    assert after[pushed] - before.get(pushed, 0) == 63
+    calls = 'weightserver_request_seconds_count{method="Fetch",status="OK"}'
+    assert after[calls] - before.get(calls, 0) == 1
+    assert after["weightserver_clock_steps"] == 5
+    assert after["weightserver_horizon_steps"] == 17
+    assert after["weightserver_stored_rows"] == 63
+    assert after["weightserver_disk_bytes"] > 0
+
+
+def test_sigterm_lets_a_running_fetch_end(tmp_path: Path) -> None:
+    with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses, retry_seconds=0) as client:
+        client.create_table(SPEC)
+        client.extend_schedule(0, np.full(5, 0.1))
+        rows = np.arange(SPEC.num_rows)
+        fetched: list[np.ndarray] = []
+        thread = threading.Thread(target=lambda: fetched.append(client.fetch(rows, step=1)))
+        thread.start()
+        time.sleep(0.05)  # it takes several times as long
+        cluster.processes[0].send_signal(signal.SIGTERM)
+        thread.join(20)
+        assert len(fetched) == 1
+        assert fetched[0].shape == (SPEC.num_rows, 32)
+        assert cluster.processes[0].wait(20) == 0
+        assert health(cluster.addresses[0])[0] == 1
+        with pytest.raises(ShardUnavailableError):
+            client.fetch([1], step=0)
+        log = (tmp_path / "shard-0.log").read_text()
+        assert "is closed" in log
+        assert "Traceback" not in log
+
+
+def test_shards_stop_when_their_parent_dies(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from weightserver import LocalCluster\n"
+        "cluster = LocalCluster(2, sys.argv[1]); print(*[p.pid for p in cluster.processes], flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    shards = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+    assert len(shards) == 2
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    _, alive = psutil.wait_procs(shards, timeout=15)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_a_cluster_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with (
+        LocalCluster(1, tmp_path),
+        pytest.raises(ShardUnavailableError, match=r"shard 0 did not start: .*another process"),
+    ):
+        LocalCluster(1, tmp_path)
+    with pytest.raises(ValueError, match="num_shards must be at least 1"):
+        LocalCluster(0)
+
+
+def test_a_cluster_in_a_temporary_directory_leaves_nothing() -> None:
+    with LocalCluster(1) as cluster:
+        directory = cluster.directory
+        assert (directory / "shard-0" / "data.mdb").exists()
+    assert not directory.exists()
+    assert cluster.processes[0].poll() == 0

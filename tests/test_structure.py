@@ -1,0 +1,128 @@
+"""What holds for the whole tree: who imports whom, that generated code is fresh, that the contract is documented."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+
+import weightserver
+from weightserver.errors import ERROR_OF_STATUS, WeightServerError
+
+ROOT = Path(__file__).parent.parent
+PROTO = ROOT / "protos/pic/weightserver/v1/weight_server.proto"
+
+
+def imports(path: Path) -> set[str]:
+    """Top-level names of all modules that a file imports, wherever it does."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+def test_imports_point_one_way() -> None:
+    for path in (ROOT / "weightserver").rglob("*.py"):
+        assert not imports(path) & {"torch", "torchvision", "trainer"}, path
+        assert ("lmdb" in imports(path)) == (path.name == "storage.py"), path
+    for path in (ROOT / "trainer").rglob("*.py"):
+        assert "lmdb" not in imports(path), path
+
+
+def test_the_client_needs_no_lmdb() -> None:
+    code = "import sys, weightserver; sys.exit('lmdb' in sys.modules or 'torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_nothing_is_unpickled() -> None:
+    for package in ("weightserver", "trainer"):
+        for path in (ROOT / package).rglob("*.py"):
+            assert not imports(path) & {"pickle", "dill", "cloudpickle", "joblib", "shelve"}, path
+            assert not re.search(r"torch\.load|allow_pickle=True", path.read_text()), path
+
+
+def test_generated_code_is_fresh(tmp_path: Path) -> None:
+    runpy.run_path(str(ROOT / "protos/generate.py"))["generate"](tmp_path)
+    generated = {path.name for path in tmp_path.iterdir()}
+    assert generated == {"weight_server_pb2.py", "weight_server_pb2.pyi", "weight_server_pb2_grpc.py"}
+    for name in generated:
+        assert (tmp_path / name).read_text() == (ROOT / "weightserver/_generated" / name).read_text(), "make protos"
+
+
+def test_every_part_of_the_contract_is_documented() -> None:
+    lines = [line.strip() for line in PROTO.read_text().splitlines()]
+    documented = 0
+    for number, line in enumerate(lines):
+        declared = re.match(r"(?:rpc|message) (\w+)|(?:[\w.]+ )(\w+) = \d+;", line)
+        if declared is None or line.endswith("{}"):
+            continue
+        name = declared.group(1) or declared.group(2)
+        first = number
+        while lines[first - 1].startswith("//"):
+            first -= 1
+        comment = lines[first] if first < number else ""
+        if line.startswith("message") and name.endswith(("Request", "Response")):
+            continue  # their call is documented
+        assert comment.startswith(f"// {name} "), f"line {number + 1}: {line} has no comment that begins with its name"
+        documented += 1
+    assert documented > 40
+
+
+def test_each_error_has_a_status_of_its_own() -> None:
+    classes = {
+        error for error in vars(weightserver).values() if inspect.isclass(error) and issubclass(error, Exception)
+    }
+    assert set(ERROR_OF_STATUS.values()) == classes
+    assert len(ERROR_OF_STATUS) == len(classes), "two errors share a status"
+    assert grpc.StatusCode.UNKNOWN not in ERROR_OF_STATUS
+    assert all(issubclass(error, WeightServerError) for error in classes)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("__init__", "addresses, *, credentials, token, timeout_seconds, retry_seconds"),
+        ("create_table", "spec"),
+        ("drop_table", ""),
+        ("extend_schedule", "start_step, learning_rates"),
+        ("open_session", "name, *, join"),
+        ("fetch", "rows, *, step"),
+        ("fetch_state", "rows, *, step"),
+        ("push_gradients", "rows, gradients, *, step"),
+        ("write_state", "rows, weight, momentum_buffer, last_step"),
+        ("describe", ""),
+        ("close", ""),
+    ],
+)
+def test_the_public_interface_stays(name: str, parameters: str) -> None:
+    """Keyword arguments may be added, nothing removed or moved."""
+    positional, _, keywords = parameters.partition("*")
+    signature = inspect.signature(getattr(weightserver.WeightClient, name)).parameters
+    assert [n for n, p in signature.items() if p.kind is p.POSITIONAL_OR_KEYWORD][1:] == re.findall(r"\w+", positional)
+    assert set(re.findall(r"\w+", keywords)) <= {n for n, p in signature.items() if p.kind is p.KEYWORD_ONLY}
+
+
+def test_the_public_classes_stay() -> None:
+    spec = inspect.signature(weightserver.TableSpec).parameters
+    assert {name: parameter.default for name, parameter in spec.items()} == {
+        "num_rows": inspect.Parameter.empty,
+        "dim": inspect.Parameter.empty,
+        "momentum": 0.9,
+        "weight_decay": 1e-4,
+        "init_std": 0.01,
+        "seed": 0,
+        "rows_per_block": 63,
+        "correction": True,
+    }
+    assert list(inspect.signature(weightserver.LocalCluster).parameters) == ["num_shards", "directory"]
+    assert list(inspect.signature(weightserver.LocalCluster.restart).parameters) == ["self", "shard"]

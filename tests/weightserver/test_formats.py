@@ -1,0 +1,175 @@
+"""What is on disk and on the wire, byte by byte."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightserver._generated import weight_server_pb2 as pb
+from weightserver.blocks import BlockCodec
+from weightserver.config import TableSpec
+from weightserver.errors import InvalidRequestError, StorageError
+from weightserver.exactly_once import WINDOW, WriterState
+from weightserver.initial import initial_rows
+from weightserver.sharding import Sharding, from_ranges, to_ranges
+from weightserver.wire import (
+    all_finite,
+    decode_fetch_response,
+    encode_fetch_response,
+    rows_from_proto,
+    rows_to_proto,
+    spec_from_proto,
+    spec_to_proto,
+)
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "block.json"
+SPEC = TableSpec(num_rows=50, dim=3, rows_per_block=10, seed=7)
+
+
+def sealed_block() -> bytearray:
+    codec = BlockCodec(SPEC)
+    block = codec.initial(2)
+    views = codec.views(block)
+    views.last_step[:] = np.arange(10) * 1_000_000_007
+    views.momentum_buffer[:] = np.arange(30).reshape(10, 3) / 8
+    assert codec.mark_written(block, np.array([0, 3, 9])) == 3
+    assert codec.mark_written(block, np.array([3, 4])) == 1
+    codec.seal(2, block)
+    return block
+
+
+def test_block_layout() -> None:
+    """The docstring of blocks.py, read by hand."""
+    block = bytes(sealed_block())
+    assert struct.unpack_from("<HHI", block) == (1, 10, 3)
+    assert struct.unpack_from("<Q", block, 8)[0] == xxhash.xxh3_64_intdigest(block[16:], seed=2)
+    assert block[16:24] == bytes([0b00011001, 0b10, 0, 0, 0, 0, 0, 0])
+    assert struct.unpack_from("<10q", block, 24) == tuple(i * 1_000_000_007 for i in range(10))
+    assert block[104:224] == initial_rows(SPEC, np.arange(20, 30)).tobytes()
+    assert struct.unpack_from("<30f", block, 224) == tuple(i / 8 for i in range(30))
+    assert len(block) == 344
+
+
+def test_blocks_of_yesterday_can_be_read() -> None:
+    assert sealed_block().hex() == json.loads(GOLDEN.read_text())["block"]
+
+
+def test_the_default_block_fits_sixteen_pages() -> None:
+    assert BlockCodec(TableSpec(num_rows=1, dim=128)).num_bytes + 16 <= 16 * 4096
+
+
+@pytest.mark.parametrize("position", [0, 2, 4, 8, 15, 16, 23, 24, 103, 104, 223, 224, 343])
+def test_a_flipped_bit_is_noticed(position: int) -> None:
+    block = sealed_block()
+    BlockCodec(SPEC).check(2, block)
+    block[position] ^= 1
+    with pytest.raises(StorageError, match="block 2 "):
+        BlockCodec(SPEC).check(2, block)
+
+
+def test_a_block_in_the_wrong_place_is_noticed() -> None:
+    with pytest.raises(StorageError, match="block 3 is damaged"):
+        BlockCodec(SPEC).check(3, sealed_block())
+    with pytest.raises(StorageError, match="344 bytes, not"):
+        BlockCodec(TableSpec(num_rows=50, dim=4, rows_per_block=10)).check(2, sealed_block())
+
+
+increasing = st.lists(st.integers(0, 300), unique=True).map(lambda rows: np.array(sorted(rows), np.int64))
+
+
+@given(increasing)
+def test_rows_as_ranges_and_back(rows: np.ndarray) -> None:
+    assert np.array_equal(from_ranges(to_ranges(rows)), rows)
+    message = rows_to_proto(rows)
+    assert np.array_equal(rows_from_proto(message), rows)
+    assert len(message.ids) + len(message.ranges) <= 8 * len(rows)
+
+
+@given(increasing, st.integers(1, 9), st.integers(1, 5))
+def test_each_row_lives_on_one_shard(rows: np.ndarray, rows_per_block: int, num_shards: int) -> None:
+    parts = Sharding(rows_per_block, num_shards).positions_by_shard(rows)
+    for shard, positions in parts.items():
+        assert {row // rows_per_block % num_shards for row in rows[positions].tolist()} == {shard}
+    assert sorted(row for positions in parts.values() for row in rows[positions].tolist()) == rows.tolist()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pb.Rows(ids=b"1234567"),
+        pb.Rows(ids=bytes(8), ranges=bytes(16)),
+        pb.Rows(ranges=bytes(8)),
+        pb.Rows(ranges=struct.pack("<2q", 0, 0)),
+        pb.Rows(ranges=struct.pack("<2q", 0, -5)),
+        pb.Rows(ranges=struct.pack("<2q", 0, 2**62)),
+        pb.Rows(ranges=struct.pack("<4q", 0, 2**24, 2**30, 2**24)),
+    ],
+)
+def test_rows_that_are_none(message: pb.Rows) -> None:
+    with pytest.raises(InvalidRequestError):
+        rows_from_proto(message)
+
+
+@given(st.integers(0, 300), st.booleans())
+def test_hand_framed_answers_are_what_the_contract_says(num_rows: int, state: bool) -> None:
+    weight = np.random.default_rng(num_rows).standard_normal((num_rows, 3)).astype(np.float32)
+    momentum, last_step = (weight * 2, np.arange(num_rows)) if state else (None, None)
+    expected = pb.FetchResponse(weight=weight.tobytes())
+    if momentum is not None and last_step is not None:
+        expected.momentum_buffer, expected.last_step = momentum.tobytes(), last_step.tobytes()
+    message = encode_fetch_response(weight, momentum, last_step)
+    assert message == expected.SerializeToString(deterministic=True)
+    fields = decode_fetch_response(message)
+    assert [bytes(field) for field in fields] == [expected.weight, expected.momentum_buffer, expected.last_step]
+
+
+@given(st.binary(max_size=200))
+def test_garbage_in_an_answer_is_one_kind_of_error(message: bytes) -> None:
+    with contextlib.suppress(InvalidRequestError):  # any other fails the test
+        fields = decode_fetch_response(message)
+        assert sum(map(len, fields)) < len(message) or not message
+
+
+def test_specs_survive_the_wire() -> None:
+    spec = TableSpec(num_rows=10**12, dim=7, momentum=0.123, weight_decay=0.0, seed=2**64 - 1, correction=False)
+    assert spec_from_proto(pb.TableSpec.FromString(spec_to_proto(spec).SerializeToString())) == spec
+
+
+def test_all_finite() -> None:
+    huge = np.full(100, 3e38, np.float32)  # their sum overflows
+    assert all_finite(huge)
+    for bad in (np.nan, np.inf, -np.inf):
+        huge[50] = bad
+        assert not all_finite(huge)
+    assert not all_finite(np.array([np.inf, -np.inf], np.float32))
+    assert all_finite(np.zeros(0, np.float32))
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 40)), max_size=80))
+def test_sequence_numbers_against_a_set(arrivals: list[tuple[int, int]]) -> None:
+    state, applied, settled = WriterState(), set(), 0
+    for sequence, settled_before in arrivals:
+        settled = max(settled, settled_before)
+        fresh = sequence not in applied and sequence >= settled
+        assert state.admit(sequence, settled_before) == fresh
+        applied.add(sequence)
+        state = WriterState.unpack(state.pack())
+
+
+def test_the_window_of_sequence_numbers_is_bounded() -> None:
+    state = WriterState()
+    assert state.admit(WINDOW, 0)
+    with pytest.raises(InvalidRequestError, match=f"sequence number {WINDOW + 1} is more than {WINDOW} beyond 0"):
+        state.admit(WINDOW + 1, 0)
+    assert all(state.admit(sequence, 0) for sequence in range(1, WINDOW))
+    assert (state.highest, state.beyond) == (WINDOW, 0)
+    assert state.admit(WINDOW + 1, 0)
+    assert not state.admit(1, 0)

@@ -1,0 +1,262 @@
+"""The state machine, the group commit and the storage below it, on a real LMDB directory, without gRPC."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from weightserver.committer import MAX_WAITING, Committer
+from weightserver.config import TableSpec
+from weightserver.errors import FencedError, InvalidRequestError, OverloadedError, StorageError
+from weightserver.initial import initial_rows
+from weightserver.inspect import inspect_directory
+from weightserver.session import MAX_FAILED, Session
+from weightserver.shard import Batch, Shard, WriteHeader
+from weightserver.storage import Storage, block_key_parts
+
+SPEC = TableSpec(num_rows=100, dim=4, rows_per_block=6)
+ROWS = np.array([1, 2, 50], np.int64)
+GRADIENT = np.ones((3, 4), np.float32)
+
+
+class Served:
+    """A shard, its storage and its committer; `do` runs one operation."""
+
+    def __init__(self, directory: Path) -> None:
+        self.storage = Storage(directory)
+        self.shard = Shard(self.storage, shard=0, num_shards=1)
+        self.committer = Committer(self.shard.batch)
+
+    def do(self, operation: Callable[[Batch], object]) -> object:
+        return self.committer.submit(operation).result(10)
+
+    def push(self, sequence: int, *, step: int = 0, epoch: int = 1, writer: bytes = b"w" * 16) -> object:
+        header = WriteHeader(epoch, writer, sequence, 0, step)
+        return self.do(lambda batch: self.shard.push_gradients(batch, header, ROWS, GRADIENT))
+
+    def weights(self) -> np.ndarray:
+        chunks = list(self.shard.fetch(np.arange(100, dtype=np.int64), step=None, state=False))
+        return np.concatenate([chunk.weight for chunk in chunks])
+
+    def close(self) -> None:
+        self.committer.close()
+        self.storage.close()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    served = Served(tmp_path)
+    served.do(lambda batch: served.shard.create_table(batch, SPEC))
+    served.do(lambda batch: served.shard.extend_schedule(batch, 0, np.full(30, 0.5, np.float32), 0, 0))
+    served.do(lambda batch: served.shard.open_session(batch, "first", 1, b"o" * 16))
+    yield served
+    served.close()
+
+
+def test_a_duplicate_is_answered_and_not_applied(served: Served) -> None:
+    assert served.push(1) is True
+    once = served.weights()
+    assert served.push(1) is False
+    assert np.array_equal(served.weights(), once)
+    assert served.push(1, writer=b"v" * 16) is True  # another writer's numbers are its own
+    assert not np.array_equal(served.weights(), once)
+
+
+def test_everything_survives_a_restart(served: Served, tmp_path: Path) -> None:
+    served.push(1, step=3)
+    weights, state = served.weights(), served.shard.state
+    served.close()
+    again = Served(tmp_path)
+    try:
+        assert again.shard.state == state
+        assert (state.clock, state.rows_stored, state.epoch, state.run) == (4, 3, 1, "first")
+        assert again.shard.spec == SPEC
+        assert again.shard.horizon == 30
+        assert np.array_equal(again.weights(), weights)
+        assert again.push(1, step=3) is False  # exactly-once state too
+    finally:
+        again.close()
+
+
+def test_sessions_fence(served: Served) -> None:
+    served.push(1)
+    assert (
+        served.do(lambda batch: served.shard.open_session(batch, "first", 1, b"o" * 16)) is None
+    )  # a repeated attempt
+    with pytest.raises(FencedError, match="not newer than epoch 1"):
+        served.do(lambda batch: served.shard.open_session(batch, "thief", 1, b"p" * 16))
+    served.do(lambda batch: served.shard.open_session(batch, "second", 5, b"q" * 16))
+    before = served.weights()
+    with pytest.raises(FencedError, match=r"session 1 was superseded by epoch 5 \(run 'second'\)"):
+        served.push(2)
+    with pytest.raises(FencedError, match="session 6 is not known"):
+        served.push(2, epoch=6)
+    with pytest.raises(FencedError):
+        served.shard.join_session(1)
+    served.shard.join_session(5)
+    assert np.array_equal(served.weights(), before)
+
+
+def test_dropping_fences_and_forgets(served: Served) -> None:
+    served.push(1)
+    served.do(served.shard.drop_table)
+    assert served.shard.spec is None
+    assert served.shard.state.epoch == 2
+    assert served.shard.state.rows_stored == 0
+    served.do(lambda batch: served.shard.create_table(batch, SPEC))
+    assert np.array_equal(served.weights(), initial_rows(SPEC, np.arange(100)))
+    assert served.shard.horizon == 0
+
+
+def test_one_bad_write_of_a_group_spoils_no_other(served: Served) -> None:
+    """Three writes wait while the committer is busy, so they form one group; the second fails after it has written."""
+    busy, go = threading.Event(), threading.Event()
+
+    def block(_: Batch) -> None:
+        busy.set()
+        go.wait(10)
+
+    blocked = served.committer.submit(block)
+    assert busy.wait(10)
+    huge = np.full((3, 4), 3e38, np.float32)
+    headers = [WriteHeader(1, b"w" * 16, sequence, 0, 5) for sequence in (1, 2, 3)]
+    good = served.committer.submit(lambda batch: served.shard.push_gradients(batch, headers[0], ROWS, GRADIENT))
+
+    def twice(batch: Batch) -> None:
+        served.shard.push_gradients(batch, headers[1], ROWS, huge)
+        served.shard.push_gradients(batch, headers[2], ROWS, huge)
+
+    bad = served.committer.submit(twice)
+    last = served.committer.submit(lambda batch: served.shard.push_gradients(batch, headers[2], ROWS, GRADIENT))
+    go.set()
+    blocked.result(10)
+    assert good.result(10) is True
+    with pytest.raises(InvalidRequestError, match="overflow"):
+        bad.result(10)
+    assert last.result(10) is True, "the failed write's sequence number was kept"
+    expected = initial_rows(SPEC, ROWS)
+    decayed = expected * np.float32(1e-4)
+    np.testing.assert_allclose(served.weights()[ROWS], expected - 1.0, atol=np.abs(decayed).max() + 1e-2)
+    assert served.push(2, step=5) is True  # number 2 was never applied
+
+
+def test_a_committer_that_is_full_says_so_and_drains_when_closed(served: Served) -> None:
+    busy, go = threading.Event(), threading.Event()
+
+    def block(_: Batch) -> None:
+        busy.set()
+        go.wait(10)
+
+    served.committer.submit(block)
+    assert busy.wait(10)
+    waiting = [served.committer.submit(lambda batch, n=n: n) for n in range(MAX_WAITING)]
+    with pytest.raises(OverloadedError, match="no room for another write"):
+        served.committer.submit(lambda batch: None)
+    assert waiting[7].cancel()
+    go.set()
+    served.committer.close()
+    assert [future.result(0) for future in waiting if not future.cancelled()] == [
+        n for n in range(MAX_WAITING) if n != 7
+    ]
+    with pytest.raises(OverloadedError):
+        served.committer.submit(lambda batch: None)
+
+
+def test_an_unexpected_error_is_the_callers_and_the_committer_goes_on(served: Served) -> None:
+    def fail(batch: Batch) -> None:
+        batch.txn.put("meta", b"garbage", b"1")
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        served.do(fail)
+    assert served.push(1) is True
+    with served.storage.read() as txn:
+        assert txn.get("meta", b"garbage") is None
+
+
+def test_the_newest_version_of_a_block_is_found(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    with storage.write() as txn:
+        txn.put_block(3, 0, bytearray(b"old"))
+        txn.put_block(3, 70_000, bytearray(b"new"))
+        txn.put_block(3, 2, bytearray(b"between"))
+        txn.put_block(5, 9, bytearray(b"other"))
+    with storage.read() as txn:
+        assert bytes(txn.newest_block(3) or b"") == b"new"
+        assert bytes(txn.newest_block(5) or b"") == b"other"
+        assert txn.newest_block(4) is None
+        assert txn.newest_block(2) is None
+        assert txn.newest_block(6) is None
+        keys = [block_key_parts(key) for key, _ in txn.items("blocks")]
+    assert keys == [(3, 70_000), (3, 2), (3, 0), (5, 9)]
+    storage.close()
+
+
+def test_a_write_is_undone_by_an_exception(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+
+    def fail() -> None:
+        with storage.write() as txn:
+            txn.put("meta", b"key", b"value")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    with storage.read() as txn:
+        assert txn.get("meta", b"key") is None
+    storage.close()
+
+
+def test_a_directory_has_one_owner(served: Served, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="is served by another process"):
+        Storage(tmp_path)
+
+
+def test_inspect_reads_beside_a_writer(tmp_path: Path) -> None:
+    served = Served(tmp_path)
+    served.do(lambda batch: served.shard.create_table(batch, SPEC))
+    served.do(lambda batch: served.shard.extend_schedule(batch, 0, np.full(30, 0.5, np.float32), 0, 0))
+    served.do(lambda batch: served.shard.open_session(batch, "live", 1, b"o" * 16))
+    served.push(1, step=2)
+    # LMDB forbids opening an environment twice in one process.
+    done = subprocess.run(
+        [sys.executable, "-m", "weightserver", "inspect", str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    seen = json.loads(done.stdout)
+    assert seen["spec"]["dim"] == 4
+    assert (seen["shard"], seen["num_shards"], seen["format"]) == (0, 1, 1)
+    assert (seen["run"], seen["epoch"], seen["clock"], seen["horizon"]) == ("live", 1, 3, 30)
+    assert seen["rows_stored"] == 3
+    assert seen["blocks_by_generation"] == {"0": 2}
+    assert served.push(2, step=3) is True  # the writer goes on
+    served.close()
+    assert inspect_directory(tmp_path)["clock"] == 4
+
+
+def test_a_failed_write_is_repeated_under_its_numbers() -> None:
+    session = Session(epoch=1, num_shards=2)
+    first = session.begin([0, 1], lambda: b"first")
+    assert first == {0: 1, 1: 1}
+    session.fail(first, b"first")
+    second = session.begin([1], lambda: b"second")
+    assert second == {1: 2}
+    session.succeed(second)
+    assert session.settled_before(1) == 1  # the failed one is still open
+    assert session.begin([0, 1], lambda: b"first") == first
+    session.succeed(first)
+    assert (session.settled_before(0), session.settled_before(1)) == (2, 3)
+    assert session.begin([0, 1], lambda: b"first") == {0: 2, 1: 3}  # after it succeeded: another write
+
+
+def test_failed_writes_are_given_up_at_last() -> None:
+    session = Session(epoch=1, num_shards=1)
+    for number in range(MAX_FAILED + 3):
+        session.fail(session.begin([0], lambda n=number: bytes([n])), bytes([number]))
+    assert session.settled_before(0) == 4
