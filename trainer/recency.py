@@ -55,16 +55,17 @@ class RecentRows:
         return ActiveRows(self._rows, np.searchsorted(self._rows, batch))
 
     def _look_back(self, stop: int) -> None:
-        """Walks back from visit `stop` until K distinct rows were met."""
-        length = 2 * self._num_active
-        while True:
-            backwards = self._schedule.visits(stop - length, stop)[::-1]
-            rows, ago = np.unique(backwards, return_index=True)  # the first met backwards is the last visit
-            if len(rows) >= self._num_active:
-                break
-            length *= 2
-        newest = np.sort(np.argpartition(ago, self._num_active - 1)[: self._num_active])
-        self._rows, self._last_visit = rows[newest], stop - 1 - ago[newest]
+        """Walks back from visit `stop` until K distinct rows were met, in pieces: small strides make it a long walk."""
+        rows, last_visit = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        while len(rows) < self._num_active:
+            start = stop - 2 * self._num_active
+            met, ago = np.unique(self._schedule.visits(start, stop)[::-1], return_index=True)  # the first is the latest
+            new = ~np.isin(met, rows)
+            rows, last_visit = np.append(rows, met[new]), np.append(last_visit, stop - 1 - ago[new])
+            stop = start
+        newest = np.argpartition(-last_visit, self._num_active - 1)[: self._num_active]
+        newest = newest[np.argsort(rows[newest])]
+        self._rows, self._last_visit = rows[newest], last_visit[newest]
 
     def _advance(self, batch: Int64Array, first_visit: int) -> None:
         """Lets the batch's rows in and as many of the least recent ones out."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -48,6 +50,18 @@ def test_any_step_alone_equals_the_steps_in_turn() -> None:
         alone = RecentRows(schedule, num_active=400, batch_size=64).active(step)
         assert np.array_equal(alone.rows, steps[step].rows)
         assert np.array_equal(alone.labels, steps[step].labels)
+
+
+def test_a_long_walk_back_takes_little_memory() -> None:
+    """With a small stride the K-th most recent row lies far back: here 10⁶ visits, which alone would be 8 MB."""
+    schedule = VisitSchedule(num_rows=10**9, window_size=1_000, window_stride=2, seed=4)
+    tracemalloc.start()
+    active = RecentRows(schedule, num_active=3_000, batch_size=1_000).active(0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    newest = (np.arange(-2_000, 1_000)) % 10**9  # windows reach back by their strides, all of them whole
+    assert np.array_equal(active.rows, np.sort(newest))
+    assert peak < 4e6
 
 
 @pytest.mark.parametrize(

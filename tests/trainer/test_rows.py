@@ -1,0 +1,78 @@
+"""The dense rows against torch.optim.SGD written out by hand: they are the oracle of every other store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.rows import DenseRows
+from weightserver import TableSpec
+from weightserver.initial import initial_rows
+
+NUM_ROWS, DIM, NUM_STEPS = 40, 6, 60
+ALL = np.arange(NUM_ROWS)
+RATES = np.linspace(0.02, 0.4, NUM_STEPS, dtype=np.float32)
+
+
+def table(*, correction: bool) -> TableSpec:
+    return TableSpec(num_rows=NUM_ROWS, dim=DIM, weight_decay=0.01, correction=correction)
+
+
+def updates() -> Iterator[tuple[int, np.ndarray, torch.Tensor]]:
+    """Step, the active rows (K,) and their gradients (K, D)."""
+    generator = np.random.default_rng(0)
+    for step in range(NUM_STEPS):
+        rows = np.sort(generator.choice(NUM_ROWS, size=12, replace=False))
+        yield step, rows, torch.from_numpy(generator.normal(size=(12, DIM)).astype(np.float32))
+
+
+def test_dense_rows_are_sgd_over_the_whole_matrix() -> None:
+    """Idle rows have a zero gradient, not none: they decay and drift on."""
+    spec = table(correction=True)
+    weight = torch.nn.Parameter(torch.from_numpy(initial_rows(spec, ALL)))
+    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=spec.momentum, weight_decay=spec.weight_decay)
+    store = DenseRows(spec, RATES)
+    for step, rows, gradients in updates():
+        assert torch.equal(store.weights(rows, step=step), weight.detach()[rows])
+        store.apply_gradients(rows, gradients, step=step)
+        weight.grad = torch.zeros(NUM_ROWS, DIM)
+        weight.grad[rows] = gradients
+        optimizer.param_groups[0]["lr"] = float(RATES[step])
+        optimizer.step()
+    state = store.read_state(ALL, step=NUM_STEPS)
+    assert np.array_equal(state.weight, weight.detach().numpy())
+    assert np.array_equal(state.momentum_buffer, optimizer.state[weight]["momentum_buffer"].numpy())
+    assert (state.last_step == NUM_STEPS).all()
+
+
+def test_without_correction_each_row_is_a_parameter_that_rests() -> None:
+    """torch.optim.SGD skips a parameter that has no gradient: the paper's ablation, one parameter a row."""
+    spec = table(correction=False)
+    weights = [torch.nn.Parameter(torch.from_numpy(row)) for row in initial_rows(spec, ALL)]
+    optimizer = torch.optim.SGD(weights, lr=1.0, momentum=spec.momentum, weight_decay=spec.weight_decay)
+    store = DenseRows(spec, RATES)
+    for step, rows, gradients in updates():
+        store.apply_gradients(rows, gradients, step=step)
+        optimizer.zero_grad(set_to_none=True)
+        for row, gradient in zip(rows, gradients, strict=True):
+            weights[row].grad = gradient
+        optimizer.param_groups[0]["lr"] = float(RATES[step])
+        optimizer.step()
+    state = store.read_state(ALL, step=NUM_STEPS)
+    assert np.allclose(state.weight, torch.stack(weights).detach(), rtol=1e-5, atol=1e-7)
+    momentum_buffers = torch.stack([optimizer.state[weight]["momentum_buffer"] for weight in weights])
+    assert np.allclose(state.momentum_buffer, momentum_buffers, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("correction", [True, False])
+def test_weights_are_a_copy(correction: bool) -> None:
+    """The loop differentiates with respect to them after the store has moved on."""
+    store = DenseRows(table(correction=correction), RATES)
+    weight = store.weights(np.array([3]), step=0)
+    before = weight.clone()
+    store.apply_gradients(np.array([3]), torch.ones(1, DIM), step=0)
+    assert torch.equal(weight, before)
+    assert not torch.equal(store.weights(np.array([3]), step=1), before)
