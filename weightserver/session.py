@@ -8,8 +8,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from weightserver.exactly_once import WINDOW
+
 MAX_FAILED = 64
-"""Failed writes remembered so that repeating one is recognised; the oldest is given up beyond."""
+"""Failed writes remembered so that repeating one is recognised. The oldest is given up beyond this number, and any that
+lies WINDOW writes back, because the shard could take note of no further write."""
 
 Numbers = dict[int, int]
 """shard -> sequence number of one write."""
@@ -34,7 +37,10 @@ class Session:
         with self._lock:
             numbers = self._failed.pop(digest(), None) if self._failed else None
             if numbers is None:
-                numbers = {shard: self._next[shard] for shard in shards}
+                numbers = {}
+                for shard in shards:
+                    self._make_room(shard)
+                    numbers[shard] = self._next[shard]
                 for shard, number in numbers.items():
                     self._next[shard] += 1
                     self._open[shard].add(number)
@@ -56,6 +62,14 @@ class Session:
             if len(self._failed) > MAX_FAILED:
                 _, oldest = self._failed.popitem(last=False)
                 self._close(oldest)
+
+    def _make_room(self, shard: int) -> None:
+        """Gives up failed writes that would leave the shard's window no place for the next number."""
+        while self._open[shard] and self._next[shard] - (oldest := min(self._open[shard])) >= WINDOW:
+            failed = [digest for digest, numbers in self._failed.items() if numbers.get(shard) == oldest]
+            if not failed:  # still on its way in another thread
+                return
+            self._close(self._failed.pop(failed[0]))
 
     def _close(self, numbers: Numbers) -> None:
         for shard, number in numbers.items():
