@@ -24,7 +24,8 @@ class Committer:
     """Runs operations in the order of their arrival, as many as are waiting in one transaction.
 
     An operation that raises takes its whole transaction back; the others of its group then run again, each in a
-    transaction of its own. So an operation may raise at any point, and leaves nothing behind.
+    transaction of its own. So an operation may raise at any point, and leaves nothing behind. One that has something to
+    do after the commit ends its group: those that come later must see it done.
     """
 
     def __init__(self, transaction: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -73,9 +74,13 @@ class Committer:
         return group
 
     def _commit(self, group: list[tuple[Callable[[Any], Any], Future[Any]]]) -> None:
+        results: list[Any] = []
         try:
             with self._transaction() as batch:
-                results = [operation(batch) for operation, _ in group]
+                for operation, _ in group:
+                    results.append(operation(batch))
+                    if batch.after_commit:
+                        break
         except Exception as error:  # noqa: BLE001 - whatever it is, its caller must hear of it and the thread go on
             if len(group) == 1:
                 if not isinstance(error, WeightServerError):
@@ -85,5 +90,7 @@ class Committer:
                 for single in group:
                     self._commit([single])
         else:
-            for (_, future), result in zip(group, results, strict=True):
+            for (_, future), result in zip(group, results, strict=False):
                 future.set_result(result)
+            if rest := group[len(results) :]:
+                self._commit(rest)

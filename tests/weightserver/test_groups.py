@@ -1,0 +1,157 @@
+"""Writes that share one commit: what each must see of those before it, and what a writer may do after a failure."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from weightserver.committer import MAX_GROUP, Committer
+from weightserver.config import TableSpec
+from weightserver.errors import NoTableError, TableMismatchError
+from weightserver.exactly_once import WINDOW, WriterState
+from weightserver.initial import initial_rows
+from weightserver.session import MAX_FAILED, Session
+from weightserver.shard import Batch, Shard, WriteHeader
+from weightserver.storage import Storage
+
+SPEC = TableSpec(num_rows=20, dim=3, weight_decay=0.0, rows_per_block=4)
+ROW = np.array([7], np.int64)
+ONES = np.ones((1, 3), np.float32)
+
+
+class Groups:
+    """A shard whose committer commits exactly the operations given as one group."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.storage = Storage(directory)
+        self.shard = Shard(self.storage, shard=0, num_shards=1)
+        self.committer = Committer(self.shard.batch)
+        self.sequence = 0
+
+    def commit(self, *operations: Callable[[Batch], object]) -> list[Future[object]]:
+        busy, go = threading.Event(), threading.Event()
+
+        def hold(_: Batch) -> None:
+            busy.set()
+            assert go.wait(10)
+
+        self.committer.submit(hold)
+        assert busy.wait(10)
+        futures = [self.committer.submit(operation) for operation in operations]
+        go.set()
+        for future in futures:
+            future.exception(10)
+        return futures
+
+    def push(self, step: int) -> Callable[[Batch], object]:
+        self.sequence += 1
+        header = WriteHeader(1, b"w" * 16, self.sequence, 0, step)
+        return lambda batch: self.shard.push_gradients(batch, header, ROW, ONES)
+
+    def extend(self, start: int, *rates: float) -> Callable[[Batch], object]:
+        return lambda batch: self.shard.extend_schedule(batch, start, np.array(rates, np.float32), 0, 0)
+
+    def create(self, batch: Batch) -> None:
+        self.shard.create_table(batch, SPEC)
+
+    def open_session(self, batch: Batch) -> None:
+        self.shard.open_session(batch, "run", 1, b"o" * 16)
+
+    def weight(self) -> float:
+        (chunk,) = self.shard.fetch(ROW, step=self.shard.horizon, state=False)
+        return float(chunk.weight[0, 0])
+
+    def close(self) -> None:
+        self.committer.close()
+        self.storage.close()
+
+    def restart(self) -> None:
+        self.close()
+        self.__init__(self.directory)  # type: ignore[misc]
+
+
+@pytest.fixture
+def groups(tmp_path: Path) -> Iterator[Groups]:
+    groups = Groups(tmp_path)
+    yield groups
+    groups.close()
+
+
+def test_a_group_may_hold_the_whole_life_of_a_table(groups: Groups) -> None:
+    """As when four calls arrive while the disk is busy; each builds on those before it."""
+    for future in groups.commit(groups.create, groups.extend(0, 0.5), groups.open_session, groups.push(0)):
+        assert future.exception() is None
+    initial = float(initial_rows(SPEC, ROW)[0, 0])
+    assert groups.weight() == pytest.approx(initial - 0.5)
+
+
+def test_operations_run_in_the_order_of_their_arrival(groups: Groups) -> None:
+    seen: list[int] = []
+    number = 2 * MAX_GROUP + 5  # three groups
+    groups.commit(*[lambda batch, n=n: seen.append(n) for n in range(number)])
+    assert seen == list(range(number))
+
+
+def test_a_push_sees_a_learning_rate_rewritten_in_its_group(groups: Groups) -> None:
+    """The rate is 2 when the push comes, so 2 is what moves the row: it may not change again."""
+    groups.commit(groups.create, groups.extend(0, 0.5), groups.open_session)
+    initial = groups.weight()
+    rewritten, pushed = groups.commit(groups.extend(0, 2.0), groups.push(0))
+    assert rewritten.exception() is None
+    assert pushed.exception() is None
+    assert groups.weight() == pytest.approx(initial - 2.0)
+
+
+def test_a_learning_rate_used_in_its_group_is_not_rewritten(groups: Groups) -> None:
+    groups.commit(groups.create, groups.extend(0, 0.5), groups.open_session)
+    initial = groups.weight()
+    pushed, rewritten = groups.commit(groups.push(0), groups.extend(0, 2.0))
+    assert pushed.exception() is None
+    assert isinstance(rewritten.exception(), TableMismatchError)
+    assert groups.weight() == pytest.approx(initial - 0.5)
+    groups.restart()
+    assert groups.weight() == pytest.approx(initial - 0.5)
+
+
+def test_nothing_is_written_to_a_table_dropped_in_its_group(groups: Groups) -> None:
+    groups.commit(groups.create, groups.extend(0, *[0.5] * 9))
+    dropped, extended = groups.commit(groups.shard.drop_table, groups.extend(4, 0.5))
+    assert dropped.exception() is None
+    assert isinstance(extended.exception(), NoTableError)
+    groups.commit(groups.create)
+    assert groups.shard.horizon == 0
+    groups.restart()
+    assert groups.shard.horizon == 0, "the dropped table's schedule came back"
+
+
+@pytest.mark.parametrize("failures", [1, 3, MAX_FAILED])
+def test_writes_that_failed_for_good_never_stop_a_writer(failures: int) -> None:
+    """A refused write that nobody repeats keeps its number open; the window of numbers must move past it at last."""
+    session, shard = Session(epoch=1, num_shards=1), WriterState()
+    for number in range(failures):
+        session.fail(session.begin([0], lambda n=number: b"%d" % n), b"%d" % number)
+    for _ in range(3 * WINDOW):
+        numbers = session.begin([0], lambda: b"another")
+        assert shard.admit(numbers[0], session.settled_before(0)) is True
+        session.succeed(numbers)
+
+
+def test_a_failed_write_is_recognised_as_long_as_the_window_reaches() -> None:
+    """What a shard applied though the call failed is not applied again half a window of writes later."""
+    session, shard = Session(epoch=1, num_shards=1), WriterState()
+    lost = session.begin([0], lambda: b"lost")
+    assert shard.admit(lost[0], session.settled_before(0)) is True
+    session.fail(lost, b"lost")
+    for _ in range(WINDOW // 2):
+        numbers = session.begin([0], lambda: b"another")
+        assert shard.admit(numbers[0], session.settled_before(0)) is True
+        session.succeed(numbers)
+    again = session.begin([0], lambda: b"lost")
+    assert again == lost
+    assert shard.admit(again[0], session.settled_before(0)) is False
