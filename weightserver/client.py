@@ -38,6 +38,7 @@ from weightserver.session import Session
 from weightserver.sharding import Int64Array, Sharding
 from weightserver.wire import (
     CHUNK_BYTES,
+    MAX_NAME_CHARACTERS,
     Float32Array,
     all_finite,
     rows_to_proto,
@@ -236,6 +237,8 @@ class WeightClient:
         """
         if not isinstance(name, str) or not name:
             raise ValueError(f"name must be a non-empty text, got {name!r}")
+        if len(name) > MAX_NAME_CHARACTERS:
+            raise ValueError(f"name has {len(name)} characters: give one of at most {MAX_NAME_CHARACTERS}")
         connections = self._connect()
         newest = max(answer.epoch for answer in self._describe_shards())
         epoch = newest + 1 if join is None else _step(join, "join")

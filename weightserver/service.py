@@ -22,6 +22,7 @@ from weightserver.metrics import ShardMetrics
 from weightserver.shard import Batch, Rows, Shard, WriteHeader
 from weightserver.sharding import Int64Array
 from weightserver.wire import (
+    MAX_NAME_CHARACTERS,
     Float32Array,
     encode_fetch_response,
     float32_from_bytes,
@@ -98,6 +99,7 @@ class WeightServerService:
     def OpenSession(self, request: pb.OpenSessionRequest, context: grpc.ServicerContext) -> pb.OpenSessionResponse:
         with self._answering("OpenSession", context):
             _require(request.epoch > 0, "epoch must be positive")
+            _require(len(request.name) <= MAX_NAME_CHARACTERS, f"name has more than {MAX_NAME_CHARACTERS} characters")
             _require(len(request.opener) == _WRITER_BYTES, f"opener must be {_WRITER_BYTES} bytes")
             self._shard.require_table()
             if request.join:

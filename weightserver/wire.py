@@ -22,6 +22,8 @@ MAX_MESSAGE_BYTES = 64 << 20
 CHUNK_BYTES = 1 << 20
 MAX_ROWS = 1 << 24
 """Rows that one request may name."""
+MAX_NAME_CHARACTERS = 256
+"""Length of a run's name: error messages quote it, and gRPC carries those in headers of at most 8 KiB."""
 _LENGTH_DELIMITED = 2
 
 Float32Array = npt.NDArray[np.float32]
