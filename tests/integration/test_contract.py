@@ -1,0 +1,321 @@
+"""The wire contract from the other side: what WeightClient would never send is refused by the shard itself, whole."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+
+import grpc
+import numpy as np
+import pytest
+
+from weightserver import FencedError, LocalCluster, TableSpec, WeightClient
+from weightserver._generated import weight_server_pb2 as pb
+from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
+
+SPEC = TableSpec(num_rows=40, dim=2, rows_per_block=5)  # shard 0 has rows 0..4, 10..14, 20..24, 30..34
+HORIZON = 6
+SERVICE = "/pic.weightserver.v1.WeightServer"
+
+
+def ids(*rows: int) -> pb.Rows:
+    return pb.Rows(ids=struct.pack(f"<{len(rows)}q", *rows))
+
+
+def values(*numbers: float) -> bytes:
+    return struct.pack(f"<{len(numbers)}f", *numbers)
+
+
+def steps(*numbers: int) -> bytes:
+    return struct.pack(f"<{len(numbers)}q", *numbers)
+
+
+class Shard:
+    """Shard 0 through the generated stub, and a session on it."""
+
+    def __init__(self, stub: WeightServerStub, epoch: int) -> None:
+        self.stub = stub
+        self.epoch = epoch
+        self.sequence = 0
+
+    def header(self, **changes: object) -> pb.WriteHeader:
+        self.sequence += 1
+        good = {"epoch": self.epoch, "writer": b"c" * 16, "sequence": self.sequence, "step": 2, "num_rows": 2}
+        return pb.WriteHeader(**(good | changes))  # type: ignore[arg-type]
+
+    def fetch(self, rows: pb.Rows, step: int = 3, **more: bool) -> list[pb.FetchResponse]:
+        return list(self.stub.Fetch(pb.FetchRequest(rows=rows, step=step, **more), timeout=10))
+
+    def push(self, *messages: pb.PushGradientsRequest) -> pb.WriteResponse:
+        return self.stub.PushGradients(iter(messages), timeout=10)
+
+    def push_rows(self, rows: pb.Rows, gradients: bytes = values(1, 1, 1, 1), **changes: object) -> pb.WriteResponse:
+        return self.push(pb.PushGradientsRequest(header=self.header(**changes), rows=rows, gradients=gradients))
+
+    def write(
+        self,
+        rows: pb.Rows,
+        weight: bytes = values(1, 1, 1, 1),
+        momentum: bytes = values(1, 1, 1, 1),
+        last_step: bytes = steps(3, 3),
+    ) -> pb.WriteResponse:
+        message = pb.WriteStateRequest(
+            header=self.header(), rows=rows, weight=weight, momentum_buffer=momentum, last_step=last_step
+        )
+        return self.stub.WriteState(iter([message]), timeout=10)
+
+    def extend(self, start: int, rates: bytes, **more: int) -> object:
+        return self.stub.ExtendSchedule(
+            pb.ExtendScheduleRequest(start_step=start, learning_rates=rates, **more), timeout=10
+        )
+
+    def open(self, epoch: int, opener: bytes = b"o" * 16, **more: bool) -> object:
+        return self.stub.OpenSession(
+            pb.OpenSessionRequest(name="thief", epoch=epoch, opener=opener, **more), timeout=10
+        )
+
+
+NAN, INF = float("nan"), float("inf")
+THIRD = 2**64 // 30 * 10  # three such steps lead round int64 and back; ± THIRD live on shard 0
+OK = ids(0, 1)
+INVALID, RANGE, ABORTED = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.OUT_OF_RANGE,
+    grpc.StatusCode.ABORTED,
+)
+REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
+    "fetch: a row of the other shard": (lambda s: s.fetch(ids(0, 5)), INVALID, "row 5 does not live on shard 0 of 2"),
+    "fetch: a row beyond the table": (lambda s: s.fetch(ids(0, 40)), INVALID, r"rows must lie in 0\.\.39, got 0\.\.40"),
+    "fetch: a negative row": (lambda s: s.fetch(ids(-1, 0)), INVALID, r"rows must lie in 0\.\.39, got -1"),
+    "fetch: rows in another order": (lambda s: s.fetch(ids(1, 0)), INVALID, "must increase strictly"),
+    "fetch: a row twice": (lambda s: s.fetch(ids(1, 1)), INVALID, "must increase strictly"),
+    "fetch: rows whose differences wrap": (
+        lambda s: s.fetch(ids(0, THIRD, -THIRD, 1)),
+        INVALID,
+        "must increase strictly",
+    ),
+    "fetch: a range that wraps": (
+        lambda s: s.fetch(pb.Rows(ranges=struct.pack("<2q", 2**63 - 8, 16))),
+        INVALID,
+        "rows must lie|increase strictly",
+    ),
+    "fetch: half a row": (lambda s: s.fetch(pb.Rows(ids=bytes(12))), INVALID, "ids has 12 bytes, not a multiple of 8"),
+    "fetch: ids and ranges": (
+        lambda s: s.fetch(pb.Rows(ids=bytes(8), ranges=steps(0, 1))),
+        INVALID,
+        "as ids or as ranges, not both",
+    ),
+    "fetch: a negative step": (lambda s: s.fetch(OK, -1), RANGE, r"step -1 is outside the schedule's 0\.\.6"),
+    "fetch: a step beyond the schedule": (lambda s: s.fetch(OK, 7), RANGE, r"step 7 is outside the schedule's 0\.\.6"),
+    "fetch: a row's past": (lambda s: s.fetch(OK, 1), RANGE, "row 0 has seen 2 updates"),
+    "push: no message": (lambda s: s.push(), INVALID, "the first message of a write has no header"),
+    "push: no header": (
+        lambda s: s.push(pb.PushGradientsRequest(rows=OK, gradients=values(1, 1, 1, 1))),
+        INVALID,
+        "the first message of a write has no header",
+    ),
+    "push: a writer of 15 bytes": (lambda s: s.push_rows(OK, writer=b"c" * 15), INVALID, "writer must be 16 bytes"),
+    "push: no sequence number": (lambda s: s.push_rows(OK, sequence=0), INVALID, "sequence must be positive"),
+    "push: a sequence number far ahead": (
+        lambda s: s.push_rows(OK, sequence=10**6),
+        INVALID,
+        "sequence number 1000000 is more than 1024 beyond",
+    ),
+    "push: no session": (lambda s: s.push_rows(OK, epoch=0), ABORTED, "session 0 was superseded"),
+    "push: a session to come": (
+        lambda s: s.push_rows(OK, epoch=s.epoch + 1),
+        ABORTED,
+        "is not known, the newest is epoch .*: open a session first",
+    ),
+    "push: fewer rows than announced": (
+        lambda s: s.push_rows(OK, num_rows=3),
+        INVALID,
+        "announced 3 rows and brought 2",
+    ),
+    "push: a row of the other shard": (lambda s: s.push_rows(ids(4, 5)), INVALID, "row 5 does not live on shard 0"),
+    "push: a row twice": (lambda s: s.push_rows(ids(3, 3)), INVALID, "must increase strictly"),
+    "push: rows whose differences wrap": (
+        lambda s: s.push_rows(ids(0, THIRD, -THIRD, 1), values(*[1] * 8), num_rows=4),
+        INVALID,
+        "must increase strictly",
+    ),
+    "push: rows that go back in the second message": (
+        lambda s: s.push(
+            pb.PushGradientsRequest(header=s.header(), rows=ids(3), gradients=values(1, 1)),
+            pb.PushGradientsRequest(rows=ids(2), gradients=values(1, 1)),
+        ),
+        INVALID,
+        "must increase strictly",
+    ),
+    "push: a gradient too few": (lambda s: s.push_rows(OK, values(1, 1, 1)), INVALID, "gradients holds 3 values"),
+    "push: half a number": (lambda s: s.push_rows(OK, bytes(15)), INVALID, "gradients has 15 bytes, not a multiple"),
+    "push: NaN": (lambda s: s.push_rows(OK, values(1, 1, 1, NAN)), INVALID, "gradients holds NaN or infinite values"),
+    "push: infinity": (lambda s: s.push_rows(OK, values(INF, 1, 1, 1)), INVALID, "gradients holds NaN or infinite"),
+    "push: a negative step": (lambda s: s.push_rows(OK, step=-1), RANGE, r"step -1 is outside the schedule's 0\.\.5"),
+    "push: the step at the horizon": (
+        lambda s: s.push_rows(OK, step=HORIZON),
+        RANGE,
+        r"step 6 is outside the schedule's 0\.\.5",
+    ),
+    "write: NaN in a weight": (lambda s: s.write(OK, values(1, NAN, 1, 1)), INVALID, "weight holds NaN or infinite"),
+    "write: NaN in a momentum": (
+        lambda s: s.write(OK, momentum=values(1, NAN, 1, 1)),
+        INVALID,
+        "momentum_buffer holds NaN or infinite values: nothing was written",
+    ),
+    "write: a last_step too few": (lambda s: s.write(OK, last_step=steps(3)), INVALID, "2 rows came with 1 last_steps"),
+    "write: a negative last_step": (lambda s: s.write(OK, last_step=steps(3, -1)), RANGE, r"must lie in 0\.\.6"),
+    "write: a last_step to come": (lambda s: s.write(OK, last_step=steps(3, 7)), RANGE, r"must lie in 0\.\.6"),
+    "write: an older state, second of two": (
+        lambda s: s.write(ids(1, 3), last_step=steps(3, 0)),
+        RANGE,
+        "row 3 has seen 2 updates, the state to write only 0",
+    ),
+    "write: a row twice": (lambda s: s.write(ids(3, 3)), INVALID, "must increase strictly"),
+    "schedule: a negative start": (lambda s: s.extend(-1, values(0.1)), INVALID, "start_step must not be negative"),
+    "schedule: a gap": (lambda s: s.extend(7, values(0.1)), RANGE, "ends at 6: step 7 would leave a gap"),
+    "schedule: NaN": (lambda s: s.extend(6, values(NAN)), INVALID, "learning_rates holds NaN or infinite"),
+    "schedule: a negative rate": (lambda s: s.extend(6, values(-0.1)), INVALID, "finite and not negative"),
+    "schedule: half a rate": (lambda s: s.extend(6, bytes(3)), INVALID, "learning_rates has 3 bytes"),
+    "schedule: a fenced session": (lambda s: s.extend(6, values(0.1), epoch=s.epoch - 1), ABORTED, "was superseded"),
+    "schedule: a step that another shard has used": (
+        lambda s: s.extend(3, values(0.9), clock=4),
+        grpc.StatusCode.ALREADY_EXISTS,
+        "only steps from 4 on may be rewritten",
+    ),
+    "session: no epoch": (lambda s: s.open(0), INVALID, "epoch must be positive"),
+    "session: a name too long": (
+        lambda s: s.stub.OpenSession(
+            pb.OpenSessionRequest(name="n" * 257, epoch=s.epoch + 1, opener=b"o" * 16), timeout=10
+        ),
+        INVALID,
+        "name has more than 256 characters",
+    ),
+    "session: a short opener": (lambda s: s.open(s.epoch + 1, b"o"), INVALID, "opener must be 16 bytes"),
+    "session: the current epoch": (lambda s: s.open(s.epoch), ABORTED, "is not newer than epoch"),
+    "session: joining the next epoch": (lambda s: s.open(s.epoch + 1, join=True), ABORTED, "is not known"),
+    "table: no spec": (
+        lambda s: s.stub.CreateTable(pb.CreateTableRequest(), timeout=10),
+        INVALID,
+        r"num_rows must lie in 1\.\.",
+    ),
+    "table: another one": (
+        lambda s: s.stub.CreateTable(
+            pb.CreateTableRequest(spec=pb.TableSpec(num_rows=41, dim=2, rows_per_block=5)), timeout=10
+        ),
+        grpc.StatusCode.ALREADY_EXISTS,
+        "another table exists, num_rows 40 there and 41 here",
+    ),
+}
+
+
+@pytest.fixture
+def shard(client: WeightClient, cluster: LocalCluster) -> Iterator[Shard]:
+    """Rows 0..4 of shard 0 have seen 2 updates."""
+    client.create_table(SPEC)
+    client.extend_schedule(0, np.full(HORIZON, 0.5))
+    epoch = client.open_session("owner")
+    client.push_gradients(np.arange(5), np.ones((5, 2), np.float32), step=1)
+    with grpc.insecure_channel(cluster.addresses[0]) as channel:
+        yield Shard(WeightServerStub(channel), epoch)
+
+
+def everything(client: WeightClient) -> tuple[object, ...]:
+    state, info = client.fetch_state(np.arange(SPEC.num_rows)), client.describe()
+    arrays = (state.weight, state.momentum_buffer, state.last_step)
+    return (
+        *(array.tobytes() for array in arrays),
+        info.spec,
+        info.epoch,
+        info.run,
+        info.clock,
+        info.horizon,
+        info.rows_stored,
+    )
+
+
+@pytest.mark.parametrize(("call", "status", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_refused_by_the_shard(
+    client: WeightClient, shard: Shard, call: Callable[[Shard], object], status: grpc.StatusCode, message: str
+) -> None:
+    before = everything(client)
+    with pytest.raises(grpc.RpcError, match=message) as raised:
+        call(shard)
+    assert raised.value.code() is status
+    assert "\n" not in raised.value.details()
+    assert everything(client) == before
+    # Neither did a refused write use up its sequence number, or the writer's right to go on.
+    if shard.sequence:
+        assert not shard.push_rows(OK, sequence=1).duplicate
+
+
+def test_a_write_that_is_right_in_every_way(shard: Shard, client: WeightClient) -> None:
+    """What the refused ones differ from, in two messages; the same number again changes nothing."""
+    header = shard.header(num_rows=3)
+    messages = [
+        pb.PushGradientsRequest(header=header, rows=ids(10, 12), gradients=values(1, 2, 3, 4)),
+        pb.PushGradientsRequest(rows=pb.Rows(ranges=steps(20, 1)), gradients=values(5, 6)),
+    ]
+    before = client.fetch([10, 12, 20], step=2)
+    assert not shard.push(*messages).duplicate
+    after = client.fetch([10, 12, 20], step=3)
+    moved = before - after
+    np.testing.assert_allclose(moved, 0.5 * np.array([[1, 2], [3, 4], [5, 6]]), atol=1e-4)
+    assert shard.push(*messages).duplicate
+    assert np.array_equal(client.fetch([10, 12, 20], step=3), after)
+    (answer,) = shard.fetch(ids(10, 12), state=True)
+    assert np.frombuffer(answer.weight, "<f4").tolist() == after[:2].ravel().tolist()
+    assert np.frombuffer(answer.last_step, "<i8").tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("method", ["Fetch", "PushGradients", "Describe", "CreateTable"])
+def test_bytes_that_are_no_message(cluster: LocalCluster, client: WeightClient, shard: Shard, method: str) -> None:
+    before = everything(client)
+    garbage = b"\xff" * 40
+
+    def send(channel: grpc.Channel) -> None:
+        if method == "Fetch":
+            list(channel.unary_stream(f"{SERVICE}/{method}")(garbage, timeout=10))
+        elif method == "PushGradients":
+            channel.stream_unary(f"{SERVICE}/{method}")(iter([garbage]), timeout=10)
+        else:
+            channel.unary_unary(f"{SERVICE}/{method}")(garbage, timeout=10)
+
+    with grpc.insecure_channel(cluster.addresses[0]) as channel, pytest.raises(grpc.RpcError) as raised:
+        send(channel)
+    assert raised.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT)
+    assert everything(client) == before
+
+
+def test_a_write_cut_off_leaves_nothing(shard: Shard, client: WeightClient) -> None:
+    """The writer dies after the first of two messages."""
+    before = everything(client)
+    stop = []
+
+    def messages() -> Iterator[pb.PushGradientsRequest]:
+        yield pb.PushGradientsRequest(header=shard.header(num_rows=2), rows=ids(0), gradients=values(1, 1))
+        stop.append(call.cancel())
+        yield pb.PushGradientsRequest(rows=ids(1), gradients=values(1, 1))
+
+    with grpc.insecure_channel(client.describe().shards[0].address) as channel:
+        call = WeightServerStub(channel).PushGradients.future(messages(), timeout=10)
+        with pytest.raises(grpc.FutureCancelledError):
+            call.result(10)
+    assert stop == [True]
+    assert everything(client) == before
+    assert not shard.push_rows(OK, sequence=shard.sequence).duplicate
+
+
+@pytest.mark.parametrize("name", ["a" * 256, "two\nlines", "\U0001d6c8" * 256])
+def test_no_run_name_garbles_an_error(client: WeightClient, cluster: LocalCluster, name: str) -> None:
+    """A fenced writer hears at once and in one line who fenced it: the text must fit into gRPC's headers."""
+    client.create_table(SPEC)
+    client.extend_schedule(0, np.full(HORIZON, 0.5))
+    client.open_session("old")
+    with WeightClient(cluster.addresses, timeout_seconds=5, retry_seconds=2) as newer:
+        newer.open_session(name)
+        with pytest.raises(ValueError, match="name has 257 characters: give one of at most 256"):
+            newer.open_session("a" * 257)
+    with pytest.raises(FencedError, match="superseded") as raised:
+        client.push_gradients([0], np.ones((1, 2), np.float32), step=0)
+    assert "\n" not in str(raised.value)

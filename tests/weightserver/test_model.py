@@ -1,0 +1,197 @@
+"""A shard on a real LMDB directory against a model that replays SGD row by row, after any sequence of writes."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from weightserver.committer import Committer
+from weightserver.config import TableSpec
+from weightserver.errors import FencedError, StepError
+from weightserver.initial import initial_rows
+from weightserver.shard import Shard, WriteHeader
+from weightserver.storage import Storage
+
+SPEC = TableSpec(num_rows=12, dim=2, momentum=0.8, weight_decay=0.05, rows_per_block=5, init_std=1.0)
+HORIZON = 24
+RATES = np.linspace(0.4, 0.02, HORIZON, dtype=np.float32)
+WRITER = b"w" * 16
+
+Float64Array = npt.NDArray[np.float64]
+some_rows = st.lists(st.integers(0, SPEC.num_rows - 1), min_size=1, max_size=6, unique=True).map(sorted)
+steps = st.integers(0, HORIZON - 1)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def advance(weight: Float64Array, momentum: Float64Array, start: int, stop: int) -> tuple[Float64Array, Float64Array]:
+    """SGD's updates start … stop−1 without a gradient."""
+    for step in range(start, stop):
+        momentum = SPEC.momentum * momentum + SPEC.weight_decay * weight
+        weight = weight - float(RATES[step]) * momentum
+    return weight, momentum
+
+
+class ModelRow:
+    """One row: a state somebody wrote (or the initial one), and the gradients since, each followed on its own."""
+
+    def __init__(self, weight: Float64Array, momentum: Float64Array, step: int) -> None:
+        self.base = (weight, momentum, step)
+        self.pushes: list[tuple[int, Float64Array]] = []
+        self.last_step = step
+
+    def push(self, step: int, gradient: Float64Array) -> None:
+        self.pushes.append((step, gradient))
+        self.last_step = max(self.last_step, step + 1)
+
+    def at(self, step: int) -> tuple[Float64Array, Float64Array]:
+        weight, momentum, start = self.base
+        weight, momentum = advance(weight, momentum, start, step)
+        for pushed, gradient in self.pushes:
+            more_weight, more_momentum = advance(-float(RATES[pushed]) * gradient, gradient, pushed + 1, step)
+            weight, momentum = weight + more_weight, momentum + more_momentum
+        return weight, momentum
+
+
+class ShardAgainstModel(RuleBasedStateMachine):
+    """Each rule makes one change on both sides; the invariant compares everything that can be read."""
+
+    @initialize()
+    def start(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="weightserver-model-"))
+        self.epoch, self.sequence = 1, 0
+        self.sent: list[tuple[WriteHeader, list[int], npt.NDArray[np.float32]]] = []
+        self.open()
+        self.create()
+
+    def open(self) -> None:
+        self.storage = Storage(self.directory)
+        self.shard = Shard(self.storage, shard=0, num_shards=1)
+        self.committer = Committer(self.shard.batch)
+
+    def close(self) -> None:
+        self.committer.close()
+        self.storage.close()
+
+    def create(self) -> None:
+        self.committer.submit(lambda batch: self.shard.create_table(batch, SPEC)).result(10)
+        self.committer.submit(lambda batch: self.shard.extend_schedule(batch, 0, RATES, 0, 0)).result(10)
+        self.committer.submit(lambda batch: self.shard.open_session(batch, "run", self.epoch, WRITER)).result(10)
+        initial = initial_rows(SPEC, np.arange(SPEC.num_rows)).astype(np.float64)
+        self.rows = [ModelRow(weight, np.zeros(SPEC.dim), 0) for weight in initial]
+        self.written: set[int] = set()
+        self.clock = 0
+
+    def header(self, step: int) -> WriteHeader:
+        self.sequence += 1
+        return WriteHeader(self.epoch, WRITER, self.sequence, 0, step)
+
+    def push(self, header: WriteHeader, rows: list[int], gradients: npt.NDArray[np.float32]) -> bool:
+        return self.committer.submit(
+            lambda batch: self.shard.push_gradients(batch, header, np.array(rows), gradients)
+        ).result(10)
+
+    @rule(rows=some_rows, step=steps, seed=seeds)
+    def push_at_any_time(self, rows: list[int], step: int, seed: int) -> None:
+        gradients = np.random.default_rng(seed).standard_normal((len(rows), SPEC.dim)).astype(np.float32)
+        header = self.header(step)
+        assert self.push(header, rows, gradients) is True
+        self.sent.append((header, rows, gradients))
+        for row, gradient in zip(rows, gradients.astype(np.float64), strict=True):
+            self.rows[row].push(step, gradient)
+        self.written |= set(rows)
+        self.clock = max(self.clock, step + 1)
+
+    @precondition(lambda self: self.sent)
+    @rule(which=st.integers(0, 2**16))
+    def send_one_again(self, which: int) -> None:
+        assert self.push(*self.sent[which % len(self.sent)]) is False
+
+    @rule(rows=some_rows, ahead=st.integers(-3, 5), seed=seeds)
+    def write_state(self, rows: list[int], ahead: int, seed: int) -> None:
+        weight, momentum = np.random.default_rng(seed).standard_normal((2, len(rows), SPEC.dim)).astype(np.float32)
+        last_step = np.array([self.rows[row].last_step for row in rows]) + ahead
+        header = self.header(int(last_step.max(initial=0)))
+        write = self.committer.submit(
+            lambda batch: self.shard.write_state(batch, header, np.array(rows), weight, momentum, last_step)
+        )
+        if ahead < 0 or last_step.max() > HORIZON:  # older than what is stored, or beyond the schedule: refused whole
+            with pytest.raises(StepError):
+                write.result(10)
+            return
+        assert write.result(10) is True
+        for row, *state in zip(rows, weight, momentum, last_step.tolist(), strict=True):
+            self.rows[row] = ModelRow(state[0].astype(np.float64), state[1].astype(np.float64), state[2])
+        self.written |= set(rows)
+        self.clock = max(self.clock, int(last_step.max()))
+
+    @rule(rows=some_rows, beyond=st.integers(0, 3))
+    def push_beyond_the_schedule(self, rows: list[int], beyond: int) -> None:
+        with pytest.raises(StepError):
+            self.push(self.header(HORIZON + beyond), rows, np.ones((len(rows), SPEC.dim), np.float32))
+
+    @rule()
+    def open_another_session(self) -> None:
+        fenced = self.header(0)
+        self.epoch += 1
+        self.committer.submit(lambda batch: self.shard.open_session(batch, "run", self.epoch, WRITER)).result(10)
+        with pytest.raises(FencedError):
+            self.push(fenced, [0], np.ones((1, SPEC.dim), np.float32))
+        self.sequence, self.sent = 0, []
+
+    @rule()
+    def restart(self) -> None:
+        before = self.read(None)
+        self.close()
+        self.open()
+        after = self.read(None)
+        assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))
+
+    @rule()
+    def drop_and_create(self) -> None:
+        self.committer.submit(self.shard.drop_table).result(10)
+        self.epoch += 2  # dropping took one
+        self.sequence, self.sent = 0, []
+        self.create()
+
+    def read(self, step: int | None) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+        (chunk,) = self.shard.fetch(np.arange(SPEC.num_rows), step=step, state=True)
+        assert chunk.momentum_buffer is not None
+        assert chunk.last_step is not None
+        return chunk.weight, chunk.momentum_buffer, chunk.last_step
+
+    @invariant()
+    def same(self) -> None:
+        if not hasattr(self, "rows"):
+            return
+        assert self.read(None)[2].tolist() == [row.last_step for row in self.rows]
+        newest = max(row.last_step for row in self.rows)
+        for step in {newest, HORIZON}:
+            weight, momentum, _ = self.read(step)
+            expected = [row.at(step) for row in self.rows]
+            scale = 1 + max(abs(value).max() for pair in expected for value in pair)
+            np.testing.assert_allclose(weight, [pair[0] for pair in expected], atol=1e-5 * scale, rtol=0)
+            np.testing.assert_allclose(momentum, [pair[1] for pair in expected], atol=1e-5 * scale, rtol=0)
+        if newest:
+            with pytest.raises(StepError, match=f"has seen {newest} updates"):
+                self.read(newest - 1)
+        assert (self.shard.state.rows_stored, self.shard.state.clock) == (len(self.written), self.clock)
+        assert self.shard.state.epoch == self.epoch
+
+    def teardown(self) -> None:
+        if hasattr(self, "directory"):
+            self.close()
+            shutil.rmtree(self.directory)
+
+
+TestShardAgainstModel = ShardAgainstModel.TestCase
+TestShardAgainstModel.settings = settings(
+    max_examples=30, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+)
