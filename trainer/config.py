@@ -41,7 +41,7 @@ class TrainConfig:
     """Go on with the run in --output (not in this version)."""
 
     # ---- how long
-    epochs: float = 20.0
+    epochs: float = 6.0
     """Length of the run: visits for each image, on average."""
     steps: int | None = None
     """Length of the run in updates, instead of epochs."""
@@ -142,7 +142,11 @@ class TrainConfig:
 PRESETS: dict[str, tuple[str, TrainConfig]] = {
     "fashion-mnist": (
         "Fashion-MNIST, 60,000 images of 28×28: minutes on a CPU",
-        TrainConfig(),
+        TrainConfig(
+            encoder=EncoderConfig(stem_stride=2, pool_size=3),  # small centred images: where things are says much
+            augmentation=AugmentationConfig(min_scale=0.5, blur_probability=0.0),
+            window_stride=64,
+        ),
     ),
 }
 
