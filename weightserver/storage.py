@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import os
 import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -90,6 +91,9 @@ class Storage:
     def __init__(self, directory: Path, *, readonly: bool = False) -> None:
         self.directory = directory
         self._owner: int | None = None
+        self._idle = threading.Condition()
+        self._num_reading = 0
+        self._closed = False
         with _translated(directory):
             if readonly:
                 if not (directory / "data.mdb").exists():
@@ -118,8 +122,17 @@ class Storage:
     @contextlib.contextmanager
     def read(self) -> Iterator[Transaction]:
         """A snapshot, to be held briefly: the file grows while old snapshots live."""
-        with _translated(self.directory), self._env.begin(buffers=True) as txn:
-            yield _LmdbTransaction(txn, self._databases)
+        with self._idle:
+            if self._closed:
+                raise StorageError(f"{self.directory} is closed: the shard is shutting down")
+            self._num_reading += 1
+        try:
+            with _translated(self.directory), self._env.begin(buffers=True) as txn:
+                yield _LmdbTransaction(txn, self._databases)
+        finally:
+            with self._idle:
+                self._num_reading -= 1
+                self._idle.notify_all()
 
     @contextlib.contextmanager
     def write(self) -> Iterator[Transaction]:
@@ -132,6 +145,10 @@ class Storage:
         return (self.directory / "data.mdb").stat().st_blocks * 512
 
     def close(self) -> None:
+        """Waits for running reads: what they look at is memory that closing unmaps. Later ones are refused."""
+        with self._idle:
+            self._closed = True
+            self._idle.wait_for(lambda: self._num_reading == 0)
         self._env.close()
         self._release()
 
