@@ -48,6 +48,8 @@ from weightserver.wire import (
 )
 
 _LEARNING_RATES_PER_CALL = 1 << 18
+_ROWS_PER_FETCH = 1 << 22
+"""Rows that one request names, 32 MiB of them where they are scattered."""
 Result = TypeVar("Result")
 Output = tuple[Float32Array, Float32Array | None, Int64Array | None]
 
@@ -454,13 +456,24 @@ class WeightClient:
 
         def fetch_shard(shard: int, positions: slice | Int64Array) -> None:
             mine = rows[positions]
-            part = pb.FetchRequest(rows=rows_to_proto(mine), step=request.step, raw=request.raw, state=request.state)
+            for first in range(0, len(mine), _ROWS_PER_FETCH):
+                fetch_some(shard, positions, mine[first : first + _ROWS_PER_FETCH], first)
+
+        def fetch_some(shard: int, positions: slice | Int64Array, mine: Int64Array, first: int) -> None:
+            some = pb.FetchRequest(rows=rows_to_proto(mine), step=request.step, raw=request.raw, state=request.state)
 
             def take(chunks: Iterator[FetchedChunk]) -> None:
                 start = 0
                 for chunk in chunks:
-                    end = start + len(chunk[0]) // (4 * out[0].shape[1])
-                    where = slice(start, end) if isinstance(positions, slice) else positions[start:end]
+                    num_rows, odd = divmod(len(chunk[0]), 4 * out[0].shape[1])
+                    end = start + num_rows
+                    if odd or end > len(mine):
+                        raise TableMismatchError(
+                            f"{connections[shard].name} answered rows of another length than the table had when this "
+                            "client first saw it: make a new client"
+                        )
+                    part = slice(first + start, first + end)
+                    where = part if isinstance(positions, slice) else positions[part]
                     for array, data in zip(out, chunk, strict=True):
                         if array is not None:
                             values = np.frombuffer(data, array.dtype.newbyteorder("<"))
@@ -469,7 +482,7 @@ class WeightClient:
                 if start != len(mine):
                     raise ClusterError(f"{connections[shard].name} answered {start} of {len(mine)} rows")
 
-            connections[shard].fetch(part, take)
+            connections[shard].fetch(some, take)
 
         parts_by_shard = self._sharding().positions_by_shard(rows)
         if parts_by_shard:

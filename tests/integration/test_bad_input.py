@@ -26,6 +26,7 @@ from weightserver import (
     TableMismatchError,
     TableSpec,
     WeightClient,
+    WeightServerError,
 )
 
 SPEC = TableSpec(num_rows=100, dim=4, rows_per_block=3)
@@ -203,6 +204,26 @@ def test_without_a_table_or_a_session(client: WeightClient, cluster: LocalCluste
         newer.extend_schedule(0, np.full(20, 0.5))
         with pytest.raises(FencedError, match=r"superseded|not known"):  # dropping a table fences too
             client.push_gradients([1, 2], ONES, step=0)
+
+
+@pytest.mark.parametrize("changes", [{"dim": 8}, {"dim": 2}, {"dim": 3}, {"rows_per_block": 4}, {"num_rows": 50}])
+def test_a_table_replaced_behind_a_client(client: WeightClient, cluster: LocalCluster, changes: dict[str, int]) -> None:
+    """Its rows are not those this client knows: never a row in the wrong place, and no error of NumPy's."""
+    with WeightClient(cluster.addresses) as old:
+        client.create_table(SPEC)
+        client.extend_schedule(0, np.full(20, 0.5))
+        old.open_session("old")
+        old.fetch(np.arange(100), step=0)
+        client.drop_table()
+        client.create_table(TableSpec(**{"num_rows": 100, "dim": 4, "rows_per_block": 3} | changes))
+        client.extend_schedule(0, np.full(20, 0.5))
+        for call in (lambda: old.fetch(np.arange(100), step=0), lambda: old.fetch_state(np.arange(100))):
+            with pytest.raises(WeightServerError, match=r"shard . at ") as raised:
+                call()
+            assert "\n" not in str(raised.value)
+        with pytest.raises(WeightServerError):
+            old.push_gradients(np.arange(2), ONES, step=0)
+        assert client.describe().rows_stored == 0
 
 
 def test_clusters_that_are_none(cluster: LocalCluster) -> None:

@@ -175,6 +175,18 @@ def test_rows_come_back_in_the_order_asked_for(client: WeightClient) -> None:
     assert client.fetch([], step=0).shape == (0, 3)
 
 
+def test_more_rows_than_one_message_can_name(client: WeightClient) -> None:
+    """9,000,000 ids of scattered rows on one shard take more bytes than a message may have."""
+    spec = TableSpec(num_rows=36_000_000, dim=1, rows_per_block=2_000)
+    open_table(client, spec, schedule(10))
+    rows = np.arange(0, spec.num_rows, 2)
+    rows = rows[rows // 2_000 % 2 == 0]
+    fetched = client.fetch(rows, step=0)
+    some = np.random.default_rng(7).integers(0, len(rows), 5_000)
+    assert len(rows) == 9_000_000
+    assert np.array_equal(fetched[some], initial_rows(spec, rows[some]))
+
+
 def test_state_written_is_state_read(client: WeightClient) -> None:
     spec = TableSpec(num_rows=1_000, dim=5, rows_per_block=6)
     open_table(client, spec, schedule(50))
