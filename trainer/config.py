@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,6 +15,8 @@ import tyro
 from trainer.data.augment import AugmentationConfig
 from trainer.model import EncoderConfig
 from weightserver.addresses import is_loopback
+
+_MAX_STEPS = 100_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,22 +121,29 @@ class TrainConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         for name in ("epochs", "temperature"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"--{name} must be positive, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"--{name} must be positive and finite, got {getattr(self, name)}")
+        for name in ("learning_rate", "knn_every"):
+            if not 0 <= getattr(self, name) < math.inf:
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag} must be finite and not negative, got {getattr(self, name)}")
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"--steps must be at least 1, got {self.steps}")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"--seed must lie in 0..2^64-1, got {self.seed}")
         if not 0 <= self.warmup_fraction <= 1:
             raise ValueError(f"--warmup-fraction must lie in 0..1, got {self.warmup_fraction}")
-        if not self.learning_rate >= 0:
-            raise ValueError(f"--learning-rate must not be negative, got {self.learning_rate}")
 
     @property
     def server_addresses(self) -> list[str]:
         return [address.strip() for address in self.servers.split(",")] if self.servers else []
 
     def num_steps(self, num_images: int) -> int:
-        """Updates of the run."""
-        return self.steps if self.steps is not None else max(1, round(self.epochs * num_images / self.batch_size))
+        """Updates of the run; ValueError where their learning rates alone would fill the memory."""
+        steps = self.steps if self.steps is not None else max(1, round(self.epochs * num_images / self.batch_size))
+        if steps > _MAX_STEPS:
+            raise ValueError(f"the run would take {steps:.3g} steps, at most {_MAX_STEPS:,} are possible: choose fewer")
+        return steps
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, default=str) + "\n"

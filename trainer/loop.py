@@ -59,6 +59,7 @@ def train(config: TrainConfig) -> TrainResult:
     images = dataset.train_images.to(device)  # uint8 (N, C, H, W)
     num_images, batch_size = len(images), config.batch_size
     num_steps = config.num_steps(num_images)
+    spec = _table_spec(config, num_images)
 
     # Everything random is a function of seeds and the visit index: the step number is all the state there is.
     order = RowOrder(num_images, config.order_seed)
@@ -80,8 +81,8 @@ def train(config: TrainConfig) -> TrainResult:
     optimizer = torch.optim.SGD(model.parameters(), momentum=config.momentum, weight_decay=config.weight_decay)
 
     with ExitStack() as stack:
-        _claim_output(config)
-        rows = stack.enter_context(_open_rows(config, num_images, rates))
+        stack.enter_context(_claimed_output(config))
+        rows = stack.enter_context(_open_rows(config, spec, rates))
         metrics = stack.enter_context((config.output / "metrics.jsonl").open("w"))
         board = stack.enter_context(SummaryWriter(str(config.output / "tensorboard")))
         progress = stack.enter_context(TrainingProgress(num_steps, chance=math.log(config.num_negatives)))
@@ -139,10 +140,8 @@ def train(config: TrainConfig) -> TrainResult:
     return TrainResult(dataset, model, summary, results)
 
 
-@contextmanager
-def _open_rows(config: TrainConfig, num_images: int, rates: Float32Array) -> Iterator[RowStore]:
-    """The row store that `config` asks for, with a table, its schedule and a session where it needs them."""
-    spec = TableSpec(
+def _table_spec(config: TrainConfig, num_images: int) -> TableSpec:
+    return TableSpec(
         num_rows=num_images,
         dim=config.dim,
         momentum=config.momentum,
@@ -152,6 +151,11 @@ def _open_rows(config: TrainConfig, num_images: int, rates: Float32Array) -> Ite
         rows_per_block=config.rows_per_block,
         correction=config.correction,
     )
+
+
+@contextmanager
+def _open_rows(config: TrainConfig, spec: TableSpec, rates: Float32Array) -> Iterator[RowStore]:
+    """The row store that `config` asks for, with a table, its schedule and a session where it needs them."""
     if config.rows == "dense":
         yield DenseRows(spec, rates)
         return
@@ -181,14 +185,29 @@ def _refuse_used_table(client: WeightClient) -> None:
         )
 
 
-def _claim_output(config: TrainConfig) -> None:
-    """Makes the run's directory and writes config.json; refuses a directory that another run used."""
-    config.output.mkdir(parents=True, exist_ok=True)
+@contextmanager
+def _claimed_output(config: TrainConfig) -> Iterator[None]:
+    """Makes the run's directory and writes config.json; refuses a directory that another run used.
+
+    A run that fails before its first step lets go of the directory, so that it can be tried again.
+    """
+    claim = config.output / "config.json"
     try:
-        with (config.output / "config.json").open("x") as file:
+        config.output.mkdir(parents=True, exist_ok=True)
+        with claim.open("x") as file:
             file.write(config.to_json())
-    except FileExistsError:
-        raise ValueError(f"{config.output} holds another run: choose another --output, or delete it") from None
+    except OSError as error:
+        if isinstance(error, FileExistsError) and claim.exists():
+            raise ValueError(f"{config.output} holds another run: choose another --output, or delete it") from None
+        raise ValueError(
+            f"--output {config.output} cannot be used ({error.strerror}): choose another directory"
+        ) from None
+    try:
+        yield
+    except BaseException:
+        if not (config.output / "metrics.jsonl").exists():
+            claim.unlink(missing_ok=True)
+        raise
 
 
 class _Interval:
@@ -253,9 +272,13 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"--device {name!r} is unknown: give cpu, cuda or cuda:N") from None
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {name!r} is unknown: give cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {name} needs a GPU and there is none: give --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {name} is not there: the GPUs are cuda:0..{torch.cuda.device_count() - 1}")
     return device
 
 

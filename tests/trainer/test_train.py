@@ -19,7 +19,7 @@ from trainer.config import TrainConfig
 from trainer.data.augment import AugmentationConfig
 from trainer.loop import train
 from trainer.model import EncoderConfig, load_encoder
-from weightserver import LocalCluster, TableSpec, WeightClient
+from weightserver import LocalCluster, TableSpec, WeightClient, WeightServerError
 
 NUM_IMAGES = 160
 
@@ -158,6 +158,18 @@ def test_a_used_directory_is_refused(data_dir: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
+def test_a_run_that_never_began_can_be_tried_again(data_dir: Path, tmp_path: Path) -> None:
+    with LocalCluster(1) as cluster:
+        output, servers = tmp_path / "run", cluster.addresses[0]
+        with WeightClient(cluster.addresses) as client:
+            client.create_table(TableSpec(num_rows=3, dim=2))
+        with pytest.raises(WeightServerError, match="spec"):
+            train(config(data_dir, output, servers=servers, steps=1))
+        with WeightClient(cluster.addresses) as client:
+            client.drop_table()
+        train(config(data_dir, output, servers=servers, steps=1))
+
+
 BAD_COMMAND_LINES = {
     "resume": (["--resume"], r"--resume is not in this version: .*checkpoints"),
     "another machine": (["--servers", "10.0.0.1:1"], r"10\.0\.0\.1:1 is on another machine .* --insecure"),
@@ -173,12 +185,21 @@ BAD_COMMAND_LINES = {
         r"window_stride must lie in 1\.\.100, .* got 101",
     ),
     "no steps": (["--steps", "0"], r"--steps must be at least 1, got 0"),
-    "epochs": (["--epochs", "-1"], r"--epochs must be positive, got -1"),
-    "temperature": (["--temperature", "0"], r"--temperature must be positive, got 0"),
+    "epochs": (["--epochs", "-1"], r"--epochs must be positive and finite, got -1"),
+    "temperature": (["--temperature", "0"], r"--temperature must be positive and finite, got 0"),
     "warm-up": (["--warmup-fraction", "2"], r"--warmup-fraction must lie in 0\.\.1, got 2"),
     "momentum": (["--momentum", "1"], r"momentum must lie in \[0, 1\), got 1"),
     "encoder": (["--encoder.name", "resnet9999"], r"unknown encoder 'resnet9999'"),
     "device": (["--device", "abacus"], r"--device 'abacus' is unknown: give cpu, cuda"),
+    "no real device": (["--device", "meta"], r"--device 'meta' is unknown: give cpu, cuda"),
+    "endless": (["--steps", "None", "--epochs", "inf"], r"--epochs must be positive and finite, got inf"),
+    "too long": (["--steps", "1000000000000"], r"would take 1e\+12 steps, at most 100,000,000 are possible"),
+    "learning rate": (["--learning-rate", "inf"], r"--learning-rate must be finite and not negative, got inf"),
+    "kNN": (["--knn-every", "nan"], r"--knn-every must be finite and not negative, got nan"),
+    "seed": (["--seed", "99999999999999999999"], r"--seed must lie in 0\.\.2\^64-1, got 9{20}"),
+    "dim": (["--dim", "99999999"], r"dim must lie in 1\.\.65536, got 99999999"),
+    "weight decay": (["--weight-decay", "-1"], r"weight_decay must lie in \[0, ∞\), got -1"),
+    "output": (["--output", __file__], r"--output .* cannot be used \(File exists\): choose another directory"),
 }
 
 
