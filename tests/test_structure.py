@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import grpc
@@ -110,6 +111,36 @@ def test_the_public_interface_stays(name: str, parameters: str) -> None:
     signature = inspect.signature(getattr(weightserver.WeightClient, name)).parameters
     assert [n for n, p in signature.items() if p.kind is p.POSITIONAL_OR_KEYWORD][1:] == re.findall(r"\w+", positional)
     assert set(re.findall(r"\w+", keywords)) <= {n for n, p in signature.items() if p.kind is p.KEYWORD_ONLY}
+
+
+def test_the_public_names_stay() -> None:
+    assert set(weightserver.__all__) == {
+        "ClusterError",
+        "FencedError",
+        "InvalidRequestError",
+        "LocalCluster",
+        "NoTableError",
+        "OverloadedError",
+        "RowState",
+        "ShardUnavailableError",
+        "StepError",
+        "StorageError",
+        "TableInfo",
+        "TableMismatchError",
+        "TableSpec",
+        "WeightClient",
+        "WeightServerError",
+    }
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(weightserver.WeightClient).parameters.items()
+        if parameter.default is not inspect.Parameter.empty
+    }
+    assert (defaults["timeout_seconds"], defaults["retry_seconds"]) == (30, 300)
+    assert [field.name for field in fields(weightserver.RowState)] == ["weight", "momentum_buffer", "last_step"]
+    known = {field.name for field in fields(weightserver.TableInfo)}
+    assert {"spec", "epoch", "clock", "horizon", "rows_stored", "disk_bytes", "shards"} <= known
+    assert {"addresses", "metrics_addresses", "processes"} <= set(weightserver.LocalCluster.__annotations__)
 
 
 def test_the_public_classes_stay() -> None:

@@ -63,7 +63,9 @@ def test_blocks_of_yesterday_can_be_read() -> None:
 
 
 def test_the_default_block_fits_sixteen_pages() -> None:
-    assert BlockCodec(TableSpec(num_rows=1, dim=128)).num_bytes + 16 <= 16 * 4096
+    """With the 16-byte header of the first overflow page."""
+    assert BlockCodec(TableSpec(num_rows=1, dim=128)).num_bytes == 65_040
+    assert 15 * 4096 < 65_040 + 16 <= 16 * 4096
 
 
 @pytest.mark.parametrize("position", [0, 2, 4, 8, 15, 16, 23, 24, 103, 104, 223, 224, 343])
@@ -80,6 +82,17 @@ def test_a_block_in_the_wrong_place_is_noticed() -> None:
         BlockCodec(SPEC).check(3, sealed_block())
     with pytest.raises(StorageError, match="344 bytes, not"):
         BlockCodec(TableSpec(num_rows=50, dim=4, rows_per_block=10)).check(2, sealed_block())
+
+
+def test_a_block_of_another_table_or_format_is_told_from_a_damaged_one() -> None:
+    block = sealed_block()
+    other = TableSpec(num_rows=50, dim=4, rows_per_block=8)  # whose blocks are as long
+    assert BlockCodec(other).num_bytes == len(block)
+    with pytest.raises(StorageError, match="block 2 holds 10 rows of 3: it belongs to another table"):
+        BlockCodec(other).check(2, block)
+    block[0] = 2
+    with pytest.raises(StorageError, match="block 2 has format 2, this version reads 1"):
+        BlockCodec(SPEC).check(2, block)
 
 
 increasing = st.lists(st.integers(0, 300), unique=True).map(lambda rows: np.array(sorted(rows), np.int64))
@@ -129,6 +142,30 @@ def test_hand_framed_answers_are_what_the_contract_says(num_rows: int, state: bo
     assert message == expected.SerializeToString(deterministic=True)
     fields = decode_fetch_response(message)
     assert [bytes(field) for field in fields] == [expected.weight, expected.momentum_buffer, expected.last_step]
+
+
+def test_an_answer_cut_off_is_noticed_at_every_byte() -> None:
+    """All prefixes but those that end between two fields."""
+    weight = np.ones((40, 3), np.float32)
+    message = encode_fetch_response(weight, weight, np.arange(40))
+    fields = [length + 2 + (length > 127) for length in (480, 480, 320)]
+    assert sum(fields) == len(message)
+    for length in range(len(message)):
+        if length in (0, fields[0], fields[0] + fields[1]):
+            decode_fetch_response(message[:length])
+            continue
+        with pytest.raises(InvalidRequestError, match="is this a weight server"):
+            decode_fetch_response(message[:length])
+
+
+@given(st.builds(pb.Rows, ids=st.binary(max_size=64), ranges=st.binary(max_size=64)))
+def test_garbage_in_rows_is_one_kind_of_error(message: pb.Rows) -> None:
+    try:
+        rows = rows_from_proto(message)
+    except InvalidRequestError:
+        return
+    assert rows.dtype == np.int64
+    assert rows.ndim == 1
 
 
 @given(st.binary(max_size=200))

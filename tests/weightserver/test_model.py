@@ -193,5 +193,5 @@ class ShardAgainstModel(RuleBasedStateMachine):
 
 TestShardAgainstModel = ShardAgainstModel.TestCase
 TestShardAgainstModel.settings = settings(
-    max_examples=30, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=20, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
