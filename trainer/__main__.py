@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     keep_large_buffers()
     try:
         result = train(parse_config(arguments))
-    except (ValueError, WeightServerError) as error:
+    except (ValueError, OSError, WeightServerError) as error:
         print(f"trainer: {error}", file=sys.stderr)
         sys.exit(1)
     print(" ".join(f"{name}={value:g}" for name, value in result.summary.items()))

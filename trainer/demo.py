@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     keep_large_buffers()
     try:
         run(options.epochs, options.seed, options.data_dir, options.output or _next_output(Path("runs")))
-    except (ValueError, WeightServerError) as error:
+    except (ValueError, OSError, WeightServerError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     return 0

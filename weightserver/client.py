@@ -14,6 +14,7 @@ The contract of its calls, for a table of N rows of D values:
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import threading
@@ -42,12 +43,14 @@ from weightserver.wire import (
     Float32Array,
     all_finite,
     rows_to_proto,
+    spec_digest,
     spec_from_proto,
     spec_to_proto,
     to_bytes,
 )
 
 _LEARNING_RATES_PER_CALL = 1 << 18
+_MAX_SECONDS = 86_400
 _ROWS_PER_FETCH = 1 << 22
 """Rows that one request names, 32 MiB of them where they are scattered."""
 Result = TypeVar("Result")
@@ -118,12 +121,15 @@ class WeightClient:
         retry_seconds: float = 300,
         insecure: bool = False,
     ) -> None:
-        if isinstance(addresses, str) or not addresses:
+        if isinstance(addresses, str) or not len(addresses) or not all(isinstance(text, str) for text in addresses):
             raise ValueError(f"addresses must be a list of host:port, one for each shard, got {addresses!r}")
-        if not timeout_seconds > 0 or not retry_seconds >= 0:
+        if not 0 < timeout_seconds <= _MAX_SECONDS or not 0 <= retry_seconds < math.inf:
             raise ValueError(
-                f"timeout_seconds must be positive, retry_seconds not negative: got {timeout_seconds}, {retry_seconds}"
+                f"timeout_seconds must be positive and at most {_MAX_SECONDS}, retry_seconds not negative: "
+                f"got {timeout_seconds}, {retry_seconds}"
             )
+        if token is not None and not (token.isascii() and token.isprintable()):
+            raise ValueError("token must be printable ASCII")
         for address in addresses:
             if not is_loopback(address) and credentials is None and not insecure:
                 raise ValueError(
@@ -138,7 +144,8 @@ class WeightClient:
         }
         self._lock = threading.Lock()
         self._connections: list[ShardConnection] | None = None
-        self._pool = ThreadPoolExecutor(max(4, 2 * len(addresses)), thread_name_prefix="weight-client")
+        # Enough that callers of shards that answer do not queue behind those that wait for one that does not.
+        self._pool = ThreadPoolExecutor(max(64, 4 * len(addresses)), thread_name_prefix="weight-client")
         self._spec: TableSpec | None = None
         self._session: Session | None = None
         self._closed = False
@@ -153,11 +160,18 @@ class WeightClient:
         """
         if not isinstance(spec, TableSpec):
             raise TypeError(f"spec must be a TableSpec, got {type(spec).__name__}")
-        for answer in self._describe_shards():
+        answers = self._describe_shards()
+        for answer in answers:
             if answer.HasField("spec") and (existing := spec_from_proto(answer.spec)) != spec:
                 raise TableMismatchError(
                     f"shard {answer.shard} holds another table, {existing}: use its spec, or drop_table() first"
                 )
+        used = [str(answer.shard) for answer in answers if answer.clock or answer.rows_stored]
+        if used and not all(answer.HasField("spec") for answer in answers):
+            raise TableMismatchError(
+                f"shard {', '.join(used)} holds rows of a table that other shards lack, as after a drop_table() that "
+                "failed halfway: repeat drop_table() first"
+            )
         self._on_all("CreateTable", pb.CreateTableRequest(spec=spec_to_proto(spec)))
         self._spec = spec
         return spec
@@ -180,8 +194,9 @@ class WeightClient:
             if answer.spec != answers[0].spec:
                 raise ClusterError(f"shards 0 and {answer.shard} hold different tables: drop the one that is wrong")
         newest = max(answers, key=lambda answer: answer.epoch)
+        self._spec = spec_from_proto(newest.spec)
         return TableInfo(
-            spec=spec_from_proto(newest.spec),
+            spec=self._spec,
             epoch=newest.epoch,
             run=newest.run,
             clock=max(answer.clock for answer in answers),
@@ -221,7 +236,7 @@ class WeightClient:
         if not all_finite(rates) or (rates < 0).any():
             raise ValueError("learning_rates must be finite and not negative")
         clock = max(answer.clock for answer in self._describe_shards())
-        for first in range(0, len(rates), _LEARNING_RATES_PER_CALL):
+        for first in range(0, max(1, len(rates)), _LEARNING_RATES_PER_CALL):
             request = pb.ExtendScheduleRequest(
                 start_step=start_step + first,
                 learning_rates=to_bytes(rates[first : first + _LEARNING_RATES_PER_CALL]),
@@ -237,8 +252,8 @@ class WeightClient:
         Raises:
             FencedError: the epoch to join was superseded, or another client opened a session at the same time.
         """
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"name must be a non-empty text, got {name!r}")
+        if not isinstance(name, str) or not name or not name.encode(errors="ignore").decode() == name:
+            raise ValueError(f"name must be a non-empty text that UTF-8 can hold, got {name!r}")
         if len(name) > MAX_NAME_CHARACTERS:
             raise ValueError(f"name has {len(name)} characters: give one of at most {MAX_NAME_CHARACTERS}")
         connections = self._connect()
@@ -366,12 +381,20 @@ class WeightClient:
 
     def _connect(self) -> list[ShardConnection]:
         """The connections in the order of shards."""
+        if self._closed:
+            raise ValueError("the client is closed: make a new one")
+        if self._connections is None:
+            self._adopt(self._identify())  # not under the lock: no caller waits for another's attempts
+        return self._connections or self._connect()
+
+    def _adopt(self, connections: list[ShardConnection]) -> None:
+        """Keeps the connections that were made first."""
         with self._lock:
-            if self._closed:
-                raise ValueError("the client is closed: make a new one")
-            if self._connections is None:
-                self._connections = self._identify()
-            return self._connections
+            if self._connections is None and not self._closed:
+                self._connections = connections
+                return
+        for connection in connections:
+            connection.close()
 
     def _identify(self) -> list[ShardConnection]:
         """Asks each address which shard it is."""
@@ -452,37 +475,36 @@ class WeightClient:
                 if whole is not None and some is not None:
                     whole[:] = some[inverse]
             return
-        connections = self._connect()
+        connections, table = self._connect(), spec_digest(self._table())
 
         def fetch_shard(shard: int, positions: slice | Int64Array) -> None:
-            mine = rows[positions]
-            for first in range(0, len(mine), _ROWS_PER_FETCH):
-                fetch_some(shard, positions, mine[first : first + _ROWS_PER_FETCH], first)
+            for first in range(0, len(rows[positions]), _ROWS_PER_FETCH):
+                part = slice(first, first + _ROWS_PER_FETCH)
+                fetch_part(shard, part if isinstance(positions, slice) else positions[part])
 
-        def fetch_some(shard: int, positions: slice | Int64Array, mine: Int64Array, first: int) -> None:
-            some = pb.FetchRequest(rows=rows_to_proto(mine), step=request.step, raw=request.raw, state=request.state)
+        def fetch_part(shard: int, positions: slice | Int64Array) -> None:
+            mine = rows[positions]
+            asked = pb.FetchRequest(
+                rows=rows_to_proto(mine), step=request.step, raw=request.raw, state=request.state, table=table
+            )
 
             def take(chunks: Iterator[FetchedChunk]) -> None:
-                start = 0
+                done = 0
                 for chunk in chunks:
-                    num_rows, odd = divmod(len(chunk[0]), 4 * out[0].shape[1])
-                    end = start + num_rows
-                    if odd or end > len(mine):
-                        raise TableMismatchError(
-                            f"{connections[shard].name} answered rows of another length than the table had when this "
-                            "client first saw it: make a new client"
-                        )
-                    part = slice(first + start, first + end)
-                    where = part if isinstance(positions, slice) else positions[part]
+                    end = done + len(chunk[0]) // (4 * out[0].shape[1])
+                    if isinstance(positions, slice):
+                        where: slice | Int64Array = slice(positions.start + done, positions.start + end)
+                    else:
+                        where = positions[done:end]
                     for array, data in zip(out, chunk, strict=True):
                         if array is not None:
                             values = np.frombuffer(data, array.dtype.newbyteorder("<"))
                             array[where] = values.reshape(-1, *array.shape[1:])
-                    start = end
-                if start != len(mine):
-                    raise ClusterError(f"{connections[shard].name} answered {start} of {len(mine)} rows")
+                    done = end
+                if done != len(mine):
+                    raise ClusterError(f"{connections[shard].name} answered {done} of {len(mine)} rows")
 
-            connections[shard].fetch(some, take)
+            connections[shard].fetch(asked, take)
 
         parts_by_shard = self._sharding().positions_by_shard(rows)
         if parts_by_shard:
@@ -515,7 +537,7 @@ class WeightClient:
             return hasher.digest()
 
         numbers = session.begin(by_shard, digest)
-        connections = self._connect()
+        connections, table = self._connect(), spec_digest(self._table())
 
         def messages(shard: int) -> Iterator[Message]:
             positions = by_shard[shard]
@@ -527,6 +549,7 @@ class WeightClient:
                 settled_before=session.settled_before(shard),
                 step=step,
                 num_rows=len(mine),
+                table=table,
             )
             parts = {name: array[positions] for name, array in arrays.items()}
             rows_per_message = max(1, CHUNK_BYTES // sum(array.nbytes // len(rows) for array in arrays.values()))
@@ -552,6 +575,8 @@ class WeightClient:
         if array.ndim != 1:
             raise ValueError(f"rows must have shape [n], got {list(array.shape)}")
         num_rows = self._table().num_rows
+        if len(array) and array.max() >= num_rows:
+            num_rows = self.describe().spec.num_rows  # another client may have made a larger table
         if len(array) and (array.min() < 0 or array.max() >= num_rows):
             bad = array[(array < 0) | (array >= num_rows)][0]
             raise ValueError(f"row {bad} does not exist: the table has rows 0..{num_rows - 1}")
@@ -560,7 +585,10 @@ class WeightClient:
     def _values(self, values: npt.ArrayLike, rows: Int64Array, name: str) -> Float32Array:
         if not hasattr(values, "dtype"):
             values = np.asarray(values, np.float32)
-        array = np.asarray(values)
+        try:
+            array = np.asarray(values)
+        except RuntimeError as error:  # a torch tensor with a gradient, or on another device
+            raise TypeError(f"{name} cannot be read as a NumPy array: {error}") from None
         if array.dtype != np.float32:
             raise TypeError(f"{name} must be float32, got {array.dtype}: convert it first")
         shape = (len(rows), self._table().dim)
@@ -576,7 +604,7 @@ def _step(value: int, name: str) -> int:
         raise TypeError(f"{name} must be an integer, got {value!r}")
     step = operator.index(value)
     if not 0 <= step < 2**63:
-        raise ValueError(f"{name} must not be negative, got {step}")
+        raise ValueError(f"{name} must not be negative, and less than 2⁶³, got {step}")
     return step
 
 

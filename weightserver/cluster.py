@@ -58,6 +58,8 @@ class LocalCluster:
 
     def restart(self, shard: int) -> None:
         """Stops the shard if it runs (SIGTERM), and starts it at the same address with the same data."""
+        if not 0 <= shard < len(self.processes):
+            raise ValueError(f"there is no shard {shard}: the cluster has shards 0..{len(self.processes) - 1}")
         self._stop(self.processes[shard])
         metrics_port = int(self.metrics_addresses[shard].rpartition(":")[2])
         process = self._start(shard, len(self.processes), self.addresses[shard], metrics_port)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 MAX_ROWS = 2**48
 MAX_DIM = 65_536
 MAX_ROWS_PER_BLOCK = 2_048
-MAX_BLOCK_BYTES = 64 << 20
+MAX_BLOCK_BYTES = 32 << 20
+"""So that a message, which holds at least one block's rows, stays within what gRPC is told to take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,10 @@ class TableSpec:
             else:
                 if isinstance(value, bool | str) or not hasattr(value, "__float__"):
                     raise TypeError(f"{field.name} must be a number, got {value!r}")
-                object.__setattr__(self, field.name, float(value))
+                try:
+                    object.__setattr__(self, field.name, float(value))
+                except OverflowError:
+                    raise ValueError(f"{field.name} is beyond any float") from None
         self._check("num_rows", 1 <= self.num_rows <= MAX_ROWS, f"1..{MAX_ROWS}")
         self._check("dim", 1 <= self.dim <= MAX_DIM, f"1..{MAX_DIM}")
         self._check("momentum", 0.0 <= self.momentum < 1.0, "[0, 1)")

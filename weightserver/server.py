@@ -59,6 +59,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if self.num_shards < 1 or not 0 <= self.shard < self.num_shards:
             raise ValueError(f"--shard must lie in 0..num_shards-1, got {self.shard} of {self.num_shards}")
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
+            raise ValueError(f"--metrics-port must lie in 0..65535, got {self.metrics_port}")
         if not is_loopback(self.listen) and not self.insecure:
             raise ValueError(
                 f"--listen {self.listen} can be reached from other machines and this version has no TLS: "
@@ -91,6 +93,8 @@ def serve(config: ServerConfig) -> None:
     host, wanted_port = split_address(config.listen)
     try:  # gRPC's own complaint would be no line of ours
         socket.create_server((host, wanted_port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except socket.gaierror as error:
+        raise OSError(f"cannot listen on {config.listen}: {error.strerror}") from error
     except OSError as error:
         raise OSError(
             f"cannot listen on {config.listen}: {os.strerror(error.errno or 0)}; is another server using it?"

@@ -114,6 +114,7 @@ class WeightServerService:
     def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answers serialized FetchResponses: see `wire`."""
         with self._answering("Fetch", context):
+            self._shard.check_table(request.table)
             rows = rows_from_proto(request.rows)
             self._shard.check_rows(rows)
             step = None if request.raw else request.step
@@ -208,6 +209,7 @@ class WeightServerService:
         return header, received
 
     def _written_rows(self, header: pb.WriteHeader, messages: list[_Message]) -> Int64Array:
+        self._shard.check_table(header.table)
         rows = np.concatenate([rows_from_proto(message.rows) for message in messages])
         _require(len(rows) == header.num_rows, f"the write announced {header.num_rows} rows and brought {len(rows)}")
         self._shard.check_rows(rows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -30,20 +29,23 @@ class Session:
         self._lock = threading.Lock()
         self._next = [1] * self.num_shards
         self._open: list[set[int]] = [set() for _ in range(self.num_shards)]
-        self._failed: OrderedDict[bytes, Numbers] = OrderedDict()
+        self._failed: list[tuple[bytes, Numbers]] = []  # oldest first; equal writes may fail several times
 
     def begin(self, shards: Iterable[int], digest: Callable[[], bytes]) -> Numbers:
         """The numbers of a write: new ones, or those under which the same write failed before."""
         with self._lock:
-            numbers = self._failed.pop(digest(), None) if self._failed else None
-            if numbers is None:
-                numbers = {}
-                for shard in shards:
-                    self._make_room(shard)
-                    numbers[shard] = self._next[shard]
-                for shard, number in numbers.items():
-                    self._next[shard] += 1
-                    self._open[shard].add(number)
+            if self._failed:
+                wanted = digest()
+                for position, (failed, numbers) in enumerate(self._failed):
+                    if failed == wanted:
+                        del self._failed[position]
+                        return numbers
+            numbers = {}
+            for shard in shards:
+                self._make_room(shard)
+                numbers[shard] = self._next[shard]
+                self._next[shard] += 1
+                self._open[shard].add(numbers[shard])
             return numbers
 
     def settled_before(self, shard: int) -> int:
@@ -58,18 +60,21 @@ class Session:
     def fail(self, numbers: Numbers, digest: bytes) -> None:
         """Remembers the numbers of a write that may have been applied on some of its shards."""
         with self._lock:
-            self._failed[digest] = numbers
+            self._failed.append((digest, numbers))
             if len(self._failed) > MAX_FAILED:
-                _, oldest = self._failed.popitem(last=False)
-                self._close(oldest)
+                self._give_up(0)
 
     def _make_room(self, shard: int) -> None:
         """Gives up failed writes that would leave the shard's window no place for the next number."""
         while self._open[shard] and self._next[shard] - (oldest := min(self._open[shard])) >= WINDOW:
-            failed = [digest for digest, numbers in self._failed.items() if numbers.get(shard) == oldest]
+            failed = [position for position, (_, numbers) in enumerate(self._failed) if numbers.get(shard) == oldest]
             if not failed:  # still on its way in another thread
                 return
-            self._close(self._failed.pop(failed[0]))
+            self._give_up(failed[0])
+
+    def _give_up(self, position: int) -> None:
+        _, numbers = self._failed.pop(position)
+        self._close(numbers)
 
     def _close(self, numbers: Numbers) -> None:
         for shard, number in numbers.items():

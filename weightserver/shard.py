@@ -31,7 +31,7 @@ from weightserver.exactly_once import WriterState
 from weightserver.initial import initial_rows
 from weightserver.sharding import Int64Array, Sharding
 from weightserver.storage import Storage, Transaction
-from weightserver.wire import CHUNK_BYTES, Float32Array, all_finite
+from weightserver.wire import CHUNK_BYTES, Float32Array, all_finite, spec_digest
 
 FORMAT = 1
 _SCHEDULE_CHUNK = 65_536
@@ -142,6 +142,12 @@ class Shard:
         if self._table is None:
             raise NoTableError("the shard holds no table: call create_table() first")
         return self._table
+
+    def check_table(self, digest: int) -> None:
+        """Raises TableMismatchError unless `digest` is this table's, or 0."""
+        spec = self.require_table().spec
+        if digest not in (0, spec_digest(spec)):
+            raise TableMismatchError(f"the table was replaced, it is now {spec}: call describe() and begin anew")
 
     def check_rows(self, rows: Int64Array) -> None:
         """Raises InvalidRequestError unless `rows` (int64 [n]) increase strictly and all live here."""

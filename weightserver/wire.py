@@ -7,10 +7,11 @@ compares them) with one copy instead of three. Slicing them apart makes none.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.config import TableSpec
@@ -31,6 +32,11 @@ Float32Array = npt.NDArray[np.float32]
 
 def spec_to_proto(spec: TableSpec) -> pb.TableSpec:
     return pb.TableSpec(**asdict(spec))
+
+
+def spec_digest(spec: TableSpec) -> int:
+    """Recognises a table: XXH3-64 of the spec's values in the order of its fields, never 0."""
+    return xxhash.xxh3_64_intdigest(repr(astuple(spec)).encode()) or 1
 
 
 def spec_from_proto(spec: pb.TableSpec) -> TableSpec:

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import lmdb
@@ -260,6 +262,52 @@ def test_a_closed_client_says_so(cluster: LocalCluster) -> None:
     client.close()
     with pytest.raises(ValueError, match="the client is closed: make a new one"):
         client.describe()
+
+
+def test_a_table_replaced_behind_a_client_is_noticed(client: WeightClient, cluster: LocalCluster) -> None:
+    client.create_table(SPEC)
+    client.extend_schedule(0, [0.5])
+    with WeightClient(cluster.addresses) as other:
+        other.fetch([1], step=0)
+        client.drop_table()
+        client.create_table(replace(SPEC, num_rows=200, seed=1))  # rows of the same length, with other values
+        client.extend_schedule(0, [0.5])
+        client.open_session("new")
+        with pytest.raises(
+            TableMismatchError, match=r"the table was replaced, it is now .*seed=1.*: call describe\(\)"
+        ):
+            other.fetch([1], step=0)
+        assert other.describe().spec.seed == 1
+        assert np.array_equal(other.fetch([150], step=0), client.fetch([150], step=0))
+
+
+def test_a_drop_that_ended_halfway_has_to_be_repeated(tmp_path: Path) -> None:
+    with LocalCluster(2, tmp_path) as cluster, WeightClient(cluster.addresses, retry_seconds=1) as client:
+        client.create_table(SPEC)
+        client.extend_schedule(0, [0.5])
+        client.open_session("old")
+        client.push_gradients([1, 4], ONES, step=0)  # one on each shard
+        cluster.processes[1].kill()
+        with pytest.raises(ShardUnavailableError, match="shard 1 at"):
+            client.drop_table()
+        cluster.restart(1)
+        with pytest.raises(TableMismatchError, match=r"shard 1 holds rows .*: repeat drop_table\(\) first"):
+            client.create_table(SPEC)
+        client.drop_table()
+        client.create_table(SPEC)
+        assert client.describe().rows_stored == 0
+
+
+def test_a_silent_server_holds_no_caller_longer_than_its_budget() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(50)
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with WeightClient([address], timeout_seconds=1, retry_seconds=1) as client, ThreadPoolExecutor(8) as threads:
+            started = time.monotonic()
+            calls = [threads.submit(client.describe) for _ in range(8)]
+            assert all(isinstance(call.exception(), ShardUnavailableError) for call in calls)
+            assert time.monotonic() - started < 6
 
 
 # ---- the command line

@@ -260,3 +260,14 @@ def test_failed_writes_are_given_up_at_last() -> None:
     for number in range(MAX_FAILED + 3):
         session.fail(session.begin([0], lambda n=number: bytes([n])), bytes([number]))
     assert session.settled_before(0) == 4
+
+
+def test_equal_writes_that_failed_are_repeated_each_under_its_own_number() -> None:
+    """The first may have been applied, its answer lost: giving its repetition a new number would apply it twice."""
+    session = Session(epoch=1, num_shards=1)
+    first, second = session.begin([0], lambda: b"same"), session.begin([0], lambda: b"same")
+    session.fail(first, b"same")
+    session.fail(second, b"same")
+    assert session.begin([0], lambda: b"same") == first
+    assert session.begin([0], lambda: b"same") == second
+    assert session.begin([0], lambda: b"same") == {0: 3}
