@@ -25,7 +25,7 @@ import grpc
 import lmdb
 import numpy as np
 
-from benchmarks.bare import OPTIONS
+from benchmarks.bare import CHANNEL_OPTIONS
 from benchmarks.measure import Timing, in_turn, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.allocator import keep_large_buffers
@@ -61,7 +61,7 @@ def bare_server() -> Iterator[grpc.Channel]:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        with grpc.insecure_channel(process.stdout.readline().strip(), OPTIONS) as channel:
+        with grpc.insecure_channel(process.stdout.readline().strip(), CHANNEL_OPTIONS) as channel:
             yield channel
     finally:
         process.stdin.close()

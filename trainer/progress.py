@@ -14,8 +14,7 @@ class TrainingProgress:
 
     def __init__(self, num_steps: int, *, chance: float) -> None:
         self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(),
+            BarColumn(bar_width=10),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[text]}"),
@@ -30,9 +29,9 @@ class TrainingProgress:
         if "knn_top1" in record:
             self._knn = f"  kNN {record['knn_top1']:.1f} %"
         text = (
-            f"{record['images_per_second']:,.0f} images/s  loss {record['loss']:.3f} (chance {self._chance:.3f})  "
+            f"{record['images_per_second']:,.0f} images/s  loss {record['loss']:.2f} (chance {self._chance:.2f})  "
             f"lr {record['learning_rate']:.4f}{self._knn}  "
-            f"waiting: data {_share(record, 'data')}, rows {_share(record, 'row')}"
+            f"wait {_share(record, 'data')} data {_share(record, 'row')} rows"
         )
         self._progress.update(self._task, completed=record["step"] + 1, text=text)
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
+from grpc.experimental import ChannelOptions
 
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.errors import (
@@ -30,6 +31,7 @@ _RETRIED = (
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 1.0
 _OPTIONS = [
+    (ChannelOptions.SingleThreadedUnaryStream, 1),  # an answer's chunks pass through no second thread
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),

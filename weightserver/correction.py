@@ -258,24 +258,19 @@ def _to_float32(coefficients: Float64Array) -> Float32Array:
 
 
 def correct(
-    weight: Float32Array,
-    momentum_buffer: Float32Array,
-    coefficients: Float32Array,
-    out_weight: Float32Array,
-    out_momentum_buffer: Float32Array | None = None,
+    weight: Float32Array, momentum_buffer: Float32Array, coefficients: Float32Array, *, weight_only: bool = False
 ) -> None:
-    """Brings raw rows up to date: float32 [n, D] and coefficients float32 [n, 2, 2] into the outputs, float32 [n, D].
+    """Brings raw rows up to date in place: float32 [n, D] and coefficients float32 [n, 2, 2].
 
     Product, product, sum, each rounded: no fused multiply-add, so that every place that corrects gets the same bits.
-    The outputs must not overlap the inputs.
+    With `weight_only` the momentum buffer is left as it was.
     """
     scratch = np.multiply(coefficients[:, 0, 1, None], momentum_buffer)
-    np.multiply(coefficients[:, 0, 0, None], weight, out=out_weight)
-    np.add(out_weight, scratch, out=out_weight)
-    if out_momentum_buffer is not None:
-        np.multiply(coefficients[:, 1, 0, None], weight, out=scratch)
-        np.multiply(coefficients[:, 1, 1, None], momentum_buffer, out=out_momentum_buffer)
-        np.add(scratch, out_momentum_buffer, out=out_momentum_buffer)
+    if not weight_only:
+        momentum_buffer *= coefficients[:, 1, 1, None]
+        momentum_buffer += coefficients[:, 1, 0, None] * weight
+    weight *= coefficients[:, 0, 0, None]
+    weight += scratch
 
 
 def apply_push(
@@ -335,8 +330,7 @@ def _apply_on_time(
 ) -> None:
     """torch.optim.SGD's update `step`, product by product in float32, of rows with last_step ≤ step."""
     if correction and (last_step != step).any():
-        raw_weight, raw_momentum = weight.copy(), momentum_buffer.copy()
-        correct(raw_weight, raw_momentum, schedule.coefficients(last_step, step), weight, momentum_buffer)
+        correct(weight, momentum_buffer, schedule.coefficients(last_step, step))
     scratch = np.multiply(weight, np.float32(schedule.weight_decay))
     scratch += gradient
     momentum_buffer *= np.float32(schedule.momentum)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TypeVar
 
@@ -34,14 +34,12 @@ from weightserver.wire import (
 
 MAX_WRITE_BYTES = 1 << 30
 """Values in one push or state write; the client splits nothing, because a write is atomic."""
-_NUM_READERS = 2
 _WRITER_BYTES = 16
 _DEFAULT_WAIT_SECONDS = 30.0
 
 _log = logging.getLogger(__name__)
 _Message = TypeVar("_Message", pb.PushGradientsRequest, pb.WriteStateRequest)
 Result = TypeVar("Result")
-Item = TypeVar("Item")
 
 
 class WeightServerService:
@@ -51,7 +49,6 @@ class WeightServerService:
         self._shard = shard
         self._committer = committer
         self._metrics = metrics
-        self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="reader")
 
     def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeResponse:
         with self._answering("Describe", context):
@@ -118,7 +115,7 @@ class WeightServerService:
             rows = rows_from_proto(request.rows)
             self._shard.check_rows(rows)
             step = None if request.raw else request.step
-            for num_rows, message in self._ahead(_encoded(self._shard.fetch(rows, step=step, state=request.state))):
+            for num_rows, message in _encoded(self._shard.fetch(rows, step=step, state=request.state)):
                 self._metrics.fetched(num_rows, len(message))
                 yield message
 
@@ -186,13 +183,6 @@ class WeightServerService:
         except FutureTimeoutError:
             future.cancel()
             raise OverloadedError("the write did not reach the disk before the deadline: it may yet") from None
-
-    def _ahead(self, items: Iterator[Item]) -> Iterator[Item]:
-        """The same items, the next of which is made while gRPC sends the last: a third of a long fetch's time."""
-        upcoming = self._readers.submit(next, items, None)
-        while (item := upcoming.result()) is not None:
-            upcoming = self._readers.submit(next, items, None)
-            yield item
 
     def _receive(self, messages: Iterator[_Message]) -> tuple[pb.WriteHeader, list[_Message]]:
         """All messages of one write, and the header of the first."""

@@ -188,12 +188,10 @@ class Shard:
             yield self._fetch_chunk(table, rows, runs, step, state)
 
     def _fetch_chunk(self, table: Table, rows: Int64Array, runs: list[_Run], step: int | None, state: bool) -> Rows:
-        rows = rows[runs[0].part.start : runs[-1].part.stop]
         first = runs[0].part.start
+        rows = rows[first : runs[-1].part.stop]
+        weight, momentum_buffer = np.empty((2, len(rows), table.spec.dim), np.float32)
         last_step = np.zeros(len(rows), np.int64)
-        weight = np.empty((len(rows), table.spec.dim), np.float32)
-        momentum = np.empty_like(weight) if state else None
-        sources: list[tuple[slice, Float32Array, Float32Array]] = []  # raw weight and momentum of each run
         absent: list[slice] = []  # never-written rows, neighbours together
         with self._storage.read() as txn:
             for run in runs:
@@ -205,22 +203,15 @@ class Shard:
                 else:
                     block = table.codec.views(stored)
                     last_step[part] = block.last_step[run.slots]
-                    sources.append((part, block.weight[run.slots], block.momentum_buffer[run.slots]))
-            for part in absent:
-                initial = initial_rows(table.spec, rows[part])
-                sources.append((part, initial, np.zeros_like(initial)))
-            if step is None:
-                for part, raw_weight, raw_momentum in sources:
-                    weight[part] = raw_weight
-                    if momentum is not None:
-                        momentum[part] = raw_momentum
-            else:
-                coefficients = self._coefficients(table, rows, last_step, step)
-                for part, raw_weight, raw_momentum in sources:
-                    corrected_momentum = None if momentum is None else momentum[part]
-                    correct(raw_weight, raw_momentum, coefficients[part], weight[part], corrected_momentum)
-                last_step[:] = step
-        return Rows(weight, momentum, last_step) if state else Rows(weight)
+                    weight[part] = block.weight[run.slots]
+                    momentum_buffer[part] = block.momentum_buffer[run.slots]
+        for part in absent:
+            weight[part] = initial_rows(table.spec, rows[part])
+            momentum_buffer[part] = 0
+        if step is not None:
+            correct(weight, momentum_buffer, self._coefficients(table, rows, last_step, step), weight_only=not state)
+            last_step[:] = step
+        return Rows(weight, momentum_buffer, last_step) if state else Rows(weight)
 
     def _coefficients(self, table: Table, rows: Int64Array, last_step: Int64Array, step: int) -> Float32Array:
         """float32 [n, 2, 2] that bring the rows to `step`."""

@@ -313,11 +313,11 @@ def test_correct_rounds_product_product_sum() -> None:
         np.stack([[c[i, 0] * w + c[i, 1] * u for w, u in zip(row_w, row_u, strict=True)] for c, row_w, row_u in rows])
         for i, rows in ((i, list(zip(coefficients, weight, momentum, strict=True))) for i in range(2))
     ]
-    out = np.empty((2, 50, 9), np.float32)
-    correct(weight, momentum, coefficients, out[0], out[1])
+    out = np.stack([weight, momentum])
+    correct(out[0], out[1], coefficients)
     assert (out == np.stack(expected)).all()
-    weight_alone = np.empty_like(weight)
-    correct(weight, momentum, coefficients, weight_alone)
+    weight_alone = weight.copy()
+    correct(weight_alone, momentum, coefficients, weight_only=True)
     assert (weight_alone == out[0]).all()
 
 
@@ -337,8 +337,8 @@ class Rows:
         self.last_step[rows], self.weight[rows], self.momentum[rows] = seen, weight, momentum
 
     def at(self, step: int) -> tuple[Float32Array, Float32Array]:
-        weight, momentum = np.empty_like(self.weight), np.empty_like(self.momentum)
-        correct(self.weight, self.momentum, self.schedule.coefficients(self.last_step, step), weight, momentum)
+        weight, momentum = self.weight.copy(), self.momentum.copy()
+        correct(weight, momentum, self.schedule.coefficients(self.last_step, step))
         return weight, momentum
 
 
