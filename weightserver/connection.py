@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ _OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 500),
 ]
 
+_log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 FetchedChunk = tuple[memoryview, memoryview, memoryview]
 
@@ -102,7 +104,7 @@ class ShardConnection:
         self._attempts(attempt)
 
     def _attempts(self, attempt: Callable[[dict[str, Any]], Result]) -> Result:
-        started, pause = time.monotonic(), _FIRST_PAUSE_SECONDS
+        started, pause, warned = time.monotonic(), _FIRST_PAUSE_SECONDS, False
         while True:
             try:
                 return attempt({"timeout": self._timeout_seconds, "metadata": self._metadata})
@@ -117,6 +119,14 @@ class ShardConnection:
                 raise ShardUnavailableError(
                     f"{self.name} did not answer for {waited:.1f} s ({status.name}): check that it runs and can be "
                     "reached, then repeat the call"
+                )
+            if pause == _LONGEST_PAUSE_SECONDS and not warned:
+                warned = True
+                _log.warning(
+                    "%s does not answer (%s), trying again for %.0f s",
+                    self.name,
+                    status.name,
+                    self._retry_seconds - waited,
                 )
             time.sleep(min(pause * random.uniform(0.5, 1.0), self._retry_seconds - waited))
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
