@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from trainer.rows.store import RowStore
 from trainer.schedule import VisitSchedule
-from weightserver.sharding import Int64Array
+from weightserver.sharding import Int64Array, Sharding
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,23 @@ class ActiveRows:
 
     rows: Int64Array  # (K,), strictly increasing
     labels: Int64Array  # (B,), where in `rows` each visit of the batch is
+
+    def share(self, sharding: Sharding, shard: int) -> ActiveRows:
+        """The rows that one shard (a rank) holds; the label of a visit whose row another one holds is -1."""
+        mine = sharding.shard_of(self.rows) == shard
+        position = np.where(mine, np.cumsum(mine) - 1, -1)
+        return ActiveRows(self.rows[mine], position[self.labels])
+
+
+def announced(active: Callable[[int], ActiveRows], store: RowStore, steps: range) -> Iterator[ActiveRows]:
+    """The active rows of each step, each announced to the store `store.prefetch_steps` steps before it is due."""
+    upcoming: deque[ActiveRows] = deque()
+    for step in steps:
+        while len(upcoming) <= store.prefetch_steps and step + len(upcoming) in steps:
+            ahead = step + len(upcoming)
+            upcoming.append(active(ahead))
+            store.prefetch(upcoming[-1].rows, step=ahead)
+        yield upcoming.popleft()
 
 
 class RecentRows:

@@ -22,6 +22,18 @@ class Sharding:
         shards: Int64Array = (rows // self.rows_per_block) % self.num_shards
         return shards
 
+    def local(self, rows: Int64Array) -> Int64Array:
+        """Each row's position among all the rows of its shard, int64 [n]."""
+        positions: Int64Array = rows // (self.rows_per_block * self.num_shards) * self.rows_per_block
+        positions += rows % self.rows_per_block
+        return positions
+
+    def rows_of_shard(self, shard: int, num_rows: int) -> Int64Array:
+        """All rows of 0..num_rows-1 that `shard` holds, ascending, int64 [n]."""
+        blocks = np.arange(shard, -(-num_rows // self.rows_per_block), self.num_shards, dtype=np.int64)
+        rows = (blocks[:, None] * self.rows_per_block + np.arange(self.rows_per_block)).reshape(-1)
+        return rows[rows < num_rows]
+
     def positions_by_shard(self, rows: Int64Array) -> dict[int, slice | Int64Array]:
         """Which positions of `rows` (int64 [n]) each shard holds; shards that hold none are left out."""
         if len(rows) == 0:

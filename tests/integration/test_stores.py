@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,8 +15,8 @@ import pytest
 import torch
 
 from trainer.loss import cosine_softmax_loss
-from trainer.recency import RecentRows
-from trainer.rows import DenseRows, RemoteRows, RowStore
+from trainer.recency import RecentRows, announced
+from trainer.rows import DenseRows, RemoteRows, ResidentRows, RowStore
 from trainer.schedule import VisitSchedule, learning_rates
 from weightserver import LocalCluster, RowState, TableSpec, WeightClient
 
@@ -26,15 +31,13 @@ class Recorded:
     rows: RowState  # all N
 
 
-def replay(store: RowStore, num_active: int, num_steps: int) -> Recorded:
+def replay(store: RowStore, num_active: int, num_steps: int, schedule: VisitSchedule = SCHEDULE) -> Recorded:
     """Trains the rows on features that are functions of the image and the step, as an encoder's would be, but fixed."""
-    recent = RecentRows(SCHEDULE, num_active=num_active, batch_size=BATCH_SIZE)
+    recent = RecentRows(schedule, num_active=num_active, batch_size=BATCH_SIZE)
     centres = torch.randn(NUM_ROWS, DIM, generator=torch.Generator().manual_seed(1))
     noise = torch.Generator().manual_seed(2)
     losses, feature_gradients = [], []
-    for step in range(num_steps):
-        active = recent.active(step)
-        store.prefetch(active.rows, step=step)
+    for step, active in enumerate(announced(recent.active, store, range(num_steps))):
         visited = torch.from_numpy(active.rows[active.labels])
         features = (centres[visited] + 0.5 * torch.randn(BATCH_SIZE, DIM, generator=noise)).requires_grad_()
         weight = store.weights(active.rows, step=step).requires_grad_()
@@ -52,6 +55,85 @@ def relative(actual: npt.NDArray[np.float32], expected: npt.NDArray[np.float32])
     return float((difference / np.linalg.norm(expected.astype(np.float64), axis=1)).max())
 
 
+class SlowClient:
+    """A client whose fetches and writes take a while, each another."""
+
+    def __init__(self, client: WeightClient, seed: int) -> None:
+        self._client = client
+        self._random = random.Random(seed)
+
+    def fetch_state(self, *arguments: Any, **options: Any) -> RowState:
+        time.sleep(self._random.choice([0, 0, 0.001, 0.01]))
+        return self._client.fetch_state(*arguments, **options)
+
+    def write_state(self, *arguments: Any) -> None:
+        time.sleep(self._random.choice([0, 0, 0.001, 0.01]))
+        self._client.write_state(*arguments)
+
+
+@contextmanager
+def remote(cluster: LocalCluster, spec: TableSpec, rates: npt.NDArray[np.float32]) -> Iterator[RemoteRows]:
+    with fresh_table(cluster, spec, rates) as client:
+        store = RemoteRows(client)
+        yield store
+        store.close()
+
+
+@contextmanager
+def resident(
+    cluster: LocalCluster,
+    spec: TableSpec,
+    rates: npt.NDArray[np.float32],
+    *,
+    capacity: int,
+    prefetch_steps: int,
+    write_back_rows: int = 20,
+    delays: int | None = None,
+) -> Iterator[ResidentRows]:
+    with fresh_table(cluster, spec, rates) as client:
+        store = ResidentRows(
+            client if delays is None else SlowClient(client, delays),
+            spec,
+            rates,
+            capacity=capacity,
+            prefetch_steps=prefetch_steps,
+            write_back_rows=write_back_rows,
+            device=torch.device("cpu"),
+        )
+        yield store
+        store.close()
+
+
+@contextmanager
+def fresh_table(cluster: LocalCluster, spec: TableSpec, rates: npt.NDArray[np.float32]) -> Iterator[WeightClient]:
+    with WeightClient(cluster.addresses) as client:
+        client.drop_table()
+        client.create_table(spec)
+        client.extend_schedule(0, rates)
+        client.open_session("test")
+        yield client
+        client.drop_table()
+
+
+def table(*, correction: bool = True) -> TableSpec:
+    return TableSpec(num_rows=NUM_ROWS, dim=DIM, weight_decay=1e-3, rows_per_block=7, correction=correction)
+
+
+def assert_alike(actual: Recorded, dense: Recorded) -> None:
+    assert dense.losses[-50:].mean() < 0.6 * dense.losses[:50].mean(), "the rows learned nothing: this shows nothing"
+    assert np.abs(actual.losses / dense.losses - 1).max() <= 1e-5
+    for gradients, expected in zip(actual.feature_gradients, dense.feature_gradients, strict=True):
+        assert np.linalg.norm(gradients - expected) <= 1e-5 * np.linalg.norm(expected)
+    assert relative(actual.rows.weight, dense.rows.weight) <= 1e-5
+    assert relative(actual.rows.momentum_buffer, dense.rows.momentum_buffer) <= 1e-5
+
+
+def assert_same_bits(actual: Recorded, expected: Recorded) -> None:
+    assert np.array_equal(actual.losses, expected.losses)
+    assert np.array_equal(actual.rows.weight, expected.rows.weight)
+    assert np.array_equal(actual.rows.momentum_buffer, expected.rows.momentum_buffer)
+
+
 @pytest.mark.parametrize(
     ("num_active", "correction", "num_steps"),
     [
@@ -60,25 +142,52 @@ def relative(actual: npt.NDArray[np.float32], expected: npt.NDArray[np.float32])
         pytest.param(60, False, 600, id="no correction"),
     ],
 )
-def test_remote_rows_train_like_dense_ones(
+def test_remote_and_resident_rows_train_like_dense_ones(
     cluster: LocalCluster, num_active: int, correction: bool, num_steps: int
 ) -> None:
     """13 passes of the window over all images in 2,000 steps; without correction only active rows move."""
-    spec = TableSpec(num_rows=NUM_ROWS, dim=DIM, weight_decay=1e-3, rows_per_block=7, correction=correction)
+    spec = table(correction=correction)
     rates = learning_rates(num_steps=num_steps, base=0.5, warmup_steps=num_steps // 10)
     dense = replay(DenseRows(spec, rates), num_active, num_steps)
-    with WeightClient(cluster.addresses) as client:
-        client.drop_table()
-        client.create_table(spec)
-        client.extend_schedule(0, rates)
-        client.open_session("remote")
-        store = RemoteRows(client)
-        remote = replay(store, num_active, num_steps)
-        store.close()
-        client.drop_table()
-    assert dense.losses[-50:].mean() < 0.6 * dense.losses[:50].mean(), "the rows learned nothing: this shows nothing"
-    assert np.abs(remote.losses / dense.losses - 1).max() <= 1e-5
-    for actual, expected in zip(remote.feature_gradients, dense.feature_gradients, strict=True):
-        assert np.linalg.norm(actual - expected) <= 1e-5 * np.linalg.norm(expected)
-    assert relative(remote.rows.weight, dense.rows.weight) <= 1e-5
-    assert relative(remote.rows.momentum_buffer, dense.rows.momentum_buffer) <= 1e-5
+    with remote(cluster, spec, rates) as store:
+        fetched = replay(store, num_active, num_steps)
+    assert_alike(fetched, dense)
+    capacity = min(NUM_ROWS, max(80, num_active) + 2 * 20)
+    with resident(cluster, spec, rates, capacity=capacity, prefetch_steps=4) as store:
+        kept = replay(store, num_active, num_steps)
+        entered = num_steps * BATCH_SIZE / 80 * 20 + capacity
+        assert store.counters.fetched_rows <= min(entered, NUM_ROWS if capacity == NUM_ROWS else entered)
+    assert_alike(kept, dense)
+    assert_same_bits(kept, fetched)  # on a CPU a row's way changes nothing at all
+
+
+@pytest.mark.parametrize(
+    ("window_size", "window_stride", "num_active", "capacity", "prefetch_steps"),
+    [
+        pytest.param(80, 20, 60, 60, 0, id="K = capacity"),
+        pytest.param(83, 19, 60, 121, 4, id="batches straddle windows"),
+        pytest.param(5, 2, 40, 60, 3, id="a batch holds rows twice"),
+        pytest.param(40, 40, 100, 200, 4, id="K > W = S"),
+        pytest.param(290, 7, 60, NUM_ROWS, 4, id="windows wrap around at N"),
+        pytest.param(NUM_ROWS, NUM_ROWS, 60, 92, 4, id="epoch order, few resident"),
+        pytest.param(NUM_ROWS, NUM_ROWS, NUM_ROWS, NUM_ROWS, 4, id="K = W = N"),
+    ],
+)
+def test_timing_changes_no_bit(
+    cluster: LocalCluster, window_size: int, window_stride: int, num_active: int, capacity: int, prefetch_steps: int
+) -> None:
+    """Random delays of fetches and writes, whatever the schedule; rows return again and again."""
+    num_steps = 250
+    schedule = VisitSchedule(num_rows=NUM_ROWS, window_size=window_size, window_stride=window_stride, seed=5)
+    rates = learning_rates(num_steps=num_steps, base=0.5, warmup_steps=25)
+    dense = replay(DenseRows(table(), rates), num_active, num_steps, schedule)
+    runs = []
+    for delays in (None, 1, 2):
+        with resident(
+            cluster, table(), rates, capacity=capacity, prefetch_steps=prefetch_steps, delays=delays
+        ) as store:
+            runs.append(replay(store, num_active, num_steps, schedule))
+    assert relative(runs[0].rows.weight, dense.rows.weight) <= 1e-5
+    assert relative(runs[0].rows.momentum_buffer, dense.rows.momentum_buffer) <= 1e-5
+    assert_same_bits(runs[1], runs[0])
+    assert_same_bits(runs[2], runs[0])

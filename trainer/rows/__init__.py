@@ -2,6 +2,7 @@
 
 from trainer.rows.dense import DenseRows
 from trainer.rows.remote import RemoteRows
+from trainer.rows.resident import ResidentRows
 from trainer.rows.store import RowCounters, RowStore
 
-__all__ = ["DenseRows", "RemoteRows", "RowCounters", "RowStore"]
+__all__ = ["DenseRows", "RemoteRows", "ResidentRows", "RowCounters", "RowStore"]

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from trainer.rows.store import RowCounters
+from trainer.schedule import Float32Array
 from weightserver import RowState, TableSpec
 from weightserver.initial import initial_rows
-from weightserver.sharding import Int64Array
+from weightserver.sharding import Int64Array, Sharding
 
 
 class DenseRows:
@@ -19,13 +20,27 @@ class DenseRows:
 
     Args:
         learning_rates: float32 [num_steps], one for each update.
+        sharding, shard: where only one rank's share of the rows is held.
     """
 
-    def __init__(self, spec: TableSpec, learning_rates: np.ndarray) -> None:
+    prefetch_steps = 0
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        learning_rates: Float32Array,
+        *,
+        device: torch.device | str = "cpu",
+        sharding: Sharding | None = None,
+        shard: int = 0,
+    ) -> None:
         self.counters = RowCounters()
         self._spec = spec
         self._learning_rates = learning_rates
-        weight = torch.from_numpy(initial_rows(spec, np.arange(spec.num_rows, dtype=np.int64)))  # (N, D)
+        self._sharding = sharding or Sharding(spec.rows_per_block, 1)
+        held = self._sharding.rows_of_shard(shard, spec.num_rows)
+        self.counters.resident_rows = len(held)
+        weight = torch.from_numpy(initial_rows(spec, held)).to(device)  # (N, D)
         self._weight = torch.nn.Parameter(weight)
         self._weight.grad = torch.zeros_like(weight)
         self._momentum_buffer = torch.zeros_like(weight)  # only used without correction
@@ -37,11 +52,14 @@ class DenseRows:
         """Nothing to do: the rows are here."""
 
     def weights(self, rows: Int64Array, *, step: int) -> Tensor:
-        return self._weight.detach()[torch.from_numpy(rows)]
+        return self._weight.detach()[self._positions(rows)]
+
+    def _positions(self, rows: Int64Array) -> Tensor:
+        return torch.from_numpy(self._sharding.local(rows)).to(self._weight.device)
 
     def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int) -> None:
         learning_rate = float(self._learning_rates[step])
-        active = torch.from_numpy(rows)
+        active = self._positions(rows)
         if not self._spec.correction:
             self._move_active(active, gradients, learning_rate)
             return
@@ -62,12 +80,15 @@ class DenseRows:
         momentum_buffer = self._optimizer.state[self._weight].get("momentum_buffer")
         if momentum_buffer is None:  # without correction, or before the first update
             momentum_buffer = self._momentum_buffer
-        chosen = torch.from_numpy(rows)
+        chosen = self._positions(rows)
         return RowState(
-            weight=self._weight.detach()[chosen].numpy(),
-            momentum_buffer=momentum_buffer[chosen].numpy(),
+            weight=self._weight.detach()[chosen].cpu().numpy(),
+            momentum_buffer=momentum_buffer[chosen].cpu().numpy(),
             last_step=np.full(len(rows), step, np.int64),
         )
+
+    def flush(self) -> None:
+        """Nothing to do: these rows live and die with the trainer."""
 
     def close(self) -> None:
         """Nothing to do."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -22,6 +21,9 @@ class RemoteRows:
         client: with a table, its schedule and an open session; closed by its owner.
     """
 
+    prefetch_steps = 0
+    """A step's rows can be fetched only after the push of the step before."""
+
     def __init__(self, client: WeightClient) -> None:
         self.counters = RowCounters()
         self._client = client
@@ -37,11 +39,9 @@ class RemoteRows:
             self.prefetch(rows, step=step)
         assert self._fetched is not None
         fetched, self._fetched = self._fetched[1], None
-        started = time.perf_counter()
-        self._raise_push_error()
-        weight = fetched.result()
-        self.counters.wait_seconds += time.perf_counter() - started
-        return weight
+        with self.counters.waiting():
+            self._raise_push_error()
+            return fetched.result()
 
     def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int) -> None:
         self._raise_push_error()
@@ -50,20 +50,20 @@ class RemoteRows:
     def read_state(self, rows: Int64Array, *, step: int) -> RowState:
         return self._thread.submit(lambda: self._client.fetch_state(rows, step=step)).result()
 
-    def close(self) -> None:
-        self._thread.shutdown()
+    def flush(self) -> None:
         self._raise_push_error()
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
 
     def _fetch(self, rows: Int64Array, step: int) -> Tensor:
         weight = torch.from_numpy(self._client.fetch(rows, step=step))
-        self.counters.fetched_rows += len(rows)
-        self.counters.fetched_bytes += weight.nbytes
+        self.counters.fetched(len(rows), weight.nbytes)
         return weight
 
     def _push(self, rows: Int64Array, gradients: Tensor, step: int) -> None:
         self._client.push_gradients(rows, gradients.numpy(), step=step)
-        self.counters.pushed_rows += len(rows)
-        self.counters.pushed_bytes += gradients.nbytes
+        self.counters.pushed(len(rows), gradients.nbytes)
 
     def _raise_push_error(self) -> None:
         """A failed push comes before whatever failed after it."""

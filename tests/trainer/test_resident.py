@@ -1,0 +1,219 @@
+"""Where a resident row is while it comes, stays and leaves. Real servers; a client whose writes can be held up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.rows import ResidentRows
+from trainer.rows.slots import SlotMap
+from weightserver import FencedError, RowState, TableSpec, WeightClient
+from weightserver.initial import initial_rows
+from weightserver.sharding import Int64Array
+
+SPEC = TableSpec(num_rows=500, dim=8, rows_per_block=7, weight_decay=0.01)
+RATES = np.full(200, 0.1, np.float32)
+
+
+class WatchedClient:
+    """Counts what is fetched and written; writes wait while `paused`."""
+
+    def __init__(self, client: WeightClient) -> None:
+        self._client = client
+        self.fetched: list[Int64Array] = []
+        self.written: list[Int64Array] = []
+        self.may_write = threading.Event()
+        self.may_write.set()
+
+    def fetch_state(self, rows: Int64Array, **options: Any) -> RowState:
+        self.fetched.append(rows)
+        return self._client.fetch_state(rows, **options)
+
+    def write_state(self, rows: Int64Array, *state: Any) -> None:
+        assert self.may_write.wait(20)
+        self._client.write_state(rows, *state)
+        self.written.append(rows)
+
+
+@pytest.fixture
+def watched(client: WeightClient) -> WatchedClient:
+    client.create_table(SPEC)
+    client.extend_schedule(0, RATES)
+    client.open_session("resident")
+    return WatchedClient(client)
+
+
+@pytest.fixture
+def make_store(watched: WatchedClient) -> Iterator[Any]:
+    stores = []
+
+    def make(*, capacity: int, prefetch_steps: int = 2, write_back_rows: int = 1) -> ResidentRows:
+        stores.append(
+            ResidentRows(
+                watched,  # type: ignore[arg-type]
+                SPEC,
+                RATES,
+                capacity=capacity,
+                prefetch_steps=prefetch_steps,
+                write_back_rows=write_back_rows,
+                device=torch.device("cpu"),
+            )
+        )
+        return stores[-1]
+
+    yield make
+    watched.may_write.set()
+    for store in stores:
+        store.close()
+
+
+def rows(*numbers: int) -> Int64Array:
+    return np.array(numbers, np.int64)
+
+
+def step_with(store: ResidentRows, step: int, active: Int64Array) -> None:
+    store.weights(active, step=step)
+    store.apply_gradients(active, torch.full((len(active), SPEC.dim), float(step + 1)), step=step)
+
+
+def alone(updates: dict[int, int], until: int) -> torch.Tensor:
+    """A row of zero initial weight, which got gradient step + 1 in the steps of `updates`, by plain SGD; (D,)."""
+    weight = torch.nn.Parameter(torch.zeros(SPEC.dim, dtype=torch.float64))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=SPEC.momentum, weight_decay=SPEC.weight_decay)
+    for step in range(until):
+        weight.grad = torch.full_like(weight, updates.get(step, 0))
+        optimizer.step()
+    return weight.detach()
+
+
+def learned(store: ResidentRows, row: int, step: int) -> torch.Tensor:
+    """What gradients made of a row: its weight less what its initial value became, (D,)."""
+    state = store.read_state(rows(row), step=step)
+    idle = torch.nn.Parameter(torch.from_numpy(initial_rows(SPEC, rows(row))[0].astype(np.float64)))
+    optimizer = torch.optim.SGD([idle], lr=0.1, momentum=SPEC.momentum, weight_decay=SPEC.weight_decay)
+    for _ in range(step):
+        idle.grad = torch.zeros_like(idle)
+        optimizer.step()
+    return torch.from_numpy(state.weight[0].astype(np.float64)) - idle.detach()
+
+
+def test_a_row_that_enters_while_it_is_written_back_comes_from_there(watched: WatchedClient, make_store: Any) -> None:
+    store = make_store(capacity=2, prefetch_steps=0)
+    watched.may_write.clear()
+    step_with(store, 0, rows(1, 2))
+    step_with(store, 1, rows(3, 4))  # 1 and 2 leave; their write waits
+    assert len(watched.written) == 0
+    step_with(store, 2, rows(1, 5))  # 1 returns before its write is done
+    assert [part.tolist() for part in watched.fetched] == [[1, 2], [3, 4], [5]]
+    watched.may_write.set()
+    step_with(store, 3, rows(6, 7))  # and leaves again, behind its first write
+    assert torch.allclose(learned(store, 1, 4), alone({0: 1, 2: 3}, 4), atol=1e-6)
+    assert torch.allclose(learned(store, 2, 4), alone({0: 1}, 4), atol=1e-6)
+
+
+def test_a_row_that_leaves_twice_before_its_write_is_written_once(watched: WatchedClient, make_store: Any) -> None:
+    store = make_store(capacity=2, prefetch_steps=0, write_back_rows=100)
+    for step in range(6):
+        step_with(store, step, rows(1, 2) if step % 2 == 0 else rows(3, 4))
+    store.flush()
+    assert sorted(np.concatenate(watched.written).tolist()) == [1, 2, 3, 4]
+    assert torch.allclose(learned(store, 1, 6), alone({0: 1, 2: 3, 4: 5}, 6), atol=1e-6)
+    assert torch.allclose(learned(store, 4, 6), alone({1: 2, 3: 4, 5: 6}, 6), atol=1e-6)
+
+
+def test_a_prefetched_row_that_returns_is_fetched_once(watched: WatchedClient, make_store: Any) -> None:
+    store = make_store(capacity=6, prefetch_steps=3)
+    for step, active in enumerate([rows(1, 2), rows(2, 9), rows(1, 2), rows(1, 9)]):
+        store.prefetch(active, step=step)
+    for step, active in enumerate([rows(1, 2), rows(2, 9), rows(1, 2), rows(1, 9)]):
+        step_with(store, step, active)
+    assert sorted(np.concatenate(watched.fetched).tolist()) == [1, 2, 9]
+    assert torch.allclose(learned(store, 9, 4), alone({1: 2, 3: 4}, 4), atol=1e-6)
+
+
+def test_a_row_that_a_prefetch_wants_does_not_leave(watched: WatchedClient, make_store: Any) -> None:
+    """Row 1 was active for the longest past step, but is announced again: row 2 makes room."""
+    store = make_store(capacity=3, prefetch_steps=2)
+    step_with(store, 0, rows(1))
+    step_with(store, 1, rows(2))
+    store.prefetch(rows(1), step=2)
+    store.prefetch(rows(3, 4), step=3)
+    step_with(store, 2, rows(1))
+    step_with(store, 3, rows(3, 4))
+    assert sorted(np.concatenate(watched.fetched).tolist()) == [1, 2, 3, 4]
+    store.flush()
+    assert watched.written[0].tolist() == [2]
+
+
+def test_leaving_rows_wait_for_room_on_their_way_back(watched: WatchedClient, make_store: Any) -> None:
+    """write_back_rows 1 lets 4 rows be on their way: a trainer that outruns the servers waits."""
+    store = make_store(capacity=1, prefetch_steps=0, write_back_rows=1)
+    watched.may_write.clear()
+    for step in range(5):
+        step_with(store, step, rows(step))
+    assert store.counters.write_back_pending_rows == 4
+    blocked = threading.Thread(target=step_with, args=(store, 5, rows(5)))
+    blocked.start()
+    blocked.join(0.3)
+    assert blocked.is_alive()
+    watched.may_write.set()
+    blocked.join(20)
+    assert not blocked.is_alive()
+    assert store.counters.wait_seconds > 0.2
+
+
+def test_rows_that_did_not_change_are_not_written(watched: WatchedClient, make_store: Any) -> None:
+    store = make_store(capacity=4, prefetch_steps=0)
+    step_with(store, 0, rows(1, 2, 3, 4))
+    store.flush()
+    store.flush()
+    assert [part.tolist() for part in watched.written] == [[1, 2, 3, 4]]
+    step_with(store, 1, rows(2, 3))
+    store.flush()
+    assert watched.written[-1].tolist() == [2, 3]
+
+
+def test_a_failed_write_stops_the_next_call(client: WeightClient, watched: WatchedClient, make_store: Any) -> None:
+    store = make_store(capacity=1, prefetch_steps=0)
+    step_with(store, 0, rows(1))
+    with WeightClient(client._addresses) as other:
+        other.open_session("another")
+    step_with(store, 1, rows(2))  # 1 leaves
+    with pytest.raises(FencedError, match="another"):
+        store.flush()
+    with pytest.raises(FencedError, match="another"):
+        store.prefetch(rows(3), step=2)
+
+
+def test_too_few_slots_say_what_to_do() -> None:
+    slots = SlotMap(3)
+    slots.last_announced[slots.add(rows(1, 2, 3))] = 5
+    with pytest.raises(ValueError, match=r"3 resident rows are too few: 1 more .* raise --capacity"):
+        slots.leaving(1, step=5)
+    assert len(slots.leaving(1, step=6)) == 1
+
+
+def test_slots_find_what_they_hold() -> None:
+    """Against a dictionary, through random comings and goings."""
+    generator = np.random.default_rng(0)
+    slots, held = SlotMap(40), {}
+    for step in range(200):
+        wanted = np.sort(generator.choice(100, size=generator.integers(1, 20), replace=False))
+        found = slots.find(wanted)
+        assert found.tolist() == [held.get(row, -1) for row in wanted.tolist()]
+        slots.last_announced[found[found >= 0]] = step
+        entering = wanted[found < 0]
+        leaving = slots.leaving(len(entering), step=step)
+        for slot in leaving.tolist():
+            assert held.pop(int(slots.row[slot])) == slot
+        slots.remove(leaving)
+        added = slots.add(entering)
+        slots.last_announced[added] = step
+        held.update(zip(entering.tolist(), added.tolist(), strict=True))
+        assert len(set(held.values())) == len(held) == len(slots) <= 40
+        assert slots.held().tolist() == [held[row] for row in sorted(held)]

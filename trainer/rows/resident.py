@@ -1,0 +1,202 @@
+"""The rows around the window, with their momentum, on the trainer's device; the servers hold all the others."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.rows.slots import SlotMap
+from trainer.rows.store import RowCounters
+from trainer.rows.write_back import WriteBack
+from trainer.schedule import Float32Array
+from weightserver import RowState, TableSpec, WeightClient
+from weightserver.correction import Schedule
+from weightserver.sharding import Int64Array
+
+_ROWS_PER_PART = 1 << 16
+"""Rows that are copied from the device together."""
+
+
+class ResidentRows:
+    """Rows enter before they are active, stay while they are likely to be active again, and leave behind the trainer.
+
+    Rows travel raw, as (weight, momentum_buffer, last_step), and are corrected here, once, when they become active; an
+    active row is moved in place by SGD in every step. So neither the time at which a row comes or goes, nor the way it
+    takes, changes a bit of it. What keeps that true:
+
+    - A row is in one place: on the servers, on its way here, resident, or on its way back. It is resident, with a slot
+      of its own, from the call that announces it, though its values may still be coming.
+    - A row that is announced for a step stays at least until that step's gradients were applied. Of the others the one
+      that was announced for the longest past step leaves first: with the default capacity no row of the window does.
+    - A row that enters while it is on its way back is taken from there. It is fetched only when the servers have
+      acknowledged what they were sent of it; writes leave in the order in which the rows left.
+    - Which rows enter and leave depends on the steps announced alone, never on what has arrived.
+
+    Args:
+        client: with a table, its schedule and an open session; closed by its owner.
+        learning_rates: float32 [num_steps], one for each update.
+        capacity: rows held here; at least those of `prefetch_steps` + 1 steps in a row.
+        prefetch_steps: how many steps ahead `prefetch` is called; fetches are gathered over half as many steps.
+        write_back_rows: rows written back together; four times as many may be on their way.
+    """
+
+    def __init__(
+        self,
+        client: WeightClient,
+        spec: TableSpec,
+        learning_rates: Float32Array,
+        *,
+        capacity: int,
+        prefetch_steps: int,
+        write_back_rows: int,
+        device: torch.device,
+    ) -> None:
+        self.counters = RowCounters()
+        self.prefetch_steps = prefetch_steps
+        self._client = client
+        self._spec = spec
+        self._schedule = Schedule(momentum=spec.momentum, weight_decay=spec.weight_decay, learning_rates=learning_rates)
+        self._device = device
+        self._slots = SlotMap(capacity)
+        self._weight = torch.zeros(capacity, spec.dim, device=device)
+        self._momentum_buffer = torch.zeros_like(self._weight)
+        self._last_step = np.zeros(capacity, np.int64)
+        self._changed = np.zeros(capacity, bool)  # since it came or was last written back
+        self._next_step = 0  # the first whose gradients were not applied
+        self._announced: dict[int, Int64Array] = {}  # step -> slots of its rows
+        self._active = np.zeros(0, np.int64)  # slots of the current step's rows
+        self._wanted: list[tuple[Int64Array, Int64Array]] = []  # rows and slots still to be asked for
+        self._wanted_from = 0  # the first step that needs one of them
+        self._coming: deque[tuple[int, Int64Array, Future[RowState]]] = deque()  # first step, slots, values
+        self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        self._write_back = WriteBack(
+            client, batch_rows=write_back_rows, max_rows=4 * write_back_rows, counters=self.counters
+        )
+
+    def prefetch(self, rows: Int64Array, *, step: int) -> None:
+        self._write_back.raise_error()
+        slots = self._slots.find(rows)
+        entering = slots < 0
+        self._slots.last_announced[slots[~entering]] = step
+        if entering.any():
+            slots[entering] = self._enter(rows[entering], step)
+        self._announced[step] = slots
+        if self._wanted and step - self._wanted_from >= self.prefetch_steps // 2:
+            self._ask()
+        self.counters.resident_rows = len(self._slots)
+
+    def _enter(self, rows: Int64Array, step: int) -> Int64Array:
+        """The slots of new rows, whose values are here or on their way."""
+        leaving = self._slots.leaving(len(rows), step=self._next_step)
+        if len(leaving):
+            self._leave(leaving[self._changed[leaving]])
+            self._slots.remove(leaving)
+        slots = self._slots.add(rows)
+        self._slots.last_announced[slots] = step
+        self._changed[slots] = False
+        here, state = self._write_back.take(rows)
+        if state is not None:
+            self._place(slots[here], state)
+        elsewhere = np.delete(np.arange(len(rows)), here)
+        if len(elsewhere):
+            self._wanted_from = self._wanted_from if self._wanted else step
+            self._wanted.append((rows[elsewhere], slots[elsewhere]))
+        return slots
+
+    def _leave(self, slots: Int64Array) -> None:
+        """Sends rows on their way back."""
+        for start in range(0, len(slots), _ROWS_PER_PART):
+            part = slots[start : start + _ROWS_PER_PART]
+            chosen = self._tensor(part)
+            state = RowState(
+                weight=self._weight[chosen].cpu().numpy(),
+                momentum_buffer=self._momentum_buffer[chosen].cpu().numpy(),
+                last_step=self._last_step[part],
+            )
+            self._write_back.add(self._slots.row[part], state)
+
+    def _ask(self) -> None:
+        """Starts one fetch of all rows that are wanted."""
+        rows, slots = (np.concatenate(parts) for parts in zip(*self._wanted, strict=True))
+        order = np.argsort(rows)
+        fetch = self._fetcher.submit(self._client.fetch_state, rows[order])
+        self._coming.append((self._wanted_from, slots[order], fetch))
+        self._wanted = []
+        self.counters.prefetch_pending_rows += len(rows)
+
+    def _receive(self, step: int) -> None:
+        """Puts all rows that `step` needs into their slots."""
+        if self._wanted and self._wanted_from <= step:
+            self._ask()
+        while self._coming and self._coming[0][0] <= step:
+            _, slots, fetch = self._coming[0]
+            with self.counters.waiting():
+                state = fetch.result()
+            self._coming.popleft()
+            self._place(slots, state)
+            self.counters.fetched(len(slots), _num_bytes(state))
+            self.counters.prefetch_pending_rows -= len(slots)
+
+    def _place(self, slots: Int64Array, state: RowState) -> None:
+        chosen = self._tensor(slots)
+        self._weight[chosen] = self._tensor(state.weight)
+        self._momentum_buffer[chosen] = self._tensor(state.momentum_buffer)
+        self._last_step[slots] = state.last_step
+
+    def weights(self, rows: Int64Array, *, step: int) -> Tensor:
+        if step not in self._announced:
+            self.prefetch(rows, step=step)
+        self._receive(step)
+        self._active = self._announced.pop(step)
+        idle = self._active[self._last_step[self._active] < step]
+        if self._spec.correction and len(idle):
+            self._correct(idle, step)
+        return self._weight[self._tensor(self._active)]
+
+    def _correct(self, slots: Int64Array, step: int) -> None:
+        """Brings idle rows to `step`: the same bits as weightserver.correction.correct, product by product."""
+        coefficients = self._tensor(self._schedule.coefficients(self._last_step[slots], step))
+        (ww, wu), (uw, uu) = coefficients[:, :, :, None].permute(1, 2, 0, 3)  # (n, 1) each
+        chosen = self._tensor(slots)
+        weight, momentum_buffer = self._weight[chosen], self._momentum_buffer[chosen]
+        self._weight[chosen] = ww * weight + wu * momentum_buffer
+        self._momentum_buffer[chosen] = uu * momentum_buffer + uw * weight
+        self._last_step[slots] = step
+
+    @torch.no_grad()
+    def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int) -> None:
+        active = self._tensor(self._active)
+        weight, momentum_buffer = self._weight[active], self._momentum_buffer[active]
+        momentum_buffer *= self._spec.momentum
+        momentum_buffer += weight * self._spec.weight_decay + gradients
+        weight -= momentum_buffer * float(self._schedule.learning_rates[step])
+        self._weight[active], self._momentum_buffer[active] = weight, momentum_buffer
+        self._last_step[self._active] = step + 1
+        self._changed[self._active] = True
+        self._next_step = step + 1
+
+    def _tensor(self, array: Int64Array | Float32Array) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    def flush(self) -> None:
+        held = self._slots.held()
+        changed = held[self._changed[held]]
+        self._leave(changed)
+        self._write_back.flush()
+        self._changed[changed] = False
+
+    def read_state(self, rows: Int64Array, *, step: int) -> RowState:
+        self.flush()
+        return self._client.fetch_state(rows, step=step)
+
+    def close(self) -> None:
+        self._fetcher.shutdown(cancel_futures=True)
+        self._write_back.close()
+
+
+def _num_bytes(state: RowState) -> int:
+    return state.weight.nbytes + state.momentum_buffer.nbytes + state.last_step.nbytes

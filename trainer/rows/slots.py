@@ -1,0 +1,72 @@
+"""Which row is where: a map from rows to slots, and which of them may leave. NumPy only."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weightserver.sharding import Int64Array
+
+_EMPTY = -1
+
+
+class SlotMap:
+    """Rows in `capacity` slots; the row whose last announced step is the longest ago leaves first.
+
+    Rows of one call are distinct. A row keeps its slot until it leaves.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.row = np.full(capacity, _EMPTY, np.int64)  # (capacity,), in each slot
+        self.last_announced = np.full(capacity, _EMPTY, np.int64)  # (capacity,), the latest step that names the row
+        self._rows = np.zeros(0, np.int64)  # (held,), ascending
+        self._slots = np.zeros(0, np.int64)  # (held,), of each of those rows
+        self._free = np.arange(capacity)[::-1]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def held(self) -> Int64Array:
+        """The slots of all rows, in the order of the rows."""
+        return self._slots
+
+    def find(self, rows: Int64Array) -> Int64Array:
+        """The slot of each row, -1 where it is not held."""
+        if not len(self._rows):
+            return np.full(len(rows), _EMPTY, np.int64)
+        position = np.searchsorted(self._rows, rows)
+        found = self._rows.take(position, mode="clip") == rows
+        return np.where(found, self._slots.take(position, mode="clip"), _EMPTY)
+
+    def leaving(self, num_entering: int, *, step: int) -> Int64Array:
+        """The slots that must be emptied so that `num_entering` rows fit, of rows announced for no step from `step` on.
+
+        Raises:
+            ValueError: too few rows may leave.
+        """
+        num_leaving = num_entering - len(self._free)
+        if num_leaving <= 0:
+            return np.zeros(0, np.int64)
+        idle = self._slots[self.last_announced[self._slots] < step]
+        if len(idle) < num_leaving:
+            raise ValueError(
+                f"{len(self.row)} resident rows are too few: {num_leaving - len(idle)} more are needed at step {step}; "
+                "raise --capacity or lower --prefetch-steps"
+            )
+        oldest = np.argpartition(self.last_announced[idle], num_leaving - 1)[:num_leaving]
+        return idle[oldest]
+
+    def remove(self, slots: Int64Array) -> None:
+        """Forgets the rows in `slots`."""
+        gone = np.searchsorted(self._rows, np.sort(self.row[slots]))
+        self._rows, self._slots = np.delete(self._rows, gone), np.delete(self._slots, gone)
+        self.row[slots] = _EMPTY
+        self._free = np.append(self._free, slots)
+
+    def add(self, rows: Int64Array) -> Int64Array:
+        """Gives each of `rows` (ascending, none held) a free slot."""
+        rest = len(self._free) - len(rows)
+        slots, self._free = self._free[rest:], self._free[:rest]
+        self.row[slots] = rows
+        where = np.searchsorted(self._rows, rows)
+        self._rows, self._slots = np.insert(self._rows, where, rows), np.insert(self._slots, where, slots)
+        return slots

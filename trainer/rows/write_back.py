@@ -1,0 +1,105 @@
+"""Rows on their way back to the servers."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from trainer.rows.store import RowCounters
+from weightserver import RowState, WeightClient
+from weightserver.sharding import Int64Array
+
+
+class WriteBack:
+    """A bounded queue: rows are gathered until `batch_rows` of them make a write worth its commit, and written by one
+    thread in the order in which they came. Until a write is durable its rows can be taken from here.
+
+    Args:
+        max_rows: `add` waits until no more than this many rows are on their way.
+    """
+
+    def __init__(self, client: WeightClient, *, batch_rows: int, max_rows: int, counters: RowCounters) -> None:
+        self._client = client
+        self._batch_rows = batch_rows
+        self._max_rows = max_rows
+        self._counters = counters
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="write-back")
+        self._gathered: list[tuple[Int64Array, RowState]] = []
+        self._num_gathered = 0
+        self._writes: deque[tuple[list[tuple[Int64Array, RowState]], Future[None]]] = deque()
+        self._newest: dict[int, tuple[RowState, int]] = {}  # row -> where its newest state on the way is
+
+    def __len__(self) -> int:
+        """Rows on their way."""
+        return self._num_gathered + sum(len(rows) for parts, _ in self._writes for rows, _ in parts)
+
+    def add(self, rows: Int64Array, state: RowState) -> None:
+        """Sends distinct rows (int64 [n]) with their raw state on their way."""
+        self._gathered.append((rows, state))
+        self._num_gathered += len(rows)
+        self._newest.update((row, (state, index)) for index, row in enumerate(rows.tolist()))
+        if self._num_gathered >= self._batch_rows:
+            self._write()
+        with self._counters.waiting():
+            while self._writes and (self._writes[0][1].done() or len(self) > self._max_rows):
+                self._forget_oldest()
+        self._counters.write_back_pending_rows = len(self)
+
+    def take(self, rows: Int64Array) -> tuple[Int64Array, RowState | None]:
+        """Which positions of `rows` are on their way, and their newest raw states. They are written all the same."""
+        found = [(position, *self._newest[row]) for position, row in enumerate(rows.tolist()) if row in self._newest]
+        if not found:
+            return np.zeros(0, np.int64), None
+        state = RowState(
+            weight=np.stack([state.weight[index] for _, state, index in found]),
+            momentum_buffer=np.stack([state.momentum_buffer[index] for _, state, index in found]),
+            last_step=np.stack([state.last_step[index] for _, state, index in found]),
+        )
+        return np.array([position for position, _, _ in found]), state
+
+    def flush(self) -> None:
+        """Returns once all rows are durable on the servers."""
+        self._write()
+        with self._counters.waiting():
+            while self._writes:
+                self._forget_oldest()
+        self._counters.write_back_pending_rows = 0
+
+    def raise_error(self) -> None:
+        """Raises the error of a write that failed."""
+        for _, write in self._writes:
+            if write.done():
+                write.result()
+
+    def close(self) -> None:
+        """Ends the write in progress; what was not flushed is lost."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _write(self) -> None:
+        if self._gathered:
+            self._writes.append((self._gathered, self._thread.submit(self._send, self._gathered)))
+            self._gathered, self._num_gathered = [], 0
+
+    def _send(self, parts: list[tuple[Int64Array, RowState]]) -> None:
+        """One write; of a row that left several times meanwhile only its newest state."""
+        rows = np.concatenate([part for part, _ in parts])
+        distinct, from_end = np.unique(rows[::-1], return_index=True)
+        chosen = len(rows) - 1 - from_end
+        weight, momentum_buffer, last_step = (
+            np.concatenate(arrays)[chosen]
+            for arrays in zip(*((s.weight, s.momentum_buffer, s.last_step) for _, s in parts), strict=True)
+        )
+        self._client.write_state(distinct, weight, momentum_buffer, last_step)
+        self._counters.pushed(len(distinct), weight.nbytes + momentum_buffer.nbytes + last_step.nbytes)
+
+    def _forget_oldest(self) -> None:
+        """Waits for the oldest write; from then on the servers have its rows."""
+        parts, write = self._writes[0]
+        write.result()
+        self._writes.popleft()
+        for rows, state in parts:
+            for row in rows.tolist():
+                if (newest := self._newest.get(row)) is not None and newest[0] is state:
+                    del self._newest[row]
