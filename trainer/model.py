@@ -1,14 +1,17 @@
 """Encoder and projection head; the files that trained encoders are kept in.
 
-Encoders: "small", our ResNet for 28–64 px images; "timm:NAME"; "torchvision:NAME", or a bare NAME as short for it.
+Encoders: "small", our ResNet for 28–64 px images; "timm:NAME"; "torchvision:NAME", or a bare NAME as short for it;
+"none", which hands on a few pixels at next to no cost, to measure everything else.
 All start from random weights and take normalised float32 images [B, C, H, W] (`trainer.data.augment.normalise`).
 BatchNorm is local to a rank, as in the paper (section 4.1); evaluate in eval mode.
 """
 
 import json
+import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,12 +23,21 @@ from trainer.torchvision_compat import import_module
 _FORMAT = "pic-encoder-1"
 
 
+def _group_norm(width: int) -> nn.GroupNorm:
+    """Of eight groups, or fewer where those do not divide the channels (Wu and He, 1803.08494)."""
+    return nn.GroupNorm(math.gcd(width, 8), width)
+
+
+_Norm = Callable[[int], nn.BatchNorm2d | nn.GroupNorm]
+_NORMS: dict[str, _Norm] = {"batch": nn.BatchNorm2d, "group": _group_norm}
+
+
 @dataclass(frozen=True, kw_only=True)
 class EncoderConfig:
     """All that is needed to build an encoder; an encoder file carries it."""
 
     name: str = "small"
-    """"small", "timm:NAME", "torchvision:NAME" or a bare torchvision NAME."""
+    """"small", "timm:NAME", "torchvision:NAME" or a bare torchvision NAME; "none" to measure all but the encoder."""
     in_channels: int = 1
     """Channels of an image, 1 or 3. torchvision's models want 3; grey images are repeated for them."""
     image_size: int = 28
@@ -38,6 +50,8 @@ class EncoderConfig:
     """Stride of the first convolution of "small": 2 is four times as fast and sees less."""
     pool_size: int = 1
     """Features of "small" are averages over a grid of pool_size × pool_size parts of the image; 1: over all of it."""
+    norm: Literal["batch", "group"] = "batch"
+    """Normalisation in "small": BatchNorm, or GroupNorm, with which an image's features depend on no other image."""
 
     def __post_init__(self) -> None:
         if self.in_channels not in (1, 3):
@@ -47,6 +61,10 @@ class EncoderConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}: give at least 1")
         if not self.blocks or min(self.blocks) < 1:
             raise ValueError(f"blocks is {self.blocks}: give at least one stage and one block a stage")
+        if self.norm not in _NORMS:
+            raise ValueError(f"norm is {self.norm!r}: give {' or '.join(_NORMS)}")
+        if self.norm != "batch" and self.name not in ("small", "none"):
+            raise ValueError(f"encoder {self.name!r} has its own normalisation, not {self.norm!r}: choose small for it")
 
 
 class PICModel(nn.Module):
@@ -79,6 +97,8 @@ def build_encoder(config: EncoderConfig) -> nn.Module:
     family, _, name = config.name.rpartition(":")
     if config.name == "small":
         return SmallResNet(config)
+    if config.name == "none":
+        return _FewPixels()
     if family == "timm":
         timm = import_module("timm")
         if not timm.is_model(name):
@@ -88,10 +108,12 @@ def build_encoder(config: EncoderConfig) -> nn.Module:
     if family in ("", "torchvision"):
         models = import_module("torchvision.models")
         if name not in models.list_models(module=models):
-            raise ValueError(f"unknown encoder {config.name!r}: give small, timm:NAME or a torchvision classifier")
+            raise ValueError(
+                f"unknown encoder {config.name!r}: give small, none, timm:NAME or a torchvision classifier"
+            )
         options = {"zero_init_residual": True} if "resne" in name else {}  # ResNet, ResNeXt, Wide ResNet
         return _TorchvisionEncoder(models.get_model(name, weights=None, **options))
-    raise ValueError(f"unknown kind of encoder {config.name!r}: give small, timm:NAME or torchvision:NAME")
+    raise ValueError(f"unknown kind of encoder {config.name!r}: give small, none, timm:NAME or torchvision:NAME")
 
 
 def measure_feature_dim(encoder: nn.Module, config: EncoderConfig) -> int:
@@ -115,22 +137,22 @@ def measure_feature_dim(encoder: nn.Module, config: EncoderConfig) -> int:
 class SmallResNet(nn.Module):
     """ResNet of basic blocks for 28–64 px images: a 3×3 stem without max pooling, stages, a grid of averages.
 
-    The last BatchNorm of each block starts at 0, so that a block starts as its shortcut (Goyal et al., 1706.02677).
+    The last norm of each block starts at 0, so that a block starts as its shortcut (Goyal et al., 1706.02677).
     """
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        width = config.width
+        width, norm = config.width, _NORMS[config.norm]
         layers: list[nn.Module] = [
             nn.Conv2d(config.in_channels, width, 3, config.stem_stride, padding=1, bias=False),
-            nn.BatchNorm2d(width),
+            norm(width),
             nn.ReLU(inplace=True),
         ]
         in_width = width
         for stage, num_blocks in enumerate(config.blocks):
             for block in range(num_blocks):
                 out_width = width * 2**stage
-                layers.append(_BasicBlock(in_width, out_width, stride=2 if stage > 0 and block == 0 else 1))
+                layers.append(_BasicBlock(in_width, out_width, 2 if stage > 0 and block == 0 else 1, norm))
                 in_width = out_width
         self.stages = nn.Sequential(*layers)
         self.pool = nn.AdaptiveAvgPool2d(config.pool_size)
@@ -150,22 +172,32 @@ class SmallResNet(nn.Module):
 class _BasicBlock(nn.Module):
     """Two 3×3 convolutions beside a shortcut (He et al., 1512.03385)."""
 
-    def __init__(self, in_width: int, out_width: int, stride: int) -> None:
+    def __init__(self, in_width: int, out_width: int, stride: int, norm: _Norm) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_width, out_width, 3, stride, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(out_width)
+        self.norm1 = norm(out_width)
         self.conv2 = nn.Conv2d(out_width, out_width, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(out_width)
+        self.norm2 = norm(out_width)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or in_width != out_width:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(in_width, out_width, 1, stride, bias=False), nn.BatchNorm2d(out_width)
-            )
+            self.shortcut = nn.Sequential(nn.Conv2d(in_width, out_width, 1, stride, bias=False), norm(out_width))
 
     def forward(self, maps: Tensor) -> Tensor:
         out = torch.relu_(self.norm1(self.conv1(maps)))
         out = self.norm2(self.conv2(out))
         return torch.relu_(out + self.shortcut(maps))
+
+
+class _FewPixels(nn.Module):
+    """Up to 4×4 pixels of the first channel, spread over the image, times one trainable factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        row_stride, column_stride = (-(-side // 4) for side in images.shape[-2:])
+        return images[:, 0, ::row_stride, ::column_stride].flatten(1) * self.scale
 
 
 class _TorchvisionEncoder(nn.Module):

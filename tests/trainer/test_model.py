@@ -1,13 +1,15 @@
 """Encoders, head and encoder files."""
 
+import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from trainer.loss import cosine_softmax_loss
 from trainer.model import (
     EncoderConfig,
     SmallResNet,
@@ -19,6 +21,7 @@ from trainer.model import (
 )
 
 SMALL = EncoderConfig(width=8, blocks=(1, 2), stem_stride=2, pool_size=2)
+GROUP = dataclasses.replace(SMALL, norm="group")
 
 
 @pytest.mark.parametrize(
@@ -27,6 +30,10 @@ SMALL = EncoderConfig(width=8, blocks=(1, 2), stem_stride=2, pool_size=2)
         (EncoderConfig(width=8), 32),
         (SMALL, 16 * 2 * 2),
         (EncoderConfig(width=8, in_channels=3, image_size=64), 32),
+        (GROUP, 16 * 2 * 2),
+        (EncoderConfig(width=6, norm="group"), 24),
+        (EncoderConfig(name="none"), 16),
+        (EncoderConfig(name="none", in_channels=3, image_size=31), 16),
         (EncoderConfig(name="timm:resnet10t"), 512),
         (EncoderConfig(name="resnet18"), 512),
         (EncoderConfig(name="torchvision:resnet18", in_channels=3, image_size=64), 512),
@@ -52,8 +59,9 @@ def test_weights_are_a_function_of_the_seed_alone() -> None:
     assert not torch.equal(first["head.0.weight"], other["head.0.weight"])
 
 
-def test_a_block_starts_as_its_shortcut() -> None:
-    encoder = build_encoder(SMALL)
+@pytest.mark.parametrize("config", [SMALL, GROUP], ids=["batch", "group"])
+def test_a_block_starts_as_its_shortcut(config: EncoderConfig) -> None:
+    encoder = build_encoder(config)
     assert isinstance(encoder, SmallResNet)
     blocks = [module for module in encoder.modules() if isinstance(module, _BasicBlock)]
     assert len(blocks) == 3
@@ -63,7 +71,61 @@ def test_a_block_starts_as_its_shortcut() -> None:
         assert torch.equal(block(maps), torch.relu(block.shortcut(maps)))
 
 
-@pytest.mark.parametrize("name", ["small", "timm:resnet10t", "resnet18"])
+def test_with_group_norm_an_image_depends_on_no_other() -> None:
+    images = torch.randn(6, 1, 28, 28)
+    for config, alone in ((GROUP, True), (SMALL, False)):
+        encoder = build_encoder(config).train()
+        features = encoder(images)
+        assert torch.allclose(encoder(images[:2]), features[:2], atol=1e-5) == alone
+        assert torch.allclose(encoder.eval()(images), features, atol=1e-5) == alone
+    assert list(build_encoder(GROUP).buffers()) == []
+
+
+def test_no_encoder_hands_on_pixels_and_still_learns() -> None:
+    """Its gradients and the rows' are those of the same function written out."""
+    config = EncoderConfig(name="none", in_channels=3, image_size=32)
+    model = build_model(config, dim=8, seed=0)
+    images = torch.randn(5, 3, 32, 32)
+    rows = torch.randn(20, 8, requires_grad=True)
+    labels = torch.arange(5)
+    cosine_softmax_loss(model(images), rows, labels, temperature=0.2).backward()  # type: ignore[no-untyped-call]
+    scale = torch.ones(1, requires_grad=True)
+    pixels = torch.stack([images[:, 0, row, column] for row in (0, 8, 16, 24) for column in (0, 8, 16, 24)], dim=1)
+    same_rows = rows.detach().clone().requires_grad_()
+    cosine_softmax_loss(model.head(pixels * scale), same_rows, labels, temperature=0.2).backward()
+    assert rows.grad is not None
+    assert rows.grad.abs().min() > 0
+    torch.testing.assert_close(rows.grad, same_rows.grad)
+    (parameter,) = model.encoder.parameters()
+    assert parameter.grad is not None
+    assert parameter.grad.abs() > 0
+    torch.testing.assert_close(parameter.grad, scale.grad)
+    assert sum(p.numel() for p in model.parameters()) < 1_000
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_encoder_files_keep_the_norm_and_old_ones_have_batch_norm(
+    tmp_path: Path, norm: Literal["batch", "group"]
+) -> None:
+    path, config = tmp_path / "encoder.safetensors", dataclasses.replace(SMALL, norm=norm)
+    encoder, images = build_encoder(config).eval(), torch.randn(4, 1, 28, 28)
+    save_encoder(encoder, config, path)
+    loaded, loaded_config = load_encoder(path)
+    assert loaded_config == config
+    assert torch.equal(loaded(images), encoder(images))
+    options = dataclasses.asdict(config)
+    del options["norm"]  # as before there was a choice
+    save_file(load_file(path), path, metadata={"format": "pic-encoder-1", "encoder": json.dumps(options)})
+    if norm == "batch":
+        loaded, loaded_config = load_encoder(path)
+        assert loaded_config == config
+        assert torch.equal(loaded(images), encoder(images))
+    else:
+        with pytest.raises(ValueError, match="does not hold the encoder it names"):
+            load_encoder(path)
+
+
+@pytest.mark.parametrize("name", ["small", "none", "timm:resnet10t", "resnet18"])
 def test_an_encoder_file_rebuilds_the_encoder(tmp_path: Path, name: str) -> None:
     config = EncoderConfig(name=name, width=8)
     model = build_model(config, seed=0)
@@ -134,6 +196,9 @@ def test_a_wrong_encoder_file_gives_one_clear_line(tmp_path: Path, write: Any, m
         ({"in_channels": 2}, "in_channels is 2"),
         ({"width": 0}, "width is 0"),
         ({"blocks": ()}, "blocks is"),
+        ({"norm": "layer"}, "norm is 'layer': give batch or group"),
+        ({"name": "timm:resnet10t", "norm": "group"}, "encoder 'timm:resnet10t' has its own normalisation"),
+        ({"name": "resnet18", "norm": "group"}, "encoder 'resnet18' has its own normalisation, not 'group'"),
     ],
 )
 def test_impossible_encoders(options: dict[str, Any], message: str) -> None:

@@ -1,6 +1,15 @@
-"""Labelled image sets held in memory: `load_dataset(name, directory)`."""
+"""Image sets to train on: `load_dataset(name, directory)`."""
 
-from trainer.data.datasets import DATASETS, Dataset, load_dataset
+from trainer.data.datasets import DATASETS, SYNTHETIC, Dataset, TrainImages, load_dataset
 from trainer.data.idx import DataNotFoundError
+from trainer.data.synthetic import SyntheticImages
 
-__all__ = ["DATASETS", "DataNotFoundError", "Dataset", "load_dataset"]
+__all__ = [
+    "DATASETS",
+    "SYNTHETIC",
+    "DataNotFoundError",
+    "Dataset",
+    "SyntheticImages",
+    "TrainImages",
+    "load_dataset",
+]

@@ -8,12 +8,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 from urllib.error import URLError
 
 import torch
 from torch import Tensor
 
 from trainer.data.idx import DataNotFoundError, find_idx, read_idx
+from trainer.data.synthetic import NUM_CHANNELS, SyntheticImages
 from trainer.torchvision_compat import import_module
 
 SYSTEM_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")
@@ -30,31 +32,73 @@ _FILES = {
 }
 
 
+class TrainImages(Protocol):
+    """N images to train on: a tensor uint8 [N, C, H, W], or what stands in for one that no memory would hold."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, ids: Tensor | slice, /) -> Tensor:
+        """Images uint8 [n, C, H, W] of ids int64 [n] in 0..N-1."""
+
+    def to(self, device: torch.device, /) -> "TrainImages":
+        """The same images, given on `device` and asked for by ids there."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Labelled images in memory. Training never reads a label; evaluation does."""
+    """Images and, but for generated ones, their labels. Training never reads a label; evaluation does."""
 
-    train_images: Tensor
+    train_images: TrainImages
     """uint8 [N, C, H, W]."""
     train_labels: Tensor
-    """int64 [N]."""
+    """int64 [N]; [0] where there are no labels, and then no test images either."""
     test_images: Tensor
     """uint8 [M, C, H, W]; nothing is ever chosen on these."""
     test_labels: Tensor
     """int64 [M]."""
 
+    @property
+    def labelled(self) -> bool:
+        return len(self.train_labels) > 0
 
-def load_dataset(name: str, directory: Path | None = None) -> Dataset:
+    def check_labelled(self) -> None:
+        """Raises ValueError where there are no labels to evaluate with."""
+        if not self.labelled:
+            raise ValueError("generated images have no labels: train without evaluations, or choose another --dataset")
+
+
+def load_dataset(
+    name: str, directory: Path | None = None, *, num_images: int | None = None, image_size: int = 32, seed: int = 0
+) -> Dataset:
     """Loads a data set by name, from `directory` when given, else from wherever the name says it may be had.
 
     fashion-mnist: `directory`, else the system's copy, the cache of an earlier download, torchvision's download, and
     as a last resort, announced on stderr, the Debian package where we are root. Every copy's checksum is verified.
     idx: any four files named like MNIST's in `directory` (needed), with no checksum.
+    synthetic: `num_images` (needed) colour images of `image_size` pixels, generated from `seed`, without labels; the
+    three mean nothing to the others, and num_images is refused there.
     Raises DataNotFoundError (a ValueError) in one line that says what was tried and what to do.
     """
+    if name == SYNTHETIC:
+        return _make_synthetic(directory, num_images, image_size, seed)
     if name not in DATASETS:
-        raise ValueError(f"unknown data set {name!r}: choose one of {', '.join(sorted(DATASETS))}")
+        raise ValueError(f"unknown data set {name!r}: choose one of {', '.join(sorted([*DATASETS, SYNTHETIC]))}")
+    if num_images is not None:
+        raise ValueError(f"data set {name!r} has its own number of images: leave --num-images away")
     return DATASETS[name](directory)
+
+
+def _make_synthetic(directory: Path | None, num_images: int | None, image_size: int, seed: int) -> Dataset:
+    if directory is not None:
+        raise ValueError(f"data set {SYNTHETIC!r} is generated: leave --data-dir {directory} away")
+    if num_images is None:
+        raise ValueError(f"data set {SYNTHETIC!r} has as many images as you like: give --num-images")
+    return Dataset(
+        train_images=SyntheticImages(num_images=num_images, image_size=image_size, seed=seed),
+        train_labels=torch.empty(0, dtype=torch.int64),
+        test_images=torch.empty(0, NUM_CHANNELS, image_size, image_size, dtype=torch.uint8),
+        test_labels=torch.empty(0, dtype=torch.int64),
+    )
 
 
 def _load_idx(directory: Path | None) -> Dataset:
@@ -142,3 +186,5 @@ def _one_line(error: BaseException) -> str:
 
 
 DATASETS: dict[str, Callable[[Path | None], Dataset]] = {"fashion-mnist": _load_fashion_mnist, "idx": _load_idx}
+"""The labelled ones."""
+SYNTHETIC = "synthetic"

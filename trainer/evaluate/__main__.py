@@ -13,7 +13,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from trainer.data import DATASETS, Dataset, load_dataset
+from trainer.data import DATASETS, SYNTHETIC, Dataset, load_dataset
 from trainer.evaluate import FeatureSet, encoder_features, pixel_features
 from trainer.evaluate.table import PROTOCOLS
 from trainer.model import load_encoder
@@ -57,6 +57,8 @@ def _dataset_of_run(run: Path | None) -> str:
         name = json.loads(config.read_text()).get("dataset", "fashion-mnist")
     except json.JSONDecodeError as error:
         raise ValueError(f"{config} is not JSON ({error.msg}): name the data set by --dataset") from error
+    if name == SYNTHETIC:
+        raise ValueError(f"{run} was trained on generated images, which have no labels: name a data set by --dataset")
     return str(name)
 
 
@@ -64,7 +66,7 @@ def _features(encoder_path: Path | None, dataset: Dataset) -> tuple[str, Feature
     if encoder_path is None:
         return "raw pixels", pixel_features(dataset)
     encoder, config = load_encoder(encoder_path)
-    channels, side = dataset.train_images.shape[1], dataset.train_images.shape[-1]
+    channels, side = dataset.test_images.shape[1], dataset.test_images.shape[-1]
     if (channels, side) != (config.in_channels, config.image_size):
         raise ValueError(
             f"{encoder_path} is for {config.in_channels}-channel {config.image_size} px images, the data set has "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trainer.data import Dataset
+from trainer.data import Dataset, TrainImages
 from trainer.data.augment import normalise
 from trainer.model import EncoderConfig, build_model
 
@@ -28,7 +28,11 @@ class FeatureSet:
 
 
 def encoder_features(encoder: nn.Module, dataset: Dataset) -> FeatureSet:
-    """Features of an encoder in eval mode (BatchNorm by its running statistics); the encoder's mode is kept."""
+    """Features of an encoder in eval mode (BatchNorm by its running statistics); the encoder's mode is kept.
+
+    Raises ValueError for a data set without labels.
+    """
+    dataset.check_labelled()
     return FeatureSet(
         train=_encode(encoder, dataset.train_images),
         train_labels=dataset.train_labels,
@@ -38,9 +42,10 @@ def encoder_features(encoder: nn.Module, dataset: Dataset) -> FeatureSet:
 
 
 def pixel_features(dataset: Dataset) -> FeatureSet:
-    """The pixels themselves, 0..1, flattened."""
+    """The pixels themselves, 0..1, flattened. Raises ValueError for a data set without labels."""
+    dataset.check_labelled()
     return FeatureSet(
-        train=dataset.train_images.flatten(1).float() / 255,
+        train=dataset.train_images[:].flatten(1).float() / 255,
         train_labels=dataset.train_labels,
         test=dataset.test_images.flatten(1).float() / 255,
         test_labels=dataset.test_labels,
@@ -53,7 +58,7 @@ def untrained_encoder(config: EncoderConfig, dataset: Dataset, seed: int) -> nn.
 
 
 @torch.no_grad()
-def calibrate_batch_norm(encoder: nn.Module, images: Tensor, num_images: int = 5_000) -> nn.Module:
+def calibrate_batch_norm(encoder: nn.Module, images: TrainImages, num_images: int = 5_000) -> nn.Module:
     """Returns a copy of `encoder` whose BatchNorm statistics are the averages over the first `num_images` images.
 
     Images uint8 [N, C, H, W]. For an untrained encoder this is the fairer peer: the statistics it is born with
@@ -70,11 +75,11 @@ def calibrate_batch_norm(encoder: nn.Module, images: Tensor, num_images: int = 5
 
 
 @torch.no_grad()
-def _encode(encoder: nn.Module, images: Tensor) -> Tensor:
+def _encode(encoder: nn.Module, images: TrainImages) -> Tensor:
     """Features float32 [N, d], on the CPU, of images uint8 [N, C, H, W]."""
     was_training = encoder.training
     encoder.eval()
-    features = [encoder(_prepare(encoder, batch)).float().cpu() for batch in torch.split(images, _BATCH_SIZE)]
+    features = [encoder(_prepare(encoder, batch)).float().cpu() for batch in torch.split(images[:], _BATCH_SIZE)]
     encoder.train(was_training)
     return torch.cat(features)
 

@@ -82,6 +82,15 @@ def test_bad_input_gives_one_line_and_status_2(
     assert error.count("\n") == 1
 
 
+def test_a_run_on_generated_images_needs_another_data_set(
+    run_dir: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run_dir / "config.json").write_text(json.dumps({"dataset": "synthetic"}))
+    assert main(["knn", "--run", str(run_dir)]) == 2
+    assert "was trained on generated images, which have no labels" in capsys.readouterr().err
+    assert main(["knn", "--run", str(run_dir), "--dataset", "idx", "--data-dir", str(data_dir)]) == 0
+
+
 @pytest.mark.parametrize("arguments", [[], ["knn"], ["svm", "--pixels"], ["knn", "--pixels", "--run", "x"]])
 def test_wrong_usage_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):

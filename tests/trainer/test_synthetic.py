@@ -1,0 +1,157 @@
+"""Generated images: a pure function of seed and id, against a plain reference and yesterday's bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from trainer.data import Dataset, SyntheticImages, load_dataset
+from trainer.evaluate import calibrate_batch_norm, encoder_features, pixel_features
+from trainer.model import EncoderConfig, build_encoder
+from weightserver.initial import splitmix64
+
+BILLION = 10**9
+
+
+def images_of(ids: list[int], **changes: Any) -> Tensor:
+    return SyntheticImages(**{"num_images": BILLION, "image_size": 12} | changes)[torch.tensor(ids, dtype=torch.int64)]
+
+
+@pytest.mark.parametrize(
+    ("image_size", "seed", "first_pixels", "checksum"),
+    [
+        (32, 0, [159, 160, 166, 162], "9a5d872ed373400d"),
+        (32, 1, [187, 188, 197, 164], "0782819419743ef8"),
+        (28, 0, [159, 160, 166, 162], "3959b49ba7200c33"),
+        (5, 0, [159, 175, 214, 47], "3f7daf3780efdf55"),
+        (64, 2**64 - 1, [146, 148, 98, 92], "414a64b21b053e48"),
+    ],
+)
+def test_golden_bytes(image_size: int, seed: int, first_pixels: list[int], checksum: str) -> None:
+    """Two measurements on generated images are of the same images."""
+    images = images_of([0, 1, 62, BILLION - 1], image_size=image_size, seed=seed)
+    assert images.shape == (4, 3, image_size, image_size)
+    assert images.dtype == torch.uint8
+    assert images[0, 0, 0, :4].tolist() == first_pixels
+    assert xxhash.xxh3_64_hexdigest(images.numpy().tobytes()) == checksum
+
+
+@pytest.mark.parametrize("side", [8, 12])
+def test_an_image_is_a_coarse_pattern_and_noise(side: int) -> None:
+    image_id, seed = 123_456_789, 7
+    num_patches = 3 * 8 * 8
+    num_words = -(-(num_patches + 3 * side * side) // 8)
+    words = splitmix64(seed, np.arange(image_id * num_words, (image_id + 1) * num_words, dtype=np.uint64))
+    random_bytes = b"".join(int(word).to_bytes(8, "little") for word in words)
+    image = images_of([image_id], image_size=side, seed=seed)[0]
+    for (channel, row, column), pixel in np.ndenumerate(image.numpy()):
+        patch = random_bytes[64 * channel + 8 * (row * 8 // side) + column * 8 // side]
+        noise = random_bytes[num_patches + side * (side * channel + row) + column]
+        assert pixel == patch - patch // 4 + noise // 4
+
+
+@settings(max_examples=50)
+@given(ids=st.lists(st.integers(0, BILLION - 1) | st.integers(0, 100), min_size=1, max_size=30))
+def test_an_image_depends_on_its_id_alone(ids: list[int]) -> None:
+    together = images_of(ids)
+    assert torch.equal(images_of(ids[::-1]), together.flip(0))
+    for image_id, image in zip(ids, together, strict=True):
+        assert torch.equal(images_of([image_id], num_images=image_id + 1)[0], image)
+
+
+def test_many_images_are_the_images_one_by_one() -> None:
+    """Enough of them to be made in several chunks."""
+    ids = torch.randperm(3_000, generator=torch.Generator().manual_seed(0)) + 2**29
+    images = SyntheticImages(num_images=BILLION, image_size=12)
+    together = images[ids]
+    assert all(torch.equal(images[ids[i : i + 1]][0], together[i]) for i in range(len(ids)))
+    assert images[ids[:0]].shape == (0, 3, 12, 12)
+
+
+def test_different_ids_and_seeds_give_different_images() -> None:
+    images = images_of(list(range(2_000)))
+    assert len({image.numpy().tobytes() for image in images}) == 2_000
+    distances = (images[:1_000].float() - images[1_000:].float()).abs().mean(dim=(1, 2, 3))
+    assert distances.min() > 40  # of 255: told apart by much more than the noise, and by its pattern alone
+    assert not torch.equal(images_of([3], seed=1), images_of([3], seed=2))
+
+
+def test_it_stands_in_for_a_tensor_of_images() -> None:
+    images = SyntheticImages(num_images=100, image_size=12, seed=5)
+    tensor = images[:]
+    assert len(images) == len(tensor) == 100
+    assert torch.equal(images[10:20], tensor[10:20])
+    assert torch.equal(images[90:1000], tensor[90:1000])
+    ids = torch.tensor([5, 3, 3, 99])
+    moved = images.to(torch.device("cpu"))
+    assert (len(moved), moved.seed) == (100, 5)
+    assert torch.equal(moved[ids], tensor[ids])
+
+
+def test_they_are_made_on_the_device_they_were_moved_to() -> None:
+    images = SyntheticImages(num_images=100, image_size=12).to(torch.device("meta"))
+    assert images[torch.tensor([5, 3])].device.type == "meta"
+
+
+def test_a_billion_images_take_no_memory() -> None:
+    images_of([0])
+    before = psutil.Process().memory_info().rss
+    dataset = load_dataset("synthetic", num_images=BILLION, image_size=32, seed=3)
+    assert len(dataset.train_images) == BILLION
+    batch = dataset.train_images[torch.arange(BILLION - 512, BILLION)]
+    assert psutil.Process().memory_info().rss - before < 32e6  # a bit an image would be 125 MB
+    assert batch.shape == (512, 3, 32, 32)
+
+
+@pytest.fixture
+def dataset() -> Dataset:
+    return load_dataset("synthetic", num_images=60, image_size=12)
+
+
+def test_there_is_nothing_to_evaluate_with(dataset: Dataset) -> None:
+    assert not dataset.labelled
+    encoder = build_encoder(EncoderConfig(name="none", in_channels=3, image_size=12))
+    for evaluate in (
+        dataset.check_labelled,
+        lambda: pixel_features(dataset),
+        lambda: encoder_features(encoder, dataset),
+    ):
+        with pytest.raises(ValueError, match="generated images have no labels: train without evaluations"):
+            evaluate()
+
+
+def test_statistics_can_be_calibrated_on_them(dataset: Dataset) -> None:
+    encoder = build_encoder(EncoderConfig(width=4, blocks=(1,), in_channels=3, image_size=12))
+    ours, theirs = (calibrate_batch_norm(encoder, images) for images in (dataset.train_images, dataset.train_images[:]))
+    norm = next(module for module in ours.modules() if isinstance(module, nn.BatchNorm2d))
+    assert norm.running_var is not None
+    assert (norm.running_var - 1).abs().max() > 0.1
+    assert all(torch.equal(a, b) for a, b in zip(ours.buffers(), theirs.buffers(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("synthetic", {}, "has as many images as you like: give --num-images"),
+        ("synthetic", {"num_images": 0}, r"num_images must lie in 1\.\.1,000,000,000, got 0"),
+        ("synthetic", {"num_images": BILLION + 1}, r"num_images must lie in 1\.\.1,000,000,000, got 1000000001"),
+        ("synthetic", {"num_images": 5, "image_size": 0}, r"image_size must lie in 1\.\.1024, got 0"),
+        ("synthetic", {"num_images": 5, "directory": Path("/data")}, "is generated: leave --data-dir /data away"),
+        ("fashion-mnist", {"num_images": 5}, "'fashion-mnist' has its own number of images: leave --num-images away"),
+        ("idx", {"num_images": 5, "directory": Path("/data")}, "'idx' has its own number of images"),
+        ("imagenet", {"num_images": 5}, "choose one of fashion-mnist, idx, synthetic"),
+    ],
+)
+def test_bad_arguments(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        load_dataset(name, **options)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,145 @@
+"""The trainer's metrics, as a scrape of a served page gives them."""
+
+from __future__ import annotations
+
+import math
+import socket
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from trainer.metrics import TrainerMetrics
+
+RECORD = {
+    "step": 9,
+    "loss": 4.5,
+    "learning_rate": 0.03,
+    "images_per_second": 640.0,
+    "seconds": 0.2,
+    "data_wait_seconds": 0.05,
+    "row_wait_seconds": 0.01,
+    "fetched_bytes": 1000,
+    "pushed_bytes": 2000,
+}
+DETAILS = {
+    "num_steps": 5,
+    "batch_size": 16,
+    "fetched_rows": 30,
+    "pushed_rows": 40,
+    "resident_rows": 500,
+    "active_rows": 64,
+    "prefetch_pending_rows": 7,
+    "write_back_pending_rows": 8,
+}
+Scrape = Callable[[], dict[str, float]]
+
+
+@pytest.fixture
+def metrics() -> TrainerMetrics:
+    return TrainerMetrics(run="run-a", rank=3)
+
+
+@pytest.fixture
+def scrape(metrics: TrainerMetrics) -> Iterator[Scrape]:
+    """Name, without pic_trainer_, to value, of all samples with no labels but a bucket's end."""
+    address, close = metrics.serve(0)
+
+    def samples() -> dict[str, float]:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+            page = answer.read().decode()
+        values = {}
+        for family in text_string_to_metric_families(page):
+            assert family.documentation.endswith("."), family.name
+            for sample in family.samples:
+                assert sample.name.startswith("pic_trainer_"), sample.name
+                if sample.name.endswith("_created"):
+                    continue
+                end = f" {sample.labels['le']}" if "le" in sample.labels else ""
+                values[sample.name.removeprefix("pic_trainer_") + end] = sample.value
+        return values
+
+    yield samples
+    close()
+
+
+def test_a_record_of_the_training_loop(metrics: TrainerMetrics, scrape: Scrape) -> None:
+    metrics.observe(RECORD)
+    values = scrape()
+    expected = {
+        "run_info": 1,
+        "steps_total": 10,
+        "images_total": 128,
+        "loss": 4.5,
+        "learning_rate": 0.03,
+        "images_per_second": 640,
+        "step_seconds_count": 10,
+        "step_seconds_sum": pytest.approx(0.2),
+        "step_seconds_bucket 0.01": 0,
+        "step_seconds_bucket 0.025": 10,
+        "data_wait_seconds_total": 0.05,
+        "row_wait_seconds_total": 0.01,
+        "row_fetched_bytes_total": 1000,
+        "row_pushed_bytes_total": 2000,
+        "row_fetched_rows_total": 0,
+        "row_pushed_rows_total": 0,
+    }
+    assert {name: values[name] for name in expected} == expected
+    for name in ("resident_rows", "active_rows", "prefetch_pending_rows", "write_back_pending_rows"):
+        assert math.isnan(values[name]), "unknown is not 0"
+
+
+def test_counters_add_up_and_gauges_follow(metrics: TrainerMetrics, scrape: Scrape) -> None:
+    metrics.observe(RECORD)
+    metrics.observe(RECORD | DETAILS | {"step": 14, "loss": 4.0, "seconds": 0.2, "knn_top1": 71.0})
+    metrics.observe(RECORD | {"step": 16})
+    values = scrape()
+    expected = {
+        "steps_total": 10 + 5 + 2,
+        "images_total": 128 + 5 * 16 + 128,
+        "loss": 4.5,
+        "step_seconds_count": 17,
+        "step_seconds_bucket 0.025": 10,
+        "step_seconds_bucket 0.05": 15,
+        "step_seconds_bucket 0.1": 17,
+        "data_wait_seconds_total": pytest.approx(0.15),
+        "row_fetched_bytes_total": 3000,
+        "row_fetched_rows_total": 30,
+        "row_pushed_rows_total": 40,
+        "resident_rows": 500,
+        "active_rows": 64,
+        "prefetch_pending_rows": 7,
+        "write_back_pending_rows": 8,
+    }
+    assert {name: values[name] for name in expected} == expected
+
+
+def test_a_run_that_goes_on_counts_its_own_steps(metrics: TrainerMetrics, scrape: Scrape) -> None:
+    metrics.observe(RECORD | {"step": 1_000_004, "num_steps": 5})
+    assert scrape()["steps_total"] == 5
+
+
+def test_run_and_rank_are_told(metrics: TrainerMetrics) -> None:
+    assert metrics.registry.get_sample_value("pic_trainer_run_info", {"run": "run-a", "rank": "3"}) == 1
+
+
+def test_two_trainers_in_one_process_share_nothing(metrics: TrainerMetrics) -> None:
+    other: Any = TrainerMetrics(run="run-b", rank=0)
+    metrics.observe(RECORD)
+    assert other.registry.get_sample_value("pic_trainer_steps_total") == 0
+
+
+def test_it_serves_on_loopback_until_closed(metrics: TrainerMetrics) -> None:
+    address, close = metrics.serve(0)
+    host, _, port = address.rpartition(":")
+    assert host == "127.0.0.1"
+    with pytest.raises(OSError, match=rf"cannot serve metrics on port {port} \(Address already in use\)") as caught:
+        TrainerMetrics(run="run-b", rank=0).serve(int(port))
+    assert "\n" not in str(caught.value)
+    close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), timeout=5)
+    _, close = metrics.serve(int(port))  # the port is free again
+    close()
