@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from weightserver.blocks import Block, BlockCodec
+from weightserver.blocks import Block, BlockCodec, RowBuffer
 from weightserver.config import TableSpec
 from weightserver.correction import Schedule, apply_push, correct
 from weightserver.errors import (
@@ -190,28 +190,25 @@ class Shard:
     def _fetch_chunk(self, table: Table, rows: Int64Array, runs: list[_Run], step: int | None, state: bool) -> Rows:
         first = runs[0].part.start
         rows = rows[first : runs[-1].part.stop]
-        weight, momentum_buffer = np.empty((2, len(rows), table.spec.dim), np.float32)
-        last_step = np.zeros(len(rows), np.int64)
+        found = RowBuffer(table.codec, len(rows))
         absent: list[slice] = []  # never-written rows, neighbours together
         with self._storage.read() as txn:
-            for run in runs:
-                part = slice(run.part.start - first, run.part.stop - first)
-                stored = txn.newest_block(run.block)
+            for block, slots, run in runs:
+                part = slice(run.start - first, run.stop - first)
+                stored = txn.newest_block(block)
                 if stored is None:
                     start = absent.pop().start if absent and absent[-1].stop == part.start else part.start
                     absent.append(slice(start, part.stop))
                 else:
-                    block = table.codec.views(stored)
-                    last_step[part] = block.last_step[run.slots]
-                    weight[part] = block.weight[run.slots]
-                    momentum_buffer[part] = block.momentum_buffer[run.slots]
+                    found.copy(part, stored, slots)
         for part in absent:
-            weight[part] = initial_rows(table.spec, rows[part])
-            momentum_buffer[part] = 0
+            found.weight[part] = initial_rows(table.spec, rows[part])
+            found.momentum_buffer[part] = 0
         if step is not None:
-            correct(weight, momentum_buffer, self._coefficients(table, rows, last_step, step), weight_only=not state)
-            last_step[:] = step
-        return Rows(weight, momentum_buffer, last_step) if state else Rows(weight)
+            coefficients = self._coefficients(table, rows, found.last_step, step)
+            correct(found.weight, found.momentum_buffer, coefficients, weight_only=not state)
+            found.last_step[:] = step
+        return Rows(found.weight, found.momentum_buffer, found.last_step) if state else Rows(found.weight)
 
     def _coefficients(self, table: Table, rows: Int64Array, last_step: Int64Array, step: int) -> Float32Array:
         """float32 [n, 2, 2] that bring the rows to `step`."""
