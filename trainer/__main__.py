@@ -26,7 +26,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except (ValueError, OSError, WeightServerError) as error:
         print(f"trainer: {error}", file=sys.stderr)
         sys.exit(1)
-    print(" ".join(f"{name}={value:g}" for name, value in result.summary.items()))
+    if result.is_first:
+        print(" ".join(f"{name}={value:g}" for name, value in result.summary.items()))
     sys.exit(0)
 
 

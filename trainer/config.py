@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,16 +25,24 @@ class TrainConfig:
     # ---- what to train on, and where the results go
     dataset: str = "fashion-mnist"
     """Name of the data set."""
+    num_images: int | None = None
+    """N, where the data set is synthetic: as many as you like, up to 10⁹."""
     data_dir: Path | None = None
     """Folder with the data set's files; without one they are looked for, and downloaded where need be."""
     output: Path = Path("runs/fashion-mnist")
     """The run's own directory: config.json, metrics.jsonl, summary.json, tensorboard/, encoder.safetensors."""
 
     # ---- who holds the rows
-    rows: Literal["remote", "dense"] = "remote"
-    """remote: on the weight servers. dense: all in this process's memory, moved by plain SGD."""
+    rows: Literal["resident", "remote", "dense"] = "resident"
+    """resident: those around the window on the trainer's device, the others on the weight servers. remote: all on the
+    weight servers, fetched for each step. dense: all in the trainers' memory, moved by plain SGD."""
+    capacity: int | None = None
+    """Resident rows, on all ranks together; without it those that the window and prefetching make use of."""
+    prefetch_steps: int = 8
+    """How many steps before they are active resident rows are asked for."""
     servers: str | None = None
-    """Addresses of all weight servers, host:port,host:port; without any, local ones are started for the run."""
+    """Addresses of all weight servers, host:port,host:port; without any, local ones are started for the run (where all
+    ranks are on one machine)."""
     num_shards: int = 2
     """Local weight servers to start where no --servers are given; their rows are kept in the run's directory."""
     insecure: bool = False
@@ -98,6 +105,9 @@ class TrainConfig:
     """Steps between lines of metrics.jsonl."""
     knn_every: float = 0.0
     """Epochs between kNN evaluations on held-out training images; 0 for none."""
+    metrics_port: int | None = None
+    """Port of the Prometheus metrics of the first rank on each machine, on loopback; the next rank has the next one. 0
+    takes free ones, None serves none."""
     evaluate: bool = True
     """Whether to end with the kNN and linear evaluations."""
 
@@ -105,12 +115,12 @@ class TrainConfig:
         """Raises ValueError for settings that contradict each other, or that this version cannot do."""
         if self.resume:
             raise ValueError("--resume is not in this version: it comes with checkpoints; start in another --output")
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ValueError(
-                "this version trains with one process: start it with --nproc-per-node 1, or without torchrun"
-            )
         if self.rows == "dense" and self.servers:
-            raise ValueError("--rows dense keeps the rows in this process: leave --servers away, or use --rows remote")
+            raise ValueError("--rows dense keeps the rows in the trainer: leave --servers away, or use --rows resident")
+        if self.capacity is not None and self.rows != "resident":
+            raise ValueError(f"--capacity is for --rows resident, not {self.rows}: leave it away")
+        if self.prefetch_steps < 0:
+            raise ValueError(f"--prefetch-steps must not be negative, got {self.prefetch_steps}")
         for address in self.server_addresses:
             if not is_loopback(address) and not self.insecure:
                 raise ValueError(
@@ -129,6 +139,8 @@ class TrainConfig:
                 raise ValueError(f"--{flag} must be finite and not negative, got {getattr(self, name)}")
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"--steps must be at least 1, got {self.steps}")
+        if self.metrics_port is not None and not 0 <= self.metrics_port < 2**16:
+            raise ValueError(f"--metrics-port must lie in 0..65535, got {self.metrics_port}")
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"--seed must lie in 0..2^64-1, got {self.seed}")
         if not 0 <= self.warmup_fraction <= 1:
@@ -145,6 +157,28 @@ class TrainConfig:
             raise ValueError(f"the run would take {steps:.3g} steps, at most {_MAX_STEPS:,} are possible: choose fewer")
         return steps
 
+    def resident_rows(self, num_images: int) -> int:
+        """Rows to keep resident, on all ranks together.
+
+        With the default no row of the window has to come twice: all steps from one to the last whose rows are
+        prefetched look at the rows of so many windows.
+
+        Raises:
+            ValueError: --capacity is less than these steps need at once.
+        """
+        visits_ahead = self.prefetch_steps * self.batch_size
+        windows = 1 + -(-max(0, self.num_negatives - self.window_size) // self.window_stride)
+        windows += -(-visits_ahead // self.window_size)
+        visited = min(num_images, self.window_size + windows * self.window_stride)
+        needed = min(visited, self.num_negatives + visits_ahead)
+        if self.capacity is not None and self.capacity < needed:
+            raise ValueError(
+                f"--capacity {self.capacity} is too small for {self.num_negatives} active rows and "
+                f"{self.prefetch_steps} steps of prefetching: give at least {needed}, or fewer --prefetch-steps"
+            )
+        default = max(visited, min(num_images, max(self.window_size, self.num_negatives) + 2 * self.window_stride))
+        return min(num_images, default if self.capacity is None else self.capacity)
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, default=str) + "\n"
 
@@ -156,6 +190,22 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
             encoder=EncoderConfig(stem_stride=2, pool_size=3),  # small centred images: where things are says much
             augmentation=AugmentationConfig(min_scale=0.5, blur_probability=0.0),
             window_stride=64,
+        ),
+    ),
+    "synthetic": (
+        "generated images without labels, any number of them: to measure rows at scale",
+        TrainConfig(
+            dataset="synthetic",
+            num_images=1_000_000,
+            output=Path("runs/synthetic"),
+            steps=1_000,
+            batch_size=512,
+            num_negatives=65_536,
+            window_size=131_072,
+            window_stride=16_384,
+            learning_rate=0.06,
+            encoder=EncoderConfig(in_channels=3, image_size=32, stem_stride=2),
+            evaluate=False,
         ),
     ),
 }

@@ -7,27 +7,28 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.tensorboard import SummaryWriter
+from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config import TrainConfig
 from trainer.data import Dataset, load_dataset
 from trainer.data.augment import Augmentation
+from trainer.distributed import Ranks, process_group
 from trainer.evaluate import ProbeResult, encoder_features, evaluate_features
 from trainer.evaluate.knn import held_out_knn_top1
 from trainer.loss import cosine_softmax_loss
 from trainer.model import PICModel, build_model, save_encoder
-from trainer.progress import TrainingProgress
-from trainer.recency import RecentRows
-from trainer.rows import DenseRows, RemoteRows, RowStore
-from trainer.schedule import Float32Array, RowOrder, VisitSchedule, learning_rates, visit_uniforms
-from weightserver import LocalCluster, NoTableError, TableSpec, WeightClient
+from trainer.recency import ActiveRows, RecentRows, announced
+from trainer.report import Report
+from trainer.rows.opening import open_rows
+from trainer.schedule import RowOrder, VisitSchedule, learning_rates, visit_uniforms
+from weightserver import TableSpec
+from weightserver.sharding import Sharding
 
 _NUM_WATCHED = 10_000
 """Training images that the kNN evaluations during training use."""
@@ -41,11 +42,13 @@ class TrainResult:
     model: PICModel
     summary: dict[str, Any]
     results: dict[str, ProbeResult]
-    """Protocol to result; empty without --evaluate."""
+    """Protocol to result; empty without --evaluate, and on other ranks than the first."""
+    is_first: bool = True
+    """Whether this is the rank that tells."""
 
 
 def train(config: TrainConfig) -> TrainResult:
-    """Trains and evaluates as `config` says, and fills the run's directory.
+    """Trains and evaluates as `config` says, on as many ranks as torchrun started; rank 0 fills the run's directory.
 
     Raises:
         ValueError: settings that do not fit the data, a directory or a table that another run used.
@@ -54,8 +57,40 @@ def train(config: TrainConfig) -> TrainResult:
     config.check()
     started = time.perf_counter()
     device = _device(config.device)
+    dataset = load_dataset(
+        config.dataset,
+        config.data_dir,
+        num_images=config.num_images,
+        image_size=config.encoder.image_size,
+        seed=config.seed,
+    )
+    channels = dataset.test_images.shape[1]
+    if channels != config.encoder.in_channels:
+        raise ValueError(
+            f"the encoder takes {config.encoder.in_channels}-channel images, those of {config.dataset!r} have "
+            f"{channels}: give --encoder.in-channels {channels}"
+        )
+    if config.evaluate or config.knn_every:
+        dataset.check_labelled()
+    with process_group(device) as ranks:
+        model, summary = _train_rank(config, dataset, device, ranks)
+    summary["train_seconds"] = time.perf_counter() - started
+    results: dict[str, ProbeResult] = {}
+    if ranks.is_first:
+        save_encoder(model.encoder, config.encoder, config.output / "encoder.safetensors")
+        if config.evaluate:
+            results = evaluate_features(encoder_features(model.encoder, dataset))
+        summary |= {f"{protocol}_top1": result.top1 for protocol, result in results.items()}
+        summary["seconds"] = time.perf_counter() - started
+        (config.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    return TrainResult(dataset, model, summary, results, is_first=ranks.is_first)
+
+
+def _train_rank(
+    config: TrainConfig, dataset: Dataset, device: torch.device, ranks: Ranks
+) -> tuple[PICModel, dict[str, Any]]:
+    """One rank's part of the training: a slice of every batch, and a share of the rows."""
     torch.manual_seed(config.seed)
-    dataset = load_dataset(config.dataset, config.data_dir)
     images = dataset.train_images.to(device)  # uint8 (N, C, H, W)
     num_images, batch_size = len(images), config.batch_size
     num_steps = config.num_steps(num_images)
@@ -70,6 +105,8 @@ def train(config: TrainConfig) -> TrainResult:
         seed=config.seed,
     )
     recent = RecentRows(schedule, num_active=config.num_negatives, batch_size=batch_size)
+    sharding = Sharding(spec.rows_per_block, ranks.world_size)
+    mine = ranks.share(batch_size)  # this rank's slice of each batch
     rates = learning_rates(
         num_steps=num_steps,
         base=config.learning_rate,
@@ -78,30 +115,29 @@ def train(config: TrainConfig) -> TrainResult:
     augment = Augmentation(config.augmentation, config.encoder.image_size)
     model = build_model(config.encoder, config.dim, seed=config.seed)
     model = model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    parallel = DistributedDataParallel(model, broadcast_buffers=False) if ranks.world_size > 1 else model
     optimizer = torch.optim.SGD(model.parameters(), momentum=config.momentum, weight_decay=config.weight_decay)
 
     with ExitStack() as stack:
-        stack.enter_context(_claimed_output(config))
-        rows = stack.enter_context(_open_rows(config, spec, rates))
-        metrics = stack.enter_context((config.output / "metrics.jsonl").open("w"))
-        board = stack.enter_context(SummaryWriter(str(config.output / "tensorboard")))
-        progress = stack.enter_context(TrainingProgress(num_steps, chance=math.log(config.num_negatives)))
-        interval = _Interval(rows)
-        for step in range(num_steps):
-            active = recent.active(step)  # rows (K,), labels (B,)
-            rows.prefetch(active.rows, step=step)
+        report = stack.enter_context(Report(config, num_steps, ranks))
+        rows = stack.enter_context(open_rows(config, spec, rates, ranks=ranks, device=device))
+        report.follow(rows.counters)
 
-            preparing = time.perf_counter()
-            visits = np.arange(step * batch_size, (step + 1) * batch_size)
-            visited = torch.from_numpy(order.images(active.rows[active.labels])).to(device)  # (B,)
-            uniforms = torch.from_numpy(visit_uniforms(config.seed, visits, augment.num_uniforms)).to(device)
-            views = augment(images[visited], uniforms).contiguous(memory_format=torch.channels_last)  # (B, C, H, W)
-            interval.data_wait_seconds += time.perf_counter() - preparing
+        def active_share(step: int) -> ActiveRows:
+            return recent.active(step).share(sharding, ranks.rank)
 
-            features = model(views)  # (B, D)
-            weight = rows.weights(active.rows, step=step).to(device).requires_grad_()  # (K, D)
+        for step, active in enumerate(announced(active_share, rows, range(num_steps))):
+            with report.preparing_data():
+                visits = np.arange(step * batch_size, (step + 1) * batch_size)[mine]
+                visited = order.images(schedule.visits(visits[0], visits[-1] + 1))
+                uniforms = torch.from_numpy(visit_uniforms(config.seed, visits, augment.num_uniforms)).to(device)
+                views = augment(images[torch.from_numpy(visited).to(device)], uniforms)  # (b, C, H, W)
+                views = views.contiguous(memory_format=torch.channels_last)
+
+            features = parallel(views)  # (b, D)
+            weight = rows.weights(active.rows, step=step).to(device).requires_grad_()  # (K of this rank, D)
             labels = torch.from_numpy(active.labels).to(device)  # (B,)
-            loss = cosine_softmax_loss(features, weight, labels, temperature=config.temperature)
+            loss = cosine_softmax_loss(features, weight, labels, temperature=config.temperature, ranks=ranks)
 
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -112,32 +148,21 @@ def train(config: TrainConfig) -> TrainResult:
 
             last = step + 1 == num_steps
             if last or (step + 1) % config.log_every == 0:
-                record = interval.end(step, loss.item(), float(rates[step]), batch_size)
-                if _is_due(config.knn_every * num_images / batch_size, step, config.log_every, last):
+                record = report.measure(step, loss.item(), float(rates[step]), len(active.rows))
+                if ranks.is_first and _is_due(config.knn_every * num_images / batch_size, step, config.log_every, last):
                     record["knn_top1"] = _watch(model, dataset)
                 if not math.isfinite(record["loss"]):
                     raise ValueError(f"the loss is {record['loss']} at step {step}: try a lower --learning-rate")
-                metrics.write(json.dumps(record) + "\n")
-                metrics.flush()
-                for name in record.keys() - {"step"}:
-                    board.add_scalar(name, record[name], step)
-                progress.update(record)
-        rows.close()  # every update is durable
+                report.write(record)
+        rows.flush()  # every update is durable
+        ranks.barrier()  # nobody stops the servers before that
 
-    save_encoder(model.encoder, config.encoder, config.output / "encoder.safetensors")
-    trained = time.perf_counter()
-    results = evaluate_features(encoder_features(model.encoder, dataset)) if config.evaluate else {}
-    summary = {
+    return model, {
         "steps": num_steps,
         "epochs": num_steps * batch_size / num_images,
         "loss": record["loss"],
-        **{f"{protocol}_top1": result.top1 for protocol, result in results.items()},
-        "train_seconds": trained - started,
-        "seconds": time.perf_counter() - started,
         "peak_memory_bytes": _peak_memory_bytes(device),
     }
-    (config.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    return TrainResult(dataset, model, summary, results)
 
 
 def _table_spec(config: TrainConfig, num_images: int) -> TableSpec:
@@ -151,99 +176,6 @@ def _table_spec(config: TrainConfig, num_images: int) -> TableSpec:
         rows_per_block=config.rows_per_block,
         correction=config.correction,
     )
-
-
-@contextmanager
-def _open_rows(config: TrainConfig, spec: TableSpec, rates: Float32Array) -> Iterator[RowStore]:
-    """The row store that `config` asks for, with a table, its schedule and a session where it needs them."""
-    if config.rows == "dense":
-        yield DenseRows(spec, rates)
-        return
-    with ExitStack() as stack:
-        addresses = config.server_addresses
-        if not addresses:
-            addresses = stack.enter_context(LocalCluster(config.num_shards, config.output / "servers")).addresses
-        client = stack.enter_context(WeightClient(addresses, insecure=config.insecure))
-        _refuse_used_table(client)
-        client.create_table(spec)
-        client.extend_schedule(0, rates)
-        client.open_session(config.output.name)
-        rows = RemoteRows(client)
-        stack.callback(rows.close)
-        yield rows
-
-
-def _refuse_used_table(client: WeightClient) -> None:
-    try:
-        info = client.describe()
-    except NoTableError:
-        return
-    if info.clock > 0 or info.rows_stored > 0:
-        raise ValueError(
-            f"the weight servers hold the rows of run {info.run!r} up to step {info.clock}: "
-            "use other servers, or delete those rows with 'weightserver drop'"
-        )
-
-
-@contextmanager
-def _claimed_output(config: TrainConfig) -> Iterator[None]:
-    """Makes the run's directory and writes config.json; refuses a directory that another run used.
-
-    A run that fails before its first step lets go of the directory, so that it can be tried again.
-    """
-    claim = config.output / "config.json"
-    try:
-        config.output.mkdir(parents=True, exist_ok=True)
-        with claim.open("x") as file:
-            file.write(config.to_json())
-    except OSError as error:
-        if isinstance(error, FileExistsError) and claim.exists():
-            raise ValueError(f"{config.output} holds another run: choose another --output, or delete it") from None
-        raise ValueError(
-            f"--output {config.output} cannot be used ({error.strerror}): choose another directory"
-        ) from None
-    try:
-        yield
-    except BaseException:
-        if not (config.output / "metrics.jsonl").exists():
-            claim.unlink(missing_ok=True)
-        raise
-
-
-class _Interval:
-    """What is measured between two lines of metrics.jsonl."""
-
-    def __init__(self, rows: RowStore) -> None:
-        self._rows = rows
-        self._next_step = 0
-        self._begin()
-
-    def _begin(self) -> None:
-        self._started = time.perf_counter()
-        self.data_wait_seconds = 0.0
-        counters = self._rows.counters
-        self._before = (counters.wait_seconds, counters.fetched_bytes, counters.pushed_bytes)
-
-    def end(self, step: int, loss: float, learning_rate: float, batch_size: int) -> dict[str, Any]:
-        """The record of the steps since the last one, and the begin of the next."""
-        seconds = time.perf_counter() - self._started
-        num_steps = step + 1 - self._next_step
-        counters = self._rows.counters
-        wait_seconds, fetched_bytes, pushed_bytes = self._before
-        record = {
-            "step": step,
-            "loss": loss,
-            "learning_rate": learning_rate,
-            "images_per_second": num_steps * batch_size / seconds,
-            "seconds": seconds,
-            "data_wait_seconds": self.data_wait_seconds,
-            "row_wait_seconds": counters.wait_seconds - wait_seconds,
-            "fetched_bytes": counters.fetched_bytes - fetched_bytes,
-            "pushed_bytes": counters.pushed_bytes - pushed_bytes,
-        }
-        self._next_step = step + 1
-        self._begin()
-        return record
 
 
 def _is_due(every_steps: float, step: int, log_every: int, last: bool) -> bool:

@@ -78,18 +78,43 @@ def losses(output: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_training_with_remote_rows_equals_training_with_dense_ones(data_dir: Path, tmp_path: Path) -> None:
-    for rows in ("dense", "remote"):
+def test_training_is_the_same_with_any_row_store(data_dir: Path, tmp_path: Path) -> None:
+    for rows in ("dense", "remote", "resident"):
         train(config(data_dir, tmp_path / rows, rows=rows))
-    dense, remote = np.array(losses(tmp_path / "dense")), np.array(losses(tmp_path / "remote"))
+    dense, remote, resident = (np.array(losses(tmp_path / rows)) for rows in ("dense", "remote", "resident"))
     assert len(dense) == 50
     assert dense[-5:].mean() < dense[:5].mean() - 0.1, "nothing was learned: this shows nothing"
     assert np.abs(remote / dense - 1).max() <= 1e-4
+    assert np.array_equal(remote, resident)
     ours, theirs = (
-        load_encoder(tmp_path / rows / "encoder.safetensors")[0].state_dict() for rows in ("remote", "dense")
+        load_encoder(tmp_path / rows / "encoder.safetensors")[0].state_dict() for rows in ("resident", "dense")
     )
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-4)
+
+
+def test_generated_images_in_any_number(tmp_path: Path) -> None:
+    """A billion rows, of which a run stores those it visited."""
+    train(
+        TrainConfig(
+            dataset="synthetic",
+            num_images=10**9,
+            output=tmp_path / "run",
+            steps=20,
+            batch_size=16,
+            num_negatives=64,
+            window_size=96,
+            window_stride=32,
+            dim=16,
+            encoder=EncoderConfig(name="none", in_channels=3, image_size=16),
+            evaluate=False,
+            log_every=5,
+        )
+    )
+    with LocalCluster(2, tmp_path / "run" / "servers") as cluster, WeightClient(cluster.addresses) as client:
+        info = client.describe()
+    assert info.spec.num_rows == 10**9
+    assert 64 < info.rows_stored < 500
 
 
 def test_a_seed_is_a_run(data_dir: Path, tmp_path: Path) -> None:
@@ -110,7 +135,7 @@ def test_the_ablation_changes_training(data_dir: Path, tmp_path: Path) -> None:
 
 def test_what_a_run_leaves_behind(data_dir: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    result = train(config(data_dir, output, steps=25, log_every=10, knn_every=1.0, evaluate=True))
+    result = train(config(data_dir, output, steps=25, log_every=10, knn_every=1.0, evaluate=True, rows="remote"))
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [9, 19, 24]
     assert [("knn_top1" in record) for record in records] == [True, True, True]
@@ -199,6 +224,20 @@ BAD_COMMAND_LINES = {
     "seed": (["--seed", "99999999999999999999"], r"--seed must lie in 0\.\.2\^64-1, got 9{20}"),
     "dim": (["--dim", "99999999"], r"dim must lie in 1\.\.65536, got 99999999"),
     "weight decay": (["--weight-decay", "-1"], r"weight_decay must lie in \[0, ∞\), got -1"),
+    "capacity": (["--capacity", "79"], r"--capacity 79 is too small for 64 active rows .*: give at least 112, or"),
+    "capacity of others": (["--capacity", "99", "--rows", "dense"], r"--capacity is for --rows resident, not dense"),
+    "prefetching": (["--prefetch-steps", "-1"], r"--prefetch-steps must not be negative, got -1"),
+    "metrics port": (["--metrics-port", "65536"], r"--metrics-port must lie in 0\.\.65535, got 65536"),
+    "number of images": (["--num-images", "5"], r"'idx' has its own number of images: leave --num-images away"),
+    "no number of images": (
+        ["--dataset", "synthetic", "--data-dir", "None"],
+        r"as you like: give --num-images",
+    ),
+    "no labels": (
+        ["--dataset", "synthetic", "--data-dir", "None", "--num-images", "9999", "--encoder.in-channels", "3"],
+        r"generated images have no labels: train without evaluations",
+    ),
+    "channels": (["--encoder.in-channels", "3"], r"encoder takes 3-channel images, .* have 1: give --encoder.in-chan"),
     "output": (["--output", __file__], r"--output .* cannot be used \(File exists\): choose another directory"),
 }
 
@@ -217,9 +256,3 @@ def test_bad_command_lines(
     assert lines[0].startswith("trainer: ")
     assert re.search(message, lines[0]), lines[0]
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_more_than_one_process_is_refused(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="trains with one process"):
-        config(data_dir, tmp_path).check()

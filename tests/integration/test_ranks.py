@@ -1,0 +1,189 @@
+"""Any number of ranks trains like one: real processes that talk through gloo, real weight servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import torch.multiprocessing
+
+from trainer.distributed import process_group
+from trainer.loss import cosine_softmax_loss
+from trainer.recency import RecentRows, announced
+from trainer.rows import DenseRows, RemoteRows, ResidentRows, RowStore
+from trainer.schedule import VisitSchedule, learning_rates
+from weightserver import LocalCluster, TableSpec, WeightClient
+from weightserver.sharding import Sharding
+
+BATCH_SIZE, DIM, NUM_ROWS, NUM_ACTIVE = 10, 16, 300, 60
+SPEC = TableSpec(num_rows=NUM_ROWS, dim=DIM, weight_decay=1e-3, rows_per_block=7)
+SCHEDULES = {"sliding": (80, 20, 140), "epoch": (NUM_ROWS, NUM_ROWS, NUM_ROWS)}
+"""Window size, stride, resident rows."""
+STORES = ("dense", "remote", "resident")
+Recorded = dict[str, npt.NDArray[Any]]
+
+
+def replay(
+    rank: int, world_size: int, port: int, addresses: list[str], store: str, schedule: str, steps: int, out: str
+) -> None:
+    """One rank trains its share of the rows on its slice of features that are functions of the image and the step."""
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    window_size, window_stride, capacity = SCHEDULES[schedule]
+    rates = learning_rates(num_steps=steps, base=0.5, warmup_steps=steps // 10)
+    visits = VisitSchedule(num_rows=NUM_ROWS, window_size=window_size, window_stride=window_stride, seed=5)
+    recent = RecentRows(visits, num_active=NUM_ACTIVE, batch_size=BATCH_SIZE)
+    sharding = Sharding(SPEC.rows_per_block, world_size)
+    centres = torch.randn(NUM_ROWS, DIM, generator=torch.Generator().manual_seed(1))
+    noise = torch.Generator().manual_seed(2)
+    with (
+        process_group(torch.device("cpu")) as ranks,
+        WeightClient(addresses) as client,
+    ):
+        rows = open_store(store, client, rates, capacity, rank, world_size)
+        losses, feature_gradients, held = [], [], 0
+        shares = announced(lambda step: recent.active(step).share(sharding, rank), rows, range(steps))
+        for step, active in enumerate(shares):
+            batch = torch.from_numpy(visits.visits(step * BATCH_SIZE, (step + 1) * BATCH_SIZE))
+            whole = centres[batch] + 0.5 * torch.randn(BATCH_SIZE, DIM, generator=noise)
+            features = whole[ranks.share(BATCH_SIZE)].requires_grad_()
+            weight = rows.weights(active.rows, step=step).requires_grad_()
+            loss = cosine_softmax_loss(features, weight, torch.from_numpy(active.labels), temperature=0.2, ranks=ranks)
+            loss.backward()
+            rows.apply_gradients(active.rows, weight.grad, step=step)
+            losses.append(loss.item())
+            feature_gradients.append(features.grad.numpy() / world_size)  # what averaging over ranks makes of it
+            held = max(held, rows.counters.resident_rows)
+        rows.flush()
+        ranks.barrier()
+        mine = sharding.rows_of_shard(rank, NUM_ROWS)
+        state = rows.read_state(mine, step=steps)
+        np.savez(
+            f"{out}-{rank}.npz",
+            losses=losses,
+            feature_gradients=feature_gradients,
+            rows=mine,
+            weight=state.weight,
+            momentum_buffer=state.momentum_buffer,
+            held=held,
+        )
+        rows.close()
+
+
+def open_store(
+    store: str, client: WeightClient, rates: npt.NDArray[np.float32], capacity: int, rank: int, world_size: int
+) -> RowStore:
+    if store == "dense":
+        return DenseRows(SPEC, rates, sharding=Sharding(SPEC.rows_per_block, world_size), shard=rank)
+    client.open_session("ranks", join=client.describe().epoch)
+    if store == "remote":
+        return RemoteRows(client)
+    share = len(
+        Sharding(SPEC.rows_per_block, world_size).rows_of_shard(0, min(NUM_ROWS, capacity + 2 * 7 * world_size))
+    )
+    return ResidentRows(
+        client, SPEC, rates, capacity=share, prefetch_steps=3, write_back_rows=10, device=torch.device("cpu")
+    )
+
+
+def train(cluster: LocalCluster, world_size: int, store: str, schedule: str, steps: int, directory: Path) -> Recorded:
+    """What all ranks together recorded, rows in the order of their ids."""
+    with WeightClient(cluster.addresses) as client:
+        client.drop_table()
+        client.create_table(SPEC)
+        client.extend_schedule(0, learning_rates(num_steps=steps, base=0.5, warmup_steps=steps // 10))
+        client.open_session("ranks")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    out = directory / f"{store}-{schedule}-{world_size}"
+    torch.multiprocessing.spawn(
+        replay, (world_size, port, cluster.addresses, store, schedule, steps, str(out)), nprocs=world_size
+    )
+    parts = [dict(np.load(f"{out}-{rank}.npz")) for rank in range(world_size)]
+    order = np.argsort(np.concatenate([part["rows"] for part in parts]))
+    assert all(np.array_equal(part["losses"], parts[0]["losses"]) for part in parts), "ranks saw different losses"
+    return {
+        "losses": parts[0]["losses"],
+        "feature_gradients": np.concatenate([part["feature_gradients"] for part in parts], axis=1),
+        "weight": np.concatenate([part["weight"] for part in parts])[order],
+        "momentum_buffer": np.concatenate([part["momentum_buffer"] for part in parts])[order],
+        "held": np.array([part["held"] for part in parts]),
+    }
+
+
+def relative(actual: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
+    """The largest ‖Δ‖/‖row‖."""
+    difference = np.linalg.norm(actual.astype(np.float64) - expected, axis=-1)
+    return float((difference / np.linalg.norm(expected.astype(np.float64), axis=-1)).max())
+
+
+def assert_equal_over_ranks(
+    cluster: LocalCluster, directory: Path, cases: list[tuple[int, str, str]], steps: int
+) -> None:
+    """Each case (world size, store, schedule) against dense rows on one rank."""
+    alone = {
+        schedule: train(cluster, 1, "dense", schedule, steps, directory) for schedule in {case[2] for case in cases}
+    }
+    for world_size, store, schedule in cases:
+        recorded, expected = train(cluster, world_size, store, schedule, steps, directory), alone[schedule]
+        case = f"{store}, {schedule} schedule, {world_size} ranks"
+        assert np.abs(recorded["losses"] / expected["losses"] - 1).max() <= 1e-5, case
+        for name in ("feature_gradients", "weight", "momentum_buffer"):
+            assert relative(recorded[name], expected[name]) <= 1e-5, f"{name}: {case}"
+        even = NUM_ROWS if store == "dense" else SCHEDULES[schedule][2]
+        if store != "remote":
+            assert recorded["held"].max() <= even / world_size + 2 * SPEC.rows_per_block, case
+
+
+def test_ranks_train_like_one(cluster: LocalCluster, tmp_path: Path) -> None:
+    """Batches of 10 over three ranks do not divide."""
+    cases = [(2, "resident", "sliding"), (3, "resident", "epoch"), (3, "dense", "sliding"), (2, "remote", "epoch")]
+    assert_equal_over_ranks(cluster, tmp_path, cases, steps=150)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_all_stores_and_schedules_over_ranks_train_like_one(cluster: LocalCluster, tmp_path: Path) -> None:
+    cases = [(n, store, schedule) for n in (1, 2, 3) for store in STORES for schedule in SCHEDULES]
+    assert_equal_over_ranks(cluster, tmp_path, cases, steps=2_000)
+
+
+def test_a_whole_run_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """As users start it, weight servers included. GroupNorm: with BatchNorm a rank's statistics are its slice's."""
+    losses = {}
+    for world_size in (1, 2, 3):
+        output = tmp_path / str(world_size)
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+        launch += ["-m", "trainer", "synthetic", "--num-images", "500", "--output", str(output), "--steps", "50"]
+        launch += ["--batch-size", "16", "--num-negatives", "64", "--window-size", "96", "--window-stride", "24"]
+        launch += ["--rows-per-block", "5", "--dim", "16", "--log-every", "1", "--learning-rate", "0.3"]
+        launch += ["--encoder.image-size", "16", "--encoder.width", "8", "--encoder.norm", "group"]
+        result = subprocess.run(
+            launch, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
+        )
+        assert result.returncode == 0, result.stderr
+        records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        losses[world_size] = np.array([record["loss"] for record in records])
+        assert {record["active_rows"] for record in records} == {64}
+        assert 1 <= records[-1]["active_rows_share"] < 1.5
+        with LocalCluster(2, output / "servers") as cluster, WeightClient(cluster.addresses) as client:
+            assert client.describe().clock == 50  # every rank's rows reached the servers
+    assert losses[1][-5:].mean() < losses[1][:5].mean() - 0.05, "nothing was learned: this shows nothing"
+    for world_size in (2, 3):
+        assert np.abs(losses[world_size] / losses[1] - 1).max() <= 1e-4

@@ -1,0 +1,109 @@
+"""The ranks of a run, as torchrun starts them, and what they tell each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Which rank this process is, of how many; the methods without arithmetic in them must be called by all ranks."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    """Which of the ranks on this machine."""
+    local_world_size: int = 1
+    """How many ranks are on this machine."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def share(self, num_items: int) -> slice:
+        """This rank's slice of that many items; in the order of ranks they cover all, and differ by at most one."""
+        return slice(num_items * self.rank // self.world_size, num_items * (self.rank + 1) // self.world_size)
+
+    def barrier(self) -> None:
+        """Returns when all ranks are here."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    def broadcast_text(self, text: str | None) -> str:
+        """Rank 0's text; what other ranks give is ignored."""
+        if self.world_size == 1:
+            assert text is not None, "rank 0 has the text"
+            return text
+        data = list((text or "").encode()) if self.is_first else []
+        length = torch.tensor(len(data), device=_device())
+        dist.broadcast(length, src=0)
+        content = torch.zeros(int(length), dtype=torch.uint8, device=length.device)
+        if self.is_first:
+            content.copy_(torch.tensor(data, dtype=torch.uint8))
+        dist.broadcast(content, src=0)
+        return bytes(content.tolist()).decode()
+
+    def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
+        """Of each value, its sum over ranks, in float64."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def max_over_ranks(self, values: Sequence[float]) -> list[float]:
+        """Of each value, the largest that a rank has."""
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def _reduced(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+        if self.world_size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=_device())
+        dist.all_reduce(tensor, operation)
+        return [float(value) for value in tensor.tolist()]
+
+
+@contextmanager
+def process_group(device: torch.device, *, timeout_seconds: float = 600) -> Iterator[Ranks]:
+    """Connects the ranks that torchrun started, with gloo or, on CUDA, NCCL; makes `device` a GPU for each rank.
+
+    A process that torchrun did not start, or that it started alone, is one rank and connects to nobody.
+
+    Args:
+        timeout_seconds: for how long a rank waits in a collective for the others.
+
+    Raises:
+        ValueError: GPUs that do not suffice for the ranks, or an incomplete environment.
+    """
+    ranks = Ranks(
+        rank=int(os.environ.get("RANK", 0)),
+        world_size=int(os.environ.get("WORLD_SIZE", 1)),
+        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+    )
+    if ranks.world_size == 1:
+        yield ranks
+        return
+    timeout = timedelta(seconds=timeout_seconds)
+    if device.type == "cuda":
+        num_gpus = torch.cuda.device_count()
+        if device.index is not None:
+            raise ValueError(f"--device {device} is one GPU and each rank takes its own: give --device cuda")
+        if ranks.local_world_size > num_gpus:
+            raise ValueError(f"{ranks.local_world_size} ranks on a machine with {num_gpus} GPUs: start one per GPU")
+        torch.cuda.set_device(ranks.local_rank)
+        dist.init_process_group("nccl", timeout=timeout, device_id=torch.device("cuda", ranks.local_rank))
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+    try:
+        yield ranks
+    finally:
+        dist.destroy_process_group()
+
+
+def _device() -> torch.device:
+    """Where the process group takes its tensors from."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

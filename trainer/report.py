@@ -1,0 +1,151 @@
+"""What a run tells: its directory, metrics.jsonl, TensorBoard, the progress line and Prometheus metrics."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+from torch.utils.tensorboard import SummaryWriter
+
+from trainer.config import TrainConfig
+from trainer.distributed import Ranks
+from trainer.metrics import TrainerMetrics
+from trainer.progress import TrainingProgress
+from trainer.rows import RowCounters
+
+_SUMMED = ("fetched_rows", "fetched_bytes", "pushed_rows", "pushed_bytes")
+_HELD = ("resident_rows", "prefetch_pending_rows", "write_back_pending_rows")
+
+
+class Report:
+    """Measures one rank's training between two logged steps, and lets rank 0 tell what all did.
+
+    A context manager; `follow` tells whose counters are read. A run that fails before its first step lets go of its
+    directory, so that it can be tried again.
+
+    Raises:
+        ValueError: a directory that another run used, or that cannot be written.
+    """
+
+    def __init__(self, config: TrainConfig, num_steps: int, ranks: Ranks) -> None:
+        self._config = config
+        self._num_steps = num_steps
+        self._ranks = ranks
+        self._counters = RowCounters()
+        self._metrics = TrainerMetrics(run=config.output.name, rank=ranks.rank)
+        self._next_step = 0
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            if self._ranks.is_first:
+                stack.enter_context(_claimed_output(self._config))
+            if self._config.metrics_port is not None:
+                port = self._config.metrics_port and self._config.metrics_port + self._ranks.local_rank
+                address, stop = self._metrics.serve(port)
+                stack.callback(stop)
+                print(f"rank {self._ranks.rank}: metrics on http://{address}/metrics", flush=True)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, traceback)
+
+    def follow(self, counters: RowCounters) -> None:
+        """Begins the first interval, of steps that `counters` belong to."""
+        self._counters = counters
+        if self._ranks.is_first:
+            output = self._config.output
+            self._lines = self._stack.enter_context((output / "metrics.jsonl").open("w"))
+            self._board = self._stack.enter_context(SummaryWriter(str(output / "tensorboard")))
+            chance = math.log(self._config.num_negatives)
+            self._progress = self._stack.enter_context(TrainingProgress(self._num_steps, chance=chance))
+        self._begin()
+
+    def _begin(self) -> None:
+        self._started = time.perf_counter()
+        self._data_wait_seconds = 0.0
+        counters = self._counters
+        self._row_wait_before = counters.wait_seconds
+        self._before = {name: getattr(counters, name) for name in _SUMMED}
+
+    @contextmanager
+    def preparing_data(self) -> Iterator[None]:
+        """Around what makes a batch's views."""
+        started = time.perf_counter()
+        yield
+        self._data_wait_seconds += time.perf_counter() - started
+
+    def measure(self, step: int, loss: float, learning_rate: float, active_rows: int) -> dict[str, Any]:
+        """The record of all ranks' steps since the last one; each rank must call it, and begins the next interval.
+
+        Rows and bytes are sums over ranks, waiting that of the rank that waited longest; active_rows_share is the
+        largest share of the active rows that a rank has, 1.0 where all have the same.
+        """
+        counters, ranks = self._counters, self._ranks
+        seconds = time.perf_counter() - self._started
+        num_steps = step + 1 - self._next_step
+        common = {
+            "step": step,
+            "loss": loss,
+            "learning_rate": learning_rate,
+            "images_per_second": num_steps * self._config.batch_size / seconds,
+            "seconds": seconds,
+        }
+        waits = {
+            "data_wait_seconds": self._data_wait_seconds,
+            "row_wait_seconds": counters.wait_seconds - self._row_wait_before,
+        }
+        rows = {name: getattr(counters, name) - self._before[name] for name in _SUMMED}
+        rows |= {name: getattr(counters, name) for name in _HELD} | {"active_rows": active_rows}
+        self._metrics.observe(common | waits | rows | {"num_steps": num_steps})
+        total = dict(
+            zip(rows, map(round, ranks.sum_over_ranks([float(value) for value in rows.values()])), strict=True)
+        )
+        *longest, largest = ranks.max_over_ranks([*waits.values(), float(active_rows)])
+        self._next_step = step + 1
+        self._begin()
+        return (
+            common
+            | dict(zip(waits, longest, strict=True))
+            | total
+            | {"active_rows_share": largest * ranks.world_size / max(1, total["active_rows"])}
+        )
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Writes a record, where this is rank 0."""
+        if not self._ranks.is_first:
+            return
+        self._lines.write(json.dumps(record) + "\n")
+        self._lines.flush()
+        for name in record.keys() - {"step"}:
+            self._board.add_scalar(name, record[name], record["step"])
+        self._progress.update(record)
+
+
+@contextmanager
+def _claimed_output(config: TrainConfig) -> Iterator[None]:
+    """Makes the run's directory and writes config.json."""
+    claim = config.output / "config.json"
+    try:
+        config.output.mkdir(parents=True, exist_ok=True)
+        with claim.open("x") as file:
+            file.write(config.to_json())
+    except OSError as error:
+        if isinstance(error, FileExistsError) and claim.exists():
+            raise ValueError(f"{config.output} holds another run: choose another --output, or delete it") from None
+        raise ValueError(
+            f"--output {config.output} cannot be used ({error.strerror}): choose another directory"
+        ) from None
+    try:
+        yield
+    except BaseException:
+        if not (config.output / "metrics.jsonl").exists():
+            claim.unlink(missing_ok=True)
+        raise

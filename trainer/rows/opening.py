@@ -1,0 +1,103 @@
+"""Opens the row store that a config asks for: weight servers, table, schedule and session included."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from trainer.config import TrainConfig
+from trainer.distributed import Ranks
+from trainer.rows.dense import DenseRows
+from trainer.rows.remote import RemoteRows
+from trainer.rows.resident import ResidentRows
+from trainer.rows.store import RowStore
+from trainer.schedule import Float32Array
+from weightserver import LocalCluster, NoTableError, TableSpec, WeightClient, WeightServerError
+from weightserver.sharding import Sharding
+
+
+@contextmanager
+def open_rows(
+    config: TrainConfig, spec: TableSpec, rates: Float32Array, *, ranks: Ranks, device: torch.device
+) -> Iterator[RowStore]:
+    """The store of this rank's share of the rows: the blocks that `Sharding` deals to it.
+
+    Raises:
+        ValueError: settings that do not fit, or weight servers that another run used.
+        WeightServerError: weight servers that cannot be reached or refuse.
+    """
+    if config.rows == "dense":
+        sharding = Sharding(spec.rows_per_block, ranks.world_size)
+        yield DenseRows(spec, rates, device=device, sharding=sharding, shard=ranks.rank)
+        return
+    with ExitStack() as stack:
+        client = _join_session(config, spec, rates, ranks, stack)
+        store = RemoteRows(client) if config.rows == "remote" else _resident(config, spec, rates, ranks, device, client)
+        stack.callback(store.close)
+        yield store
+
+
+def _resident(
+    config: TrainConfig, spec: TableSpec, rates: Float32Array, ranks: Ranks, device: torch.device, client: WeightClient
+) -> ResidentRows:
+    rows, world_size = config.resident_rows(spec.num_rows), ranks.world_size
+    if world_size > 1:  # blocks are dealt evenly, the active ones among them by chance: room for 8 standard deviations
+        rows = min(rows, -(-rows // world_size) + 2 * spec.rows_per_block + round(8 * (rows / world_size) ** 0.5))
+    return ResidentRows(
+        client,
+        spec,
+        rates,
+        capacity=rows,
+        prefetch_steps=config.prefetch_steps,
+        write_back_rows=min(config.window_stride, 1 << 14) // world_size + 1,
+        device=device,
+    )
+
+
+def _join_session(
+    config: TrainConfig, spec: TableSpec, rates: Float32Array, ranks: Ranks, stack: ExitStack
+) -> WeightClient:
+    """Rank 0 opens a session on the weight servers, which it starts where none are given, and the others join it."""
+    session: dict[str, Any] = {}
+    failure: Exception | None = None
+    if ranks.is_first:
+        try:
+            addresses = config.server_addresses or _start_servers(config, ranks, stack)
+            client = stack.enter_context(WeightClient(addresses, insecure=config.insecure))
+            _refuse_used_table(client)
+            client.create_table(spec)
+            client.extend_schedule(0, rates)
+            session = {"addresses": addresses, "epoch": client.open_session(config.output.name)}
+        except (ValueError, OSError, WeightServerError) as error:
+            failure, session = error, {"error": str(error)}
+    session = json.loads(ranks.broadcast_text(json.dumps(session)))
+    if failure is not None:
+        raise failure
+    if "error" in session:
+        raise ValueError(f"rank 0 failed: {session['error']}")
+    if not ranks.is_first:
+        client = stack.enter_context(WeightClient(session["addresses"], insecure=config.insecure))
+        client.open_session(config.output.name, join=session["epoch"])
+    return client
+
+
+def _start_servers(config: TrainConfig, ranks: Ranks, stack: ExitStack) -> list[str]:
+    if ranks.local_world_size < ranks.world_size:
+        raise ValueError("training on several machines needs weight servers that all can reach: give --servers")
+    return stack.enter_context(LocalCluster(config.num_shards, config.output / "servers")).addresses
+
+
+def _refuse_used_table(client: WeightClient) -> None:
+    try:
+        info = client.describe()
+    except NoTableError:
+        return
+    if info.clock > 0 or info.rows_stored > 0:
+        raise ValueError(
+            f"the weight servers hold the rows of run {info.run!r} up to step {info.clock}: "
+            "use other servers, or delete those rows with 'weightserver drop'"
+        )
