@@ -90,7 +90,7 @@ def process_group(device: torch.device, *, timeout_seconds: float = 600) -> Iter
     timeout = timedelta(seconds=timeout_seconds)
     if device.type == "cuda":
         num_gpus = torch.cuda.device_count()
-        if device.index is not None:
+        if device != torch.device("cuda"):
             raise ValueError(f"--device {device} is one GPU and each rank takes its own: give --device cuda")
         if ranks.local_world_size > num_gpus:
             raise ValueError(f"{ranks.local_world_size} ranks on a machine with {num_gpus} GPUs: start one per GPU")

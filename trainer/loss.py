@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -30,12 +31,16 @@ def cosine_softmax_loss(
             logits = F.normalize(features) @ F.normalize(weight).T / temperature  # (B, K)
             return F.cross_entropy(logits, labels)
 
-        whole = _WholeBatch.apply(F.normalize(features), len(labels), ranks)  # (B, D)
-        logits = whole @ F.normalize(weight).T / temperature  # (B, K of this rank)
-        log_sum = torch.logsumexp(logits, dim=1)  # (B,), −inf on a rank without rows
+        whole: Tensor = _WholeBatch.apply(F.normalize(features), len(labels), ranks)  # type: ignore[no-untyped-call]
+        logits = whole @ F.normalize(weight).T / temperature  # (B, D) times (D, K of this rank)
+        peak = logits.detach().amax(dim=1) if len(weight) else logits.new_full(labels.shape, -math.inf)  # (B,)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        logits = logits - peak[:, None]  # leaves the softmax as it is, and exp in range
         positive = -F.nll_loss(logits, labels, reduction="none", ignore_index=-1)  # (B,), 0 where another rank has it
-        log_sums, positives = _AllRanks.apply(torch.stack([log_sum, positive]), ranks).unbind(1)  # (world_size, B)
-        return (torch.logsumexp(log_sums, dim=0) - positives.sum(dim=0)).mean()
+        parts = torch.stack([logits.exp().sum(dim=1), positive])  # (2, B)
+        total, positive = _SumOverRanks.apply(parts)  # type: ignore[no-untyped-call]
+        loss: Tensor = (total.log() - positive).mean()
+        return loss
 
 
 class _WholeBatch(torch.autograd.Function):
@@ -59,19 +64,15 @@ class _WholeBatch(torch.autograd.Function):
         return gradient[ctx.ranks.share(len(gradient))] * ctx.ranks.world_size, None, None
 
 
-class _AllRanks(torch.autograd.Function):
-    """A tensor of each rank to (world_size, ...), from which all ranks compute the same loss.
-
-    So each has the whole gradient of its own part, and nothing is summed.
-    """
+class _SumOverRanks(torch.autograd.Function):
+    """The sum, from which all ranks compute the same loss: each has the whole gradient of its own summand."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, ranks: Ranks) -> Tensor:
-        ctx.rank = ranks.rank
-        parts = part.new_empty(ranks.world_size, *part.shape)
-        dist.all_gather_into_tensor(parts, part.contiguous())
-        return parts
+    def forward(ctx: Any, summand: Tensor) -> Tensor:
+        total = summand.clone()
+        dist.all_reduce(total)
+        return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0][ctx.rank], None
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]

@@ -1,0 +1,234 @@
+"""Several ranks against one: torchrun starts real processes that talk through gloo, and write down what they got.
+
+As a script (under torchrun) this file is one of those ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from itertools import chain, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.distributed import Ranks, process_group
+from trainer.loss import cosine_softmax_loss
+
+NUM_INPUTS, DIM, NUM_ROWS = 6, 5, 23
+LOW = 0.01
+"""A temperature at which exp of a logit overflows."""
+TEXTS = ("", "größer als 255: ✓", "x" * 100_000)
+Recorded = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch; `str` of a case names what is recorded of it."""
+
+    batch_size: int
+    owners: str
+    """uneven: each rank has rows, of different numbers; one-empty: rank 1 has none."""
+    temperature: float
+    dtype: torch.dtype
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Features (B, D), weight (K, D), labels (B,).
+
+        At the lower temperature all rows point one way and the images there or opposite: logits near 100 or -100.
+        """
+        generator = torch.Generator().manual_seed(self.batch_size)
+        vectors = torch.randn(NUM_ROWS + self.batch_size, DIM, generator=generator, dtype=torch.float64)
+        if self.temperature == LOW:
+            vectors = 0.1 * vectors + torch.randn(DIM, generator=generator, dtype=torch.float64)
+            vectors[NUM_ROWS::2] *= -1
+        weight, features = vectors.to(self.dtype).split([NUM_ROWS, self.batch_size])
+        labels = torch.randint(NUM_ROWS, (self.batch_size,), generator=generator)
+        labels[-1] = labels[0]  # a row that the batch holds twice
+        return features, weight, labels
+
+    def owner(self, world_size: int) -> Tensor:
+        """Which rank has each row, (K,)."""
+        rank = (torch.arange(NUM_ROWS) // 2) % world_size
+        return torch.where(rank == 1, 0, rank) if self.owners == "one-empty" else rank
+
+    def share(self, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
+        """What one rank is given of the inputs."""
+        features, weight, labels = self.inputs()
+        mine = self.owner(ranks.world_size) == ranks.rank
+        local = torch.where(mine, mine.cumsum(0) - 1, -1)
+        return features[ranks.share(self.batch_size)], weight[mine], local[labels]
+
+    def __str__(self) -> str:
+        return f"{self.batch_size} images, {self.owners}, temperature {self.temperature}, {self.dtype}"
+
+
+CASES = [
+    Case(*case)  # batches that divide, that do not, and that leave a rank without images
+    for case in product((12, 7, 2), ("uneven", "one-empty"), (0.2, LOW), (torch.float32, torch.float64))
+]
+
+
+def encoder(dtype: torch.dtype) -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = (torch.nn.Linear(NUM_INPUTS, 16), torch.nn.GELU(), torch.nn.Linear(16, DIM))
+    return torch.nn.Sequential(*layers).to(dtype)
+
+
+def images(case: Case) -> Tensor:
+    generator = torch.Generator().manual_seed(case.batch_size)
+    return torch.randn(case.batch_size, NUM_INPUTS, generator=generator, dtype=torch.float64).to(case.dtype)
+
+
+def gradients(model: torch.nn.Module) -> Tensor:
+    """Of all parameters, (number of them,)."""
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def loss_and_gradients(
+    features: Tensor, weight: Tensor, labels: Tensor, temperature: float, ranks: Ranks, *, autocast: bool = False
+) -> dict[str, Tensor]:
+    features, weight = features.clone().requires_grad_(), weight.clone().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        loss = cosine_softmax_loss(features, weight, labels, temperature=temperature, ranks=ranks)
+    loss.backward()
+    return {"loss": loss.detach(), "features": features.grad, "weight": weight.grad}
+
+
+def record_rank(out: Path) -> None:
+    """What one rank of several does."""
+    torch.set_num_threads(1)
+    recorded: dict[str, Any] = {}
+    with process_group(torch.device("cpu"), timeout_seconds=60) as ranks:
+        for case in CASES:
+            features, weight, labels = case.share(ranks)
+            result = loss_and_gradients(features, weight, labels, case.temperature, ranks)
+            recorded |= {f"{case}: {name}": value.numpy() for name, value in result.items()}
+
+            model = encoder(case.dtype)
+            parallel = DistributedDataParallel(model)
+            views = images(case)[ranks.share(case.batch_size)]
+            cosine_softmax_loss(parallel(views), weight, labels, temperature=case.temperature, ranks=ranks).backward()
+            recorded[f"{case}: encoder"] = gradients(model).numpy()
+
+            result = loss_and_gradients(features, weight, labels, case.temperature, ranks, autocast=True)
+            recorded |= {f"{case}: autocast {name}": value.numpy() for name, value in result.items()}
+        told = {
+            "ranks": [ranks.rank, ranks.world_size, ranks.local_rank, ranks.local_world_size],
+            "texts": [ranks.broadcast_text(text if ranks.is_first else None) for text in TEXTS],
+            "sums": ranks.sum_over_ranks([1.0, 2.0**40 + ranks.rank, -0.5 * ranks.rank]),
+            "maxima": ranks.max_over_ranks([float(ranks.rank), -float(ranks.rank)]),
+        }
+        ranks.barrier()
+    assert not dist.is_initialized(), "the process group outlived its context"
+    np.savez(out / f"{ranks.rank}.npz", told=np.array(json.dumps(told)), **recorded)
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
+def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Recorded]:
+    """What each rank got."""
+    out = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
+    run = subprocess.run([*command, __file__, str(out)], capture_output=True, text=True, check=False, timeout=120)
+    assert run.returncode == 0, run.stderr
+    return [dict(np.load(out / f"{rank}.npz")) for rank in range(request.param)]
+
+
+def of_whole(recorded: list[Recorded], case: Case, kind: str = "") -> dict[str, Tensor]:
+    """Loss and gradients of the whole batch and all rows, put together from those of the ranks."""
+    parts = {name: [part[f"{case}: {kind}{name}"] for part in recorded] for name in ("loss", "features", "weight")}
+    assert len({part.tobytes() for part in parts["loss"]}) == 1, "ranks differ in the loss"
+    weight = np.empty((NUM_ROWS, DIM), parts["loss"][0].dtype)
+    for rank, part in enumerate(parts["weight"]):
+        weight[case.owner(len(recorded)) == rank] = part
+    features = np.concatenate(parts["features"]) / len(recorded)  # what averaging over ranks makes of it
+    whole = {"loss": parts["loss"][0], "features": features, "weight": weight}
+    return {name: torch.from_numpy(value) for name, value in whole.items()}
+
+
+def assert_near(case: Case, actual: Tensor, expected: Tensor, name: str) -> None:
+    """By the norm of the whole, within what rounding logits up to 1/τ does: 1.2e-6 for float32 at τ = 0.2."""
+    tolerance = 2 * torch.finfo(case.dtype).eps / case.temperature
+    difference = (actual.double() - expected.double()).norm() / expected.double().norm()
+    assert difference <= tolerance, f"{case}, {name}: relative difference {difference:.1e}"
+
+
+def test_loss_and_gradients_are_those_of_one_rank(recorded: list[Recorded]) -> None:
+    for case in CASES:
+        one = loss_and_gradients(*case.inputs(), case.temperature, Ranks())
+        for name, value in of_whole(recorded, case).items():
+            assert_near(case, value, one[name], name)
+
+
+def test_an_encoder_under_ddp_gets_the_gradients_of_one_process(recorded: list[Recorded]) -> None:
+    for case in CASES:
+        model, (_, weight, labels) = encoder(case.dtype), case.inputs()
+        cosine_softmax_loss(model(images(case)), weight, labels, temperature=case.temperature).backward()
+        for part in recorded:
+            assert_near(case, torch.from_numpy(part[f"{case}: encoder"]), gradients(model), "parameters")
+
+
+def test_autocast_changes_no_bit(recorded: list[Recorded]) -> None:
+    for case in CASES:
+        plain, autocast = of_whole(recorded, case), of_whole(recorded, case, "autocast ")
+        assert all(torch.equal(plain[name], autocast[name]) for name in plain), str(case)
+
+
+def test_autocast_changes_no_bit_on_one_rank() -> None:
+    for case in CASES:
+        plain = loss_and_gradients(*case.inputs(), case.temperature, Ranks())
+        autocast = loss_and_gradients(*case.inputs(), case.temperature, Ranks(), autocast=True)
+        assert all(torch.equal(plain[name], autocast[name]) for name in plain), str(case)
+
+
+def test_extreme_logits_are_extreme() -> None:
+    features, weight, _ = Case(12, "uneven", LOW, torch.float32).inputs()
+    logits = torch.nn.functional.cosine_similarity(features[:, None], weight[None], dim=-1) / LOW
+    assert logits.exp().isinf().any(), "exp overflows"
+    assert (logits.exp().sum(dim=1) < 1e-30).any(), "exp of a whole row is next to nothing"
+
+
+def test_ranks_tell_each_other(recorded: list[Recorded]) -> None:
+    world_size = len(recorded)
+    for rank, part in enumerate(recorded):
+        told = json.loads(str(part["told"]))
+        assert told["ranks"] == [rank, world_size, rank, world_size]
+        assert told["texts"] == list(TEXTS)
+        total = sum(range(world_size))
+        assert told["sums"] == [world_size, world_size * 2.0**40 + total, -0.5 * total]
+        assert told["maxima"] == [world_size - 1, 0]
+
+
+def test_one_rank_talks_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with process_group(torch.device("cpu")) as ranks:
+        assert ranks == Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
+        assert not dist.is_initialized()
+        ranks.barrier()
+        assert ranks.is_first
+        assert ranks.share(7) == slice(0, 7)
+        assert ranks.broadcast_text("größe") == "größe"
+        assert ranks.sum_over_ranks([1.5, -2.0]) == ranks.max_over_ranks([1.5, -2.0]) == [1.5, -2.0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize("num_items", [0, 1, 2, 63, 64, 65, 1000])
+def test_shares_are_contiguous_and_even(num_items: int, world_size: int) -> None:
+    shares = [Ranks(rank=rank, world_size=world_size).share(num_items) for rank in range(world_size)]
+    items = [list(range(num_items)[share]) for share in shares]
+    assert list(chain(*items)) == list(range(num_items))
+    assert max(map(len, items)) - min(map(len, items)) <= 1
+
+
+if __name__ == "__main__":
+    record_rank(Path(sys.argv[1]))
