@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -119,6 +120,8 @@ class TrainConfig:
             raise ValueError("--rows dense keeps the rows in the trainer: leave --servers away, or use --rows resident")
         if self.capacity is not None and self.rows != "resident":
             raise ValueError(f"--capacity is for --rows resident, not {self.rows}: leave it away")
+        if self.batch_size < (world_size := int(os.environ.get("WORLD_SIZE", "1"))):
+            raise ValueError(f"--batch-size {self.batch_size} leaves some of {world_size} ranks without images")
         if self.prefetch_steps < 0:
             raise ValueError(f"--prefetch-steps must not be negative, got {self.prefetch_steps}")
         for address in self.server_addresses:

@@ -1,0 +1,120 @@
+"""What a step moves between trainer and servers: resident rows beside remote ones, counted on the loopback interface.
+
+python -m benchmarks.wire [--steps 1024] [--output benchmarks/results]
+
+The paper's settings (B 512, K 65,536, W 131,072, S 16,384, D 128), N = 1,281,167 as in ImageNet-1K, two shards on this
+machine and nothing else that uses the loopback interface. Gradients are random: nothing of this depends on them. The
+resident store is measured over whole windows from the third on, when as many rows leave as enter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.measure import timing, write_results
+from trainer.recency import RecentRows, announced
+from trainer.rows import RemoteRows, ResidentRows, RowStore
+from trainer.schedule import VisitSchedule
+from weightserver import LocalCluster, TableSpec, WeightClient
+from weightserver.allocator import keep_large_buffers
+
+BATCH_SIZE, NUM_ACTIVE, WINDOW_SIZE, WINDOW_STRIDE = 512, 65_536, 131_072, 16_384
+SPEC = TableSpec(num_rows=1_281_167, dim=128)
+STEPS_PER_WINDOW = WINDOW_SIZE // BATCH_SIZE
+PREFETCH_STEPS = 8
+
+
+def loopback_bytes() -> int:
+    return int(Path("/sys/class/net/lo/statistics/tx_bytes").read_text())
+
+
+def measure(
+    make_store: Callable[[WeightClient, np.ndarray], RowStore], *, warm_up: int, steps: int
+) -> dict[str, float]:
+    """Bytes per step over the `steps` behind the first `warm_up`, and what a step took."""
+    rates = np.full(warm_up + steps, 0.06, np.float32)
+    schedule = VisitSchedule(num_rows=SPEC.num_rows, window_size=WINDOW_SIZE, window_stride=WINDOW_STRIDE, seed=0)
+    recent = RecentRows(schedule, num_active=NUM_ACTIVE, batch_size=BATCH_SIZE)
+    gradients = torch.randn(NUM_ACTIVE, SPEC.dim) * 1e-3
+    with LocalCluster(2) as cluster, WeightClient(cluster.addresses) as client:
+        client.create_table(SPEC)
+        client.extend_schedule(0, rates)
+        client.open_session("benchmark")
+        store = make_store(client, rates)
+        seconds = []
+        before = loopback_bytes()
+        for step, active in enumerate(announced(recent.active, store, range(len(rates)))):
+            if step == warm_up:
+                before, rows_before = loopback_bytes(), store.counters.fetched_rows + store.counters.pushed_rows
+            started = time.perf_counter()
+            store.weights(active.rows, step=step)
+            store.apply_gradients(active.rows, gradients, step=step)
+            seconds.append(time.perf_counter() - started)
+        if isinstance(store, RemoteRows):
+            store.flush()  # the last push
+        moved = loopback_bytes() - before
+        rows = store.counters.fetched_rows + store.counters.pushed_rows - rows_before
+        wait = store.counters.wait_seconds
+        store.close()
+    step_time = timing(seconds[warm_up:])
+    return {
+        "bytes_per_step": moved / steps,
+        "rows_per_step": rows / steps,
+        "step_seconds": step_time.p50,
+        "step_seconds_p90": step_time.p90,
+        "wait_seconds": wait,
+    }
+
+
+def resident(client: WeightClient, rates: np.ndarray) -> ResidentRows:
+    return ResidentRows(
+        client,
+        SPEC,
+        rates,
+        capacity=WINDOW_SIZE + 2 * WINDOW_STRIDE,
+        prefetch_steps=PREFETCH_STEPS,
+        write_back_rows=WINDOW_STRIDE,
+        device=torch.device("cpu"),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2 * STEPS_PER_WINDOW, help="steps of resident rows to measure")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    arguments = parser.parse_args()
+    keep_large_buffers()
+    results = {
+        "resident": measure(resident, warm_up=3 * STEPS_PER_WINDOW, steps=arguments.steps),
+        "remote": measure(lambda client, _: RemoteRows(client), warm_up=2, steps=32),
+    }
+    ratio = results["remote"]["bytes_per_step"] / results["resident"]["bytes_per_step"]
+    lines = [
+        f"Remote rows move {ratio:,.0f} times the bytes of resident ones. The arithmetic: 2·K·D·4 bytes a step against",
+        "2·B·S/W rows of weight, momentum buffer and last step.",
+        "",
+        "| rows | bytes on the wire, a step | rows, a step | rows' part of a step |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {name} | {values['bytes_per_step']:,.0f} | {values['rows_per_step']:,.1f} | "
+        f"{1e3 * values['step_seconds']:.1f} ms |"
+        for name, values in results.items()
+    ]
+    write_results(
+        arguments.output,
+        "wire",
+        f"python -m benchmarks.wire --steps {arguments.steps}",
+        {**results, "ratio": ratio},
+        "\n".join(lines),
+    )
+
+
+if __name__ == "__main__":
+    main()
