@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
-from benchmarks.measure import Timing, timing, write_results
+from benchmarks.measure import Timing, draw_bars, timing, write_results
 from trainer.loss import cosine_softmax_loss
 
 BATCH_SIZE, DIM = 512, 128
@@ -54,7 +55,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
     lines = ["| data set | rows on the device | bytes of tensors | time of the head's step |", "|---|---|---|---|"]
-    results = {}
+    results: dict[str, dict[str, Any]] = {}
     for name, num_rows in [("any", NUM_ACTIVE), *SIZES.items()]:
         num_bytes = tensor_bytes(num_rows)
         fits = 1.2 * num_bytes < free
@@ -64,7 +65,16 @@ def main() -> None:
         lines.append(f"| {name} | {rows} | {num_bytes / 2**30:.2f} GiB | {time_of_step or 'does not fit'} |")
     lines += ["", f"Device: {torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}."]
     write_results(
-        arguments.output, "head", f"python -m benchmarks.head --rounds {arguments.rounds}", results, "\n".join(lines)
+        arguments.output,
+        "head",
+        f"python -m benchmarks.head --rounds {arguments.rounds}",
+        results,
+        "\n".join(lines) + "\n\n![Bytes of the head's tensors](head.png)",
+    )
+    draw_bars(
+        arguments.output / "head.png",
+        {f"{values['rows']:,} rows": values["tensor_bytes"] / 2**30 for values in results.values()},
+        "tensors of the head (GiB)",
     )
 
 

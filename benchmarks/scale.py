@@ -21,15 +21,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import psutil
+from matplotlib import pyplot as plt
 
 from benchmarks.measure import timing, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
-
-mpl.use("Agg")
-from matplotlib import pyplot as plt
 
 DIM, BATCH_SIZE = 128, 512
 CGROUPS = Path("/sys/fs/cgroup/memory")
@@ -43,7 +40,7 @@ TRAINER = (
 
 
 def train(num_rows: int, steps: int, *options: str) -> dict[str, Any]:
-    """Step times and peak memory of a run of its own process."""
+    """Step times, s each, and peak memory of a run of its own process."""
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "run"
         command = [sys.executable, "-c", TRAINER, "synthetic", "--num-images", str(num_rows), "--steps", str(steps)]
@@ -54,11 +51,19 @@ def train(num_rows: int, steps: int, *options: str) -> dict[str, Any]:
     seconds = [record["seconds"] for record in records]
     return {
         "rows": num_rows,
-        "step": timing(seconds),
-        "row_wait_share": sum(record["row_wait_seconds"] for record in records) / sum(seconds),
+        "seconds": seconds,
+        "row_wait_seconds": sum(record["row_wait_seconds"] for record in records),
         "fetched_rows_per_step": sum(record["fetched_rows"] for record in records) / len(records),
         "trainer_bytes": summary["peak_memory_bytes"],
     }
+
+
+def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Runs of one case as one result."""
+    seconds = [second for run in runs for second in run["seconds"]]
+    wait_seconds = sum(run["row_wait_seconds"] for run in runs)
+    rest = {name: value for name, value in runs[-1].items() if name not in ("seconds", "row_wait_seconds")}
+    return rest | {"step": timing(seconds), "row_wait_share": wait_seconds / sum(seconds)}
 
 
 @contextmanager
@@ -96,24 +101,26 @@ def train_on_full_shards(num_rows: int, steps: int) -> dict[str, Any]:
         for shard in range(2):
             with (cluster.directory / f"shard-{shard}" / "data.mdb").open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        faults = [_major_faults(process.pid) for process in cluster.processes]
+        read_before = _read_bytes(cluster.processes)
         result = train(num_rows, steps, "--servers", ",".join(cluster.addresses))
         info = client.describe()
         return result | {
             "stored_rows": info.rows_stored,
             "disk_bytes": info.disk_bytes,
             "memory_limit_bytes_per_shard": limit,
-            "major_faults": sum(_major_faults(p.pid) for p in cluster.processes) - sum(faults),
+            "read_bytes_per_step": (_read_bytes(cluster.processes) - read_before) / steps,
         }
 
 
-def _major_faults(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[9])
+def _read_bytes(processes: list[Any]) -> int:
+    """Read from disk so far."""
+    pages = (Path(f"/proc/{process.pid}/io").read_text() for process in processes)
+    return sum(int(line.split()[1]) for page in pages for line in page.splitlines() if line.startswith("read_bytes"))
 
 
 def dense_fits(num_rows: int) -> bool:
-    """Weights, gradients and momentum, and room for the rest."""
-    return 3 * 4 * DIM * num_rows < 0.8 * psutil.virtual_memory().available
+    """Weights, gradients, momentum, and what SGD makes on the way."""
+    return 6 * 4 * DIM * num_rows < 0.8 * psutil.virtual_memory().available
 
 
 def draw(cases: dict[str, list[dict[str, Any]]], path: Path) -> None:
@@ -131,19 +138,27 @@ def draw(cases: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--stored-rows", type=int, default=4_000_000)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     sizes = [10**6, 10**7, 10**8, 10**9]
-    cases: dict[str, list[dict[str, Any]]] = {"resident, fresh table": [], "resident, from disk": [], "dense": []}
-    for num_rows in sizes:
-        cases["resident, fresh table"].append(train(num_rows, arguments.steps))
-    if os.geteuid() == 0 and CGROUPS.is_dir():
-        cases["resident, from disk"].append(train_on_full_shards(arguments.stored_rows, arguments.steps))
-    for num_rows in sizes:
-        if dense_fits(num_rows):
-            cases["dense"].append(train(num_rows, WARM_UP + 5, "--rows", "dense"))
+    on_disk = os.geteuid() == 0 and CGROUPS.is_dir()
+    fresh: dict[int, list[dict[str, Any]]] = {num_rows: [] for num_rows in sizes}
+    from_disk: list[dict[str, Any]] = []
+    for _ in range(arguments.rounds):
+        for num_rows in sizes:
+            fresh[num_rows].append(train(num_rows, arguments.steps))
+        if on_disk:
+            from_disk.append(train_on_full_shards(arguments.stored_rows, arguments.steps))
+    cases = {
+        "resident, fresh table": [merged(runs) for runs in fresh.values()],
+        "resident, from disk": [merged(from_disk)] if from_disk else [],
+        "dense": [
+            merged([train(num_rows, WARM_UP + 5, "--rows", "dense")]) for num_rows in sizes if dense_fits(num_rows)
+        ],
+    }
     lines = [
         "| rows | N | time of a step | waiting for rows | rows fetched, a step | trainer's peak memory |",
         "|---|---|---|---|---|---|",
@@ -173,7 +188,7 @@ def _about_disk(result: dict[str, Any]) -> str:
     return (
         f"From disk: {result['stored_rows']:,} rows stored in {result['disk_bytes'] / 1e9:.2f} GB; a shard may use "
         f"{result['memory_limit_bytes_per_shard'] / 1e6:.0f} MB of memory, page cache included. "
-        f"Major page faults of the shards during the run: {result['major_faults']:,}."
+        f"Read from disk: {result['read_bytes_per_step'] / 1e6:.2f} MB a step."
     )
 
 

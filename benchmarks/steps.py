@@ -16,12 +16,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
+from matplotlib import pyplot as plt
 
 from benchmarks.measure import Timing, timing, write_results
-
-mpl.use("Agg")
-from matplotlib import pyplot as plt
 
 STORES = ("dense", "resident", "remote")
 WARM_UP = 50

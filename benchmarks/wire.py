@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.measure import timing, write_results
+from benchmarks.measure import draw_bars, timing, write_results
 from trainer.recency import RecentRows, announced
 from trainer.rows import RemoteRows, ResidentRows, RowStore
 from trainer.schedule import VisitSchedule
@@ -112,7 +112,12 @@ def main() -> None:
         "wire",
         f"python -m benchmarks.wire --steps {arguments.steps}",
         {**results, "ratio": ratio},
-        "\n".join(lines),
+        "\n".join(lines) + "\n\n![Bytes a step moves](wire.png)",
+    )
+    draw_bars(
+        arguments.output / "wire.png",
+        {name: values["bytes_per_step"] for name, values in results.items()},
+        "bytes on the wire, a step",
     )
 
 

@@ -14,15 +14,20 @@ from typing import NoReturn
 
 from trainer.config import parse_config
 from trainer.loop import train
+from trainer.stopping import Stopped
 from weightserver import WeightServerError
 from weightserver.allocator import keep_large_buffers
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Runs the command line. Exit status 0; 1 with one line on stderr when it failed; 2 for arguments that are none."""
+    """Runs the command line. Exit status 0; 1 with one line on stderr when it failed; 2 for arguments that are
+    none; 128 + the signal's number behind a checkpoint."""
     keep_large_buffers()
     try:
         result = train(parse_config(arguments))
+    except Stopped as stopped:
+        print(f"trainer: {stopped}", file=sys.stderr)
+        sys.exit(stopped.exit_status)
     except (ValueError, OSError, WeightServerError) as error:
         print(f"trainer: {error}", file=sys.stderr)
         sys.exit(1)

@@ -46,10 +46,17 @@ class TrainConfig:
     ranks are on one machine)."""
     num_shards: int = 2
     """Local weight servers to start where no --servers are given; their rows are kept in the run's directory."""
+    retry_seconds: float = 300.0
+    """How long a weight server that is away is tried again before the run stops."""
     insecure: bool = False
     """Take --servers on other machines without TLS."""
     resume: bool = False
-    """Go on with the run in --output (not in this version)."""
+    """Go on with the run in --output from its newest checkpoint, as if it had never stopped."""
+    checkpoint_every: int = 1_000
+    """Steps between checkpoints; one is also taken before a run ends by SIGTERM or SIGINT. 0 for none. Dense rows live
+    and die with the trainer: with them there are no checkpoints."""
+    keep_checkpoints: int = 3
+    """Newest checkpoints to keep."""
 
     # ---- how long
     epochs: float = 6.0
@@ -114,8 +121,10 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raises ValueError for settings that contradict each other, or that this version cannot do."""
-        if self.resume:
-            raise ValueError("--resume is not in this version: it comes with checkpoints; start in another --output")
+        if self.resume and self.rows == "dense":
+            raise ValueError("--rows dense leaves no checkpoints: there is nothing to --resume")
+        if self.checkpoint_every < 0:
+            raise ValueError(f"--checkpoint-every must not be negative, got {self.checkpoint_every}")
         if self.rows == "dense" and self.servers:
             raise ValueError("--rows dense keeps the rows in the trainer: leave --servers away, or use --rows resident")
         if self.capacity is not None and self.rows != "resident":
@@ -130,13 +139,13 @@ class TrainConfig:
                     f"--servers {address} is on another machine and this version has no TLS: "
                     "give --insecure on a network you trust"
                 )
-        for name in ("num_shards", "batch_size", "log_every", "dim"):
+        for name in ("num_shards", "batch_size", "log_every", "dim", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         for name in ("epochs", "temperature"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"--{name} must be positive and finite, got {getattr(self, name)}")
-        for name in ("learning_rate", "knn_every"):
+        for name in ("learning_rate", "knn_every", "retry_seconds"):
             if not 0 <= getattr(self, name) < math.inf:
                 flag = name.replace("_", "-")
                 raise ValueError(f"--{flag} must be finite and not negative, got {getattr(self, name)}")

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.checkpoint import Checkpoints, load
 from trainer.config import TrainConfig
 from trainer.data import Dataset, load_dataset
-from trainer.data.augment import Augmentation
+from trainer.data.augment import Augmentation, normalise
 from trainer.distributed import Ranks, process_group
 from trainer.evaluate import ProbeResult, encoder_features, evaluate_features
 from trainer.evaluate.knn import held_out_knn_top1
@@ -27,6 +28,7 @@ from trainer.recency import ActiveRows, RecentRows, announced
 from trainer.report import Report
 from trainer.rows.opening import open_rows
 from trainer.schedule import RowOrder, VisitSchedule, learning_rates, visit_uniforms
+from trainer.stopping import Stopped, stop_signals
 from weightserver import TableSpec
 from weightserver.sharding import Sharding
 
@@ -53,6 +55,7 @@ def train(config: TrainConfig) -> TrainResult:
     Raises:
         ValueError: settings that do not fit the data, a directory or a table that another run used.
         WeightServerError: the weight servers failed for longer than the client tries.
+        Stopped: a signal ended the run, behind a checkpoint.
     """
     config.check()
     started = time.perf_counter()
@@ -113,6 +116,7 @@ def _train_rank(
         warmup_steps=round(config.warmup_fraction * num_steps),
     )
     augment = Augmentation(config.augmentation, config.encoder.image_size)
+    only_rows = config.encoder.name == "none"  # what is measured then is the rows' path
     model = build_model(config.encoder, config.dim, seed=config.seed)
     model = model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     parallel = DistributedDataParallel(model, broadcast_buffers=False) if ranks.world_size > 1 else model
@@ -120,18 +124,25 @@ def _train_rank(
 
     with ExitStack() as stack:
         report = stack.enter_context(Report(config, num_steps, ranks))
-        rows = stack.enter_context(open_rows(config, spec, rates, ranks=ranks, device=device))
-        report.follow(rows.counters)
+        opened = stack.enter_context(open_rows(config, spec, rates, ranks=ranks, device=device))
+        rows, start_step = opened.store, opened.start_step
+        checkpoints = Checkpoints(config, ranks, rows, opened.client)
+        if start_step:
+            load(config.output / "checkpoints", start_step, model, optimizer)
+        report.follow(rows.counters, start_step)
+        signals = stack.enter_context(stop_signals())
 
         def active_share(step: int) -> ActiveRows:
             return recent.active(step).share(sharding, ranks.rank)
 
-        for step, active in enumerate(announced(active_share, rows, range(num_steps))):
+        steps = range(start_step, num_steps)
+        for step, active in zip(steps, announced(active_share, rows, steps), strict=True):
             with report.preparing_data():
                 visits = np.arange(step * batch_size, (step + 1) * batch_size)[mine]
                 visited = order.images(schedule.visits(visits[0], visits[-1] + 1))
                 uniforms = torch.from_numpy(visit_uniforms(config.seed, visits, augment.num_uniforms)).to(device)
-                views = augment(images[torch.from_numpy(visited).to(device)], uniforms)  # (b, C, H, W)
+                batch = images[torch.from_numpy(visited).to(device)]  # uint8 (b, C, H, W)
+                views = normalise(batch) if only_rows else augment(batch, uniforms)
                 views = views.contiguous(memory_format=torch.channels_last)
 
             features = parallel(views)  # (b, D)
@@ -154,6 +165,13 @@ def _train_rank(
                 if not math.isfinite(record["loss"]):
                     raise ValueError(f"the loss is {record['loss']} at step {step}: try a lower --learning-rate")
                 report.write(record)
+                (signalled,) = ranks.max_over_ranks([max(signals, default=0)])  # ranks hear of it at different steps
+                if signalled and not last:
+                    checkpoints.save(step + 1, model, optimizer)
+                    hint = "--resume goes on there" if opened.client else "dense rows leave no checkpoint"
+                    raise Stopped(int(signalled), f"stopped by a signal after {step + 1} steps: {hint}")
+            if config.checkpoint_every and (step + 1) % config.checkpoint_every == 0 and not last:
+                checkpoints.save(step + 1, model, optimizer)
         rows.flush()  # every update is durable
         ranks.barrier()  # nobody stops the servers before that
 

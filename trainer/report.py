@@ -7,11 +7,13 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from torch.utils.tensorboard import SummaryWriter
 
+from trainer.checkpoint import check_same_run
 from trainer.config import TrainConfig
 from trainer.distributed import Ranks
 from trainer.metrics import TrainerMetrics
@@ -43,7 +45,10 @@ class Report:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             if self._ranks.is_first:
-                stack.enter_context(_claimed_output(self._config))
+                if self._config.resume:
+                    check_same_run(self._config)
+                else:
+                    stack.enter_context(_claimed_output(self._config))
             if self._config.metrics_port is not None:
                 port = self._config.metrics_port and self._config.metrics_port + self._ranks.local_rank
                 address, stop = self._metrics.serve(port)
@@ -57,13 +62,15 @@ class Report:
     ) -> None:
         self._stack.__exit__(kind, error, traceback)
 
-    def follow(self, counters: RowCounters) -> None:
-        """Begins the first interval, of steps that `counters` belong to."""
+    def follow(self, counters: RowCounters, start_step: int) -> None:
+        """Begins the first interval, of steps from `start_step` on, which `counters` belong to."""
         self._counters = counters
+        self._next_step = start_step
         if self._ranks.is_first:
             output = self._config.output
-            self._lines = self._stack.enter_context((output / "metrics.jsonl").open("w"))
-            self._board = self._stack.enter_context(SummaryWriter(str(output / "tensorboard")))
+            _forget_from(output / "metrics.jsonl", start_step)
+            self._lines = self._stack.enter_context((output / "metrics.jsonl").open("a"))
+            self._board = self._stack.enter_context(SummaryWriter(str(output / "tensorboard"), purge_step=start_step))
             chance = math.log(self._config.num_negatives)
             self._progress = self._stack.enter_context(TrainingProgress(self._num_steps, chance=chance))
         self._begin()
@@ -127,6 +134,15 @@ class Report:
         for name in record.keys() - {"step"}:
             self._board.add_scalar(name, record[name], record["step"])
         self._progress.update(record)
+
+
+def _forget_from(path: Path, step: int) -> None:
+    """Removes the records of `step` and later from a metrics.jsonl, and one that was cut off."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(kept))
+    partial.replace(path)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ The names listed in `__all__` are the public interface; everything else may chan
 
 __version__ = "0.1.0"
 
-from weightserver.client import RowState, TableInfo, WeightClient
+from weightserver.client import Checkpoint, RowState, TableInfo, WeightClient
 from weightserver.cluster import LocalCluster
 from weightserver.config import TableSpec
 from weightserver.errors import (
@@ -22,6 +22,7 @@ from weightserver.errors import (
 )
 
 __all__ = [
+    "Checkpoint",
     "ClusterError",
     "FencedError",
     "InvalidRequestError",

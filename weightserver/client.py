@@ -67,6 +67,15 @@ class RowState:
 
 
 @dataclass(frozen=True)
+class Checkpoint:
+    """A state of all rows that can be read and returned to."""
+
+    name: str
+    step: int
+    """Finished updates that it holds."""
+
+
+@dataclass(frozen=True)
 class ShardInfo:
     """One shard's part of a table."""
 
@@ -252,10 +261,7 @@ class WeightClient:
         Raises:
             FencedError: the epoch to join was superseded, or another client opened a session at the same time.
         """
-        if not isinstance(name, str) or not name or not name.encode(errors="ignore").decode() == name:
-            raise ValueError(f"name must be a non-empty text that UTF-8 can hold, got {name!r}")
-        if len(name) > MAX_NAME_CHARACTERS:
-            raise ValueError(f"name has {len(name)} characters: give one of at most {MAX_NAME_CHARACTERS}")
+        name = _name(name)
         connections = self._connect()
         newest = max(answer.epoch for answer in self._describe_shards())
         epoch = newest + 1 if join is None else _step(join, "join")
@@ -267,11 +273,16 @@ class WeightClient:
 
     # ---- rows
 
-    def fetch(self, rows: npt.ArrayLike, *, step: int, out: Float32Array | None = None) -> Float32Array:
+    def fetch(
+        self, rows: npt.ArrayLike, *, step: int, out: Float32Array | None = None, checkpoint: str = ""
+    ) -> Float32Array:
         """Weights of `rows` (int64 [n]) before update `step`: float32 [n, D], into `out` where given. Never writes.
+
+        With `checkpoint` the rows are those of a retained checkpoint.
 
         Raises:
             StepError: `step` lies beyond the horizon, or before an update that a row has seen.
+            NoTableError: there is no such checkpoint.
         """
         rows = self._rows(rows)
         shape = (len(rows), self._table().dim)
@@ -279,14 +290,14 @@ class WeightClient:
             out = np.empty(shape, np.float32)
         elif out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
             raise ValueError(f"out must be a contiguous float32 array of shape {list(shape)}")
-        self._fetch(rows, pb.FetchRequest(step=_step(step, "step")), (out, None, None))
+        self._fetch(rows, pb.FetchRequest(step=_step(step, "step"), checkpoint=checkpoint), (out, None, None))
         return out
 
-    def fetch_state(self, rows: npt.ArrayLike, *, step: int | None = None) -> RowState:
+    def fetch_state(self, rows: npt.ArrayLike, *, step: int | None = None, checkpoint: str = "") -> RowState:
         """All state of `rows` (int64 [n]): before update `step`, or raw as stored where it is None. Never writes.
 
         Raises:
-            StepError: as for `fetch`.
+            StepError, NoTableError: as for `fetch`.
         """
         rows, dim = self._rows(rows), self._table().dim
         state = RowState(
@@ -294,7 +305,9 @@ class WeightClient:
             np.empty((len(rows), dim), np.float32),
             np.empty(len(rows), np.int64),
         )
-        request = pb.FetchRequest(step=0 if step is None else _step(step, "step"), raw=step is None, state=True)
+        request = pb.FetchRequest(
+            step=0 if step is None else _step(step, "step"), raw=step is None, state=True, checkpoint=checkpoint
+        )
         self._fetch(rows, request, (state.weight, state.momentum_buffer, state.last_step))
         return state
 
@@ -357,6 +370,72 @@ class WeightClient:
             {"weight": weight, "momentum_buffer": momentum_buffer, "last_step": steps},
             lambda header, names, values: pb.WriteStateRequest(header=header, rows=names, **values),
         )
+
+    # ---- checkpoints
+
+    def checkpoint(self, name: str, *, step: int) -> None:
+        """Keeps all rows as they are now, after `step` finished updates, under `name`, until it is released.
+
+        Takes no copy: what is written later costs the disk space of a second version of its blocks. Every write that
+        is to be part of it must have returned.
+
+        Raises:
+            FencedError: no session, or a superseded one.
+            InvalidRequestError: the name was used for another step.
+        """
+        self._change_checkpoints("Checkpoint", name, _step(step, "step"))
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Those that every shard retains, in the order of their steps."""
+        retained = [
+            {Checkpoint(known.name, known.step) for known in answer.checkpoints} for answer in self._describe_shards()
+        ]
+        return sorted(set.intersection(*retained), key=lambda known: (known.step, known.name))
+
+    def rollback(self, name: str) -> None:
+        """Takes all rows and the clock back to a checkpoint; later checkpoints are forgotten.
+
+        Raises:
+            NoTableError: a shard has no such checkpoint; then no shard was changed.
+        """
+        if not all(having := self._shards_with(name)):
+            raise NoTableError(
+                f"shard {having.index(False)} has no checkpoint {name!r}: call checkpoints() for those of all shards"
+            )
+        self._change_checkpoints("Rollback", name, 0)
+
+    def release(self, name: str) -> None:
+        """Forgets a checkpoint. The disk space that only it needed is reused as its rows are written again.
+
+        Raises:
+            NoTableError: no shard has such a checkpoint.
+        """
+        if not any(self._shards_with(name)):
+            raise NoTableError(f"no shard has a checkpoint {name!r}: call checkpoints() for what there is")
+        self._change_checkpoints("Release", name, 0)
+
+    def _shards_with(self, name: str) -> list[bool]:
+        """Whether each shard has a checkpoint of that name."""
+        return [any(known.name == name for known in answer.checkpoints) for answer in self._describe_shards()]
+
+    def _change_checkpoints(self, method: str, name: str, step: int) -> None:
+        """One change of every shard, once, however often it is tried."""
+        name = _name(name)
+        session = self._require_session()
+        connections, table = self._connect(), spec_digest(self._table())
+        digest = xxhash.xxh3_128(f"{method} {step} {name}".encode()).digest()
+        numbers = session.begin(range(len(connections)), lambda: digest)
+
+        def change(shard: int) -> None:
+            header = session.header(shard, numbers[shard], step=step, table=table)
+            connections[shard].call(method, pb.CheckpointRequest(header=header, name=name))
+
+        try:
+            self._in_parallel(change, zip(range(len(connections)), strict=True))
+        except BaseException:
+            session.fail(numbers, digest)
+            raise
+        session.succeed(numbers)
 
     # ---- closing
 
@@ -484,9 +563,8 @@ class WeightClient:
 
         def fetch_part(shard: int, positions: slice | Int64Array) -> None:
             mine = rows[positions]
-            asked = pb.FetchRequest(
-                rows=rows_to_proto(mine), step=request.step, raw=request.raw, state=request.state, table=table
-            )
+            asked = pb.FetchRequest(rows=rows_to_proto(mine), table=table)
+            asked.MergeFrom(request)
 
             def take(chunks: Iterator[FetchedChunk]) -> None:
                 done = 0
@@ -510,6 +588,11 @@ class WeightClient:
         if parts_by_shard:
             self._in_parallel(fetch_shard, parts_by_shard.items())
 
+    def _require_session(self) -> Session:
+        if self._session is None:
+            raise FencedError("no session is open: call open_session() before the first write")
+        return self._session
+
     def _sharding(self) -> Sharding:
         return Sharding(self._table().rows_per_block, len(self._connect()))
 
@@ -522,9 +605,7 @@ class WeightClient:
         make_message: Callable[[pb.WriteHeader | None, pb.Rows, dict[str, bytes]], Message],
     ) -> None:
         """Sends one write, under one sequence number on each shard that has rows of it."""
-        session = self._session
-        if session is None:
-            raise FencedError("no session is open: call open_session() before the first write")
+        session = self._require_session()
         by_shard = self._sharding().positions_by_shard(rows)
         if not by_shard:
             return
@@ -542,14 +623,8 @@ class WeightClient:
         def messages(shard: int) -> Iterator[Message]:
             positions = by_shard[shard]
             mine = rows[positions]
-            header: pb.WriteHeader | None = pb.WriteHeader(
-                epoch=session.epoch,
-                writer=session.writer,
-                sequence=numbers[shard],
-                settled_before=session.settled_before(shard),
-                step=step,
-                num_rows=len(mine),
-                table=table,
+            header: pb.WriteHeader | None = session.header(
+                shard, numbers[shard], step=step, num_rows=len(mine), table=table
             )
             parts = {name: array[positions] for name, array in arrays.items()}
             rows_per_message = max(1, CHUNK_BYTES // sum(array.nbytes // len(rows) for array in arrays.values()))
@@ -597,6 +672,14 @@ class WeightClient:
         if not all_finite(array):
             raise ValueError(f"{name} holds NaN or infinite values: nothing was sent")
         return array
+
+
+def _name(name: str) -> str:
+    if not isinstance(name, str) or not name or not name.encode(errors="ignore").decode() == name:
+        raise ValueError(f"name must be a non-empty text that UTF-8 can hold, got {name!r}")
+    if len(name) > MAX_NAME_CHARACTERS:
+        raise ValueError(f"name has {len(name)} characters: give one of at most {MAX_NAME_CHARACTERS}")
+    return name
 
 
 def _step(value: int, name: str) -> int:

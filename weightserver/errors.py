@@ -45,7 +45,7 @@ class ClusterError(WeightServerError):
 
 
 class NoTableError(WeightServerError):
-    """The shard holds no table yet."""
+    """The shard holds no table yet, or no checkpoint of that name."""
 
     status = grpc.StatusCode.NOT_FOUND
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import queue
 import signal
 import socket
 import sys
@@ -74,9 +76,10 @@ def serve(config: ServerConfig) -> None:
     Raises:
         StorageError: the data directory cannot be used; OSError: a port cannot be bound.
     """
-    stop = threading.Event()
+    # Not an Event: setting one in a handler deadlocks with a wait for it in the thread that the handler interrupts.
+    stop: queue.SimpleQueue[None] = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, lambda *_: stop.put(None))
     if config.stop_with_parent:
         threading.Thread(target=_wait_for_parent, args=(stop,), daemon=True).start()
     keep_large_buffers()
@@ -125,8 +128,7 @@ def serve(config: ServerConfig) -> None:
     if config.announce:
         print(json.dumps({"address": bound, "metrics_address": metrics_address}), flush=True)
 
-    while not stop.wait(0.5):  # a signal that another thread was given wakes no wait without a timeout
-        pass
+    _wait_for(stop)
     _log.info("shard %d drains", config.shard)
     healthy.enter_graceful_shutdown()
     server.stop(config.grace_seconds).wait()
@@ -145,7 +147,13 @@ def _serve_metrics(config: ServerConfig, metrics: ShardMetrics) -> str | None:
     return f"127.0.0.1:{http.server_port}"
 
 
-def _wait_for_parent(stop: threading.Event) -> None:
+def _wait_for(stop: queue.SimpleQueue[None]) -> None:
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return stop.get(timeout=0.5)  # a signal that another thread was given wakes no wait without a timeout
+
+
+def _wait_for_parent(stop: queue.SimpleQueue[None]) -> None:
     while os.read(sys.stdin.fileno(), 1024):
         pass
-    stop.set()
+    stop.put(None)

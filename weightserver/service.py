@@ -65,6 +65,7 @@ class WeightServerService:
                 run=state.run,
                 generation=state.generation,
                 server_version=__version__,
+                checkpoints=[pb.Checkpoint(name=known.name, step=known.step) for known in state.checkpoints],
             )
 
     def CreateTable(self, request: pb.CreateTableRequest, context: grpc.ServicerContext) -> pb.CreateTableResponse:
@@ -115,7 +116,8 @@ class WeightServerService:
             rows = rows_from_proto(request.rows)
             self._shard.check_rows(rows)
             step = None if request.raw else request.step
-            for num_rows, message in _encoded(self._shard.fetch(rows, step=step, state=request.state)):
+            chunks = self._shard.fetch(rows, step=step, state=request.state, checkpoint=request.checkpoint or None)
+            for num_rows, message in _encoded(chunks):
                 self._metrics.fetched(num_rows, len(message))
                 yield message
 
@@ -147,6 +149,31 @@ class WeightServerService:
                 lambda batch: self._shard.write_state(batch, _header(header), rows, weight, momentum, last_step),
             )
             self._metrics.written(len(rows), 2 * weight.nbytes, duplicate=not applied)
+            return pb.WriteResponse(duplicate=not applied)
+
+    def Checkpoint(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
+        return self._on_checkpoint("Checkpoint", self._shard.checkpoint, request, context)
+
+    def Rollback(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
+        return self._on_checkpoint("Rollback", self._shard.rollback, request, context)
+
+    def Release(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
+        return self._on_checkpoint("Release", self._shard.release, request, context)
+
+    def _on_checkpoint(
+        self,
+        method: str,
+        change: Callable[[Batch, WriteHeader, str], bool],
+        request: pb.CheckpointRequest,
+        context: grpc.ServicerContext,
+    ) -> pb.WriteResponse:
+        with self._answering(method, context):
+            _check_header(request.header)
+            self._shard.check_table(request.header.table)
+            name = request.name
+            _require(0 < len(name) <= MAX_NAME_CHARACTERS, f"name must have 1 to {MAX_NAME_CHARACTERS} characters")
+            _require(request.header.step >= 0, "step must not be negative")
+            applied = self._commit(context, lambda batch: change(batch, _header(request.header), name))
             return pb.WriteResponse(duplicate=not applied)
 
     # ---- what the handlers share
@@ -193,10 +220,8 @@ class WeightServerService:
             _require(num_bytes <= MAX_WRITE_BYTES, f"more than {MAX_WRITE_BYTES} bytes in one write: split it")
             received.append(message)
         _require(bool(received) and received[0].HasField("header"), "the first message of a write has no header")
-        header = received[0].header
-        _require(len(header.writer) == _WRITER_BYTES, f"writer must be {_WRITER_BYTES} bytes")
-        _require(header.sequence > 0, "sequence must be positive")
-        return header, received
+        _check_header(received[0].header)
+        return received[0].header, received
 
     def _written_rows(self, header: pb.WriteHeader, messages: list[_Message]) -> Int64Array:
         self._shard.check_table(header.table)
@@ -240,6 +265,11 @@ def add_to_server(service: WeightServerService, server: grpc.Server) -> None:
             response_serializer=None if method.name == "Fetch" else response.SerializeToString,
         )
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(contract.full_name, handlers)])
+
+
+def _check_header(header: pb.WriteHeader) -> None:
+    _require(len(header.writer) == _WRITER_BYTES, f"writer must be {_WRITER_BYTES} bytes")
+    _require(header.sequence > 0, "sequence must be positive")
 
 
 def _header(header: pb.WriteHeader) -> WriteHeader:

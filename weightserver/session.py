@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from weightserver._generated import weight_server_pb2 as pb
 from weightserver.exactly_once import WINDOW
 
 MAX_FAILED = 64
@@ -48,10 +49,19 @@ class Session:
                 self._open[shard].add(numbers[shard])
             return numbers
 
-    def settled_before(self, shard: int) -> int:
-        """The number below which no write to `shard` is open any more."""
+    def header(self, shard: int, number: int, *, step: int, table: int, num_rows: int = 0) -> pb.WriteHeader:
+        """What a write under one of its numbers carries."""
         with self._lock:
-            return min(self._open[shard], default=self._next[shard])
+            settled_before = min(self._open[shard], default=self._next[shard])
+        return pb.WriteHeader(
+            epoch=self.epoch,
+            writer=self.writer,
+            sequence=number,
+            settled_before=settled_before,
+            step=step,
+            num_rows=num_rows,
+            table=table,
+        )
 
     def succeed(self, numbers: Numbers) -> None:
         with self._lock:

@@ -8,6 +8,7 @@ state) is replaced only after the transaction that changed it is durable.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import struct
 from collections.abc import Callable, Iterator
@@ -30,13 +31,24 @@ from weightserver.errors import (
 from weightserver.exactly_once import WriterState
 from weightserver.initial import initial_rows
 from weightserver.sharding import Int64Array, Sharding
-from weightserver.storage import Storage, Transaction
+from weightserver.storage import NEWEST, Storage, Transaction
 from weightserver.wire import CHUNK_BYTES, Float32Array, all_finite, spec_digest
 
 FORMAT = 1
 _SCHEDULE_CHUNK = 65_536
 """Learning rates per stored value."""
 _STEP = struct.Struct(">Q")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A state of the shard that can be read and returned to: the newest versions of a generation ≤ `generation`."""
+
+    name: str
+    step: int
+    generation: int
+    clock: int
+    rows_stored: int
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,18 @@ class State:
     clock: int = 0
     rows_stored: int = 0
     generation: int = 0
+    checkpoints: tuple[Checkpoint, ...] = ()
+    """Retained, oldest first; the current generation is newer than all of theirs."""
+
+    def checkpoint(self, name: str) -> Checkpoint:
+        """The retained checkpoint of that name, or NoTableError."""
+        for checkpoint in self.checkpoints:
+            if checkpoint.name == name:
+                return checkpoint
+        retained = ", ".join(repr(checkpoint.name) for checkpoint in self.checkpoints) or "none"
+        raise NoTableError(
+            f"there is no checkpoint {name!r}, only {retained}: call checkpoints() for those of all shards"
+        )
 
 
 @dataclass(frozen=True)
@@ -114,7 +138,7 @@ class Shard:
     def _load(self, txn: Transaction) -> None:
         stored_state, stored_spec = _get_json(txn, "state"), _get_json(txn, "spec")
         if stored_state is not None:
-            self._state = State(**stored_state)
+            self._state = _state_from_json(stored_state)
         if stored_spec is not None:
             self._table = _open_table(TableSpec(**stored_spec))
             chunks = [np.frombuffer(value, "<f4") for _, value in txn.items("schedule")]
@@ -164,13 +188,18 @@ class Shard:
                 f"row {rows[elsewhere.argmax()]} does not live on shard {self.shard} of {self.num_shards}"
             )
 
-    def fetch(self, rows: Int64Array, *, step: int | None, state: bool) -> Iterator[Rows]:
+    def fetch(
+        self, rows: Int64Array, *, step: int | None, state: bool, checkpoint: str | None = None
+    ) -> Iterator[Rows]:
         """Rows (checked, int64 [n]) before update `step`, or raw where `step` is None, in chunks of about 1 MiB.
+
+        They are read as they are now, or as they were at a checkpoint.
 
         Each chunk is a snapshot of its own, so that no snapshot lives while a message waits for its reader.
 
         Raises:
             StepError: `step` lies beyond the horizon or before an update that a row has seen.
+            NoTableError: there is no such checkpoint, or it is released meanwhile.
         """
         table = self.require_table()
         if step is not None and not 0 <= step <= table.schedule.horizon:
@@ -182,20 +211,23 @@ class Shard:
         for run in _runs(rows, table.spec.rows_per_block):
             runs.append(run)
             if run.part.stop - runs[0].part.start >= rows_per_chunk:
-                yield self._fetch_chunk(table, rows, runs, step, state)
+                yield self._fetch_chunk(table, rows, runs, step, state, checkpoint)
                 runs = []
         if runs:
-            yield self._fetch_chunk(table, rows, runs, step, state)
+            yield self._fetch_chunk(table, rows, runs, step, state, checkpoint)
 
-    def _fetch_chunk(self, table: Table, rows: Int64Array, runs: list[_Run], step: int | None, state: bool) -> Rows:
+    def _fetch_chunk(
+        self, table: Table, rows: Int64Array, runs: list[_Run], step: int | None, state: bool, checkpoint: str | None
+    ) -> Rows:
         first = runs[0].part.start
         rows = rows[first : runs[-1].part.stop]
         found = RowBuffer(table.codec, len(rows))
         absent: list[slice] = []  # never-written rows, neighbours together
         with self._storage.read() as txn:
+            up_to = NEWEST if checkpoint is None else _stored_state(txn).checkpoint(checkpoint).generation
             for block, slots, run in runs:
                 part = slice(run.start - first, run.stop - first)
-                stored = txn.newest_block(block)
+                stored = txn.newest_block(block, up_to=up_to)
                 if stored is None:
                     start = absent.pop().start if absent and absent[-1].stop == part.start else part.start
                     absent.append(slice(start, part.stop))
@@ -250,10 +282,10 @@ class Shard:
 
     def drop_table(self, batch: Batch) -> None:
         """Deletes the table and fences every session; epochs go on counting."""
-        for database in ("blocks", "schedule", "writers"):
+        for database in ("blocks", "changes", "schedule", "writers"):
             batch.txn.clear(database)
         _put_json(batch.txn, "spec", None)
-        batch.state = State(epoch=batch.state.epoch + 1, generation=batch.state.generation)
+        batch.state = State(epoch=batch.state.epoch + 1)
         batch.after_commit.append(lambda: self._set_table(None))
 
     def _set_table(self, table: Table | None) -> None:
@@ -362,6 +394,52 @@ class Shard:
 
         return self._write(batch, table, header, rows, int(last_step.max(initial=0)), update)
 
+    def checkpoint(self, batch: Batch, header: WriteHeader, name: str) -> bool:
+        """Keeps the rows as they are before update `header.step` under `name`; False for a duplicate."""
+        self.require_table()
+        if not self._admit(batch, header):
+            return False
+        state = batch.state
+        for known in state.checkpoints:
+            if known.name == name:
+                if known.step == header.step:
+                    return True
+                raise InvalidRequestError(f"checkpoint {name!r} was taken at step {known.step}: choose another name")
+        taken = Checkpoint(name, header.step, state.generation, state.clock, state.rows_stored)
+        batch.state = replace(state, generation=state.generation + 1, checkpoints=(*state.checkpoints, taken))
+        return True
+
+    def rollback(self, batch: Batch, header: WriteHeader, name: str) -> bool:
+        """Takes the rows and the clock back to a checkpoint and forgets later ones; False for a duplicate.
+
+        Costs what was written since. Epochs, writers and the schedule stay.
+        """
+        self.require_table()
+        if not self._admit(batch, header):
+            return False
+        state, kept = batch.state, batch.state.checkpoint(name)
+        batch.txn.delete_generations(kept.generation + 1)
+        batch.state = replace(
+            state,
+            clock=kept.clock,
+            rows_stored=kept.rows_stored,
+            generation=kept.generation + 1,
+            checkpoints=tuple(known for known in state.checkpoints if known.generation <= kept.generation),
+        )
+        return True
+
+    def release(self, batch: Batch, header: WriteHeader, name: str) -> bool:
+        """Forgets a checkpoint, if there is one; False for a duplicate.
+
+        What only it needed goes when its blocks are written again.
+        """
+        self.require_table()
+        if not self._admit(batch, header):
+            return False
+        remaining = tuple(known for known in batch.state.checkpoints if known.name != name)
+        batch.state = replace(batch.state, checkpoints=remaining)
+        return True
+
     def _write(
         self,
         batch: Batch,
@@ -383,6 +461,9 @@ class Shard:
             rows_stored += table.codec.mark_written(buffer, rows[run.part] - run.block * table.spec.rows_per_block)
             table.codec.seal(run.block, buffer)
             batch.txn.put_block(run.block, batch.state.generation, buffer)
+            if batch.state.generation:
+                for generation in _unneeded(batch.txn.generations(run.block), batch.state.checkpoints):
+                    batch.txn.delete_block(run.block, generation)
         state = batch.state
         batch.state = replace(state, clock=max(state.clock, clock), rows_stored=state.rows_stored + rows_stored)
         return True
@@ -429,6 +510,25 @@ def _runs(rows: Int64Array, rows_per_block: int) -> Iterator[_Run]:
     ):
         adjacent = high - low == end - start - 1
         yield _Run(block, slice(low, high + 1) if adjacent else slots[start:end], slice(start, end))
+
+
+def _unneeded(generations: list[int], checkpoints: tuple[Checkpoint, ...]) -> list[int]:
+    """Of a block's versions, newest first, those that neither the current state nor a checkpoint is made of."""
+    return [
+        older
+        for newer, older in itertools.pairwise(generations)
+        if not any(older <= checkpoint.generation < newer for checkpoint in checkpoints)
+    ]
+
+
+def _stored_state(txn: Transaction) -> State:
+    stored = _get_json(txn, "state")
+    return State() if stored is None else _state_from_json(stored)
+
+
+def _state_from_json(stored: dict[str, Any]) -> State:
+    checkpoints = tuple(Checkpoint(**checkpoint) for checkpoint in stored.get("checkpoints", ()))
+    return State(**stored | {"checkpoints": checkpoints})
 
 
 def _open_table(spec: TableSpec) -> Table:

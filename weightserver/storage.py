@@ -1,14 +1,17 @@
 """The only user of LMDB: one shard's environment, its transactions and its key layout.
 
 A data directory holds LMDB's `data.mdb` and `lock.mdb`, and `owner.lock`, which the serving process keeps locked.
-The environment holds four named databases:
+The environment holds five named databases:
 
     meta       ASCII key -> JSON: `identity` (format, shard, num_shards), `spec`, `state` (epoch, clock, ...)
     schedule   first step of a chunk, u64 big-endian -> the chunk's learning rates, float32 little-endian
     writers    writer, 16 bytes -> exactly-once state, u64 + 128 bytes (see shard.py)
     blocks     block u64 big-endian + (2^32 - 1 - generation) u32 big-endian -> block bytes (see blocks.py)
+    changes    generation u32 big-endian + block u64 big-endian -> nothing: which blocks have a version of it
 
-Because the generation is inverted, the first key at or after a block's number is that block's newest version.
+Because the generation is inverted, the first key at or after a block's number is that block's newest version, and the
+first at or after (block, generation) its newest version up to that generation. `changes` leaves generation 0 out: no
+rollback goes behind it.
 """
 
 from __future__ import annotations
@@ -26,12 +29,13 @@ import lmdb
 
 from weightserver.errors import StorageError
 
-DATABASES = ("meta", "schedule", "writers", "blocks")
+DATABASES = ("meta", "schedule", "writers", "blocks", "changes")
 _MAP_BYTES = 1 << 44
 """Address space kept for the map; the file itself only grows as it is written."""
 _BLOCK = struct.Struct(">Q")
 _BLOCK_KEY = struct.Struct(">QI")
-_MAX_GENERATION = 2**32 - 1
+_CHANGE = struct.Struct(">IQ")
+NEWEST = _MAX_GENERATION = 2**32 - 1
 
 
 def block_key_parts(key: bytes) -> tuple[int, int]:
@@ -47,8 +51,11 @@ class Transaction(Protocol):
     def put(self, database: str, key: bytes, value: bytes | bytearray) -> None: ...
     def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]: ...
     def clear(self, database: str) -> None: ...
-    def newest_block(self, block: int) -> memoryview | None: ...
+    def newest_block(self, block: int, *, up_to: int = NEWEST) -> memoryview | None: ...
+    def generations(self, block: int) -> list[int]: ...
     def put_block(self, block: int, generation: int, value: bytearray) -> None: ...
+    def delete_block(self, block: int, generation: int) -> None: ...
+    def delete_generations(self, first: int) -> None: ...
 
 
 class _LmdbTransaction:
@@ -71,14 +78,40 @@ class _LmdbTransaction:
     def clear(self, database: str) -> None:
         self._txn.drop(self._databases[database], delete=False)
 
-    def newest_block(self, block: int) -> memoryview | None:
-        prefix = _BLOCK.pack(block)
-        if not self._blocks.set_range(prefix) or self._blocks.key()[:8] != prefix:
+    def newest_block(self, block: int, *, up_to: int = NEWEST) -> memoryview | None:
+        """The block's newest version of a generation ≤ `up_to`."""
+        if not self._blocks.set_range(_BLOCK_KEY.pack(block, _MAX_GENERATION - up_to)):
+            return None
+        if self._blocks.key()[:8] != _BLOCK.pack(block):
             return None
         return memoryview(self._blocks.value())
 
+    def generations(self, block: int) -> list[int]:
+        """Of the block's versions, newest first."""
+        prefix, found = _BLOCK.pack(block), []
+        more = self._blocks.set_range(prefix)
+        while more and self._blocks.key()[:8] == prefix:
+            found.append(block_key_parts(bytes(self._blocks.key()))[1])
+            more = self._blocks.next()
+        return found
+
     def put_block(self, block: int, generation: int, value: bytearray) -> None:
         self._txn.put(_BLOCK_KEY.pack(block, _MAX_GENERATION - generation), value, db=self._databases["blocks"])
+        if generation:
+            self._txn.put(_CHANGE.pack(generation, block), b"", db=self._databases["changes"])
+
+    def delete_block(self, block: int, generation: int) -> None:
+        self._txn.delete(_BLOCK_KEY.pack(block, _MAX_GENERATION - generation), db=self._databases["blocks"])
+        self._txn.delete(_CHANGE.pack(generation, block), db=self._databases["changes"])
+
+    def delete_generations(self, first: int) -> None:
+        """Deletes every version of generation `first` (≥ 1) and later."""
+        changes = self._txn.cursor(self._databases["changes"])
+        found = (
+            [bytes(key) for key in changes.iternext(values=False)] if changes.set_range(_CHANGE.pack(first, 0)) else []
+        )
+        for generation, block in map(_CHANGE.unpack, found):
+            self.delete_block(block, generation)
 
 
 class Storage:

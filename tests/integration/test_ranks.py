@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ import pytest
 import torch
 import torch.multiprocessing
 
-from trainer.distributed import process_group
+from trainer.config import TrainConfig
+from trainer.distributed import Ranks, process_group
 from trainer.loss import cosine_softmax_loss
 from trainer.recency import RecentRows, announced
 from trainer.rows import DenseRows, RemoteRows, ResidentRows, RowStore
+from trainer.rows.opening import start_servers
 from trainer.schedule import VisitSchedule, learning_rates
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.sharding import Sharding
@@ -155,6 +158,13 @@ def test_ranks_train_like_one(cluster: LocalCluster, tmp_path: Path) -> None:
     """Batches of 10 over three ranks do not divide."""
     cases = [(2, "resident", "sliding"), (3, "resident", "epoch"), (3, "dense", "sliding"), (2, "remote", "epoch")]
     assert_equal_over_ranks(cluster, tmp_path, cases, steps=150)
+
+
+def test_several_machines_need_servers_that_all_can_reach(tmp_path: Path) -> None:
+    config = TrainConfig(output=tmp_path / "run", evaluate=False)
+    ranks = Ranks(world_size=2, local_world_size=1)
+    with ExitStack() as stack, pytest.raises(ValueError, match=r"several machines .* give --servers"):
+        start_servers(config, ranks, stack)
 
 
 @pytest.mark.slow

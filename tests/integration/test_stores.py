@@ -137,15 +137,17 @@ def assert_same_bits(actual: Recorded, expected: Recorded) -> None:
 @pytest.mark.parametrize(
     ("num_active", "correction", "num_steps"),
     [
-        pytest.param(60, True, 2_000, id="K<N"),
-        pytest.param(NUM_ROWS, True, 2_000, id="K=N"),
-        pytest.param(60, False, 600, id="no correction"),
+        pytest.param(60, True, 400, id="K<N"),
+        pytest.param(NUM_ROWS, True, 400, id="K=N"),
+        pytest.param(60, False, 400, id="no correction"),
+        pytest.param(60, True, 2_000, id="K<N, long", marks=pytest.mark.slow),
+        pytest.param(NUM_ROWS, True, 2_000, id="K=N, long", marks=pytest.mark.slow),
     ],
 )
 def test_remote_and_resident_rows_train_like_dense_ones(
     cluster: LocalCluster, num_active: int, correction: bool, num_steps: int
 ) -> None:
-    """13 passes of the window over all images in 2,000 steps; without correction only active rows move."""
+    """The window passes over all images several times; without correction only active rows move."""
     spec = table(correction=correction)
     rates = learning_rates(num_steps=num_steps, base=0.5, warmup_steps=num_steps // 10)
     dense = replay(DenseRows(spec, rates), num_active, num_steps)

@@ -6,6 +6,9 @@ import gzip
 import json
 import re
 import struct
+import threading
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from trainer.config import TrainConfig
 from trainer.data.augment import AugmentationConfig
 from trainer.loop import train
 from trainer.model import EncoderConfig, load_encoder
-from weightserver import LocalCluster, TableSpec, WeightClient, WeightServerError
+from weightserver import LocalCluster, ShardUnavailableError, TableSpec, WeightClient, WeightServerError
 
 NUM_IMAGES = 160
 
@@ -195,8 +198,47 @@ def test_a_run_that_never_began_can_be_tried_again(data_dir: Path, tmp_path: Pat
         train(config(data_dir, output, servers=servers, steps=1))
 
 
+def test_a_shard_that_stays_away_stops_the_run(data_dir: Path, tmp_path: Path) -> None:
+    with LocalCluster(2) as cluster:
+        run = config(data_dir, tmp_path / "run", servers=",".join(cluster.addresses), steps=100_000, retry_seconds=1)
+        killer = threading.Thread(target=kill_after_first_record, args=(cluster, tmp_path / "run" / "metrics.jsonl"))
+        killer.start()
+        with pytest.raises(ShardUnavailableError, match=r"shard 1 at .* did not answer for .* s .*check that it runs"):
+            train(run)
+        killer.join()
+
+
+def kill_after_first_record(cluster: LocalCluster, metrics: Path) -> None:
+    while not metrics.exists() or not metrics.read_text():
+        time.sleep(0.01)
+    cluster.processes[1].kill()
+
+
+def test_a_run_can_be_watched(data_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The page that the run announces tells what metrics.jsonl tells."""
+    pages = []
+
+    def scrape() -> None:
+        while not (announced := re.search(r"metrics on (http://\S+)", capfd.readouterr().out)):
+            time.sleep(0.01)
+        while "pic_trainer_steps_total 0.0" in (page := urllib.request.urlopen(announced[1]).read().decode()):
+            time.sleep(0.01)
+        pages.append(page)
+
+    watcher = threading.Thread(target=scrape)
+    watcher.start()
+    train(config(data_dir, tmp_path / "run", steps=120, metrics_port=0))
+    watcher.join(20)
+    seen = {name: float(value) for name, value in re.findall(r"^(pic_trainer_\w+) (\S+)$", pages[0], re.MULTILINE)}
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for name in ("loss", "learning_rate", "resident_rows", "prefetch_pending_rows", "active_rows"):
+        assert seen[f"pic_trainer_{name}"] in [record[name] for record in records], name
+    assert seen["pic_trainer_row_fetched_bytes_total"] > 0
+    assert seen["pic_trainer_resident_rows"] >= 64
+
+
 BAD_COMMAND_LINES = {
-    "resume": (["--resume"], r"--resume is not in this version: .*checkpoints"),
+    "resume": (["--resume"], r"holds no run to go on with: leave --resume away"),
     "another machine": (["--servers", "10.0.0.1:1"], r"10\.0\.0\.1:1 is on another machine .* --insecure"),
     "no address": (["--servers", "ws0"], r"'ws0' is no address: write host:port"),
     "dense with servers": (["--rows", "dense", "--servers", "127.0.0.1:1"], r"leave --servers away"),

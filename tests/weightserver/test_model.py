@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import tempfile
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from weightserver.committer import Committer
 from weightserver.config import TableSpec
-from weightserver.errors import FencedError, StepError
+from weightserver.errors import FencedError, InvalidRequestError, NoTableError, StepError
 from weightserver.initial import initial_rows
 from weightserver.shard import Shard, WriteHeader
 from weightserver.storage import Storage
@@ -88,6 +89,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
         self.rows = [ModelRow(weight, np.zeros(SPEC.dim), 0) for weight in initial]
         self.written: set[int] = set()
         self.clock = 0
+        self.checkpoints: dict[str, tuple[list[ModelRow], set[int], int, int]] = {}  # oldest first
 
     def header(self, step: int) -> WriteHeader:
         self.sequence += 1
@@ -154,6 +156,45 @@ class ShardAgainstModel(RuleBasedStateMachine):
         after = self.read(None)
         assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))
 
+    def change(self, method: str, name: str, step: int = 0) -> bool:
+        header = self.header(step)
+        change = getattr(self.shard, method)
+        done: bool = self.committer.submit(lambda batch: change(batch, header, name)).result(10)
+        assert self.committer.submit(lambda batch: change(batch, header, name)).result(10) is False, "done twice"
+        return done
+
+    @precondition(lambda self: len(self.checkpoints) < 4)
+    @rule()
+    def take_a_checkpoint(self) -> None:
+        self.num_checkpoints = getattr(self, "num_checkpoints", 0) + 1
+        name = f"checkpoint {self.num_checkpoints}"
+        assert self.change("checkpoint", name, self.clock)
+        self.checkpoints[name] = copy.deepcopy(self.rows), set(self.written), self.clock, self.clock
+        assert self.change("checkpoint", name, self.clock), "the same again is no error"
+        with pytest.raises(InvalidRequestError, match="was taken at step"):
+            self.change("checkpoint", name, self.clock + 1)
+
+    @precondition(lambda self: self.checkpoints)
+    @rule(which=st.integers(0, 3))
+    def roll_back(self, which: int) -> None:
+        names = list(self.checkpoints)
+        name = names[which % len(names)]
+        assert self.change("rollback", name)
+        rows, written, self.clock, _ = self.checkpoints[name]
+        self.rows, self.written = copy.deepcopy(rows), set(written)
+        for later in names[names.index(name) + 1 :]:
+            del self.checkpoints[later]
+
+    @precondition(lambda self: self.checkpoints)
+    @rule(which=st.integers(0, 3))
+    def release(self, which: int) -> None:
+        names = list(self.checkpoints)
+        name = names[which % len(names)]
+        assert self.change("release", name)
+        del self.checkpoints[name]
+        with pytest.raises(NoTableError, match=f"no checkpoint '{name}'"):
+            self.change("rollback", name)
+
     @rule()
     def drop_and_create(self) -> None:
         self.committer.submit(self.shard.drop_table).result(10)
@@ -161,8 +202,10 @@ class ShardAgainstModel(RuleBasedStateMachine):
         self.sequence, self.sent = 0, []
         self.create()
 
-    def read(self, step: int | None) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        (chunk,) = self.shard.fetch(np.arange(SPEC.num_rows), step=step, state=True)
+    def read(
+        self, step: int | None, checkpoint: str | None = None
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+        (chunk,) = self.shard.fetch(np.arange(SPEC.num_rows), step=step, state=True, checkpoint=checkpoint)
         assert chunk.momentum_buffer is not None
         assert chunk.last_step is not None
         return chunk.weight, chunk.momentum_buffer, chunk.last_step
@@ -171,19 +214,37 @@ class ShardAgainstModel(RuleBasedStateMachine):
     def same(self) -> None:
         if not hasattr(self, "rows"):
             return
-        assert self.read(None)[2].tolist() == [row.last_step for row in self.rows]
+        self.compare(self.rows, None)
+        for name, (rows, *_) in self.checkpoints.items():
+            self.compare(rows, name)
+        assert [(c.name, c.step) for c in self.shard.state.checkpoints] == [
+            (name, step) for name, (*_, step) in self.checkpoints.items()
+        ]
+        self.no_version_is_kept_in_vain()
         newest = max(row.last_step for row in self.rows)
-        for step in {newest, HORIZON}:
-            weight, momentum, _ = self.read(step)
-            expected = [row.at(step) for row in self.rows]
-            scale = 1 + max(abs(value).max() for pair in expected for value in pair)
-            np.testing.assert_allclose(weight, [pair[0] for pair in expected], atol=1e-5 * scale, rtol=0)
-            np.testing.assert_allclose(momentum, [pair[1] for pair in expected], atol=1e-5 * scale, rtol=0)
         if newest:
             with pytest.raises(StepError, match=f"has seen {newest} updates"):
                 self.read(newest - 1)
         assert (self.shard.state.rows_stored, self.shard.state.clock) == (len(self.written), self.clock)
         assert self.shard.state.epoch == self.epoch
+
+    def compare(self, rows: list[ModelRow], checkpoint: str | None) -> None:
+        """What can be read, now or of a checkpoint."""
+        assert self.read(None, checkpoint)[2].tolist() == [row.last_step for row in rows]
+        for step in {max(row.last_step for row in rows), HORIZON}:
+            weight, momentum, _ = self.read(step, checkpoint)
+            expected = [row.at(step) for row in rows]
+            scale = 1 + max(abs(value).max() for pair in expected for value in pair)
+            np.testing.assert_allclose(weight, [pair[0] for pair in expected], atol=1e-5 * scale, rtol=0)
+            np.testing.assert_allclose(momentum, [pair[1] for pair in expected], atol=1e-5 * scale, rtol=0)
+
+    def no_version_is_kept_in_vain(self) -> None:
+        """At most one version of a block for each checkpoint taken and not forgotten, and one for now, at any write."""
+        with self.storage.read() as txn:
+            for block in range(-(-SPEC.num_rows // SPEC.rows_per_block)):
+                generations = txn.generations(block)
+                assert all(generation <= self.shard.state.generation for generation in generations)
+                assert len(generations) <= 5  # four checkpoints at the most, and now
 
     def teardown(self) -> None:
         if hasattr(self, "directory"):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from trainer.checkpoint import roll_back, step_to_resume
 from trainer.config import TrainConfig
 from trainer.distributed import Ranks
 from trainer.rows.dense import DenseRows
@@ -20,11 +22,24 @@ from weightserver import LocalCluster, NoTableError, TableSpec, WeightClient, We
 from weightserver.sharding import Sharding
 
 
+@dataclass(frozen=True)
+class OpenRows:
+    """A row store, and what its run begins with."""
+
+    store: RowStore
+    client: WeightClient | None = None
+    """Of the session; None with dense rows."""
+    start_step: int = 0
+    """Finished updates of the rows: more than 0 where a run goes on."""
+
+
 @contextmanager
 def open_rows(
     config: TrainConfig, spec: TableSpec, rates: Float32Array, *, ranks: Ranks, device: torch.device
-) -> Iterator[RowStore]:
+) -> Iterator[OpenRows]:
     """The store of this rank's share of the rows: the blocks that `Sharding` deals to it.
+
+    A run that goes on finds its rows as they were at the newest checkpoint.
 
     Raises:
         ValueError: settings that do not fit, or weight servers that another run used.
@@ -32,13 +47,13 @@ def open_rows(
     """
     if config.rows == "dense":
         sharding = Sharding(spec.rows_per_block, ranks.world_size)
-        yield DenseRows(spec, rates, device=device, sharding=sharding, shard=ranks.rank)
+        yield OpenRows(DenseRows(spec, rates, device=device, sharding=sharding, shard=ranks.rank))
         return
     with ExitStack() as stack:
-        client = _join_session(config, spec, rates, ranks, stack)
+        client, start_step = _join_session(config, spec, rates, ranks, stack)
         store = RemoteRows(client) if config.rows == "remote" else _resident(config, spec, rates, ranks, device, client)
         stack.callback(store.close)
-        yield store
+        yield OpenRows(store, client, start_step)
 
 
 def _resident(
@@ -60,18 +75,28 @@ def _resident(
 
 def _join_session(
     config: TrainConfig, spec: TableSpec, rates: Float32Array, ranks: Ranks, stack: ExitStack
-) -> WeightClient:
-    """Rank 0 opens a session on the weight servers, which it starts where none are given, and the others join it."""
+) -> tuple[WeightClient, int]:
+    """Rank 0 opens a session on the weight servers, which it starts where none are given, and the others join it.
+
+    Returns the step at which the run begins too.
+    """
     session: dict[str, Any] = {}
     failure: Exception | None = None
     if ranks.is_first:
         try:
-            addresses = config.server_addresses or _start_servers(config, ranks, stack)
-            client = stack.enter_context(WeightClient(addresses, insecure=config.insecure))
-            _refuse_used_table(client)
+            addresses = config.server_addresses or start_servers(config, ranks, stack)
+            client = stack.enter_context(_client(config, addresses))
+            start_step = 0
+            if config.resume:
+                start_step = step_to_resume(config.output / "checkpoints", client)
+            else:
+                _refuse_used_table(client)
             client.create_table(spec)
+            epoch = client.open_session(config.output.name)
+            if config.resume:
+                roll_back(client, start_step)
             client.extend_schedule(0, rates)
-            session = {"addresses": addresses, "epoch": client.open_session(config.output.name)}
+            session = {"addresses": addresses, "epoch": epoch, "start_step": start_step}
         except (ValueError, OSError, WeightServerError) as error:
             failure, session = error, {"error": str(error)}
     session = json.loads(ranks.broadcast_text(json.dumps(session)))
@@ -80,12 +105,21 @@ def _join_session(
     if "error" in session:
         raise ValueError(f"rank 0 failed: {session['error']}")
     if not ranks.is_first:
-        client = stack.enter_context(WeightClient(session["addresses"], insecure=config.insecure))
+        client = stack.enter_context(_client(config, session["addresses"]))
         client.open_session(config.output.name, join=session["epoch"])
-    return client
+    return client, session["start_step"]
 
 
-def _start_servers(config: TrainConfig, ranks: Ranks, stack: ExitStack) -> list[str]:
+def _client(config: TrainConfig, addresses: list[str]) -> WeightClient:
+    return WeightClient(addresses, insecure=config.insecure, retry_seconds=config.retry_seconds)
+
+
+def start_servers(config: TrainConfig, ranks: Ranks, stack: ExitStack) -> list[str]:
+    """Starts shards for a run on one machine and returns their addresses.
+
+    Raises:
+        ValueError: the ranks are on several machines.
+    """
     if ranks.local_world_size < ranks.world_size:
         raise ValueError("training on several machines needs weight servers that all can reach: give --servers")
     return stack.enter_context(LocalCluster(config.num_shards, config.output / "servers")).addresses
@@ -99,5 +133,5 @@ def _refuse_used_table(client: WeightClient) -> None:
     if info.clock > 0 or info.rows_stored > 0:
         raise ValueError(
             f"the weight servers hold the rows of run {info.run!r} up to step {info.clock}: "
-            "use other servers, or delete those rows with 'weightserver drop'"
+            "go on with it by --resume, use other servers, or delete those rows with 'weightserver drop'"
         )

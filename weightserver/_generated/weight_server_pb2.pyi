@@ -1,6 +1,7 @@
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -38,7 +39,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("shard", "num_shards", "spec", "epoch", "clock", "horizon", "rows_stored", "disk_bytes", "run", "generation", "server_version")
+    __slots__ = ("shard", "num_shards", "spec", "epoch", "clock", "horizon", "rows_stored", "disk_bytes", "run", "generation", "server_version", "checkpoints")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +51,7 @@ class DescribeResponse(_message.Message):
     RUN_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     shard: int
     num_shards: int
     spec: TableSpec
@@ -61,7 +63,24 @@ class DescribeResponse(_message.Message):
     run: str
     generation: int
     server_version: str
-    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., horizon: _Optional[int] = ..., rows_stored: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., run: _Optional[str] = ..., generation: _Optional[int] = ..., server_version: _Optional[str] = ...) -> None: ...
+    checkpoints: _containers.RepeatedCompositeFieldContainer[Checkpoint]
+    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., horizon: _Optional[int] = ..., rows_stored: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., run: _Optional[str] = ..., generation: _Optional[int] = ..., server_version: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ...) -> None: ...
+
+class Checkpoint(_message.Message):
+    __slots__ = ("name", "step")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    step: int
+    def __init__(self, name: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
+
+class CheckpointRequest(_message.Message):
+    __slots__ = ("header", "name")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    header: WriteHeader
+    name: str
+    def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ..., name: _Optional[str] = ...) -> None: ...
 
 class CreateTableRequest(_message.Message):
     __slots__ = ("spec",)
@@ -116,18 +135,20 @@ class OpenSessionResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("rows", "step", "raw", "state", "table")
+    __slots__ = ("rows", "step", "raw", "state", "table", "checkpoint")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     RAW_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     rows: Rows
     step: int
     raw: bool
     state: bool
     table: int
-    def __init__(self, rows: _Optional[_Union[Rows, _Mapping]] = ..., step: _Optional[int] = ..., raw: _Optional[bool] = ..., state: _Optional[bool] = ..., table: _Optional[int] = ...) -> None: ...
+    checkpoint: str
+    def __init__(self, rows: _Optional[_Union[Rows, _Mapping]] = ..., step: _Optional[int] = ..., raw: _Optional[bool] = ..., state: _Optional[bool] = ..., table: _Optional[int] = ..., checkpoint: _Optional[str] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ("weight", "momentum_buffer", "last_step")

@@ -74,6 +74,21 @@ class WeightServerStub:
                 request_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.WriteStateRequest.SerializeToString,
                 response_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.WriteResponse.FromString,
                 _registered_method=True)
+        self.Checkpoint = channel.unary_unary(
+                '/pic.weightserver.v1.WeightServer/Checkpoint',
+                request_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CheckpointRequest.SerializeToString,
+                response_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.WriteResponse.FromString,
+                _registered_method=True)
+        self.Rollback = channel.unary_unary(
+                '/pic.weightserver.v1.WeightServer/Rollback',
+                request_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CheckpointRequest.SerializeToString,
+                response_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.WriteResponse.FromString,
+                _registered_method=True)
+        self.Release = channel.unary_unary(
+                '/pic.weightserver.v1.WeightServer/Release',
+                request_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CheckpointRequest.SerializeToString,
+                response_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.WriteResponse.FromString,
+                _registered_method=True)
 
 
 class WeightServerServicer:
@@ -137,6 +152,29 @@ class WeightServerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Checkpoint(self, request, context):
+        """Checkpoint keeps the shard's rows as they are now under a name, at no cost but that of later changes. The same name
+        and step again change nothing; the same name with another step is refused (INVALID_ARGUMENT).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rollback(self, request, context):
+        """Rollback takes every row and the clock back to a checkpoint and forgets later checkpoints. Sessions, writers and the
+        schedule stay as they are. NOT_FOUND where there is no such checkpoint.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Release(self, request, context):
+        """Release forgets a checkpoint, if there is one; what only it needed is dropped when its blocks are written again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WeightServerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -178,6 +216,21 @@ def add_WeightServerServicer_to_server(servicer, server):
             'WriteState': grpc.stream_unary_rpc_method_handler(
                     servicer.WriteState,
                     request_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.WriteStateRequest.FromString,
+                    response_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.WriteResponse.SerializeToString,
+            ),
+            'Checkpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.Checkpoint,
+                    request_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CheckpointRequest.FromString,
+                    response_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.WriteResponse.SerializeToString,
+            ),
+            'Rollback': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rollback,
+                    request_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CheckpointRequest.FromString,
+                    response_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.WriteResponse.SerializeToString,
+            ),
+            'Release': grpc.unary_unary_rpc_method_handler(
+                    servicer.Release,
+                    request_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CheckpointRequest.FromString,
                     response_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.WriteResponse.SerializeToString,
             ),
     }
@@ -396,6 +449,87 @@ class WeightServer:
             target,
             '/pic.weightserver.v1.WeightServer/WriteState',
             pic_dot_weightserver_dot_v1_dot_weight__server__pb2.WriteStateRequest.SerializeToString,
+            pic_dot_weightserver_dot_v1_dot_weight__server__pb2.WriteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Checkpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pic.weightserver.v1.WeightServer/Checkpoint',
+            pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CheckpointRequest.SerializeToString,
+            pic_dot_weightserver_dot_v1_dot_weight__server__pb2.WriteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rollback(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pic.weightserver.v1.WeightServer/Rollback',
+            pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CheckpointRequest.SerializeToString,
+            pic_dot_weightserver_dot_v1_dot_weight__server__pb2.WriteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Release(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pic.weightserver.v1.WeightServer/Release',
+            pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CheckpointRequest.SerializeToString,
             pic_dot_weightserver_dot_v1_dot_weight__server__pb2.WriteResponse.FromString,
             options,
             channel_credentials,

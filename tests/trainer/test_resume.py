@@ -1,0 +1,205 @@
+"""A run that was stopped, killed or failed at any point goes on as if nothing had happened: every loss, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainer.checkpoint
+from trainer.__main__ import main
+from trainer.config import TrainConfig
+from trainer.loop import train
+from trainer.model import EncoderConfig, load_encoder
+from trainer.stopping import Stopped
+from weightserver import LocalCluster, WeightClient
+
+NUM_STEPS = 60
+EVERY = 13
+"""Steps between checkpoints: never at the end of a window."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny networks gain nothing from more, and busy machines lose much."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def config(output: Path, **changes: Any) -> TrainConfig:
+    settings: dict[str, Any] = {
+        "dataset": "synthetic",
+        "num_images": 300,
+        "output": output,
+        "steps": NUM_STEPS,
+        "batch_size": 16,
+        "num_negatives": 64,
+        "window_size": 96,
+        "window_stride": 24,
+        "learning_rate": 0.2,
+        "dim": 16,
+        "rows_per_block": 5,
+        "prefetch_steps": 3,
+        "log_every": 1,
+        "checkpoint_every": EVERY,
+        "encoder": EncoderConfig(in_channels=3, image_size=16, width=8, stem_stride=2, blocks=(1, 1)),
+        "evaluate": False,
+    }
+    return TrainConfig(**settings | changes)
+
+
+def losses(output: Path) -> list[float]:
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(len(records)))
+    return [record["loss"] for record in records]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("undisturbed") / "run"
+    train(config(output))
+    return output
+
+
+def assert_same(output: Path, undisturbed: Path) -> None:
+    assert losses(output) == losses(undisturbed)
+    ours, theirs = (load_encoder(path / "encoder.safetensors")[0].state_dict() for path in (output, undisturbed))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int, *, after: bool) -> None:
+    """Makes the call of that number fail before or after it has done its work."""
+    original, calls = getattr(owner, name), []
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == number and not after:
+            raise OSError("the power went out")
+        result = original(*arguments, **options)
+        if len(calls) == number:
+            raise OSError("the power went out")
+        return result
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+@pytest.mark.parametrize("rows", ["resident", pytest.param("remote", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        pytest.param(WeightClient, "checkpoint", id="shards"),
+        pytest.param(trainer.checkpoint, "_write", id="file"),
+        pytest.param(WeightClient, "release", id="release"),
+    ],
+)
+def test_a_run_that_fails_at_any_point_of_a_checkpoint_goes_on(
+    owner: Any, name: str, after: bool, rows: Any, tmp_path: Path, undisturbed: Path
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        fail_at(patch, owner, name, 1 if name == "release" else 3, after=after)
+        with pytest.raises(OSError, match="power"):
+            train(config(tmp_path / "run", rows=rows, keep_checkpoints=2))
+    assert EVERY < len(losses(tmp_path / "run")) < NUM_STEPS
+    train(config(tmp_path / "run", rows=rows, keep_checkpoints=2, resume=True))
+    assert_same(tmp_path / "run", undisturbed)
+
+
+def test_a_signal_ends_a_run_behind_a_checkpoint(tmp_path: Path, undisturbed: Path) -> None:
+    output = tmp_path / "run"
+    killer = threading.Thread(target=signal_after, args=(output / "metrics.jsonl", 20))
+    killer.start()
+    with pytest.raises(Stopped, match=r"after \d+ steps: --resume goes on there") as stopped:
+        train(config(output, checkpoint_every=0))
+    killer.join()
+    assert stopped.value.exit_status == 128 + signal.SIGTERM
+    finished = len(losses(output))
+    assert 20 <= finished < NUM_STEPS
+    assert [path.name for path in (output / "checkpoints").iterdir()] == [f"step-{finished:012d}.safetensors"]
+    train(config(output, checkpoint_every=0, resume=True))
+    assert_same(output, undisturbed)
+
+
+def signal_after(metrics: Path, num_lines: int) -> None:
+    while not metrics.exists() or metrics.read_text().count("\n") < num_lines:
+        time.sleep(0.005)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_killed_run_goes_on_again_and_again(tmp_path: Path, undisturbed: Path) -> None:
+    """kill -9 of the trainer at three places; resumed with other stores and settings."""
+    output = tmp_path / "run"
+    code = (
+        "import sys; from dataclasses import replace; from pathlib import Path; import tests.trainer.test_resume as t;"
+        "t.torch.set_num_threads(1);"
+        "t.train(t.config(Path(sys.argv[1]), rows=sys.argv[2], resume=sys.argv[3] == 'True'))"
+    )
+    for num_lines, rows in ((20, "resident"), (30, "remote"), (45, "resident")):
+        resume = str(num_lines > 20)
+        with subprocess.Popen([sys.executable, "-c", code, str(output), rows, resume]) as process:
+            metrics = output / "metrics.jsonl"
+            while not metrics.exists() or metrics.read_text().count("\n") < num_lines:
+                assert process.poll() is None, "it ended by itself"
+                time.sleep(0.005)
+            process.kill()
+        time.sleep(1)  # the shards notice that their parent is gone
+    train(config(output, resume=True, prefetch_steps=0, capacity=64))
+    assert_same(output, undisturbed)
+
+
+def test_old_checkpoints_are_forgotten(undisturbed: Path) -> None:
+    steps = [13, 26, 39, 52][-3:]
+    names = [f"step-{step:012d}" for step in steps]
+    assert sorted(path.stem for path in (undisturbed / "checkpoints").iterdir()) == names
+    with LocalCluster(2, undisturbed / "servers") as cluster, WeightClient(cluster.addresses) as client:
+        assert [(kept.name, kept.step) for kept in client.checkpoints()] == list(zip(names, steps, strict=True))
+
+
+BAD_RESUMES = {
+    "nothing there": ({}, False, r"holds no run to go on with: leave --resume away"),
+    "other settings": ({"temperature": 0.3}, True, r"whose temperature is 0\.2, not 0\.3: give the same settings"),
+    "another length": ({"steps": 61}, True, r"whose steps is 60, not 61: give the same settings"),
+    "dense rows": ({"rows": "dense"}, True, r"--rows dense leaves no checkpoints: there is nothing to --resume"),
+}
+
+
+@pytest.mark.parametrize(("changes", "there", "message"), BAD_RESUMES.values(), ids=BAD_RESUMES.keys())
+def test_resumes_that_cannot_be(
+    changes: dict[str, Any], there: bool, message: str, undisturbed: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(config(undisturbed if there else tmp_path / "none", resume=True, **changes))
+
+
+def test_a_run_without_a_checkpoint_cannot_go_on(tmp_path: Path) -> None:
+    train(config(tmp_path / "run", steps=3, checkpoint_every=0))
+    with pytest.raises(ValueError, match=r"no checkpoint to go on from: .* has files for steps \[\]"):
+        train(config(tmp_path / "run", steps=3, checkpoint_every=0, resume=True))
+
+
+def test_a_damaged_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = config(tmp_path / "run", steps=8, checkpoint_every=3)
+    train(run)
+    newest = tmp_path / "run" / "checkpoints" / "step-000000000006.safetensors"
+    newest.write_bytes(newest.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"step-000000000006.safetensors cannot be read .*remove it to go on from an"):
+        train(replace(run, resume=True))
+    newest.unlink()
+    assert train(replace(run, resume=True)).summary["steps"] == 8
+    with pytest.raises(SystemExit):
+        main(["synthetic", "--num-images", "300000", "--output", str(tmp_path / "none"), "--resume"])
+    assert re.search("trainer: .* holds no run to go on with", capsys.readouterr().err)

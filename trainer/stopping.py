@@ -1,0 +1,38 @@
+"""Ending a run by a signal without losing a step."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class Stopped(Exception):
+    """A signal ended the run after it had kept what it finished."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.exit_status = 128 + number
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """SIGTERM and SIGINT are added to the list that this yields; a second one ends the process as usual."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # only that one can handle signals
+        yield received
+        return
+
+    def note(number: int, _: FrameType | None) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
