@@ -1,4 +1,4 @@
-"""The command line: weightserver serve | health | inspect | drop."""
+"""The command line: weightserver serve | health | inspect | checkpoints | rollback | drop."""
 
 from __future__ import annotations
 
@@ -56,6 +56,18 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("directory", type=Path, help="the --data-dir of a shard")
     inspect.set_defaults(run=_inspect)
 
+    checkpoints = commands.add_parser("checkpoints", help="list the checkpoints that all shards keep")
+    checkpoints.add_argument("addresses", nargs="+", help="host:port of every shard")
+    checkpoints.add_argument("--insecure", action="store_true", help="take addresses beyond loopback without TLS")
+    checkpoints.set_defaults(run=_checkpoints)
+
+    rollback = commands.add_parser("rollback", help="take all rows back to a checkpoint; fences whoever writes")
+    rollback.add_argument("name", help="the checkpoint's name")
+    rollback.add_argument("addresses", nargs="+", help="host:port of every shard")
+    rollback.add_argument("--yes", action="store_true", help="do it; without this, only say what would be lost")
+    rollback.add_argument("--insecure", action="store_true", help="take addresses beyond loopback without TLS")
+    rollback.set_defaults(run=_rollback)
+
     drop = commands.add_parser("drop", help="delete the table and all its rows")
     drop.add_argument("addresses", nargs="+", help="host:port of every shard")
     drop.add_argument("--yes", action="store_true", help="do it; without this, only say what would be deleted")
@@ -90,6 +102,25 @@ def _inspect(arguments: argparse.Namespace) -> None:
     from weightserver.inspect import inspect_directory
 
     print(json.dumps(inspect_directory(arguments.directory), indent=2))
+
+
+def _checkpoints(arguments: argparse.Namespace) -> None:
+    with WeightClient(arguments.addresses, retry_seconds=10, insecure=arguments.insecure) as client:
+        for checkpoint in client.checkpoints():
+            print(f"{checkpoint.name}\tstep {checkpoint.step}")
+
+
+def _rollback(arguments: argparse.Namespace) -> None:
+    with WeightClient(arguments.addresses, retry_seconds=10, insecure=arguments.insecure) as client:
+        steps = {checkpoint.name: checkpoint.step for checkpoint in client.checkpoints()}
+        if arguments.name not in steps:
+            raise ValueError(f"no checkpoint {arguments.name!r} on all shards: 'weightserver checkpoints' lists them")
+        step, info = steps[arguments.name], client.describe()
+        if not arguments.yes:
+            raise ValueError(f"this would undo run {info.run!r} from step {info.clock} to {step}: give --yes to do it")
+        client.open_session(f"rollback to {arguments.name}"[:256])
+        client.rollback(arguments.name)
+        print(f"rolled back to step {step}")
 
 
 def _drop(arguments: argparse.Namespace) -> None:

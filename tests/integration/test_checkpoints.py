@@ -17,6 +17,7 @@ from weightserver import (
     TableSpec,
     WeightClient,
 )
+from weightserver.cli import main
 
 SPEC = TableSpec(num_rows=1_000, dim=16, rows_per_block=7)
 ROWS = np.arange(SPEC.num_rows)
@@ -139,3 +140,29 @@ def test_a_checkpoint_costs_nothing_by_itself(writer: WeightClient) -> None:
     writer.checkpoint("one", step=1)
     assert time.perf_counter() - started < 5  # a commit; no copy of the rows
     assert writer.describe().disk_bytes - before < 100_000
+
+
+def test_the_command_line_lists_and_rolls_back(
+    writer: WeightClient, cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    push(writer, 0)
+    kept = writer.fetch_state(ROWS)
+    writer.checkpoint("kept", step=1)
+    push(writer, 7)
+
+    def run(*arguments: str) -> tuple[int | str | None, str, str]:
+        with pytest.raises(SystemExit) as stopped:
+            main([*arguments])
+        return stopped.value.code, *capsys.readouterr()
+
+    assert run("checkpoints", *cluster.addresses) == (0, "kept\tstep 1\n", "")
+    status, _, error = run("rollback", "lost", *cluster.addresses)
+    assert (status, error.count("\n")) == (1, 1)
+    assert "no checkpoint 'lost' on all shards" in error
+    status, _, error = run("rollback", "kept", *cluster.addresses)
+    assert status == 1
+    assert "would undo run 'checkpoints' from step 8 to 1: give --yes" in error
+    assert run("rollback", "kept", *cluster.addresses, "--yes") == (0, "rolled back to step 1\n", "")
+    assert same(writer.fetch_state(ROWS), kept)
+    with pytest.raises(FencedError):
+        push(writer, 8)

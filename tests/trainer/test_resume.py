@@ -144,8 +144,7 @@ def test_a_killed_run_goes_on_again_and_again(tmp_path: Path, undisturbed: Path)
     """kill -9 of the trainer at three places; resumed with other stores and settings."""
     output = tmp_path / "run"
     code = (
-        "import sys; from dataclasses import replace; from pathlib import Path; import tests.trainer.test_resume as t;"
-        "t.torch.set_num_threads(1);"
+        "import sys; from pathlib import Path; import tests.trainer.test_resume as t; t.torch.set_num_threads(1);"
         "t.train(t.config(Path(sys.argv[1]), rows=sys.argv[2], resume=sys.argv[3] == 'True'))"
     )
     for num_lines, rows in ((20, "resident"), (30, "remote"), (45, "resident")):
@@ -158,6 +157,32 @@ def test_a_killed_run_goes_on_again_and_again(tmp_path: Path, undisturbed: Path)
             process.kill()
         time.sleep(1)  # the shards notice that their parent is gone
     train(config(output, resume=True, prefetch_steps=0, capacity=64))
+    assert_same(output, undisturbed)
+
+
+def test_a_trainer_that_was_only_stopped_is_fenced(tmp_path: Path, undisturbed: Path) -> None:
+    """SIGSTOP, another one goes on with the run, SIGCONT: every write of the first is refused, and it says so."""
+    output = tmp_path / "run"
+    code = (
+        "import sys; from pathlib import Path; import tests.trainer.test_resume as t; t.torch.set_num_threads(1);"
+        "t.train(t.config(Path(sys.argv[1]), servers=sys.argv[2]))"
+    )
+    with LocalCluster(2) as cluster, WeightClient(cluster.addresses) as client:
+        servers = ",".join(cluster.addresses)
+        command = [sys.executable, "-c", code, str(output), servers]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as first:
+            metrics = output / "metrics.jsonl"
+            while not metrics.exists() or metrics.read_text().count("\n") < 20:
+                assert first.poll() is None, "it ended by itself"
+                time.sleep(0.005)
+            first.send_signal(signal.SIGSTOP)
+            train(config(output, servers=servers, resume=True))
+            before = client.fetch_state(range(300)).weight
+            first.send_signal(signal.SIGCONT)
+            _, errors = first.communicate(timeout=60)
+        assert first.returncode != 0
+        assert re.search(r"FencedError: .*session 1 was superseded by epoch 2 \(run 'run'\): this writer must", errors)
+        assert (client.fetch_state(range(300)).weight == before).all()
     assert_same(output, undisturbed)
 
 

@@ -1,0 +1,100 @@
+"""Shards that are killed with -9 while a run trains, and restarted as a supervisor would: nothing changes."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.config import TrainConfig
+from trainer.loop import train
+from trainer.model import EncoderConfig
+from weightserver import LocalCluster, RowState, WeightClient
+
+NUM_IMAGES = 300
+
+
+class Killer:
+    """Kills a random shard at random times and starts it again, in a thread of its own, until it is told to stop."""
+
+    def __init__(self, cluster: LocalCluster, seed: int, at_most: int) -> None:
+        self.kills = 0
+        self._cluster = cluster
+        self._random = random.Random(seed)
+        self._at_most = at_most
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while self.kills < self._at_most and not self._stop.wait(self._random.uniform(0, 0.25)):
+            shard = self._random.randrange(len(self._cluster.processes))
+            self._cluster.processes[shard].kill()
+            self._cluster.processes[shard].wait()
+            self._cluster.restart(shard)
+            self.kills += 1
+
+    def __enter__(self) -> Killer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def config(output: Path, cluster: LocalCluster, rows: Any, steps: int) -> TrainConfig:
+    return TrainConfig(
+        dataset="synthetic",
+        num_images=NUM_IMAGES,
+        output=output,
+        servers=",".join(cluster.addresses),
+        rows=rows,
+        steps=steps,
+        batch_size=16,
+        num_negatives=64,
+        window_size=96,
+        window_stride=24,
+        learning_rate=0.2,
+        dim=16,
+        rows_per_block=5,
+        prefetch_steps=3,
+        log_every=1,
+        checkpoint_every=23,
+        encoder=EncoderConfig(name="none", in_channels=3, image_size=16),
+        evaluate=False,
+    )
+
+
+def outcome(run: TrainConfig, cluster: LocalCluster) -> tuple[list[float], RowState]:
+    """Every loss, and all rows as the servers hold them."""
+    train(run)
+    lines = (run.output / "metrics.jsonl").read_text().splitlines()
+    with WeightClient(cluster.addresses) as client:
+        return [json.loads(line)["loss"] for line in lines], client.fetch_state(np.arange(NUM_IMAGES))
+
+
+@pytest.mark.parametrize(
+    ("rows", "steps", "kills"),
+    [
+        pytest.param("resident", 600, 5, id="resident"),
+        pytest.param("remote", 150, 5, id="remote"),
+        pytest.param("resident", 12_000, 100, id="resident, long", marks=pytest.mark.slow),
+        pytest.param("remote", 4_000, 100, id="remote, long", marks=pytest.mark.slow),
+    ],
+)
+def test_killed_shards_lose_nothing(rows: Any, steps: int, kills: int, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    with LocalCluster(2, tmp_path / "undisturbed") as cluster:
+        losses, state = outcome(config(tmp_path / "a", cluster, rows, steps), cluster)
+    with LocalCluster(2, tmp_path / "killed") as cluster, Killer(cluster, seed=steps, at_most=2 * kills) as killer:
+        killed_losses, killed_state = outcome(config(tmp_path / "b", cluster, rows, steps), cluster)
+    assert killer.kills >= kills, "the run was over before"
+    assert killed_losses == losses
+    for name in vars(state):
+        assert np.array_equal(getattr(killed_state, name), getattr(state, name)), name
