@@ -13,6 +13,7 @@ import sys
 from typing import NoReturn
 
 from trainer.config import parse_config
+from trainer.distributed import RankLostError
 from trainer.loop import train
 from trainer.stopping import Stopped
 from weightserver import WeightServerError
@@ -28,7 +29,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except Stopped as stopped:
         print(f"trainer: {stopped}", file=sys.stderr)
         sys.exit(stopped.exit_status)
-    except (ValueError, OSError, WeightServerError) as error:
+    except MemoryError as error:
+        print(f"trainer: not enough memory for these settings: {error}", file=sys.stderr)
+        sys.exit(1)
+    except (ValueError, OSError, RankLostError, WeightServerError) as error:
         print(f"trainer: {error}", file=sys.stderr)
         sys.exit(1)
     if result.is_first:

@@ -12,6 +12,10 @@ import torch
 import torch.distributed as dist
 
 
+class RankLostError(Exception):
+    """A rank that the others wait for is gone."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
     """Which rank this process is, of how many; the methods without arithmetic in them must be called by all ranks."""
@@ -76,6 +80,7 @@ def process_group(device: torch.device, *, timeout_seconds: float = 600) -> Iter
         timeout_seconds: for how long a rank waits in a collective for the others.
 
     Raises:
+        RankLostError: another rank failed, or did not come within the timeout.
         ValueError: GPUs that do not suffice for the ranks, or an incomplete environment.
     """
     ranks = Ranks(
@@ -100,6 +105,10 @@ def process_group(device: torch.device, *, timeout_seconds: float = 600) -> Iter
         dist.init_process_group("gloo", timeout=timeout)
     try:
         yield ranks
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo has no class of errors
+            raise RankLostError("another rank failed or stays away: what it said last tells why") from error
+        raise
     finally:
         dist.destroy_process_group()
 

@@ -119,7 +119,7 @@ def _train_rank(
     only_rows = config.encoder.name == "none"  # what is measured then is the rows' path
     model = build_model(config.encoder, config.dim, seed=config.seed)
     model = model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    parallel = DistributedDataParallel(model, broadcast_buffers=False) if ranks.world_size > 1 else model
+    parallel = DistributedDataParallel(model, forward_sync_buffers=False) if ranks.world_size > 1 else model
     optimizer = torch.optim.SGD(model.parameters(), momentum=config.momentum, weight_decay=config.weight_decay)
 
     with ExitStack() as stack:

@@ -84,6 +84,7 @@ class VisitSchedule:
 
     def visits(self, start: int, stop: int) -> Int64Array:
         """Rows visited by visits start … stop−1, which may be negative: int64 [stop − start]."""
+        start, stop = int(start), int(stop)  # NumPy's would overflow where windows are numbered
         parts = []
         while start < stop:
             window, offset = divmod(start, self.window_size)

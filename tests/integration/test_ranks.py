@@ -174,6 +174,17 @@ def test_all_stores_and_schedules_over_ranks_train_like_one(cluster: LocalCluste
     assert_equal_over_ranks(cluster, tmp_path, cases, steps=2_000)
 
 
+def test_ranks_that_lose_one_end_with_a_line(tmp_path: Path) -> None:
+    """Rank 1 has no port for its metrics; rank 0 waits for it in vain."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer"]
+    launch += ["synthetic", "--num-images", "500", "--num-negatives", "64", "--window-size", "96", "--window-stride"]
+    launch += ["24", "--batch-size", "16", "--output", str(tmp_path / "run"), "--metrics-port", "65535"]
+    result = subprocess.run(launch, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode != 0
+    assert "trainer: --metrics-port 65535 leaves this rank port 65536" in result.stderr
+    assert "RuntimeError" not in result.stderr
+
+
 def test_a_whole_run_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
     """As users start it, weight servers included. GroupNorm: with BatchNorm a rank's statistics are its slice's."""
     losses = {}

@@ -54,6 +54,13 @@ def test_windows(size: tuple[int, st.DataObject], seed: int) -> None:
     assert schedule.visits(start, start + length).tolist() == [int(piece[0]) for piece in pieces]
 
 
+def test_visits_may_be_given_as_numpy_integers() -> None:
+    schedule = VisitSchedule(num_rows=10**9, window_size=7, window_stride=2, seed=0)
+    start = 10**15
+    visits = schedule.visits(np.int64(start), np.int64(start + 20))
+    assert np.array_equal(visits, schedule.visits(start, start + 20))
+
+
 def test_windows_are_shuffled_each_in_its_own_way() -> None:
     schedule = VisitSchedule(num_rows=1000, window_size=500, window_stride=500, seed=1)
     first, third = schedule.visits(0, 500), schedule.visits(1000, 1500)  # the same rows
