@@ -38,7 +38,8 @@ class TrainConfig:
     """resident: those around the window on the trainer's device, the others on the weight servers. remote: all on the
     weight servers, fetched for each step. dense: all in the trainers' memory, moved by plain SGD."""
     capacity: int | None = None
-    """Resident rows, on all ranks together; without it those that the window and prefetching make use of."""
+    """Resident rows, on all ranks together; without it those that the window and prefetching make use of. A rank has
+    room for its share, for two blocks more, and for chance to deal it more of the active rows than others."""
     prefetch_steps: int = 8
     """How many steps before they are active resident rows are asked for."""
     servers: str | None = None
@@ -151,8 +152,9 @@ class TrainConfig:
                 raise ValueError(f"--{flag} must be finite and not negative, got {getattr(self, name)}")
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"--steps must be at least 1, got {self.steps}")
-        if self.metrics_port is not None and not 0 <= self.metrics_port < 2**16:
-            raise ValueError(f"--metrics-port must lie in 0..65535, got {self.metrics_port}")
+        last_port = 2**16 - int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each rank has its own
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= last_port:
+            raise ValueError(f"--metrics-port must lie in 0..{last_port}, got {self.metrics_port}")
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"--seed must lie in 0..2^64-1, got {self.seed}")
         if not 0 <= self.warmup_fraction <= 1:

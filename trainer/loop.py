@@ -32,6 +32,8 @@ from trainer.stopping import Stopped, stop_signals
 from weightserver import TableSpec
 from weightserver.sharding import Sharding
 
+_RANK_TIMEOUT_SECONDS = 600.0
+"""How long ranks wait for one that is not itself waiting for a weight server."""
 _NUM_WATCHED = 10_000
 """Training images that the kNN evaluations during training use."""
 
@@ -75,7 +77,7 @@ def train(config: TrainConfig) -> TrainResult:
         )
     if config.evaluate or config.knn_every:
         dataset.check_labelled()
-    with process_group(device) as ranks:
+    with process_group(device, timeout_seconds=_RANK_TIMEOUT_SECONDS + config.retry_seconds) as ranks:
         model, summary = _train_rank(config, dataset, device, ranks)
     summary["train_seconds"] = time.perf_counter() - started
     results: dict[str, ProbeResult] = {}
@@ -127,8 +129,10 @@ def _train_rank(
         opened = stack.enter_context(open_rows(config, spec, rates, ranks=ranks, device=device))
         rows, start_step = opened.store, opened.start_step
         checkpoints = Checkpoints(config, ranks, rows, opened.client)
-        if start_step:
+        if config.resume:
             load(config.output / "checkpoints", start_step, model, optimizer)
+        else:
+            checkpoints.save(0, model, optimizer)  # from now on the servers are this run's
         report.follow(rows.counters, start_step)
         signals = stack.enter_context(stop_signals())
 
@@ -173,12 +177,15 @@ def _train_rank(
             if config.checkpoint_every and (step + 1) % config.checkpoint_every == 0 and not last:
                 checkpoints.save(step + 1, model, optimizer)
         rows.flush()  # every update is durable
+        moved = ranks.sum_over_ranks([rows.counters.fetched_rows, rows.counters.pushed_rows])
         ranks.barrier()  # nobody stops the servers before that
 
     return model, {
         "steps": num_steps,
         "epochs": num_steps * batch_size / num_images,
         "loss": record["loss"],
+        "fetched_rows": round(moved[0]),
+        "pushed_rows": round(moved[1]),
         "peak_memory_bytes": _peak_memory_bytes(device),
     }
 

@@ -6,16 +6,15 @@ from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 
 class TrainingProgress:
-    """A progress bar on stderr: step, images/s, loss beside what chance gives, learning rate, kNN, waiting for rows."""
+    """A progress line on stderr: images/s, loss beside what chance gives, learning rate, kNN, waiting for rows."""
 
     def __init__(self, num_steps: int, *, chance: float) -> None:
         self._progress = Progress(
-            BarColumn(bar_width=10),
-            MofNCompleteColumn(),
+            TaskProgressColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[text]}"),
             console=Console(stderr=True),
@@ -27,11 +26,11 @@ class TrainingProgress:
     def update(self, record: dict[str, Any]) -> None:
         """Shows a record of metrics.jsonl."""
         if "knn_top1" in record:
-            self._knn = f"  kNN {record['knn_top1']:.1f} %"
-        text = (
-            f"{record['images_per_second']:,.0f} images/s  loss {record['loss']:.2f} (chance {self._chance:.2f})  "
-            f"lr {record['learning_rate']:.4f}{self._knn}  "
-            f"wait {_share(record, 'data')} data {_share(record, 'row')} rows"
+            self._knn = f" kNN {record['knn_top1']:.1f} %"
+        waits = f"{_share(record, 'data')} data {_share(record, 'row')} rows"
+        text = (  # with share and time 80 columns; kNN is what is cut off where there are no more
+            f"{record['images_per_second']:,.0f} images/s loss {record['loss']:.2f} (chance {self._chance:.2f}) "
+            f"lr {record['learning_rate']:.4f} wait {waits}{self._knn}"
         )
         self._progress.update(self._task, completed=record["step"] + 1, text=text)
 

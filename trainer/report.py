@@ -51,10 +51,6 @@ class Report:
                     stack.enter_context(_claimed_output(self._config))
             if self._config.metrics_port is not None:
                 port = self._config.metrics_port and self._config.metrics_port + self._ranks.local_rank
-                if port >= 2**16:
-                    raise ValueError(
-                        f"--metrics-port {self._config.metrics_port} leaves this rank port {port}: give less"
-                    )
                 address, stop = self._metrics.serve(port)
                 stack.callback(stop)
                 print(f"rank {self._ranks.rank}: metrics on http://{address}/metrics", flush=True)

@@ -175,13 +175,33 @@ def test_all_stores_and_schedules_over_ranks_train_like_one(cluster: LocalCluste
 
 
 def test_ranks_that_lose_one_end_with_a_line(tmp_path: Path) -> None:
-    """Rank 1 has no port for its metrics; rank 0 waits for it in vain."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer"]
-    launch += ["synthetic", "--num-images", "500", "--num-negatives", "64", "--window-size", "96", "--window-stride"]
-    launch += ["24", "--batch-size", "16", "--output", str(tmp_path / "run"), "--metrics-port", "65535"]
-    result = subprocess.run(launch, capture_output=True, text=True, timeout=120, check=False)
+    """The port of rank 1's metrics is taken; rank 0 waits for it in vain."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1] - 1
+        launch = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "trainer",
+        ]
+        launch += [
+            "synthetic",
+            "--num-images",
+            "500",
+            "--num-negatives",
+            "64",
+            "--window-size",
+            "96",
+            "--window-stride",
+        ]
+        launch += ["24", "--batch-size", "16", "--output", str(tmp_path / "run"), "--metrics-port", str(port)]
+        result = subprocess.run(launch, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode != 0
-    assert "trainer: --metrics-port 65535 leaves this rank port 65536" in result.stderr
+    assert f"trainer: cannot serve metrics on port {port + 1} (Address already in use)" in result.stderr
     assert "RuntimeError" not in result.stderr
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import torch
 
 import trainer.checkpoint
 from trainer.__main__ import main
+from trainer.checkpoint import saved_steps
 from trainer.config import TrainConfig
 from trainer.loop import train
 from trainer.model import EncoderConfig, load_encoder
@@ -129,7 +131,7 @@ def test_a_signal_ends_a_run_behind_a_checkpoint(tmp_path: Path, undisturbed: Pa
     assert stopped.value.exit_status == 128 + signal.SIGTERM
     finished = len(losses(output))
     assert 20 <= finished < NUM_STEPS
-    assert [path.name for path in (output / "checkpoints").iterdir()] == [f"step-{finished:012d}.safetensors"]
+    assert saved_steps(output / "checkpoints") == [0, finished]
     train(config(output, checkpoint_every=0, resume=True))
     assert_same(output, undisturbed)
 
@@ -210,10 +212,38 @@ def test_resumes_that_cannot_be(
         train(config(undisturbed if there else tmp_path / "none", resume=True, **changes))
 
 
-def test_a_run_without_a_checkpoint_cannot_go_on(tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_goes_on_from_its_start(tmp_path: Path) -> None:
     train(config(tmp_path / "run", steps=3, checkpoint_every=0))
+    before = losses(tmp_path / "run")
+    train(config(tmp_path / "run", steps=3, checkpoint_every=0, resume=True))
+    assert losses(tmp_path / "run") == before
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
     with pytest.raises(ValueError, match=r"no checkpoint to go on from: .* has files for steps \[\]"):
         train(config(tmp_path / "run", steps=3, checkpoint_every=0, resume=True))
+
+
+def test_a_second_run_on_the_same_servers_is_refused_from_the_first_step_on(tmp_path: Path) -> None:
+    """Resident rows write nothing for a while: the checkpoint of step 0 tells that the servers are taken."""
+    with LocalCluster(1) as cluster:
+        first = config(
+            tmp_path / "first", servers=cluster.addresses[0], num_images=10**6, checkpoint_every=0, steps=200
+        )
+        other: list[BaseException] = []
+
+        def second() -> None:
+            metrics = tmp_path / "first" / "metrics.jsonl"
+            while not metrics.exists() or not metrics.read_text():
+                time.sleep(0.005)
+            try:
+                train(replace(first, output=tmp_path / "second"))
+            except ValueError as error:
+                other.append(error)
+
+        intruder = threading.Thread(target=second)
+        intruder.start()
+        assert train(first).summary["steps"] == 200
+        intruder.join()
+        assert re.search("hold the rows of run 'first' .* --resume", str(other[0]))
 
 
 def test_a_damaged_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
