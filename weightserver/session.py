@@ -49,15 +49,18 @@ class Session:
                 self._open[shard].add(numbers[shard])
             return numbers
 
+    def settled_before(self, shard: int) -> int:
+        """The number below which no write to `shard` is open any more."""
+        with self._lock:
+            return min(self._open[shard], default=self._next[shard])
+
     def header(self, shard: int, number: int, *, step: int, table: int, num_rows: int = 0) -> pb.WriteHeader:
         """What a write under one of its numbers carries."""
-        with self._lock:
-            settled_before = min(self._open[shard], default=self._next[shard])
         return pb.WriteHeader(
             epoch=self.epoch,
             writer=self.writer,
             sequence=number,
-            settled_before=settled_before,
+            settled_before=self.settled_before(shard),
             step=step,
             num_rows=num_rows,
             table=table,

@@ -144,7 +144,7 @@ def test_what_a_run_leaves_behind(data_dir: Path, tmp_path: Path) -> None:
     assert [("knn_top1" in record) for record in records] == [True, True, True]
     for record, num_steps in zip(records, (10, 10, 5), strict=True):
         assert record["images_per_second"] > 0
-        assert record["pushed_bytes"] <= num_steps * 64 * 16 * 4
+        assert record["pushed_bytes"] <= (num_steps + 1) * 64 * 16 * 4  # the one of the step before may be counted late
         assert record["fetched_bytes"] == num_steps * 64 * 16 * 4
         assert 0 <= record["row_wait_seconds"] <= record["seconds"]
     assert json.loads((output / "config.json").read_text())["num_negatives"] == 64
