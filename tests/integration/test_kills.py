@@ -83,7 +83,7 @@ def outcome(run: TrainConfig, cluster: LocalCluster) -> tuple[list[float], RowSt
     ("rows", "steps", "kills"),
     [
         pytest.param("resident", 600, 5, id="resident"),
-        pytest.param("remote", 150, 5, id="remote"),
+        pytest.param("remote", 150, 5, id="remote", marks=pytest.mark.slow),
         pytest.param("resident", 12_000, 100, id="resident, long", marks=pytest.mark.slow),
         pytest.param("remote", 4_000, 100, id="remote, long", marks=pytest.mark.slow),
     ],
