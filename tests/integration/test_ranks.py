@@ -97,9 +97,8 @@ def open_store(
     client.open_session("ranks", join=client.describe().epoch)
     if store == "remote":
         return RemoteRows(client)
-    share = len(
-        Sharding(SPEC.rows_per_block, world_size).rows_of_shard(0, min(NUM_ROWS, capacity + 2 * 7 * world_size))
-    )
+    sharding = Sharding(SPEC.rows_per_block, world_size)
+    share = len(sharding.rows_of_shard(0, min(NUM_ROWS, capacity + SPEC.rows_per_block * world_size)))
     return ResidentRows(
         client, SPEC, rates, capacity=share, prefetch_steps=3, write_back_rows=10, device=torch.device("cpu")
     )
