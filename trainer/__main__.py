@@ -13,28 +13,16 @@ import sys
 from typing import NoReturn
 
 from trainer.config import parse_config
-from trainer.distributed import RankLostError
 from trainer.loop import train
-from trainer.stopping import Stopped
-from weightserver import WeightServerError
+from trainer.stopping import failures_in_one_line
 from weightserver.allocator import keep_large_buffers
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Runs the command line. Exit status 0; 1 with one line on stderr when it failed; 2 for arguments that are
-    none; 128 + the signal's number behind a checkpoint."""
+    """Runs the command line. Exit status 0; 2 for arguments that are none; else as `failures_in_one_line` says."""
     keep_large_buffers()
-    try:
+    with failures_in_one_line("trainer"):
         result = train(parse_config(arguments))
-    except Stopped as stopped:
-        print(f"trainer: {stopped}", file=sys.stderr)
-        sys.exit(stopped.exit_status)
-    except MemoryError as error:
-        print(f"trainer: not enough memory for these settings: {error}", file=sys.stderr)
-        sys.exit(1)
-    except (ValueError, OSError, RankLostError, WeightServerError) as error:
-        print(f"trainer: {error}", file=sys.stderr)
-        sys.exit(1)
     if result.is_first:
         print(" ".join(f"{name}={value:g}" for name, value in result.summary.items()))
     sys.exit(0)

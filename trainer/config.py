@@ -54,8 +54,8 @@ class TrainConfig:
     resume: bool = False
     """Go on with the run in --output from its newest checkpoint, as if it had never stopped."""
     checkpoint_every: int = 1_000
-    """Steps between checkpoints; one is also taken before a run ends by SIGTERM or SIGINT. 0 for none. Dense rows live
-    and die with the trainer: with them there are no checkpoints."""
+    """Steps between checkpoints; 0 for none but those of step 0 and of a run that SIGTERM or SIGINT ends. Dense rows
+    live and die with the trainer: with them there are no checkpoints."""
     keep_checkpoints: int = 3
     """Newest checkpoints to keep."""
 

@@ -20,12 +20,12 @@ from trainer.evaluate.features import encoder_features
 from trainer.evaluate.table import print_table
 from trainer.loop import train
 from trainer.plot import draw_training
-from weightserver import WeightServerError
+from trainer.stopping import failures_in_one_line
 from weightserver.allocator import keep_large_buffers
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the demo; returns the exit status, 1 with one line on stderr when it failed."""
+    """Runs the demo and returns 0; exits as `failures_in_one_line` says when it failed."""
     parser = argparse.ArgumentParser(prog="python -m trainer.demo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--epochs", type=float, help="length of the training (default: the preset's)")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default 0)")
@@ -33,11 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="the run's directory (default: runs/demo-1, -2, ...)")
     options = parser.parse_args(arguments)
     keep_large_buffers()
-    try:
+    with failures_in_one_line("demo"):
         run(options.epochs, options.seed, options.data_dir, options.output or _next_output(Path("runs")))
-    except (ValueError, OSError, WeightServerError) as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return 1
     return 0
 
 

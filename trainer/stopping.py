@@ -1,12 +1,16 @@
-"""Ending a run by a signal without losing a step."""
+"""How a run ends before its time: by a signal without losing a step, by a failure in one line."""
 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from trainer.distributed import RankLostError
+from weightserver import WeightServerError
 
 
 class Stopped(Exception):
@@ -36,3 +40,19 @@ def stop_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def failures_in_one_line(command: str) -> Iterator[None]:
+    """Ends the process where what is inside fails: one line on stderr, exit status 1; 128 + the number of a signal."""
+    try:
+        yield
+    except Stopped as stopped:
+        print(f"{command}: {stopped}", file=sys.stderr)
+        sys.exit(stopped.exit_status)
+    except MemoryError as error:
+        print(f"{command}: not enough memory for these settings: {error}", file=sys.stderr)
+        sys.exit(1)
+    except (ValueError, OSError, RankLostError, WeightServerError) as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        sys.exit(1)
