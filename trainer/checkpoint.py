@@ -57,9 +57,9 @@ class Checkpoints:
     def _forget_old(self) -> None:
         assert self._client is not None
         kept = saved_steps(self._directory)[-self._keep :]
-        for known in self._client.checkpoints():
-            if known.step not in kept:
-                self._client.release(known.name)
+        retained = {known for shard in self._client.describe().shards for known in shard.checkpoints}
+        for name in sorted(known.name for known in retained if known.step not in kept):
+            self._client.release(name)  # those too that a failure left on some of the shards
         for step in saved_steps(self._directory)[: -self._keep]:
             _path(self._directory, step).unlink()
 

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -87,6 +88,8 @@ class ShardInfo:
     rows_stored: int
     disk_bytes: int
     version: str
+    checkpoints: tuple[Checkpoint, ...]
+    """All that this shard retains, other shards or not; oldest first."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,10 @@ class WeightClient:
 
     def drop_table(self) -> None:
         """Deletes the table, its rows and its schedule on every shard, and fences every session."""
-        self._on_all("DropTable", pb.DropTableRequest())
+        self._in_parallel(
+            lambda connection, answer: connection.call("DropTable", pb.DropTableRequest(epoch=answer.epoch)),
+            zip(self._connect(), self._describe_shards(), strict=True),
+        )
         self._spec = self._session = None
 
     def describe(self) -> TableInfo:
@@ -222,6 +228,7 @@ class WeightClient:
                     rows_stored=answer.rows_stored,
                     disk_bytes=answer.disk_bytes,
                     version=answer.server_version,
+                    checkpoints=_checkpoints(answer),
                 )
                 for answer, connection in zip(answers, self._connect(), strict=True)
             ),
@@ -246,13 +253,16 @@ class WeightClient:
             raise ValueError("learning_rates must be finite and not negative")
         clock = max(answer.clock for answer in self._describe_shards())
         for first in range(0, max(1, len(rates)), _LEARNING_RATES_PER_CALL):
-            request = pb.ExtendScheduleRequest(
+            request = partial(
+                pb.ExtendScheduleRequest,
                 start_step=start_step + first,
                 learning_rates=to_bytes(rates[first : first + _LEARNING_RATES_PER_CALL]),
                 clock=clock,
-                epoch=self._session.epoch if self._session else 0,
             )
-            self._on_all("ExtendSchedule", request)
+            if self._session:
+                self._change_all("ExtendSchedule", request)
+            else:
+                self._on_all("ExtendSchedule", request())
 
     def open_session(self, name: str, *, join: int | None = None) -> int:
         """Starts a new epoch under the run's `name`, which fences every older one; or joins epoch `join` as one more
@@ -383,17 +393,18 @@ class WeightClient:
             FencedError: no session, or a superseded one.
             InvalidRequestError: the name was used for another step.
         """
-        self._change_checkpoints("Checkpoint", name, _step(step, "step"))
+        self._change_all("Checkpoint", partial(pb.CheckpointRequest, name=_name(name)), _step(step, "step"))
 
     def checkpoints(self) -> list[Checkpoint]:
         """Those that every shard retains, in the order of their steps."""
-        retained = [
-            {Checkpoint(known.name, known.step) for known in answer.checkpoints} for answer in self._describe_shards()
-        ]
+        retained = [set(_checkpoints(answer)) for answer in self._describe_shards()]
         return sorted(set.intersection(*retained), key=lambda known: (known.step, known.name))
 
     def rollback(self, name: str) -> None:
         """Takes all rows and the clock back to a checkpoint; later checkpoints are forgotten.
+
+        Writes of this client that failed are given up: they never come after it. Other writers of the session must
+        have stopped; those of older sessions are fenced anyway.
 
         Raises:
             NoTableError: a shard has no such checkpoint; then no shard was changed.
@@ -402,7 +413,8 @@ class WeightClient:
             raise NoTableError(
                 f"shard {having.index(False)} has no checkpoint {name!r}: call checkpoints() for those of all shards"
             )
-        self._change_checkpoints("Rollback", name, 0)
+        self._require_session().give_up_failed()
+        self._change_all("Rollback", partial(pb.CheckpointRequest, name=name))
 
     def release(self, name: str) -> None:
         """Forgets a checkpoint. The disk space that only it needed is reused as its rows are written again.
@@ -412,30 +424,30 @@ class WeightClient:
         """
         if not any(self._shards_with(name)):
             raise NoTableError(f"no shard has a checkpoint {name!r}: call checkpoints() for what there is")
-        self._change_checkpoints("Release", name, 0)
+        self._change_all("Release", partial(pb.CheckpointRequest, name=name))
 
     def _shards_with(self, name: str) -> list[bool]:
         """Whether each shard has a checkpoint of that name."""
         return [any(known.name == name for known in answer.checkpoints) for answer in self._describe_shards()]
 
-    def _change_checkpoints(self, method: str, name: str, step: int) -> None:
-        """One change of every shard, once, however often it is tried."""
-        name = _name(name)
+    def _change_all(self, method: str, make_request: Callable[..., Message], step: int = 0) -> None:
+        """One change of every shard, once, however often it is tried.
+
+        After a failure it may be made again as a new one, which changes nothing where it was made; what is left of the
+        first one on its way does nothing once a later write is there.
+        """
         session = self._require_session()
         connections, table = self._connect(), spec_digest(self._table())
-        digest = xxhash.xxh3_128(f"{method} {step} {name}".encode()).digest()
-        numbers = session.begin(range(len(connections)), lambda: digest)
+        numbers = session.begin(range(len(connections)))
 
         def change(shard: int) -> None:
             header = session.header(shard, numbers[shard], step=step, table=table)
-            connections[shard].call(method, pb.CheckpointRequest(header=header, name=name))
+            connections[shard].call(method, make_request(header=header))
 
         try:
             self._in_parallel(change, zip(range(len(connections)), strict=True))
-        except BaseException:
-            session.fail(numbers, digest)
-            raise
-        session.succeed(numbers)
+        finally:
+            session.settle(numbers)
 
     # ---- closing
 
@@ -641,7 +653,7 @@ class WeightClient:
         except BaseException:
             session.fail(numbers, digest())
             raise
-        session.succeed(numbers)
+        session.settle(numbers)
 
     # ---- checks of what the caller gives
 
@@ -672,6 +684,10 @@ class WeightClient:
         if not all_finite(array):
             raise ValueError(f"{name} holds NaN or infinite values: nothing was sent")
         return array
+
+
+def _checkpoints(answer: pb.DescribeResponse) -> tuple[Checkpoint, ...]:
+    return tuple(Checkpoint(known.name, known.step) for known in answer.checkpoints)
 
 
 def _name(name: str) -> str:

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from weightserver.storage import Storage, block_key_parts
+from weightserver.storage import LmdbStorage, block_key_parts
 
 
 def inspect_directory(directory: Path) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def inspect_directory(directory: Path) -> dict[str, Any]:
     Raises:
         StorageError: the directory holds no shard's data.
     """
-    storage = Storage(directory, readonly=True)
+    storage = LmdbStorage(directory, readonly=True)
     try:
         with storage.read() as txn:
             meta = {key.decode(): json.loads(bytes(value)) for key, value in txn.items("meta")}

@@ -25,7 +25,7 @@ from weightserver.allocator import keep_large_buffers
 from weightserver.committer import Committer
 from weightserver.metrics import ShardMetrics
 from weightserver.shard import Shard
-from weightserver.storage import Storage
+from weightserver.storage import LmdbStorage
 from weightserver.wire import MAX_MESSAGE_BYTES
 
 _NUM_THREADS = 16
@@ -104,7 +104,7 @@ def serve(config: ServerConfig) -> None:
         ) from error
     port = server.add_insecure_port(config.listen)
 
-    storage = Storage(config.data_dir)
+    storage = LmdbStorage(config.data_dir)
     try:
         shard = Shard(storage, shard=config.shard, num_shards=config.num_shards)
     except BaseException:

@@ -76,7 +76,8 @@ class WeightServerService:
 
     def DropTable(self, request: pb.DropTableRequest, context: grpc.ServicerContext) -> pb.DropTableResponse:
         with self._answering("DropTable", context):
-            self._commit(context, self._shard.drop_table)
+            epoch = request.epoch if request.HasField("epoch") else None
+            self._commit(context, lambda batch: self._shard.drop_table(batch, epoch))
             return pb.DropTableResponse()
 
     def ExtendSchedule(
@@ -86,11 +87,14 @@ class WeightServerService:
             rates = float32_from_bytes(request.learning_rates, "learning_rates")
             _require((rates >= 0).all(), "learning rates must be finite and not negative")
             _require(request.start_step >= 0, f"start_step must not be negative, got {request.start_step}")
+            header = None
+            if request.HasField("header"):
+                _check_header(request.header)
+                self._shard.check_table(request.header.table)
+                header = _header(request.header)
             horizon = self._commit(
                 context,
-                lambda batch: self._shard.extend_schedule(
-                    batch, request.start_step, rates, request.clock, request.epoch
-                ),
+                lambda batch: self._shard.extend_schedule(batch, request.start_step, rates, request.clock, header),
             )
             return pb.ExtendScheduleResponse(horizon=horizon)
 

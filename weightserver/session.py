@@ -32,10 +32,10 @@ class Session:
         self._open: list[set[int]] = [set() for _ in range(self.num_shards)]
         self._failed: list[tuple[bytes, Numbers]] = []  # oldest first; equal writes may fail several times
 
-    def begin(self, shards: Iterable[int], digest: Callable[[], bytes]) -> Numbers:
-        """The numbers of a write: new ones, or those under which the same write failed before."""
+    def begin(self, shards: Iterable[int], digest: Callable[[], bytes] | None = None) -> Numbers:
+        """The numbers of a write: new ones, or those under which the write of that digest failed before."""
         with self._lock:
-            if self._failed:
+            if self._failed and digest:
                 wanted = digest()
                 for position, (failed, numbers) in enumerate(self._failed):
                     if failed == wanted:
@@ -66,9 +66,16 @@ class Session:
             table=table,
         )
 
-    def succeed(self, numbers: Numbers) -> None:
+    def settle(self, numbers: Numbers) -> None:
+        """Ends a write that will not be sent again; what of it is still on its way comes too late."""
         with self._lock:
             self._close(numbers)
+
+    def give_up_failed(self) -> None:
+        """Settles every failed write."""
+        with self._lock:
+            while self._failed:
+                self._give_up(0)
 
     def fail(self, numbers: Numbers, digest: bytes) -> None:
         """Remembers the numbers of a write that may have been applied on some of its shards."""

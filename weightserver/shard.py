@@ -280,8 +280,18 @@ class Shard:
                 f"another table exists, {_difference(existing, spec)}: use its spec, or drop_table() first"
             )
 
-    def drop_table(self, batch: Batch) -> None:
-        """Deletes the table and fences every session; epochs go on counting."""
+    def drop_table(self, batch: Batch, epoch: int | None = None) -> None:
+        """Deletes the table and fences every session; epochs go on counting.
+
+        Where `epoch` has passed, a request that comes again finds nothing to do, and a newer table stays.
+        """
+        if epoch not in (None, batch.state.epoch):
+            if _get_json(batch.txn, "spec") is None:
+                return
+            raise FencedError(
+                f"the table is that of {_session(batch.state)} by now, no longer of epoch {epoch}: "
+                "call drop_table() again if it is to go too"
+            )
         for database in ("blocks", "changes", "schedule", "writers"):
             batch.txn.clear(database)
         _put_json(batch.txn, "spec", None)
@@ -306,12 +316,12 @@ class Shard:
         self._check_epoch(self._state, epoch)
 
     def extend_schedule(
-        self, batch: Batch, start_step: int, learning_rates: Float32Array, clock: int, epoch: int
+        self, batch: Batch, start_step: int, learning_rates: Float32Array, clock: int, header: WriteHeader | None
     ) -> int:
-        """Appends or rewrites learning rates (float32 [n], checked) and returns the new horizon."""
+        """Appends or rewrites learning rates (float32 [n], checked), once, and returns the horizon then known."""
         schedule = self.require_table().schedule
-        if epoch:
-            self._check_epoch(batch.state, epoch)
+        if header is not None and not self._admit(batch, header):
+            return schedule.horizon
         known: Float32Array = schedule.learning_rates[start_step : start_step + len(learning_rates)]
         if start_step > schedule.horizon:
             raise StepError(f"the schedule ends at {schedule.horizon}: step {start_step} would leave a gap before it")

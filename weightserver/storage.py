@@ -22,6 +22,7 @@ import os
 import struct
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -114,7 +115,17 @@ class _LmdbTransaction:
             self.delete_block(block, generation)
 
 
-class Storage:
+class Storage(Protocol):
+    """Where a shard keeps its data."""
+
+    directory: Path
+
+    def read(self) -> AbstractContextManager[Transaction]: ...
+    def write(self) -> AbstractContextManager[Transaction]: ...
+    def disk_bytes(self) -> int: ...
+
+
+class LmdbStorage:
     """One shard's LMDB environment. Reads may run in any thread; writes in one thread at a time.
 
     Raises:

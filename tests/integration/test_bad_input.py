@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import lmdb
 import numpy as np
 import pytest
@@ -30,6 +31,8 @@ from weightserver import (
     WeightClient,
     WeightServerError,
 )
+from weightserver._generated import weight_server_pb2 as pb
+from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
 
 SPEC = TableSpec(num_rows=100, dim=4, rows_per_block=3)
 ONES = np.ones((2, 4), np.float32)
@@ -291,6 +294,9 @@ def test_a_drop_that_ended_halfway_has_to_be_repeated(tmp_path: Path) -> None:
         with pytest.raises(ShardUnavailableError, match="shard 1 at"):
             client.drop_table()
         cluster.restart(1)
+        assert client.describe().rows_stored == 2, "a shard that is away: nothing is dropped anywhere"
+        with grpc.insecure_channel(cluster.addresses[0]) as channel:  # as if it had gone away a moment later
+            WeightServerStub(channel).DropTable(pb.DropTableRequest(), timeout=10)
         with pytest.raises(TableMismatchError, match=r"shard 1 holds rows .*: repeat drop_table\(\) first"):
             client.create_table(SPEC)
         client.drop_table()

@@ -64,9 +64,10 @@ class Shard:
         )
         return self.stub.WriteState(iter([message]), timeout=10)
 
-    def extend(self, start: int, rates: bytes, **more: int) -> object:
+    def extend(self, start: int, rates: bytes, **more: object) -> pb.ExtendScheduleResponse:
         return self.stub.ExtendSchedule(
-            pb.ExtendScheduleRequest(start_step=start, learning_rates=rates, **more), timeout=10
+            pb.ExtendScheduleRequest(start_step=start, learning_rates=rates, **more),
+            timeout=10,  # type: ignore[arg-type]
         )
 
     def open(self, epoch: int, opener: bytes = b"o" * 16, **more: bool) -> object:
@@ -177,7 +178,16 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
     "schedule: NaN": (lambda s: s.extend(6, values(NAN)), INVALID, "learning_rates holds NaN or infinite"),
     "schedule: a negative rate": (lambda s: s.extend(6, values(-0.1)), INVALID, "finite and not negative"),
     "schedule: half a rate": (lambda s: s.extend(6, bytes(3)), INVALID, "learning_rates has 3 bytes"),
-    "schedule: a fenced session": (lambda s: s.extend(6, values(0.1), epoch=s.epoch - 1), ABORTED, "was superseded"),
+    "schedule: a fenced session": (
+        lambda s: s.extend(6, values(0.1), header=s.header(epoch=s.epoch - 1)),
+        ABORTED,
+        "was superseded",
+    ),
+    "drop: a table of a newer session": (
+        lambda s: s.stub.DropTable(pb.DropTableRequest(epoch=s.epoch - 1), timeout=10),
+        ABORTED,
+        r"is that of epoch \d+ \(run 'owner'\) by now, .*: call drop_table\(\) again",
+    ),
     "schedule: a step that another shard has used": (
         lambda s: s.extend(3, values(0.9), clock=4),
         grpc.StatusCode.ALREADY_EXISTS,
@@ -266,6 +276,36 @@ def test_a_write_that_is_right_in_every_way(shard: Shard, client: WeightClient) 
     (answer,) = shard.fetch(ids(10, 12), state=True)
     assert np.frombuffer(answer.weight, "<f4").tolist() == after[:2].ravel().tolist()
     assert np.frombuffer(answer.last_step, "<i8").tolist() == [3, 3]
+
+
+def test_requests_that_come_again_late_change_nothing(shard: Shard, client: WeightClient) -> None:
+    """Each is sent once more behind another one that undid or replaced it."""
+    extension = {"start": 6, "rates": values(0.1, 0.2), "header": shard.header()}
+    assert shard.extend(**extension).horizon == 8  # type: ignore[arg-type]
+    shard.extend(7, values(0.3), header=shard.header())
+    early = pb.CheckpointRequest(header=shard.header(step=2), name="early")
+    assert not shard.stub.Checkpoint(early, timeout=10).duplicate
+    rollback = pb.CheckpointRequest(header=shard.header(), name="early")
+    assert not shard.stub.Rollback(rollback, timeout=10).duplicate
+    shard.push_rows(OK, step=3)
+    before = everything(client)
+    assert shard.extend(**extension).horizon == 8  # type: ignore[arg-type]
+    assert shard.stub.Rollback(rollback, timeout=10).duplicate
+    assert everything(client) == before
+    assert client.fetch([0], step=6).tolist() != client.fetch([0], step=5).tolist()
+
+    release = pb.CheckpointRequest(header=shard.header(), name="early")
+    assert not shard.stub.Release(release, timeout=10).duplicate
+    again = pb.CheckpointRequest(header=shard.header(step=4), name="early")
+    assert not shard.stub.Checkpoint(again, timeout=10).duplicate
+    assert shard.stub.Release(release, timeout=10).duplicate
+    assert shard.stub.Checkpoint(early, timeout=10).duplicate
+    assert [(kept.name, kept.step) for kept in client.describe().shards[0].checkpoints] == [("early", 4)]
+
+    drop = pb.DropTableRequest(epoch=shard.epoch)
+    shard.stub.DropTable(drop, timeout=10)
+    shard.stub.DropTable(drop, timeout=10)
+    assert shard.stub.Describe(pb.DescribeRequest(), timeout=10).epoch == shard.epoch + 1
 
 
 @pytest.mark.parametrize("method", ["Fetch", "PushGradients", "Describe", "CreateTable"])

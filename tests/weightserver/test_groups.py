@@ -17,7 +17,7 @@ from weightserver.exactly_once import WINDOW, WriterState
 from weightserver.initial import initial_rows
 from weightserver.session import MAX_FAILED, Session
 from weightserver.shard import Batch, Shard, WriteHeader
-from weightserver.storage import Storage
+from weightserver.storage import LmdbStorage
 
 SPEC = TableSpec(num_rows=20, dim=3, weight_decay=0.0, rows_per_block=4)
 ROW = np.array([7], np.int64)
@@ -29,7 +29,7 @@ class Groups:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.storage = Storage(directory)
+        self.storage = LmdbStorage(directory)
         self.shard = Shard(self.storage, shard=0, num_shards=1)
         self.committer = Committer(self.shard.batch)
         self.sequence = 0
@@ -55,7 +55,7 @@ class Groups:
         return lambda batch: self.shard.push_gradients(batch, header, ROW, ONES)
 
     def extend(self, start: int, *rates: float) -> Callable[[Batch], object]:
-        return lambda batch: self.shard.extend_schedule(batch, start, np.array(rates, np.float32), 0, 0)
+        return lambda batch: self.shard.extend_schedule(batch, start, np.array(rates, np.float32), 0, None)
 
     def create(self, batch: Batch) -> None:
         self.shard.create_table(batch, SPEC)
@@ -139,7 +139,7 @@ def test_writes_that_failed_for_good_never_stop_a_writer(failures: int) -> None:
     for _ in range(3 * WINDOW):
         numbers = session.begin([0], lambda: b"another")
         assert shard.admit(numbers[0], session.settled_before(0)) is True
-        session.succeed(numbers)
+        session.settle(numbers)
 
 
 def test_a_failed_write_is_recognised_as_long_as_the_window_reaches() -> None:
@@ -151,7 +151,7 @@ def test_a_failed_write_is_recognised_as_long_as_the_window_reaches() -> None:
     for _ in range(WINDOW // 2):
         numbers = session.begin([0], lambda: b"another")
         assert shard.admit(numbers[0], session.settled_before(0)) is True
-        session.succeed(numbers)
+        session.settle(numbers)
     again = session.begin([0], lambda: b"lost")
     assert again == lost
     assert shard.admit(again[0], session.settled_before(0)) is False

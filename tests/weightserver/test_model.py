@@ -19,7 +19,7 @@ from weightserver.config import TableSpec
 from weightserver.errors import FencedError, InvalidRequestError, NoTableError, StepError
 from weightserver.initial import initial_rows
 from weightserver.shard import Shard, WriteHeader
-from weightserver.storage import Storage
+from weightserver.storage import LmdbStorage
 
 SPEC = TableSpec(num_rows=12, dim=2, momentum=0.8, weight_decay=0.05, rows_per_block=5, init_std=1.0)
 HORIZON = 24
@@ -73,7 +73,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
         self.create()
 
     def open(self) -> None:
-        self.storage = Storage(self.directory)
+        self.storage = LmdbStorage(self.directory)
         self.shard = Shard(self.storage, shard=0, num_shards=1)
         self.committer = Committer(self.shard.batch)
 
@@ -83,7 +83,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
 
     def create(self) -> None:
         self.committer.submit(lambda batch: self.shard.create_table(batch, SPEC)).result(10)
-        self.committer.submit(lambda batch: self.shard.extend_schedule(batch, 0, RATES, 0, 0)).result(10)
+        self.committer.submit(lambda batch: self.shard.extend_schedule(batch, 0, RATES, 0, None)).result(10)
         self.committer.submit(lambda batch: self.shard.open_session(batch, "run", self.epoch, WRITER)).result(10)
         initial = initial_rows(SPEC, np.arange(SPEC.num_rows)).astype(np.float64)
         self.rows = [ModelRow(weight, np.zeros(SPEC.dim), 0) for weight in initial]

@@ -19,7 +19,7 @@ from weightserver.initial import initial_rows
 from weightserver.inspect import inspect_directory
 from weightserver.session import MAX_FAILED, Session
 from weightserver.shard import Batch, Shard, WriteHeader
-from weightserver.storage import Storage, block_key_parts
+from weightserver.storage import LmdbStorage, block_key_parts
 
 SPEC = TableSpec(num_rows=100, dim=4, rows_per_block=6)
 ROWS = np.array([1, 2, 50], np.int64)
@@ -30,7 +30,7 @@ class Served:
     """A shard, its storage and its committer; `do` runs one operation."""
 
     def __init__(self, directory: Path) -> None:
-        self.storage = Storage(directory)
+        self.storage = LmdbStorage(directory)
         self.shard = Shard(self.storage, shard=0, num_shards=1)
         self.committer = Committer(self.shard.batch)
 
@@ -54,7 +54,7 @@ class Served:
 def served(tmp_path: Path) -> Iterator[Served]:
     served = Served(tmp_path)
     served.do(lambda batch: served.shard.create_table(batch, SPEC))
-    served.do(lambda batch: served.shard.extend_schedule(batch, 0, np.full(30, 0.5, np.float32), 0, 0))
+    served.do(lambda batch: served.shard.extend_schedule(batch, 0, np.full(30, 0.5, np.float32), 0, None))
     served.do(lambda batch: served.shard.open_session(batch, "first", 1, b"o" * 16))
     yield served
     served.close()
@@ -182,7 +182,7 @@ def test_an_unexpected_error_is_the_callers_and_the_committer_goes_on(served: Se
 
 
 def test_the_newest_version_of_a_block_is_found(tmp_path: Path) -> None:
-    storage = Storage(tmp_path)
+    storage = LmdbStorage(tmp_path)
     with storage.write() as txn:
         txn.put_block(3, 0, bytearray(b"old"))
         txn.put_block(3, 70_000, bytearray(b"new"))
@@ -200,7 +200,7 @@ def test_the_newest_version_of_a_block_is_found(tmp_path: Path) -> None:
 
 
 def test_a_write_is_undone_by_an_exception(tmp_path: Path) -> None:
-    storage = Storage(tmp_path)
+    storage = LmdbStorage(tmp_path)
 
     def fail() -> None:
         with storage.write() as txn:
@@ -216,13 +216,13 @@ def test_a_write_is_undone_by_an_exception(tmp_path: Path) -> None:
 
 def test_a_directory_has_one_owner(served: Served, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="is served by another process"):
-        Storage(tmp_path)
+        LmdbStorage(tmp_path)
 
 
 def test_inspect_reads_beside_a_writer(tmp_path: Path) -> None:
     served = Served(tmp_path)
     served.do(lambda batch: served.shard.create_table(batch, SPEC))
-    served.do(lambda batch: served.shard.extend_schedule(batch, 0, np.full(30, 0.5, np.float32), 0, 0))
+    served.do(lambda batch: served.shard.extend_schedule(batch, 0, np.full(30, 0.5, np.float32), 0, None))
     served.do(lambda batch: served.shard.open_session(batch, "live", 1, b"o" * 16))
     served.push(1, step=2)
     # LMDB forbids opening an environment twice in one process.
@@ -247,10 +247,10 @@ def test_a_failed_write_is_repeated_under_its_numbers() -> None:
     session.fail(first, b"first")
     second = session.begin([1], lambda: b"second")
     assert second == {1: 2}
-    session.succeed(second)
+    session.settle(second)
     assert session.settled_before(1) == 1  # the failed one is still open
     assert session.begin([0, 1], lambda: b"first") == first
-    session.succeed(first)
+    session.settle(first)
     assert (session.settled_before(0), session.settled_before(1)) == (2, 3)
     assert session.begin([0, 1], lambda: b"first") == {0: 2, 1: 3}  # after it succeeded: another write
 
@@ -260,6 +260,17 @@ def test_failed_writes_are_given_up_at_last() -> None:
     for number in range(MAX_FAILED + 3):
         session.fail(session.begin([0], lambda n=number: bytes([n])), bytes([number]))
     assert session.settled_before(0) == 4
+
+
+def test_a_rollback_gives_up_what_failed_before_it() -> None:
+    """Otherwise an attempt that is still on its way would come after it."""
+    session = Session(epoch=1, num_shards=2)
+    for name in (b"one", b"two"):
+        session.fail(session.begin([0, 1], lambda name=name: name), name)
+    session.give_up_failed()
+    assert session.begin([0]) == {0: 3}
+    assert (session.settled_before(0), session.settled_before(1)) == (3, 3)
+    assert session.begin([1], lambda: b"one") == {1: 3}
 
 
 def test_equal_writes_that_failed_are_repeated_each_under_its_own_number() -> None:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'pic/weightserver/v1/weight_server.proto\x12\x13pic.weightserver.v1\"\x9e\x01\n\tTableSpec\x12\x10\n\x08num_rows\x18\x01 \x01(\x03\x12\x0b\n\x03\x64im\x18\x02 \x01(\x05\x12\x10\n\x08momentum\x18\x03 \x01(\x01\x12\x14\n\x0cweight_decay\x18\x04 \x01(\x01\x12\x10\n\x08init_std\x18\x05 \x01(\x01\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x16\n\x0erows_per_block\x18\x07 \x01(\x05\x12\x12\n\ncorrection\x18\x08 \x01(\x08\"#\n\x04Rows\x12\x0b\n\x03ids\x18\x01 \x01(\x0c\x12\x0e\n\x06ranges\x18\x02 \x01(\x0c\"\x11\n\x0f\x44\x65scribeRequest\"\xaa\x02\n\x10\x44\x65scribeResponse\x12\r\n\x05shard\x18\x01 \x01(\x05\x12\x12\n\nnum_shards\x18\x02 \x01(\x05\x12,\n\x04spec\x18\x03 \x01(\x0b\x32\x1e.pic.weightserver.v1.TableSpec\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\r\n\x05\x63lock\x18\x05 \x01(\x03\x12\x0f\n\x07horizon\x18\x06 \x01(\x03\x12\x13\n\x0brows_stored\x18\x07 \x01(\x03\x12\x12\n\ndisk_bytes\x18\x08 \x01(\x03\x12\x0b\n\x03run\x18\t \x01(\t\x12\x12\n\ngeneration\x18\n \x01(\r\x12\x16\n\x0eserver_version\x18\x0b \x01(\t\x12\x34\n\x0b\x63heckpoints\x18\x0c \x03(\x0b\x32\x1f.pic.weightserver.v1.Checkpoint\"(\n\nCheckpoint\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\"S\n\x11\x43heckpointRequest\x12\x30\n\x06header\x18\x01 \x01(\x0b\x32 .pic.weightserver.v1.WriteHeader\x12\x0c\n\x04name\x18\x02 \x01(\t\"B\n\x12\x43reateTableRequest\x12,\n\x04spec\x18\x01 \x01(\x0b\x32\x1e.pic.weightserver.v1.TableSpec\"\x15\n\x13\x43reateTableResponse\"\x12\n\x10\x44ropTableRequest\"\x13\n\x11\x44ropTableResponse\"a\n\x15\x45xtendScheduleRequest\x12\x12\n\nstart_step\x18\x01 \x01(\x03\x12\x16\n\x0elearning_rates\x18\x02 \x01(\x0c\x12\r\n\x05\x63lock\x18\x03 \x01(\x03\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\")\n\x16\x45xtendScheduleResponse\x12\x0f\n\x07horizon\x18\x01 \x01(\x03\"O\n\x12OpenSessionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04join\x18\x03 \x01(\x08\x12\x0e\n\x06opener\x18\x04 \x01(\x0c\"\x15\n\x13OpenSessionResponse\"\x84\x01\n\x0c\x46\x65tchRequest\x12\'\n\x04rows\x18\x01 \x01(\x0b\x32\x19.pic.weightserver.v1.Rows\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0b\n\x03raw\x18\x03 \x01(\x08\x12\r\n\x05state\x18\x04 \x01(\x08\x12\r\n\x05table\x18\x05 \x01(\x06\x12\x12\n\ncheckpoint\x18\x06 \x01(\t\"K\n\rFetchResponse\x12\x0e\n\x06weight\x18\x01 \x01(\x0c\x12\x17\n\x0fmomentum_buffer\x18\x02 \x01(\x0c\x12\x11\n\tlast_step\x18\x03 \x01(\x0c\"\x85\x01\n\x0bWriteHeader\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0e\n\x06writer\x18\x02 \x01(\x0c\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x16\n\x0esettled_before\x18\x04 \x01(\x04\x12\x0c\n\x04step\x18\x05 \x01(\x03\x12\x10\n\x08num_rows\x18\x06 \x01(\x03\x12\r\n\x05table\x18\x07 \x01(\x06\"\x84\x01\n\x14PushGradientsRequest\x12\x30\n\x06header\x18\x01 \x01(\x0b\x32 .pic.weightserver.v1.WriteHeader\x12\'\n\x04rows\x18\x02 \x01(\x0b\x32\x19.pic.weightserver.v1.Rows\x12\x11\n\tgradients\x18\x03 \x01(\x0c\"\xaa\x01\n\x11WriteStateRequest\x12\x30\n\x06header\x18\x01 \x01(\x0b\x32 .pic.weightserver.v1.WriteHeader\x12\'\n\x04rows\x18\x02 \x01(\x0b\x32\x19.pic.weightserver.v1.Rows\x12\x0e\n\x06weight\x18\x03 \x01(\x0c\x12\x17\n\x0fmomentum_buffer\x18\x04 \x01(\x0c\x12\x11\n\tlast_step\x18\x05 \x01(\x0c\"\"\n\rWriteResponse\x12\x11\n\tduplicate\x18\x01 \x01(\x08\x32\x8b\x08\n\x0cWeightServer\x12W\n\x08\x44\x65scribe\x12$.pic.weightserver.v1.DescribeRequest\x1a%.pic.weightserver.v1.DescribeResponse\x12`\n\x0b\x43reateTable\x12\'.pic.weightserver.v1.CreateTableRequest\x1a(.pic.weightserver.v1.CreateTableResponse\x12Z\n\tDropTable\x12%.pic.weightserver.v1.DropTableRequest\x1a&.pic.weightserver.v1.DropTableResponse\x12i\n\x0e\x45xtendSchedule\x12*.pic.weightserver.v1.ExtendScheduleRequest\x1a+.pic.weightserver.v1.ExtendScheduleResponse\x12`\n\x0bOpenSession\x12\'.pic.weightserver.v1.OpenSessionRequest\x1a(.pic.weightserver.v1.OpenSessionResponse\x12P\n\x05\x46\x65tch\x12!.pic.weightserver.v1.FetchRequest\x1a\".pic.weightserver.v1.FetchResponse0\x01\x12`\n\rPushGradients\x12).pic.weightserver.v1.PushGradientsRequest\x1a\".pic.weightserver.v1.WriteResponse(\x01\x12Z\n\nWriteState\x12&.pic.weightserver.v1.WriteStateRequest\x1a\".pic.weightserver.v1.WriteResponse(\x01\x12X\n\nCheckpoint\x12&.pic.weightserver.v1.CheckpointRequest\x1a\".pic.weightserver.v1.WriteResponse\x12V\n\x08Rollback\x12&.pic.weightserver.v1.CheckpointRequest\x1a\".pic.weightserver.v1.WriteResponse\x12U\n\x07Release\x12&.pic.weightserver.v1.CheckpointRequest\x1a\".pic.weightserver.v1.WriteResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'pic/weightserver/v1/weight_server.proto\x12\x13pic.weightserver.v1\"\x9e\x01\n\tTableSpec\x12\x10\n\x08num_rows\x18\x01 \x01(\x03\x12\x0b\n\x03\x64im\x18\x02 \x01(\x05\x12\x10\n\x08momentum\x18\x03 \x01(\x01\x12\x14\n\x0cweight_decay\x18\x04 \x01(\x01\x12\x10\n\x08init_std\x18\x05 \x01(\x01\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x16\n\x0erows_per_block\x18\x07 \x01(\x05\x12\x12\n\ncorrection\x18\x08 \x01(\x08\"#\n\x04Rows\x12\x0b\n\x03ids\x18\x01 \x01(\x0c\x12\x0e\n\x06ranges\x18\x02 \x01(\x0c\"\x11\n\x0f\x44\x65scribeRequest\"\xaa\x02\n\x10\x44\x65scribeResponse\x12\r\n\x05shard\x18\x01 \x01(\x05\x12\x12\n\nnum_shards\x18\x02 \x01(\x05\x12,\n\x04spec\x18\x03 \x01(\x0b\x32\x1e.pic.weightserver.v1.TableSpec\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\r\n\x05\x63lock\x18\x05 \x01(\x03\x12\x0f\n\x07horizon\x18\x06 \x01(\x03\x12\x13\n\x0brows_stored\x18\x07 \x01(\x03\x12\x12\n\ndisk_bytes\x18\x08 \x01(\x03\x12\x0b\n\x03run\x18\t \x01(\t\x12\x12\n\ngeneration\x18\n \x01(\r\x12\x16\n\x0eserver_version\x18\x0b \x01(\t\x12\x34\n\x0b\x63heckpoints\x18\x0c \x03(\x0b\x32\x1f.pic.weightserver.v1.Checkpoint\"(\n\nCheckpoint\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\"S\n\x11\x43heckpointRequest\x12\x30\n\x06header\x18\x01 \x01(\x0b\x32 .pic.weightserver.v1.WriteHeader\x12\x0c\n\x04name\x18\x02 \x01(\t\"B\n\x12\x43reateTableRequest\x12,\n\x04spec\x18\x01 \x01(\x0b\x32\x1e.pic.weightserver.v1.TableSpec\"\x15\n\x13\x43reateTableResponse\"0\n\x10\x44ropTableRequest\x12\x12\n\x05\x65poch\x18\x01 \x01(\x04H\x00\x88\x01\x01\x42\x08\n\x06_epoch\"\x13\n\x11\x44ropTableResponse\"\x84\x01\n\x15\x45xtendScheduleRequest\x12\x12\n\nstart_step\x18\x01 \x01(\x03\x12\x16\n\x0elearning_rates\x18\x02 \x01(\x0c\x12\r\n\x05\x63lock\x18\x03 \x01(\x03\x12\x30\n\x06header\x18\x04 \x01(\x0b\x32 .pic.weightserver.v1.WriteHeader\")\n\x16\x45xtendScheduleResponse\x12\x0f\n\x07horizon\x18\x01 \x01(\x03\"O\n\x12OpenSessionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04join\x18\x03 \x01(\x08\x12\x0e\n\x06opener\x18\x04 \x01(\x0c\"\x15\n\x13OpenSessionResponse\"\x84\x01\n\x0c\x46\x65tchRequest\x12\'\n\x04rows\x18\x01 \x01(\x0b\x32\x19.pic.weightserver.v1.Rows\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0b\n\x03raw\x18\x03 \x01(\x08\x12\r\n\x05state\x18\x04 \x01(\x08\x12\r\n\x05table\x18\x05 \x01(\x06\x12\x12\n\ncheckpoint\x18\x06 \x01(\t\"K\n\rFetchResponse\x12\x0e\n\x06weight\x18\x01 \x01(\x0c\x12\x17\n\x0fmomentum_buffer\x18\x02 \x01(\x0c\x12\x11\n\tlast_step\x18\x03 \x01(\x0c\"\x85\x01\n\x0bWriteHeader\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0e\n\x06writer\x18\x02 \x01(\x0c\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x16\n\x0esettled_before\x18\x04 \x01(\x04\x12\x0c\n\x04step\x18\x05 \x01(\x03\x12\x10\n\x08num_rows\x18\x06 \x01(\x03\x12\r\n\x05table\x18\x07 \x01(\x06\"\x84\x01\n\x14PushGradientsRequest\x12\x30\n\x06header\x18\x01 \x01(\x0b\x32 .pic.weightserver.v1.WriteHeader\x12\'\n\x04rows\x18\x02 \x01(\x0b\x32\x19.pic.weightserver.v1.Rows\x12\x11\n\tgradients\x18\x03 \x01(\x0c\"\xaa\x01\n\x11WriteStateRequest\x12\x30\n\x06header\x18\x01 \x01(\x0b\x32 .pic.weightserver.v1.WriteHeader\x12\'\n\x04rows\x18\x02 \x01(\x0b\x32\x19.pic.weightserver.v1.Rows\x12\x0e\n\x06weight\x18\x03 \x01(\x0c\x12\x17\n\x0fmomentum_buffer\x18\x04 \x01(\x0c\x12\x11\n\tlast_step\x18\x05 \x01(\x0c\"\"\n\rWriteResponse\x12\x11\n\tduplicate\x18\x01 \x01(\x08\x32\x8b\x08\n\x0cWeightServer\x12W\n\x08\x44\x65scribe\x12$.pic.weightserver.v1.DescribeRequest\x1a%.pic.weightserver.v1.DescribeResponse\x12`\n\x0b\x43reateTable\x12\'.pic.weightserver.v1.CreateTableRequest\x1a(.pic.weightserver.v1.CreateTableResponse\x12Z\n\tDropTable\x12%.pic.weightserver.v1.DropTableRequest\x1a&.pic.weightserver.v1.DropTableResponse\x12i\n\x0e\x45xtendSchedule\x12*.pic.weightserver.v1.ExtendScheduleRequest\x1a+.pic.weightserver.v1.ExtendScheduleResponse\x12`\n\x0bOpenSession\x12\'.pic.weightserver.v1.OpenSessionRequest\x1a(.pic.weightserver.v1.OpenSessionResponse\x12P\n\x05\x46\x65tch\x12!.pic.weightserver.v1.FetchRequest\x1a\".pic.weightserver.v1.FetchResponse0\x01\x12`\n\rPushGradients\x12).pic.weightserver.v1.PushGradientsRequest\x1a\".pic.weightserver.v1.WriteResponse(\x01\x12Z\n\nWriteState\x12&.pic.weightserver.v1.WriteStateRequest\x1a\".pic.weightserver.v1.WriteResponse(\x01\x12X\n\nCheckpoint\x12&.pic.weightserver.v1.CheckpointRequest\x1a\".pic.weightserver.v1.WriteResponse\x12V\n\x08Rollback\x12&.pic.weightserver.v1.CheckpointRequest\x1a\".pic.weightserver.v1.WriteResponse\x12U\n\x07Release\x12&.pic.weightserver.v1.CheckpointRequest\x1a\".pic.weightserver.v1.WriteResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,29 +48,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CREATETABLERESPONSE']._serialized_start=777
   _globals['_CREATETABLERESPONSE']._serialized_end=798
   _globals['_DROPTABLEREQUEST']._serialized_start=800
-  _globals['_DROPTABLEREQUEST']._serialized_end=818
-  _globals['_DROPTABLERESPONSE']._serialized_start=820
-  _globals['_DROPTABLERESPONSE']._serialized_end=839
-  _globals['_EXTENDSCHEDULEREQUEST']._serialized_start=841
-  _globals['_EXTENDSCHEDULEREQUEST']._serialized_end=938
-  _globals['_EXTENDSCHEDULERESPONSE']._serialized_start=940
-  _globals['_EXTENDSCHEDULERESPONSE']._serialized_end=981
-  _globals['_OPENSESSIONREQUEST']._serialized_start=983
-  _globals['_OPENSESSIONREQUEST']._serialized_end=1062
-  _globals['_OPENSESSIONRESPONSE']._serialized_start=1064
-  _globals['_OPENSESSIONRESPONSE']._serialized_end=1085
-  _globals['_FETCHREQUEST']._serialized_start=1088
-  _globals['_FETCHREQUEST']._serialized_end=1220
-  _globals['_FETCHRESPONSE']._serialized_start=1222
-  _globals['_FETCHRESPONSE']._serialized_end=1297
-  _globals['_WRITEHEADER']._serialized_start=1300
-  _globals['_WRITEHEADER']._serialized_end=1433
-  _globals['_PUSHGRADIENTSREQUEST']._serialized_start=1436
-  _globals['_PUSHGRADIENTSREQUEST']._serialized_end=1568
-  _globals['_WRITESTATEREQUEST']._serialized_start=1571
-  _globals['_WRITESTATEREQUEST']._serialized_end=1741
-  _globals['_WRITERESPONSE']._serialized_start=1743
-  _globals['_WRITERESPONSE']._serialized_end=1777
-  _globals['_WEIGHTSERVER']._serialized_start=1780
-  _globals['_WEIGHTSERVER']._serialized_end=2815
+  _globals['_DROPTABLEREQUEST']._serialized_end=848
+  _globals['_DROPTABLERESPONSE']._serialized_start=850
+  _globals['_DROPTABLERESPONSE']._serialized_end=869
+  _globals['_EXTENDSCHEDULEREQUEST']._serialized_start=872
+  _globals['_EXTENDSCHEDULEREQUEST']._serialized_end=1004
+  _globals['_EXTENDSCHEDULERESPONSE']._serialized_start=1006
+  _globals['_EXTENDSCHEDULERESPONSE']._serialized_end=1047
+  _globals['_OPENSESSIONREQUEST']._serialized_start=1049
+  _globals['_OPENSESSIONREQUEST']._serialized_end=1128
+  _globals['_OPENSESSIONRESPONSE']._serialized_start=1130
+  _globals['_OPENSESSIONRESPONSE']._serialized_end=1151
+  _globals['_FETCHREQUEST']._serialized_start=1154
+  _globals['_FETCHREQUEST']._serialized_end=1286
+  _globals['_FETCHRESPONSE']._serialized_start=1288
+  _globals['_FETCHRESPONSE']._serialized_end=1363
+  _globals['_WRITEHEADER']._serialized_start=1366
+  _globals['_WRITEHEADER']._serialized_end=1499
+  _globals['_PUSHGRADIENTSREQUEST']._serialized_start=1502
+  _globals['_PUSHGRADIENTSREQUEST']._serialized_end=1634
+  _globals['_WRITESTATEREQUEST']._serialized_start=1637
+  _globals['_WRITESTATEREQUEST']._serialized_end=1807
+  _globals['_WRITERESPONSE']._serialized_start=1809
+  _globals['_WRITERESPONSE']._serialized_end=1843
+  _globals['_WEIGHTSERVER']._serialized_start=1846
+  _globals['_WEIGHTSERVER']._serialized_end=2881
 # @@protoc_insertion_point(module_scope)

@@ -93,24 +93,26 @@ class CreateTableResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class DropTableRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class DropTableResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ExtendScheduleRequest(_message.Message):
-    __slots__ = ("start_step", "learning_rates", "clock", "epoch")
+    __slots__ = ("start_step", "learning_rates", "clock", "header")
     START_STEP_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATES_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HEADER_FIELD_NUMBER: _ClassVar[int]
     start_step: int
     learning_rates: bytes
     clock: int
-    epoch: int
-    def __init__(self, start_step: _Optional[int] = ..., learning_rates: _Optional[bytes] = ..., clock: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    header: WriteHeader
+    def __init__(self, start_step: _Optional[int] = ..., learning_rates: _Optional[bytes] = ..., clock: _Optional[int] = ..., header: _Optional[_Union[WriteHeader, _Mapping]] = ...) -> None: ...
 
 class ExtendScheduleResponse(_message.Message):
     __slots__ = ("horizon",)

@@ -109,7 +109,8 @@ class WeightServerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DropTable(self, request, context):
-        """DropTable deletes the table, its rows and its schedule, and fences every session. It may be repeated.
+        """DropTable deletes the table, its rows and its schedule, and fences every session. A repeated request changes
+        nothing, however late it comes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
