@@ -260,7 +260,7 @@ class WeightClient:
                 clock=clock,
             )
             if self._session:
-                self._change_all("ExtendSchedule", request)
+                self._change_all(self._require_session(), "ExtendSchedule", request)
             else:
                 self._on_all("ExtendSchedule", request())
 
@@ -393,7 +393,8 @@ class WeightClient:
             FencedError: no session, or a superseded one.
             InvalidRequestError: the name was used for another step.
         """
-        self._change_all("Checkpoint", partial(pb.CheckpointRequest, name=_name(name)), _step(step, "step"))
+        request = partial(pb.CheckpointRequest, name=_name(name))
+        self._change_all(self._require_session(), "Checkpoint", request, _step(step, "step"))
 
     def checkpoints(self) -> list[Checkpoint]:
         """Those that every shard retains, in the order of their steps."""
@@ -404,7 +405,8 @@ class WeightClient:
         """Takes all rows and the clock back to a checkpoint; later checkpoints are forgotten.
 
         Writes of this client that failed are given up: they never come after it. Other writers of the session must
-        have stopped; those of older sessions are fenced anyway.
+        have stopped; those of older sessions are fenced anyway. When it fails on one of several shards, this client
+        writes nothing else before it was repeated.
 
         Raises:
             NoTableError: a shard has no such checkpoint; then no shard was changed.
@@ -413,8 +415,15 @@ class WeightClient:
             raise NoTableError(
                 f"shard {having.index(False)} has no checkpoint {name!r}: call checkpoints() for those of all shards"
             )
-        self._require_session().give_up_failed()
-        self._change_all("Rollback", partial(pb.CheckpointRequest, name=name))
+        session = self._require_session(to_roll_back=True)
+        session.give_up_failed()
+        session.unfinished_rollback = name
+        try:
+            self._change_all(session, "Rollback", partial(pb.CheckpointRequest, name=name))
+        except FencedError:  # it is not this client's to repeat any more
+            session.unfinished_rollback = ""
+            raise
+        session.unfinished_rollback = ""
 
     def release(self, name: str) -> None:
         """Forgets a checkpoint. The disk space that only it needed is reused as its rows are written again.
@@ -424,19 +433,18 @@ class WeightClient:
         """
         if not any(self._shards_with(name)):
             raise NoTableError(f"no shard has a checkpoint {name!r}: call checkpoints() for what there is")
-        self._change_all("Release", partial(pb.CheckpointRequest, name=name))
+        self._change_all(self._require_session(), "Release", partial(pb.CheckpointRequest, name=name))
 
     def _shards_with(self, name: str) -> list[bool]:
         """Whether each shard has a checkpoint of that name."""
         return [any(known.name == name for known in answer.checkpoints) for answer in self._describe_shards()]
 
-    def _change_all(self, method: str, make_request: Callable[..., Message], step: int = 0) -> None:
+    def _change_all(self, session: Session, method: str, make_request: Callable[..., Message], step: int = 0) -> None:
         """One change of every shard, once, however often it is tried.
 
         After a failure it may be made again as a new one, which changes nothing where it was made; what is left of the
         first one on its way does nothing once a later write is there.
         """
-        session = self._require_session()
         connections, table = self._connect(), spec_digest(self._table())
         numbers = session.begin(range(len(connections)))
 
@@ -600,10 +608,16 @@ class WeightClient:
         if parts_by_shard:
             self._in_parallel(fetch_shard, parts_by_shard.items())
 
-    def _require_session(self) -> Session:
-        if self._session is None:
+    def _require_session(self, *, to_roll_back: bool = False) -> Session:
+        session = self._session
+        if session is None:
             raise FencedError("no session is open: call open_session() before the first write")
-        return self._session
+        if session.unfinished_rollback and not to_roll_back:
+            raise ClusterError(
+                f"rollback({session.unfinished_rollback!r}) has failed on some of the shards: repeat it before any "
+                "other write"
+            )
+        return session
 
     def _sharding(self) -> Sharding:
         return Sharding(self._table().rows_per_block, len(self._connect()))

@@ -20,17 +20,16 @@ MAX_WAITING = 256
 _log = logging.getLogger(__name__)
 
 
-class Committer:
-    """Runs operations in the order of their arrival, as many as are waiting in one transaction.
+Operation = tuple[Callable[[Any], Any], Future[Any]]
+"""What to do in a transaction, and where its result goes."""
 
-    An operation that raises takes its whole transaction back; the others of its group then run again, each in a
-    transaction of its own. So an operation may raise at any point, and leaves nothing behind. One that has something to
-    do after the commit ends its group: those that come later must see it done.
-    """
+
+class Committer:
+    """Runs operations in the order of their arrival, as many as are waiting in one transaction."""
 
     def __init__(self, transaction: Callable[[], AbstractContextManager[Any]]) -> None:
         self._transaction = transaction
-        self._waiting: queue.Queue[tuple[Callable[[Any], Any], Future[Any]] | None] = queue.Queue(MAX_WAITING)
+        self._waiting: queue.Queue[Operation | None] = queue.Queue(MAX_WAITING)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="committer")
         self._thread.start()
@@ -58,9 +57,10 @@ class Committer:
 
     def _run(self) -> None:
         while (group := self._next_group()) is not None:
-            self._commit([(operation, future) for operation, future in group if future.set_running_or_notify_cancel()])
+            wanted = [(operation, future) for operation, future in group if future.set_running_or_notify_cancel()]
+            commit_group(self._transaction, wanted)
 
-    def _next_group(self) -> list[tuple[Callable[[Any], Any], Future[Any]]] | None:
+    def _next_group(self) -> list[Operation] | None:
         first = self._waiting.get()
         if first is None:
             return None
@@ -73,24 +73,31 @@ class Committer:
             group.append(item)
         return group
 
-    def _commit(self, group: list[tuple[Callable[[Any], Any], Future[Any]]]) -> None:
-        results: list[Any] = []
-        try:
-            with self._transaction() as batch:
-                for operation, _ in group:
-                    results.append(operation(batch))
-                    if batch.after_commit:
-                        break
-        except Exception as error:  # noqa: BLE001 - whatever it is, its caller must hear of it and the thread go on
-            if len(group) == 1:
-                if not isinstance(error, WeightServerError):
-                    _log.exception("a write failed")
-                group[0][1].set_exception(error)
-            else:
-                for single in group:
-                    self._commit([single])
+
+def commit_group(transaction: Callable[[], AbstractContextManager[Any]], group: list[Operation]) -> None:
+    """Runs the operations in one transaction, and answers them behind its commit.
+
+    An operation that raises takes its whole transaction back; the others of its group then run again, each in a
+    transaction of its own. So an operation may raise at any point, and leaves nothing behind. One that has something to
+    do after the commit ends its group: those that come later must see it done.
+    """
+    results: list[Any] = []
+    try:
+        with transaction() as batch:
+            for operation, _ in group:
+                results.append(operation(batch))
+                if batch.after_commit:
+                    break
+    except Exception as error:  # noqa: BLE001 - whatever it is, its caller must hear of it and the thread go on
+        if len(group) == 1:
+            if not isinstance(error, WeightServerError):
+                _log.exception("a write failed")
+            group[0][1].set_exception(error)
         else:
-            for (_, future), result in zip(group, results, strict=False):
-                future.set_result(result)
-            if rest := group[len(results) :]:
-                self._commit(rest)
+            for single in group:
+                commit_group(transaction, [single])
+    else:
+        for (_, future), result in zip(group, results, strict=False):
+            future.set_result(result)
+        if rest := group[len(results) :]:
+            commit_group(transaction, rest)

@@ -31,6 +31,7 @@ class Session:
         self._next = [1] * self.num_shards
         self._open: list[set[int]] = [set() for _ in range(self.num_shards)]
         self._failed: list[tuple[bytes, Numbers]] = []  # oldest first; equal writes may fail several times
+        self.unfinished_rollback = ""
 
     def begin(self, shards: Iterable[int], digest: Callable[[], bytes] | None = None) -> Numbers:
         """The numbers of a write: new ones, or those under which the write of that digest failed before."""

@@ -1,0 +1,145 @@
+"""Who may write: ranks of one epoch, a rank that was restarted, and writers that were overtaken by a newer session."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from weightserver import (
+    ClusterError,
+    FencedError,
+    LocalCluster,
+    RowState,
+    ShardUnavailableError,
+    TableSpec,
+    WeightClient,
+)
+
+SPEC = TableSpec(num_rows=60, dim=4, rows_per_block=4)
+ROWS = np.arange(SPEC.num_rows)
+ONES = np.ones((SPEC.num_rows, SPEC.dim), np.float32)
+NUM_RANKS = 3
+
+
+@pytest.fixture
+def ranks(client: WeightClient, cluster: LocalCluster) -> Iterator[list[WeightClient]]:
+    """Clients of one epoch: the first opened it, the others joined."""
+    client.create_table(SPEC)
+    client.extend_schedule(0, np.full(2_000, 0.01))
+    epoch = client.open_session("old")
+    others = [WeightClient(cluster.addresses, retry_seconds=10) for _ in range(NUM_RANKS - 1)]
+    for other in others:
+        other.open_session("old", join=epoch)
+    yield [client, *others]
+    for other in others:
+        other.close()
+
+
+def same(one: RowState, other: RowState) -> bool:
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in vars(one))
+
+
+def test_a_newer_session_fences_every_rank(ranks: list[WeightClient], cluster: LocalCluster) -> None:
+    for rank in ranks:
+        rank.push_gradients(ROWS, ONES, step=0)
+    with WeightClient(cluster.addresses) as newer:
+        newer.open_session("new")
+        before = newer.fetch_state(ROWS)
+        for rank in ranks:
+            for call in (
+                lambda rank=rank: rank.push_gradients(ROWS, ONES, step=1),
+                lambda rank=rank: rank.write_state(ROWS, ONES, ONES, 5),
+                lambda rank=rank: rank.extend_schedule(2_000, [0.1]),
+                lambda rank=rank: rank.checkpoint("mine", step=1),
+                lambda rank=rank: rank.open_session("old", join=newer.describe().epoch - 1),
+            ):
+                with pytest.raises(FencedError, match=r"superseded by epoch \d+ \(run 'new'\)"):
+                    call()
+        assert same(newer.fetch_state(ROWS), before)
+        assert newer.checkpoints() == []
+        assert newer.describe().horizon == 2_000
+
+
+def test_a_restarted_rank_joins_as_a_new_writer(ranks: list[WeightClient], cluster: LocalCluster) -> None:
+    """Its numbers begin at 1 again, and none of them is taken for one of its predecessor's."""
+    first = ranks[0].fetch(ROWS, step=0)
+    ranks[1].push_gradients(ROWS, ONES, step=0)
+    epoch = ranks[0].describe().epoch
+    with WeightClient(cluster.addresses) as restarted:
+        assert restarted.open_session("old", join=epoch) == epoch
+        restarted.push_gradients(ROWS, ONES, step=0)
+        ranks[0].push_gradients(ROWS, ONES, step=0)
+    assert ranks[0].fetch_state(ROWS).last_step.tolist() == [1] * SPEC.num_rows
+    decay = 1 - 0.01 * SPEC.weight_decay
+    np.testing.assert_allclose(ranks[0].fetch(ROWS, step=1), decay * first - 3 * 0.01, atol=1e-6)
+
+
+def test_old_ranks_that_go_on_writing_while_a_newer_session_rolls_back(
+    ranks: list[WeightClient], cluster: LocalCluster
+) -> None:
+    """From the moment the newer session is open, the rows are its own: nothing of the old ranks comes through."""
+    ranks[0].push_gradients(ROWS, ONES, step=0)
+    kept = ranks[0].fetch_state(ROWS)
+    ranks[0].checkpoint("kept", step=1)
+    written = threading.Semaphore(0)
+
+    def write_until_refused(rank: WeightClient) -> int:
+        for step in range(1, 2_000):
+            try:
+                rank.push_gradients(ROWS, ONES, step=step)
+            except FencedError:
+                return step
+            written.release()
+        raise AssertionError("it was never refused")
+
+    with WeightClient(cluster.addresses) as newer, ThreadPoolExecutor(NUM_RANKS) as pool:
+        writers = [pool.submit(write_until_refused, rank) for rank in ranks]
+        for _ in range(10 * NUM_RANKS):
+            assert written.acquire(timeout=30)
+        newer.open_session("new")
+        for _ in range(5):
+            newer.rollback("kept")
+            assert same(newer.fetch_state(ROWS), kept)
+            newer.push_gradients(ROWS[:7], ONES[:7], step=3)
+        newer.rollback("kept")
+        assert all(writer.result(30) > 1 for writer in writers)
+        assert same(newer.fetch_state(ROWS), kept)
+        assert newer.describe().clock == 1
+
+
+def test_a_rollback_that_failed_on_one_shard_has_to_be_repeated_first() -> None:
+    with LocalCluster(2) as cluster, WeightClient(cluster.addresses, timeout_seconds=2, retry_seconds=1) as client:
+        client.create_table(SPEC)
+        client.extend_schedule(0, np.full(10, 0.1))
+        client.open_session("run")
+        client.push_gradients(ROWS, ONES, step=0)
+        kept = client.fetch_state(ROWS)
+        client.checkpoint("kept", step=1)
+        client.push_gradients(ROWS, ONES, step=1)
+        describe = client._describe_shards
+
+        def describe_then_die() -> object:
+            answers = describe()
+            cluster.processes[1].kill()
+            cluster.processes[1].wait()
+            return answers
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(client, "_describe_shards", describe_then_die)
+            with pytest.raises(ShardUnavailableError, match="shard 1"):
+                client.rollback("kept")
+        cluster.restart(1)
+        for call in (
+            lambda: client.push_gradients(ROWS, ONES, step=1),
+            lambda: client.checkpoint("half", step=1),
+        ):
+            with pytest.raises(ClusterError, match=r"rollback\('kept'\) has failed on some of the shards: repeat it"):
+                call()
+        client.rollback("kept")
+        assert same(client.fetch_state(ROWS), kept)
+        client.push_gradients(ROWS, ONES, step=1)
+        assert client.describe().clock == 2

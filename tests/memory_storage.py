@@ -1,0 +1,71 @@
+"""A shard's storage in this process's memory: what the real one promises, without its disk."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from weightserver.storage import DATABASES, NEWEST
+
+
+class MemoryStorage:
+    """Changes are kept whole or not at all; a snapshot stays what it was. A new `Shard` on it is a restarted one."""
+
+    directory = Path("memory")
+
+    def __init__(self) -> None:
+        self._committed = MemoryTransaction({name: {} for name in DATABASES})
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[MemoryTransaction]:
+        yield self._committed
+
+    @contextlib.contextmanager
+    def write(self) -> Iterator[MemoryTransaction]:
+        changed = MemoryTransaction({name: dict(values) for name, values in self._committed.databases.items()})
+        yield changed
+        self._committed = changed
+
+    def disk_bytes(self) -> int:
+        return sum(len(value) for values in self._committed.databases.values() for value in values.values())
+
+
+class MemoryTransaction:
+    """One dictionary a database; `blocks` by (block, generation)."""
+
+    def __init__(self, databases: dict[str, dict[object, bytes]]) -> None:
+        self.databases = databases
+        self._blocks = databases["blocks"]
+
+    def get(self, database: str, key: bytes) -> memoryview | None:
+        value = self.databases[database].get(key)
+        return None if value is None else memoryview(value)
+
+    def put(self, database: str, key: bytes, value: bytes | bytearray) -> None:
+        self.databases[database][key] = bytes(value)
+
+    def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]:
+        for key, value in sorted(self.databases[database].items()):  # type: ignore[type-var]
+            yield key, memoryview(value)  # type: ignore[misc]
+
+    def clear(self, database: str) -> None:
+        self.databases[database].clear()
+
+    def newest_block(self, block: int, *, up_to: int = NEWEST) -> memoryview | None:
+        found = [generation for generation in self.generations(block) if generation <= up_to]
+        return memoryview(self._blocks[block, found[0]]) if found else None
+
+    def generations(self, block: int) -> list[int]:
+        return sorted((generation for known, generation in self._blocks if known == block), reverse=True)
+
+    def put_block(self, block: int, generation: int, value: bytearray) -> None:
+        self._blocks[block, generation] = bytes(value)
+
+    def delete_block(self, block: int, generation: int) -> None:
+        del self._blocks[block, generation]
+
+    def delete_generations(self, first: int) -> None:
+        for block, generation in list(self._blocks):
+            if generation >= first:
+                self.delete_block(block, generation)
