@@ -36,7 +36,7 @@ from weightserver.addresses import is_loopback
 from weightserver.config import TableSpec
 from weightserver.connection import FetchedChunk, ShardConnection
 from weightserver.errors import ClusterError, FencedError, NoTableError, TableMismatchError
-from weightserver.session import Session
+from weightserver.session import Numbers, Session
 from weightserver.sharding import Int64Array, Sharding
 from weightserver.wire import (
     CHUNK_BYTES,
@@ -259,8 +259,8 @@ class WeightClient:
                 learning_rates=to_bytes(rates[first : first + _LEARNING_RATES_PER_CALL]),
                 clock=clock,
             )
-            if self._session:
-                self._change_all(self._require_session(), "ExtendSchedule", request)
+            if session := self._session:
+                self._change_all(session, session.begin(), "ExtendSchedule", request)
             else:
                 self._on_all("ExtendSchedule", request())
 
@@ -394,7 +394,8 @@ class WeightClient:
             InvalidRequestError: the name was used for another step.
         """
         request = partial(pb.CheckpointRequest, name=_name(name))
-        self._change_all(self._require_session(), "Checkpoint", request, _step(step, "step"))
+        step, session = _step(step, "step"), self._require_session()
+        self._change_all(session, session.begin(), "Checkpoint", request, step)
 
     def checkpoints(self) -> list[Checkpoint]:
         """Those that every shard retains, in the order of their steps."""
@@ -410,20 +411,20 @@ class WeightClient:
 
         Raises:
             NoTableError: a shard has no such checkpoint; then no shard was changed.
+            InvalidRequestError: other threads' writes are under way.
         """
         if not all(having := self._shards_with(name)):
             raise NoTableError(
                 f"shard {having.index(False)} has no checkpoint {name!r}: call checkpoints() for those of all shards"
             )
-        session = self._require_session(to_roll_back=True)
-        session.give_up_failed()
-        session.unfinished_rollback = name
+        session = self._require_session()
+        numbers = session.begin_rollback(name)
         try:
-            self._change_all(session, "Rollback", partial(pb.CheckpointRequest, name=name))
+            self._change_all(session, numbers, "Rollback", partial(pb.CheckpointRequest, name=name))
         except FencedError:  # it is not this client's to repeat any more
-            session.unfinished_rollback = ""
+            session.end_rollback()
             raise
-        session.unfinished_rollback = ""
+        session.end_rollback()
 
     def release(self, name: str) -> None:
         """Forgets a checkpoint. The disk space that only it needed is reused as its rows are written again.
@@ -433,27 +434,34 @@ class WeightClient:
         """
         if not any(self._shards_with(name)):
             raise NoTableError(f"no shard has a checkpoint {name!r}: call checkpoints() for what there is")
-        self._change_all(self._require_session(), "Release", partial(pb.CheckpointRequest, name=name))
+        session = self._require_session()
+        self._change_all(session, session.begin(), "Release", partial(pb.CheckpointRequest, name=name))
 
     def _shards_with(self, name: str) -> list[bool]:
         """Whether each shard has a checkpoint of that name."""
         return [any(known.name == name for known in answer.checkpoints) for answer in self._describe_shards()]
 
-    def _change_all(self, session: Session, method: str, make_request: Callable[..., Message], step: int = 0) -> None:
+    def _change_all(
+        self,
+        session: Session,
+        numbers: Numbers,
+        method: str,
+        make_request: Callable[..., Message],
+        step: int = 0,
+    ) -> None:
         """One change of every shard, once, however often it is tried.
 
         After a failure it may be made again as a new one, which changes nothing where it was made; what is left of the
         first one on its way does nothing once a later write is there.
         """
-        connections, table = self._connect(), spec_digest(self._table())
-        numbers = session.begin(range(len(connections)))
-
-        def change(shard: int) -> None:
-            header = session.header(shard, numbers[shard], step=step, table=table)
-            connections[shard].call(method, make_request(header=header))
-
         try:
-            self._in_parallel(change, zip(range(len(connections)), strict=True))
+            table = spec_digest(self._table())
+
+            def change(shard: int, connection: ShardConnection) -> None:
+                header = session.header(shard, numbers[shard], step=step, table=table)
+                connection.call(method, make_request(header=header))
+
+            self._in_parallel(change, enumerate(self._connect()))
         finally:
             session.settle(numbers)
 
@@ -608,16 +616,10 @@ class WeightClient:
         if parts_by_shard:
             self._in_parallel(fetch_shard, parts_by_shard.items())
 
-    def _require_session(self, *, to_roll_back: bool = False) -> Session:
-        session = self._session
-        if session is None:
+    def _require_session(self) -> Session:
+        if self._session is None:
             raise FencedError("no session is open: call open_session() before the first write")
-        if session.unfinished_rollback and not to_roll_back:
-            raise ClusterError(
-                f"rollback({session.unfinished_rollback!r}) has failed on some of the shards: repeat it before any "
-                "other write"
-            )
-        return session
+        return self._session
 
     def _sharding(self) -> Sharding:
         return Sharding(self._table().rows_per_block, len(self._connect()))

@@ -10,7 +10,7 @@ import tempfile
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import ClassVar, Self
 
 from weightserver.errors import ShardUnavailableError
 
@@ -37,6 +37,7 @@ class LocalCluster:
     """host:port of every shard's /metrics, in shard order."""
     processes: list[subprocess.Popen[str]]
     """The shards' processes, in shard order."""
+    _program: ClassVar[list[str]] = [sys.executable, "-m", "weightserver"]
 
     def __init__(self, num_shards: int = 1, directory: str | Path | None = None) -> None:
         if num_shards < 1:
@@ -88,7 +89,7 @@ class LocalCluster:
         return self.directory / f"shard-{shard}.log"
 
     def _start(self, shard: int, num_shards: int, listen: str, metrics_port: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "weightserver", "serve", "--announce", "--stop-with-parent"]
+        command = [*self._program, "serve", "--announce", "--stop-with-parent"]
         command += ["--data-dir", str(self.directory / f"shard-{shard}"), "--listen", listen]
         command += ["--shard", str(shard), "--num-shards", str(num_shards), "--metrics-port", str(metrics_port)]
         with self._log(shard).open("a") as log:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from weightserver._generated import weight_server_pb2 as pb
+from weightserver.errors import ClusterError, InvalidRequestError
 from weightserver.exactly_once import WINDOW
 
 MAX_FAILED = 64
@@ -31,24 +32,59 @@ class Session:
         self._next = [1] * self.num_shards
         self._open: list[set[int]] = [set() for _ in range(self.num_shards)]
         self._failed: list[tuple[bytes, Numbers]] = []  # oldest first; equal writes may fail several times
-        self.unfinished_rollback = ""
+        self._unfinished_rollback = ""
 
-    def begin(self, shards: Iterable[int], digest: Callable[[], bytes] | None = None) -> Numbers:
-        """The numbers of a write: new ones, or those under which the write of that digest failed before."""
+    def begin(self, shards: Iterable[int] | None = None, digest: Callable[[], bytes] | None = None) -> Numbers:
+        """The numbers of a write to those shards, or to all: new ones, or those under which the write of that digest
+        failed before.
+
+        Raises:
+            ClusterError: a rollback failed and was not repeated yet.
+        """
         with self._lock:
+            if self._unfinished_rollback:
+                raise ClusterError(
+                    f"rollback({self._unfinished_rollback!r}) has failed on some of the shards: repeat it before any "
+                    "other write"
+                )
             if self._failed and digest:
                 wanted = digest()
                 for position, (failed, numbers) in enumerate(self._failed):
                     if failed == wanted:
                         del self._failed[position]
                         return numbers
-            numbers = {}
-            for shard in shards:
-                self._make_room(shard)
-                numbers[shard] = self._next[shard]
-                self._next[shard] += 1
-                self._open[shard].add(numbers[shard])
-            return numbers
+            return self._number(shards)
+
+    def begin_rollback(self, name: str) -> Numbers:
+        """Gives up every failed write, so that none of them comes after the rollback; nothing else may begin before it
+        has ended.
+
+        Raises:
+            InvalidRequestError: writes of other threads are under way.
+        """
+        with self._lock:
+            failed = [set[int]() for _ in range(self.num_shards)]
+            for _, numbers in self._failed:
+                for shard, number in numbers.items():
+                    failed[shard].add(number)
+            if failed != self._open:
+                raise InvalidRequestError("other writes of this client are under way: let them return, then roll back")
+            while self._failed:
+                self._give_up(0)
+            self._unfinished_rollback = name
+            return self._number()
+
+    def end_rollback(self) -> None:
+        self._unfinished_rollback = ""
+
+    def _number(self, shards: Iterable[int] | None = None) -> Numbers:
+        numbers = {}
+        for shard in range(self.num_shards) if shards is None else shards:
+            self._make_room(shard)
+            numbers[shard] = self._next[shard]
+            self._next[shard] += 1
+            self._open[shard].add(numbers[shard])
+        return numbers
 
     def settled_before(self, shard: int) -> int:
         """The number below which no write to `shard` is open any more."""
@@ -71,12 +107,6 @@ class Session:
         """Ends a write that will not be sent again; what of it is still on its way comes too late."""
         with self._lock:
             self._close(numbers)
-
-    def give_up_failed(self) -> None:
-        """Settles every failed write."""
-        with self._lock:
-            while self._failed:
-                self._give_up(0)
 
     def fail(self, numbers: Numbers, digest: bytes) -> None:
         """Remembers the numbers of a write that may have been applied on some of its shards."""

@@ -1,10 +1,12 @@
-"""Shards that are killed with -9 while a run trains, and restarted as a supervisor would: nothing changes."""
+"""Shards that die while a run trains, at any instant or at chosen points of a commit, and are restarted as a supervisor
+would: nothing changes."""
 
 from __future__ import annotations
 
 import json
 import random
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.failpoints import DEATHS, POINTS, DyingCluster
 from trainer.config import TrainConfig
 from trainer.loop import train
 from trainer.model import EncoderConfig
@@ -40,6 +43,39 @@ class Killer:
             self.kills += 1
 
     def __enter__(self) -> Killer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+class Supervisor:
+    """Lets shards die at points of commits that the seed chooses, and starts again those that have died."""
+
+    def __init__(self, cluster: DyingCluster, seed: int, num_deaths: int) -> None:
+        self.deaths: Counter[str] = Counter()
+        self._cluster = cluster
+        self._random = random.Random(seed)
+        self._points = [POINTS[number % len(POINTS)] for number in range(num_deaths)]
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        for number, point in enumerate(self._points):
+            shard = number % len(self._cluster.processes)
+            self._cluster.arm(shard, point, self._random.randint(3, 12))
+            self._cluster.restart(shard)
+            process = self._cluster.processes[shard]
+            while process.poll() is None:
+                if self._stop.wait(0.005):
+                    return
+            assert process.returncode in DEATHS
+            self.deaths[point] += 1
+            self._cluster.restart(shard)
+
+    def __enter__(self) -> Supervisor:
         self._thread.start()
         return self
 
@@ -95,6 +131,21 @@ def test_killed_shards_lose_nothing(rows: Any, steps: int, kills: int, tmp_path:
     with LocalCluster(2, tmp_path / "killed") as cluster, Killer(cluster, seed=steps, at_most=2 * kills) as killer:
         killed_losses, killed_state = outcome(config(tmp_path / "b", cluster, rows, steps), cluster)
     assert killer.kills >= kills, "the run was over before"
+    assert killed_losses == losses
+    for name in vars(state):
+        assert np.array_equal(getattr(killed_state, name), getattr(state, name)), name
+
+
+@pytest.mark.parametrize(
+    ("steps", "num_deaths"), [(600, 8), pytest.param(12_000, 100, marks=pytest.mark.slow, id="long")]
+)
+def test_shards_that_die_at_points_of_a_commit_lose_nothing(steps: int, num_deaths: int, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    with LocalCluster(2, tmp_path / "undisturbed") as cluster:
+        losses, state = outcome(config(tmp_path / "a", cluster, "resident", steps), cluster)
+    with DyingCluster(2, tmp_path / "dying") as cluster, Supervisor(cluster, steps, num_deaths) as supervisor:
+        killed_losses, killed_state = outcome(config(tmp_path / "b", cluster, "resident", steps), cluster)
+    assert [supervisor.deaths[point] for point in POINTS] == [num_deaths // 4] * 4, "the run was over before"
     assert killed_losses == losses
     for name in vars(state):
         assert np.array_equal(getattr(killed_state, name), getattr(state, name)), name

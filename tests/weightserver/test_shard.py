@@ -14,7 +14,7 @@ import pytest
 
 from weightserver.committer import MAX_WAITING, Committer
 from weightserver.config import TableSpec
-from weightserver.errors import FencedError, InvalidRequestError, OverloadedError, StorageError
+from weightserver.errors import ClusterError, FencedError, InvalidRequestError, OverloadedError, StorageError
 from weightserver.initial import initial_rows
 from weightserver.inspect import inspect_directory
 from weightserver.session import MAX_FAILED, Session
@@ -267,10 +267,18 @@ def test_a_rollback_gives_up_what_failed_before_it() -> None:
     session = Session(epoch=1, num_shards=2)
     for name in (b"one", b"two"):
         session.fail(session.begin([0, 1], lambda name=name: name), name)
-    session.give_up_failed()
-    assert session.begin([0]) == {0: 3}
+    rollback = session.begin_rollback("kept")
+    assert rollback == {0: 3, 1: 3}
     assert (session.settled_before(0), session.settled_before(1)) == (3, 3)
-    assert session.begin([1], lambda: b"one") == {1: 3}
+    with pytest.raises(ClusterError, match=r"rollback\('kept'\) has failed"):
+        session.begin([1], lambda: b"one")
+    session.settle(rollback)
+    session.end_rollback()
+    session.fail(session.begin([0], lambda: b"one"), b"one")
+    assert session.begin([1]) == {1: 4}
+    with pytest.raises(InvalidRequestError, match="other writes of this client are under way"):
+        session.begin_rollback("kept")
+    assert session.begin([0], lambda: b"one") == {0: 4}, "refused, it gave nothing up"
 
 
 def test_equal_writes_that_failed_are_repeated_each_under_its_own_number() -> None:

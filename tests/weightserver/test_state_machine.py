@@ -276,8 +276,10 @@ class Machine(RuleBasedStateMachine):
         call = Call(len(self.calls), session, kind, by_shard, **arguments)
         if kind in ("push", "write"):
             call.numbers = session.begin(by_shard, lambda: call.digest)
+        elif kind == "rollback":
+            call.numbers = session.begin_rollback(call.name)
         else:
-            call.numbers = session.begin(by_shard)
+            call.numbers = session.begin()
         self.calls.append(call)
         self.send(call, fate)
 
@@ -301,7 +303,12 @@ class Machine(RuleBasedStateMachine):
     def writer(self, which: int) -> Session | None:
         """One of the last few sessions that may write: none that has a rollback to repeat."""
         session = self.sessions[-1 - which % min(3, len(self.sessions))]
-        return None if session.unfinished_rollback else session
+        return None if self.rolling_back(session) else session
+
+    def rolling_back(self, session: Session) -> bool:
+        """Whether its last rollback has neither succeeded nor been repeated with success."""
+        rollbacks = [call for call in self.calls if call.session is session and call.kind == "rollback"]
+        return bool(rollbacks) and rollbacks[-1].state != "done"
 
     @rule(which=picks, fate=fates, rows=some_rows, step=steps, value=values)
     def push(self, which: int, fate: str, rows: list[int], step: int, value: int) -> None:
@@ -331,14 +338,14 @@ class Machine(RuleBasedStateMachine):
         """As the client does: where all shards have the checkpoint, and nothing else before it succeeded."""
         session = self.sessions[-1 - which % min(3, len(self.sessions))]
         common = [known for known in self.models[0].checkpoints if known in self.models[1].checkpoints]
-        if not common:
-            return
-        self.disturb(session)
-        failed = [call for call in self.calls if call.session is session and call.state == "failed"]
-        gives_up = {number for call in failed for number in call.numbers.items()}
-        session.give_up_failed()
-        session.unfinished_rollback = common[name % len(common)]
-        self.begin(session, "rollback", fate, name=session.unfinished_rollback, gives_up=gives_up)
+        mine = [call for call in self.calls if call.session is session]
+        if any(call.state == "open" for call in mine):
+            with pytest.raises(InvalidRequestError):
+                session.begin_rollback("too early")
+        elif common:
+            self.disturb(session)
+            gives_up = {number for call in mine if call.state == "failed" for number in call.numbers.items()}
+            self.begin(session, "rollback", fate, name=common[name % len(common)], gives_up=gives_up)
 
     def disturb(self, session: Session) -> None:
         for call in self.calls:
@@ -368,13 +375,13 @@ class Machine(RuleBasedStateMachine):
         else:
             call.session.settle(call.numbers)
             if call.kind == "rollback" and not failed:
-                call.session.unfinished_rollback = ""
+                call.session.end_rollback()
 
     @precondition(lambda self: any(call.state == "failed" for call in self.calls))
     @rule(which=picks, fate=fates)
     def repeat(self, which: int, fate: str) -> None:
         call = self.pick(which, "failed")
-        if call is None or call.kind not in ("push", "write") or call.session.unfinished_rollback:
+        if call is None or call.kind not in ("push", "write") or self.rolling_back(call.session):
             return
         call.numbers = call.session.begin(call.rows, lambda: call.digest)
         call.state, call.answered = "open", set()
