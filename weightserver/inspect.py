@@ -36,6 +36,7 @@ def inspect_directory(directory: Path) -> dict[str, Any]:
             "writers": writers,
             "disk_bytes": storage.disk_bytes(),
             "generation": state.get("generation", 0),
+            "checkpoints": [kept["name"] for kept in state.get("checkpoints", ())],
             "blocks_by_generation": {str(generation): count for generation, count in sorted(versions.items())},
         }
     finally:

@@ -21,6 +21,7 @@ import fcntl
 import os
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -36,6 +37,8 @@ _MAP_BYTES = 1 << 44
 _BLOCK = struct.Struct(">Q")
 _BLOCK_KEY = struct.Struct(">QI")
 _CHANGE = struct.Struct(">IQ")
+_OWNER_SECONDS = 5.0
+"""How long a directory is waited for that another process still serves."""
 NEWEST = _MAX_GENERATION = 2**32 - 1
 
 
@@ -212,15 +215,21 @@ def _translated(directory: Path) -> Iterator[None]:
 
 
 def _lock(path: Path) -> int:
+    """Waits a while: the process before this one may be about to end."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise StorageError(
-            f"{path.parent} is served by another process: stop that one, or give this one a --data-dir of its own"
-        ) from None
-    return descriptor
+    deadline = time.monotonic() + _OWNER_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(0.05)
+                continue
+            os.close(descriptor)
+            raise StorageError(
+                f"{path.parent} is served by another process: stop that one, or give this one a --data-dir of its own"
+            ) from None
+        return descriptor
 
 
 def _sync_directory(directory: Path) -> None:

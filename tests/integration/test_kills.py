@@ -3,7 +3,6 @@ would: nothing changes."""
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 from collections import Counter
@@ -15,12 +14,9 @@ import pytest
 import torch
 
 from tests.failpoints import DEATHS, POINTS, DyingCluster
-from trainer.config import TrainConfig
+from tests.small_run import NUM_IMAGES, ONLY_ROWS, losses, small_run
 from trainer.loop import train
-from trainer.model import EncoderConfig
 from weightserver import LocalCluster, RowState, WeightClient
-
-NUM_IMAGES = 300
 
 
 class Killer:
@@ -84,35 +80,12 @@ class Supervisor:
         self._thread.join()
 
 
-def config(output: Path, cluster: LocalCluster, rows: Any, steps: int) -> TrainConfig:
-    return TrainConfig(
-        dataset="synthetic",
-        num_images=NUM_IMAGES,
-        output=output,
-        servers=",".join(cluster.addresses),
-        rows=rows,
-        steps=steps,
-        batch_size=16,
-        num_negatives=64,
-        window_size=96,
-        window_stride=24,
-        learning_rate=0.2,
-        dim=16,
-        rows_per_block=5,
-        prefetch_steps=3,
-        log_every=1,
-        checkpoint_every=23,
-        encoder=EncoderConfig(name="none", in_channels=3, image_size=16),
-        evaluate=False,
-    )
-
-
-def outcome(run: TrainConfig, cluster: LocalCluster) -> tuple[list[float], RowState]:
-    """Every loss, and all rows as the servers hold them."""
-    train(run)
-    lines = (run.output / "metrics.jsonl").read_text().splitlines()
+def outcome(cluster: LocalCluster, output: Path, rows: Any, steps: int) -> tuple[list[float], RowState]:
+    """Every loss of a run that does nothing but the rows' part, and all rows as the servers hold them."""
+    servers = ",".join(cluster.addresses)
+    train(small_run(output, servers=servers, rows=rows, steps=steps, checkpoint_every=23, encoder=ONLY_ROWS))
     with WeightClient(cluster.addresses) as client:
-        return [json.loads(line)["loss"] for line in lines], client.fetch_state(np.arange(NUM_IMAGES))
+        return losses(output), client.fetch_state(np.arange(NUM_IMAGES))
 
 
 @pytest.mark.parametrize(
@@ -127,11 +100,11 @@ def outcome(run: TrainConfig, cluster: LocalCluster) -> tuple[list[float], RowSt
 def test_killed_shards_lose_nothing(rows: Any, steps: int, kills: int, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     with LocalCluster(2, tmp_path / "undisturbed") as cluster:
-        losses, state = outcome(config(tmp_path / "a", cluster, rows, steps), cluster)
+        expected, state = outcome(cluster, tmp_path / "a", rows, steps)
     with LocalCluster(2, tmp_path / "killed") as cluster, Killer(cluster, seed=steps, at_most=2 * kills) as killer:
-        killed_losses, killed_state = outcome(config(tmp_path / "b", cluster, rows, steps), cluster)
+        killed_losses, killed_state = outcome(cluster, tmp_path / "b", rows, steps)
     assert killer.kills >= kills, "the run was over before"
-    assert killed_losses == losses
+    assert killed_losses == expected
     for name in vars(state):
         assert np.array_equal(getattr(killed_state, name), getattr(state, name)), name
 
@@ -142,10 +115,10 @@ def test_killed_shards_lose_nothing(rows: Any, steps: int, kills: int, tmp_path:
 def test_shards_that_die_at_points_of_a_commit_lose_nothing(steps: int, num_deaths: int, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     with LocalCluster(2, tmp_path / "undisturbed") as cluster:
-        losses, state = outcome(config(tmp_path / "a", cluster, "resident", steps), cluster)
+        expected, state = outcome(cluster, tmp_path / "a", "resident", steps)
     with DyingCluster(2, tmp_path / "dying") as cluster, Supervisor(cluster, steps, num_deaths) as supervisor:
-        killed_losses, killed_state = outcome(config(tmp_path / "b", cluster, "resident", steps), cluster)
+        killed_losses, killed_state = outcome(cluster, tmp_path / "b", "resident", steps)
     assert [supervisor.deaths[point] for point in POINTS] == [num_deaths // 4] * 4, "the run was over before"
-    assert killed_losses == losses
+    assert killed_losses == expected
     for name in vars(state):
         assert np.array_equal(getattr(killed_state, name), getattr(state, name)), name

@@ -7,12 +7,14 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import pytest
 import torch
 import torch.multiprocessing
@@ -204,25 +206,59 @@ def test_ranks_that_lose_one_end_with_a_line(tmp_path: Path) -> None:
     assert "RuntimeError" not in result.stderr
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_whole_run_is_the_same_on_any_number_of_ranks(world_size: int, tmp_path: Path) -> None:
-    """As users start it, weight servers included. GroupNorm: with BatchNorm a rank's statistics are its slice's."""
+def launch(num_ranks: int, output: Path, *more: str, kill_after_steps: int | None = None) -> None:
+    """A run as users start it, weight servers included; killed with -9, torchrun and all ranks, where wanted.
+
+    GroupNorm: with BatchNorm a rank's statistics are its slice's.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command += ["-m", "trainer", "synthetic", "--num-images", "500", "--output", str(output), "--steps", "50"]
+    command += ["--batch-size", "16", "--num-negatives", "64", "--window-size", "96", "--window-stride", "24"]
+    command += ["--rows-per-block", "5", "--dim", "16", "--log-every", "1", "--learning-rate", "0.3"]
+    command += ["--encoder.image-size", "16", "--encoder.width", "8", "--encoder.norm", "group", *more]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        if kill_after_steps is not None:
+            while num_steps(output) < kill_after_steps:
+                assert process.poll() is None, "it ended by itself"
+                time.sleep(0.01)
+            ranks = psutil.Process(process.pid).children(recursive=True)
+            for one in [process, *(rank for rank in ranks if "weightserver" not in rank.cmdline())]:
+                one.kill()
+        errors = process.communicate(timeout=120)[1]
+    assert (process.returncode != 0) == (kill_after_steps is not None), errors
+
+
+def num_steps(output: Path) -> int:
+    metrics = output / "metrics.jsonl"
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "resumed_on"),
+    [
+        pytest.param(2, 1, id="2 ranks, then 1"),
+        pytest.param(3, None, id="3 ranks", marks=pytest.mark.slow),
+        pytest.param(1, 3, id="1 rank, then 3", marks=pytest.mark.slow),
+    ],
+)
+def test_a_whole_run_is_the_same_on_any_number_of_ranks(num_ranks: int, resumed_on: int | None, tmp_path: Path) -> None:
+    """Also where it is killed and goes on with another number."""
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    launch(1, alone)
+    if resumed_on is None:
+        launch(num_ranks, together)
+    else:
+        launch(num_ranks, together, "--checkpoint-every", "19", kill_after_steps=25)
+        launch(resumed_on, together, "--resume")
     losses = []
-    for num_ranks in (1, world_size):
-        output = tmp_path / str(num_ranks)
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-        launch += ["-m", "trainer", "synthetic", "--num-images", "500", "--output", str(output), "--steps", "50"]
-        launch += ["--batch-size", "16", "--num-negatives", "64", "--window-size", "96", "--window-stride", "24"]
-        launch += ["--rows-per-block", "5", "--dim", "16", "--log-every", "1", "--learning-rate", "0.3"]
-        launch += ["--encoder.image-size", "16", "--encoder.width", "8", "--encoder.norm", "group"]
-        result = subprocess.run(
-            launch, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
-        )
-        assert result.returncode == 0, result.stderr
+    for output in (alone, together):
         records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
         losses.append(np.array([record["loss"] for record in records]))
         assert {record["active_rows"] for record in records} == {64}
-        assert 1 <= records[-1]["active_rows_share"] < 1.5
+        assert all(1 <= record["active_rows_share"] < 1.5 for record in records)
         with LocalCluster(2, output / "servers") as cluster, WeightClient(cluster.addresses) as client:
             assert client.describe().clock == 50  # every rank's rows reached the servers
     one, many = losses

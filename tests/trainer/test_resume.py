@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -19,18 +18,17 @@ from typing import Any
 import pytest
 import torch
 
-import trainer.checkpoint
+from tests.small_run import EVERY, NUM_STEPS, losses, small_run
+from tests.trainer import dying_run
+from tests.trainer.dying_run import POINTS
 from trainer.__main__ import main
 from trainer.checkpoint import saved_steps
-from trainer.config import TrainConfig
 from trainer.loop import train
-from trainer.model import EncoderConfig, load_encoder
+from trainer.model import load_encoder
 from trainer.stopping import Stopped
 from weightserver import LocalCluster, WeightClient
-
-NUM_STEPS = 60
-EVERY = 13
-"""Steps between checkpoints: never at the end of a window."""
+from weightserver.connection import ShardConnection
+from weightserver.inspect import inspect_directory
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,38 +40,10 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def config(output: Path, **changes: Any) -> TrainConfig:
-    settings: dict[str, Any] = {
-        "dataset": "synthetic",
-        "num_images": 300,
-        "output": output,
-        "steps": NUM_STEPS,
-        "batch_size": 16,
-        "num_negatives": 64,
-        "window_size": 96,
-        "window_stride": 24,
-        "learning_rate": 0.2,
-        "dim": 16,
-        "rows_per_block": 5,
-        "prefetch_steps": 3,
-        "log_every": 1,
-        "checkpoint_every": EVERY,
-        "encoder": EncoderConfig(in_channels=3, image_size=16, width=8, stem_stride=2, blocks=(1, 1)),
-        "evaluate": False,
-    }
-    return TrainConfig(**settings | changes)
-
-
-def losses(output: Path) -> list[float]:
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == list(range(len(records)))
-    return [record["loss"] for record in records]
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("undisturbed") / "run"
-    train(config(output))
+    train(small_run(output))
     return output
 
 
@@ -83,41 +53,70 @@ def assert_same(output: Path, undisturbed: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def fail_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int, *, after: bool) -> None:
-    """Makes the call of that number fail before or after it has done its work."""
-    original, calls = getattr(owner, name), []
-
-    def failing(*arguments: Any, **options: Any) -> Any:
-        calls.append(1)
-        if len(calls) == number and not after:
-            raise OSError("the power went out")
-        result = original(*arguments, **options)
-        if len(calls) == number:
-            raise OSError("the power went out")
-        return result
-
-    monkeypatch.setattr(owner, name, failing)
-
-
-@pytest.mark.parametrize("rows", ["resident", pytest.param("remote", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        pytest.param(WeightClient, "checkpoint", id="shards"),
-        pytest.param(trainer.checkpoint, "_write", id="file"),
-        pytest.param(WeightClient, "release", id="release"),
-    ],
+    "point",
+    ["between two shards", "in the file", "after the file, before the release", "between two shards of the release"],
 )
-def test_a_run_that_fails_at_any_point_of_a_checkpoint_goes_on(
-    owner: Any, name: str, after: bool, rows: Any, tmp_path: Path, undisturbed: Path
+def test_a_run_that_fails_in_a_checkpoint_goes_on(
+    point: str, tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        fail_at(patch, owner, name, 1 if name == "release" else 3, after=after)
+    def fail() -> None:
+        raise OSError("the power went out")
+
+    monkeypatch.setattr(dying_run, "die", fail)
+    owner, name, patch = POINTS[point]
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, patch(getattr(owner, name)))
         with pytest.raises(OSError, match="power"):
-            train(config(tmp_path / "run", rows=rows, keep_checkpoints=2))
-    assert EVERY < len(losses(tmp_path / "run")) < NUM_STEPS
-    train(config(tmp_path / "run", rows=rows, keep_checkpoints=2, resume=True))
+            train(small_run(tmp_path / "run", keep_checkpoints=1))
+    assert_goes_on(tmp_path / "run", undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", ["resident", "remote"])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_run_that_is_killed_at_any_point_of_a_checkpoint_goes_on(
+    point: str, rows: str, tmp_path: Path, undisturbed: Path
+) -> None:
+    command = [sys.executable, "-m", "tests.trainer.dying_run", str(tmp_path / "run"), rows, point]
+    assert subprocess.run(command, timeout=120, check=False).returncode == -signal.SIGKILL
+    assert_goes_on(tmp_path / "run", undisturbed, rows=rows)
+
+
+def assert_goes_on(output: Path, undisturbed: Path, **changes: Any) -> None:
+    """To the undisturbed run's end, and leaves no checkpoint behind on any shard but the last."""
+    assert len(losses(output)) == EVERY
+    train(small_run(output, keep_checkpoints=1, resume=True, **changes))
+    assert_same(output, undisturbed)
+    last = [f"step-{saved_steps(output / 'checkpoints')[-1]:012d}"]
+    assert [inspect_directory(shard)["checkpoints"] for shard in (output / "servers").glob("shard-*/")] == [last, last]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_shard_that_is_killed_during_a_checkpoint_changes_nothing(
+    after: bool, tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One at each checkpoint, in turn, restarted as a supervisor would."""
+    call = ShardConnection.call
+    restarts = []
+    with LocalCluster(2, tmp_path / "servers") as cluster:
+
+        def die_and_call(self: ShardConnection, method: str, request: Any) -> Any:
+            dies = method == "Checkpoint" and cluster.addresses.index(self.address) == request.header.step // EVERY % 2
+            answer = call(self, method, request) if dies and after else None
+            if dies:
+                shard = cluster.addresses.index(self.address)
+                cluster.processes[shard].kill()
+                cluster.processes[shard].wait()
+                restarts.append(threading.Thread(target=cluster.restart, args=(shard,)))
+                restarts[-1].start()
+            return answer or call(self, method, request)
+
+        monkeypatch.setattr(ShardConnection, "call", die_and_call)
+        train(small_run(tmp_path / "run", servers=",".join(cluster.addresses)))
+        for restart in restarts:
+            restart.join()
+    assert len(restarts) == 1 + NUM_STEPS // EVERY
     assert_same(tmp_path / "run", undisturbed)
 
 
@@ -126,13 +125,13 @@ def test_a_signal_ends_a_run_behind_a_checkpoint(tmp_path: Path, undisturbed: Pa
     killer = threading.Thread(target=signal_after, args=(output / "metrics.jsonl", 20))
     killer.start()
     with pytest.raises(Stopped, match=r"after \d+ steps: --resume goes on there") as stopped:
-        train(config(output, checkpoint_every=0))
+        train(small_run(output, checkpoint_every=0))
     killer.join()
     assert stopped.value.exit_status == 128 + signal.SIGTERM
     finished = len(losses(output))
     assert 20 <= finished < NUM_STEPS
     assert saved_steps(output / "checkpoints") == [0, finished]
-    train(config(output, checkpoint_every=0, resume=True))
+    train(small_run(output, checkpoint_every=0, resume=True))
     assert_same(output, undisturbed)
 
 
@@ -142,23 +141,31 @@ def signal_after(metrics: Path, num_lines: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_killed_run_goes_on_again_and_again(tmp_path: Path, undisturbed: Path) -> None:
-    """kill -9 of the trainer at three places; resumed with other stores and settings."""
+@pytest.mark.parametrize(
+    "kills",
+    [
+        pytest.param([(15, "resident")], id="once"),
+        pytest.param(
+            [(15, "resident"), (20, "remote"), (30, "resident")], id="again and again", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_killed_run_goes_on(kills: list[tuple[int, str]], tmp_path: Path, undisturbed: Path) -> None:
+    """kill -9 of the trainer wherever it is after so many steps; resumed with other stores and settings."""
     output = tmp_path / "run"
     code = (
         "import sys; from pathlib import Path; import tests.trainer.test_resume as t; t.torch.set_num_threads(1);"
-        "t.train(t.config(Path(sys.argv[1]), rows=sys.argv[2], resume=sys.argv[3] == 'True'))"
+        "t.train(t.small_run(Path(sys.argv[1]), rows=sys.argv[2], resume=sys.argv[3] == 'True'))"
     )
-    for num_lines, rows in ((20, "resident"), (30, "remote"), (45, "resident")):
-        resume = str(num_lines > 20)
+    for num_lines, rows in kills:
+        resume = str(output.exists())
         with subprocess.Popen([sys.executable, "-c", code, str(output), rows, resume]) as process:
             metrics = output / "metrics.jsonl"
             while not metrics.exists() or metrics.read_text().count("\n") < num_lines:
                 assert process.poll() is None, "it ended by itself"
                 time.sleep(0.005)
             process.kill()
-        time.sleep(1)  # the shards notice that their parent is gone
-    train(config(output, resume=True, prefetch_steps=0, capacity=64))
+    train(small_run(output, resume=True, prefetch_steps=0, capacity=64))
     assert_same(output, undisturbed)
 
 
@@ -167,7 +174,7 @@ def test_a_trainer_that_was_only_stopped_is_fenced(tmp_path: Path, undisturbed: 
     output = tmp_path / "run"
     code = (
         "import sys; from pathlib import Path; import tests.trainer.test_resume as t; t.torch.set_num_threads(1);"
-        "t.train(t.config(Path(sys.argv[1]), servers=sys.argv[2]))"
+        "t.train(t.small_run(Path(sys.argv[1]), servers=sys.argv[2]))"
     )
     with LocalCluster(2) as cluster, WeightClient(cluster.addresses) as client:
         servers = ",".join(cluster.addresses)
@@ -178,7 +185,7 @@ def test_a_trainer_that_was_only_stopped_is_fenced(tmp_path: Path, undisturbed: 
                 assert first.poll() is None, "it ended by itself"
                 time.sleep(0.005)
             first.send_signal(signal.SIGSTOP)
-            train(config(output, servers=servers, resume=True))
+            train(small_run(output, servers=servers, resume=True))
             before = client.fetch_state(range(300)).weight
             first.send_signal(signal.SIGCONT)
             _, errors = first.communicate(timeout=60)
@@ -189,7 +196,7 @@ def test_a_trainer_that_was_only_stopped_is_fenced(tmp_path: Path, undisturbed: 
 
 
 def test_old_checkpoints_are_forgotten(undisturbed: Path) -> None:
-    steps = [13, 26, 39, 52][-3:]
+    steps = list(range(EVERY, NUM_STEPS, EVERY))[-3:]
     names = [f"step-{step:012d}" for step in steps]
     assert sorted(path.stem for path in (undisturbed / "checkpoints").iterdir()) == names
     with LocalCluster(2, undisturbed / "servers") as cluster, WeightClient(cluster.addresses) as client:
@@ -199,7 +206,7 @@ def test_old_checkpoints_are_forgotten(undisturbed: Path) -> None:
 BAD_RESUMES = {
     "nothing there": ({}, False, r"holds no run to go on with: leave --resume away"),
     "other settings": ({"temperature": 0.3}, True, r"whose temperature is 0\.2, not 0\.3: give the same settings"),
-    "another length": ({"steps": 61}, True, r"whose steps is 60, not 61: give the same settings"),
+    "another length": ({"steps": 41}, True, r"whose steps is 40, not 41: give the same settings"),
     "dense rows": ({"rows": "dense"}, True, r"--rows dense leaves no checkpoints: there is nothing to --resume"),
 }
 
@@ -209,23 +216,23 @@ def test_resumes_that_cannot_be(
     changes: dict[str, Any], there: bool, message: str, undisturbed: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        train(config(undisturbed if there else tmp_path / "none", resume=True, **changes))
+        train(small_run(undisturbed if there else tmp_path / "none", resume=True, **changes))
 
 
 def test_a_run_without_a_checkpoint_goes_on_from_its_start(tmp_path: Path) -> None:
-    train(config(tmp_path / "run", steps=3, checkpoint_every=0))
+    train(small_run(tmp_path / "run", steps=3, checkpoint_every=0))
     before = losses(tmp_path / "run")
-    train(config(tmp_path / "run", steps=3, checkpoint_every=0, resume=True))
+    train(small_run(tmp_path / "run", steps=3, checkpoint_every=0, resume=True))
     assert losses(tmp_path / "run") == before
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     with pytest.raises(ValueError, match=r"no checkpoint to go on from: .* has files for steps \[\]"):
-        train(config(tmp_path / "run", steps=3, checkpoint_every=0, resume=True))
+        train(small_run(tmp_path / "run", steps=3, checkpoint_every=0, resume=True))
 
 
 def test_a_second_run_on_the_same_servers_is_refused_from_the_first_step_on(tmp_path: Path) -> None:
     """Resident rows write nothing for a while: the checkpoint of step 0 tells that the servers are taken."""
     with LocalCluster(1) as cluster:
-        first = config(
+        first = small_run(
             tmp_path / "first", servers=cluster.addresses[0], num_images=10**6, checkpoint_every=0, steps=200
         )
         other: list[BaseException] = []
@@ -247,7 +254,7 @@ def test_a_second_run_on_the_same_servers_is_refused_from_the_first_step_on(tmp_
 
 
 def test_a_damaged_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = config(tmp_path / "run", steps=8, checkpoint_every=3)
+    run = small_run(tmp_path / "run", steps=8, checkpoint_every=3)
     train(run)
     newest = tmp_path / "run" / "checkpoints" / "step-000000000006.safetensors"
     newest.write_bytes(newest.read_bytes()[:1000])

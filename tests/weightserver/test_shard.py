@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from weightserver import storage
 from weightserver.committer import MAX_WAITING, Committer
 from weightserver.config import TableSpec
 from weightserver.errors import ClusterError, FencedError, InvalidRequestError, OverloadedError, StorageError
@@ -214,7 +215,8 @@ def test_a_write_is_undone_by_an_exception(tmp_path: Path) -> None:
     storage.close()
 
 
-def test_a_directory_has_one_owner(served: Served, tmp_path: Path) -> None:
+def test_a_directory_has_one_owner(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_OWNER_SECONDS", 0.2)
     with pytest.raises(StorageError, match="is served by another process"):
         LmdbStorage(tmp_path)
 
