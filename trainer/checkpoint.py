@@ -21,7 +21,18 @@ _FORMAT = "pic-checkpoint-1"
 _MODEL, _MOMENTUM = "model.", "momentum."
 # What may differ when a run goes on: where it runs, and what it tells.
 _FREE = {
-    *("resume", "servers", "insecure", "retry_seconds", "rows", "capacity", "prefetch_steps", "device", "data_dir"),
+    *(
+        "output",
+        "resume",
+        "servers",
+        "insecure",
+        "retry_seconds",
+        "rows",
+        "capacity",
+        "prefetch_steps",
+        "device",
+        "data_dir",
+    ),
     *("log_every", "knn_every", "metrics_port", "evaluate", "checkpoint_every", "keep_checkpoints"),
 }
 
