@@ -1,4 +1,4 @@
-"""The command line: weightserver serve | health | inspect | checkpoints | rollback | drop."""
+"""The command line: weightserver serve | health | inspect | checkpoints | rollback | export | drop."""
 
 from __future__ import annotations
 
@@ -57,23 +57,46 @@ def _parser() -> argparse.ArgumentParser:
     inspect.set_defaults(run=_inspect)
 
     checkpoints = commands.add_parser("checkpoints", help="list the checkpoints that all shards keep")
-    checkpoints.add_argument("addresses", nargs="+", help="host:port of every shard")
-    checkpoints.add_argument("--insecure", action="store_true", help="take addresses beyond loopback without TLS")
+    _add_addresses(checkpoints)
     checkpoints.set_defaults(run=_checkpoints)
 
     rollback = commands.add_parser("rollback", help="take all rows back to a checkpoint; fences whoever writes")
     rollback.add_argument("name", help="the checkpoint's name")
-    rollback.add_argument("addresses", nargs="+", help="host:port of every shard")
+    _add_addresses(rollback)
     rollback.add_argument("--yes", action="store_true", help="do it; without this, only say what would be lost")
-    rollback.add_argument("--insecure", action="store_true", help="take addresses beyond loopback without TLS")
     rollback.set_defaults(run=_rollback)
 
+    export = commands.add_parser("export", help="write rows, of now or of a checkpoint, to files")
+    _add_addresses(export)
+    export.add_argument("--output", type=Path, required=True, help="a new directory")
+    export.add_argument("--rows", type=_range, help="FIRST:END, the rows FIRST to END-1 (default all)")
+    export.add_argument("--checkpoint", default="", help="name of the checkpoint whose rows to write")
+    export.add_argument("--step", type=int, help="for which update (default the checkpoint's, or the newest)")
+    export.add_argument("--format", choices=["safetensors", "npz"], default="safetensors")
+    export.set_defaults(run=_export)
+
     drop = commands.add_parser("drop", help="delete the table and all its rows")
-    drop.add_argument("addresses", nargs="+", help="host:port of every shard")
+    _add_addresses(drop)
     drop.add_argument("--yes", action="store_true", help="do it; without this, only say what would be deleted")
-    drop.add_argument("--insecure", action="store_true", help="take addresses beyond loopback without TLS")
     drop.set_defaults(run=_drop)
     return parser
+
+
+def _add_addresses(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("addresses", nargs="+", help="host:port of every shard")
+    parser.add_argument("--insecure", action="store_true", help="take addresses beyond loopback without TLS")
+
+
+def _client(arguments: argparse.Namespace) -> WeightClient:
+    return WeightClient(arguments.addresses, retry_seconds=10, insecure=arguments.insecure)
+
+
+def _range(text: str) -> range:
+    first, _, end = text.partition(":")
+    try:
+        return range(int(first), int(end))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no FIRST:END, as in 0:1000") from None
 
 
 def _serve(arguments: argparse.Namespace) -> None:
@@ -105,13 +128,13 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
 
 def _checkpoints(arguments: argparse.Namespace) -> None:
-    with WeightClient(arguments.addresses, retry_seconds=10, insecure=arguments.insecure) as client:
+    with _client(arguments) as client:
         for checkpoint in client.checkpoints():
             print(f"{checkpoint.name}\tstep {checkpoint.step}")
 
 
 def _rollback(arguments: argparse.Namespace) -> None:
-    with WeightClient(arguments.addresses, retry_seconds=10, insecure=arguments.insecure) as client:
+    with _client(arguments) as client:
         steps = {checkpoint.name: checkpoint.step for checkpoint in client.checkpoints()}
         if arguments.name not in steps:
             raise ValueError(f"no checkpoint {arguments.name!r} on all shards: 'weightserver checkpoints' lists them")
@@ -123,8 +146,23 @@ def _rollback(arguments: argparse.Namespace) -> None:
         print(f"rolled back to step {step}")
 
 
+def _export(arguments: argparse.Namespace) -> None:
+    from weightserver.export import export_rows  # the other commands need no safetensors
+
+    with _client(arguments) as client:
+        written = export_rows(
+            client,
+            arguments.output,
+            rows=arguments.rows,
+            checkpoint=arguments.checkpoint,
+            step=arguments.step,
+            file_format=arguments.format,
+        )
+    print(f"wrote {len(written)} files to {arguments.output}")
+
+
 def _drop(arguments: argparse.Namespace) -> None:
-    with WeightClient(arguments.addresses, retry_seconds=10, insecure=arguments.insecure) as client:
+    with _client(arguments) as client:
         info = client.describe()
         what = f"{info.rows_stored} stored rows of run {info.run!r} at step {info.clock}"
         if not arguments.yes:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
 
 from weightserver import (
     Checkpoint,
@@ -18,6 +23,7 @@ from weightserver import (
     WeightClient,
 )
 from weightserver.cli import main
+from weightserver.export import export_rows
 
 SPEC = TableSpec(num_rows=1_000, dim=16, rows_per_block=7)
 ROWS = np.arange(SPEC.num_rows)
@@ -140,6 +146,68 @@ def test_a_checkpoint_costs_nothing_by_itself(writer: WeightClient) -> None:
     writer.checkpoint("one", step=1)
     assert time.perf_counter() - started < 5  # a commit; no copy of the rows
     assert writer.describe().disk_bytes - before < 100_000
+
+
+@pytest.mark.parametrize("file_format", ["safetensors", "npz"])
+def test_a_checkpoint_is_exported_while_training_goes_on(
+    file_format: str, writer: WeightClient, cluster: LocalCluster, tmp_path: Path
+) -> None:
+    push(writer, 0, ROWS[::3])
+    writer.checkpoint("kept", step=4)
+    kept = writer.fetch_state(ROWS, step=4)
+    done = threading.Event()
+
+    def train() -> int:
+        step = 4
+        while not done.is_set() and step < len(RATES):
+            push(writer, step)
+            step += 1
+        return step
+
+    with ThreadPoolExecutor(1) as pool, WeightClient(cluster.addresses) as reader:
+        training = pool.submit(train)
+        written = export_rows(reader, tmp_path / "out", checkpoint="kept", file_format=file_format, rows_per_file=300)
+        done.set()
+        assert training.result(60) > 4
+    assert [path.name for path in written] == [
+        f"rows-{first:012d}-{min(first + 299, 999):012d}.{file_format}" for first in range(0, 1000, 300)
+    ]
+    assert sorted(written) == sorted((tmp_path / "out").iterdir())
+    files = [load_file(path) if file_format == "safetensors" else dict(np.load(path)) for path in written]
+    columns = {name: np.concatenate([file[name] for file in files]) for name in ("row", *vars(kept))}
+    assert np.array_equal(columns.pop("row"), ROWS)
+    assert same(RowState(**columns), kept)
+
+
+def test_the_command_line_exports(
+    writer: WeightClient, cluster: LocalCluster, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    push(writer, 0)
+    directory = tmp_path / "out"
+
+    def export(*arguments: str) -> tuple[int | str | None, str, str]:
+        with pytest.raises(SystemExit) as stopped:
+            main(["export", *cluster.addresses, "--output", str(directory), *arguments])
+        return stopped.value.code, *capsys.readouterr()
+
+    for arguments, message in (
+        (["--rows", "990:1001"], "rows 990:1001 do not exist: the table has rows 0:1000"),
+        (["--rows", "5:5"], "rows 5:5 do not exist"),
+        (["--rows", "five"], "'five' is no FIRST:END"),
+        (["--checkpoint", "lost"], "there is no checkpoint 'lost' on all shards"),
+        (["--step", "0"], "has seen 1 updates"),
+    ):
+        status, _, error = export(*arguments)
+        assert status in (1, 2)
+        assert message in error
+    assert not list(directory.glob("*"))
+    assert export("--rows", "3:8") == (0, f"wrote 1 files to {directory}\n", "")
+    (path,) = directory.iterdir()
+    with safe_open(path, "np") as file:
+        assert file.metadata()["step"] == "1"
+        assert np.array_equal(file.get_tensor("weight"), writer.fetch(ROWS[3:8], step=1))
+    status, _, error = export()
+    assert (status, "is not empty: give another directory" in error) == (1, True)
 
 
 def test_the_command_line_lists_and_rolls_back(

@@ -1,0 +1,81 @@
+"""Rows as files that other programs read: safetensors, or NumPy's .npz."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save_file
+
+from weightserver.client import WeightClient
+from weightserver.errors import NoTableError
+
+ROWS_PER_FILE = 1 << 20
+Columns = dict[str, npt.NDArray[Any]]
+
+
+def _save_npz(columns: Columns, path: Path, metadata: dict[str, str]) -> None:
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, metadata=np.array(json.dumps(metadata)), **columns)  # type: ignore[arg-type]
+
+
+FORMATS: dict[str, Callable[[Columns, Path, dict[str, str]], None]] = {
+    "safetensors": lambda columns, path, metadata: save_file(columns, path, metadata=metadata),
+    "npz": _save_npz,
+}
+
+
+def export_rows(
+    client: WeightClient,
+    directory: Path,
+    *,
+    rows: range | None = None,
+    checkpoint: str = "",
+    step: int | None = None,
+    file_format: str = "safetensors",
+    rows_per_file: int = ROWS_PER_FILE,
+) -> list[Path]:
+    """Writes `rows` (all by default) as they are before update `step`, a file for each `rows_per_file` of them.
+
+    A file holds row int64 [n], weight float32 [n, D], momentum_buffer float32 [n, D], last_step int64 [n], and what
+    table they are of. With `checkpoint` they are the rows of a retained checkpoint, by default for its step: training
+    may go on meanwhile. Without one the default is the step that the table has reached, and nobody may write meanwhile.
+
+    Raises:
+        ValueError: rows that do not exist, an unknown format, or a directory that is not empty.
+        NoTableError: there is no such checkpoint. StepError: a row has seen updates beyond `step`.
+    """
+    info = client.describe()
+    rows = range(info.spec.num_rows) if rows is None else rows
+    if not 0 <= rows.start < rows.stop <= info.spec.num_rows or rows.step != 1:
+        raise ValueError(f"rows {rows.start}:{rows.stop} do not exist: the table has rows 0:{info.spec.num_rows}")
+    if file_format not in FORMATS:
+        raise ValueError(f"format {file_format!r} is unknown: give {' or '.join(FORMATS)}")
+    if directory.exists() and any(directory.iterdir()):
+        raise ValueError(f"{directory} is not empty: give another directory")
+    if step is None:
+        step = _step_of(client, checkpoint) if checkpoint else info.clock
+    directory.mkdir(parents=True, exist_ok=True)
+    metadata = {"spec": json.dumps(asdict(info.spec)), "run": info.run, "checkpoint": checkpoint, "step": str(step)}
+    written = []
+    for first in range(rows.start, rows.stop, rows_per_file):
+        ids = np.arange(first, min(first + rows_per_file, rows.stop))
+        state = client.fetch_state(ids, step=step, checkpoint=checkpoint)
+        path = directory / f"rows-{ids[0]:012d}-{ids[-1]:012d}.{file_format}"
+        partial = path.with_suffix(".partial")
+        FORMATS[file_format]({"row": ids, **vars(state)}, partial, metadata)
+        partial.replace(path)
+        written.append(path)
+    return written
+
+
+def _step_of(client: WeightClient, name: str) -> int:
+    steps = {known.name: known.step for known in client.checkpoints()}
+    if name not in steps:
+        raise NoTableError(f"there is no checkpoint {name!r} on all shards, only {sorted(steps)}")
+    return steps[name]
