@@ -21,7 +21,7 @@ Columns = dict[str, npt.NDArray[Any]]
 
 def _save_npz(columns: Columns, path: Path, metadata: dict[str, str]) -> None:
     with path.open("wb") as file:
-        np.savez(file, allow_pickle=False, metadata=np.array(json.dumps(metadata)), **columns)  # type: ignore[arg-type]
+        np.savez(file, allow_pickle=False, metadata=np.array(json.dumps(metadata)), **columns)
 
 
 FORMATS: dict[str, Callable[[Columns, Path, dict[str, str]], None]] = {
