@@ -56,6 +56,9 @@ class MemoryTransaction:
         found = [generation for generation in self.generations(block) if generation <= up_to]
         return memoryview(self._blocks[block, found[0]]) if found else None
 
+    def next_block(self, first: int) -> int | None:
+        return min((block for block, _ in self._blocks if block >= first), default=None)
+
     def generations(self, block: int) -> list[int]:
         return sorted((generation for known, generation in self._blocks if known == block), reverse=True)
 

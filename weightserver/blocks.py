@@ -69,6 +69,15 @@ class BlockCodec:
         self.views(buffer).weight[:] = initial_rows(self._spec, np.arange(first, first + rows, dtype=np.int64))
         return buffer
 
+    def num_written(self, buffer: Buffer) -> int:
+        """How many rows were ever written."""
+        return int(np.bitwise_count(np.ndarray(self._bitmap_bytes, np.uint8, buffer, _HEADER.size)).sum())
+
+    def written(self, buffer: Buffer) -> npt.NDArray[np.int64]:
+        """The slots of rows that were ever written, ascending, int64 [n]."""
+        bitmap = np.ndarray(self._bitmap_bytes, np.uint8, buffer, _HEADER.size)
+        return np.flatnonzero(np.unpackbits(bitmap, bitorder="little"))
+
     def views(self, buffer: Buffer) -> Block:
         """Arrays over the bytes, without a copy and without a check."""
         rows, dim = self._spec.rows_per_block, self._spec.dim
@@ -82,9 +91,9 @@ class BlockCodec:
     def mark_written(self, buffer: bytearray, slots: npt.NDArray[np.int64]) -> int:
         """Marks `slots` (distinct, int64 [n]) as written and returns how many were not before."""
         written = np.ndarray(self._bitmap_bytes, np.uint8, buffer, _HEADER.size)
-        before = np.bitwise_count(written).sum()
+        before = self.num_written(buffer)
         np.bitwise_or.at(written, slots >> 3, (1 << (slots & 7)).astype(np.uint8))
-        return int(np.bitwise_count(written).sum() - before)
+        return self.num_written(buffer) - before
 
     def seal(self, block: int, buffer: bytearray) -> None:
         """Writes the header, with the checksum of what the block now holds."""

@@ -437,6 +437,16 @@ class WeightClient:
         session = self._require_session()
         self._change_all(session, session.begin(), "Release", partial(pb.CheckpointRequest, name=name))
 
+    def copy_checkpoint(self, source: str, name: str) -> None:
+        """Keeps the checkpoint `source` under `name` too: its rows stay readable when `source` is released.
+
+        Raises:
+            NoTableError: a shard has no checkpoint `source`. InvalidRequestError: `name` is that of another one.
+        """
+        request = partial(pb.CopyCheckpointRequest, name=_name(name), source=source)
+        session = self._require_session()
+        self._change_all(session, session.begin(), "CopyCheckpoint", request)
+
     def _shards_with(self, name: str) -> list[bool]:
         """Whether each shard has a checkpoint of that name."""
         return [any(known.name == name for known in answer.checkpoints) for answer in self._describe_shards()]
@@ -464,6 +474,12 @@ class WeightClient:
             self._in_parallel(change, enumerate(self._connect()))
         finally:
             session.settle(numbers)
+
+    # ---- one shard
+
+    def call_shard(self, shard: int, method: str, request: Message) -> Any:
+        """The answer of one shard to a call of one message that changes nothing: what backups are made of."""
+        return self._connect()[shard].call(method, request)
 
     # ---- closing
 

@@ -16,6 +16,7 @@ from grpc.experimental import ChannelOptions
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.errors import (
     ERROR_OF_STATUS,
+    ClusterError,
     OverloadedError,
     ShardUnavailableError,
     WeightServerError,
@@ -110,6 +111,10 @@ class ShardConnection:
                 return attempt({"timeout": self._timeout_seconds, "metadata": self._metadata})
             except grpc.RpcError as error:
                 status, details = error.code(), error.details()
+            if status is grpc.StatusCode.UNIMPLEMENTED:
+                raise ClusterError(
+                    f"{self.name} does not know this call: it runs an older version, or is no weight server: update it"
+                )
             if status not in _RETRIED:
                 raise ERROR_OF_STATUS.get(status, WeightServerError)(f"{self.name}: {details}")
             waited = time.monotonic() - started

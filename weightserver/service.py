@@ -17,6 +17,7 @@ from google.protobuf.message_factory import GetMessageClass
 from weightserver import __version__
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.committer import Committer
+from weightserver.config import MAX_ROWS
 from weightserver.errors import InvalidRequestError, OverloadedError, WeightServerError
 from weightserver.metrics import ShardMetrics
 from weightserver.shard import Batch, Rows, Shard, WriteHeader
@@ -30,6 +31,7 @@ from weightserver.wire import (
     rows_from_proto,
     spec_from_proto,
     spec_to_proto,
+    to_bytes,
 )
 
 MAX_WRITE_BYTES = 1 << 30
@@ -65,7 +67,10 @@ class WeightServerService:
                 run=state.run,
                 generation=state.generation,
                 server_version=__version__,
-                checkpoints=[pb.Checkpoint(name=known.name, step=known.step) for known in state.checkpoints],
+                checkpoints=[
+                    pb.Checkpoint(name=known.name, step=known.step, clock=known.clock, rows_stored=known.rows_stored)
+                    for known in state.checkpoints
+                ],
             )
 
     def CreateTable(self, request: pb.CreateTableRequest, context: grpc.ServicerContext) -> pb.CreateTableResponse:
@@ -164,18 +169,41 @@ class WeightServerService:
     def Release(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
         return self._on_checkpoint("Release", self._shard.release, request, context)
 
+    def CopyCheckpoint(self, request: pb.CopyCheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
+        def copy(batch: Batch, header: WriteHeader, name: str) -> bool:
+            _check_name(request.source)
+            return self._shard.copy_checkpoint(batch, header, name, request.source)
+
+        return self._on_checkpoint("CopyCheckpoint", copy, request, context)
+
+    def ReadBlocks(self, request: pb.ReadBlocksRequest, context: grpc.ServicerContext) -> pb.ReadBlocksResponse:
+        with self._answering("ReadBlocks", context):
+            self._shard.check_table(request.table)
+            _check_name(request.checkpoint)
+            _require(request.first_block <= MAX_ROWS, f"there is no block {request.first_block}")
+            blocks, next_block = self._shard.read_blocks(request.first_block, checkpoint=request.checkpoint)
+            return pb.ReadBlocksResponse(
+                blocks=[pb.Block(number=number, content=content) for number, content in blocks],
+                next_block=next_block or 0,
+            )
+
+    def ReadSchedule(self, request: pb.ReadScheduleRequest, context: grpc.ServicerContext) -> pb.ReadScheduleResponse:
+        with self._answering("ReadSchedule", context):
+            _require(request.start_step >= 0, f"start_step must not be negative, got {request.start_step}")
+            return pb.ReadScheduleResponse(learning_rates=to_bytes(self._shard.learning_rates(request.start_step)))
+
     def _on_checkpoint(
         self,
         method: str,
         change: Callable[[Batch, WriteHeader, str], bool],
-        request: pb.CheckpointRequest,
+        request: pb.CheckpointRequest | pb.CopyCheckpointRequest,
         context: grpc.ServicerContext,
     ) -> pb.WriteResponse:
         with self._answering(method, context):
             _check_header(request.header)
             self._shard.check_table(request.header.table)
             name = request.name
-            _require(0 < len(name) <= MAX_NAME_CHARACTERS, f"name must have 1 to {MAX_NAME_CHARACTERS} characters")
+            _check_name(name)
             _require(request.header.step >= 0, "step must not be negative")
             applied = self._commit(context, lambda batch: change(batch, _header(request.header), name))
             return pb.WriteResponse(duplicate=not applied)
@@ -274,6 +302,10 @@ def add_to_server(service: WeightServerService, server: grpc.Server) -> None:
 def _check_header(header: pb.WriteHeader) -> None:
     _require(len(header.writer) == _WRITER_BYTES, f"writer must be {_WRITER_BYTES} bytes")
     _require(header.sequence > 0, "sequence must be positive")
+
+
+def _check_name(name: str) -> None:
+    _require(0 < len(name) <= MAX_NAME_CHARACTERS, f"name must have 1 to {MAX_NAME_CHARACTERS} characters")
 
 
 def _header(header: pb.WriteHeader) -> WriteHeader:

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -30,49 +28,25 @@ from weightserver.errors import (
 )
 from weightserver.exactly_once import WriterState
 from weightserver.initial import initial_rows
-from weightserver.sharding import Int64Array, Sharding
+from weightserver.records import (
+    FORMAT,
+    Checkpoint,
+    State,
+    get_json,
+    put_json,
+    read_schedule,
+    read_spec,
+    read_state,
+    write_schedule,
+    write_state,
+)
+from weightserver.sharding import BlockRun, Int64Array, Sharding, block_runs
 from weightserver.storage import NEWEST, Storage, Transaction
 from weightserver.wire import CHUNK_BYTES, Float32Array, all_finite, spec_digest
 
-FORMAT = 1
-_SCHEDULE_CHUNK = 65_536
-"""Learning rates per stored value."""
-_STEP = struct.Struct(">Q")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A state of the shard that can be read and returned to: the newest versions of a generation ≤ `generation`."""
-
-    name: str
-    step: int
-    generation: int
-    clock: int
-    rows_stored: int
-
-
-@dataclass(frozen=True)
-class State:
-    """What changes with every write, stored beside the rows."""
-
-    epoch: int = 0
-    opener: str = ""
-    run: str = ""
-    clock: int = 0
-    rows_stored: int = 0
-    generation: int = 0
-    checkpoints: tuple[Checkpoint, ...] = ()
-    """Retained, oldest first; the current generation is newer than all of theirs."""
-
-    def checkpoint(self, name: str) -> Checkpoint:
-        """The retained checkpoint of that name, or NoTableError."""
-        for checkpoint in self.checkpoints:
-            if checkpoint.name == name:
-                return checkpoint
-        retained = ", ".join(repr(checkpoint.name) for checkpoint in self.checkpoints) or "none"
-        raise NoTableError(
-            f"there is no checkpoint {name!r}, only {retained}: call checkpoints() for those of all shards"
-        )
+_READ_BYTES = 4 << 20
+_MAX_SEEN_BLOCKS = 50_000
+"""Blocks looked at for one answer of `read_blocks`: a snapshot of some 100 ms."""
 
 
 @dataclass(frozen=True)
@@ -128,21 +102,18 @@ class Shard:
         self._table: Table | None = None
         with storage.write() as txn:
             identity = {"format": FORMAT, "shard": shard, "num_shards": num_shards}
-            stored = _get_json(txn, "identity")
+            stored = get_json(txn, "identity")
             if stored is None:
-                _put_json(txn, "identity", identity)
+                put_json(txn, "identity", identity)
             elif stored != identity:
                 raise StorageError(_identity_mismatch(storage, stored, identity))
             self._load(txn)
 
     def _load(self, txn: Transaction) -> None:
-        stored_state, stored_spec = _get_json(txn, "state"), _get_json(txn, "spec")
-        if stored_state is not None:
-            self._state = _state_from_json(stored_state)
-        if stored_spec is not None:
-            self._table = _open_table(TableSpec(**stored_spec))
-            chunks = [np.frombuffer(value, "<f4") for _, value in txn.items("schedule")]
-            self._table.schedule.extend(0, np.concatenate([np.zeros(0, np.float32), *chunks]))
+        self._state = read_state(txn)
+        if (spec := read_spec(txn)) is not None:
+            self._table = _open_table(spec)
+            self._table.schedule.extend(0, read_schedule(txn))
 
     # ---- reading
 
@@ -207,8 +178,8 @@ class Shard:
                 f"step {step} is outside the schedule's 0..{table.schedule.horizon}: extend the schedule first"
             )
         rows_per_chunk = max(1, CHUNK_BYTES // (4 * table.spec.dim))
-        runs: list[_Run] = []
-        for run in _runs(rows, table.spec.rows_per_block):
+        runs: list[BlockRun] = []
+        for run in block_runs(rows, table.spec.rows_per_block):
             runs.append(run)
             if run.part.stop - runs[0].part.start >= rows_per_chunk:
                 yield self._fetch_chunk(table, rows, runs, step, state, checkpoint)
@@ -217,14 +188,20 @@ class Shard:
             yield self._fetch_chunk(table, rows, runs, step, state, checkpoint)
 
     def _fetch_chunk(
-        self, table: Table, rows: Int64Array, runs: list[_Run], step: int | None, state: bool, checkpoint: str | None
+        self,
+        table: Table,
+        rows: Int64Array,
+        runs: list[BlockRun],
+        step: int | None,
+        state: bool,
+        checkpoint: str | None,
     ) -> Rows:
         first = runs[0].part.start
         rows = rows[first : runs[-1].part.stop]
         found = RowBuffer(table.codec, len(rows))
         absent: list[slice] = []  # never-written rows, neighbours together
         with self._storage.read() as txn:
-            up_to = NEWEST if checkpoint is None else _stored_state(txn).checkpoint(checkpoint).generation
+            up_to = NEWEST if checkpoint is None else read_state(txn).checkpoint(checkpoint).generation
             for block, slots, run in runs:
                 part = slice(run.start - first, run.stop - first)
                 stored = txn.newest_block(block, up_to=up_to)
@@ -241,6 +218,34 @@ class Shard:
             correct(found.weight, found.momentum_buffer, coefficients, weight_only=not state)
             found.last_step[:] = step
         return Rows(found.weight, found.momentum_buffer, found.last_step) if state else Rows(found.weight)
+
+    def read_blocks(self, first: int, *, checkpoint: str) -> tuple[list[tuple[int, bytes]], int | None]:
+        """A checkpoint's stored blocks from number `first` on, ascending, about 4 MiB of them; and where to go on, None
+        behind the last.
+
+        Raises:
+            NoTableError: there is no such checkpoint. StorageError: a block is damaged.
+        """
+        codec = self.require_table().codec
+        num_wanted = max(1, _READ_BYTES // codec.num_bytes)
+        found: list[tuple[int, bytes]] = []
+        with self._storage.read() as txn:
+            up_to = read_state(txn).checkpoint(checkpoint).generation
+            block = txn.next_block(first)
+            for _ in range(_MAX_SEEN_BLOCKS):  # those too that are newer than the checkpoint
+                if block is None or len(found) == num_wanted:
+                    break
+                stored = txn.newest_block(block, up_to=up_to)
+                if stored is not None:
+                    codec.check(block, stored)
+                    found.append((block, bytes(stored)))
+                block = txn.next_block(block + 1)
+        return found, block
+
+    def learning_rates(self, start_step: int) -> Float32Array:
+        """Those of `start_step` and later steps, at most a MiB of them: float32 [n]."""
+        rates = self.require_table().schedule.learning_rates
+        return rates[start_step : start_step + CHUNK_BYTES // 4]
 
     def _coefficients(self, table: Table, rows: Int64Array, last_step: Int64Array, step: int) -> Float32Array:
         """float32 [n, 2, 2] that bring the rows to `step`."""
@@ -263,19 +268,19 @@ class Shard:
             batch = Batch(txn, self._state)
             yield batch
             if batch.state is not self._state:
-                _put_json(txn, "state", asdict(batch.state))
+                write_state(txn, batch.state)
         self._state = batch.state
         for action in batch.after_commit:
             action()
 
     def create_table(self, batch: Batch, spec: TableSpec) -> None:
         """Creates the table; nothing happens where the same one exists."""
-        stored = _get_json(batch.txn, "spec")
-        if stored is None:
-            _put_json(batch.txn, "spec", asdict(spec))
+        existing = read_spec(batch.txn)
+        if existing is None:
+            put_json(batch.txn, "spec", asdict(spec))
             table = _open_table(spec)
             batch.after_commit.append(lambda: self._set_table(table))
-        elif (existing := TableSpec(**stored)) != spec:
+        elif existing != spec:
             raise TableMismatchError(
                 f"another table exists, {_difference(existing, spec)}: use its spec, or drop_table() first"
             )
@@ -286,7 +291,7 @@ class Shard:
         Where `epoch` has passed, a request that comes again finds nothing to do, and a newer table stays.
         """
         if epoch not in (None, batch.state.epoch):
-            if _get_json(batch.txn, "spec") is None:
+            if read_spec(batch.txn) is None:
                 return
             raise FencedError(
                 f"the table is that of {_session(batch.state)} by now, no longer of epoch {epoch}: "
@@ -294,7 +299,7 @@ class Shard:
             )
         for database in ("blocks", "changes", "schedule", "writers"):
             batch.txn.clear(database)
-        _put_json(batch.txn, "spec", None)
+        put_json(batch.txn, "spec", None)
         batch.state = State(epoch=batch.state.epoch + 1)
         batch.after_commit.append(lambda: self._set_table(None))
 
@@ -332,17 +337,9 @@ class Shard:
                 f"the learning rate of step {start_step + int(changed[0])} is {known[changed[0]]} and was used: "
                 f"only steps from {reached} on may be rewritten"
             )
-        end = start_step + len(learning_rates)
-        for first in range(start_step - start_step % _SCHEDULE_CHUNK, end, _SCHEDULE_CHUNK):
-            key = _STEP.pack(first)
-            chunk = np.frombuffer(batch.txn.get("schedule", key) or b"", "<f4")
-            low, high = max(first, start_step), min(first + _SCHEDULE_CHUNK, end)
-            merged = np.concatenate(
-                [chunk[: low - first], learning_rates[low - start_step : high - start_step], chunk[high - first :]]
-            )
-            batch.txn.put("schedule", key, merged.astype("<f4").tobytes())
+        write_schedule(batch.txn, start_step, learning_rates)
         batch.after_commit.append(lambda: schedule.extend(start_step, learning_rates))
-        return max(end, schedule.horizon)
+        return max(start_step + len(learning_rates), schedule.horizon)
 
     def push_gradients(self, batch: Batch, header: WriteHeader, rows: Int64Array, gradients: Float32Array) -> bool:
         """Applies update `header.step` with `gradients` (float32 [n, D]); False for a duplicate."""
@@ -352,7 +349,7 @@ class Shard:
                 f"step {header.step} is outside the schedule's 0..{table.schedule.horizon - 1}: extend it first"
             )
 
-        def update(stored: Block, run: _Run) -> None:
+        def update(stored: Block, run: BlockRun) -> None:
             last_step, weight = stored.last_step[run.slots], stored.weight[run.slots]
             momentum = stored.momentum_buffer[run.slots]
             with np.errstate(over="ignore", invalid="ignore"):  # looked for below
@@ -390,7 +387,7 @@ class Shard:
         if len(rows) and not 0 <= last_step.min() <= last_step.max() <= table.schedule.horizon:
             raise StepError(f"last_step must lie in 0..{table.schedule.horizon}: extend the schedule first")
 
-        def update(stored: Block, run: _Run) -> None:
+        def update(stored: Block, run: BlockRun) -> None:
             older = last_step[run.part] < stored.last_step[run.slots]
             if older.any():
                 row, seen = rows[run.part][older][0], stored.last_step[run.slots][older][0]
@@ -450,6 +447,23 @@ class Shard:
         batch.state = replace(batch.state, checkpoints=remaining)
         return True
 
+    def copy_checkpoint(self, batch: Batch, header: WriteHeader, name: str, source: str) -> bool:
+        """Keeps the checkpoint `source` under `name` too; False for a duplicate."""
+        self.require_table()
+        if not self._admit(batch, header):
+            return False
+        state, kept = batch.state, batch.state.checkpoint(source)
+        copied = replace(kept, name=name)
+        for known in state.checkpoints:
+            if known.name == name:
+                if known == copied:
+                    return True
+                raise InvalidRequestError(f"checkpoint {name!r} was taken at step {known.step}: choose another name")
+        position = state.checkpoints.index(kept) + 1
+        checkpoints = (*state.checkpoints[:position], copied, *state.checkpoints[position:])
+        batch.state = replace(state, checkpoints=checkpoints)
+        return True
+
     def _write(
         self,
         batch: Batch,
@@ -457,13 +471,13 @@ class Shard:
         header: WriteHeader,
         rows: Int64Array,
         clock: int,
-        update: Callable[[Block, _Run], None],
+        update: Callable[[Block, BlockRun], None],
     ) -> bool:
         """Runs `update` on each block that `rows` touch, once; False where the write is a duplicate."""
         if not self._admit(batch, header):
             return False
         rows_stored = 0
-        for run in _runs(rows, table.spec.rows_per_block):
+        for run in block_runs(rows, table.spec.rows_per_block):
             stored = batch.txn.newest_block(run.block)
             buffer = table.codec.initial(run.block) if stored is None else bytearray(stored)
             block = table.codec.views(buffer)
@@ -488,38 +502,10 @@ class Shard:
         return True
 
     def _check_epoch(self, state: State, epoch: int) -> None:
-        if epoch != state.epoch:
-            raise FencedError(
-                f"session {epoch} was superseded by {_session(state)}: this writer must stop"
-                if epoch < state.epoch
-                else f"session {epoch} is not known, the newest is {_session(state)}: open a session first"
-            )
-
-
-class _Run(NamedTuple):
-    """The rows of a request that lie in one block."""
-
-    block: int
-    slots: slice | Int64Array  # where they are in the block; a slice where they are neighbours, which costs no copy
-    part: slice  # where they are in the request
-
-
-def _runs(rows: Int64Array, rows_per_block: int) -> Iterator[_Run]:
-    """One run for each block that strictly increasing `rows` touch."""
-    blocks = rows // rows_per_block
-    slots = rows - blocks * rows_per_block
-    starts = np.flatnonzero(np.diff(blocks, prepend=-1))
-    ends = np.append(starts[1:], len(rows))
-    for start, end, block, low, high in zip(
-        starts.tolist(),
-        ends.tolist(),
-        blocks[starts].tolist(),
-        slots[starts].tolist(),
-        slots[ends - 1].tolist(),
-        strict=True,
-    ):
-        adjacent = high - low == end - start - 1
-        yield _Run(block, slice(low, high + 1) if adjacent else slots[start:end], slice(start, end))
+        if epoch < state.epoch:
+            raise FencedError(f"session {epoch} was superseded by {_session(state)}: this writer must stop")
+        if epoch > state.epoch or not state.opener:  # what was restored must not go on with the writers of before
+            raise FencedError(f"session {epoch} is not known, the newest is {_session(state)}: open a session first")
 
 
 def _unneeded(generations: list[int], checkpoints: tuple[Checkpoint, ...]) -> list[int]:
@@ -529,16 +515,6 @@ def _unneeded(generations: list[int], checkpoints: tuple[Checkpoint, ...]) -> li
         for newer, older in itertools.pairwise(generations)
         if not any(older <= checkpoint.generation < newer for checkpoint in checkpoints)
     ]
-
-
-def _stored_state(txn: Transaction) -> State:
-    stored = _get_json(txn, "state")
-    return State() if stored is None else _state_from_json(stored)
-
-
-def _state_from_json(stored: dict[str, Any]) -> State:
-    checkpoints = tuple(Checkpoint(**checkpoint) for checkpoint in stored.get("checkpoints", ()))
-    return State(**stored | {"checkpoints": checkpoints})
 
 
 def _open_table(spec: TableSpec) -> Table:
@@ -564,13 +540,3 @@ def _identity_mismatch(storage: Storage, stored: dict[str, Any], wanted: dict[st
         f"{storage.directory} holds shard {stored['shard']} of {stored['num_shards']}, "
         f"not shard {wanted['shard']} of {wanted['num_shards']}: give this shard its own --data-dir"
     )
-
-
-def _get_json(txn: Transaction, key: str) -> dict[str, Any] | None:
-    value = txn.get("meta", key.encode())
-    stored: dict[str, Any] | None = None if value is None else json.loads(bytes(value))
-    return stored
-
-
-def _put_json(txn: Transaction, key: str, value: object) -> None:
-    txn.put("meta", key.encode(), json.dumps(value).encode())

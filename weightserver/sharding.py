@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +44,32 @@ class Sharding:
             return {0: slice(None)}
         shards = self.shard_of(rows)
         return {int(shard): np.flatnonzero(shards == shard) for shard in np.unique(shards)}
+
+
+class BlockRun(NamedTuple):
+    """The rows of a request that lie in one block."""
+
+    block: int
+    slots: slice | Int64Array  # where they are in the block; a slice where they are neighbours, which costs no copy
+    part: slice  # where they are in the request
+
+
+def block_runs(rows: Int64Array, rows_per_block: int) -> Iterator[BlockRun]:
+    """One run for each block that strictly increasing `rows` touch."""
+    blocks = rows // rows_per_block
+    slots = rows - blocks * rows_per_block
+    starts = np.flatnonzero(np.diff(blocks, prepend=-1))
+    ends = np.append(starts[1:], len(rows))
+    for start, end, block, low, high in zip(
+        starts.tolist(),
+        ends.tolist(),
+        blocks[starts].tolist(),
+        slots[starts].tolist(),
+        slots[ends - 1].tolist(),
+        strict=True,
+    ):
+        adjacent = high - low == end - start - 1
+        yield BlockRun(block, slice(low, high + 1) if adjacent else slots[start:end], slice(start, end))
 
 
 def to_ranges(rows: Int64Array) -> Int64Array:

@@ -25,7 +25,8 @@ MAX_ROWS = 1 << 24
 """Rows that one request may name."""
 MAX_NAME_CHARACTERS = 256
 """Length of a run's name: error messages quote it, and gRPC carries those in headers of at most 8 KiB."""
-_LENGTH_DELIMITED = 2
+_VARINT, _LENGTH_DELIMITED = 0, 2
+_FIXED_BYTES = {1: 8, 5: 4}
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -116,6 +117,8 @@ def encode_fetch_response(
 def decode_fetch_response(message: bytes) -> tuple[memoryview, memoryview, memoryview]:
     """weight, momentum_buffer and last_step of a serialized FetchResponse, empty where absent, without a copy.
 
+    Other fields, which a newer shard may send, are skipped.
+
     Raises:
         InvalidRequestError: the bytes are no such message.
     """
@@ -124,11 +127,19 @@ def decode_fetch_response(message: bytes) -> tuple[memoryview, memoryview, memor
     try:
         while position < len(view):
             tag, position = _read_varint(view, position)
-            length, position = _read_varint(view, position)
-            if tag & 7 != _LENGTH_DELIMITED or position + length > len(view):
+            kind, length = tag & 7, 0
+            if kind == _VARINT:
+                _, position = _read_varint(view, position)
+            elif kind == _LENGTH_DELIMITED:
+                length, position = _read_varint(view, position)
+                fields[tag >> 3] = view[position : position + length]
+            elif kind in _FIXED_BYTES:
+                length = _FIXED_BYTES[kind]
+            else:
                 raise IndexError
-            fields[tag >> 3] = view[position : position + length]
             position += length
+            if position > len(view):
+                raise IndexError
     except IndexError:
         raise InvalidRequestError(
             "the answer is no FetchResponse: is this a weight server of the same version?"

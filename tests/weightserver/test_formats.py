@@ -144,6 +144,15 @@ def test_hand_framed_answers_are_what_the_contract_says(num_rows: int, state: bo
     assert [bytes(field) for field in fields] == [expected.weight, expected.momentum_buffer, expected.last_step]
 
 
+def test_fields_of_a_newer_shard_are_skipped() -> None:
+    weight = np.ones((40, 3), np.float32)
+    message = encode_fetch_response(weight, None, np.arange(40))
+    text, varint, double, single = b"\x52\x03abc", b"\x58\x96\x01", b"\x61" + b"8" * 8, b"\x6d" + b"4" * 4
+    newer = text + varint + message + double + single
+    assert pb.FetchResponse.FromString(newer).weight == weight.tobytes()
+    assert decode_fetch_response(newer) == decode_fetch_response(message)
+
+
 def test_an_answer_cut_off_is_noticed_at_every_byte() -> None:
     """All prefixes but those that end between two fields."""
     weight = np.ones((40, 3), np.float32)

@@ -7,17 +7,27 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from weightserver import storage
+from weightserver import shard, storage
+from weightserver.blocks import BlockCodec
 from weightserver.committer import MAX_WAITING, Committer
 from weightserver.config import TableSpec
-from weightserver.errors import ClusterError, FencedError, InvalidRequestError, OverloadedError, StorageError
+from weightserver.errors import (
+    ClusterError,
+    FencedError,
+    InvalidRequestError,
+    NoTableError,
+    OverloadedError,
+    StorageError,
+)
 from weightserver.initial import initial_rows
 from weightserver.inspect import inspect_directory
+from weightserver.records import read_state, write_state
 from weightserver.session import MAX_FAILED, Session
 from weightserver.shard import Batch, Shard, WriteHeader
 from weightserver.storage import LmdbStorage, block_key_parts
@@ -198,6 +208,90 @@ def test_the_newest_version_of_a_block_is_found(tmp_path: Path) -> None:
         keys = [block_key_parts(key) for key, _ in txn.items("blocks")]
     assert keys == [(3, 70_000), (3, 2), (3, 0), (5, 9)]
     storage.close()
+
+
+def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that had been written by then, as they were, from any number on, however few an answer takes."""
+
+    def header(sequence: int, step: int) -> WriteHeader:
+        return WriteHeader(1, b"w" * 16, sequence, 0, step)
+
+    def read(checkpoint: str, first: int = 0) -> dict[int, bytes]:
+        found: dict[int, bytes] = {}
+        following: int | None = first
+        while following is not None:
+            blocks, following = served.shard.read_blocks(following, checkpoint=checkpoint)
+            assert not found or min(dict(blocks), default=99) > max(found)
+            found |= dict(blocks)
+        return found
+
+    served.do(lambda batch: served.shard.checkpoint(batch, header(1, 0), "empty"))
+    served.push(2)  # blocks 0 and 8
+    served.do(lambda batch: served.shard.checkpoint(batch, header(3, 1), "one"))
+    kept = read("one")
+    assert sorted(kept) == [0, 8]
+    codec = BlockCodec(SPEC)
+    assert [codec.written(kept[block]).tolist() for block in (0, 8)] == [[1, 2], [2]]
+    rows, gradient = np.array([3, 20, 99], np.int64), np.ones((3, 4), np.float32)  # blocks 0, 3 and 16
+    served.do(lambda batch: served.shard.push_gradients(batch, header(4, 1), rows, gradient))
+    served.do(lambda batch: served.shard.checkpoint(batch, header(5, 2), "two"))
+    for seen, num_bytes in ((50_000, 4 << 20), (1, 4 << 20), (3, 1)):
+        monkeypatch.setattr(shard, "_MAX_SEEN_BLOCKS", seen)
+        monkeypatch.setattr(shard, "_READ_BYTES", num_bytes)
+        assert read("empty") == {}
+        assert read("one") == kept
+        assert sorted(read("two")) == [0, 3, 8, 16]
+        assert sorted(read("two", first=4)) == [8, 16]
+        assert read("two", first=17) == {}
+    with pytest.raises(NoTableError, match="no checkpoint 'three'"):
+        read("three")
+    with served.storage.write() as txn:
+        damaged = bytearray(txn.newest_block(3) or b"")
+        damaged[50] ^= 1
+        txn.put_block(3, 2, damaged)
+    with pytest.raises(StorageError, match="block 3"):
+        read("two")
+
+
+def test_a_copied_checkpoint_stays(served: Served) -> None:
+    def header(sequence: int, step: int = 0) -> WriteHeader:
+        return WriteHeader(1, b"w" * 16, sequence, 0, step)
+
+    served.push(1)
+    served.do(lambda batch: served.shard.checkpoint(batch, header(2, 1), "one"))
+    kept = served.weights()
+    served.push(3, step=1)
+    served.do(lambda batch: served.shard.checkpoint(batch, header(4, 2), "two"))
+    copy = served.shard.copy_checkpoint
+    assert served.do(lambda batch: copy(batch, header(5), "copy", "one")) is True
+    assert served.do(lambda batch: copy(batch, header(5), "copy", "one")) is False  # a duplicate
+    assert served.do(lambda batch: copy(batch, header(6), "copy", "one")) is True  # the same again
+    with pytest.raises(InvalidRequestError, match="checkpoint 'copy' was taken at step 1: choose another name"):
+        served.do(lambda batch: copy(batch, header(7), "copy", "two"))
+    with pytest.raises(NoTableError, match="no checkpoint 'three', only 'one', 'copy', 'two'"):
+        served.do(lambda batch: copy(batch, header(7), "more", "three"))
+    served.do(lambda batch: served.shard.release(batch, header(7), "one"))
+    served.push(8, step=2)
+    served.do(lambda batch: served.shard.rollback(batch, header(9), "copy"))
+    assert np.array_equal(served.weights(), kept)
+    assert [known.name for known in served.shard.state.checkpoints] == ["copy"]
+
+
+def test_an_epoch_that_nobody_opened_takes_no_writes(served: Served, tmp_path: Path) -> None:
+    """A restored shard has the epoch of its backup; a writer of that epoch may still be there."""
+    with served.storage.write() as txn:
+        write_state(txn, replace(read_state(txn), opener=""))
+    served.close()
+    again = Served(tmp_path)
+    try:
+        with pytest.raises(FencedError, match=r"session 1 is not known, .*: open a session first"):
+            again.push(1)
+        with pytest.raises(FencedError):
+            again.shard.join_session(1)
+        again.do(lambda batch: again.shard.open_session(batch, "next", 2, b"o" * 16))
+        assert again.push(1, epoch=2) is True
+    finally:
+        again.close()
 
 
 def test_a_write_is_undone_by_an_exception(tmp_path: Path) -> None:

@@ -67,12 +67,16 @@ class DescribeResponse(_message.Message):
     def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., horizon: _Optional[int] = ..., rows_stored: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., run: _Optional[str] = ..., generation: _Optional[int] = ..., server_version: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ...) -> None: ...
 
 class Checkpoint(_message.Message):
-    __slots__ = ("name", "step")
+    __slots__ = ("name", "step", "clock", "rows_stored")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    ROWS_STORED_FIELD_NUMBER: _ClassVar[int]
     name: str
     step: int
-    def __init__(self, name: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
+    clock: int
+    rows_stored: int
+    def __init__(self, name: _Optional[str] = ..., step: _Optional[int] = ..., clock: _Optional[int] = ..., rows_stored: _Optional[int] = ...) -> None: ...
 
 class CheckpointRequest(_message.Message):
     __slots__ = ("header", "name")
@@ -81,6 +85,54 @@ class CheckpointRequest(_message.Message):
     header: WriteHeader
     name: str
     def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ..., name: _Optional[str] = ...) -> None: ...
+
+class CopyCheckpointRequest(_message.Message):
+    __slots__ = ("header", "name", "source")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    header: WriteHeader
+    name: str
+    source: str
+    def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ..., name: _Optional[str] = ..., source: _Optional[str] = ...) -> None: ...
+
+class ReadBlocksRequest(_message.Message):
+    __slots__ = ("checkpoint", "first_block", "table")
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    checkpoint: str
+    first_block: int
+    table: int
+    def __init__(self, checkpoint: _Optional[str] = ..., first_block: _Optional[int] = ..., table: _Optional[int] = ...) -> None: ...
+
+class ReadBlocksResponse(_message.Message):
+    __slots__ = ("blocks", "next_block")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedCompositeFieldContainer[Block]
+    next_block: int
+    def __init__(self, blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ..., next_block: _Optional[int] = ...) -> None: ...
+
+class Block(_message.Message):
+    __slots__ = ("number", "content")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    content: bytes
+    def __init__(self, number: _Optional[int] = ..., content: _Optional[bytes] = ...) -> None: ...
+
+class ReadScheduleRequest(_message.Message):
+    __slots__ = ("start_step",)
+    START_STEP_FIELD_NUMBER: _ClassVar[int]
+    start_step: int
+    def __init__(self, start_step: _Optional[int] = ...) -> None: ...
+
+class ReadScheduleResponse(_message.Message):
+    __slots__ = ("learning_rates",)
+    LEARNING_RATES_FIELD_NUMBER: _ClassVar[int]
+    learning_rates: bytes
+    def __init__(self, learning_rates: _Optional[bytes] = ...) -> None: ...
 
 class CreateTableRequest(_message.Message):
     __slots__ = ("spec",)

@@ -89,6 +89,21 @@ class WeightServerStub:
                 request_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CheckpointRequest.SerializeToString,
                 response_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.WriteResponse.FromString,
                 _registered_method=True)
+        self.CopyCheckpoint = channel.unary_unary(
+                '/pic.weightserver.v1.WeightServer/CopyCheckpoint',
+                request_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CopyCheckpointRequest.SerializeToString,
+                response_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.WriteResponse.FromString,
+                _registered_method=True)
+        self.ReadBlocks = channel.unary_unary(
+                '/pic.weightserver.v1.WeightServer/ReadBlocks',
+                request_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ReadBlocksRequest.SerializeToString,
+                response_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ReadBlocksResponse.FromString,
+                _registered_method=True)
+        self.ReadSchedule = channel.unary_unary(
+                '/pic.weightserver.v1.WeightServer/ReadSchedule',
+                request_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ReadScheduleRequest.SerializeToString,
+                response_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ReadScheduleResponse.FromString,
+                _registered_method=True)
 
 
 class WeightServerServicer:
@@ -176,6 +191,29 @@ class WeightServerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CopyCheckpoint(self, request, context):
+        """CopyCheckpoint keeps a retained checkpoint under a second name, so that it stays when the first is released. The same
+        again changes nothing. NOT_FOUND where there is no such checkpoint.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadBlocks(self, request, context):
+        """ReadBlocks reads a checkpoint's stored blocks, about 4 MiB of them, from a given one on. It is what backups are made
+        of: rows that were never written are in none of them, or marked as such.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadSchedule(self, request, context):
+        """ReadSchedule reads learning rates, about 1 MiB of them, from a given step on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WeightServerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -233,6 +271,21 @@ def add_WeightServerServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CheckpointRequest.FromString,
                     response_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.WriteResponse.SerializeToString,
+            ),
+            'CopyCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.CopyCheckpoint,
+                    request_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CopyCheckpointRequest.FromString,
+                    response_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.WriteResponse.SerializeToString,
+            ),
+            'ReadBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadBlocks,
+                    request_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ReadBlocksRequest.FromString,
+                    response_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ReadBlocksResponse.SerializeToString,
+            ),
+            'ReadSchedule': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadSchedule,
+                    request_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ReadScheduleRequest.FromString,
+                    response_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ReadScheduleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -532,6 +585,87 @@ class WeightServer:
             '/pic.weightserver.v1.WeightServer/Release',
             pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CheckpointRequest.SerializeToString,
             pic_dot_weightserver_dot_v1_dot_weight__server__pb2.WriteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CopyCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pic.weightserver.v1.WeightServer/CopyCheckpoint',
+            pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CopyCheckpointRequest.SerializeToString,
+            pic_dot_weightserver_dot_v1_dot_weight__server__pb2.WriteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pic.weightserver.v1.WeightServer/ReadBlocks',
+            pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ReadBlocksRequest.SerializeToString,
+            pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ReadBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadSchedule(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pic.weightserver.v1.WeightServer/ReadSchedule',
+            pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ReadScheduleRequest.SerializeToString,
+            pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ReadScheduleResponse.FromString,
             options,
             channel_credentials,
             insecure,
