@@ -62,7 +62,7 @@ class MemoryTransaction:
     def generations(self, block: int) -> list[int]:
         return sorted((generation for known, generation in self._blocks if known == block), reverse=True)
 
-    def put_block(self, block: int, generation: int, value: bytearray) -> None:
+    def put_block(self, block: int, generation: int, value: bytes | bytearray) -> None:
         self._blocks[block, generation] = bytes(value)
 
     def delete_block(self, block: int, generation: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,19 @@ from trainer.config import TrainConfig
 from trainer.distributed import Ranks
 from trainer.rows import RowStore
 from weightserver import WeightClient
+from weightserver.files import write_whole
 
 _FORMAT = "pic-checkpoint-1"
 _MODEL, _MOMENTUM = "model.", "momentum."
-# What may differ when a run goes on: where it runs, and what it tells.
+# What may differ when a run goes on: where it runs, how its rows are stored ('weightserver reshard' changes that; what
+# does not fit is refused by the weight servers), and what it tells.
 _FREE = {
     *(
         "output",
         "resume",
         "servers",
+        "num_shards",
+        "rows_per_block",
         "insecure",
         "retry_seconds",
         "rows",
@@ -69,7 +72,8 @@ class Checkpoints:
         assert self._client is not None
         kept = saved_steps(self._directory)[-self._keep :]
         retained = {known for shard in self._client.describe().shards for known in shard.checkpoints}
-        for name in sorted(known.name for known in retained if known.step not in kept):
+        own = {known.name for known in retained if known.name == _name(known.step) and known.step not in kept}
+        for name in sorted(own):
             self._client.release(name)  # those too that a failure left on some of the shards
         for step in saved_steps(self._directory)[: -self._keep]:
             _path(self._directory, step).unlink()
@@ -82,7 +86,7 @@ def check_same_run(config: TrainConfig) -> None:
         raise ValueError(f"{config.output} holds no run to go on with: leave --resume away, or name another --output")
     stored, wanted = json.loads(path.read_text()), json.loads(config.to_json())
     for name in wanted.keys() - _FREE:
-        if stored.get(name) != wanted[name] and not (name == "num_shards" and config.servers):
+        if stored.get(name) != wanted[name]:
             raise ValueError(
                 f"--resume goes on with the run in {config.output}, whose {name} is {stored.get(name)}, "
                 f"not {wanted[name]}: give the same settings"
@@ -147,19 +151,8 @@ def _write(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
         if momentum_buffer is not None:
             tensors[_MOMENTUM + name] = momentum_buffer.detach().cpu().contiguous()
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    save_file(tensors, partial, metadata={"format": _FORMAT, "step": str(step)})
-    _sync(partial)
-    partial.replace(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    metadata = {"format": _FORMAT, "step": str(step)}
+    write_whole(path, lambda partial: save_file(tensors, partial, metadata=metadata))
 
 
 def _with_prefix(tensors: dict[str, Any], prefix: str) -> dict[str, Any]:

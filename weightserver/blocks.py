@@ -35,7 +35,7 @@ _CHECKED_FROM = _HEADER.size
 _INT64 = np.dtype("<i8")
 _FLOAT32 = np.dtype("<f4")
 
-Buffer = bytearray | memoryview
+Buffer = bytes | bytearray | memoryview
 
 
 class Block(NamedTuple):

@@ -1,4 +1,5 @@
-"""The command line: weightserver serve | health | inspect | checkpoints | rollback | export | drop."""
+"""The command line: weightserver serve | health | inspect | checkpoints | rollback | release | export | drop,
+backup | restore | reshard | compact | plan."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import argparse
 import json
 import logging
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,6 +18,7 @@ from weightserver import __version__
 from weightserver.addresses import split_address
 from weightserver.client import WeightClient
 from weightserver.errors import ShardUnavailableError, WeightServerError
+from weightserver.plan import Workload, plan
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -66,13 +69,62 @@ def _parser() -> argparse.ArgumentParser:
     rollback.add_argument("--yes", action="store_true", help="do it; without this, only say what would be lost")
     rollback.set_defaults(run=_rollback)
 
+    release = commands.add_parser("release", help="forget a checkpoint; whoever writes goes on")
+    release.add_argument("name", help="the checkpoint's name")
+    _add_addresses(release)
+    release.set_defaults(run=_release)
+
+    backup = commands.add_parser("backup", help="copy a checkpoint of all shards to files while training goes on")
+    _add_addresses(backup)
+    backup.add_argument("--output", type=Path, required=True, help="a new directory, or that of a stopped backup")
+    backup.add_argument("--checkpoint", help="its name (default the newest that all shards keep)")
+    backup.set_defaults(run=_backup)
+
+    restore = commands.add_parser("restore", help="make one shard's directory from a backup")
+    restore.add_argument("backup", type=Path, help="the --output of a backup")
+    restore.add_argument("--data-dir", type=Path, required=True, help="the shard's new directory, on a local disk")
+    restore.add_argument("--shard", type=int, required=True, help="number of the shard, from 0")
+    restore.add_argument("--num-shards", type=int, help="shards in the cluster (default as many as were backed up)")
+    restore.set_defaults(run=_restore)
+
+    reshard = commands.add_parser("reshard", help="make other shards from directories that nobody serves")
+    reshard.add_argument("--source", type=Path, nargs="+", required=True, help="the directories of all old shards")
+    reshard.add_argument("--target", type=Path, nargs="+", required=True, help="new ones, of shards 0, 1, ...")
+    reshard.add_argument("--rows-per-block", type=int, help="of the new shards (default as before)")
+    which = reshard.add_mutually_exclusive_group()
+    which.add_argument("--checkpoint", help="whose rows to take, and to keep (default the newest of all shards)")
+    which.add_argument("--current", action="store_true", help="take the rows of now, without any checkpoint")
+    reshard.set_defaults(run=_reshard)
+
+    compact = commands.add_parser("compact", help="copy a directory that nobody serves, without its free space")
+    compact.add_argument("directory", type=Path, help="the --data-dir of a shard")
+    compact.add_argument("--output", type=Path, required=True, help="a new directory")
+    compact.set_defaults(run=_compact)
+
+    planned = commands.add_parser("plan", help="tell the disk, memory and bandwidth that a run needs")
+    planned.add_argument("--num-rows", type=int, required=True, help="N, the number of images")
+    for name, what in (
+        ("dim", "D, length of a row"),
+        ("num-negatives", "K, active rows"),
+        ("batch-size", "B, on all ranks together"),
+        ("window-size", "W"),
+        ("window-stride", "S"),
+        ("rows-per-block", "rows stored together"),
+        ("num-shards", "weight servers"),
+        ("num-ranks", "trainers"),
+        ("checkpoint-every", "E, steps between checkpoints, 0 for none"),
+        ("keep-checkpoints", "c, checkpoints kept"),
+    ):
+        default = Workload.__dataclass_fields__[name.replace("-", "_")].default
+        planned.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default {default})")
+    planned.add_argument("--steps-per-second", type=float, default=1.0, help="of the trainer (default 1)")
+    planned.add_argument("--steps", type=int, help="of the whole run (default those of one pass)")
+    planned.add_argument("--json", action="store_true", help="print JSON")
+    planned.set_defaults(run=_plan)
+
     export = commands.add_parser("export", help="write rows, of now or of a checkpoint, to files")
     _add_addresses(export)
-    export.add_argument("--output", type=Path, required=True, help="a new directory")
-    export.add_argument("--rows", type=_range, help="FIRST:END, the rows FIRST to END-1 (default all)")
-    export.add_argument("--checkpoint", default="", help="name of the checkpoint whose rows to write")
-    export.add_argument("--step", type=int, help="for which update (default the checkpoint's, or the newest)")
-    export.add_argument("--format", choices=["safetensors", "npz"], default="safetensors")
+    add_export_options(export)
     export.set_defaults(run=_export)
 
     drop = commands.add_parser("drop", help="delete the table and all its rows")
@@ -85,6 +137,15 @@ def _parser() -> argparse.ArgumentParser:
 def _add_addresses(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("addresses", nargs="+", help="host:port of every shard")
     parser.add_argument("--insecure", action="store_true", help="take addresses beyond loopback without TLS")
+
+
+def add_export_options(parser: argparse.ArgumentParser) -> None:
+    """What `export` is told of rows and files; the trainer's own export is told the same."""
+    parser.add_argument("--output", type=Path, required=True, help="a new directory")
+    parser.add_argument("--rows", type=_range, help="FIRST:END, the rows FIRST to END-1 (default all)")
+    parser.add_argument("--checkpoint", default="", help="name of the checkpoint whose rows to write")
+    parser.add_argument("--step", type=int, help="for which update (default the checkpoint's, or the newest)")
+    parser.add_argument("--format", choices=["safetensors", "npz"], default="safetensors")
 
 
 def _client(arguments: argparse.Namespace) -> WeightClient:
@@ -144,6 +205,70 @@ def _rollback(arguments: argparse.Namespace) -> None:
         client.open_session(f"rollback to {arguments.name}"[:256])
         client.rollback(arguments.name)
         print(f"rolled back to step {step}")
+
+
+def _release(arguments: argparse.Namespace) -> None:
+    with _client(arguments) as client:
+        client.open_session("release", join=client.describe().epoch)
+        client.release(arguments.name)
+        print(f"released {arguments.name}")
+
+
+def _backup(arguments: argparse.Namespace) -> None:
+    from weightserver.backup import backup  # the other commands need no safetensors
+
+    with _client(arguments) as client:
+        made = backup(client, arguments.output, checkpoint=arguments.checkpoint)
+    print(
+        f"backed up {made.rows_stored} rows of checkpoint {made.checkpoint} (step {made.step}) of {len(made.shards)} "
+        f"shards, {made.num_bytes} bytes, to {arguments.output}"
+    )
+
+
+def _restore(arguments: argparse.Namespace) -> None:
+    from weightserver.backup import restore
+
+    made = restore(arguments.backup, arguments.data_dir, shard=arguments.shard, num_shards=arguments.num_shards)
+    print(
+        f"restored {made.shards[arguments.shard]['rows_stored']} rows of shard {arguments.shard} of {len(made.shards)} "
+        f"to {arguments.data_dir}: checkpoint {made.checkpoint} (step {made.step})"
+    )
+
+
+def _reshard(arguments: argparse.Namespace) -> None:
+    from weightserver.reshard import reshard
+
+    made = reshard(
+        arguments.source,
+        arguments.target,
+        rows_per_block=arguments.rows_per_block,
+        checkpoint=arguments.checkpoint,
+        current=arguments.current,
+    )
+    what = f"checkpoint {made.checkpoint} (step {made.step})" if made.checkpoint else f"step {made.step}"
+    print(
+        f"{len(arguments.source)} shards became {len(arguments.target)} with {made.rows_stored} rows of {what}, "
+        f"{made.spec.rows_per_block} in a block; {made.left_behind} later updates stay behind"
+    )
+
+
+def _compact(arguments: argparse.Namespace) -> None:
+    from weightserver.storage import compact
+
+    compact(arguments.directory, arguments.output)
+    before, after = (
+        (directory / "data.mdb").stat().st_blocks * 512 for directory in (arguments.directory, arguments.output)
+    )
+    print(f"{arguments.directory} takes {before} bytes, {arguments.output} {after}")
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    parts = plan(Workload(**{name: getattr(arguments, name) for name in Workload.__dataclass_fields__}))
+    if arguments.json:
+        print(json.dumps({part: [asdict(figure) for figure in figures] for part, figures in parts.items()}, indent=2))
+        return
+    for part, figures in parts.items():
+        print(part, *(f"  {figure}" for figure in figures), sep="\n")
 
 
 def _export(arguments: argparse.Namespace) -> None:

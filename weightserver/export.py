@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,24 @@ from safetensors.numpy import save_file
 
 from weightserver.client import WeightClient
 from weightserver.errors import NoTableError
+from weightserver.files import require_empty, write_whole
+from weightserver.sharding import Int64Array
 
 ROWS_PER_FILE = 1 << 20
 Columns = dict[str, npt.NDArray[Any]]
 
 
-def _save_npz(columns: Columns, path: Path, metadata: dict[str, str]) -> None:
+def _save_safetensors(columns: Columns, metadata: dict[str, str], path: Path) -> None:
+    save_file(columns, path, metadata=metadata)
+
+
+def _save_npz(columns: Columns, metadata: dict[str, str], path: Path) -> None:
     with path.open("wb") as file:
         np.savez(file, allow_pickle=False, metadata=np.array(json.dumps(metadata)), **columns)
 
 
-FORMATS: dict[str, Callable[[Columns, Path, dict[str, str]], None]] = {
-    "safetensors": lambda columns, path, metadata: save_file(columns, path, metadata=metadata),
+FORMATS: dict[str, Callable[[Columns, dict[str, str], Path], None]] = {
+    "safetensors": _save_safetensors,
     "npz": _save_npz,
 }
 
@@ -39,12 +46,14 @@ def export_rows(
     step: int | None = None,
     file_format: str = "safetensors",
     rows_per_file: int = ROWS_PER_FILE,
+    more_columns: Callable[[Int64Array], Columns] | None = None,
 ) -> list[Path]:
     """Writes `rows` (all by default) as they are before update `step`, a file for each `rows_per_file` of them.
 
-    A file holds row int64 [n], weight float32 [n, D], momentum_buffer float32 [n, D], last_step int64 [n], and what
-    table they are of. With `checkpoint` they are the rows of a retained checkpoint, by default for its step: training
-    may go on meanwhile. Without one the default is the step that the table has reached, and nobody may write meanwhile.
+    A file holds row int64 [n], weight float32 [n, D], momentum_buffer float32 [n, D], last_step int64 [n], what
+    `more_columns` makes of the rows (int64 [n]), and what table they are of. With `checkpoint` they are the rows of a
+    retained checkpoint, by default for its step: training may go on meanwhile. Without one the default is the step that
+    the table has reached, and nobody may write meanwhile.
 
     Raises:
         ValueError: rows that do not exist, an unknown format, or a directory that is not empty.
@@ -56,8 +65,7 @@ def export_rows(
         raise ValueError(f"rows {rows.start}:{rows.stop} do not exist: the table has rows 0:{info.spec.num_rows}")
     if file_format not in FORMATS:
         raise ValueError(f"format {file_format!r} is unknown: give {' or '.join(FORMATS)}")
-    if directory.exists() and any(directory.iterdir()):
-        raise ValueError(f"{directory} is not empty: give another directory")
+    require_empty(directory)
     if step is None:
         step = _step_of(client, checkpoint) if checkpoint else info.clock
     directory.mkdir(parents=True, exist_ok=True)
@@ -67,9 +75,8 @@ def export_rows(
         ids = np.arange(first, min(first + rows_per_file, rows.stop))
         state = client.fetch_state(ids, step=step, checkpoint=checkpoint)
         path = directory / f"rows-{ids[0]:012d}-{ids[-1]:012d}.{file_format}"
-        partial = path.with_suffix(".partial")
-        FORMATS[file_format]({"row": ids, **vars(state)}, partial, metadata)
-        partial.replace(path)
+        columns = {"row": ids, **vars(state), **(more_columns(ids) if more_columns else {})}
+        write_whole(path, partial(FORMATS[file_format], columns, metadata))
         written.append(path)
     return written
 

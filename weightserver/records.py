@@ -56,6 +56,25 @@ class State:
         )
 
 
+HELD_PREFIX = "backup-"
+"""Of the second names under which backups keep checkpoints while they read them."""
+
+
+def chosen_checkpoint(name: str | None, known: dict[str, int]) -> tuple[str, int]:
+    """Name and step of the checkpoint of that name, or of the newest, among those that all shards keep (name -> step).
+
+    Raises:
+        NoTableError: there is none.
+    """
+    of_runs = [(step, known_name) for known_name, step in known.items() if not known_name.startswith(HELD_PREFIX)]
+    if name is None and of_runs:
+        _, name = max(of_runs)
+    if name is None or name not in known:
+        what = "no checkpoint" if name is None else f"no checkpoint {name!r}"
+        raise NoTableError(f"there is {what} on all shards, only {sorted(known)}")
+    return name, known[name]
+
+
 def read_spec(txn: Transaction) -> TableSpec | None:
     """None where there is no table."""
     stored = get_json(txn, "spec")

@@ -531,6 +531,8 @@ def _difference(existing: TableSpec, wanted: TableSpec) -> str:
 
 
 def _identity_mismatch(storage: Storage, stored: dict[str, Any], wanted: dict[str, Any]) -> str:
+    if stored.get("unfinished"):
+        return f"{storage.directory} is unfinished: repeat the 'restore' or 'reshard' that was stopped"
     if stored["format"] != wanted["format"]:
         return (
             f"{storage.directory} has format {stored['format']}, this version reads {FORMAT}: "

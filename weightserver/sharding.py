@@ -24,6 +24,10 @@ class Sharding:
         shards: Int64Array = (rows // self.rows_per_block) % self.num_shards
         return shards
 
+    def shard_of_block(self, block: int) -> int:
+        """The shard of a block's rows."""
+        return block % self.num_shards
+
     def local(self, rows: Int64Array) -> Int64Array:
         """Each row's position among all the rows of its shard, int64 [n]."""
         positions: Int64Array = rows // (self.rows_per_block * self.num_shards) * self.rows_per_block

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import struct
 import threading
 import time
@@ -30,6 +31,7 @@ from typing import Protocol
 import lmdb
 
 from weightserver.errors import StorageError
+from weightserver.files import require_empty, sync
 
 DATABASES = ("meta", "schedule", "writers", "blocks", "changes")
 _MAP_BYTES = 1 << 44
@@ -58,7 +60,7 @@ class Transaction(Protocol):
     def newest_block(self, block: int, *, up_to: int = NEWEST) -> memoryview | None: ...
     def next_block(self, first: int) -> int | None: ...
     def generations(self, block: int) -> list[int]: ...
-    def put_block(self, block: int, generation: int, value: bytearray) -> None: ...
+    def put_block(self, block: int, generation: int, value: bytes | bytearray) -> None: ...
     def delete_block(self, block: int, generation: int) -> None: ...
     def delete_generations(self, first: int) -> None: ...
 
@@ -106,7 +108,7 @@ class _LmdbTransaction:
             more = self._blocks.next()
         return found
 
-    def put_block(self, block: int, generation: int, value: bytearray) -> None:
+    def put_block(self, block: int, generation: int, value: bytes | bytearray) -> None:
         self._txn.put(_BLOCK_KEY.pack(block, _MAX_GENERATION - generation), value, db=self._databases["blocks"])
         if generation:
             self._txn.put(_CHANGE.pack(generation, block), b"", db=self._databases["changes"])
@@ -170,8 +172,8 @@ class LmdbStorage:
                 self._release()
                 raise
             if not readonly:
-                _sync_directory(directory)
-                _sync_directory(directory.parent)
+                sync(directory)
+                sync(directory.parent)
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Transaction]:
@@ -213,6 +215,58 @@ class LmdbStorage:
 
 
 @contextlib.contextmanager
+def exclusively(directory: Path) -> Iterator[None]:
+    """Keeps everybody else from serving a directory meanwhile.
+
+    Raises:
+        StorageError: another process serves it, or it holds no data.
+    """
+    with _translated(directory):
+        if not (directory / "data.mdb").exists():
+            raise StorageError(f"{directory} holds no weight server data: give the --data-dir of a shard")
+        owner = _lock(directory / "owner.lock")
+    try:
+        yield
+    finally:
+        os.close(owner)
+
+
+def compact(source: Path, target: Path) -> None:
+    """Copies a directory that nobody serves to a new one, without the pages that are free.
+
+    Raises:
+        ValueError: the new one is not empty.
+        StorageError: LMDB reports damage, the disk is full, or another process serves the directory.
+    """
+    require_empty(target)
+    with exclusively(source), _translated(target):
+        partial = target.with_name(f".{target.name}.compacting")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            entries = []
+            for directory in (source, partial):
+                with lmdb.open(
+                    str(directory), map_size=_MAP_BYTES, max_dbs=len(DATABASES), readonly=True, lib_version=0
+                ) as env:
+                    if directory is source:
+                        env.copy(str(partial), compact=True)
+                    with env.begin() as txn:
+                        databases = {name: env.open_db(name.encode(), txn, create=False) for name in DATABASES}
+                        entries.append({name: txn.stat(database)["entries"] for name, database in databases.items()})
+            if entries[0] != entries[1]:
+                raise StorageError(f"{target} would hold {entries[1]}, not {entries[0]}: run 'weightserver verify'")
+            (partial / "lock.mdb").unlink(missing_ok=True)
+            sync(partial / "data.mdb")
+            sync(partial)
+            partial.replace(target)
+            sync(target.parent)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+@contextlib.contextmanager
 def _translated(directory: Path) -> Iterator[None]:
     """Turns LMDB's and the file system's errors into StorageError."""
     try:
@@ -237,12 +291,3 @@ def _lock(path: Path) -> int:
                 f"{path.parent} is served by another process: stop that one, or give this one a --data-dir of its own"
             ) from None
         return descriptor
-
-
-def _sync_directory(directory: Path) -> None:
-    """Makes the directory's entries survive a power loss."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

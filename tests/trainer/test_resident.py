@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from trainer.config import PRESETS
 from trainer.rows import ResidentRows
 from trainer.rows.slots import SlotMap
 from weightserver import FencedError, RowState, TableSpec, WeightClient
 from weightserver.initial import initial_rows
+from weightserver.plan import Workload, plan
 from weightserver.sharding import Int64Array
 
 SPEC = TableSpec(num_rows=500, dim=8, rows_per_block=7, weight_decay=0.01)
@@ -70,6 +72,21 @@ def make_store(watched: WatchedClient) -> Iterator[Any]:
     watched.may_write.set()
     for store in stores:
         store.close()
+
+
+def test_rows_and_bytes_are_as_planned(make_store: Any) -> None:
+    """By `weightserver plan`, which knows nothing of the trainer."""
+    preset = PRESETS["synthetic"][1]
+    for num_rows in (150_000, 10**6, 10**9):
+        (planned, _, _) = plan(Workload(num_rows=num_rows))["a trainer's memory, per rank"]
+        assert planned.value == preset.resident_rows(num_rows)
+    load = Workload(num_rows=500, dim=8, window_size=40, window_stride=5, num_negatives=40, batch_size=8)
+    (resident, num_bytes, _) = plan(load)["a trainer's memory, per rank"]
+    store = make_store(capacity=resident.value)
+    store.prefetch(np.arange(resident.value), step=0)
+    slots = store._slots
+    arrays = [store._weight, store._momentum_buffer, store._last_step, store._changed, slots.row, slots.last_announced]
+    assert sum(array.nbytes for array in [*arrays, slots._rows, slots._slots]) == num_bytes.value
 
 
 def rows(*numbers: int) -> Int64Array:

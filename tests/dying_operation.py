@@ -1,0 +1,38 @@
+"""A command of weightserver that kills itself with -9 behind a chosen call, in small pieces:
+python -m tests.dying_operation MODULE:NAME[.NAME] NUMBER COMMAND ARGUMENTS..."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from operator import attrgetter
+from typing import Any
+
+from weightserver import backup, reshard
+from weightserver.cli import main
+
+PIECE_BYTES = 2_000
+
+
+if __name__ == "__main__":
+    place, number = sys.argv[1:3]
+    module, _, path = place.partition(":")
+    owner: Any = importlib.import_module(module)
+    *owners, name = path.split(".")
+    if owners:
+        owner = attrgetter(".".join(owners))(owner)
+    original, calls = getattr(owner, name), 0
+
+    def dying(*arguments: Any, **options: Any) -> Any:
+        global calls
+        result = original(*arguments, **options)
+        calls += 1
+        if calls == int(number):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, dying)
+    backup.BATCH_BYTES = reshard.BATCH_BYTES = PIECE_BYTES  # type: ignore[attr-defined]
+    main(sys.argv[3:])

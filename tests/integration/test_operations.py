@@ -1,0 +1,631 @@
+"""Backups, lost shards, other numbers of shards, compacted directories: what the operator's commands make of rows."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.small_run import EVERY, NUM_IMAGES, ONLY_ROWS, losses, small_run
+from trainer.loop import train
+from weightserver import (
+    Checkpoint,
+    FencedError,
+    LocalCluster,
+    RowState,
+    StorageError,
+    TableMismatchError,
+    TableSpec,
+    WeightClient,
+)
+from weightserver import backup as backups
+from weightserver import reshard as resharding
+from weightserver import storage as storages
+from weightserver.backup import backup, read_backup
+from weightserver.cli import main
+from weightserver.initial import initial_rows
+from weightserver.inspect import inspect_directory
+from weightserver.shard import Shard
+from weightserver.sharding import Sharding
+from weightserver.storage import LmdbStorage
+
+SPEC = TableSpec(num_rows=1_000, dim=16, rows_per_block=7)
+ROWS = np.arange(SPEC.num_rows)
+NUM_STORED, STEPS = 334, 100
+
+Weightserver = Callable[..., tuple[int | str | None, str, str]]
+
+
+@pytest.fixture
+def weightserver(capsys: pytest.CaptureFixture[str]) -> Weightserver:
+    """Runs a command: its exit status, what it says, its complaint."""
+
+    def run(*arguments: object) -> tuple[int | str | None, str, str]:
+        with pytest.raises(SystemExit) as stopped:
+            main([str(argument) for argument in arguments])
+        return stopped.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that another process serves is waited for no longer."""
+    monkeypatch.setattr(storages, "_OWNER_SECONDS", 0.1)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one answer each, or a few blocks, instead of 64 MiB."""
+    monkeypatch.setattr(backups, "BATCH_BYTES", 2_000)
+    monkeypatch.setattr(resharding, "BATCH_BYTES", 2_000)
+
+
+def make_table(client: WeightClient) -> RowState:
+    """Checkpoint `one`, of NUM_STORED written rows, which this returns; `two` behind it, and more."""
+    client.create_table(SPEC)
+    client.extend_schedule(0, np.linspace(0.2, 0.1, STEPS, dtype=np.float32))
+    client.open_session("run")
+    push(client, 0, ROWS[:700:3])
+    push(client, 1, ROWS[:300:2])
+    client.checkpoint("one", step=2)
+    kept = client.fetch_state(ROWS)
+    push(client, 2, ROWS[200:900:5])
+    client.checkpoint("two", step=3)
+    push(client, 3, ROWS[::11])
+    return kept
+
+
+def push(client: WeightClient, step: int, rows: np.ndarray) -> None:
+    gradients = np.random.default_rng(step).standard_normal((len(rows), SPEC.dim)).astype(np.float32)
+    client.push_gradients(rows, gradients, step=step)
+
+
+def same(one: RowState, other: RowState) -> bool:
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in vars(one))
+
+
+def dies(place: str, number: int, *arguments: object) -> None:
+    """Runs a command that kills itself with -9 behind that call of that number."""
+    command = [sys.executable, "-m", "tests.dying_operation", place, str(number), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def assert_one_line(outcome: tuple[int | str | None, str, str], message: str) -> None:
+    status, _, error = outcome
+    assert (status, error.count("\n")) == (1, 1), error
+    assert message in error
+
+
+# ---- backup and restore
+
+
+def test_a_backup_is_one_checkpoint_while_training_goes_on(
+    weightserver: Weightserver, small_pieces: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All the while its rows are written over; once it is held its name is released, as trainers do."""
+    done, copy_shard = threading.Event(), backups._copy_shard
+    with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
+        kept = make_table(client)
+
+        def train_on() -> None:
+            for step in range(4, STEPS):
+                push(client, step, ROWS[step % 7 :: 3])
+                if done.is_set():
+                    return
+
+        def release_and_copy(*arguments: Any) -> Any:
+            if "one" in [known.name for known in client.checkpoints()]:
+                client.release("one")
+                push(client, 50, ROWS)
+            return copy_shard(*arguments)
+
+        monkeypatch.setattr(backups, "_copy_shard", release_and_copy)
+        training = threading.Thread(target=train_on)
+        training.start()
+        try:
+            with WeightClient(cluster.addresses) as operator:
+                made = backup(operator, tmp_path / "backup", checkpoint="one")
+        finally:
+            done.set()
+            training.join()
+        assert made.rows_stored == NUM_STORED
+        assert client.checkpoints() == [Checkpoint("two", 3)], "still held"
+        push(client, STEPS - 1, ROWS[:5])  # nobody was fenced
+        epoch = client.describe().epoch
+    assert made == read_backup(tmp_path / "backup")
+    assert len(made.shards[0]["files"]) == 2  # all blocks fit one answer of the shard
+    for shard in range(2):
+        status, said, _ = weightserver(
+            "restore", tmp_path / "backup", "--data-dir", tmp_path / f"new/shard-{shard}", "--shard", shard
+        )
+        assert status == 0
+        assert said.endswith("checkpoint one (step 2)\n")
+    with LocalCluster(2, tmp_path / "new") as cluster, WeightClient(cluster.addresses) as client:
+        info = client.describe()
+        assert (info.spec, info.run, info.epoch, info.clock, info.horizon) == (SPEC, "run", epoch, 2, STEPS)
+        assert info.rows_stored == NUM_STORED
+        assert client.checkpoints() == [Checkpoint("one", 2)]
+        assert same(client.fetch_state(ROWS), kept)
+        with pytest.raises(FencedError, match="open a session first"):
+            client.open_session("an old writer", join=epoch)
+        client.open_session("next")
+        push(client, 50, ROWS)
+        client.rollback("one")
+        assert same(client.fetch_state(ROWS), kept)
+
+
+def test_a_backup_of_a_large_table_is_small_and_ends(tmp_path: Path) -> None:
+    """Rows that nobody wrote take no space and no time, those written behind the checkpoint neither."""
+    spec = TableSpec(num_rows=10**9, dim=16)
+    with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
+        client.create_table(spec)
+        client.extend_schedule(0, np.full(5, 0.1))
+        client.open_session("run")
+        client.checkpoint("nothing", step=0)
+        client.push_gradients([7, 10**9 - 1], np.ones((2, 16), np.float32), step=0)
+        client.checkpoint("two rows", step=1)
+        assert backup(client, tmp_path / "nothing", checkpoint="nothing").rows_stored == 0
+        made = backup(client, tmp_path / "two")
+        assert (made.checkpoint, made.rows_stored) == ("two rows", 2)
+        assert made.num_bytes < 50_000
+        expected = client.fetch_state([7, 8, 10**9 - 1])
+    for name, stored in (("nothing", 0), ("two", 2)):
+        for shard in range(2):
+            backups.restore(tmp_path / name, tmp_path / f"{name}-new/shard-{shard}", shard=shard)
+        with LocalCluster(2, tmp_path / f"{name}-new") as cluster, WeightClient(cluster.addresses) as client:
+            assert client.describe().rows_stored == stored
+            state = client.fetch_state([7, 8, 10**9 - 1])
+            assert same(state, expected) == (stored == 2)
+            assert np.array_equal(state.weight[1:2], initial_rows(spec, np.array([8])))
+
+
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [
+        ("weightserver.client:pb.CopyCheckpointRequest", 1),  # while the shards are told to hold the checkpoint
+        ("weightserver.backup:write_whole", 3),  # in the first shard
+        ("weightserver.backup:_write_json", 2),  # before the checkpoint is let go
+        pytest.param("weightserver.backup:_write_json", 1, marks=pytest.mark.slow),  # before any shard holds it
+        pytest.param("weightserver.backup:_begin", 1, marks=pytest.mark.slow),  # before the first file
+        pytest.param("weightserver.backup:write_whole", 5, marks=pytest.mark.slow),  # in the second shard
+    ],
+)
+def test_a_killed_backup_goes_on(
+    place: str, number: int, weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+) -> None:
+    kept = make_table(client)
+    arguments = ["backup", *cluster.addresses, "--output", tmp_path / "backup"]
+    dies(place, number, *arguments, "--checkpoint", "one")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "backup").glob("shard-*/blocks-*.safetensors")}
+    if (tmp_path / "backup/manifest.json").exists():
+        assert_one_line(weightserver(*arguments), "holds a backup already, of 'one'")
+    else:
+        assert_one_line(
+            weightserver("restore", tmp_path / "backup", "--data-dir", tmp_path / "x", "--shard", 0),
+            "holds an unfinished backup: repeat its command",
+        )
+        assert_one_line(weightserver(*arguments, "--checkpoint", "two"), "a backup begun of 'one': give another")
+        push(client, 5, ROWS)
+        status, said, error = weightserver(*arguments)
+        assert status == 0, error
+        assert "of checkpoint one (step 2) of 2 shards" in said
+    assert [known.name for known in client.checkpoints()] == ["one", "two"], "the backup still holds one"
+    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
+    assert not list((tmp_path / "backup").rglob("*.partial"))
+    for shard in range(2):
+        backups.restore(tmp_path / "backup", tmp_path / f"new/shard-{shard}", shard=shard)
+    assert same(rows_in(targets_in(tmp_path / "new", 2)), kept)
+
+
+def test_a_backup_whose_checkpoint_went_away_says_so(
+    weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+) -> None:
+    make_table(client)
+    arguments = ["backup", *cluster.addresses, "--output", tmp_path / "backup"]
+    dies("weightserver.backup:write_whole", 3, *arguments, "--checkpoint", "two")
+    client.open_session("back")
+    client.rollback("one")
+    assert_one_line(
+        weightserver(*arguments), "cannot go on, its rows were rolled back or released: remove the directory"
+    )
+    assert client.checkpoints() == [Checkpoint("one", 2)]
+
+
+def test_backups_that_cannot_be(
+    weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+) -> None:
+    output = ["--output", tmp_path / "backup"]
+    assert_one_line(weightserver("backup", *cluster.addresses, *output), "there is no checkpoint on all shards")
+    make_table(client)
+    message = "there is no checkpoint 'three' on all shards, only ['one', 'two']"
+    assert_one_line(weightserver("backup", *cluster.addresses, *output, "--checkpoint", "three"), message)
+    assert not (tmp_path / "backup").exists()
+    (tmp_path / "file").write_text("")
+    assert_one_line(weightserver("backup", *cluster.addresses, "--output", tmp_path), "is not empty: give another")
+    assert_one_line(weightserver("release", "three", *cluster.addresses), "no shard has a checkpoint 'three'")
+    assert weightserver("release", "two", *cluster.addresses) == (0, "released two\n", "")
+    push(client, 10, ROWS[:3])  # a release fences nobody
+    assert client.checkpoints() == [Checkpoint("one", 2)]
+
+
+def test_restores_that_cannot_be(
+    weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+) -> None:
+    """A bad backup leaves nothing that could be served."""
+    make_table(client)
+    good = tmp_path / "backup"
+    backup(client, good)
+
+    def fails(message: str, *, source: Path = good, target: Path | None = None, shard: int = 0, more: Any = ()) -> None:
+        target = target or tmp_path / "new"
+        outcome = weightserver("restore", source, "--data-dir", target, "--shard", shard, *more)
+        assert_one_line(outcome, message)
+
+    fails("holds no backup", source=tmp_path)
+    fails("has shards 0..1, not 2", shard=2)
+    fails("is of 2 shards, not 3: restore all of them, then 'reshard'", more=["--num-shards", 3])
+    fails("is served by another process", target=cluster.directory / "shard-0")
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "notes").write_text("mine")
+    fails("is not empty", target=tmp_path / "used")
+    assert not (tmp_path / "new").exists()
+
+    def damaged(pattern: str, change: Callable[[bytearray], bytes]) -> Path:
+        copy = Path(shutil.copytree(good, tmp_path / f"damaged-{len(list(tmp_path.iterdir()))}"))
+        (path,) = copy.glob(pattern)
+        path.write_bytes(change(bytearray(path.read_bytes())))
+        return copy
+
+    def flipped(content: bytearray) -> bytes:
+        content[len(content) // 2] ^= 4
+        return content
+
+    fails("manifest.json is damaged", source=damaged("manifest.json", lambda content: content[:-5]))
+    fails(
+        "manifest.json is damaged (checksum)",
+        source=damaged("manifest.json", lambda content: content.replace(b'"epoch": ', b'"epoch": 9')),
+    )
+    fails("has format 2, this version reads 1", source=damaged("*.json", lambda c: c.replace(b't": 1', b't": 2', 1)))
+    assert not (tmp_path / "new").exists()
+    fails("is damaged or missing: use another backup", source=damaged("shard-0/blocks*", flipped))
+    command = [sys.executable, "-m", "weightserver", "serve", "--data-dir", str(tmp_path / "new"), "--num-shards", "2"]
+    refused = subprocess.run([*command, "--listen", "127.0.0.1:0"], capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert "is unfinished: repeat the 'restore' or 'reshard' that was stopped" in refused.stderr
+    backup(client, tmp_path / "other")
+    fails("was begun from something else: remove it, or finish that first", source=tmp_path / "other")
+    assert weightserver("restore", good, "--data-dir", tmp_path / "new", "--shard", 0)[0] == 0
+    fails("was restored from")
+    fails("holds a shard's data: give another directory", shard=1)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], RowState]:
+    """Every loss of a run, and its rows at the end."""
+    torch.set_num_threads(1)
+    with LocalCluster(2) as cluster, WeightClient(cluster.addresses) as client:
+        output = tmp_path_factory.mktemp("undisturbed") / "run"
+        train(run_on(cluster, output))
+        return losses(output), client.fetch_state(np.arange(NUM_IMAGES))
+
+
+def run_on(cluster: LocalCluster, output: Path, **changes: Any) -> Any:
+    return small_run(output, servers=",".join(cluster.addresses), encoder=ONLY_ROWS, **changes)
+
+
+def assert_goes_on(
+    cluster: LocalCluster, output: Path, undisturbed: tuple[list[float], RowState], **changes: Any
+) -> None:
+    """From a checkpoint to the end, as if nothing had happened."""
+    train(run_on(cluster, output, resume=True, **changes))
+    expected, state = undisturbed
+    assert losses(output) == expected
+    with WeightClient(cluster.addresses) as client:
+        assert same(client.fetch_state(np.arange(NUM_IMAGES)), state)
+
+
+@pytest.mark.parametrize("lost", [[1], [0, 1]], ids=["one shard", "all shards"])
+def test_lost_shards_are_restored_and_the_run_goes_on(
+    lost: list[int], undisturbed: tuple[list[float], RowState], weightserver: Weightserver, tmp_path: Path
+) -> None:
+    """The backup is of an older checkpoint than the newest; the other shards are rolled back to it."""
+    output, name = tmp_path / "run", f"step-{EVERY:012d}"
+    with LocalCluster(2, tmp_path / "servers") as cluster, WeightClient(cluster.addresses) as client:
+        train(run_on(cluster, output))
+        arguments = ["backup", *cluster.addresses, "--output", tmp_path / "backup", "--checkpoint", name]
+        assert weightserver(*arguments)[0] == 0
+        before = client.describe().epoch
+        with WeightClient(cluster.addresses) as old_writer:
+            old_writer.open_session("another", join=before)
+            for shard in lost:
+                cluster.processes[shard].kill()
+                cluster.processes[shard].wait()
+                data_dir = cluster.directory / f"shard-{shard}"
+                shutil.rmtree(data_dir)
+                restore = ["restore", tmp_path / "backup", "--data-dir", data_dir, "--shard", shard, "--num-shards", 2]
+                assert weightserver(*restore)[0] == 0
+                cluster.restart(shard)
+            assert [known.name for known in client.checkpoints()] == [name], "complete on all shards"
+            rows = np.arange(5, 10)  # of shard 1
+            with pytest.raises(FencedError, match="open a session first"):
+                old_writer.push_gradients(rows, np.ones((len(rows), 16), np.float32), step=30)
+        assert weightserver("rollback", name, *cluster.addresses, "--yes")[0] == 0
+        epochs = {shard.epoch for shard in client.describe().shards}
+        assert len(epochs) == 1
+        assert epochs.pop() > before
+        assert_goes_on(cluster, output, undisturbed)
+
+
+# ---- reshard
+
+
+Table = tuple[list[Path], RowState, RowState]
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Table]:
+    """By the number of shards: their directories, which nobody serves and tests leave as they are; the table's rows at
+    checkpoint `one`, and as they are now."""
+
+    @functools.cache
+    def made(num_shards: int) -> Table:
+        directory = tmp_path_factory.mktemp("table")
+        with LocalCluster(num_shards, directory) as cluster, WeightClient(cluster.addresses) as client:
+            return targets_in(directory, num_shards), make_table(client), client.fetch_state(ROWS)
+
+    return made
+
+
+def rows_in(directories: list[Path], *, checkpoint: str | None = None) -> RowState:
+    """All rows of the shards in these directories, which this process serves for the while."""
+    state = RowState(np.empty((1_000, 16), np.float32), np.empty((1_000, 16), np.float32), np.empty(1_000, np.int64))
+    for number, directory in enumerate(directories):
+        storage = LmdbStorage(directory)
+        shard = Shard(storage, shard=number, num_shards=len(directories))
+        assert shard.spec is not None
+        rows = Sharding(shard.spec.rows_per_block, len(directories)).rows_of_shard(number, 1_000)
+        for name in vars(state):
+            chunks = shard.fetch(rows, step=None, state=True, checkpoint=checkpoint)
+            getattr(state, name)[rows] = np.concatenate([getattr(chunk, name) for chunk in chunks])
+        storage.close()
+    return state
+
+
+def targets_in(directory: Path, num_shards: int) -> list[Path]:
+    return [directory / f"shard-{shard}" for shard in range(num_shards)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rows_per_block"), [(2, 3, 7), (3, 1, 7), (2, 2, 4), (3, 2, 1), (2, 1, 63)], ids=str
+)
+def test_resharded_rows_are_the_same(
+    old: int,
+    new: int,
+    rows_per_block: int,
+    small_pieces: None,
+    weightserver: Weightserver,
+    tables: Callable[[int], Table],
+    tmp_path: Path,
+) -> None:
+    sources, kept, _ = tables(old)
+    before = [inspect_directory(source) for source in sources]
+    targets = targets_in(tmp_path / "new", new)
+    command = ["reshard", "--source", *sources[::-1], "--target", *targets, "--checkpoint", "one"]
+    status, said, error = weightserver(*command, "--rows-per-block", rows_per_block)
+    assert status == 0, error
+    assert said == (
+        f"{old} shards became {new} with {NUM_STORED} rows of checkpoint one (step 2), {rows_per_block} in a block; "
+        "2 later updates stay behind\n"
+    )
+    assert [inspect_directory(source) for source in sources] == before
+    seen = [inspect_directory(target) for target in targets]
+    assert {(shard["spec"]["rows_per_block"], shard["clock"], shard["horizon"]) for shard in seen} == {
+        (rows_per_block, 2, STEPS)
+    }
+    assert sum(shard["rows_stored"] for shard in seen) == NUM_STORED
+    assert same(rows_in(targets), kept)
+    assert same(rows_in(targets, checkpoint="one"), kept)
+
+
+def test_resharding_the_rows_of_now(weightserver: Weightserver, tables: Callable[[int], Table], tmp_path: Path) -> None:
+    sources, _, now = tables(2)
+    targets = targets_in(tmp_path / "new", 3)
+    status, said, _ = weightserver("reshard", "--source", *sources, "--target", *targets, "--current")
+    assert (status, said.endswith("rows of step 4, 7 in a block; 0 later updates stay behind\n")) == (0, True)
+    assert same(rows_in(targets), now)
+    assert {tuple(inspect_directory(target)["checkpoints"]) for target in targets} == {()}
+
+
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [
+        ("weightserver.building:ShardBuilder.add", 20),  # halfway
+        ("weightserver.building:ShardBuilder.finish", 2),  # when two of three are finished
+        pytest.param("weightserver.building:ShardBuilder._begin", 2, marks=pytest.mark.slow),
+        pytest.param("weightserver.building:ShardBuilder.add", 4, marks=pytest.mark.slow),  # between two directories
+        pytest.param("weightserver.reshard:_Resharding.fill", 1, marks=pytest.mark.slow),
+        pytest.param("weightserver.building:ShardBuilder.finish", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_reshard_goes_on(
+    place: str, number: int, weightserver: Weightserver, tables: Callable[[int], Table], tmp_path: Path
+) -> None:
+    sources, kept, _ = tables(2)
+    targets = targets_in(tmp_path / "new", 3)
+    command = ["reshard", "--source", *sources, "--target", *targets, "--rows-per-block", 5]
+    dies(place, number, *command, "--checkpoint", "one")
+    if place.endswith(("add", "fill")):
+        assert all("unfinished" in inspect_directory(target) for target in targets)
+        other = [*command, "--checkpoint", "two"]
+        assert_one_line(weightserver(*other), "was begun from something else: remove it, or finish that first")
+    if place.endswith("finish"):  # one of those that are finished is used already
+        changed = LmdbStorage(targets[0])
+        with changed.write() as txn:
+            content = bytearray(txn.newest_block(0) or b"")
+            content[-1] ^= 1
+            txn.put_block(0, 1, content)
+        changed.close()
+    status, said, error = weightserver(*command, "--checkpoint", "one")
+    assert status == 0, error
+    assert f"2 shards became 3 with {NUM_STORED} rows of checkpoint one (step 2), 5 in a block" in said
+    assert same(rows_in(targets, checkpoint="one"), kept)
+    assert weightserver(*command, "--checkpoint", "one")[:2] == (0, said), "it is done, and nothing is changed"
+    if place.endswith("finish"):
+        assert inspect_directory(targets[0])["blocks_by_generation"]["1"] == 1
+
+
+def test_a_reshard_that_lost_or_changed_a_row_is_noticed(
+    small_pieces: None, tables: Callable[[int], Table], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources, _, _ = tables(2)
+    converted = resharding._Resharding._converted
+
+    def without(work: Any, first: int) -> Iterator[tuple[int, bytearray]]:
+        yield from (found for found in converted(work, first) if found[0] != 4)
+
+    def changed(work: Any, first: int) -> Iterator[tuple[int, bytearray]]:
+        codec = resharding.BlockCodec(work.new)
+        for number, block in converted(work, first):
+            if number == 4:
+                codec.views(block).momentum_buffer[2, 3] += 1
+                codec.seal(4, block)
+            yield number, block
+
+    for name, fault in (("without", without), ("changed", changed)):
+        monkeypatch.setattr(resharding._Resharding, "_converted", fault)
+        targets = targets_in(tmp_path / name, 3)
+        with pytest.raises(StorageError, match=r"shard-1: block 4 is not what .* holds: remove the new directories"):
+            resharding.reshard(sources, targets, checkpoint="one")
+        assert all("unfinished" in inspect_directory(target) for target in targets)
+
+
+def test_a_run_goes_on_with_other_shards(
+    undisturbed: tuple[list[float], RowState], weightserver: Weightserver, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    with LocalCluster(2, tmp_path / "old") as cluster:
+        train(run_on(cluster, output))
+    command = ["reshard", "--source", *sorted((tmp_path / "old").glob("shard-*/")), "--rows-per-block", 8]
+    assert weightserver(*command, "--target", *targets_in(tmp_path / "new", 3))[0] == 0
+    with LocalCluster(3, tmp_path / "new") as cluster:
+        with pytest.raises(TableMismatchError, match="holds another table"):
+            train(run_on(cluster, output, resume=True))
+        assert_goes_on(cluster, output, undisturbed, rows_per_block=8)
+
+
+def test_reshards_that_cannot_be(
+    weightserver: Weightserver, cluster: LocalCluster, tables: Callable[[int], Table], tmp_path: Path
+) -> None:
+    sources, _, _ = tables(2)
+    targets = targets_in(tmp_path / "new", 3)
+    (tmp_path / "empty").mkdir()
+
+    def fails(message: str, source: list[Path] = sources, target: list[Path] = targets, more: Any = ()) -> None:
+        assert_one_line(weightserver("reshard", "--source", *source, "--target", *target, *more), message)
+
+    fails("is of a cluster of 2 shards, 1 were given: give all", source=sources[:1])
+    fails("a directory is given twice", source=[sources[0], sources[0]])
+    shutil.copytree(sources[0], tmp_path / "copy")
+    fails("two directories hold the same shard of 2", source=[sources[0], tmp_path / "copy"])
+    fails("a directory is given twice", target=sources)
+    fails("holds no weight server data", source=[tmp_path / "empty", sources[1]])
+    fails("is served by another process", source=[cluster.directory / "shard-0", sources[1]])
+    fails("there is no checkpoint 'three' on all shards, only ['one', 'two']", more=["--checkpoint", "three"])
+    fails("rows_per_block must lie in 1..2048, got 0", more=["--rows-per-block", 0])
+    other = [Path(shutil.copytree(source, tmp_path / source.name)) for source in sources]
+    fails("holds a shard's data: give another directory", target=other)
+    assert not (tmp_path / "new").exists()
+    storage = LmdbStorage(other[1])
+    with storage.write() as txn:
+        txn.put("meta", b"spec", json.dumps(asdict(replace(SPEC, dim=8))).encode())
+    storage.close()
+    fails("hold different tables: give those of one", source=[sources[0], other[1]])
+
+
+# ---- compact
+
+
+def test_a_compacted_directory_holds_the_same_in_less_space(weightserver: Weightserver, tmp_path: Path) -> None:
+    with LocalCluster(1, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
+        make_table(client)
+        for step in range(5, 12):
+            client.checkpoint(f"step {step}", step=step)
+            push(client, step, ROWS)
+        client.rollback("two")
+        kept, early = client.fetch_state(ROWS), client.fetch_state(ROWS, checkpoint="one")
+    source, target = tmp_path / "old/shard-0", tmp_path / "new/shard-0"
+    before = inspect_directory(source)
+    status, said, error = weightserver("compact", source, "--output", target)
+    assert status == 0, error
+    after = inspect_directory(target)
+    assert said == f"{source} takes {before['disk_bytes']} bytes, {target} {after['disk_bytes']}\n"
+    assert after["disk_bytes"] < 0.5 * before["disk_bytes"]
+    assert after | {"disk_bytes": 0, "directory": ""} == before | {"disk_bytes": 0, "directory": ""}
+    assert inspect_directory(source) == before
+    with LocalCluster(1, tmp_path / "new") as cluster, WeightClient(cluster.addresses) as client:
+        assert same(client.fetch_state(ROWS), kept)
+        assert same(client.fetch_state(ROWS, checkpoint="one"), early)
+        client.open_session("next")
+        push(client, 20, ROWS)
+        assert_one_line(weightserver("compact", target, "--output", tmp_path / "x"), "is served by another process")
+    assert_one_line(weightserver("compact", source, "--output", target), "is not empty: give another directory")
+    assert_one_line(weightserver("compact", tmp_path, "--output", tmp_path / "x"), "holds no weight server data")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_killed_compact_leaves_nothing_in_the_way(
+    weightserver: Weightserver, tables: Callable[[int], Table], tmp_path: Path
+) -> None:
+    (source, _), _, _ = tables(2)
+    target = tmp_path / "new/shard-0"
+    dies("weightserver.storage:sync", 1, "compact", source, "--output", target)
+    assert not target.exists()
+    assert weightserver("compact", source, "--output", target)[0] == 0
+    assert [path.name for path in target.parent.iterdir()] == ["shard-0"]
+    assert inspect_directory(target)["rows_stored"] == inspect_directory(source)["rows_stored"]
+
+
+# ---- rolling restart
+
+
+def test_shards_are_restarted_in_turn_while_a_run_trains(
+    undisturbed: tuple[list[float], RowState], tmp_path: Path
+) -> None:
+    """SIGTERM, the shard drains and ends, another process serves its directory."""
+    output, restarts = tmp_path / "run", []
+    with LocalCluster(2, tmp_path / "servers") as cluster:
+
+        def restart_all() -> None:
+            for number in range(2):
+                metrics = output / "metrics.jsonl"
+                while not metrics.exists() or metrics.read_text().count("\n") < 12 * number + 4:
+                    time.sleep(0.002)
+                ended = cluster.processes[number]
+                cluster.restart(number)
+                restarts.append((ended.returncode, len(metrics.read_text().splitlines())))
+
+        operator = threading.Thread(target=restart_all)
+        operator.start()
+        train(run_on(cluster, output))
+        operator.join()
+        with WeightClient(cluster.addresses) as client:
+            state = client.fetch_state(np.arange(NUM_IMAGES))
+    assert [code for code, _ in restarts] == [0, 0], "a shard did not end well"
+    assert restarts[-1][1] < len(undisturbed[0]), "the run was over before"
+    assert losses(output) == undisturbed[0]
+    assert same(state, undisturbed[1])

@@ -1,0 +1,111 @@
+"""Planned figures beside measured ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weightserver.cli import main
+from weightserver.plan import Workload, plan
+
+RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results"
+
+
+def measured(name: str) -> dict[str, Any]:
+    results: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())["results"]
+    return results
+
+
+def planned(part: str, name: str, **load: Any) -> float:
+    (value,) = (figure.value for figure in plan(Workload(**load))[part] if figure.name == name)
+    return value
+
+
+IMAGENET = {
+    "num_rows": 1_281_167,
+    "num_negatives": 65_536,
+    "batch_size": 512,
+    "window_size": 131_072,
+    "window_stride": 16_384,
+}
+
+
+@pytest.mark.parametrize("rows", ["resident", "remote"])
+def test_bytes_on_the_wire_are_as_measured(rows: str) -> None:
+    expected = measured("wire")[rows]["bytes_per_step"]
+    assert planned("on the wire", f"{rows}: bytes both ways", **IMAGENET) == pytest.approx(expected, rel=0.05)
+
+
+def test_rows_on_the_wire_are_as_measured() -> None:
+    moved = planned("on the wire", "resident: rows fetched, and as many written", **IMAGENET)
+    assert 2 * moved == pytest.approx(measured("wire")["resident"]["rows_per_step"], rel=0.05)
+
+
+def test_bytes_on_disk_are_as_measured() -> None:
+    """Ten million rows written once; and passes over a small table, three checkpoints kept: the window of 32,768 rows
+    moves by 8,192 a write, and at every fourth there is a checkpoint, at which the window is written too; or not."""
+    stored = planned("rows on disk, all shards", "all N rows, expected", num_rows=10_000_000, checkpoint_every=0)
+    assert stored == pytest.approx(measured("checkpoints")["sizes"]["10000000"]["disk_bytes"], rel=0.05)
+    load = {
+        "num_rows": 300_000,
+        "window_size": 32_768,
+        "window_stride": 8_192,
+        "num_negatives": 1,
+        "batch_size": 32_768,
+    }
+    runs = measured("checkpoints")["long_runs"]
+    for name, checkpoint_every in (("rows leave, window flushed", 4), ("rows leave", 10**9)):
+        stored = planned("rows on disk, all shards", "all N rows, expected", **load, checkpoint_every=checkpoint_every)
+        assert stored == pytest.approx(max(runs[name]["disk_bytes"]), rel=0.05)
+        most = planned("rows on disk, all shards", "all N rows, at most", **load, checkpoint_every=checkpoint_every)
+        assert most > max(runs[name]["disk_bytes"])
+
+
+def test_bytes_of_the_head_are_as_measured() -> None:
+    expected = measured("head")["any"]["tensor_bytes"]
+    assert planned("a trainer's memory, per rank", "the head's tensors", **IMAGENET) == pytest.approx(
+        expected, rel=0.05
+    )
+
+
+def test_shards_and_ranks_share() -> None:
+    for part, figures in plan(Workload(**IMAGENET)).items():
+        for figure in figures:
+            shared = planned(part, figure.name, **IMAGENET, num_shards=4, num_ranks=4)
+            divided = part == "a trainer's memory, per rank" or "shards" in figure.formula
+            if figure.name in ("resident rows", "memory: tables of the schedule"):
+                divided = False
+            assert shared == pytest.approx(figure.value / 4 if divided else figure.value), figure.name
+
+
+BAD = {
+    "--num-rows=0": "--num-rows must be at least 1, got 0",
+    "--window-size=8": "--window-size must be in S..N, got 8",
+    "--num-negatives=2000000": "--num-negatives must be at most N, got 2000000",
+    "--steps-per-second=0": "--steps-per-second must be positive and finite, got 0.0",
+    "--rows-per-block=0": "rows_per_block must lie in 1..2048, got 0",
+    "--checkpoint-every=-1": "--checkpoint-every must be 0 or more, got -1",
+}
+
+
+@pytest.mark.parametrize("option", BAD)
+def test_plans_that_cannot_be(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "--num-rows", "1000000", option])
+    assert stopped.value.code == 1
+    assert capsys.readouterr().err == f"weightserver plan: {BAD[option]}\n"
+
+
+def test_the_command_line_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--num-rows", "1281167", "--json"])
+    (wire,) = (f for f in json.loads(capsys.readouterr().out)["on the wire"] if f["name"] == "remote: bytes both ways")
+    assert wire["value"] == 2 * 65_536 * (4 * 128 + 8)
+    with pytest.raises(SystemExit):
+        main(["plan", "--num-rows", "1000000000", "--steps-per-second", "10"])
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = (line for line in lines if "all N rows, without checkpoints" in line)
+    assert line.endswith("1.04 TB   ceil(N/r) · pages")

@@ -1,0 +1,315 @@
+"""Backups of a checkpoint of running shards, as a directory of files, and shards made from one.
+
+    manifest.json           what the table is, which checkpoint, and the size and SHA-256 of every file; written last
+    shard-K/
+      schedule.safetensors  learning_rates float32 [horizon]
+      blocks-A-B.safetensors
+                            the stored blocks with A ≤ number < B: number int64 [n], content uint8 [n, block bytes],
+                            byte by byte as blocks.py tells, with their checksums; rows nobody wrote are in none
+
+All shards' rows are those of one checkpoint. While it is read it is kept under a second name, `backup-…`, so that
+training may go on and release the first. A backup that was stopped goes on where it was, from `unfinished.json`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from weightserver import __version__
+from weightserver._generated import weight_server_pb2 as pb
+from weightserver.blocks import BlockCodec
+from weightserver.building import BATCH_BYTES, ShardBuilder, TableState
+from weightserver.client import WeightClient
+from weightserver.config import TableSpec
+from weightserver.errors import ClusterError, NoTableError, StorageError
+from weightserver.files import require_empty, sha256, write_whole
+from weightserver.records import HELD_PREFIX, chosen_checkpoint
+from weightserver.wire import Float32Array, float32_from_bytes, spec_digest
+
+_FORMAT = 1
+_MANIFEST, _UNFINISHED, _SCHEDULE = "manifest.json", "unfinished.json", "schedule.safetensors"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Backup:
+    """What a backup is of, as its manifest tells."""
+
+    checkpoint: str
+    step: int
+    run: str
+    epoch: int
+    spec: TableSpec
+    held_as: str
+    """The checkpoint's second name while the backup was made."""
+    version: str
+    """Of the software that made it."""
+    created: str
+    shards: tuple[dict[str, Any], ...]
+    """For each its clock, rows_stored, and its files: name -> bytes, sha256."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file["bytes"] for shard in self.shards for file in shard["files"].values())
+
+    @property
+    def rows_stored(self) -> int:
+        return sum(shard["rows_stored"] for shard in self.shards)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that it says."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+
+def backup(client: WeightClient, directory: Path, *, checkpoint: str | None = None) -> Backup:
+    """Copies a checkpoint that all shards keep, the newest by default, to `directory`, which is new or holds one begun.
+
+    Raises:
+        ValueError: the directory holds something else. NoTableError: there is no such checkpoint, or no longer.
+        StorageError: a block is damaged.
+    """
+    if (directory / _MANIFEST).exists():
+        made = read_backup(directory)
+        _release(client, made.held_as)
+        raise ValueError(f"{directory} holds a backup already, of {made.checkpoint!r}: give another directory")
+    begun = _begin(client, directory, checkpoint)
+    info, spec = client.describe(), client.describe().spec
+    shards = []
+    for shard in range(len(info.shards)):
+        copied = _copy_shard(client, directory / f"shard-{shard}", shard, spec, begun["held_as"])
+        shards.append(copied)
+        _log.info("shard %d: %d rows in %d files", shard, copied["rows_stored"], len(copied["files"]))
+    made = Backup(
+        **begun,
+        run=info.run,
+        epoch=info.epoch,
+        spec=spec,
+        version=__version__,
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        shards=tuple(shards),
+    )
+    _write_json(directory / _MANIFEST, {"format": _FORMAT, "sha256": made.digest, "backup": asdict(made)})
+    (directory / _UNFINISHED).unlink()
+    _release(client, made.held_as)
+    return made
+
+
+def read_backup(directory: Path) -> Backup:
+    """The manifest of a finished backup.
+
+    Raises:
+        ValueError: there is none, it is damaged, or of another format.
+    """
+    path = directory / _MANIFEST
+    if not path.exists():
+        what = "an unfinished backup: repeat its command" if (directory / _UNFINISHED).exists() else "no backup"
+        raise ValueError(f"{directory} holds {what}")
+    try:
+        stored = json.loads(path.read_text())
+        if stored["format"] != _FORMAT:
+            raise ValueError(
+                f"{directory} has format {stored['format']}, this version reads {_FORMAT}: use the one that made it"
+            )
+        fields = stored["backup"]
+        made = Backup(**fields | {"spec": TableSpec(**fields["spec"]), "shards": tuple(fields["shards"])})
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): use another backup") from None
+    if made.digest != stored["sha256"]:
+        raise ValueError(f"{path} is damaged (checksum): use another backup")
+    return made
+
+
+def restore(directory: Path, data_dir: Path, *, shard: int, num_shards: int | None = None) -> Backup:
+    """Makes the new directory `data_dir` of shard `shard` from a backup; one that was stopped goes on.
+
+    The shard keeps the rows under the checkpoint's name too, so that `rollback` takes the others of its cluster there,
+    and waits for a new session: nobody who wrote before goes on.
+
+    Raises:
+        ValueError: it is no such backup, or `data_dir` is not empty. StorageError: a file is damaged.
+    """
+    made = read_backup(directory)
+    if num_shards not in (None, len(made.shards)):
+        raise ValueError(
+            f"{directory} is of {len(made.shards)} shards, not {num_shards}: restore all of them, then 'reshard'"
+        )
+    if not 0 <= shard < len(made.shards):
+        raise ValueError(f"{directory} has shards 0..{len(made.shards) - 1}, not {shard}")
+    source, files, clock = directory / f"shard-{shard}", made.shards[shard]["files"], made.shards[shard]["clock"]
+    pieces = _in_order(source, [name for name in files if name != _SCHEDULE])
+    if (pieces[-1][1] if pieces else 0) != made.spec.num_blocks:
+        raise StorageError(f"{source} lacks files: use another backup")
+    origin = {"backup": made.digest}
+    with ShardBuilder(data_dir, shard=shard, num_shards=len(made.shards), origin=origin) as builder:
+        if builder.finished:
+            raise ValueError(f"{data_dir} was restored from {directory} before: give another directory")
+        codec = BlockCodec(made.spec)
+        for _, end, path in pieces:
+            if end > builder.next_block:
+                builder.add(_blocks(path, files[path.name], codec), next_block=end)
+        rates = _load(source / _SCHEDULE, files[_SCHEDULE])["learning_rates"]
+        kept = (made.checkpoint, made.step)
+        table = TableState(made.spec, rates, epoch=made.epoch, run=made.run, clock=clock, checkpoint=kept)
+        builder.finish(table, rows_stored=made.shards[shard]["rows_stored"])
+    return made
+
+
+# ---- keeping the checkpoint meanwhile
+
+
+def _begin(client: WeightClient, directory: Path, checkpoint: str | None) -> dict[str, Any]:
+    """Checkpoint, step and second name of the backup begun in `directory`, which all shards keep now."""
+    path = directory / _UNFINISHED
+    if path.exists():
+        begun: dict[str, Any] = json.loads(path.read_text())
+        if checkpoint not in (None, begun["checkpoint"]):
+            raise ValueError(f"{directory} holds a backup begun of {begun['checkpoint']!r}: give another directory")
+        if _is_kept(client, begun):
+            return begun
+        if any(directory.glob("shard-*/blocks-*")):
+            raise NoTableError(
+                f"the backup begun in {directory} cannot go on, its rows were rolled back or released: remove the "
+                "directory and begin anew"
+            )
+        _release(client, begun["held_as"])  # it was stopped between two shards
+        checkpoint = begun["checkpoint"]
+    else:
+        require_empty(directory)
+    name, step = chosen_checkpoint(checkpoint, {kept.name: kept.step for kept in client.checkpoints()})
+    begun = {"checkpoint": name, "step": step, "held_as": f"{HELD_PREFIX}{os.urandom(4).hex()}"}
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_json(path, begun)
+    _join(client)
+    client.copy_checkpoint(name, begun["held_as"])
+    if not _is_kept(client, begun):  # a run that began anew has taken the name for another step
+        raise NoTableError(f"checkpoint {name!r} was replaced meanwhile: repeat the command")
+    return begun
+
+
+def _is_kept(client: WeightClient, begun: dict[str, Any]) -> bool:
+    return any((kept.name, kept.step) == (begun["held_as"], begun["step"]) for kept in client.checkpoints())
+
+
+def _join(client: WeightClient) -> None:
+    """As one more writer of the newest session, which fences nobody."""
+    client.open_session("backup", join=client.describe().epoch)
+
+
+def _release(client: WeightClient, name: str) -> None:
+    """Where any shard still keeps it."""
+    if any(kept.name == name for shard in client.describe().shards for kept in shard.checkpoints):
+        _join(client)
+        client.release(name)
+
+
+# ---- one shard's files
+
+
+def _copy_shard(client: WeightClient, directory: Path, shard: int, spec: TableSpec, name: str) -> dict[str, Any]:
+    """Copies what is not there yet, and tells of all: see `Backup.shards`."""
+    directory.mkdir(exist_ok=True)
+    described = {kept.name: kept for kept in client.call_shard(shard, "Describe", pb.DescribeRequest()).checkpoints}
+    if name not in described:
+        raise NoTableError(f"shard {shard} keeps the checkpoint no longer: begin anew in another directory")
+    kept = described[name]
+    if not (directory / _SCHEDULE).exists():
+        rates = _schedule(client, shard)
+        write_whole(directory / _SCHEDULE, lambda path: save_file({"learning_rates": rates}, path))
+    codec, request = BlockCodec(spec), pb.ReadBlocksRequest(checkpoint=name, table=spec_digest(spec))
+    pieces = _in_order(directory, [path.name for path in directory.glob("blocks-*.safetensors")])
+    first = pieces[-1][1] if pieces else 0
+    while first < spec.num_blocks:
+        blocks, end = _read_piece(client, shard, request, first, codec, spec.num_blocks)
+        columns = {
+            "number": np.array([block.number for block in blocks], np.int64),
+            "content": np.frombuffer(b"".join(block.content for block in blocks), np.uint8).reshape(
+                len(blocks), codec.num_bytes
+            ),
+        }
+        path = directory / f"blocks-{first:015d}-{end:015d}.safetensors"
+        write_whole(path, lambda partial, columns=columns: save_file(columns, partial))  # type: ignore[misc]
+        pieces.append((first, end, path))
+        first = end
+    rows_stored = sum(codec.num_written(content) for _, _, path in pieces for content in load_file(path)["content"])
+    if rows_stored != kept.rows_stored:
+        raise ClusterError(f"shard {shard} sent {rows_stored} of the {kept.rows_stored} rows of {name!r}")
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        for path in [directory / _SCHEDULE, *(path for _, _, path in pieces)]
+    }
+    return {"clock": kept.clock, "rows_stored": rows_stored, "files": files}
+
+
+def _schedule(client: WeightClient, shard: int) -> Float32Array:
+    parts = [np.zeros(0, np.float32)]
+    while True:
+        request = pb.ReadScheduleRequest(start_step=sum(map(len, parts)))
+        part = float32_from_bytes(client.call_shard(shard, "ReadSchedule", request).learning_rates, "learning_rates")
+        if not len(part):
+            return np.concatenate(parts)
+        parts.append(part)
+
+
+def _read_piece(
+    client: WeightClient, shard: int, request: pb.ReadBlocksRequest, first: int, codec: BlockCodec, num_blocks: int
+) -> tuple[list[pb.Block], int]:
+    """Stored blocks from number `first` on, enough for a file, and the number that they end before."""
+    blocks: list[pb.Block] = []
+    while first < num_blocks and len(blocks) * codec.num_bytes < BATCH_BYTES:
+        request.first_block = first
+        answer = client.call_shard(shard, "ReadBlocks", request)
+        for block in answer.blocks:
+            codec.check(block.number, block.content)
+        blocks += answer.blocks
+        first = answer.next_block or num_blocks
+    return blocks, first
+
+
+def _in_order(directory: Path, names: list[str]) -> list[tuple[int, int, Path]]:
+    """(first block, end, path) of files of blocks, which follow one another from block 0 on."""
+    pieces, expected = [], 0
+    for name in sorted(names):
+        first, end = map(int, name.removesuffix(".safetensors").split("-")[1:])
+        if first != expected:
+            raise StorageError(f"{directory} lacks a file before {name}: use another backup")
+        pieces.append((first, end, directory / name))
+        expected = end
+    return pieces
+
+
+def _blocks(path: Path, entry: dict[str, Any], codec: BlockCodec) -> Iterator[tuple[int, bytes]]:
+    """The blocks of a file, checked."""
+    columns = _load(path, entry)
+    for number, content in zip(columns["number"].tolist(), columns["content"], strict=True):
+        block = content.tobytes()
+        codec.check(number, block)
+        yield number, block
+
+
+def _load(path: Path, entry: dict[str, Any]) -> dict[str, Any]:
+    """The arrays of a file that is what the manifest says."""
+    if not path.exists() or path.stat().st_size != entry["bytes"] or sha256(path) != entry["sha256"]:
+        raise StorageError(f"{path} is damaged or missing: use another backup")
+    try:
+        arrays: dict[str, Any] = load_file(path)
+    except SafetensorError as error:
+        raise StorageError(f"{path} cannot be read ({error}): use another backup") from None
+    return arrays
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    write_whole(path, lambda partial: partial.write_text(json.dumps(value, indent=2) + "\n"))

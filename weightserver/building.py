@@ -1,0 +1,148 @@
+"""A shard's directory in the making, filled from elsewhere: what `restore` and `reshard` write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from weightserver.blocks import BlockCodec
+from weightserver.config import TableSpec
+from weightserver.errors import StorageError
+from weightserver.files import require_empty
+from weightserver.records import FORMAT, Checkpoint, State, get_json, put_json, write_schedule, write_state
+from weightserver.sharding import Sharding
+from weightserver.storage import LmdbStorage, Transaction
+from weightserver.wire import Float32Array
+
+BATCH_BYTES = 64 << 20
+"""Blocks that are written in one transaction."""
+_OWN_FILES = frozenset({"data.mdb", "lock.mdb", "owner.lock", "lost+found"})
+
+
+@dataclass(frozen=True)
+class TableState:
+    """What the shards of a new cluster begin with, beside their rows."""
+
+    spec: TableSpec
+    learning_rates: Float32Array
+    epoch: int
+    """The newest session's; nobody writes before a newer one is opened."""
+    run: str
+    clock: int
+    checkpoint: tuple[str, int] | None
+    """Name and step under which the rows are kept."""
+
+
+class ShardBuilder:
+    """Fills a directory with the blocks of one shard; a context manager.
+
+    What was done is recorded in the directory, in the transaction that did it: a build that was killed goes on where it
+    was. `serve` refuses the directory until it is finished.
+
+    Args:
+        origin: what the blocks come from, as JSON; a build goes on only from the same.
+
+    Raises:
+        ValueError, StorageError: the directory holds anything else, or another process uses it.
+    """
+
+    def __init__(self, directory: Path, *, shard: int, num_shards: int, origin: dict[str, Any]) -> None:
+        self.directory = directory
+        self.shard = shard
+        self._num_shards = num_shards
+        self._origin = {**origin, "shard": shard, "num_shards": num_shards}
+        require_empty(directory, but=_OWN_FILES)
+        self._storage = LmdbStorage(directory)
+        try:
+            with self._storage.write() as txn:
+                self._begin(txn)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, txn: Transaction) -> None:
+        identity, build = get_json(txn, "identity"), get_json(txn, "build")
+        self.finished = identity is not None and "unfinished" not in identity
+        self.next_block = 0
+        """Blocks below it are there."""
+        if build is not None and build["origin"] == self._origin:
+            self.next_block = build["next_block"]
+        elif identity is not None and not self.finished:
+            raise StorageError(f"{self.directory} was begun from something else: remove it, or finish that first")
+        elif identity is not None or txn.next_block(0) is not None:
+            raise StorageError(f"{self.directory} holds a shard's data: give another directory")
+        else:
+            put_json(txn, "identity", self._identity | {"unfinished": True})
+            self._record(txn, 0)
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        return {"format": FORMAT, "shard": self.shard, "num_shards": self._num_shards}
+
+    def _record(self, txn: Transaction, next_block: int) -> None:
+        put_json(txn, "build", {"origin": self._origin, "next_block": next_block})
+
+    def add(self, blocks: Iterable[tuple[int, bytearray | bytes]], *, next_block: int) -> None:
+        """Stores sealed blocks; all below `next_block` are there then. The same again changes nothing."""
+        with self._storage.write() as txn:
+            for number, content in blocks:
+                txn.put_block(number, 0, content)
+            self._record(txn, next_block)
+        self.next_block = next_block
+
+    def read(self) -> AbstractContextManager[Transaction]:
+        """A snapshot of what is there."""
+        return self._storage.read()
+
+    def finish(self, table: TableState, *, rows_stored: int) -> None:
+        """Reads all blocks back, and makes the directory one that can be served.
+
+        Raises:
+            StorageError: a block is not what was sealed, belongs to another shard, or they do not hold so many rows.
+        """
+        codec, sharding = BlockCodec(table.spec), Sharding(table.spec.rows_per_block, self._num_shards)
+        num_found = 0
+        with self._storage.write() as txn:
+            block = txn.next_block(0)
+            while block is not None:
+                content = txn.newest_block(block)
+                assert content is not None
+                codec.check(block, content)
+                if sharding.shard_of_block(block) != self.shard:
+                    raise StorageError(f"{self.directory}: block {block} belongs to another shard")
+                num_found += codec.num_written(content)
+                block = txn.next_block(block + 1)
+            if num_found != rows_stored:
+                raise StorageError(f"{self.directory} holds {num_found} rows, not {rows_stored}: begin anew")
+            checkpoints: tuple[Checkpoint, ...] = ()
+            if table.checkpoint is not None:
+                name, step = table.checkpoint
+                checkpoints = (Checkpoint(name, step, generation=0, clock=table.clock, rows_stored=rows_stored),)
+            state = State(
+                epoch=table.epoch,
+                run=table.run,
+                clock=table.clock,
+                rows_stored=rows_stored,
+                generation=len(checkpoints),
+                checkpoints=checkpoints,
+            )
+            put_json(txn, "spec", asdict(table.spec))
+            write_schedule(txn, 0, table.learning_rates)
+            write_state(txn, state)
+            put_json(txn, "identity", self._identity)
+        self.finished = True
+
+    def close(self) -> None:
+        self._storage.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
