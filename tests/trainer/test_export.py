@@ -1,0 +1,75 @@
+"""Exported rows name the images that they belong to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.small_run import EVERY, NUM_IMAGES, ONLY_ROWS, small_run
+from trainer.export import main
+from trainer.loop import train
+from trainer.schedule import RowOrder, VisitSchedule
+from weightserver import LocalCluster, TableSpec, WeightClient
+
+
+def export(*arguments: object) -> int | str | None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["rows", *map(str, arguments)])
+    return stopped.value.code
+
+
+def test_rows_are_exported_with_their_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.set_num_threads(1)
+    run, steps = tmp_path / "run", EVERY + 2
+    train(small_run(run, steps=steps, order_seed=11, encoder=ONLY_ROWS))
+    assert export(run, "--output", tmp_path / "out", "--format", "npz") == 0
+    assert capsys.readouterr().out.endswith(f"wrote 1 files to {tmp_path / 'out'}\n")
+    (path,) = (tmp_path / "out").iterdir()
+    file = np.load(path)
+    assert np.array_equal(file["row"], np.arange(NUM_IMAGES))
+    assert np.array_equal(file["image"], RowOrder(NUM_IMAGES, 11).images(file["row"]))
+    assert np.array_equal(np.sort(file["image"]), np.arange(NUM_IMAGES))
+    # a row that was visited has moved by a gradient, and its image is the one that was seen then
+    visited = VisitSchedule(num_rows=NUM_IMAGES, window_size=96, window_stride=24, seed=0).visits(0, 16 * steps)
+    seen = RowOrder(NUM_IMAGES, 11).images(visited)
+    of_image = file["weight"][np.argsort(file["image"])]
+    with LocalCluster(2, run / "servers") as cluster, WeightClient(cluster.addresses) as client:
+        for image, row in zip(seen[:50], visited[:50], strict=True):
+            assert np.array_equal(of_image[image], client.fetch([row], step=steps)[0])
+        servers = ["--servers", ",".join(cluster.addresses)]
+        name = f"step-{EVERY:012d}"
+        assert export(run, "--output", tmp_path / "kept", "--checkpoint", name, "--rows", "7:19", *servers) == 0
+        (path,) = (tmp_path / "kept").iterdir()
+        with safe_open(path, "np") as kept:
+            assert np.array_equal(kept.get_tensor("image"), RowOrder(NUM_IMAGES, 11).images(np.arange(7, 19)))
+            rows = client.fetch(np.arange(7, 19), step=EVERY, checkpoint=name)
+            assert np.array_equal(kept.get_tensor("weight"), rows)
+        assert export(run, "--output", tmp_path / "no") == 1
+        assert "is served by another process" in capsys.readouterr().err
+
+
+def test_exports_that_cannot_be(
+    client: WeightClient, cluster: LocalCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(message: str, *arguments: object) -> None:
+        assert export(*arguments, "--output", tmp_path / "out") == 1
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+        assert not (tmp_path / "out").exists()
+
+    run, servers = tmp_path / "run", ["--servers", ",".join(cluster.addresses)]
+    fails("holds no run", run)
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    fails("is no run's config.json", run)
+    (run / "config.json").write_text(json.dumps({"order_seed": 1, "seed": 0, "dim": 16}))
+    fails("has no weight servers of its own", run)
+    fails("holds no table", run, *servers)
+    client.create_table(TableSpec(num_rows=10, dim=8))
+    fails("hold another table", run, *servers)

@@ -1,0 +1,91 @@
+"""Writes a run's rows together with the images that they belong to.
+
+    python -m trainer.export rows runs/a --output rows/ --checkpoint step-000000001000
+
+As `weightserver export`, with one more column: image int64 [n], the image's place in the data set. A row is its image's
+position in a random order that the run's order_seed makes. The run's own weight servers are used: those of its
+--servers, or else its local ones, which are started for the while.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trainer.schedule import RowOrder
+from trainer.stopping import failures_in_one_line
+from weightserver import LocalCluster, WeightClient
+from weightserver.cli import add_export_options
+from weightserver.export import export_rows
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Runs the command line. Exit status 0; 1 with one line on stderr when it failed; 2 for wrong arguments."""
+    options = _parser().parse_args(arguments)
+    with failures_in_one_line("trainer.export"):
+        written = _export(options)
+    print(f"wrote {len(written)} files to {options.output}")
+    sys.exit(0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m trainer.export", description=(__doc__ or "").splitlines()[0])
+    what = parser.add_subparsers(dest="what", required=True)
+    rows = what.add_parser("rows", help="rows, of now or of a checkpoint, with their images")
+    rows.add_argument("run", type=Path, help="the run's directory")
+    rows.add_argument("--servers", help="host:port,host:port of all weight servers (default the run's)")
+    rows.add_argument("--insecure", action="store_true", help="take --servers on other machines without TLS")
+    add_export_options(rows)
+    return parser
+
+
+def _export(options: argparse.Namespace) -> list[Path]:
+    config = _config(options.run)
+    with ExitStack() as stack:
+        servers = options.servers or config.get("servers")
+        if servers:
+            addresses = servers.split(",")
+        else:
+            directory = options.run / "servers"
+            if not directory.exists():
+                raise ValueError(f"{options.run} has no weight servers of its own (dense rows?): give --servers")
+            addresses = stack.enter_context(LocalCluster(len(list(directory.glob("shard-*/"))), directory)).addresses
+        insecure = options.insecure or bool(config.get("insecure"))
+        client = stack.enter_context(WeightClient(addresses, insecure=insecure, retry_seconds=10))
+        spec = client.describe().spec
+        if (spec.dim, spec.seed) != (config["dim"], config["seed"]):
+            raise ValueError(
+                f"the weight servers hold another table than {options.run}, {spec}: give the run's --servers"
+            )
+        order = RowOrder(spec.num_rows, config["order_seed"])
+        return export_rows(
+            client,
+            options.output,
+            rows=options.rows,
+            checkpoint=options.checkpoint,
+            step=options.step,
+            file_format=options.format,
+            more_columns=lambda rows: {"image": order.images(rows)},
+        )
+
+
+def _config(run: Path) -> dict[str, Any]:
+    """The run's settings; ValueError where there are none."""
+    path = run / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+        for name in ("order_seed", "seed", "dim"):
+            int(config[name])
+    except OSError as error:
+        raise ValueError(f"{run} holds no run ({error.strerror}): give the --output of one") from None
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is no run's config.json: give the --output of a run") from None
+    return config
+
+
+if __name__ == "__main__":
+    main()
