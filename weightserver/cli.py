@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -16,20 +17,25 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from weightserver import __version__
 from weightserver.addresses import split_address
+from weightserver.allocator import keep_large_buffers
 from weightserver.client import WeightClient
 from weightserver.errors import ShardUnavailableError, WeightServerError
 from weightserver.plan import Workload, plan
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
-    """Runs one command. Exit status 0; 1 when it failed, with one line on stderr; 2 when the arguments are wrong."""
+    """Runs one command. Exit status 0; 1 with one line on stderr when it failed; 2 for bad arguments; 130 for Ctrl-C."""
     arguments = _parser().parse_args(argv)
+    keep_large_buffers()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         arguments.run(arguments)
     except (WeightServerError, ValueError, OSError) as error:
         print(f"weightserver {arguments.command}: {error}", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:
+        print(f"weightserver {arguments.command}: stopped", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     sys.exit(0)
 
 

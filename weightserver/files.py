@@ -7,13 +7,24 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Has `write` fill a file beside `path`, syncs it and renames it into place."""
+    """Has `write` fill a file beside `path`, syncs it and renames it into place.
+
+    Raises:
+        OSError: it cannot be written, as when the disk is full.
+    """
     partial = path.with_name(f"{path.name}.partial")
-    write(partial)
-    sync(partial)
-    partial.replace(path)
+    try:
+        write(partial)
+        sync(partial)
+        partial.replace(path)
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from None
+    finally:
+        partial.unlink(missing_ok=True)
     sync(path.parent)
 
 

@@ -3,7 +3,8 @@
 A data directory holds LMDB's `data.mdb` and `lock.mdb`, and `owner.lock`, which the serving process keeps locked.
 The environment holds five named databases:
 
-    meta       ASCII key -> JSON: `identity` (format, shard, num_shards), `spec`, `state` (epoch, clock, ...)
+    meta       ASCII key -> JSON: `identity` (format, shard, num_shards), `spec`, `state` (epoch, clock, ...), and
+               where another program made the directory `build` (see building.py)
     schedule   first step of a chunk, u64 big-endian -> the chunk's learning rates, float32 little-endian
     writers    writer, 16 bytes -> exactly-once state, u64 + 128 bytes (see shard.py)
     blocks     block u64 big-endian + (2^32 - 1 - generation) u32 big-endian -> block bytes (see blocks.py)

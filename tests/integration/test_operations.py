@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import resource
 import shutil
 import signal
 import subprocess
@@ -598,6 +600,51 @@ def test_a_killed_compact_leaves_nothing_in_the_way(
     assert weightserver("compact", source, "--output", target)[0] == 0
     assert [path.name for path in target.parent.iterdir()] == ["shard-0"]
     assert inspect_directory(target)["rows_stored"] == inspect_directory(source)["rows_stored"]
+
+
+# ---- a full disk
+
+
+@contextlib.contextmanager
+def no_room() -> Iterator[None]:
+    """Files may take 24 KiB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (24 << 10, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("command", ["backup", "restore", "reshard", "compact", "export"])
+def test_a_full_disk_is_one_line_and_leaves_nothing_to_be_taken_for_whole(
+    command: str,
+    weightserver: Weightserver,
+    client: WeightClient,
+    cluster: LocalCluster,
+    tables: Callable[[int], Table],
+    tmp_path: Path,
+) -> None:
+    """When there is room again the same command works."""
+    make_table(client)
+    new = tmp_path / "new"
+    (source, other), _, _ = tables(2)
+    if command == "restore":
+        backup(client, tmp_path / "made", checkpoint="one")
+    arguments, whole = {
+        "backup": ([*cluster.addresses, "--output", new], "manifest.json"),
+        "restore": ([tmp_path / "made", "--data-dir", new, "--shard", 0], None),
+        "reshard": (["--source", source, other, "--target", new], None),
+        "compact": ([source, "--output", new], "data.mdb"),
+        "export": ([*cluster.addresses, "--output", new], "rows-000000000000-000000000999.safetensors"),
+    }[command]
+    with no_room():
+        status, _, error = weightserver(command, *arguments)
+    assert_one_line((status, "", error), "too large")
+    assert whole is None or not (new / whole).exists()
+    assert not list(tmp_path.rglob("*.partial"))
+    assert weightserver(command, *arguments)[0] == 0
+    assert whole is None or (new / whole).exists()
 
 
 # ---- rolling restart

@@ -1,0 +1,40 @@
+"""The commands that the documents show are commands."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import trainer.export
+import weightserver.cli
+
+ROOT = Path(__file__).parent.parent
+PARSERS = {"weightserver ": weightserver.cli._parser, "python -m trainer.export ": trainer.export._parser}
+COMMANDS = [
+    (document, line.strip())
+    for document in ("README.md", "docs/operations.md")
+    for line in (ROOT / document).read_text().splitlines()
+    if line.startswith(tuple(f"    {prefix}" for prefix in PARSERS))
+]
+
+
+@pytest.mark.parametrize(("document", "command"), COMMANDS)
+def test_commands_in_documents_can_be_parsed(document: str, command: str) -> None:
+    (prefix,) = (prefix for prefix in PARSERS if command.startswith(prefix))
+    PARSERS[prefix]().parse_args(shlex.split(command.removeprefix(prefix), comments=True))
+
+
+def test_every_command_is_documented() -> None:
+    shown = {command.split()[1] for _, command in COMMANDS if command.startswith("weightserver ")}
+    known = re.search(r"\{(.*?)\}", weightserver.cli._parser().format_usage())
+    assert known is not None
+    assert shown == set(known.group(1).replace("\n", "").replace(" ", "").split(","))
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name}: {target}"
