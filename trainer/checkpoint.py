@@ -84,6 +84,9 @@ def check_same_run(config: TrainConfig) -> None:
     path = config.output / "config.json"
     if not path.exists():
         raise ValueError(f"{config.output} holds no run to go on with: leave --resume away, or name another --output")
+    num_local = len(list((config.output / "servers").glob("shard-*/")))
+    if not config.servers and num_local not in (0, config.num_shards):
+        raise ValueError(f"{config.output / 'servers'} holds {num_local} shards: give --num-shards {num_local}")
     stored, wanted = json.loads(path.read_text()), json.loads(config.to_json())
     for name in wanted.keys() - _FREE:
         if stored.get(name) != wanted[name]:

@@ -48,7 +48,7 @@ def _export(options: argparse.Namespace) -> list[Path]:
     with ExitStack() as stack:
         servers = options.servers or config.get("servers")
         if servers:
-            addresses = servers.split(",")
+            addresses = [address.strip() for address in servers.split(",")]
         else:
             directory = options.run / "servers"
             if not directory.exists():

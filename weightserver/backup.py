@@ -226,11 +226,11 @@ def _copy_shard(client: WeightClient, directory: Path, shard: int, spec: TableSp
     if name not in described:
         raise NoTableError(f"shard {shard} keeps the checkpoint no longer: begin anew in another directory")
     kept = described[name]
-    if not (directory / _SCHEDULE).exists():
-        rates = _schedule(client, shard)
-        write_whole(directory / _SCHEDULE, lambda path: save_file({"learning_rates": rates}, path))
     codec, request = BlockCodec(spec), pb.ReadBlocksRequest(checkpoint=name, table=spec_digest(spec))
     pieces = _in_order(directory, [path.name for path in directory.glob("blocks-*.safetensors")])
+    if not pieces:  # one that is there may be of a checkpoint that went away
+        rates = _schedule(client, shard)
+        write_whole(directory / _SCHEDULE, lambda path: save_file({"learning_rates": rates}, path))
     first = pieces[-1][1] if pieces else 0
     while first < spec.num_blocks:
         blocks, end = _read_piece(client, shard, request, first, codec, spec.num_blocks)

@@ -24,7 +24,7 @@ from weightserver.plan import Workload, plan
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
-    """Runs one command. Exit status 0; 1 with one line on stderr when it failed; 2 for bad arguments; 130 for Ctrl-C."""
+    """Runs one command. Exit status 0; 1 with a line on stderr when it failed; 2 for bad arguments; 130 for Ctrl-C."""
     arguments = _parser().parse_args(argv)
     keep_large_buffers()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)

@@ -231,6 +231,7 @@ BAD_RESUMES = {
     "nothing there": ({}, False, r"holds no run to go on with: leave --resume away"),
     "other settings": ({"temperature": 0.3}, True, r"whose temperature is 0\.2, not 0\.3: give the same settings"),
     "another length": ({"steps": 41}, True, r"whose steps is 40, not 41: give the same settings"),
+    "other shards": ({"num_shards": 3}, True, r"servers holds 2 shards: give --num-shards 2"),
     "dense rows": ({"rows": "dense"}, True, r"--rows dense leaves no checkpoints: there is nothing to --resume"),
 }
 
