@@ -184,7 +184,12 @@ class WeightClient:
                 f"shard {', '.join(used)} holds rows of a table that other shards lack, as after a drop_table() that "
                 "failed halfway: repeat drop_table() first"
             )
-        self._on_all("CreateTable", pb.CreateTableRequest(spec=spec_to_proto(spec)))
+        self._in_parallel(
+            lambda connection, answer: connection.call(
+                "CreateTable", pb.CreateTableRequest(spec=spec_to_proto(spec), epoch=answer.epoch)
+            ),
+            zip(self._connect(), answers, strict=True),
+        )
         self._spec = spec
         return spec
 
@@ -240,7 +245,8 @@ class WeightClient:
         Giving known steps the values they have is always allowed.
 
         Raises:
-            StepError: a gap would remain before `start_step`; TableMismatchError: a step that was used would change.
+            StepError: a gap would remain before `start_step`; TableMismatchError: a step that was used would change;
+            FencedError: a superseded session, or another client changed the schedule at the same time.
         """
         start_step = _step(start_step, "start_step")
         rates = np.asarray(learning_rates)
@@ -251,18 +257,23 @@ class WeightClient:
         rates = rates.astype(np.float32)
         if not all_finite(rates) or (rates < 0).any():
             raise ValueError("learning_rates must be finite and not negative")
-        clock = max(answer.clock for answer in self._describe_shards())
-        for first in range(0, max(1, len(rates)), _LEARNING_RATES_PER_CALL):
-            request = partial(
-                pb.ExtendScheduleRequest,
-                start_step=start_step + first,
-                learning_rates=to_bytes(rates[first : first + _LEARNING_RATES_PER_CALL]),
-                clock=clock,
-            )
-            if session := self._session:
-                self._change_all(session, session.begin(), "ExtendSchedule", request)
-            else:
-                self._on_all("ExtendSchedule", request())
+        answers, table = self._describe_shards(), spec_digest(self._table())
+        clock = max(answer.clock for answer in answers)
+
+        def extend(connection: ShardConnection, version: int) -> None:
+            for first in range(0, max(1, len(rates)), _LEARNING_RATES_PER_CALL):
+                request = pb.ExtendScheduleRequest(
+                    start_step=start_step + first,
+                    learning_rates=to_bytes(rates[first : first + _LEARNING_RATES_PER_CALL]),
+                    clock=clock,
+                    epoch=self._session.epoch if self._session else 0,
+                    version=version,
+                    table=table,
+                )
+                version = connection.call("ExtendSchedule", request).version
+
+        versions = [answer.schedule_version for answer in answers]
+        self._in_parallel(extend, zip(self._connect(), versions, strict=True))
 
     def open_session(self, name: str, *, join: int | None = None) -> int:
         """Starts a new epoch under the run's `name`, which fences every older one; or joins epoch `join` as one more

@@ -65,13 +65,15 @@ class WeightServerService:
                 run=state.run,
                 generation=state.generation,
                 server_version=__version__,
+                schedule_version=state.schedule_version,
                 checkpoints=[pb.Checkpoint(name=known.name, step=known.step) for known in state.checkpoints],
             )
 
     def CreateTable(self, request: pb.CreateTableRequest, context: grpc.ServicerContext) -> pb.CreateTableResponse:
         with self._answering("CreateTable", context):
             spec = spec_from_proto(request.spec)
-            self._commit(context, lambda batch: self._shard.create_table(batch, spec))
+            epoch = request.epoch if request.HasField("epoch") else None
+            self._commit(context, lambda batch: self._shard.create_table(batch, spec, epoch))
             return pb.CreateTableResponse()
 
     def DropTable(self, request: pb.DropTableRequest, context: grpc.ServicerContext) -> pb.DropTableResponse:
@@ -87,16 +89,14 @@ class WeightServerService:
             rates = float32_from_bytes(request.learning_rates, "learning_rates")
             _require((rates >= 0).all(), "learning rates must be finite and not negative")
             _require(request.start_step >= 0, f"start_step must not be negative, got {request.start_step}")
-            header = None
-            if request.HasField("header"):
-                _check_header(request.header)
-                self._shard.check_table(request.header.table)
-                header = _header(request.header)
-            horizon = self._commit(
+            self._shard.check_table(request.table)
+            horizon, version = self._commit(
                 context,
-                lambda batch: self._shard.extend_schedule(batch, request.start_step, rates, request.clock, header),
+                lambda batch: self._shard.extend_schedule(
+                    batch, request.start_step, rates, request.clock, request.epoch, request.version
+                ),
             )
-            return pb.ExtendScheduleResponse(horizon=horizon)
+            return pb.ExtendScheduleResponse(horizon=horizon, version=version)
 
     def OpenSession(self, request: pb.OpenSessionRequest, context: grpc.ServicerContext) -> pb.OpenSessionResponse:
         with self._answering("OpenSession", context):

@@ -60,6 +60,7 @@ class State:
     run: str = ""
     clock: int = 0
     rows_stored: int = 0
+    schedule_version: int = 0
     generation: int = 0
     checkpoints: tuple[Checkpoint, ...] = ()
     """Retained, oldest first; the current generation is newer than all of theirs."""
@@ -268,10 +269,14 @@ class Shard:
         for action in batch.after_commit:
             action()
 
-    def create_table(self, batch: Batch, spec: TableSpec) -> None:
-        """Creates the table; nothing happens where the same one exists."""
+    def create_table(self, batch: Batch, spec: TableSpec, epoch: int | None = None) -> None:
+        """Creates the table, unless one was dropped since `epoch`; nothing happens where the same one exists."""
         stored = _get_json(batch.txn, "spec")
         if stored is None:
+            if epoch not in (None, batch.state.epoch):
+                raise FencedError(
+                    f"a table was dropped since epoch {epoch}: call create_table() again if it is still wanted"
+                )
             _put_json(batch.txn, "spec", asdict(spec))
             table = _open_table(spec)
             batch.after_commit.append(lambda: self._set_table(table))
@@ -295,7 +300,7 @@ class Shard:
         for database in ("blocks", "changes", "schedule", "writers"):
             batch.txn.clear(database)
         _put_json(batch.txn, "spec", None)
-        batch.state = State(epoch=batch.state.epoch + 1)
+        batch.state = State(epoch=batch.state.epoch + 1, schedule_version=batch.state.schedule_version)
         batch.after_commit.append(lambda: self._set_table(None))
 
     def _set_table(self, table: Table | None) -> None:
@@ -316,21 +321,30 @@ class Shard:
         self._check_epoch(self._state, epoch)
 
     def extend_schedule(
-        self, batch: Batch, start_step: int, learning_rates: Float32Array, clock: int, header: WriteHeader | None
-    ) -> int:
-        """Appends or rewrites learning rates (float32 [n], checked), once, and returns the horizon then known."""
+        self, batch: Batch, start_step: int, learning_rates: Float32Array, clock: int, epoch: int, version: int
+    ) -> tuple[int, int]:
+        """Appends or rewrites learning rates (float32 [n], checked); returns the horizon and version of the schedule.
+
+        A request that comes again changes nothing: the first one has changed the version.
+        """
         schedule = self.require_table().schedule
-        if header is not None and not self._admit(batch, header):
-            return schedule.horizon
+        if epoch:
+            self._check_epoch(batch.state, epoch)
         known: Float32Array = schedule.learning_rates[start_step : start_step + len(learning_rates)]
         if start_step > schedule.horizon:
             raise StepError(f"the schedule ends at {schedule.horizon}: step {start_step} would leave a gap before it")
         changed = np.flatnonzero(known != learning_rates[: len(known)])
+        if not len(changed) and len(known) == len(learning_rates):
+            return schedule.horizon, batch.state.schedule_version
         reached = max(clock, batch.state.clock)
         if len(changed) and start_step + int(changed[0]) < reached:
             raise TableMismatchError(
                 f"the learning rate of step {start_step + int(changed[0])} is {known[changed[0]]} and was used: "
                 f"only steps from {reached} on may be rewritten"
+            )
+        if version != batch.state.schedule_version:
+            raise FencedError(
+                "the learning rates were changed by another call: call extend_schedule() again if these are still right"
             )
         end = start_step + len(learning_rates)
         for first in range(start_step - start_step % _SCHEDULE_CHUNK, end, _SCHEDULE_CHUNK):
@@ -342,7 +356,8 @@ class Shard:
             )
             batch.txn.put("schedule", key, merged.astype("<f4").tobytes())
         batch.after_commit.append(lambda: schedule.extend(start_step, learning_rates))
-        return max(end, schedule.horizon)
+        batch.state = replace(batch.state, schedule_version=version + 1)
+        return max(end, schedule.horizon), version + 1
 
     def push_gradients(self, batch: Batch, header: WriteHeader, rows: Int64Array, gradients: Float32Array) -> bool:
         """Applies update `header.step` with `gradients` (float32 [n, D]); False for a duplicate."""

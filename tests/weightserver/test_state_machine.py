@@ -218,7 +218,7 @@ class Machine(RuleBasedStateMachine):
             with shard.batch() as batch:
                 shard.create_table(batch, SPEC)
             with shard.batch() as batch:
-                shard.extend_schedule(batch, 0, RATES, 0, None)
+                shard.extend_schedule(batch, 0, RATES, 0, 0, batch.state.schedule_version)
         self.sessions: list[Session] = []
         self.calls: list[Call] = []
         self.messages: list[Message] = []

@@ -39,7 +39,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("shard", "num_shards", "spec", "epoch", "clock", "horizon", "rows_stored", "disk_bytes", "run", "generation", "server_version", "checkpoints")
+    __slots__ = ("shard", "num_shards", "spec", "epoch", "clock", "horizon", "rows_stored", "disk_bytes", "run", "generation", "server_version", "checkpoints", "schedule_version")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class DescribeResponse(_message.Message):
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_VERSION_FIELD_NUMBER: _ClassVar[int]
     shard: int
     num_shards: int
     spec: TableSpec
@@ -64,7 +65,8 @@ class DescribeResponse(_message.Message):
     generation: int
     server_version: str
     checkpoints: _containers.RepeatedCompositeFieldContainer[Checkpoint]
-    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., horizon: _Optional[int] = ..., rows_stored: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., run: _Optional[str] = ..., generation: _Optional[int] = ..., server_version: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ...) -> None: ...
+    schedule_version: int
+    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., horizon: _Optional[int] = ..., rows_stored: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., run: _Optional[str] = ..., generation: _Optional[int] = ..., server_version: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., schedule_version: _Optional[int] = ...) -> None: ...
 
 class Checkpoint(_message.Message):
     __slots__ = ("name", "step")
@@ -83,10 +85,12 @@ class CheckpointRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ..., name: _Optional[str] = ...) -> None: ...
 
 class CreateTableRequest(_message.Message):
-    __slots__ = ("spec",)
+    __slots__ = ("spec", "epoch")
     SPEC_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     spec: TableSpec
-    def __init__(self, spec: _Optional[_Union[TableSpec, _Mapping]] = ...) -> None: ...
+    epoch: int
+    def __init__(self, spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class CreateTableResponse(_message.Message):
     __slots__ = ()
@@ -103,22 +107,28 @@ class DropTableResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ExtendScheduleRequest(_message.Message):
-    __slots__ = ("start_step", "learning_rates", "clock", "header")
+    __slots__ = ("start_step", "learning_rates", "clock", "epoch", "version", "table")
     START_STEP_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATES_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
-    HEADER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
     start_step: int
     learning_rates: bytes
     clock: int
-    header: WriteHeader
-    def __init__(self, start_step: _Optional[int] = ..., learning_rates: _Optional[bytes] = ..., clock: _Optional[int] = ..., header: _Optional[_Union[WriteHeader, _Mapping]] = ...) -> None: ...
+    epoch: int
+    version: int
+    table: int
+    def __init__(self, start_step: _Optional[int] = ..., learning_rates: _Optional[bytes] = ..., clock: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., table: _Optional[int] = ...) -> None: ...
 
 class ExtendScheduleResponse(_message.Message):
-    __slots__ = ("horizon",)
+    __slots__ = ("horizon", "version")
     HORIZON_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     horizon: int
-    def __init__(self, horizon: _Optional[int] = ...) -> None: ...
+    version: int
+    def __init__(self, horizon: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
     __slots__ = ("name", "epoch", "join", "opener")
