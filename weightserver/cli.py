@@ -130,7 +130,8 @@ def _inspect(arguments: argparse.Namespace) -> None:
 def _checkpoints(arguments: argparse.Namespace) -> None:
     with _client(arguments) as client:
         for checkpoint in client.checkpoints():
-            print(f"{checkpoint.name}\tstep {checkpoint.step}")
+            name = checkpoint.name if checkpoint.name.isprintable() else repr(checkpoint.name)
+            print(f"{name}\tstep {checkpoint.step}")
 
 
 def _rollback(arguments: argparse.Namespace) -> None:

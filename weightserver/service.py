@@ -66,7 +66,10 @@ class WeightServerService:
                 generation=state.generation,
                 server_version=__version__,
                 schedule_version=state.schedule_version,
-                checkpoints=[pb.Checkpoint(name=known.name, step=known.step) for known in state.checkpoints],
+                checkpoints=[
+                    pb.Checkpoint(name=known.name, step=known.step, identity=bytes.fromhex(known.identity))
+                    for known in state.checkpoints
+                ],
             )
 
     def CreateTable(self, request: pb.CreateTableRequest, context: grpc.ServicerContext) -> pb.CreateTableResponse:
@@ -120,7 +123,13 @@ class WeightServerService:
             rows = rows_from_proto(request.rows)
             self._shard.check_rows(rows)
             step = None if request.raw else request.step
-            chunks = self._shard.fetch(rows, step=step, state=request.state, checkpoint=request.checkpoint or None)
+            chunks = self._shard.fetch(
+                rows,
+                step=step,
+                state=request.state,
+                checkpoint=request.checkpoint or None,
+                identity=request.identity.hex(),
+            )
             for num_rows, message in _encoded(chunks):
                 self._metrics.fetched(num_rows, len(message))
                 yield message
@@ -167,7 +176,7 @@ class WeightServerService:
     def _on_checkpoint(
         self,
         method: str,
-        change: Callable[[Batch, WriteHeader, str], bool],
+        change: Callable[[Batch, WriteHeader, str, str], bool],
         request: pb.CheckpointRequest,
         context: grpc.ServicerContext,
     ) -> pb.WriteResponse:
@@ -177,7 +186,9 @@ class WeightServerService:
             name = request.name
             _require(0 < len(name) <= MAX_NAME_CHARACTERS, f"name must have 1 to {MAX_NAME_CHARACTERS} characters")
             _require(request.header.step >= 0, "step must not be negative")
-            applied = self._commit(context, lambda batch: change(batch, _header(request.header), name))
+            _require(len(request.identity) in (0, _WRITER_BYTES), f"identity must be {_WRITER_BYTES} bytes")
+            identity = request.identity.hex()
+            applied = self._commit(context, lambda batch: change(batch, _header(request.header), name, identity))
             return pb.WriteResponse(duplicate=not applied)
 
     # ---- what the handlers share

@@ -49,6 +49,8 @@ class Checkpoint:
     generation: int
     clock: int
     rows_stored: int
+    identity: str = ""
+    """Hexadecimal; the same on every shard of the call that took it."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +67,14 @@ class State:
     checkpoints: tuple[Checkpoint, ...] = ()
     """Retained, oldest first; the current generation is newer than all of theirs."""
 
-    def checkpoint(self, name: str) -> Checkpoint:
-        """The retained checkpoint of that name, or NoTableError."""
+    def checkpoint(self, name: str, identity: str = "") -> Checkpoint:
+        """The retained checkpoint of that name and, where given, identity, or NoTableError."""
         for checkpoint in self.checkpoints:
             if checkpoint.name == name:
+                if identity not in ("", checkpoint.identity):
+                    raise NoTableError(f"checkpoint {name!r} is another one by now: call checkpoints() and begin anew")
                 return checkpoint
-        retained = ", ".join(repr(checkpoint.name) for checkpoint in self.checkpoints) or "none"
-        raise NoTableError(
-            f"there is no checkpoint {name!r}, only {retained}: call checkpoints() for those of all shards"
-        )
+        raise NoTableError(f"there is no checkpoint {name!r}: call checkpoints() for those of all shards")
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ class Shard:
             )
 
     def fetch(
-        self, rows: Int64Array, *, step: int | None, state: bool, checkpoint: str | None = None
+        self, rows: Int64Array, *, step: int | None, state: bool, checkpoint: str | None = None, identity: str = ""
     ) -> Iterator[Rows]:
         """Rows (checked, int64 [n]) before update `step`, or raw where `step` is None, in chunks of about 1 MiB.
 
@@ -202,7 +203,7 @@ class Shard:
             StepError: `step` lies beyond the horizon or before an update that a row has seen.
             NoTableError: there is no such checkpoint, or it is released meanwhile.
         """
-        table = self.require_table()
+        table, at = self.require_table(), (checkpoint, identity)
         if step is not None and not 0 <= step <= table.schedule.horizon:
             raise StepError(
                 f"step {step} is outside the schedule's 0..{table.schedule.horizon}: extend the schedule first"
@@ -212,20 +213,27 @@ class Shard:
         for run in _runs(rows, table.spec.rows_per_block):
             runs.append(run)
             if run.part.stop - runs[0].part.start >= rows_per_chunk:
-                yield self._fetch_chunk(table, rows, runs, step, state, checkpoint)
+                yield self._fetch_chunk(table, rows, runs, step, state, *at)
                 runs = []
         if runs:
-            yield self._fetch_chunk(table, rows, runs, step, state, checkpoint)
+            yield self._fetch_chunk(table, rows, runs, step, state, *at)
 
     def _fetch_chunk(
-        self, table: Table, rows: Int64Array, runs: list[_Run], step: int | None, state: bool, checkpoint: str | None
+        self,
+        table: Table,
+        rows: Int64Array,
+        runs: list[_Run],
+        step: int | None,
+        state: bool,
+        checkpoint: str | None,
+        identity: str,
     ) -> Rows:
         first = runs[0].part.start
         rows = rows[first : runs[-1].part.stop]
         found = RowBuffer(table.codec, len(rows))
         absent: list[slice] = []  # never-written rows, neighbours together
         with self._storage.read() as txn:
-            up_to = NEWEST if checkpoint is None else _stored_state(txn).checkpoint(checkpoint).generation
+            up_to = NEWEST if checkpoint is None else _stored_state(txn).checkpoint(checkpoint, identity).generation
             for block, slots, run in runs:
                 part = slice(run.start - first, run.stop - first)
                 stored = txn.newest_block(block, up_to=up_to)
@@ -234,6 +242,8 @@ class Shard:
                     absent.append(slice(start, part.stop))
                 else:
                     found.copy(part, stored, slots)
+        if self._table is not table:
+            raise TableMismatchError("the table was dropped while its rows were read: call describe() and begin anew")
         for part in absent:
             found.weight[part] = initial_rows(table.spec, rows[part])
             found.momentum_buffer[part] = 0
@@ -419,22 +429,35 @@ class Shard:
 
         return self._write(batch, table, header, rows, int(last_step.max(initial=0)), update)
 
-    def checkpoint(self, batch: Batch, header: WriteHeader, name: str) -> bool:
-        """Keeps the rows as they are before update `header.step` under `name`; False for a duplicate."""
-        self.require_table()
+    def checkpoint(self, batch: Batch, header: WriteHeader, name: str, identity: str = "") -> bool:
+        """Keeps the rows as they are before update `header.step` under `name`; False for a duplicate.
+
+        The same again only changes the identity, which ties the shards' checkpoints together.
+        """
+        horizon = self.require_table().schedule.horizon
         if not self._admit(batch, header):
             return False
-        state = batch.state
+        # Learning rates before the checkpoint's step are as good as used: its rows are read for it.
+        state = replace(batch.state, clock=max(batch.state.clock, min(header.step, horizon)))
+        taken = Checkpoint(name, header.step, state.generation, state.clock, state.rows_stored, identity)
         for known in state.checkpoints:
             if known.name == name:
-                if known.step == header.step:
-                    return True
-                raise InvalidRequestError(f"checkpoint {name!r} was taken at step {known.step}: choose another name")
-        taken = Checkpoint(name, header.step, state.generation, state.clock, state.rows_stored)
+                if known.step != header.step:
+                    raise InvalidRequestError(
+                        f"checkpoint {name!r} was taken at step {known.step}: choose another name"
+                    )
+                if batch.txn.is_changed(known.generation + 1):
+                    raise InvalidRequestError(
+                        f"rows were written since checkpoint {name!r} was taken: choose another name"
+                    )
+                again = replace(known, identity=identity)
+                checkpoints = tuple(again if other is known else other for other in state.checkpoints)
+                batch.state = replace(state, checkpoints=checkpoints)
+                return True
         batch.state = replace(state, generation=state.generation + 1, checkpoints=(*state.checkpoints, taken))
         return True
 
-    def rollback(self, batch: Batch, header: WriteHeader, name: str) -> bool:
+    def rollback(self, batch: Batch, header: WriteHeader, name: str, identity: str = "") -> bool:
         """Takes the rows and the clock back to a checkpoint and forgets later ones; False for a duplicate.
 
         Costs what was written since. Epochs, writers and the schedule stay.
@@ -442,7 +465,7 @@ class Shard:
         self.require_table()
         if not self._admit(batch, header):
             return False
-        state, kept = batch.state, batch.state.checkpoint(name)
+        state, kept = batch.state, batch.state.checkpoint(name, identity)
         batch.txn.delete_generations(kept.generation + 1)
         batch.state = replace(
             state,
@@ -453,7 +476,7 @@ class Shard:
         )
         return True
 
-    def release(self, batch: Batch, header: WriteHeader, name: str) -> bool:
+    def release(self, batch: Batch, header: WriteHeader, name: str, identity: str = "") -> bool:
         """Forgets a checkpoint, if there is one; False for a duplicate.
 
         What only it needed goes when its blocks are written again.

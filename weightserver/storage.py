@@ -39,6 +39,7 @@ _BLOCK_KEY = struct.Struct(">QI")
 _CHANGE = struct.Struct(">IQ")
 _OWNER_SECONDS = 5.0
 """How long a directory is waited for that another process still serves."""
+_READER_CHECK_SECONDS = 5.0
 NEWEST = _MAX_GENERATION = 2**32 - 1
 
 
@@ -57,6 +58,7 @@ class Transaction(Protocol):
     def clear(self, database: str) -> None: ...
     def newest_block(self, block: int, *, up_to: int = NEWEST) -> memoryview | None: ...
     def generations(self, block: int) -> list[int]: ...
+    def is_changed(self, first: int) -> bool: ...
     def put_block(self, block: int, generation: int, value: bytearray) -> None: ...
     def delete_block(self, block: int, generation: int) -> None: ...
     def delete_generations(self, first: int) -> None: ...
@@ -99,6 +101,10 @@ class _LmdbTransaction:
             more = self._blocks.next()
         return found
 
+    def is_changed(self, first: int) -> bool:
+        """Whether a block has a version of generation `first` (≥ 1) or later."""
+        return bool(self._txn.cursor(self._databases["changes"]).set_range(_CHANGE.pack(first, 0)))
+
     def put_block(self, block: int, generation: int, value: bytearray) -> None:
         self._txn.put(_BLOCK_KEY.pack(block, _MAX_GENERATION - generation), value, db=self._databases["blocks"])
         if generation:
@@ -140,6 +146,7 @@ class LmdbStorage:
         self._owner: int | None = None
         self._idle = threading.Condition()
         self._num_reading = 0
+        self._next_reader_check = 0.0
         self._closed = False
         with _translated(directory):
             if readonly:
@@ -184,8 +191,15 @@ class LmdbStorage:
     @contextlib.contextmanager
     def write(self) -> Iterator[Transaction]:
         """An atomic change, durable when the context is left; undone when it is left by an exception."""
+        self._forget_dead_readers()
         with _translated(self.directory), self._env.begin(write=True, buffers=True) as txn:
             yield _LmdbTransaction(txn, self._databases)
+
+    def _forget_dead_readers(self) -> None:
+        """Another process that died while it read keeps its snapshot, and the file grows."""
+        if time.monotonic() >= self._next_reader_check:
+            self._env.reader_check()
+            self._next_reader_check = time.monotonic() + _READER_CHECK_SECONDS
 
     def disk_bytes(self) -> int:
         """What the data file takes on disk."""
@@ -211,7 +225,8 @@ def _translated(directory: Path) -> Iterator[None]:
     try:
         yield
     except (lmdb.Error, OSError) as error:
-        raise StorageError(f"{directory}: {error}") from error
+        full = " (is the disk full?)" if "Input/output" in str(error) else ""  # LMDB calls a write that is cut short so
+        raise StorageError(f"{directory}: {error}{full}") from error
 
 
 def _lock(path: Path) -> int:

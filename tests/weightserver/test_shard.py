@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from weightserver import storage
 from weightserver.committer import MAX_WAITING, Committer
 from weightserver.config import TableSpec
 from weightserver.errors import ClusterError, FencedError, InvalidRequestError, OverloadedError, StorageError
+from weightserver.exactly_once import WINDOW
 from weightserver.initial import initial_rows
 from weightserver.inspect import inspect_directory
 from weightserver.session import MAX_FAILED, Session
@@ -265,11 +267,37 @@ def test_a_failed_write_is_repeated_under_its_numbers() -> None:
     assert session.begin([0, 1], lambda: b"first") == {0: 2, 1: 3}  # after it succeeded: another write
 
 
-def test_failed_writes_are_given_up_at_last() -> None:
+def test_failed_writes_are_given_up_at_last_and_not_taken_for_new_ones() -> None:
+    """Also by the client's next session; a rollback undoes what was applied of them."""
     session = Session(epoch=1, num_shards=1)
     for number in range(MAX_FAILED + 3):
         session.fail(session.begin([0], lambda n=number: bytes([n])), bytes([number]))
     assert session.settled_before(0) == 4
+    with pytest.raises(ClusterError, match=r"this write failed before, .* roll back to a checkpoint"):
+        session.begin([0], lambda: bytes([2]))
+    assert session.begin([0], lambda: bytes([3])) == {0: 4}
+    later = Session(epoch=2, num_shards=1, before=session)
+    for number in (2, 5, MAX_FAILED + 2):
+        with pytest.raises(ClusterError, match="this write failed before"):
+            later.begin([0], lambda n=number: bytes([n]))
+    later.settle(later.begin_rollback("kept"))
+    with pytest.raises(ClusterError, match=r"rollback\('kept'\) is under way, or has failed"):
+        Session(epoch=3, num_shards=1, before=later).begin([0])
+    later.end_rollback(done=True)
+    assert later.begin([0], lambda: bytes([2])) == {0: 2}
+
+
+def test_a_write_waits_for_room_behind_one_that_is_on_its_way() -> None:
+    session = Session(epoch=1, num_shards=1)
+    slow = session.begin([0])
+    for _ in range(WINDOW - 1):
+        session.settle(session.begin([0]))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(session.begin, [0])
+        with pytest.raises(TimeoutError):
+            waiting.result(0.2)
+        session.settle(slow)
+        assert waiting.result(10) == {0: WINDOW + 1}
 
 
 def test_a_rollback_gives_up_what_failed_before_it() -> None:
@@ -280,10 +308,10 @@ def test_a_rollback_gives_up_what_failed_before_it() -> None:
     rollback = session.begin_rollback("kept")
     assert rollback == {0: 3, 1: 3}
     assert (session.settled_before(0), session.settled_before(1)) == (3, 3)
-    with pytest.raises(ClusterError, match=r"rollback\('kept'\) has failed"):
+    with pytest.raises(ClusterError, match=r"rollback\('kept'\) is under way, or has failed"):
         session.begin([1], lambda: b"one")
     session.settle(rollback)
-    session.end_rollback()
+    session.end_rollback(done=True)
     session.fail(session.begin([0], lambda: b"one"), b"one")
     assert session.begin([1]) == {1: 4}
     with pytest.raises(InvalidRequestError, match="other writes of this client are under way"):

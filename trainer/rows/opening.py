@@ -94,7 +94,7 @@ def _join_session(
             client.create_table(spec)
             epoch = client.open_session(config.output.name)
             if config.resume:
-                roll_back(client, start_step)
+                roll_back(config.output / "checkpoints", client, start_step)
             client.extend_schedule(0, rates)
             session = {"addresses": addresses, "epoch": epoch, "start_step": start_step}
         except (ValueError, OSError, WeightServerError) as error:

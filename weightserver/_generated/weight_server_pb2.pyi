@@ -69,20 +69,24 @@ class DescribeResponse(_message.Message):
     def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., horizon: _Optional[int] = ..., rows_stored: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., run: _Optional[str] = ..., generation: _Optional[int] = ..., server_version: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., schedule_version: _Optional[int] = ...) -> None: ...
 
 class Checkpoint(_message.Message):
-    __slots__ = ("name", "step")
+    __slots__ = ("name", "step", "identity")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
     name: str
     step: int
-    def __init__(self, name: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
+    identity: bytes
+    def __init__(self, name: _Optional[str] = ..., step: _Optional[int] = ..., identity: _Optional[bytes] = ...) -> None: ...
 
 class CheckpointRequest(_message.Message):
-    __slots__ = ("header", "name")
+    __slots__ = ("header", "name", "identity")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
     header: WriteHeader
     name: str
-    def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ..., name: _Optional[str] = ...) -> None: ...
+    identity: bytes
+    def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ..., name: _Optional[str] = ..., identity: _Optional[bytes] = ...) -> None: ...
 
 class CreateTableRequest(_message.Message):
     __slots__ = ("spec", "epoch")
@@ -147,20 +151,22 @@ class OpenSessionResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("rows", "step", "raw", "state", "table", "checkpoint")
+    __slots__ = ("rows", "step", "raw", "state", "table", "checkpoint", "identity")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     RAW_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
     rows: Rows
     step: int
     raw: bool
     state: bool
     table: int
     checkpoint: str
-    def __init__(self, rows: _Optional[_Union[Rows, _Mapping]] = ..., step: _Optional[int] = ..., raw: _Optional[bool] = ..., state: _Optional[bool] = ..., table: _Optional[int] = ..., checkpoint: _Optional[str] = ...) -> None: ...
+    identity: bytes
+    def __init__(self, rows: _Optional[_Union[Rows, _Mapping]] = ..., step: _Optional[int] = ..., raw: _Optional[bool] = ..., state: _Optional[bool] = ..., table: _Optional[int] = ..., checkpoint: _Optional[str] = ..., identity: _Optional[bytes] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ("weight", "momentum_buffer", "last_step")
