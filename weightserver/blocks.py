@@ -69,6 +69,10 @@ class BlockCodec:
         self.views(buffer).weight[:] = initial_rows(self._spec, np.arange(first, first + rows, dtype=np.int64))
         return buffer
 
+    def num_written(self, buffer: Buffer) -> int:
+        """How many rows were ever written."""
+        return int(np.bitwise_count(np.ndarray(self._bitmap_bytes, np.uint8, buffer, _HEADER.size)).sum())
+
     def views(self, buffer: Buffer) -> Block:
         """Arrays over the bytes, without a copy and without a check."""
         rows, dim = self._spec.rows_per_block, self._spec.dim
@@ -82,26 +86,39 @@ class BlockCodec:
     def mark_written(self, buffer: bytearray, slots: npt.NDArray[np.int64]) -> int:
         """Marks `slots` (distinct, int64 [n]) as written and returns how many were not before."""
         written = np.ndarray(self._bitmap_bytes, np.uint8, buffer, _HEADER.size)
-        before = np.bitwise_count(written).sum()
+        before = self.num_written(buffer)
         np.bitwise_or.at(written, slots >> 3, (1 << (slots & 7)).astype(np.uint8))
-        return int(np.bitwise_count(written).sum() - before)
+        return self.num_written(buffer) - before
 
     def seal(self, block: int, buffer: bytearray) -> None:
         """Writes the header, with the checksum of what the block now holds."""
         checksum = xxhash.xxh3_64_intdigest(memoryview(buffer)[_CHECKED_FROM:], seed=block)
         _HEADER.pack_into(buffer, 0, FORMAT, self._spec.rows_per_block, self._spec.dim, checksum)
 
-    def check(self, block: int, buffer: Buffer) -> None:
-        """Raises StorageError unless the bytes are what `seal` left for this block of this table."""
+    def problem(self, block: int, buffer: Buffer) -> str:
+        """What makes the bytes others than `seal` left for this block of this table; empty where nothing does."""
         if len(buffer) != self.num_bytes:
-            raise StorageError(f"block {block} has {len(buffer)} bytes, not {self.num_bytes}: restore it from a backup")
+            return f"has {len(buffer)} bytes, not {self.num_bytes}"
         block_format, rows, dim, checksum = _HEADER.unpack_from(buffer)
         if block_format != FORMAT:
-            raise StorageError(f"block {block} has format {block_format}, this version reads {FORMAT}: update it")
+            return f"has format {block_format}, this version reads {FORMAT}"
         if (rows, dim) != (self._spec.rows_per_block, self._spec.dim):
-            raise StorageError(f"block {block} holds {rows} rows of {dim}: it belongs to another table")
+            return f"holds {rows} rows of {dim}: it belongs to another table"
         if xxhash.xxh3_64_intdigest(memoryview(buffer)[_CHECKED_FROM:], seed=block) != checksum:
-            raise StorageError(f"block {block} is damaged (checksum): restore it from a backup")
+            return "is damaged (checksum)"
+        return ""
+
+    def check(self, block: int, buffer: Buffer) -> None:
+        """Raises StorageError where there is a problem."""
+        if problem := self.problem(block, buffer):
+            raise StorageError(
+                f"{self.name(block)} {problem}: 'weightserver verify' tells which checkpoints still have it"
+            )
+
+    def name(self, block: int) -> str:
+        """The block and its rows, for people."""
+        first = block * self._spec.rows_per_block
+        return f"block {block} (rows {first}..{min(first + self._spec.rows_per_block, self._spec.num_rows) - 1})"
 
 
 class RowBuffer:

@@ -1,4 +1,4 @@
-"""The command line: weightserver serve | health | inspect | checkpoints | rollback | export | drop."""
+"""The command line: weightserver serve | health | inspect | verify | checkpoints | rollback | export | drop."""
 
 from __future__ import annotations
 
@@ -43,6 +43,12 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--metrics-port", type=int, help="serve Prometheus metrics on this loopback port")
     serve.add_argument("--grace-seconds", type=float, default=10.0, help="time for running calls after SIGTERM (10)")
     serve.add_argument("--insecure", action="store_true", help="listen beyond loopback without TLS")
+    serve.add_argument(
+        "--no-verify-reads",
+        dest="verify_reads",
+        action="store_false",
+        help="skip the checksums of fetched rows",
+    )
     serve.add_argument("--announce", action="store_true", help="print the addresses as one JSON line when serving")
     serve.add_argument("--stop-with-parent", action="store_true", help="stop when stdin is closed")
     serve.set_defaults(run=_serve)
@@ -55,6 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="print what a data directory holds; safe beside a running shard")
     inspect.add_argument("directory", type=Path, help="the --data-dir of a shard")
     inspect.set_defaults(run=_inspect)
+
+    verify = commands.add_parser("verify", help="read everything in a directory that no shard serves")
+    verify.add_argument("directory", type=Path, help="the --data-dir of a shard")
+    verify.set_defaults(run=_verify)
 
     checkpoints = commands.add_parser("checkpoints", help="list the checkpoints that all shards keep")
     _add_addresses(checkpoints)
@@ -125,6 +135,17 @@ def _inspect(arguments: argparse.Namespace) -> None:
     from weightserver.inspect import inspect_directory
 
     print(json.dumps(inspect_directory(arguments.directory), indent=2))
+
+
+def _verify(arguments: argparse.Namespace) -> None:
+    from weightserver.verify import verify_directory
+
+    verdict = verify_directory(arguments.directory)
+    for problem in verdict.problems:
+        print(problem)
+    print(f"{verdict.num_blocks} blocks, {verdict.num_versions} versions, {len(verdict.problems)} problems")
+    if verdict.problems:
+        sys.exit(1)
 
 
 def _checkpoints(arguments: argparse.Namespace) -> None:

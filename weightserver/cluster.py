@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Self
@@ -26,6 +27,7 @@ class LocalCluster:
 
     Args:
         directory: where the shards keep their data; without one, a temporary directory that is deleted when closed.
+        serve_options: more options of `weightserver serve` for every shard.
 
     Raises:
         ShardUnavailableError: a shard did not start; the message ends with the last line of its log.
@@ -39,9 +41,12 @@ class LocalCluster:
     """The shards' processes, in shard order."""
     _program: ClassVar[list[str]] = [sys.executable, "-m", "weightserver"]
 
-    def __init__(self, num_shards: int = 1, directory: str | Path | None = None) -> None:
+    def __init__(
+        self, num_shards: int = 1, directory: str | Path | None = None, *, serve_options: Sequence[str] = ()
+    ) -> None:
         if num_shards < 1:
             raise ValueError(f"num_shards must be at least 1, got {num_shards}")
+        self._serve_options = list(serve_options)
         self._temporary = tempfile.TemporaryDirectory(prefix="weightserver-") if directory is None else None
         self.directory = Path(self._temporary.name if self._temporary else directory or "")
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -92,6 +97,7 @@ class LocalCluster:
         command = [*self._program, "serve", "--announce", "--stop-with-parent"]
         command += ["--data-dir", str(self.directory / f"shard-{shard}"), "--listen", listen]
         command += ["--shard", str(shard), "--num-shards", str(num_shards), "--metrics-port", str(metrics_port)]
+        command += self._serve_options
         with self._log(shard).open("a") as log:
             # A session of its own keeps a Ctrl-C for the caller from stopping the shards under it.
             return subprocess.Popen(

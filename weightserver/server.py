@@ -51,6 +51,8 @@ class ServerConfig:
     """Port of /metrics on loopback; 0 takes a free one, None serves none."""
     grace_seconds: float = 10.0
     """How long running calls may go on after SIGTERM."""
+    verify_reads: bool = True
+    """Whether the checksums of rows that are fetched are looked at."""
     insecure: bool = False
     """Whether an address other than loopback may be served without TLS."""
     announce: bool = False
@@ -106,7 +108,7 @@ def serve(config: ServerConfig) -> None:
 
     storage = LmdbStorage(config.data_dir)
     try:
-        shard = Shard(storage, shard=config.shard, num_shards=config.num_shards)
+        shard = Shard(storage, shard=config.shard, num_shards=config.num_shards, verify_reads=config.verify_reads)
     except BaseException:
         storage.close()
         raise

@@ -118,14 +118,18 @@ class Batch:
 class Shard:
     """One shard of one table.
 
+    Args:
+        verify_reads: whether a fetch looks at the checksums of its blocks; a write always does.
+
     Raises:
-        StorageError: the directory belongs to another shard, cluster or format.
+        StorageError: the directory belongs to another shard, cluster or format, or is damaged.
     """
 
-    def __init__(self, storage: Storage, *, shard: int, num_shards: int) -> None:
+    def __init__(self, storage: Storage, *, shard: int, num_shards: int, verify_reads: bool = True) -> None:
         self.shard = shard
         self.num_shards = num_shards
         self._storage = storage
+        self._verify_reads = verify_reads
         self._state = State()
         self._table: Table | None = None
         with storage.write() as txn:
@@ -135,7 +139,10 @@ class Shard:
                 _put_json(txn, "identity", identity)
             elif stored != identity:
                 raise StorageError(_identity_mismatch(storage, stored, identity))
-            self._load(txn)
+            try:
+                self._load(txn)
+            except (ValueError, TypeError, KeyError) as error:
+                raise StorageError(f"{storage.directory}: its meta data is damaged ({error}): restore it") from error
 
     def _load(self, txn: Transaction) -> None:
         stored_state, stored_spec = _get_json(txn, "state"), _get_json(txn, "spec")
@@ -241,6 +248,8 @@ class Shard:
                     start = absent.pop().start if absent and absent[-1].stop == part.start else part.start
                     absent.append(slice(start, part.stop))
                 else:
+                    if self._verify_reads:
+                        table.codec.check(block, stored)
                     found.copy(part, stored, slots)
         if self._table is not table:
             raise TableMismatchError("the table was dropped while its rows were read: call describe() and begin anew")
@@ -503,7 +512,11 @@ class Shard:
         rows_stored = 0
         for run in _runs(rows, table.spec.rows_per_block):
             stored = batch.txn.newest_block(run.block)
-            buffer = table.codec.initial(run.block) if stored is None else bytearray(stored)
+            if stored is None:
+                buffer = table.codec.initial(run.block)
+            else:
+                table.codec.check(run.block, stored)  # sealing it anew would hide the damage
+                buffer = bytearray(stored)
             block = table.codec.views(buffer)
             update(block, run)
             rows_stored += table.codec.mark_written(buffer, rows[run.part] - run.block * table.spec.rows_per_block)

@@ -1,6 +1,7 @@
 """The only user of LMDB: one shard's environment, its transactions and its key layout.
 
-A data directory holds LMDB's `data.mdb` and `lock.mdb`, and `owner.lock`, which the serving process keeps locked.
+A data directory holds LMDB's `data.mdb` and `lock.mdb`, and `owner.lock`, which the serving process keeps locked; it
+holds the number of a transaction that data.mdb has, from the last time that it was opened or closed.
 The environment holds five named databases:
 
     meta       ASCII key -> JSON: `identity` (format, shard, num_shards), `spec`, `state` (epoch, clock, ...)
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Protocol
 
 import lmdb
+import lmdb.verify
 
 from weightserver.errors import StorageError
 
@@ -156,6 +158,8 @@ class LmdbStorage:
                 directory.mkdir(parents=True, exist_ok=True)
                 self._owner = _lock(directory / "owner.lock")
             try:
+                if self._owner is not None:
+                    _check_there(directory, _last_transaction(self._owner))
                 self._env = lmdb.open(
                     str(directory),
                     map_size=_MAP_BYTES,
@@ -165,13 +169,20 @@ class LmdbStorage:
                     max_readers=512,
                     lib_version=0,
                 )
+                _check_length(directory / "data.mdb", self._env)
+                if self._owner is not None and self._env.info()["last_txnid"] < _last_transaction(self._owner):
+                    raise StorageError(
+                        f"{directory}: data.mdb lacks transactions that it had, as after damage of its first pages or "
+                        "when an old copy was put back: restore it, or remove owner.lock to serve it as it is"
+                    )
                 self._databases = {name: self._env.open_db(name.encode(), create=not readonly) for name in DATABASES}
             except BaseException:
                 self._release()
                 raise
-            if not readonly:
+            if self._owner is not None:
                 _sync_directory(directory)
                 _sync_directory(directory.parent)
+                self._note_last_transaction()
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Transaction]:
@@ -210,13 +221,38 @@ class LmdbStorage:
         with self._idle:
             self._closed = True
             self._idle.wait_for(lambda: self._num_reading == 0)
+        if self._owner is not None:
+            self._note_last_transaction()
         self._env.close()
         self._release()
+
+    def _note_last_transaction(self) -> None:
+        assert self._owner is not None
+        os.pwrite(self._owner, b"%20d\n" % self._env.info()["last_txnid"], 0)
+        os.fsync(self._owner)
 
     def _release(self) -> None:
         if self._owner is not None:
             os.close(self._owner)
             self._owner = None
+
+
+def structural_problems(directory: Path) -> list[str]:
+    """What is wrong with LMDB's own pages, read as bytes: nothing of a damaged file is trusted.
+
+    Raises:
+        StorageError: another process serves the directory, or it holds no data.
+    """
+    with _translated(directory):
+        if not (directory / "data.mdb").exists():
+            raise StorageError(f"{directory} holds no weight server data: give the --data-dir of a shard")
+        owner = _lock(directory / "owner.lock")
+        try:
+            return [str(problem) for problem in lmdb.verify.verify(str(directory))]  # type: ignore[no-untyped-call]
+        except lmdb.verify.VerifyError as error:
+            return [str(error)]
+        finally:
+            os.close(owner)
 
 
 @contextlib.contextmanager
@@ -245,6 +281,29 @@ def _lock(path: Path) -> int:
                 f"{path.parent} is served by another process: stop that one, or give this one a --data-dir of its own"
             ) from None
         return descriptor
+
+
+def _last_transaction(owner: int) -> int:
+    """What `owner.lock` says; 0 where it is new."""
+    text = os.pread(owner, 32, 0).strip()
+    return int(text) if text.isdigit() else 0
+
+
+def _check_there(directory: Path, last_transaction: int) -> None:
+    """A data file that went away is no new shard."""
+    data = directory / "data.mdb"
+    if last_transaction and not (data.exists() and data.stat().st_size):
+        raise StorageError(
+            f"{directory} was served before and its data.mdb is gone or empty: restore it from a backup, or remove the "
+            "directory to begin with an empty shard"
+        )
+
+
+def _check_length(data: Path, env: lmdb.Environment) -> None:
+    """Pages beyond the file's end would kill the process that reads them."""
+    length, expected = data.stat().st_size, (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    if length < expected:
+        raise StorageError(f"{data} has {length} bytes, its pages take {expected}: restore it from a backup")
 
 
 def _sync_directory(directory: Path) -> None:
