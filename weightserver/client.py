@@ -117,7 +117,7 @@ class WeightClient:
     Args:
         addresses: host:port of every shard, in any order; each shard says who it is.
         credentials: gRPC channel credentials (TLS); without them only loopback addresses are taken.
-        token: bearer token sent with every call.
+        token: bearer token sent with every call; it leaves this machine over TLS only, or with `insecure`.
         timeout_seconds: deadline of one attempt.
         retry_seconds: how long a shard that is away is tried again.
         insecure: take addresses other than loopback without credentials.

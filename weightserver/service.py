@@ -34,6 +34,7 @@ from weightserver.wire import (
 
 MAX_WRITE_BYTES = 1 << 30
 """Values in one push or state write; the client splits nothing, because a write is atomic."""
+NAME = pb.DESCRIPTOR.services_by_name["WeightServer"].full_name
 _WRITER_BYTES = 16
 _DEFAULT_WAIT_SECONDS = 30.0
 
