@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
@@ -113,7 +114,7 @@ def _add_security(parser: argparse.ArgumentParser) -> None:
 
 
 def _security(arguments: argparse.Namespace) -> ClientSecurity:
-    return ClientSecurity(**{name: getattr(arguments, name) for name in ClientSecurity.__dataclass_fields__})
+    return ClientSecurity(**{field.name: getattr(arguments, field.name) for field in fields(ClientSecurity)})
 
 
 def _client(arguments: argparse.Namespace) -> WeightClient:

@@ -240,6 +240,19 @@ def test_a_run_can_be_watched(data_dir: Path, tmp_path: Path, capfd: pytest.Capt
 BAD_COMMAND_LINES = {
     "resume": (["--resume"], r"holds no run to go on with: leave --resume away"),
     "another machine": (["--servers", "10.0.0.1:1"], r"10\.0\.0\.1:1 is on another machine .* --insecure"),
+    "half a certificate": (
+        ["--tls-cert", "client.pem"],
+        r"--tls-cert and --tls-key belong together: give both or none",
+    ),
+    "TLS for nobody": (["--tls-ca", "ca.pem"], r"--tls-ca is for --servers: leave it away, or give their addresses"),
+    "a CA that is none": (
+        ["--servers", "10.0.0.1:1", "--tls-ca", "/nonexistent.pem"],
+        r"--tls-ca /nonexistent\.pem cannot be read: No such file or directory",
+    ),
+    "a token that is none": (
+        ["--servers", "127.0.0.1:1", "--token-file", "/dev/null"],
+        r"--token-file /dev/null holds no token: give at least 16 printable",
+    ),
     "no address": (["--servers", "ws0"], r"'ws0' is no address: write host:port"),
     "dense with servers": (["--rows", "dense", "--servers", "127.0.0.1:1"], r"leave --servers away"),
     "no such folder": (["--data-dir", "/nonexistent"], r"no such folder: /nonexistent"),
