@@ -117,6 +117,7 @@ def test_the_public_names_stay() -> None:
     assert set(weightserver.__all__) == {
         "AuthenticationError",
         "Checkpoint",
+        "ClientSecurity",
         "ClusterError",
         "FencedError",
         "InvalidRequestError",

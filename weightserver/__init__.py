@@ -26,10 +26,12 @@ from weightserver.errors import (
     TableMismatchError,
     WeightServerError,
 )
+from weightserver.security import ClientSecurity
 
 __all__ = [
     "AuthenticationError",
     "Checkpoint",
+    "ClientSecurity",
     "ClusterError",
     "FencedError",
     "InvalidRequestError",

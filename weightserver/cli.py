@@ -163,7 +163,7 @@ def _health(arguments: argparse.Namespace) -> None:
                 health_pb2.HealthCheckRequest(), timeout=arguments.timeout_seconds
             )
         except grpc.RpcError as error:
-            if reason := tls_failure(address, error.details() or "", tls=credentials is not None):
+            if reason := tls_failure(address, error.code(), error.details() or "", tls=credentials is not None):
                 raise AuthenticationError(f"{address} cannot be asked: {reason}") from None
             raise ShardUnavailableError(f"{address} does not answer ({error.code().name})") from None
     status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)

@@ -115,7 +115,7 @@ class ShardConnection:
                 status, details = error.code(), error.details() or ""
             if status not in _RETRIED:
                 raise ERROR_OF_STATUS.get(status, WeightServerError)(f"{self.name}: {details}")
-            if status is grpc.StatusCode.UNAVAILABLE and (reason := tls_failure(self.address, details, tls=self._tls)):
+            if reason := tls_failure(self.address, status, details, tls=self._tls):
                 raise AuthenticationError(f"{self.name} cannot be called: {reason}")
             waited = time.monotonic() - started
             if waited >= self._retry_seconds:

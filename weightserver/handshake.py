@@ -11,6 +11,8 @@ import socket
 import ssl
 import time
 
+import grpc
+
 from weightserver.addresses import split_address
 
 _PROBE_SECONDS = 2.0
@@ -32,13 +34,15 @@ _REASONS = (
 """What gRPC says, and what it means. The last catches what it may say otherwise in other versions."""
 
 
-def tls_failure(address: str, details: str, *, tls: bool) -> str | None:
+def tls_failure(address: str, status: grpc.StatusCode, details: str, *, tls: bool) -> str | None:
     """What is wrong between this client and the shard and will stay so, and what to do; None where it is not TLS.
 
     Args:
-        details: what gRPC said of a call that ended as UNAVAILABLE.
-        tls: whether the call was made with TLS.
+        status, details: how a call ended, in gRPC's words.
+        tls: whether it was made with TLS.
     """
+    if status is not grpc.StatusCode.UNAVAILABLE:
+        return None
     host, port = split_address(address)
     if not tls:
         if _first_bytes(host, port) is None:
