@@ -115,7 +115,9 @@ def test_the_public_interface_stays(name: str, parameters: str) -> None:
 
 def test_the_public_names_stay() -> None:
     assert set(weightserver.__all__) == {
+        "AuthenticationError",
         "Checkpoint",
+        "ClientSecurity",
         "ClusterError",
         "FencedError",
         "InvalidRequestError",

@@ -49,6 +49,9 @@ from weightserver.sharding import Int64Array, Sharding
 from weightserver.wire import (
     CHUNK_BYTES,
     MAX_NAME_CHARACTERS,
+    MAX_ROWS,
+    MAX_WRITE_BYTES,
+    MAX_WRITE_ROWS,
     Float32Array,
     all_finite,
     rows_to_proto,
@@ -60,8 +63,6 @@ from weightserver.wire import (
 
 _LEARNING_RATES_PER_CALL = 1 << 18
 _MAX_SECONDS = 86_400
-_ROWS_PER_FETCH = 1 << 22
-"""Rows that one request names, 32 MiB of them where they are scattered."""
 Result = TypeVar("Result")
 Output = tuple[Float32Array, Float32Array | None, Int64Array | None]
 
@@ -127,7 +128,7 @@ class WeightClient:
     Args:
         addresses: host:port of every shard, in any order; each shard says who it is.
         credentials: gRPC channel credentials (TLS); without them only loopback addresses are taken.
-        token: bearer token sent with every call.
+        token: bearer token sent with every call; it leaves this machine over TLS only, or with `insecure`.
         timeout_seconds: deadline of one attempt.
         retry_seconds: how long a shard that is away is tried again.
         insecure: take addresses other than loopback without credentials.
@@ -634,8 +635,8 @@ class WeightClient:
         connections, table = self._connect(), spec_digest(self._table())
 
         def fetch_shard(shard: int, positions: slice | Int64Array) -> None:
-            for first in range(0, len(rows[positions]), _ROWS_PER_FETCH):
-                part = slice(first, first + _ROWS_PER_FETCH)
+            for first in range(0, len(rows[positions]), MAX_ROWS):
+                part = slice(first, first + MAX_ROWS)
                 fetch_part(shard, part if isinstance(positions, slice) else positions[part])
 
         def fetch_part(shard: int, positions: slice | Int64Array) -> None:
@@ -686,6 +687,10 @@ class WeightClient:
         by_shard = self._sharding().positions_by_shard(rows)
         if not by_shard:
             return
+        bytes_per_row = 8 + sum(array.nbytes // len(rows) for array in arrays.values())
+        most = min(MAX_WRITE_ROWS, MAX_WRITE_BYTES // bytes_per_row)
+        if len(rows) > most and (largest := max(len(rows[positions]) for positions in by_shard.values())) > most:
+            raise ValueError(f"{largest} rows of one shard in one write, at most {most} are taken: split it")
 
         def digest() -> bytes:
             """Recognises the same write again."""

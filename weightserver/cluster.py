@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from types import TracebackType
 from typing import ClassVar, Self
 
 from weightserver.errors import ShardUnavailableError
+from weightserver.security import TOKEN_VARIABLE
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 30.0
@@ -98,10 +100,17 @@ class LocalCluster:
         command += ["--data-dir", str(self.directory / f"shard-{shard}"), "--listen", listen]
         command += ["--shard", str(shard), "--num-shards", str(num_shards), "--metrics-port", str(metrics_port)]
         command += self._serve_options
+        # These shards serve loopback alone; a token that the caller has is for others.
+        environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
         with self._log(shard).open("a") as log:
-            # A session of its own keeps a Ctrl-C for the caller from stopping the shards under it.
             return subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+                start_new_session=True,  # a Ctrl-C for the caller does not stop the shards under it
             )
 
     def _wait_until_serving(self, shard: int, process: subprocess.Popen[str]) -> tuple[str, str]:

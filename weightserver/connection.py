@@ -16,10 +16,12 @@ from grpc.experimental import ChannelOptions
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.errors import (
     ERROR_OF_STATUS,
+    AuthenticationError,
     OverloadedError,
     ShardUnavailableError,
     WeightServerError,
 )
+from weightserver.handshake import tls_failure
 from weightserver.wire import MAX_MESSAGE_BYTES, decode_fetch_response
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["WeightServer"]
@@ -58,6 +60,7 @@ class ShardConnection:
         retry_seconds: float,
     ) -> None:
         self.address = self.name = address
+        self._tls = credentials is not None
         self._timeout_seconds = timeout_seconds
         self._retry_seconds = retry_seconds
         self._metadata = [("authorization", f"Bearer {token}")] if token else []
@@ -109,9 +112,11 @@ class ShardConnection:
             try:
                 return attempt({"timeout": self._timeout_seconds, "metadata": self._metadata})
             except grpc.RpcError as error:
-                status, details = error.code(), error.details()
+                status, details = error.code(), error.details() or ""
             if status not in _RETRIED:
                 raise ERROR_OF_STATUS.get(status, WeightServerError)(f"{self.name}: {details}")
+            if reason := tls_failure(self.address, status, details, tls=self._tls):
+                raise AuthenticationError(f"{self.name} cannot be called: {reason}")
             waited = time.monotonic() - started
             if waited >= self._retry_seconds:
                 if status is grpc.StatusCode.RESOURCE_EXHAUSTED:

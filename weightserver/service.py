@@ -23,6 +23,8 @@ from weightserver.shard import Batch, Rows, Shard, WriteHeader
 from weightserver.sharding import Int64Array
 from weightserver.wire import (
     MAX_NAME_CHARACTERS,
+    MAX_WRITE_BYTES,
+    MAX_WRITE_ROWS,
     Float32Array,
     encode_fetch_response,
     float32_from_bytes,
@@ -32,8 +34,7 @@ from weightserver.wire import (
     spec_to_proto,
 )
 
-MAX_WRITE_BYTES = 1 << 30
-"""Values in one push or state write; the client splits nothing, because a write is atomic."""
+NAME = pb.DESCRIPTOR.services_by_name["WeightServer"].full_name
 _WRITER_BYTES = 16
 _DEFAULT_WAIT_SECONDS = 30.0
 
@@ -231,17 +232,25 @@ class WeightServerService:
         received: list[_Message] = []
         num_bytes = 0
         for message in messages:
+            if not received:
+                _check_write(message)
             num_bytes += message.ByteSize()
             _require(num_bytes <= MAX_WRITE_BYTES, f"more than {MAX_WRITE_BYTES} bytes in one write: split it")
             received.append(message)
-        _require(bool(received) and received[0].HasField("header"), "the first message of a write has no header")
-        _check_header(received[0].header)
+        _require(bool(received), "the first message of a write has no header")
         return received[0].header, received
 
     def _written_rows(self, header: pb.WriteHeader, messages: list[_Message]) -> Int64Array:
         self._shard.check_table(header.table)
-        rows = np.concatenate([rows_from_proto(message.rows) for message in messages])
-        _require(len(rows) == header.num_rows, f"the write announced {header.num_rows} rows and brought {len(rows)}")
+        parts: list[Int64Array] = []
+        num_rows = 0
+        for message in messages:  # ranges are short for what they name: no more of them than announced
+            parts.append(rows_from_proto(message.rows))
+            num_rows += len(parts[-1])
+            if num_rows > header.num_rows:
+                break
+        _require(num_rows == header.num_rows, f"the write announced {header.num_rows} rows and brought {num_rows}")
+        rows = np.concatenate(parts)
         self._shard.check_rows(rows)
         return rows
 
@@ -280,6 +289,16 @@ def add_to_server(service: WeightServerService, server: grpc.Server) -> None:
             response_serializer=None if method.name == "Fetch" else response.SerializeToString,
         )
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(contract.full_name, handlers)])
+
+
+def _check_write(first: pb.PushGradientsRequest | pb.WriteStateRequest) -> None:
+    """Raises InvalidRequestError unless a write may begin with this message."""
+    _require(first.HasField("header"), "the first message of a write has no header")
+    _check_header(first.header)
+    _require(
+        first.header.num_rows <= MAX_WRITE_ROWS,
+        f"{first.header.num_rows} rows in one write, at most {MAX_WRITE_ROWS} are taken: split it",
+    )
 
 
 def _check_header(header: pb.WriteHeader) -> None:

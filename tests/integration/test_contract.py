@@ -12,7 +12,7 @@ import pytest
 from weightserver import FencedError, LocalCluster, TableSpec, WeightClient
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
-from weightserver.wire import spec_to_proto
+from weightserver.wire import MAX_ROWS, MAX_WRITE_ROWS, spec_to_proto
 
 SPEC = TableSpec(num_rows=40, dim=2, rows_per_block=5)  # shard 0 has rows 0..4, 10..14, 20..24, 30..34
 HORIZON = 6
@@ -104,6 +104,21 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
         INVALID,
         "rows must lie|increase strictly",
     ),
+    "fetch: a range of too many rows": (
+        lambda s: s.fetch(pb.Rows(ranges=steps(0, MAX_ROWS + 1))),
+        INVALID,
+        "may name at most 4194304 rows: split it",
+    ),
+    "fetch: ranges of too many rows": (
+        lambda s: s.fetch(pb.Rows(ranges=steps(0, MAX_ROWS, MAX_ROWS, 1))),
+        INVALID,
+        "may name at most 4194304 rows: split it",
+    ),
+    "fetch: too many rows one by one": (
+        lambda s: s.fetch(pb.Rows(ids=bytes(8 * (MAX_ROWS + 1)))),
+        INVALID,
+        "may name at most 4194304 rows: split it",
+    ),
     "fetch: half a row": (lambda s: s.fetch(pb.Rows(ids=bytes(12))), INVALID, "ids has 12 bytes, not a multiple of 8"),
     "fetch: ids and ranges": (
         lambda s: s.fetch(pb.Rows(ids=bytes(8), ranges=steps(0, 1))),
@@ -136,6 +151,16 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
         lambda s: s.push_rows(OK, num_rows=3),
         INVALID,
         "announced 3 rows and brought 2",
+    ),
+    "push: far more rows than announced": (
+        lambda s: s.push_rows(pb.Rows(ranges=steps(0, MAX_ROWS))),
+        INVALID,
+        "announced 2 rows and brought 4194304",
+    ),
+    "push: too many rows": (
+        lambda s: s.push_rows(OK, num_rows=MAX_WRITE_ROWS + 1),
+        INVALID,
+        "16777217 rows in one write, at most 16777216 are taken: split it",
     ),
     "push: a row of the other shard": (lambda s: s.push_rows(ids(4, 5)), INVALID, "row 5 does not live on shard 0"),
     "push: a row twice": (lambda s: s.push_rows(ids(3, 3)), INVALID, "must increase strictly"),

@@ -111,7 +111,9 @@ def _join_session(
 
 
 def _client(config: TrainConfig, addresses: list[str]) -> WeightClient:
-    return WeightClient(addresses, insecure=config.insecure, retry_seconds=config.retry_seconds)
+    # Those that the run started itself are on loopback and ask for nothing.
+    security = config.security.client_arguments() if config.servers else {}
+    return WeightClient(addresses, retry_seconds=config.retry_seconds, **security)
 
 
 def start_servers(config: TrainConfig, ranks: Ranks, stack: ExitStack) -> list[str]:
