@@ -62,6 +62,9 @@ class MemoryTransaction:
     def generations(self, block: int) -> list[int]:
         return sorted((generation for known, generation in self._blocks if known == block), reverse=True)
 
+    def is_changed(self, first: int) -> bool:
+        return any(generation >= first for _, generation in self._blocks)
+
     def put_block(self, block: int, generation: int, value: bytes | bytearray) -> None:
         self._blocks[block, generation] = bytes(value)
 

@@ -16,7 +16,7 @@ PARSERS = {"weightserver ": weightserver.cli._parser, "python -m trainer.export 
 COMMANDS = [
     (document, line.strip())
     for document in ("README.md", "docs/operations.md")
-    for line in (ROOT / document).read_text().splitlines()
+    for line in (ROOT / document).read_text().replace("\\\n", " ").splitlines()
     if line.startswith(tuple(f"    {prefix}" for prefix in PARSERS))
 ]
 

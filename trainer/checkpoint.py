@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 from trainer.config import TrainConfig
 from trainer.distributed import Ranks
 from trainer.rows import RowStore
-from weightserver import WeightClient
-from weightserver.files import write_whole
+from weightserver import Checkpoint, FencedError, NoTableError, WeightClient
+from weightserver.files import sync
 
 _FORMAT = "pic-checkpoint-1"
 _MODEL, _MOMENTUM = "model.", "momentum."
+_STEM = re.compile(r"step-(\d{12})")
 # What may differ when a run goes on: where it runs, how its rows are stored ('weightserver reshard' changes that; what
 # does not fit is refused by the weight servers), and what it tells.
 _FREE = {
@@ -28,6 +30,10 @@ _FREE = {
         "servers",
         "num_shards",
         "rows_per_block",
+        "tls_ca",
+        "tls_cert",
+        "tls_key",
+        "token_file",
         "insecure",
         "retry_seconds",
         "rows",
@@ -45,7 +51,8 @@ class Checkpoints:
 
     In this order: every rank's rows are made durable; every shard keeps them under the checkpoint's name; the file is
     written and renamed into place; older checkpoints are released. A run that dies anywhere in between goes on from the
-    newest checkpoint that has its file.
+    newest checkpoint that has its file; the file names the shards' checkpoint by its identity, so that it goes with no
+    other.
     """
 
     def __init__(self, config: TrainConfig, ranks: Ranks, rows: RowStore, client: WeightClient | None) -> None:
@@ -65,16 +72,21 @@ class Checkpoints:
             self._client.checkpoint(_name(step), step=step)
         self._ranks.barrier()  # nobody writes rows of later steps before that
         if self._ranks.is_first:
-            _write(_path(self._directory, step), step, model, optimizer)
+            (kept,) = (known for known in self._client.checkpoints() if known.name == _name(step))
+            try:
+                _write(_path(self._directory, step), kept, self._client, model, optimizer)
+            except OSError:
+                self._client.release(kept.name)  # it is no use without its file
+                raise
             self._forget_old()
 
     def _forget_old(self) -> None:
         assert self._client is not None
-        kept = saved_steps(self._directory)[-self._keep :]
-        retained = {known for shard in self._client.describe().shards for known in shard.checkpoints}
-        own = {known.name for known in retained if known.name == _name(known.step) and known.step not in kept}
-        for name in sorted(own):
-            self._client.release(name)  # those too that a failure left on some of the shards
+        kept = {_name(step) for step in saved_steps(self._directory)[-self._keep :]}
+        retained = {known.name for shard in self._client.describe().shards for known in shard.checkpoints}
+        for name in sorted(retained - kept):
+            if _STEM.fullmatch(name):  # a run's; those too that a failure left on some of the shards
+                self._client.release(name)
         for step in saved_steps(self._directory)[: -self._keep]:
             _path(self._directory, step).unlink()
 
@@ -97,29 +109,49 @@ def check_same_run(config: TrainConfig) -> None:
 
 
 def step_to_resume(directory: Path, client: WeightClient) -> int:
-    """The newest step of which there are a file in `directory` and a checkpoint on all shards.
+    """The newest step of which there are a file in `directory` and its checkpoint on all shards.
+
+    A run that has died before its first begins at 0.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or they are of another run.
     """
-    kept = {known.name for known in client.checkpoints()}
-    for step in reversed(saved_steps(directory)):
-        if _name(step) in kept:
+    kept, steps = client.checkpoints(), saved_steps(directory)
+    known = {(checkpoint.name, checkpoint.identity.hex()) for checkpoint in kept}
+    for step in reversed(steps):
+        if (_name(step), _metadata(_path(directory, step)).get("checkpoint")) in known:
             return step
+    if not steps and _is_untouched(client):
+        return 0
     raise ValueError(
-        f"there is no checkpoint to go on from: {directory} has files for steps {saved_steps(directory)}, "
-        f"the weight servers keep {sorted(kept)}"
+        f"there is no checkpoint to go on from: {directory} has files for steps {steps}, the weight servers keep "
+        f"{[checkpoint.name for checkpoint in kept]}, and none of them belong together: are these the run's servers?"
     )
 
 
-def roll_back(client: WeightClient, step: int) -> None:
-    """Takes the rows back to a checkpoint's."""
-    client.rollback(_name(step))
+def _is_untouched(client: WeightClient) -> bool:
+    try:
+        info = client.describe()
+    except NoTableError:
+        return True
+    return info.clock == 0 and info.rows_stored == 0
+
+
+def roll_back(directory: Path, client: WeightClient, step: int) -> None:
+    """Takes the rows back to a checkpoint's, and forgets the files of later steps."""
+    if saved_steps(directory):
+        client.rollback(_name(step))
+    for later in saved_steps(directory):
+        if later > step:
+            _path(directory, later).unlink()
+    for partial in directory.glob("*.partial"):
+        partial.unlink()
 
 
 def saved_steps(directory: Path) -> list[int]:
     """Steps of the checkpoint files, ascending."""
-    return sorted(int(path.stem.removeprefix("step-")) for path in directory.glob("step-*.safetensors"))
+    found = (_STEM.fullmatch(path.stem) for path in directory.glob("*.safetensors"))
+    return sorted(int(match.group(1)) for match in found if match)
 
 
 def load(directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -129,33 +161,57 @@ def load(directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Op
         ValueError: the file is damaged, or of another format or model.
     """
     path = _path(directory, step)
+    if step == 0 and not path.exists():  # the run has died before its first
+        return
+    metadata = _metadata(path)
+    if (metadata.get("format"), metadata.get("step")) != (_FORMAT, str(step)):
+        raise ValueError(f"{path} is no checkpoint of step {step} in format {_FORMAT}")
     try:
         with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if (metadata.get("format"), metadata.get("step")) != (_FORMAT, str(step)):
-            raise ValueError(f"{path} is no checkpoint of step {step} in format {_FORMAT}")
         model.load_state_dict(_with_prefix(tensors, _MODEL))
     except (OSError, SafetensorError, RuntimeError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({str(error).splitlines()[0]}): remove it to go on from an older one"
-        ) from None
+        raise _unreadable(path, error) from None
     momentum = _with_prefix(tensors, _MOMENTUM)
     for name, parameter in model.named_parameters():
         if name in momentum:
             optimizer.state[parameter]["momentum_buffer"] = momentum[name].to(parameter.device)
 
 
-def _write(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Writes the file whole or not at all."""
+def _metadata(path: Path) -> dict[str, str]:
+    try:
+        with safe_open(path, "pt") as file:
+            return dict(file.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"{path} cannot be read ({str(error).splitlines()[0]}): remove it to go on from an older one")
+
+
+def _write(
+    path: Path, kept: Checkpoint, client: WeightClient, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Writes the file of the shards' checkpoint `kept`, whole or not at all."""
     tensors = {_MODEL + name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         momentum_buffer = optimizer.state[parameter].get("momentum_buffer")
         if momentum_buffer is not None:
             tensors[_MOMENTUM + name] = momentum_buffer.detach().cpu().contiguous()
     path.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {"format": _FORMAT, "step": str(step)}
-    write_whole(path, lambda partial: save_file(tensors, partial, metadata=metadata))
+    partial = path.with_suffix(f".{kept.identity.hex()}.partial")
+    metadata = {"format": _FORMAT, "step": str(kept.step), "checkpoint": kept.identity.hex()}
+    try:
+        save_file(tensors, partial, metadata=metadata)
+    except SafetensorError as error:
+        raise OSError(f"{partial} cannot be written ({error})") from None
+    sync(partial)
+    if kept.identity not in {known.identity for known in client.checkpoints()}:
+        partial.unlink(missing_ok=True)
+        raise FencedError(f"checkpoint {kept.name} was undone: another trainer goes on with this run")
+    partial.replace(path)
+    sync(path.parent)
 
 
 def _with_prefix(tensors: dict[str, Any], prefix: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +15,7 @@ import tyro
 from trainer.data.augment import AugmentationConfig
 from trainer.model import EncoderConfig
 from weightserver.addresses import is_loopback
+from weightserver.security import ClientSecurity
 
 _MAX_STEPS = 100_000_000
 
@@ -49,6 +50,14 @@ class TrainConfig:
     """Local weight servers to start where no --servers are given; their rows are kept in the run's directory."""
     retry_seconds: float = 300.0
     """How long a weight server that is away is tried again before the run stops."""
+    tls_ca: Path | None = None
+    """Call --servers over TLS; the CA that signed their certificates, PEM."""
+    tls_cert: Path | None = None
+    """The trainer's own certificate, PEM, for --servers that ask for one."""
+    tls_key: Path | None = None
+    """The key of --tls-cert, PEM."""
+    token_file: Path | None = None
+    """File with the token of --servers; without one it is WEIGHTSERVER_TOKEN, if that is set."""
     insecure: bool = False
     """Take --servers on other machines without TLS."""
     resume: bool = False
@@ -134,11 +143,14 @@ class TrainConfig:
             raise ValueError(f"--batch-size {self.batch_size} leaves some of {world_size} ranks without images")
         if self.prefetch_steps < 0:
             raise ValueError(f"--prefetch-steps must not be negative, got {self.prefetch_steps}")
+        security = self.security
+        if security.tls_ca is not None and not self.servers:
+            raise ValueError("--tls-ca is for --servers: leave it away, or give their addresses")
         for address in self.server_addresses:
-            if not is_loopback(address) and not self.insecure:
+            if not is_loopback(address) and security.tls_ca is None and not self.insecure:
                 raise ValueError(
-                    f"--servers {address} is on another machine and this version has no TLS: "
-                    "give --insecure on a network you trust"
+                    f"--servers {address} is on another machine and would be called without TLS: "
+                    "give --tls-ca, or --insecure on a network you trust"
                 )
         for name in ("num_shards", "batch_size", "log_every", "dim", "keep_checkpoints"):
             if getattr(self, name) < 1:
@@ -159,6 +171,11 @@ class TrainConfig:
             raise ValueError(f"--seed must lie in 0..2^64-1, got {self.seed}")
         if not 0 <= self.warmup_fraction <= 1:
             raise ValueError(f"--warmup-fraction must lie in 0..1, got {self.warmup_fraction}")
+
+    @property
+    def security(self) -> ClientSecurity:
+        """How --servers are called; ValueError for options that make no sense together."""
+        return ClientSecurity(**{field.name: getattr(self, field.name) for field in fields(ClientSecurity)})
 
     @property
     def server_addresses(self) -> list[str]:

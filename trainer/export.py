@@ -4,7 +4,8 @@
 
 As `weightserver export`, with one more column: image int64 [n], the image's place in the data set. A row is its image's
 position in a random order that the run's order_seed makes. The run's own weight servers are used: those of its
---servers, or else its local ones, which are started for the while.
+--servers, or else its local ones, which are started for the while. They are called with the run's TLS and token options
+unless any is given here.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any, NoReturn
 
 from trainer.schedule import RowOrder
 from trainer.stopping import failures_in_one_line
-from weightserver import LocalCluster, WeightClient
-from weightserver.cli import add_export_options
+from weightserver import ClientSecurity, LocalCluster, WeightClient
+from weightserver.cli import add_export_options, add_security_options, security_options
 from weightserver.export import export_rows
 
 
@@ -38,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     rows = what.add_parser("rows", help="rows, of now or of a checkpoint, with their images")
     rows.add_argument("run", type=Path, help="the run's directory")
     rows.add_argument("--servers", help="host:port,host:port of all weight servers (default the run's)")
-    rows.add_argument("--insecure", action="store_true", help="take --servers on other machines without TLS")
+    add_security_options(rows)
     add_export_options(rows)
     return parser
 
@@ -47,15 +48,16 @@ def _export(options: argparse.Namespace) -> list[Path]:
     config = _config(options.run)
     with ExitStack() as stack:
         servers = options.servers or config.get("servers")
+        security: dict[str, Any] = {}
         if servers:
+            security = _security(options, config).client_arguments()
             addresses = [address.strip() for address in servers.split(",")]
         else:
             directory = options.run / "servers"
             if not directory.exists():
                 raise ValueError(f"{options.run} has no weight servers of its own (dense rows?): give --servers")
             addresses = stack.enter_context(LocalCluster(len(list(directory.glob("shard-*/"))), directory)).addresses
-        insecure = options.insecure or bool(config.get("insecure"))
-        client = stack.enter_context(WeightClient(addresses, insecure=insecure, retry_seconds=10))
+        client = stack.enter_context(WeightClient(addresses, retry_seconds=10, **security))
         spec = client.describe().spec
         if (spec.dim, spec.seed) != (config["dim"], config["seed"]):
             raise ValueError(
@@ -71,6 +73,15 @@ def _export(options: argparse.Namespace) -> list[Path]:
             file_format=options.format,
             more_columns=lambda rows: {"image": order.images(rows)},
         )
+
+
+def _security(options: argparse.Namespace, config: dict[str, Any]) -> ClientSecurity:
+    """The options of this command, or else the run's."""
+    own = security_options(options)
+    if own != ClientSecurity():
+        return own
+    files = {name: config[name] for name in ("tls_ca", "tls_cert", "tls_key", "token_file") if config.get(name)}
+    return ClientSecurity(**{name: Path(file) for name, file in files.items()}, insecure=bool(config.get("insecure")))
 
 
 def _config(run: Path) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def _train_rank(
         checkpoints = Checkpoints(config, ranks, rows, opened.client)
         if config.resume:
             load(config.output / "checkpoints", start_step, model, optimizer)
-        else:
+        if start_step == 0:
             checkpoints.save(0, model, optimizer)  # from now on the servers are this run's
         report.follow(rows.counters, start_step)
         signals = stack.enter_context(stop_signals())
@@ -177,6 +177,9 @@ def _train_rank(
             if config.checkpoint_every and (step + 1) % config.checkpoint_every == 0 and not last:
                 checkpoints.save(step + 1, model, optimizer)
         rows.flush()  # every update is durable
+        (signalled,) = ranks.max_over_ranks([max(signals, default=0)])
+        if signalled:
+            raise Stopped(int(signalled), "stopped by a signal behind its last step: --resume ends the run")
         moved = ranks.sum_over_ranks([rows.counters.fetched_rows, rows.counters.pushed_rows])
         ranks.barrier()  # nobody stops the servers before that
 

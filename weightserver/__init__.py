@@ -3,12 +3,18 @@
 The names listed in `__all__` are the public interface; everything else may change.
 """
 
+import os
+
 __version__ = "0.1.0"
+
+# gRPC reads it when it is imported. What it would log of a failed handshake, the errors of the client say better.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 from weightserver.client import Checkpoint, RowState, TableInfo, WeightClient
 from weightserver.cluster import LocalCluster
 from weightserver.config import TableSpec
 from weightserver.errors import (
+    AuthenticationError,
     ClusterError,
     FencedError,
     InvalidRequestError,
@@ -20,9 +26,12 @@ from weightserver.errors import (
     TableMismatchError,
     WeightServerError,
 )
+from weightserver.security import ClientSecurity
 
 __all__ = [
+    "AuthenticationError",
     "Checkpoint",
+    "ClientSecurity",
     "ClusterError",
     "FencedError",
     "InvalidRequestError",

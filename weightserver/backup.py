@@ -35,7 +35,7 @@ from weightserver.client import WeightClient
 from weightserver.config import TableSpec
 from weightserver.errors import ClusterError, NoTableError, StorageError
 from weightserver.files import require_empty, sha256, write_whole
-from weightserver.records import HELD_PREFIX, chosen_checkpoint
+from weightserver.records import HELD_PREFIX, KeptCheckpoint, chosen_checkpoint
 from weightserver.wire import Float32Array, float32_from_bytes, spec_digest
 
 _FORMAT = 1
@@ -50,6 +50,8 @@ class Backup:
 
     checkpoint: str
     step: int
+    identity: str
+    """Of the call that took it, hexadecimal: the other shards' and the trainer's file know it by this."""
     run: str
     epoch: int
     spec: TableSpec
@@ -59,7 +61,7 @@ class Backup:
     """Of the software that made it."""
     created: str
     shards: tuple[dict[str, Any], ...]
-    """For each its clock, rows_stored, and its files: name -> bytes, sha256."""
+    """For each its clock, schedule_version, rows_stored, and its files: name -> bytes, sha256."""
 
     @property
     def num_bytes(self) -> int:
@@ -149,7 +151,8 @@ def restore(directory: Path, data_dir: Path, *, shard: int, num_shards: int | No
         )
     if not 0 <= shard < len(made.shards):
         raise ValueError(f"{directory} has shards 0..{len(made.shards) - 1}, not {shard}")
-    source, files, clock = directory / f"shard-{shard}", made.shards[shard]["files"], made.shards[shard]["clock"]
+    source, copied = directory / f"shard-{shard}", made.shards[shard]
+    files = copied["files"]
     pieces = _in_order(source, [name for name in files if name != _SCHEDULE])
     if (pieces[-1][1] if pieces else 0) != made.spec.num_blocks:
         raise StorageError(f"{source} lacks files: use another backup")
@@ -162,9 +165,16 @@ def restore(directory: Path, data_dir: Path, *, shard: int, num_shards: int | No
             if end > builder.next_block:
                 builder.add(_blocks(path, files[path.name], codec), next_block=end)
         rates = _load(source / _SCHEDULE, files[_SCHEDULE])["learning_rates"]
-        kept = (made.checkpoint, made.step)
-        table = TableState(made.spec, rates, epoch=made.epoch, run=made.run, clock=clock, checkpoint=kept)
-        builder.finish(table, rows_stored=made.shards[shard]["rows_stored"])
+        table = TableState(
+            made.spec,
+            rates,
+            epoch=made.epoch,
+            run=made.run,
+            clock=copied["clock"],
+            schedule_version=copied["schedule_version"] + 1,
+            checkpoint=KeptCheckpoint(made.checkpoint, made.step, made.identity),
+        )
+        builder.finish(table, rows_stored=copied["rows_stored"])
     return made
 
 
@@ -172,7 +182,7 @@ def restore(directory: Path, data_dir: Path, *, shard: int, num_shards: int | No
 
 
 def _begin(client: WeightClient, directory: Path, checkpoint: str | None) -> dict[str, Any]:
-    """Checkpoint, step and second name of the backup begun in `directory`, which all shards keep now."""
+    """Checkpoint, step, identity and second name of the backup begun in `directory`, which all shards keep now."""
     path = directory / _UNFINISHED
     if path.exists():
         begun: dict[str, Any] = json.loads(path.read_text())
@@ -189,19 +199,20 @@ def _begin(client: WeightClient, directory: Path, checkpoint: str | None) -> dic
         checkpoint = begun["checkpoint"]
     else:
         require_empty(directory)
-    name, step = chosen_checkpoint(checkpoint, {kept.name: kept.step for kept in client.checkpoints()})
-    begun = {"checkpoint": name, "step": step, "held_as": f"{HELD_PREFIX}{os.urandom(4).hex()}"}
+    known = {KeptCheckpoint(kept.name, kept.step, kept.identity.hex()): kept for kept in client.checkpoints()}
+    name, step, identity = chosen = chosen_checkpoint(checkpoint, known)
+    held_as = f"{HELD_PREFIX}{os.urandom(4).hex()}"
+    begun = {"checkpoint": name, "step": step, "identity": identity, "held_as": held_as}
     directory.mkdir(parents=True, exist_ok=True)
     _write_json(path, begun)
     _join(client)
-    client.copy_checkpoint(name, begun["held_as"])
-    if not _is_kept(client, begun):  # a run that began anew has taken the name for another step
-        raise NoTableError(f"checkpoint {name!r} was replaced meanwhile: repeat the command")
+    client.copy_checkpoint(known[chosen], held_as)  # and no other that takes its name meanwhile
     return begun
 
 
 def _is_kept(client: WeightClient, begun: dict[str, Any]) -> bool:
-    return any((kept.name, kept.step) == (begun["held_as"], begun["step"]) for kept in client.checkpoints())
+    held = (begun["held_as"], begun["identity"])
+    return any((kept.name, kept.identity.hex()) == held for kept in client.checkpoints())
 
 
 def _join(client: WeightClient) -> None:
@@ -222,7 +233,8 @@ def _release(client: WeightClient, name: str) -> None:
 def _copy_shard(client: WeightClient, directory: Path, shard: int, spec: TableSpec, name: str) -> dict[str, Any]:
     """Copies what is not there yet, and tells of all: see `Backup.shards`."""
     directory.mkdir(exist_ok=True)
-    described = {kept.name: kept for kept in client.call_shard(shard, "Describe", pb.DescribeRequest()).checkpoints}
+    answer = client.call_shard(shard, "Describe", pb.DescribeRequest())
+    described = {kept.name: kept for kept in answer.checkpoints}
     if name not in described:
         raise NoTableError(f"shard {shard} keeps the checkpoint no longer: begin anew in another directory")
     kept = described[name]
@@ -251,7 +263,12 @@ def _copy_shard(client: WeightClient, directory: Path, shard: int, spec: TableSp
         path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
         for path in [directory / _SCHEDULE, *(path for _, _, path in pieces)]
     }
-    return {"clock": kept.clock, "rows_stored": rows_stored, "files": files}
+    return {
+        "clock": kept.clock,
+        "schedule_version": answer.schedule_version,
+        "rows_stored": rows_stored,
+        "files": files,
+    }
 
 
 def _schedule(client: WeightClient, shard: int) -> Float32Array:

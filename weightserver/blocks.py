@@ -100,17 +100,30 @@ class BlockCodec:
         checksum = xxhash.xxh3_64_intdigest(memoryview(buffer)[_CHECKED_FROM:], seed=block)
         _HEADER.pack_into(buffer, 0, FORMAT, self._spec.rows_per_block, self._spec.dim, checksum)
 
-    def check(self, block: int, buffer: Buffer) -> None:
-        """Raises StorageError unless the bytes are what `seal` left for this block of this table."""
+    def problem(self, block: int, buffer: Buffer) -> str:
+        """What makes the bytes others than `seal` left for this block of this table; empty where nothing does."""
         if len(buffer) != self.num_bytes:
-            raise StorageError(f"block {block} has {len(buffer)} bytes, not {self.num_bytes}: restore it from a backup")
+            return f"has {len(buffer)} bytes, not {self.num_bytes}"
         block_format, rows, dim, checksum = _HEADER.unpack_from(buffer)
         if block_format != FORMAT:
-            raise StorageError(f"block {block} has format {block_format}, this version reads {FORMAT}: update it")
+            return f"has format {block_format}, this version reads {FORMAT}"
         if (rows, dim) != (self._spec.rows_per_block, self._spec.dim):
-            raise StorageError(f"block {block} holds {rows} rows of {dim}: it belongs to another table")
+            return f"holds {rows} rows of {dim}: it belongs to another table"
         if xxhash.xxh3_64_intdigest(memoryview(buffer)[_CHECKED_FROM:], seed=block) != checksum:
-            raise StorageError(f"block {block} is damaged (checksum): restore it from a backup")
+            return "is damaged (checksum)"
+        return ""
+
+    def check(self, block: int, buffer: Buffer) -> None:
+        """Raises StorageError where there is a problem."""
+        if problem := self.problem(block, buffer):
+            raise StorageError(
+                f"{self.name(block)} {problem}: 'weightserver verify' tells which checkpoints still have it"
+            )
+
+    def name(self, block: int) -> str:
+        """The block and its rows, for people."""
+        first = block * self._spec.rows_per_block
+        return f"block {block} (rows {first}..{min(first + self._spec.rows_per_block, self._spec.num_rows) - 1})"
 
 
 class RowBuffer:

@@ -13,7 +13,16 @@ from weightserver.blocks import BlockCodec
 from weightserver.config import TableSpec
 from weightserver.errors import StorageError
 from weightserver.files import require_empty
-from weightserver.records import FORMAT, Checkpoint, State, get_json, put_json, write_schedule, write_state
+from weightserver.records import (
+    FORMAT,
+    Checkpoint,
+    KeptCheckpoint,
+    State,
+    get_json,
+    put_json,
+    write_schedule,
+    write_state,
+)
 from weightserver.sharding import Sharding
 from weightserver.storage import LmdbStorage, Transaction
 from weightserver.wire import Float32Array
@@ -33,8 +42,10 @@ class TableState:
     """The newest session's; nobody writes before a newer one is opened."""
     run: str
     clock: int
-    checkpoint: tuple[str, int] | None
-    """Name and step under which the rows are kept."""
+    schedule_version: int
+    """Higher than that of any shard that it came from: requests of before change nothing."""
+    checkpoint: KeptCheckpoint | None
+    """As which the rows are kept."""
 
 
 class ShardBuilder:
@@ -56,7 +67,7 @@ class ShardBuilder:
         self._num_shards = num_shards
         self._origin = {**origin, "shard": shard, "num_shards": num_shards}
         require_empty(directory, but=_OWN_FILES)
-        self._storage = LmdbStorage(directory)
+        self._storage = LmdbStorage(directory, anew=True)
         try:
             with self._storage.write() as txn:
                 self._begin(txn)
@@ -120,13 +131,14 @@ class ShardBuilder:
                 raise StorageError(f"{self.directory} holds {num_found} rows, not {rows_stored}: begin anew")
             checkpoints: tuple[Checkpoint, ...] = ()
             if table.checkpoint is not None:
-                name, step = table.checkpoint
-                checkpoints = (Checkpoint(name, step, generation=0, clock=table.clock, rows_stored=rows_stored),)
+                kept = {**table.checkpoint._asdict(), "clock": table.clock, "rows_stored": rows_stored}
+                checkpoints = (Checkpoint(generation=0, **kept),)
             state = State(
                 epoch=table.epoch,
                 run=table.run,
                 clock=table.clock,
                 rows_stored=rows_stored,
+                schedule_version=table.schedule_version,
                 generation=len(checkpoints),
                 checkpoints=checkpoints,
             )

@@ -1,5 +1,5 @@
-"""The command line: weightserver serve | health | inspect | checkpoints | rollback | release | export | drop,
-backup | restore | reshard | compact | plan."""
+"""The command line: weightserver serve | certs | health | inspect | verify | checkpoints | rollback | release |
+export | drop | backup | restore | reshard | compact | plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import logging
 import signal
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,8 +19,10 @@ from weightserver import __version__
 from weightserver.addresses import split_address
 from weightserver.allocator import keep_large_buffers
 from weightserver.client import WeightClient
-from weightserver.errors import ShardUnavailableError, WeightServerError
+from weightserver.errors import AuthenticationError, ShardUnavailableError, WeightServerError
+from weightserver.handshake import tls_failure
 from weightserver.plan import Workload, plan
+from weightserver.security import TOKEN_VARIABLE, ClientSecurity
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -49,21 +51,46 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--shard", type=int, default=0, help="number of this shard, from 0 (default 0)")
     serve.add_argument("--num-shards", type=int, default=1, help="shards in the cluster (default 1)")
     serve.add_argument("--listen", default="127.0.0.1:50051", help="host:port (default 127.0.0.1:50051)")
-    serve.add_argument("--metrics-port", type=int, help="serve Prometheus metrics on this loopback port")
+    serve.add_argument("--metrics-port", type=int, help="serve Prometheus metrics on this port")
+    serve.add_argument("--metrics-host", default="127.0.0.1", help="address of the metrics (default 127.0.0.1)")
     serve.add_argument("--grace-seconds", type=float, default=10.0, help="time for running calls after SIGTERM (10)")
-    serve.add_argument("--insecure", action="store_true", help="listen beyond loopback without TLS")
+    serve.add_argument(
+        "--no-verify-reads",
+        dest="verify_reads",
+        action="store_false",
+        help="skip the checksums of fetched rows",
+    )
+    serve.add_argument("--tls-cert", type=Path, help="serve TLS with this certificate (PEM)")
+    serve.add_argument("--tls-key", type=Path, help="its key (PEM)")
+    serve.add_argument("--tls-client-ca", type=Path, help="take only clients with a certificate of this CA (PEM)")
+    serve.add_argument("--token-file", type=Path, help=f"token that calls must bring (default ${TOKEN_VARIABLE})")
+    serve.add_argument("--insecure", action="store_true", help="listen beyond loopback without TLS or a token")
+    serve.add_argument("--reflection", action="store_true", help="tell the contract over gRPC reflection")
     serve.add_argument("--announce", action="store_true", help="print the addresses as one JSON line when serving")
     serve.add_argument("--stop-with-parent", action="store_true", help="stop when stdin is closed")
     serve.set_defaults(run=_serve)
 
+    certs = commands.add_parser("certs", help="make a CA, certificates and a token for a quick start")
+    certs.add_argument("directory", type=Path, help="where to write them; what exists is not overwritten")
+    certs.add_argument(
+        "--host", nargs="+", action="extend", required=True, help="names and addresses that clients connect to"
+    )
+    certs.add_argument("--days", type=int, default=365, help="how long they hold (default 365)")
+    certs.set_defaults(run=_certs)
+
     health = commands.add_parser("health", help="tell whether a shard serves (exit status 0) or not (1)")
     health.add_argument("address", help="host:port")
     health.add_argument("--timeout-seconds", type=float, default=5.0, help="deadline (default 5)")
+    add_security_options(health)
     health.set_defaults(run=_health)
 
     inspect = commands.add_parser("inspect", help="print what a data directory holds; safe beside a running shard")
     inspect.add_argument("directory", type=Path, help="the --data-dir of a shard")
     inspect.set_defaults(run=_inspect)
+
+    verify = commands.add_parser("verify", help="read everything in a directory that no shard serves")
+    verify.add_argument("directory", type=Path, help="the --data-dir of a shard")
+    verify.set_defaults(run=_verify)
 
     checkpoints = commands.add_parser("checkpoints", help="list the checkpoints that all shards keep")
     _add_addresses(checkpoints)
@@ -142,6 +169,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_addresses(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("addresses", nargs="+", help="host:port of every shard")
+    add_security_options(parser)
+
+
+def add_security_options(parser: argparse.ArgumentParser) -> None:
+    """How shards are called."""
+    parser.add_argument("--tls-ca", type=Path, help="use TLS; CA that signed the shards' certificates (PEM)")
+    parser.add_argument("--tls-cert", type=Path, help="own certificate, for shards that ask for one (PEM)")
+    parser.add_argument("--tls-key", type=Path, help="its key (PEM)")
+    parser.add_argument("--token-file", type=Path, help=f"token of the shards (default ${TOKEN_VARIABLE})")
     parser.add_argument("--insecure", action="store_true", help="take addresses beyond loopback without TLS")
 
 
@@ -154,8 +190,13 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=["safetensors", "npz"], default="safetensors")
 
 
+def security_options(arguments: argparse.Namespace) -> ClientSecurity:
+    """What was given of them; ValueError where it makes no sense together."""
+    return ClientSecurity(**{field.name: getattr(arguments, field.name) for field in fields(ClientSecurity)})
+
+
 def _client(arguments: argparse.Namespace) -> WeightClient:
-    return WeightClient(arguments.addresses, retry_seconds=10, insecure=arguments.insecure)
+    return WeightClient(arguments.addresses, retry_seconds=10, **security_options(arguments).client_arguments())
 
 
 def _range(text: str) -> range:
@@ -173,15 +214,36 @@ def _serve(arguments: argparse.Namespace) -> None:
     serve(ServerConfig(**{name: getattr(arguments, name) for name in names}))
 
 
+def _certs(arguments: argparse.Namespace) -> None:
+    from weightserver.certificates import write_certificates  # the other commands make none
+
+    directory = arguments.directory
+    end = write_certificates(directory, arguments.host, days=arguments.days)
+    print(
+        f"certificates for {', '.join(arguments.host)} in {directory} hold until {end:%Y-%m-%d %H:%M} UTC\n"
+        f"shards:  --tls-cert {directory}/server.pem --tls-key {directory}/server-key.pem "
+        f"--token-file {directory}/token   (ask for client certificates: --tls-client-ca {directory}/ca.pem)\n"
+        f"clients: --tls-ca {directory}/ca.pem --token-file {directory}/token   "
+        f"(where asked: --tls-cert {directory}/client.pem --tls-key {directory}/client-key.pem)\n"
+        f"keep {directory}/ca-key.pem away from both"
+    )
+
+
 def _health(arguments: argparse.Namespace) -> None:
-    split_address(arguments.address)
-    with grpc.insecure_channel(arguments.address) as channel:
+    address = arguments.address
+    split_address(address)
+    credentials = security_options(arguments).credentials()
+    with (
+        grpc.insecure_channel(address) if credentials is None else grpc.secure_channel(address, credentials)
+    ) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=arguments.timeout_seconds
             )
         except grpc.RpcError as error:
-            raise ShardUnavailableError(f"{arguments.address} does not answer ({error.code().name})") from None
+            if reason := tls_failure(address, error.code(), error.details() or "", tls=credentials is not None):
+                raise AuthenticationError(f"{address} cannot be asked: {reason}") from None
+            raise ShardUnavailableError(f"{address} does not answer ({error.code().name})") from None
     status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
     print(status)
     if status != "SERVING":
@@ -194,10 +256,22 @@ def _inspect(arguments: argparse.Namespace) -> None:
     print(json.dumps(inspect_directory(arguments.directory), indent=2))
 
 
+def _verify(arguments: argparse.Namespace) -> None:
+    from weightserver.verify import verify_directory
+
+    verdict = verify_directory(arguments.directory)
+    for problem in verdict.problems:
+        print(problem)
+    print(f"{verdict.num_blocks} blocks, {verdict.num_versions} versions, {len(verdict.problems)} problems")
+    if verdict.problems:
+        sys.exit(1)
+
+
 def _checkpoints(arguments: argparse.Namespace) -> None:
     with _client(arguments) as client:
         for checkpoint in client.checkpoints():
-            print(f"{checkpoint.name}\tstep {checkpoint.step}")
+            name = checkpoint.name if checkpoint.name.isprintable() else repr(checkpoint.name)
+            print(f"{name}\tstep {checkpoint.step}")
 
 
 def _rollback(arguments: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@ The contract of its calls, for a table of N rows of D values:
 - Rows may be given in any order and repeated: fetch answers in order, a push adds repeats up, write_state refuses them.
 - A push or state write returns when it is durable on every shard. It is atomic on each shard, not across shards. When
   it fails on one, the error says which, and making the same call again is safe: a shard that had applied it recognises
-  the sequence number.
+  the sequence number. Where that cannot be told any more, the call is refused.
 - Calls may come from any thread. Every attempt has a deadline of `timeout_seconds`; a shard that is away, overloaded or
   silent is tried again with the same sequence number for `retry_seconds` in all. Nothing else is tried again.
 - What cannot be right raises ValueError or TypeError before anything is sent; what a shard refuses, or fails to do,
@@ -20,7 +20,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -35,12 +35,23 @@ from weightserver._generated import weight_server_pb2 as pb
 from weightserver.addresses import is_loopback
 from weightserver.config import TableSpec
 from weightserver.connection import FetchedChunk, ShardConnection
-from weightserver.errors import ClusterError, FencedError, NoTableError, TableMismatchError
+from weightserver.errors import (
+    ClusterError,
+    FencedError,
+    NoTableError,
+    OverloadedError,
+    ShardUnavailableError,
+    TableMismatchError,
+    WeightServerError,
+)
 from weightserver.session import Numbers, Session
 from weightserver.sharding import Int64Array, Sharding
 from weightserver.wire import (
     CHUNK_BYTES,
     MAX_NAME_CHARACTERS,
+    MAX_ROWS,
+    MAX_WRITE_BYTES,
+    MAX_WRITE_ROWS,
     Float32Array,
     all_finite,
     rows_to_proto,
@@ -52,8 +63,6 @@ from weightserver.wire import (
 
 _LEARNING_RATES_PER_CALL = 1 << 18
 _MAX_SECONDS = 86_400
-_ROWS_PER_FETCH = 1 << 22
-"""Rows that one request names, 32 MiB of them where they are scattered."""
 Result = TypeVar("Result")
 Output = tuple[Float32Array, Float32Array | None, Int64Array | None]
 
@@ -74,6 +83,8 @@ class Checkpoint:
     name: str
     step: int
     """Finished updates that it holds."""
+    identity: bytes = field(default=b"", compare=False, repr=False)
+    """Of the call that took it: tells it from another of the same name."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +128,7 @@ class WeightClient:
     Args:
         addresses: host:port of every shard, in any order; each shard says who it is.
         credentials: gRPC channel credentials (TLS); without them only loopback addresses are taken.
-        token: bearer token sent with every call.
+        token: bearer token sent with every call; it leaves this machine over TLS only, or with `insecure`.
         timeout_seconds: deadline of one attempt.
         retry_seconds: how long a shard that is away is tried again.
         insecure: take addresses other than loopback without credentials.
@@ -184,7 +195,12 @@ class WeightClient:
                 f"shard {', '.join(used)} holds rows of a table that other shards lack, as after a drop_table() that "
                 "failed halfway: repeat drop_table() first"
             )
-        self._on_all("CreateTable", pb.CreateTableRequest(spec=spec_to_proto(spec)))
+        self._in_parallel(
+            lambda connection, answer: connection.call(
+                "CreateTable", pb.CreateTableRequest(spec=spec_to_proto(spec), epoch=answer.epoch)
+            ),
+            zip(self._connect(), answers, strict=True),
+        )
         self._spec = spec
         return spec
 
@@ -240,7 +256,8 @@ class WeightClient:
         Giving known steps the values they have is always allowed.
 
         Raises:
-            StepError: a gap would remain before `start_step`; TableMismatchError: a step that was used would change.
+            StepError: a gap would remain before `start_step`; TableMismatchError: a step that was used would change;
+            FencedError: a superseded session, or another client changed the schedule at the same time.
         """
         start_step = _step(start_step, "start_step")
         rates = np.asarray(learning_rates)
@@ -251,18 +268,23 @@ class WeightClient:
         rates = rates.astype(np.float32)
         if not all_finite(rates) or (rates < 0).any():
             raise ValueError("learning_rates must be finite and not negative")
-        clock = max(answer.clock for answer in self._describe_shards())
-        for first in range(0, max(1, len(rates)), _LEARNING_RATES_PER_CALL):
-            request = partial(
-                pb.ExtendScheduleRequest,
-                start_step=start_step + first,
-                learning_rates=to_bytes(rates[first : first + _LEARNING_RATES_PER_CALL]),
-                clock=clock,
-            )
-            if session := self._session:
-                self._change_all(session, session.begin(), "ExtendSchedule", request)
-            else:
-                self._on_all("ExtendSchedule", request())
+        answers, table = self._describe_shards(), spec_digest(self._table())
+        clock = max(answer.clock for answer in answers)
+
+        def extend(connection: ShardConnection, version: int) -> None:
+            for first in range(0, max(1, len(rates)), _LEARNING_RATES_PER_CALL):
+                request = pb.ExtendScheduleRequest(
+                    start_step=start_step + first,
+                    learning_rates=to_bytes(rates[first : first + _LEARNING_RATES_PER_CALL]),
+                    clock=clock,
+                    epoch=self._session.epoch if self._session else 0,
+                    version=version,
+                    table=table,
+                )
+                version = connection.call("ExtendSchedule", request).version
+
+        versions = [answer.schedule_version for answer in answers]
+        self._in_parallel(extend, zip(self._connect(), versions, strict=True))
 
     def open_session(self, name: str, *, join: int | None = None) -> int:
         """Starts a new epoch under the run's `name`, which fences every older one; or joins epoch `join` as one more
@@ -278,17 +300,18 @@ class WeightClient:
         request = pb.OpenSessionRequest(name=name, epoch=epoch, join=join is not None, opener=os.urandom(16))
         for connection in connections:  # one by one: of two that race, shard 0 takes one
             connection.call("OpenSession", request)
-        self._session = Session(epoch, len(connections))
+        self._session = Session(epoch, len(connections), before=self._session)
         return epoch
 
     # ---- rows
 
     def fetch(
-        self, rows: npt.ArrayLike, *, step: int, out: Float32Array | None = None, checkpoint: str = ""
+        self, rows: npt.ArrayLike, *, step: int, out: Float32Array | None = None, checkpoint: str | Checkpoint = ""
     ) -> Float32Array:
         """Weights of `rows` (int64 [n]) before update `step`: float32 [n, D], into `out` where given. Never writes.
 
-        With `checkpoint` the rows are those of a retained checkpoint.
+        With `checkpoint` the rows are those of a retained checkpoint: of that name, or one of `checkpoints()` and no
+        other of its name.
 
         Raises:
             StepError: `step` lies beyond the horizon, or before an update that a row has seen.
@@ -300,10 +323,13 @@ class WeightClient:
             out = np.empty(shape, np.float32)
         elif out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
             raise ValueError(f"out must be a contiguous float32 array of shape {list(shape)}")
-        self._fetch(rows, pb.FetchRequest(step=_step(step, "step"), checkpoint=checkpoint), (out, None, None))
+        request = pb.FetchRequest(step=_step(step, "step"), **self._meant(checkpoint))
+        self._fetch(rows, request, (out, None, None))
         return out
 
-    def fetch_state(self, rows: npt.ArrayLike, *, step: int | None = None, checkpoint: str = "") -> RowState:
+    def fetch_state(
+        self, rows: npt.ArrayLike, *, step: int | None = None, checkpoint: str | Checkpoint = ""
+    ) -> RowState:
         """All state of `rows` (int64 [n]): before update `step`, or raw as stored where it is None. Never writes.
 
         Raises:
@@ -316,7 +342,7 @@ class WeightClient:
             np.empty(len(rows), np.int64),
         )
         request = pb.FetchRequest(
-            step=0 if step is None else _step(step, "step"), raw=step is None, state=True, checkpoint=checkpoint
+            step=0 if step is None else _step(step, "step"), raw=step is None, state=True, **self._meant(checkpoint)
         )
         self._fetch(rows, request, (state.weight, state.momentum_buffer, state.last_step))
         return state
@@ -391,16 +417,39 @@ class WeightClient:
 
         Raises:
             FencedError: no session, or a superseded one.
-            InvalidRequestError: the name was used for another step.
+            InvalidRequestError: the name was used for another step, or rows were written since it was used.
         """
-        request = partial(pb.CheckpointRequest, name=_name(name))
+        request = partial(pb.CheckpointRequest, name=_name(name), identity=os.urandom(16))
         step, session = _step(step, "step"), self._require_session()
-        self._change_all(session, session.begin(), "Checkpoint", request, step)
+        _raise_first(self._change_all(session, session.begin(), "Checkpoint", request, step))
 
     def checkpoints(self) -> list[Checkpoint]:
         """Those that every shard retains, in the order of their steps."""
-        retained = [set(_checkpoints(answer)) for answer in self._describe_shards()]
-        return sorted(set.intersection(*retained), key=lambda known: (known.step, known.name))
+        first, *others = [
+            {(known.identity, known.name): known for known in _checkpoints(answer)}
+            for answer in self._describe_shards()
+        ]
+        common = [known for key, known in first.items() if all(key in other for other in others)]
+        return sorted(common, key=lambda known: (known.step, known.name))
+
+    def _complete(self, name: str) -> Checkpoint:
+        """The checkpoint of that name, if it is one and the same on every shard."""
+        for known in self.checkpoints():
+            if known.name == name:
+                return known
+        having = self._shards_with(name)
+        if all(having):
+            raise NoTableError(f"the shards' checkpoints {name!r} are not of one call: use one of checkpoints()")
+        raise NoTableError(
+            f"shard {having.index(False)} has no checkpoint {name!r}: call checkpoints() for those of all shards"
+        )
+
+    def _meant(self, checkpoint: str | Checkpoint) -> dict[str, Any]:
+        """The fields of a request that name a checkpoint, or none."""
+        if not checkpoint:
+            return {}
+        known = self._complete(checkpoint) if isinstance(checkpoint, str) else checkpoint
+        return {"checkpoint": known.name, "identity": known.identity}
 
     def rollback(self, name: str) -> None:
         """Takes all rows and the clock back to a checkpoint; later checkpoints are forgotten.
@@ -410,21 +459,16 @@ class WeightClient:
         writes nothing else before it was repeated.
 
         Raises:
-            NoTableError: a shard has no such checkpoint; then no shard was changed.
+            NoTableError: a shard has no such checkpoint, or one of another call; then no shard was changed.
             InvalidRequestError: other threads' writes are under way.
         """
-        if not all(having := self._shards_with(name)):
-            raise NoTableError(
-                f"shard {having.index(False)} has no checkpoint {name!r}: call checkpoints() for those of all shards"
-            )
-        session = self._require_session()
+        meant, session = self._complete(name), self._require_session()
+        request = partial(pb.CheckpointRequest, name=name, identity=meant.identity)
         numbers = session.begin_rollback(name)
-        try:
-            self._change_all(session, numbers, "Rollback", partial(pb.CheckpointRequest, name=name))
-        except FencedError:  # it is not this client's to repeat any more
-            session.end_rollback()
-            raise
-        session.end_rollback()
+        outcomes = self._change_all(session, numbers, "Rollback", request)
+        if not _errors(outcomes) or _refused_everywhere(outcomes):
+            session.end_rollback(done=not _errors(outcomes))
+        _raise_first(outcomes)
 
     def release(self, name: str) -> None:
         """Forgets a checkpoint. The disk space that only it needed is reused as its rows are written again.
@@ -435,17 +479,19 @@ class WeightClient:
         if not any(self._shards_with(name)):
             raise NoTableError(f"no shard has a checkpoint {name!r}: call checkpoints() for what there is")
         session = self._require_session()
-        self._change_all(session, session.begin(), "Release", partial(pb.CheckpointRequest, name=name))
+        _raise_first(self._change_all(session, session.begin(), "Release", partial(pb.CheckpointRequest, name=name)))
 
-    def copy_checkpoint(self, source: str, name: str) -> None:
+    def copy_checkpoint(self, source: str | Checkpoint, name: str) -> None:
         """Keeps the checkpoint `source` under `name` too: its rows stay readable when `source` is released.
 
         Raises:
-            NoTableError: a shard has no checkpoint `source`. InvalidRequestError: `name` is that of another one.
+            NoTableError: a shard has no checkpoint `source`, or one of another call. InvalidRequestError: `name` is
+            that of another one.
         """
-        request = partial(pb.CopyCheckpointRequest, name=_name(name), source=source)
+        kept = self._complete(source) if isinstance(source, str) else source
+        request = partial(pb.CopyCheckpointRequest, name=_name(name), source=kept.name, identity=kept.identity)
         session = self._require_session()
-        self._change_all(session, session.begin(), "CopyCheckpoint", request)
+        _raise_first(self._change_all(session, session.begin(), "CopyCheckpoint", request))
 
     def _shards_with(self, name: str) -> list[bool]:
         """Whether each shard has a checkpoint of that name."""
@@ -458,8 +504,8 @@ class WeightClient:
         method: str,
         make_request: Callable[..., Message],
         step: int = 0,
-    ) -> None:
-        """One change of every shard, once, however often it is tried.
+    ) -> list[Any]:
+        """One change of every shard, once, however often it is tried; each one's answer or error.
 
         After a failure it may be made again as a new one, which changes nothing where it was made; what is left of the
         first one on its way does nothing once a later write is there.
@@ -471,7 +517,7 @@ class WeightClient:
                 header = session.header(shard, numbers[shard], step=step, table=table)
                 connection.call(method, make_request(header=header))
 
-            self._in_parallel(change, enumerate(self._connect()))
+            return self._outcomes(change, enumerate(self._connect()))
         finally:
             session.settle(numbers)
 
@@ -552,16 +598,22 @@ class WeightClient:
 
     def _in_parallel(self, call: Callable[..., Result], arguments: Iterable[tuple[Any, ...]]) -> list[Result]:
         """Calls once for each shard's arguments; all the calls end before the first error is raised."""
+        outcomes = self._outcomes(call, arguments)
+        _raise_first(outcomes)
+        return outcomes
+
+    def _outcomes(self, call: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
+        """Calls once for each shard's arguments; the answers, and the errors of calls that raised."""
+
+        def outcome(*arguments: Any) -> Any:
+            try:
+                return call(*arguments)
+            except BaseException as error:  # noqa: BLE001 - an interrupt too: the others end before it is raised
+                return error
+
         first, *others = arguments
-        futures = [self._pool.submit(call, *other) for other in others]
-        try:
-            result = call(*first)
-        finally:
-            errors = [future.exception() for future in futures]  # waits
-        for error in errors:
-            if error is not None:
-                raise error
-        return [result, *(future.result() for future in futures)]
+        futures = [self._pool.submit(outcome, *other) for other in others]
+        return [outcome(*first), *(future.result() for future in futures)]
 
     def _on_all(self, method: str, request: Message) -> list[Any]:
         return self._in_parallel(lambda connection: connection.call(method, request), zip(self._connect(), strict=True))
@@ -601,8 +653,8 @@ class WeightClient:
         connections, table = self._connect(), spec_digest(self._table())
 
         def fetch_shard(shard: int, positions: slice | Int64Array) -> None:
-            for first in range(0, len(rows[positions]), _ROWS_PER_FETCH):
-                part = slice(first, first + _ROWS_PER_FETCH)
+            for first in range(0, len(rows[positions]), MAX_ROWS):
+                part = slice(first, first + MAX_ROWS)
                 fetch_part(shard, part if isinstance(positions, slice) else positions[part])
 
         def fetch_part(shard: int, positions: slice | Int64Array) -> None:
@@ -653,6 +705,10 @@ class WeightClient:
         by_shard = self._sharding().positions_by_shard(rows)
         if not by_shard:
             return
+        bytes_per_row = 8 + sum(array.nbytes // len(rows) for array in arrays.values())
+        most = min(MAX_WRITE_ROWS, MAX_WRITE_BYTES // bytes_per_row)
+        if len(rows) > most and (largest := max(len(rows[positions]) for positions in by_shard.values())) > most:
+            raise ValueError(f"{largest} rows of one shard in one write, at most {most} are taken: split it")
 
         def digest() -> bytes:
             """Recognises the same write again."""
@@ -678,14 +734,14 @@ class WeightClient:
                 yield make_message(header, rows_to_proto(mine[chunk]), values)
                 header = None
 
-        try:
-            self._in_parallel(
-                lambda shard: connections[shard].write(method, lambda: messages(shard)), zip(by_shard, strict=True)
-            )
-        except BaseException:
+        outcomes = self._outcomes(
+            lambda shard: connections[shard].write(method, lambda: messages(shard)), zip(by_shard, strict=True)
+        )
+        if not _errors(outcomes) or _refused_everywhere(outcomes):
+            session.settle(numbers)
+        else:
             session.fail(numbers, digest())
-            raise
-        session.settle(numbers)
+        _raise_first(outcomes)
 
     # ---- checks of what the caller gives
 
@@ -719,7 +775,22 @@ class WeightClient:
 
 
 def _checkpoints(answer: pb.DescribeResponse) -> tuple[Checkpoint, ...]:
-    return tuple(Checkpoint(known.name, known.step) for known in answer.checkpoints)
+    return tuple(Checkpoint(known.name, known.step, known.identity) for known in answer.checkpoints)
+
+
+def _errors(outcomes: list[Any]) -> list[BaseException]:
+    return [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+
+
+def _refused_everywhere(outcomes: list[Any]) -> bool:
+    """Whether every shard has said that it did nothing."""
+    unknown = (ShardUnavailableError, OverloadedError)
+    return all(isinstance(outcome, WeightServerError) and not isinstance(outcome, unknown) for outcome in outcomes)
+
+
+def _raise_first(outcomes: list[Any]) -> None:
+    for error in _errors(outcomes):
+        raise error
 
 
 def _name(name: str) -> str:

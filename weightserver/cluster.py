@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Self
 
 from weightserver.errors import ShardUnavailableError
+from weightserver.security import TOKEN_VARIABLE
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 30.0
@@ -26,6 +29,7 @@ class LocalCluster:
 
     Args:
         directory: where the shards keep their data; without one, a temporary directory that is deleted when closed.
+        serve_options: more options of `weightserver serve` for every shard.
 
     Raises:
         ShardUnavailableError: a shard did not start; the message ends with the last line of its log.
@@ -39,9 +43,12 @@ class LocalCluster:
     """The shards' processes, in shard order."""
     _program: ClassVar[list[str]] = [sys.executable, "-m", "weightserver"]
 
-    def __init__(self, num_shards: int = 1, directory: str | Path | None = None) -> None:
+    def __init__(
+        self, num_shards: int = 1, directory: str | Path | None = None, *, serve_options: Sequence[str] = ()
+    ) -> None:
         if num_shards < 1:
             raise ValueError(f"num_shards must be at least 1, got {num_shards}")
+        self._serve_options = list(serve_options)
         self._temporary = tempfile.TemporaryDirectory(prefix="weightserver-") if directory is None else None
         self.directory = Path(self._temporary.name if self._temporary else directory or "")
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -92,10 +99,18 @@ class LocalCluster:
         command = [*self._program, "serve", "--announce", "--stop-with-parent"]
         command += ["--data-dir", str(self.directory / f"shard-{shard}"), "--listen", listen]
         command += ["--shard", str(shard), "--num-shards", str(num_shards), "--metrics-port", str(metrics_port)]
+        command += self._serve_options
+        # These shards serve loopback alone; a token that the caller has is for others.
+        environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
         with self._log(shard).open("a") as log:
-            # A session of its own keeps a Ctrl-C for the caller from stopping the shards under it.
             return subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+                start_new_session=True,  # a Ctrl-C for the caller does not stop the shards under it
             )
 
     def _wait_until_serving(self, shard: int, process: subprocess.Popen[str]) -> tuple[str, str]:

@@ -16,11 +16,13 @@ from grpc.experimental import ChannelOptions
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.errors import (
     ERROR_OF_STATUS,
+    AuthenticationError,
     ClusterError,
     OverloadedError,
     ShardUnavailableError,
     WeightServerError,
 )
+from weightserver.handshake import tls_failure
 from weightserver.wire import MAX_MESSAGE_BYTES, decode_fetch_response
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["WeightServer"]
@@ -59,6 +61,7 @@ class ShardConnection:
         retry_seconds: float,
     ) -> None:
         self.address = self.name = address
+        self._tls = credentials is not None
         self._timeout_seconds = timeout_seconds
         self._retry_seconds = retry_seconds
         self._metadata = [("authorization", f"Bearer {token}")] if token else []
@@ -110,13 +113,15 @@ class ShardConnection:
             try:
                 return attempt({"timeout": self._timeout_seconds, "metadata": self._metadata})
             except grpc.RpcError as error:
-                status, details = error.code(), error.details()
+                status, details = error.code(), error.details() or ""
             if status is grpc.StatusCode.UNIMPLEMENTED:
                 raise ClusterError(
                     f"{self.name} does not know this call: it runs an older version, or is no weight server: update it"
                 )
             if status not in _RETRIED:
                 raise ERROR_OF_STATUS.get(status, WeightServerError)(f"{self.name}: {details}")
+            if reason := tls_failure(self.address, status, details, tls=self._tls):
+                raise AuthenticationError(f"{self.name} cannot be called: {reason}")
             waited = time.monotonic() - started
             if waited >= self._retry_seconds:
                 if status is grpc.StatusCode.RESOURCE_EXHAUSTED:

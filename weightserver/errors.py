@@ -9,6 +9,7 @@ WeightServerError
 ├── InvalidRequestError      INVALID_ARGUMENT     shape, dtype, row or value that cannot be
 ├── StepError                OUT_OF_RANGE         beyond the schedule, or before what a row has seen
 ├── FencedError              ABORTED              the session was superseded, or none was opened
+├── AuthenticationError      UNAUTHENTICATED      one side does not believe the other's token or certificate
 └── StorageError             DATA_LOSS            the disk's contents are not what they must be
 
 Server code raises these; `service.py` turns them into statuses; `client.py` turns statuses back into the same classes.
@@ -74,6 +75,12 @@ class FencedError(WeightServerError):
     status = grpc.StatusCode.ABORTED
 
 
+class AuthenticationError(WeightServerError):
+    """A call without the shard's token, or a TLS certificate that one side does not take; trying again is no use."""
+
+    status = grpc.StatusCode.UNAUTHENTICATED
+
+
 class StorageError(WeightServerError):
     """The data directory is not what it must be: another shard's, another format's, locked, or damaged."""
 
@@ -92,6 +99,7 @@ ERROR_OF_STATUS: dict[grpc.StatusCode, type[WeightServerError]] = {
         InvalidRequestError,
         StepError,
         FencedError,
+        AuthenticationError,
         StorageError,
     )
 }

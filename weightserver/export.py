@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from weightserver.client import WeightClient
+from weightserver.client import Checkpoint, WeightClient
 from weightserver.errors import NoTableError
 from weightserver.files import require_empty, write_whole
 from weightserver.sharding import Int64Array
 
-ROWS_PER_FILE = 1 << 20
+_BYTES_PER_FILE = 1 << 30
 Columns = dict[str, npt.NDArray[Any]]
 
 
@@ -45,10 +45,10 @@ def export_rows(
     checkpoint: str = "",
     step: int | None = None,
     file_format: str = "safetensors",
-    rows_per_file: int = ROWS_PER_FILE,
+    rows_per_file: int | None = None,
     more_columns: Callable[[Int64Array], Columns] | None = None,
 ) -> list[Path]:
-    """Writes `rows` (all by default) as they are before update `step`, a file for each `rows_per_file` of them.
+    """Writes `rows` (default all) as they are before update `step`: a file for each `rows_per_file`, by default 1 GiB.
 
     A file holds row int64 [n], weight float32 [n, D], momentum_buffer float32 [n, D], last_step int64 [n], what
     `more_columns` makes of the rows (int64 [n]), and what table they are of. With `checkpoint` they are the rows of a
@@ -66,14 +66,16 @@ def export_rows(
     if file_format not in FORMATS:
         raise ValueError(f"format {file_format!r} is unknown: give {' or '.join(FORMATS)}")
     require_empty(directory)
+    kept = _checkpoint(client, checkpoint) if checkpoint else None
     if step is None:
-        step = _step_of(client, checkpoint) if checkpoint else info.clock
+        step = kept.step if kept else info.clock
+    rows_per_file = rows_per_file or max(1, _BYTES_PER_FILE // (8 * info.spec.dim + 16))
     directory.mkdir(parents=True, exist_ok=True)
     metadata = {"spec": json.dumps(asdict(info.spec)), "run": info.run, "checkpoint": checkpoint, "step": str(step)}
     written = []
     for first in range(rows.start, rows.stop, rows_per_file):
         ids = np.arange(first, min(first + rows_per_file, rows.stop))
-        state = client.fetch_state(ids, step=step, checkpoint=checkpoint)
+        state = client.fetch_state(ids, step=step, checkpoint=kept or "")
         path = directory / f"rows-{ids[0]:012d}-{ids[-1]:012d}.{file_format}"
         columns = {"row": ids, **vars(state), **(more_columns(ids) if more_columns else {})}
         write_whole(path, partial(FORMATS[file_format], columns, metadata))
@@ -81,8 +83,8 @@ def export_rows(
     return written
 
 
-def _step_of(client: WeightClient, name: str) -> int:
-    steps = {known.name: known.step for known in client.checkpoints()}
-    if name not in steps:
-        raise NoTableError(f"there is no checkpoint {name!r} on all shards, only {sorted(steps)}")
-    return steps[name]
+def _checkpoint(client: WeightClient, name: str) -> Checkpoint:
+    for known in client.checkpoints():
+        if known.name == name:
+            return known
+    raise NoTableError(f"there is no checkpoint {name!r} on all shards: 'weightserver checkpoints' lists them")

@@ -21,8 +21,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         write(partial)
         sync(partial)
         partial.replace(path)
-    except SafetensorError as error:
-        raise OSError(f"{path} cannot be written: {error}") from None
+    except (SafetensorError, OSError) as error:
+        raise OSError(f"{path} cannot be written ({error})") from None
     finally:
         partial.unlink(missing_ok=True)
     sync(path.parent)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from weightserver.shard import Shard
@@ -38,6 +40,10 @@ class ShardMetrics:
             "weightserver_duplicate_writes", "Writes recognised as applied before.", registry=self.registry
         )
 
+        self._unauthenticated = Counter(
+            "weightserver_unauthenticated_calls", "Calls refused for want of the token.", registry=self.registry
+        )
+
     def follow(self, shard: Shard) -> None:
         """Publishes what the shard holds, read at each scrape."""
         for name, text, value in (
@@ -52,6 +58,16 @@ class ShardMetrics:
             ("weightserver_disk_bytes", "What the data file takes on disk.", shard.disk_bytes),
         ):
             Gauge(name, text, registry=self.registry).set_function(value)
+
+    def certificate_holds_until(self, end: datetime) -> None:
+        Gauge(
+            "weightserver_certificate_expiry_timestamp_seconds",
+            "When the shard's TLS certificate expires, in seconds since 1970.",
+            registry=self.registry,
+        ).set(end.timestamp())
+
+    def unauthenticated(self) -> None:
+        self._unauthenticated.inc()
 
     def answered(self, method: str, status: str, seconds: float) -> None:
         self._seconds.labels(method, status).observe(seconds)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +30,8 @@ class Checkpoint:
     generation: int
     clock: int
     rows_stored: int
+    identity: str = ""
+    """Hexadecimal; the same on every shard of the call that took it."""
 
 
 @dataclass(frozen=True)
@@ -41,38 +44,47 @@ class State:
     run: str = ""
     clock: int = 0
     rows_stored: int = 0
+    schedule_version: int = 0
     generation: int = 0
     checkpoints: tuple[Checkpoint, ...] = ()
     """Retained, oldest first; the current generation is newer than all of theirs."""
 
-    def checkpoint(self, name: str) -> Checkpoint:
-        """The retained checkpoint of that name, or NoTableError."""
+    def checkpoint(self, name: str, identity: str = "") -> Checkpoint:
+        """The retained checkpoint of that name and, where given, identity, or NoTableError."""
         for checkpoint in self.checkpoints:
             if checkpoint.name == name:
+                if identity not in ("", checkpoint.identity):
+                    raise NoTableError(f"checkpoint {name!r} is another one by now: call checkpoints() and begin anew")
                 return checkpoint
-        retained = ", ".join(repr(checkpoint.name) for checkpoint in self.checkpoints) or "none"
-        raise NoTableError(
-            f"there is no checkpoint {name!r}, only {retained}: call checkpoints() for those of all shards"
-        )
+        raise NoTableError(f"there is no checkpoint {name!r}: call checkpoints() for those of all shards")
 
 
 HELD_PREFIX = "backup-"
 """Of the second names under which backups keep checkpoints while they read them."""
 
 
-def chosen_checkpoint(name: str | None, known: dict[str, int]) -> tuple[str, int]:
-    """Name and step of the checkpoint of that name, or of the newest, among those that all shards keep (name -> step).
+class KeptCheckpoint(NamedTuple):
+    """A checkpoint of all shards, as each of them keeps it."""
+
+    name: str
+    step: int
+    identity: str
+
+
+def chosen_checkpoint(name: str | None, known: Iterable[KeptCheckpoint]) -> KeptCheckpoint:
+    """The one of that name, or the newest, among those that all shards keep.
 
     Raises:
         NoTableError: there is none.
     """
-    of_runs = [(step, known_name) for known_name, step in known.items() if not known_name.startswith(HELD_PREFIX)]
+    by_name = {kept.name: kept for kept in known}
+    of_runs = [(kept.step, kept.name) for kept in by_name.values() if not kept.name.startswith(HELD_PREFIX)]
     if name is None and of_runs:
         _, name = max(of_runs)
-    if name is None or name not in known:
+    if name is None or name not in by_name:
         what = "no checkpoint" if name is None else f"no checkpoint {name!r}"
-        raise NoTableError(f"there is {what} on all shards, only {sorted(known)}")
-    return name, known[name]
+        raise NoTableError(f"there is {what} on all shards, only {sorted(by_name)}")
+    return by_name[name]
 
 
 def read_spec(txn: Transaction) -> TableSpec | None:

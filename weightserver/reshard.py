@@ -23,7 +23,15 @@ from weightserver.blocks import Block, BlockCodec
 from weightserver.building import BATCH_BYTES, ShardBuilder, TableState
 from weightserver.config import TableSpec
 from weightserver.errors import StorageError
-from weightserver.records import State, chosen_checkpoint, get_json, read_schedule, read_spec, read_state
+from weightserver.records import (
+    KeptCheckpoint,
+    State,
+    chosen_checkpoint,
+    get_json,
+    read_schedule,
+    read_spec,
+    read_state,
+)
 from weightserver.sharding import BlockRun, Int64Array, Sharding, block_runs
 from weightserver.storage import NEWEST, LmdbStorage, Transaction, exclusively
 from weightserver.wire import Float32Array
@@ -94,7 +102,7 @@ def reshard(
         new = spec if rows_per_block is None else replace(spec, rows_per_block=rows_per_block)
         table = _table_state(shards, new, checkpoint, current)
         if table.checkpoint is not None:
-            name = table.checkpoint[0]
+            name = table.checkpoint.name
             shards = [replace(shard, up_to=shard.state.checkpoint(name).generation) for shard in shards]
         origin = {
             "states": [_digest(shard.state) for shard in sorted(shards, key=lambda shard: shard.shard)],
@@ -113,7 +121,7 @@ def reshard(
         for builder, count in zip(builders, counts, strict=True):
             if not builder.finished:
                 builder.finish(table, rows_stored=count)
-    kept_name, step = table.checkpoint or (None, table.clock)
+    kept_name, step = table.checkpoint[:2] if table.checkpoint else (None, table.clock)
     newest = max(shard.state.clock for shard in shards)
     return Resharded(new, sum(counts), kept_name, step, left_behind=max(0, newest - table.clock))
 
@@ -155,14 +163,19 @@ def _table_state(shards: list[_Source], spec: TableSpec, checkpoint: str | None,
     kept = None
     clock = max(state.clock for state in states)
     if not current:
-        retained = [{(known.name, known.step) for known in state.checkpoints} for state in states]
-        kept = chosen_checkpoint(checkpoint, dict(set.intersection(*retained)))
-        clock = max(state.checkpoint(kept[0]).clock for state in states)
+        retained = [
+            {KeptCheckpoint(known.name, known.step, known.identity) for known in state.checkpoints} for state in states
+        ]
+        kept = chosen_checkpoint(checkpoint, set.intersection(*retained))
+        clock = max(state.checkpoint(kept.name).clock for state in states)
     longest = max((shard.learning_rates for shard in shards), key=len)
     for shard in shards:
         if not np.array_equal(longest[: len(shard.learning_rates)], shard.learning_rates):
             raise ValueError(f"{shard.directory} has another schedule than the others: extend it on all shards again")
-    return TableState(spec, longest, epoch=newest.epoch, run=newest.run, clock=clock, checkpoint=kept)
+    version = 1 + max(state.schedule_version for state in states)
+    return TableState(
+        spec, longest, epoch=newest.epoch, run=newest.run, clock=clock, schedule_version=version, checkpoint=kept
+    )
 
 
 def _digest(state: State) -> str:

@@ -13,10 +13,12 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 from prometheus_client import start_http_server
 
 from weightserver import __version__, service
@@ -24,6 +26,7 @@ from weightserver.addresses import is_loopback, split_address
 from weightserver.allocator import keep_large_buffers
 from weightserver.committer import Committer
 from weightserver.metrics import ShardMetrics
+from weightserver.security import ServerTls, TokenInterceptor, has_token, read_token, server_tls
 from weightserver.shard import Shard
 from weightserver.storage import LmdbStorage
 from weightserver.wire import MAX_MESSAGE_BYTES
@@ -48,11 +51,26 @@ class ServerConfig:
     listen: str = "127.0.0.1:50051"
     """host:port; port 0 takes a free one."""
     metrics_port: int | None = None
-    """Port of /metrics on loopback; 0 takes a free one, None serves none."""
+    """Port of /metrics; 0 takes a free one, None serves none."""
+    metrics_host: str = "127.0.0.1"
+    """Address on which /metrics is served. It tells no rows, asks for no token and is read-only."""
     grace_seconds: float = 10.0
     """How long running calls may go on after SIGTERM."""
+    verify_reads: bool = True
+    """Whether the checksums of rows that are fetched are looked at."""
+    tls_cert: Path | None = None
+    """The shard's certificate, PEM; without one there is no TLS."""
+    tls_key: Path | None = None
+    """The key of `tls_cert`."""
+    tls_client_ca: Path | None = None
+    """CA that must have signed every client's certificate; without one clients need none."""
+    token_file: Path | None = None
+    """Where the bearer token is that every call but health must bring; without a file it is WEIGHTSERVER_TOKEN, if that
+    is set."""
     insecure: bool = False
-    """Whether an address other than loopback may be served without TLS."""
+    """Whether an address other than loopback may be served without TLS or a token."""
+    reflection: bool = False
+    """Whether to tell the contract over gRPC's reflection."""
     announce: bool = False
     """Whether to print one JSON line with the addresses on stdout once the shard serves."""
     stop_with_parent: bool = False
@@ -63,18 +81,28 @@ class ServerConfig:
             raise ValueError(f"--shard must lie in 0..num_shards-1, got {self.shard} of {self.num_shards}")
         if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
             raise ValueError(f"--metrics-port must lie in 0..65535, got {self.metrics_port}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key belong together: give both or none")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("--tls-client-ca is for TLS: give --tls-cert and --tls-key too")
         if not is_loopback(self.listen) and not self.insecure:
-            raise ValueError(
-                f"--listen {self.listen} can be reached from other machines and this version has no TLS: "
-                "listen on 127.0.0.1, or give --insecure on a network you trust"
-            )
+            missing = [
+                *(["--tls-cert and --tls-key"] if self.tls_cert is None else []),
+                *([] if has_token(self.token_file) else ["--token-file"]),
+            ]
+            if missing:
+                raise ValueError(
+                    f"--listen {self.listen} can be reached from other machines: give {' and '.join(missing)} "
+                    "('weightserver certs' makes them), or --insecure on a network you trust"
+                )
 
 
 def serve(config: ServerConfig) -> None:
     """Serves until SIGTERM or SIGINT, then drains and closes.
 
     Raises:
-        StorageError: the data directory cannot be used; OSError: a port cannot be bound.
+        StorageError: the data directory cannot be used; OSError: a port cannot be bound; ValueError: a certificate,
+            key or token cannot be used.
     """
     # Not an Event: setting one in a handler deadlocks with a wait for it in the thread that the handler interrupts.
     stop: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -84,8 +112,14 @@ def serve(config: ServerConfig) -> None:
         threading.Thread(target=_wait_for_parent, args=(stop,), daemon=True).start()
     keep_large_buffers()
 
+    tls = None
+    if config.tls_cert is not None and config.tls_key is not None:
+        tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca)
+    token = read_token(config.token_file)
+    metrics = ShardMetrics(shard=config.shard, num_shards=config.num_shards, version=__version__)
     server = grpc.server(
         ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grpc"),
+        interceptors=[] if token is None else [TokenInterceptor(token, metrics.unauthenticated)],
         maximum_concurrent_rpcs=_MAX_CALLS,
         options=[
             ("grpc.so_reuseport", 0),
@@ -102,16 +136,20 @@ def serve(config: ServerConfig) -> None:
         raise OSError(
             f"cannot listen on {config.listen}: {os.strerror(error.errno or 0)}; is another server using it?"
         ) from error
-    port = server.add_insecure_port(config.listen)
+    if tls is None:
+        port = server.add_insecure_port(config.listen)
+    else:
+        port = server.add_secure_port(config.listen, tls.credentials)
 
     storage = LmdbStorage(config.data_dir)
     try:
-        shard = Shard(storage, shard=config.shard, num_shards=config.num_shards)
+        shard = Shard(storage, shard=config.shard, num_shards=config.num_shards, verify_reads=config.verify_reads)
     except BaseException:
         storage.close()
         raise
-    metrics = ShardMetrics(shard=config.shard, num_shards=config.num_shards, version=__version__)
     metrics.follow(shard)
+    if tls is not None:
+        metrics.certificate_holds_until(tls.holds_until)
     try:
         metrics_address = _serve_metrics(config, metrics)
     except OSError:
@@ -122,9 +160,12 @@ def serve(config: ServerConfig) -> None:
     healthy = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     healthy.set("", health_pb2.HealthCheckResponse.SERVING)
+    if config.reflection:
+        reflection.enable_server_reflection((service.NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     server.start()
-    bound = f"{host if ':' not in host else f'[{host}]'}:{port}"
+    bound = f"{_in_address(host)}:{port}"
     _log.info("shard %d of %d serves %s on %s", config.shard, config.num_shards, config.data_dir, bound)
+    _log_security(config, tls, token is not None)
     if config.announce:
         print(json.dumps({"address": bound, "metrics_address": metrics_address}), flush=True)
 
@@ -141,10 +182,29 @@ def _serve_metrics(config: ServerConfig, metrics: ShardMetrics) -> str | None:
     if config.metrics_port is None:
         return None
     try:
-        http, _ = start_http_server(config.metrics_port, addr="127.0.0.1", registry=metrics.registry)
+        http, _ = start_http_server(config.metrics_port, addr=config.metrics_host, registry=metrics.registry)
     except OSError as error:
-        raise OSError(f"cannot serve metrics on port {config.metrics_port}: {error.strerror}") from error
-    return f"127.0.0.1:{http.server_port}"
+        where = f"port {config.metrics_port} of {config.metrics_host}"
+        raise OSError(f"cannot serve metrics on {where}: {error.strerror}") from error
+    return f"{_in_address(config.metrics_host)}:{http.server_port}"
+
+
+def _log_security(config: ServerConfig, tls: ServerTls | None, token: bool) -> None:
+    """Tells who can call, and warns of what cannot be meant to stay so."""
+    if tls is not None:
+        clients = "only to clients with a certificate" if config.tls_client_ca else "to any client"
+        _log.info("TLS %s; the shard's certificate holds until %s", clients, f"{tls.holds_until:%Y-%m-%d %H:%M} UTC")
+        if tls.holds_until <= datetime.now(UTC):
+            _log.warning("the shard's certificate has expired: clients refuse it, renew it and restart")
+    if not is_loopback(config.listen) and (tls is None or not token):
+        lacking = " or ".join([*(["TLS"] if tls is None else []), *([] if token else ["a token"])])
+        _log.warning(
+            "%s can be reached without %s: whoever reaches it can read and change rows", config.listen, lacking
+        )
+
+
+def _in_address(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _wait_for(stop: queue.SimpleQueue[None]) -> None:

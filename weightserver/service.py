@@ -24,6 +24,8 @@ from weightserver.shard import Batch, Rows, Shard, WriteHeader
 from weightserver.sharding import Int64Array
 from weightserver.wire import (
     MAX_NAME_CHARACTERS,
+    MAX_WRITE_BYTES,
+    MAX_WRITE_ROWS,
     Float32Array,
     encode_fetch_response,
     float32_from_bytes,
@@ -34,8 +36,7 @@ from weightserver.wire import (
     to_bytes,
 )
 
-MAX_WRITE_BYTES = 1 << 30
-"""Values in one push or state write; the client splits nothing, because a write is atomic."""
+NAME = pb.DESCRIPTOR.services_by_name["WeightServer"].full_name
 _WRITER_BYTES = 16
 _DEFAULT_WAIT_SECONDS = 30.0
 
@@ -67,8 +68,15 @@ class WeightServerService:
                 run=state.run,
                 generation=state.generation,
                 server_version=__version__,
+                schedule_version=state.schedule_version,
                 checkpoints=[
-                    pb.Checkpoint(name=known.name, step=known.step, clock=known.clock, rows_stored=known.rows_stored)
+                    pb.Checkpoint(
+                        name=known.name,
+                        step=known.step,
+                        identity=bytes.fromhex(known.identity),
+                        clock=known.clock,
+                        rows_stored=known.rows_stored,
+                    )
                     for known in state.checkpoints
                 ],
             )
@@ -76,7 +84,8 @@ class WeightServerService:
     def CreateTable(self, request: pb.CreateTableRequest, context: grpc.ServicerContext) -> pb.CreateTableResponse:
         with self._answering("CreateTable", context):
             spec = spec_from_proto(request.spec)
-            self._commit(context, lambda batch: self._shard.create_table(batch, spec))
+            epoch = request.epoch if request.HasField("epoch") else None
+            self._commit(context, lambda batch: self._shard.create_table(batch, spec, epoch))
             return pb.CreateTableResponse()
 
     def DropTable(self, request: pb.DropTableRequest, context: grpc.ServicerContext) -> pb.DropTableResponse:
@@ -92,16 +101,14 @@ class WeightServerService:
             rates = float32_from_bytes(request.learning_rates, "learning_rates")
             _require((rates >= 0).all(), "learning rates must be finite and not negative")
             _require(request.start_step >= 0, f"start_step must not be negative, got {request.start_step}")
-            header = None
-            if request.HasField("header"):
-                _check_header(request.header)
-                self._shard.check_table(request.header.table)
-                header = _header(request.header)
-            horizon = self._commit(
+            self._shard.check_table(request.table)
+            horizon, version = self._commit(
                 context,
-                lambda batch: self._shard.extend_schedule(batch, request.start_step, rates, request.clock, header),
+                lambda batch: self._shard.extend_schedule(
+                    batch, request.start_step, rates, request.clock, request.epoch, request.version
+                ),
             )
-            return pb.ExtendScheduleResponse(horizon=horizon)
+            return pb.ExtendScheduleResponse(horizon=horizon, version=version)
 
     def OpenSession(self, request: pb.OpenSessionRequest, context: grpc.ServicerContext) -> pb.OpenSessionResponse:
         with self._answering("OpenSession", context):
@@ -125,7 +132,13 @@ class WeightServerService:
             rows = rows_from_proto(request.rows)
             self._shard.check_rows(rows)
             step = None if request.raw else request.step
-            chunks = self._shard.fetch(rows, step=step, state=request.state, checkpoint=request.checkpoint or None)
+            chunks = self._shard.fetch(
+                rows,
+                step=step,
+                state=request.state,
+                checkpoint=request.checkpoint or None,
+                identity=request.identity.hex(),
+            )
             for num_rows, message in _encoded(chunks):
                 self._metrics.fetched(num_rows, len(message))
                 yield message
@@ -170,9 +183,9 @@ class WeightServerService:
         return self._on_checkpoint("Release", self._shard.release, request, context)
 
     def CopyCheckpoint(self, request: pb.CopyCheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
-        def copy(batch: Batch, header: WriteHeader, name: str) -> bool:
+        def copy(batch: Batch, header: WriteHeader, name: str, identity: str) -> bool:
             _check_name(request.source)
-            return self._shard.copy_checkpoint(batch, header, name, request.source)
+            return self._shard.copy_checkpoint(batch, header, name, request.source, identity)
 
         return self._on_checkpoint("CopyCheckpoint", copy, request, context)
 
@@ -195,7 +208,7 @@ class WeightServerService:
     def _on_checkpoint(
         self,
         method: str,
-        change: Callable[[Batch, WriteHeader, str], bool],
+        change: Callable[[Batch, WriteHeader, str, str], bool],
         request: pb.CheckpointRequest | pb.CopyCheckpointRequest,
         context: grpc.ServicerContext,
     ) -> pb.WriteResponse:
@@ -205,7 +218,9 @@ class WeightServerService:
             name = request.name
             _check_name(name)
             _require(request.header.step >= 0, "step must not be negative")
-            applied = self._commit(context, lambda batch: change(batch, _header(request.header), name))
+            _require(len(request.identity) in (0, _WRITER_BYTES), f"identity must be {_WRITER_BYTES} bytes")
+            identity = request.identity.hex()
+            applied = self._commit(context, lambda batch: change(batch, _header(request.header), name, identity))
             return pb.WriteResponse(duplicate=not applied)
 
     # ---- what the handlers share
@@ -248,17 +263,25 @@ class WeightServerService:
         received: list[_Message] = []
         num_bytes = 0
         for message in messages:
+            if not received:
+                _check_write(message)
             num_bytes += message.ByteSize()
             _require(num_bytes <= MAX_WRITE_BYTES, f"more than {MAX_WRITE_BYTES} bytes in one write: split it")
             received.append(message)
-        _require(bool(received) and received[0].HasField("header"), "the first message of a write has no header")
-        _check_header(received[0].header)
+        _require(bool(received), "the first message of a write has no header")
         return received[0].header, received
 
     def _written_rows(self, header: pb.WriteHeader, messages: list[_Message]) -> Int64Array:
         self._shard.check_table(header.table)
-        rows = np.concatenate([rows_from_proto(message.rows) for message in messages])
-        _require(len(rows) == header.num_rows, f"the write announced {header.num_rows} rows and brought {len(rows)}")
+        parts: list[Int64Array] = []
+        num_rows = 0
+        for message in messages:  # ranges are short for what they name: no more of them than announced
+            parts.append(rows_from_proto(message.rows))
+            num_rows += len(parts[-1])
+            if num_rows > header.num_rows:
+                break
+        _require(num_rows == header.num_rows, f"the write announced {header.num_rows} rows and brought {num_rows}")
+        rows = np.concatenate(parts)
         self._shard.check_rows(rows)
         return rows
 
@@ -297,6 +320,16 @@ def add_to_server(service: WeightServerService, server: grpc.Server) -> None:
             response_serializer=None if method.name == "Fetch" else response.SerializeToString,
         )
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(contract.full_name, handlers)])
+
+
+def _check_write(first: pb.PushGradientsRequest | pb.WriteStateRequest) -> None:
+    """Raises InvalidRequestError unless a write may begin with this message."""
+    _require(first.HasField("header"), "the first message of a write has no header")
+    _check_header(first.header)
+    _require(
+        first.header.num_rows <= MAX_WRITE_ROWS,
+        f"{first.header.num_rows} rows in one write, at most {MAX_WRITE_ROWS} are taken: split it",
+    )
 
 
 def _check_header(header: pb.WriteHeader) -> None:

@@ -90,14 +90,18 @@ class Batch:
 class Shard:
     """One shard of one table.
 
+    Args:
+        verify_reads: whether a fetch looks at the checksums of its blocks; a write always does.
+
     Raises:
-        StorageError: the directory belongs to another shard, cluster or format.
+        StorageError: the directory belongs to another shard, cluster or format, or is damaged.
     """
 
-    def __init__(self, storage: Storage, *, shard: int, num_shards: int) -> None:
+    def __init__(self, storage: Storage, *, shard: int, num_shards: int, verify_reads: bool = True) -> None:
         self.shard = shard
         self.num_shards = num_shards
         self._storage = storage
+        self._verify_reads = verify_reads
         self._state = State()
         self._table: Table | None = None
         with storage.write() as txn:
@@ -107,7 +111,10 @@ class Shard:
                 put_json(txn, "identity", identity)
             elif stored != identity:
                 raise StorageError(_identity_mismatch(storage, stored, identity))
-            self._load(txn)
+            try:
+                self._load(txn)
+            except (ValueError, TypeError, KeyError) as error:
+                raise StorageError(f"{storage.directory}: its meta data is damaged ({error}): restore it") from error
 
     def _load(self, txn: Transaction) -> None:
         self._state = read_state(txn)
@@ -160,7 +167,7 @@ class Shard:
             )
 
     def fetch(
-        self, rows: Int64Array, *, step: int | None, state: bool, checkpoint: str | None = None
+        self, rows: Int64Array, *, step: int | None, state: bool, checkpoint: str | None = None, identity: str = ""
     ) -> Iterator[Rows]:
         """Rows (checked, int64 [n]) before update `step`, or raw where `step` is None, in chunks of about 1 MiB.
 
@@ -172,7 +179,7 @@ class Shard:
             StepError: `step` lies beyond the horizon or before an update that a row has seen.
             NoTableError: there is no such checkpoint, or it is released meanwhile.
         """
-        table = self.require_table()
+        table, at = self.require_table(), (checkpoint, identity)
         if step is not None and not 0 <= step <= table.schedule.horizon:
             raise StepError(
                 f"step {step} is outside the schedule's 0..{table.schedule.horizon}: extend the schedule first"
@@ -182,10 +189,10 @@ class Shard:
         for run in block_runs(rows, table.spec.rows_per_block):
             runs.append(run)
             if run.part.stop - runs[0].part.start >= rows_per_chunk:
-                yield self._fetch_chunk(table, rows, runs, step, state, checkpoint)
+                yield self._fetch_chunk(table, rows, runs, step, state, *at)
                 runs = []
         if runs:
-            yield self._fetch_chunk(table, rows, runs, step, state, checkpoint)
+            yield self._fetch_chunk(table, rows, runs, step, state, *at)
 
     def _fetch_chunk(
         self,
@@ -195,13 +202,14 @@ class Shard:
         step: int | None,
         state: bool,
         checkpoint: str | None,
+        identity: str,
     ) -> Rows:
         first = runs[0].part.start
         rows = rows[first : runs[-1].part.stop]
         found = RowBuffer(table.codec, len(rows))
         absent: list[slice] = []  # never-written rows, neighbours together
         with self._storage.read() as txn:
-            up_to = NEWEST if checkpoint is None else read_state(txn).checkpoint(checkpoint).generation
+            up_to = NEWEST if checkpoint is None else read_state(txn).checkpoint(checkpoint, identity).generation
             for block, slots, run in runs:
                 part = slice(run.start - first, run.stop - first)
                 stored = txn.newest_block(block, up_to=up_to)
@@ -209,7 +217,11 @@ class Shard:
                     start = absent.pop().start if absent and absent[-1].stop == part.start else part.start
                     absent.append(slice(start, part.stop))
                 else:
+                    if self._verify_reads:
+                        table.codec.check(block, stored)
                     found.copy(part, stored, slots)
+        if self._table is not table:
+            raise TableMismatchError("the table was dropped while its rows were read: call describe() and begin anew")
         for part in absent:
             found.weight[part] = initial_rows(table.spec, rows[part])
             found.momentum_buffer[part] = 0
@@ -273,10 +285,14 @@ class Shard:
         for action in batch.after_commit:
             action()
 
-    def create_table(self, batch: Batch, spec: TableSpec) -> None:
-        """Creates the table; nothing happens where the same one exists."""
+    def create_table(self, batch: Batch, spec: TableSpec, epoch: int | None = None) -> None:
+        """Creates the table, unless one was dropped since `epoch`; nothing happens where the same one exists."""
         existing = read_spec(batch.txn)
         if existing is None:
+            if epoch not in (None, batch.state.epoch):
+                raise FencedError(
+                    f"a table was dropped since epoch {epoch}: call create_table() again if it is still wanted"
+                )
             put_json(batch.txn, "spec", asdict(spec))
             table = _open_table(spec)
             batch.after_commit.append(lambda: self._set_table(table))
@@ -300,7 +316,7 @@ class Shard:
         for database in ("blocks", "changes", "schedule", "writers"):
             batch.txn.clear(database)
         put_json(batch.txn, "spec", None)
-        batch.state = State(epoch=batch.state.epoch + 1)
+        batch.state = State(epoch=batch.state.epoch + 1, schedule_version=batch.state.schedule_version)
         batch.after_commit.append(lambda: self._set_table(None))
 
     def _set_table(self, table: Table | None) -> None:
@@ -321,25 +337,35 @@ class Shard:
         self._check_epoch(self._state, epoch)
 
     def extend_schedule(
-        self, batch: Batch, start_step: int, learning_rates: Float32Array, clock: int, header: WriteHeader | None
-    ) -> int:
-        """Appends or rewrites learning rates (float32 [n], checked), once, and returns the horizon then known."""
+        self, batch: Batch, start_step: int, learning_rates: Float32Array, clock: int, epoch: int, version: int
+    ) -> tuple[int, int]:
+        """Appends or rewrites learning rates (float32 [n], checked); returns the horizon and version of the schedule.
+
+        A request that comes again changes nothing: the first one has changed the version.
+        """
         schedule = self.require_table().schedule
-        if header is not None and not self._admit(batch, header):
-            return schedule.horizon
+        if epoch:
+            self._check_epoch(batch.state, epoch)
         known: Float32Array = schedule.learning_rates[start_step : start_step + len(learning_rates)]
         if start_step > schedule.horizon:
             raise StepError(f"the schedule ends at {schedule.horizon}: step {start_step} would leave a gap before it")
         changed = np.flatnonzero(known != learning_rates[: len(known)])
+        if not len(changed) and len(known) == len(learning_rates):
+            return schedule.horizon, batch.state.schedule_version
         reached = max(clock, batch.state.clock)
         if len(changed) and start_step + int(changed[0]) < reached:
             raise TableMismatchError(
                 f"the learning rate of step {start_step + int(changed[0])} is {known[changed[0]]} and was used: "
                 f"only steps from {reached} on may be rewritten"
             )
+        if version != batch.state.schedule_version:
+            raise FencedError(
+                "the learning rates were changed by another call: call extend_schedule() again if these are still right"
+            )
         write_schedule(batch.txn, start_step, learning_rates)
         batch.after_commit.append(lambda: schedule.extend(start_step, learning_rates))
-        return max(start_step + len(learning_rates), schedule.horizon)
+        batch.state = replace(batch.state, schedule_version=version + 1)
+        return max(start_step + len(learning_rates), schedule.horizon), version + 1
 
     def push_gradients(self, batch: Batch, header: WriteHeader, rows: Int64Array, gradients: Float32Array) -> bool:
         """Applies update `header.step` with `gradients` (float32 [n, D]); False for a duplicate."""
@@ -401,22 +427,35 @@ class Shard:
 
         return self._write(batch, table, header, rows, int(last_step.max(initial=0)), update)
 
-    def checkpoint(self, batch: Batch, header: WriteHeader, name: str) -> bool:
-        """Keeps the rows as they are before update `header.step` under `name`; False for a duplicate."""
-        self.require_table()
+    def checkpoint(self, batch: Batch, header: WriteHeader, name: str, identity: str = "") -> bool:
+        """Keeps the rows as they are before update `header.step` under `name`; False for a duplicate.
+
+        The same again only changes the identity, which ties the shards' checkpoints together.
+        """
+        horizon = self.require_table().schedule.horizon
         if not self._admit(batch, header):
             return False
-        state = batch.state
+        # Learning rates before the checkpoint's step are as good as used: its rows are read for it.
+        state = replace(batch.state, clock=max(batch.state.clock, min(header.step, horizon)))
+        taken = Checkpoint(name, header.step, state.generation, state.clock, state.rows_stored, identity)
         for known in state.checkpoints:
             if known.name == name:
-                if known.step == header.step:
-                    return True
-                raise InvalidRequestError(f"checkpoint {name!r} was taken at step {known.step}: choose another name")
-        taken = Checkpoint(name, header.step, state.generation, state.clock, state.rows_stored)
+                if known.step != header.step:
+                    raise InvalidRequestError(
+                        f"checkpoint {name!r} was taken at step {known.step}: choose another name"
+                    )
+                if batch.txn.is_changed(known.generation + 1):
+                    raise InvalidRequestError(
+                        f"rows were written since checkpoint {name!r} was taken: choose another name"
+                    )
+                again = replace(known, identity=identity)
+                checkpoints = tuple(again if other is known else other for other in state.checkpoints)
+                batch.state = replace(state, checkpoints=checkpoints)
+                return True
         batch.state = replace(state, generation=state.generation + 1, checkpoints=(*state.checkpoints, taken))
         return True
 
-    def rollback(self, batch: Batch, header: WriteHeader, name: str) -> bool:
+    def rollback(self, batch: Batch, header: WriteHeader, name: str, identity: str = "") -> bool:
         """Takes the rows and the clock back to a checkpoint and forgets later ones; False for a duplicate.
 
         Costs what was written since. Epochs, writers and the schedule stay.
@@ -424,7 +463,7 @@ class Shard:
         self.require_table()
         if not self._admit(batch, header):
             return False
-        state, kept = batch.state, batch.state.checkpoint(name)
+        state, kept = batch.state, batch.state.checkpoint(name, identity)
         batch.txn.delete_generations(kept.generation + 1)
         batch.state = replace(
             state,
@@ -435,7 +474,7 @@ class Shard:
         )
         return True
 
-    def release(self, batch: Batch, header: WriteHeader, name: str) -> bool:
+    def release(self, batch: Batch, header: WriteHeader, name: str, identity: str = "") -> bool:
         """Forgets a checkpoint, if there is one; False for a duplicate.
 
         What only it needed goes when its blocks are written again.
@@ -447,18 +486,18 @@ class Shard:
         batch.state = replace(batch.state, checkpoints=remaining)
         return True
 
-    def copy_checkpoint(self, batch: Batch, header: WriteHeader, name: str, source: str) -> bool:
-        """Keeps the checkpoint `source` under `name` too; False for a duplicate."""
+    def copy_checkpoint(self, batch: Batch, header: WriteHeader, name: str, source: str, identity: str = "") -> bool:
+        """Keeps the checkpoint `source` under `name` too, with its identity; False for a duplicate."""
         self.require_table()
         if not self._admit(batch, header):
             return False
-        state, kept = batch.state, batch.state.checkpoint(source)
+        state, kept = batch.state, batch.state.checkpoint(source, identity)
         copied = replace(kept, name=name)
         for known in state.checkpoints:
             if known.name == name:
                 if known == copied:
                     return True
-                raise InvalidRequestError(f"checkpoint {name!r} was taken at step {known.step}: choose another name")
+                raise InvalidRequestError(f"checkpoint {name!r} is another one than {source!r}: choose another name")
         position = state.checkpoints.index(kept) + 1
         checkpoints = (*state.checkpoints[:position], copied, *state.checkpoints[position:])
         batch.state = replace(state, checkpoints=checkpoints)
@@ -479,7 +518,11 @@ class Shard:
         rows_stored = 0
         for run in block_runs(rows, table.spec.rows_per_block):
             stored = batch.txn.newest_block(run.block)
-            buffer = table.codec.initial(run.block) if stored is None else bytearray(stored)
+            if stored is None:
+                buffer = table.codec.initial(run.block)
+            else:
+                table.codec.check(run.block, stored)  # sealing it anew would hide the damage
+                buffer = bytearray(stored)
             block = table.codec.views(buffer)
             update(block, run)
             rows_stored += table.codec.mark_written(buffer, rows[run.part] - run.block * table.spec.rows_per_block)

@@ -1,6 +1,7 @@
 """The only user of LMDB: one shard's environment, its transactions and its key layout.
 
-A data directory holds LMDB's `data.mdb` and `lock.mdb`, and `owner.lock`, which the serving process keeps locked.
+A data directory holds LMDB's `data.mdb` and `lock.mdb`, and `owner.lock`, which the serving process keeps locked; it
+holds the number of a transaction that data.mdb has, from the last time that it was opened or closed.
 The environment holds five named databases:
 
     meta       ASCII key -> JSON: `identity` (format, shard, num_shards), `spec`, `state` (epoch, clock, ...), and
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Protocol
 
 import lmdb
+import lmdb.verify
 
 from weightserver.errors import StorageError
 from weightserver.files import require_empty, sync
@@ -42,6 +44,7 @@ _BLOCK_KEY = struct.Struct(">QI")
 _CHANGE = struct.Struct(">IQ")
 _OWNER_SECONDS = 5.0
 """How long a directory is waited for that another process still serves."""
+_READER_CHECK_SECONDS = 5.0
 NEWEST = _MAX_GENERATION = 2**32 - 1
 
 
@@ -61,6 +64,7 @@ class Transaction(Protocol):
     def newest_block(self, block: int, *, up_to: int = NEWEST) -> memoryview | None: ...
     def next_block(self, first: int) -> int | None: ...
     def generations(self, block: int) -> list[int]: ...
+    def is_changed(self, first: int) -> bool: ...
     def put_block(self, block: int, generation: int, value: bytes | bytearray) -> None: ...
     def delete_block(self, block: int, generation: int) -> None: ...
     def delete_generations(self, first: int) -> None: ...
@@ -109,6 +113,10 @@ class _LmdbTransaction:
             more = self._blocks.next()
         return found
 
+    def is_changed(self, first: int) -> bool:
+        """Whether a block has a version of generation `first` (≥ 1) or later."""
+        return bool(self._txn.cursor(self._databases["changes"]).set_range(_CHANGE.pack(first, 0)))
+
     def put_block(self, block: int, generation: int, value: bytes | bytearray) -> None:
         self._txn.put(_BLOCK_KEY.pack(block, _MAX_GENERATION - generation), value, db=self._databases["blocks"])
         if generation:
@@ -141,24 +149,35 @@ class Storage(Protocol):
 class LmdbStorage:
     """One shard's LMDB environment. Reads may run in any thread; writes in one thread at a time.
 
+    Args:
+        anew: begin an empty one where the data file of a directory that was served before is gone.
+
     Raises:
         StorageError: the directory cannot be used, another process serves it, or LMDB reports damage.
     """
 
-    def __init__(self, directory: Path, *, readonly: bool = False) -> None:
+    def __init__(self, directory: Path, *, readonly: bool = False, anew: bool = False) -> None:
         self.directory = directory
         self._owner: int | None = None
         self._idle = threading.Condition()
         self._num_reading = 0
+        self._next_reader_check = 0.0
         self._closed = False
         with _translated(directory):
             if readonly:
-                if not (directory / "data.mdb").exists():
-                    raise StorageError(f"{directory} holds no weight server data: give the --data-dir of a shard")
+                _check_there(directory)
             else:
                 directory.mkdir(parents=True, exist_ok=True)
                 self._owner = _lock(directory / "owner.lock")
             try:
+                last_transaction = 0 if self._owner is None else _last_transaction(self._owner)
+                if last_transaction and _is_gone(directory / "data.mdb"):  # one that went away is no new shard
+                    if not anew:
+                        raise StorageError(
+                            f"{directory} was served before and its data.mdb is gone or empty: restore it from a "
+                            "backup, or remove the directory to begin with an empty shard"
+                        )
+                    last_transaction = 0
                 self._env = lmdb.open(
                     str(directory),
                     map_size=_MAP_BYTES,
@@ -168,13 +187,16 @@ class LmdbStorage:
                     max_readers=512,
                     lib_version=0,
                 )
+                _check_length(directory / "data.mdb", self._env)
+                _check_newest(directory, self._env, last_transaction)
                 self._databases = {name: self._env.open_db(name.encode(), create=not readonly) for name in DATABASES}
             except BaseException:
                 self._release()
                 raise
-            if not readonly:
+            if self._owner is not None:
                 sync(directory)
                 sync(directory.parent)
+                self._note_last_transaction()
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Transaction]:
@@ -194,8 +216,15 @@ class LmdbStorage:
     @contextlib.contextmanager
     def write(self) -> Iterator[Transaction]:
         """An atomic change, durable when the context is left; undone when it is left by an exception."""
+        self._forget_dead_readers()
         with _translated(self.directory), self._env.begin(write=True, buffers=True) as txn:
             yield _LmdbTransaction(txn, self._databases)
+
+    def _forget_dead_readers(self) -> None:
+        """Another process that died while it read keeps its snapshot, and the file grows."""
+        if time.monotonic() >= self._next_reader_check:
+            self._env.reader_check()
+            self._next_reader_check = time.monotonic() + _READER_CHECK_SECONDS
 
     def disk_bytes(self) -> int:
         """What the data file takes on disk."""
@@ -206,8 +235,15 @@ class LmdbStorage:
         with self._idle:
             self._closed = True
             self._idle.wait_for(lambda: self._num_reading == 0)
+        if self._owner is not None:
+            self._note_last_transaction()
         self._env.close()
         self._release()
+
+    def _note_last_transaction(self) -> None:
+        assert self._owner is not None
+        os.pwrite(self._owner, b"%20d\n" % self._env.info()["last_txnid"], 0)
+        os.fsync(self._owner)
 
     def _release(self) -> None:
         if self._owner is not None:
@@ -215,18 +251,40 @@ class LmdbStorage:
             self._owner = None
 
 
+def structural_problems(directory: Path) -> list[str]:
+    """What is wrong with LMDB's own pages, read as bytes: nothing of a damaged file is trusted.
+
+    Raises:
+        StorageError: another process serves the directory, or it holds no data.
+    """
+    with _translated(directory):
+        _check_there(directory)
+        owner = _lock(directory / "owner.lock")
+        try:
+            return [str(problem) for problem in lmdb.verify.verify(str(directory))]  # type: ignore[no-untyped-call]
+        except lmdb.verify.VerifyError as error:
+            return [str(error)]
+        finally:
+            os.close(owner)
+
+
 @contextlib.contextmanager
 def exclusively(directory: Path) -> Iterator[None]:
     """Keeps everybody else from serving a directory meanwhile.
 
     Raises:
-        StorageError: another process serves it, or it holds no data.
+        StorageError: another process serves it, or it holds no data, cut data or an old copy.
     """
     with _translated(directory):
-        if not (directory / "data.mdb").exists():
-            raise StorageError(f"{directory} holds no weight server data: give the --data-dir of a shard")
+        _check_there(directory)
         owner = _lock(directory / "owner.lock")
     try:
+        with (
+            _translated(directory),
+            lmdb.open(str(directory), map_size=_MAP_BYTES, readonly=True, lib_version=0) as env,
+        ):
+            _check_length(directory / "data.mdb", env)
+            _check_newest(directory, env, _last_transaction(owner))
         yield
     finally:
         os.close(owner)
@@ -273,7 +331,8 @@ def _translated(directory: Path) -> Iterator[None]:
     try:
         yield
     except (lmdb.Error, OSError) as error:
-        raise StorageError(f"{directory}: {error}") from error
+        full = " (is the disk full?)" if "Input/output" in str(error) else ""  # LMDB calls a write that is cut short so
+        raise StorageError(f"{directory}: {error}{full}") from error
 
 
 def _lock(path: Path) -> int:
@@ -292,3 +351,34 @@ def _lock(path: Path) -> int:
                 f"{path.parent} is served by another process: stop that one, or give this one a --data-dir of its own"
             ) from None
         return descriptor
+
+
+def _check_there(directory: Path) -> None:
+    if not (directory / "data.mdb").exists():
+        raise StorageError(f"{directory} holds no weight server data: give the --data-dir of a shard")
+
+
+def _last_transaction(owner: int) -> int:
+    """What `owner.lock` says; 0 where it is new."""
+    text = os.pread(owner, 32, 0).strip()
+    return int(text) if text.isdigit() else 0
+
+
+def _is_gone(data: Path) -> bool:
+    return not (data.exists() and data.stat().st_size)
+
+
+def _check_length(data: Path, env: lmdb.Environment) -> None:
+    """Pages beyond the file's end would kill the process that reads them."""
+    length, expected = data.stat().st_size, (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    if length < expected:
+        raise StorageError(f"{data} has {length} bytes, its pages take {expected}: restore it from a backup")
+
+
+def _check_newest(directory: Path, env: lmdb.Environment, last_transaction: int) -> None:
+    """An old copy is not the shard's data."""
+    if env.info()["last_txnid"] < last_transaction:
+        raise StorageError(
+            f"{directory}: data.mdb lacks transactions that it had, as after damage of its first pages or "
+            "when an old copy was put back: restore it, or remove owner.lock to serve it as it is"
+        )

@@ -21,8 +21,12 @@ from weightserver.sharding import Int64Array, from_ranges, to_ranges
 MAX_MESSAGE_BYTES = 64 << 20
 """The largest message either side takes; bulk goes as streams of messages of about `CHUNK_BYTES`."""
 CHUNK_BYTES = 1 << 20
-MAX_ROWS = 1 << 24
-"""Rows that one request may name."""
+MAX_ROWS = 1 << 22
+"""Rows that one fetch, or one message of a write, may name: 32 MiB of them where they are scattered."""
+MAX_WRITE_ROWS = 1 << 24
+"""Rows in one push or state write."""
+MAX_WRITE_BYTES = 1 << 30
+"""Rows and values in one push or state write; the client splits none, because a write is atomic on a shard."""
 MAX_NAME_CHARACTERS = 256
 """Length of a run's name: error messages quote it, and gRPC carries those in headers of at most 8 KiB."""
 _VARINT, _LENGTH_DELIMITED = 0, 2
@@ -57,11 +61,13 @@ def rows_from_proto(rows: pb.Rows) -> Int64Array:
     """The rows that a message names, int64 [n]; whether the table has them is not checked.
 
     Raises:
-        InvalidRequestError: the bytes are no rows.
+        InvalidRequestError: the bytes are no rows, or more than MAX_ROWS.
     """
     if rows.ids and rows.ranges:
         raise InvalidRequestError("rows are given as ids or as ranges, not both")
     if rows.ids:
+        if len(rows.ids) > 8 * MAX_ROWS:
+            raise InvalidRequestError(f"one message may name at most {MAX_ROWS} rows: split it")
         return int64_from_bytes(rows.ids, "ids")
     ranges = int64_from_bytes(rows.ranges, "ranges")
     if len(ranges) % 2:
@@ -69,7 +75,9 @@ def rows_from_proto(rows: pb.Rows) -> Int64Array:
     ranges = ranges.reshape(-1, 2)
     counts = ranges[:, 1]
     if ((counts < 1) | (counts > MAX_ROWS)).any() or int(counts.sum()) > MAX_ROWS:
-        raise InvalidRequestError(f"ranges must have positive counts that add up to at most {MAX_ROWS}")
+        raise InvalidRequestError(
+            f"ranges must have positive counts, and one message may name at most {MAX_ROWS} rows: split it"
+        )
     return from_ranges(ranges)
 
 

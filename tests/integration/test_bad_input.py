@@ -165,6 +165,21 @@ def test_refused_and_nothing_changed(table: WeightClient, call: Call, error: typ
     assert table.describe().clock == 9
 
 
+@pytest.mark.parametrize(("limit", "most"), [("MAX_WRITE_ROWS", 3), ("MAX_WRITE_BYTES", 3 * (8 + 16))])
+def test_a_write_of_too_many_rows(table: WeightClient, monkeypatch: pytest.MonkeyPatch, limit: str, most: int) -> None:
+    monkeypatch.setattr(f"weightserver.client.{limit}", most)
+    rows = np.array([0, 1, 2, 3, 4, 6])  # four of them on shard 0
+    with pytest.raises(ValueError, match="4 rows of one shard in one write, at most 3 are taken: split it"):
+        table.push_gradients(rows, np.ones((6, 4), np.float32), step=8)
+    table.push_gradients(rows[:5], np.ones((5, 4), np.float32), step=8)
+
+
+def test_a_fetch_of_more_rows_than_a_request_may_name(table: WeightClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = table.fetch(np.arange(100), step=9)
+    monkeypatch.setattr("weightserver.client.MAX_ROWS", 7)
+    assert np.array_equal(table.fetch(np.arange(100), step=9), expected)
+
+
 SPECS = {
     "no rows": ({"num_rows": 0}, r"num_rows must lie in 1\.\.\d+, got 0"),
     "no columns": ({"dim": 0}, r"dim must lie in 1\.\.65536, got 0"),
@@ -348,7 +363,14 @@ def test_serve_refuses_what_it_cannot_serve(cluster: LocalCluster, tmp_path: Pat
         first,
     )
     assert_fails("is served by another process: stop that one", "serve", "--data-dir", served, *free)
-    assert_fails("has no TLS: .* --insecure", "serve", "--data-dir", tmp_path / "b", "--listen", "0.0.0.0:0")
+    assert_fails(
+        "can be reached from other machines: give --tls-cert and --tls-key and --token-file .* --insecure",
+        "serve",
+        "--data-dir",
+        tmp_path / "b",
+        "--listen",
+        "0.0.0.0:0",
+    )
     assert_fails(
         r"--shard must lie in 0\.\.num_shards-1, got 2 of 2", "serve", "--data-dir", tmp_path / "c", "--shard", "2",
         "--num-shards", "2",

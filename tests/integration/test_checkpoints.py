@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import resource
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 from safetensors import safe_open
@@ -19,9 +23,14 @@ from weightserver import (
     LocalCluster,
     NoTableError,
     RowState,
+    StepError,
+    TableMismatchError,
     TableSpec,
     WeightClient,
+    storage,
 )
+from weightserver._generated import weight_server_pb2 as pb
+from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
 from weightserver.cli import main
 from weightserver.export import export_rows
 
@@ -126,6 +135,129 @@ def test_bad_names_and_steps(writer: WeightClient) -> None:
     assert writer.checkpoints() == []
 
 
+def on_shard(cluster: LocalCluster, shard: int, method: str, request: object) -> object:
+    """One shard alone answers, as where the other was away."""
+    with grpc.insecure_channel(cluster.addresses[shard]) as channel:
+        return getattr(WeightServerStub(channel), method)(request, timeout=10)
+
+
+def half_a_checkpoint(writer: WeightClient, cluster: LocalCluster) -> None:
+    """The call that reached shard 0 alone."""
+    header = pb.WriteHeader(epoch=writer.describe().epoch, writer=b"h" * 16, sequence=1, step=1)
+    on_shard(cluster, 0, "Checkpoint", pb.CheckpointRequest(header=header, name="half", identity=b"i" * 16))
+
+
+def test_half_a_checkpoint_is_none(writer: WeightClient, cluster: LocalCluster) -> None:
+    """Repeated at once it becomes whole; behind further writes it would join two steps."""
+    push(writer, 0)
+    half_a_checkpoint(writer, cluster)
+    assert writer.checkpoints() == []
+    for call in (writer.rollback, lambda name: writer.fetch(ROWS, step=1, checkpoint=name)):
+        with pytest.raises(NoTableError, match="shard 1 has no checkpoint 'half'"):
+            call("half")
+    writer.checkpoint("half", step=1)
+    assert writer.checkpoints() == [Checkpoint("half", 1)]
+    push(writer, 1)
+    with pytest.raises(InvalidRequestError, match="rows were written since checkpoint 'half' was taken"):
+        writer.checkpoint("half", step=1)
+    assert writer.checkpoints() == [Checkpoint("half", 1)]
+
+
+def test_two_halves_make_no_checkpoint(writer: WeightClient, cluster: LocalCluster) -> None:
+    push(writer, 0)
+    half_a_checkpoint(writer, cluster)
+    push(writer, 1)
+    with pytest.raises(InvalidRequestError, match=r"shard 0 at .* rows were written since"):
+        writer.checkpoint("half", step=1)
+    assert [[kept.name for kept in shard.checkpoints] for shard in writer.describe().shards] == [["half"], ["half"]]
+    assert writer.checkpoints() == []
+    for call in (writer.rollback, lambda name: writer.fetch(ROWS, step=2, checkpoint=name)):
+        with pytest.raises(NoTableError, match="the shards' checkpoints 'half' are not of one call"):
+            call("half")
+    push(writer, 2)
+
+
+def test_a_reader_keeps_to_the_checkpoint_that_it_began_with(writer: WeightClient) -> None:
+    push(writer, 0)
+    writer.checkpoint("first", step=1)
+    push(writer, 1)
+    writer.checkpoint("again", step=2)
+    (_, meant) = writer.checkpoints()
+    writer.fetch(ROWS, step=2, checkpoint=meant)
+    writer.rollback("first")
+    push(writer, 1, ROWS[:500])
+    writer.checkpoint("again", step=2)
+    assert writer.checkpoints()[1] == meant, "of the same name and step"
+    with pytest.raises(NoTableError, match="checkpoint 'again' is another one by now"):
+        writer.fetch(ROWS, step=2, checkpoint=meant)
+    writer.fetch(ROWS, step=2, checkpoint="again")
+
+
+def test_a_rollback_that_every_shard_refuses_stops_nobody(
+    writer: WeightClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint is released between the look and the request."""
+    push(writer, 0)
+    writer.checkpoint("gone", step=1)
+    (kept,) = writer.checkpoints()
+    writer.release("gone")
+    monkeypatch.setattr(writer, "_complete", lambda name: kept)
+    with pytest.raises(NoTableError, match="there is no checkpoint 'gone'"):
+        writer.rollback("gone")
+    push(writer, 1)
+
+
+def test_many_long_names_leave_an_error_short(writer: WeightClient) -> None:
+    for number in range(12):
+        writer.checkpoint(f"{number}" + "\U0001f600" * 250, step=number)
+    (first, *_) = writer.checkpoints()
+    writer.release(first.name)
+    started = time.perf_counter()
+    with pytest.raises(NoTableError, match="there is no checkpoint"):
+        writer.fetch(ROWS, step=50, checkpoint=first)
+    assert time.perf_counter() - started < 5
+
+
+def test_learning_rates_before_a_checkpoint_stay(writer: WeightClient) -> None:
+    push(writer, 0)
+    writer.checkpoint("later", step=60)
+    with pytest.raises(TableMismatchError, match="only steps from 60 on may be rewritten"):
+        writer.extend_schedule(5, [0.5])
+    writer.extend_schedule(60, [0.5])
+
+
+def test_writes_that_every_shard_refused_are_forgotten(writer: WeightClient) -> None:
+    """More of them than could be remembered: each may be made again once it is right."""
+    for step in range(100, 170):
+        with pytest.raises(StepError):
+            push(writer, step)
+    writer.extend_schedule(100, np.full(70, 0.1))
+    for step in range(100, 170):
+        push(writer, step)
+    assert writer.describe().clock == 170
+
+
+def test_a_reader_that_was_killed_holds_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It died with its snapshot open; the shard goes on and reuses what it frees."""
+    monkeypatch.setattr(storage, "_READER_CHECK_SECONDS", 0.0)
+    code = (
+        "import sys, os; from pathlib import Path; from weightserver.storage import LmdbStorage\n"
+        "with LmdbStorage(Path(sys.argv[1]), readonly=True).read() as txn:\n"
+        "    next(txn.items('blocks')); os.kill(os.getpid(), 9)"
+    )
+    kept = storage.LmdbStorage(tmp_path)
+    sizes = []
+    for number in range(200):
+        with kept.write() as txn:
+            for block in range(20):
+                txn.put_block(block, 0, bytearray(8_000))
+        if number == 20:
+            assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -9
+        sizes.append(kept.disk_bytes())
+    assert sizes[-1] <= 1.5 * sizes[19]
+    kept.close()
+
+
 def test_space_of_released_checkpoints_is_reused(writer: WeightClient) -> None:
     """Three checkpoints at a time, for forty steps that write everything: the file stops growing."""
     sizes = []
@@ -177,6 +309,27 @@ def test_a_checkpoint_is_exported_while_training_goes_on(
     columns = {name: np.concatenate([file[name] for file in files]) for name in ("row", *vars(kept))}
     assert np.array_equal(columns.pop("row"), ROWS)
     assert same(RowState(**columns), kept)
+
+
+def test_wide_rows_make_small_files(client: WeightClient, tmp_path: Path) -> None:
+    client.create_table(TableSpec(num_rows=1_000_000, dim=65_536, rows_per_block=1))
+    client.extend_schedule(0, [0.1])
+    written = export_rows(client, tmp_path / "out", rows=range(3), rows_per_file=2)
+    assert [path.stem for path in written] == ["rows-000000000000-000000000001", "rows-000000000002-000000000002"]
+
+
+@pytest.mark.parametrize("file_format", ["safetensors", "npz"])
+def test_an_export_to_a_full_disk_is_one_line(file_format: str, writer: WeightClient, tmp_path: Path) -> None:
+    push(writer, 0)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, unlimited[1]))
+    try:
+        with pytest.raises(OSError, match=r"rows-.* cannot be written \(") as raised:
+            export_rows(writer, tmp_path / "out", file_format=file_format)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert "\n" not in str(raised.value)
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_the_command_line_exports(

@@ -12,6 +12,7 @@ import pytest
 from weightserver import FencedError, LocalCluster, TableSpec, WeightClient
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
+from weightserver.wire import MAX_ROWS, MAX_WRITE_ROWS, spec_to_proto
 
 SPEC = TableSpec(num_rows=40, dim=2, rows_per_block=5)  # shard 0 has rows 0..4, 10..14, 20..24, 30..34
 HORIZON = 6
@@ -70,6 +71,9 @@ class Shard:
             timeout=10,  # type: ignore[arg-type]
         )
 
+    def version(self) -> int:
+        return self.stub.Describe(pb.DescribeRequest(), timeout=10).schedule_version
+
     def open(self, epoch: int, opener: bytes = b"o" * 16, **more: bool) -> object:
         return self.stub.OpenSession(
             pb.OpenSessionRequest(name="thief", epoch=epoch, opener=opener, **more), timeout=10
@@ -99,6 +103,21 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
         lambda s: s.fetch(pb.Rows(ranges=struct.pack("<2q", 2**63 - 8, 16))),
         INVALID,
         "rows must lie|increase strictly",
+    ),
+    "fetch: a range of too many rows": (
+        lambda s: s.fetch(pb.Rows(ranges=steps(0, MAX_ROWS + 1))),
+        INVALID,
+        "may name at most 4194304 rows: split it",
+    ),
+    "fetch: ranges of too many rows": (
+        lambda s: s.fetch(pb.Rows(ranges=steps(0, MAX_ROWS, MAX_ROWS, 1))),
+        INVALID,
+        "may name at most 4194304 rows: split it",
+    ),
+    "fetch: too many rows one by one": (
+        lambda s: s.fetch(pb.Rows(ids=bytes(8 * (MAX_ROWS + 1)))),
+        INVALID,
+        "may name at most 4194304 rows: split it",
     ),
     "fetch: half a row": (lambda s: s.fetch(pb.Rows(ids=bytes(12))), INVALID, "ids has 12 bytes, not a multiple of 8"),
     "fetch: ids and ranges": (
@@ -132,6 +151,16 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
         lambda s: s.push_rows(OK, num_rows=3),
         INVALID,
         "announced 3 rows and brought 2",
+    ),
+    "push: far more rows than announced": (
+        lambda s: s.push_rows(pb.Rows(ranges=steps(0, MAX_ROWS))),
+        INVALID,
+        "announced 2 rows and brought 4194304",
+    ),
+    "push: too many rows": (
+        lambda s: s.push_rows(OK, num_rows=MAX_WRITE_ROWS + 1),
+        INVALID,
+        "16777217 rows in one write, at most 16777216 are taken: split it",
     ),
     "push: a row of the other shard": (lambda s: s.push_rows(ids(4, 5)), INVALID, "row 5 does not live on shard 0"),
     "push: a row twice": (lambda s: s.push_rows(ids(3, 3)), INVALID, "must increase strictly"),
@@ -179,9 +208,14 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
     "schedule: a negative rate": (lambda s: s.extend(6, values(-0.1)), INVALID, "finite and not negative"),
     "schedule: half a rate": (lambda s: s.extend(6, bytes(3)), INVALID, "learning_rates has 3 bytes"),
     "schedule: a fenced session": (
-        lambda s: s.extend(6, values(0.1), header=s.header(epoch=s.epoch - 1)),
+        lambda s: s.extend(6, values(0.1), epoch=s.epoch - 1),
         ABORTED,
         "was superseded",
+    ),
+    "schedule: of another version": (
+        lambda s: s.extend(6, values(0.1), version=s.version() - 1),
+        ABORTED,
+        r"changed by another call: call extend_schedule\(\) again",
     ),
     "drop: a table of a newer session": (
         lambda s: s.stub.DropTable(pb.DropTableRequest(epoch=s.epoch - 1), timeout=10),
@@ -280,16 +314,18 @@ def test_a_write_that_is_right_in_every_way(shard: Shard, client: WeightClient) 
 
 def test_requests_that_come_again_late_change_nothing(shard: Shard, client: WeightClient) -> None:
     """Each is sent once more behind another one that undid or replaced it."""
-    extension = {"start": 6, "rates": values(0.1, 0.2), "header": shard.header()}
-    assert shard.extend(**extension).horizon == 8  # type: ignore[arg-type]
-    shard.extend(7, values(0.3), header=shard.header())
+    version = shard.version()
+    assert shard.extend(6, values(0.1, 0.2), version=version).horizon == 8
+    assert shard.extend(6, values(0.1, 0.2), version=version).horizon == 8, "at once: there is nothing to change"
+    assert shard.extend(7, values(0.3), version=version + 1).version == version + 2
     early = pb.CheckpointRequest(header=shard.header(step=2), name="early")
     assert not shard.stub.Checkpoint(early, timeout=10).duplicate
     rollback = pb.CheckpointRequest(header=shard.header(), name="early")
     assert not shard.stub.Rollback(rollback, timeout=10).duplicate
     shard.push_rows(OK, step=3)
     before = everything(client)
-    assert shard.extend(**extension).horizon == 8  # type: ignore[arg-type]
+    with pytest.raises(grpc.RpcError, match="changed by another call"):
+        shard.extend(6, values(0.1, 0.2), version=version)
     assert shard.stub.Rollback(rollback, timeout=10).duplicate
     assert everything(client) == before
     assert client.fetch([0], step=6).tolist() != client.fetch([0], step=5).tolist()
@@ -306,6 +342,13 @@ def test_requests_that_come_again_late_change_nothing(shard: Shard, client: Weig
     shard.stub.DropTable(drop, timeout=10)
     shard.stub.DropTable(drop, timeout=10)
     assert shard.stub.Describe(pb.DescribeRequest(), timeout=10).epoch == shard.epoch + 1
+    with pytest.raises(grpc.RpcError, match="a table was dropped since epoch"):
+        shard.stub.CreateTable(pb.CreateTableRequest(spec=spec_to_proto(SPEC), epoch=shard.epoch), timeout=10)
+    client.create_table(SPEC)
+    client.open_session("again")
+    client.extend_schedule(0, np.full(HORIZON, 0.5))
+    with pytest.raises(grpc.RpcError, match="changed by another call"):
+        shard.extend(6, values(0.1), version=version)
 
 
 @pytest.mark.parametrize("method", ["Fetch", "PushGradients", "Describe", "CreateTable"])

@@ -40,9 +40,11 @@ from weightserver.backup import backup, read_backup
 from weightserver.cli import main
 from weightserver.initial import initial_rows
 from weightserver.inspect import inspect_directory
+from weightserver.records import read_state
 from weightserver.shard import Shard
 from weightserver.sharding import Sharding
 from weightserver.storage import LmdbStorage
+from weightserver.verify import verify_directory
 
 SPEC = TableSpec(num_rows=1_000, dim=16, rows_per_block=7)
 ROWS = np.arange(SPEC.num_rows)
@@ -123,6 +125,7 @@ def test_a_backup_is_one_checkpoint_while_training_goes_on(
     done, copy_shard = threading.Event(), backups._copy_shard
     with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
         kept = make_table(client)
+        before = client.checkpoints()
 
         def train_on() -> None:
             for step in range(4, STEPS):
@@ -149,6 +152,7 @@ def test_a_backup_is_one_checkpoint_while_training_goes_on(
         assert client.checkpoints() == [Checkpoint("two", 3)], "still held"
         push(client, STEPS - 1, ROWS[:5])  # nobody was fenced
         epoch = client.describe().epoch
+        assert [known.identity for known in before if known.name == "one"] == [bytes.fromhex(made.identity)]
     assert made == read_backup(tmp_path / "backup")
     assert len(made.shards[0]["files"]) == 2  # all blocks fit one answer of the shard
     for shard in range(2):
@@ -157,11 +161,14 @@ def test_a_backup_is_one_checkpoint_while_training_goes_on(
         )
         assert status == 0
         assert said.endswith("checkpoint one (step 2)\n")
+        assert verify_directory(tmp_path / f"new/shard-{shard}").problems == []
     with LocalCluster(2, tmp_path / "new") as cluster, WeightClient(cluster.addresses) as client:
         info = client.describe()
         assert (info.spec, info.run, info.epoch, info.clock, info.horizon) == (SPEC, "run", epoch, 2, STEPS)
         assert info.rows_stored == NUM_STORED
-        assert client.checkpoints() == [Checkpoint("one", 2)]
+        assert [(known, known.identity.hex()) for known in client.checkpoints()] == [
+            (Checkpoint("one", 2), made.identity)
+        ]
         assert same(client.fetch_state(ROWS), kept)
         with pytest.raises(FencedError, match="open a session first"):
             client.open_session("an old writer", join=epoch)
@@ -359,6 +366,9 @@ def test_lost_shards_are_restored_and_the_run_goes_on(
                 cluster.processes[shard].wait()
                 data_dir = cluster.directory / f"shard-{shard}"
                 shutil.rmtree(data_dir)
+                if len(lost) == 1:  # only its data is gone, as `serve` would complain
+                    data_dir.mkdir()
+                    (data_dir / "owner.lock").write_text("999999\n")
                 restore = ["restore", tmp_path / "backup", "--data-dir", data_dir, "--shard", shard, "--num-shards", 2]
                 assert weightserver(*restore)[0] == 0
                 cluster.restart(shard)
@@ -408,6 +418,16 @@ def rows_in(directories: list[Path], *, checkpoint: str | None = None) -> RowSta
     return state
 
 
+def identity(directory: Path, checkpoint: str) -> str:
+    """Of a checkpoint that a directory holds."""
+    storage = LmdbStorage(directory, readonly=True)
+    with storage.read() as txn:
+        found = read_state(txn).checkpoint(checkpoint).identity
+    storage.close()
+    assert len(found) == 32
+    return found
+
+
 def targets_in(directory: Path, num_shards: int) -> list[Path]:
     return [directory / f"shard-{shard}" for shard in range(num_shards)]
 
@@ -435,6 +455,8 @@ def test_resharded_rows_are_the_same(
         "2 later updates stay behind\n"
     )
     assert [inspect_directory(source) for source in sources] == before
+    assert [verify_directory(target).problems for target in targets] == [[]] * new
+    assert {identity(directory, "one") for directory in targets} == {identity(sources[0], "one")}
     seen = [inspect_directory(target) for target in targets]
     assert {(shard["spec"]["rows_per_block"], shard["clock"], shard["horizon"]) for shard in seen} == {
         (rows_per_block, 2, STEPS)
@@ -450,6 +472,7 @@ def test_resharding_the_rows_of_now(weightserver: Weightserver, tables: Callable
     status, said, _ = weightserver("reshard", "--source", *sources, "--target", *targets, "--current")
     assert (status, said.endswith("rows of step 4, 7 in a block; 0 later updates stay behind\n")) == (0, True)
     assert same(rows_in(targets), now)
+    assert [verify_directory(target).problems for target in targets] == [[], [], []]
     assert {tuple(inspect_directory(target)["checkpoints"]) for target in targets} == {()}
 
 
@@ -473,6 +496,7 @@ def test_a_killed_reshard_goes_on(
     dies(place, number, *command, "--checkpoint", "one")
     if place.endswith(("add", "fill")):
         assert all("unfinished" in inspect_directory(target) for target in targets)
+        assert "meta: it is unfinished: repeat" in verify_directory(targets[0]).problems[0]
         other = [*command, "--checkpoint", "two"]
         assert_one_line(weightserver(*other), "was begun from something else: remove it, or finish that first")
     if place.endswith("finish"):  # one of those that are finished is used already
@@ -547,6 +571,10 @@ def test_reshards_that_cannot_be(
     fails("a directory is given twice", target=sources)
     fails("holds no weight server data", source=[tmp_path / "empty", sources[1]])
     fails("is served by another process", source=[cluster.directory / "shard-0", sources[1]])
+    old_copy = Path(shutil.copytree(sources[0], tmp_path / "old copy"))
+    (old_copy / "owner.lock").write_text("999999\n")
+    fails("data.mdb lacks transactions that it had", source=[old_copy, sources[1]])
+    assert_one_line(weightserver("compact", old_copy, "--output", tmp_path / "x"), "lacks transactions that it had")
     fails("there is no checkpoint 'three' on all shards, only ['one', 'two']", more=["--checkpoint", "three"])
     fails("rows_per_block must lie in 1..2048, got 0", more=["--rows-per-block", 0])
     other = [Path(shutil.copytree(source, tmp_path / source.name)) for source in sources]
@@ -579,6 +607,7 @@ def test_a_compacted_directory_holds_the_same_in_less_space(weightserver: Weight
     assert after["disk_bytes"] < 0.5 * before["disk_bytes"]
     assert after | {"disk_bytes": 0, "directory": ""} == before | {"disk_bytes": 0, "directory": ""}
     assert inspect_directory(source) == before
+    assert verify_directory(target).problems == []
     with LocalCluster(1, tmp_path / "new") as cluster, WeightClient(cluster.addresses) as client:
         assert same(client.fetch_state(ROWS), kept)
         assert same(client.fetch_state(ROWS, checkpoint="one"), early)

@@ -178,8 +178,8 @@ def assert_equal_over_ranks(
 
 def test_ranks_train_like_one(cluster: LocalCluster, tmp_path: Path) -> None:
     """Batches of 10 over three ranks do not divide."""
-    cases = [(2, "resident", "sliding"), (3, "resident", "epoch"), (3, "dense", "sliding"), (2, "remote", "epoch")]
-    assert_equal_over_ranks(cluster, tmp_path, cases, steps=150)
+    cases = [(2, "remote", "epoch"), (3, "resident", "epoch")]
+    assert_equal_over_ranks(cluster, tmp_path, cases, steps=100)
 
 
 @pytest.mark.gpu

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 
+from tests.secure_shards import served
 from tests.small_run import EVERY, NUM_IMAGES, ONLY_ROWS, small_run
 from trainer.export import main
 from trainer.loop import train
 from trainer.schedule import RowOrder, VisitSchedule
 from weightserver import LocalCluster, TableSpec, WeightClient
+from weightserver.certificates import write_certificates
 
 
 def export(*arguments: object) -> int | str | None:
@@ -51,6 +54,28 @@ def test_rows_are_exported_with_their_images(tmp_path: Path, capsys: pytest.Capt
             assert np.array_equal(kept.get_tensor("weight"), rows)
         assert export(run, "--output", tmp_path / "no") == 1
         assert "is served by another process" in capsys.readouterr().err
+
+
+def test_rows_are_exported_over_tls_with_the_options_of_the_run_or_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.set_num_threads(1)
+    run, certificates = tmp_path / "run", tmp_path / "certificates"
+    write_certificates(certificates, ["127.0.0.1"])
+    options = ["--tls-cert", f"{certificates}/server.pem", "--tls-key", f"{certificates}/server-key.pem"]
+    options += ["--token-file", f"{certificates}/token"]
+    with served({"secure": options}) as shards:
+        own: dict[str, Any] = {"tls_ca": certificates / "ca.pem", "token_file": certificates / "token"}
+        train(small_run(run, steps=2, servers=shards["secure"].address, encoder=ONLY_ROWS, **own))
+        assert export(run, "--output", tmp_path / "as the run") == 0
+        others = ["--tls-ca", certificates / "ca.pem", "--token-file", certificates / "token"]
+        assert export(run, "--output", tmp_path / "its own", *others) == 0
+        capsys.readouterr()
+        assert export(run, "--output", tmp_path / "none", "--token-file", certificates / "token") == 1
+    error = capsys.readouterr().err
+    assert "it speaks TLS only: give --tls-ca" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "none").exists()
 
 
 def test_exports_that_cannot_be(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -17,7 +18,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
+import trainer.checkpoint
 from tests.small_run import EVERY, NUM_STEPS, losses, small_run
 from tests.trainer import dying_run
 from tests.trainer.dying_run import POINTS
@@ -135,6 +138,23 @@ def test_a_signal_ends_a_run_behind_a_checkpoint(tmp_path: Path, undisturbed: Pa
     assert_same(output, undisturbed)
 
 
+def test_a_signal_behind_the_last_logged_step_ends_the_run_too(tmp_path: Path, undisturbed: Path) -> None:
+    output = tmp_path / "run"
+
+    def signal_soon() -> None:
+        while not (output / "checkpoints" / f"step-{EVERY:012d}.safetensors").exists():
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    killer = threading.Thread(target=signal_soon)
+    killer.start()
+    with pytest.raises(Stopped, match="behind its last step: --resume ends the run"):
+        train(small_run(output, log_every=NUM_STEPS))
+    killer.join()
+    train(small_run(output, log_every=NUM_STEPS, resume=True))
+    assert json.loads((output / "metrics.jsonl").read_text())["loss"] == losses(undisturbed)[-1]
+
+
 def signal_after(metrics: Path, num_lines: int) -> None:
     while not metrics.exists() or metrics.read_text().count("\n") < num_lines:
         time.sleep(0.005)
@@ -242,6 +262,66 @@ def test_resumes_that_cannot_be(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         train(small_run(undisturbed if there else tmp_path / "none", resume=True, **changes))
+
+
+def test_servers_of_another_run_are_refused_untouched(tmp_path: Path, undisturbed: Path) -> None:
+    """Of the same settings, with checkpoints of the same names."""
+    with LocalCluster(2) as cluster, WeightClient(cluster.addresses) as client:
+        servers = ",".join(cluster.addresses)
+        train(small_run(tmp_path / "other", servers=servers, seed=1))
+        before = client.describe()
+        with pytest.raises(ValueError, match="none of them belong together: are these the run's servers"):
+            train(small_run(undisturbed, servers=servers, resume=True))
+        assert client.describe() == before
+
+
+def test_a_run_that_was_rolled_back_keeps_its_own_checkpoints(tmp_path: Path, undisturbed: Path) -> None:
+    """Files of later steps, whose rows a rollback has undone, take nobody's place."""
+    output = shutil.copytree(undisturbed, tmp_path / "run")
+    with LocalCluster(2, output / "servers") as cluster, WeightClient(cluster.addresses) as client:
+        client.open_session("operator")
+        client.rollback("step-000000000013")
+        client.checkpoint("mine", step=13)
+    (output / "checkpoints" / "step-abc.safetensors").write_text("")
+    (output / "checkpoints" / "step-000000000020.x.partial").write_text("")
+    train(small_run(output, resume=True, keep_checkpoints=2, checkpoint_every=9))
+    assert_same(output, undisturbed)
+    assert saved_steps(output / "checkpoints") == [27, 36]
+    kept = ["mine", "step-000000000027", "step-000000000036"]
+    assert [sorted(inspect_directory(shard)["checkpoints"]) for shard in (output / "servers").glob("shard-*/")] == [
+        kept,
+        kept,
+    ]
+    assert not list((output / "checkpoints").glob("*.partial"))
+
+
+def test_a_run_that_fails_before_its_first_file_can_be_started_again(
+    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise SafetensorError("no space")
+
+    with LocalCluster(2) as cluster, monkeypatch.context() as patched:
+        run = small_run(tmp_path / "run", servers=",".join(cluster.addresses))
+        patched.setattr(trainer.checkpoint, "save_file", fail)
+        with pytest.raises(OSError, match=r"step-000000000000\..*partial cannot be written \(no space\)"):
+            train(run)
+        patched.undo()
+        train(run)
+    assert_same(tmp_path / "run", undisturbed)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_before_its_first_file_goes_on(tmp_path: Path, undisturbed: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; import trainer.checkpoint, tests.trainer.dying_run as run\n"
+        "trainer.checkpoint.save_file = run.die; run.torch.set_num_threads(1)\n"
+        "run.train(run.small_run(Path(sys.argv[1])))"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], timeout=60, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    train(small_run(tmp_path / "run", resume=True))
+    assert_same(tmp_path / "run", undisturbed)
 
 
 def test_a_run_without_a_checkpoint_goes_on_from_its_start(tmp_path: Path) -> None:

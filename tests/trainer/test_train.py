@@ -17,12 +17,21 @@ import numpy as np
 import pytest
 import torch
 
+from tests.secure_shards import served
 from trainer.__main__ import main
 from trainer.config import TrainConfig
 from trainer.data.augment import AugmentationConfig
 from trainer.loop import train
 from trainer.model import EncoderConfig, load_encoder
-from weightserver import LocalCluster, ShardUnavailableError, TableSpec, WeightClient, WeightServerError
+from weightserver import (
+    AuthenticationError,
+    LocalCluster,
+    ShardUnavailableError,
+    TableSpec,
+    WeightClient,
+    WeightServerError,
+)
+from weightserver.certificates import write_certificates
 
 NUM_IMAGES = 160
 
@@ -237,9 +246,46 @@ def test_a_run_can_be_watched(data_dir: Path, tmp_path: Path, capfd: pytest.Capt
     assert seen["pic_trainer_resident_rows"] >= 64
 
 
+def test_training_over_tls_with_a_token(data_dir: Path, tmp_path: Path) -> None:
+    """It is what training with shards of its own is, and the run's directory holds no token."""
+    certificates = tmp_path / "certificates"
+    write_certificates(certificates, ["127.0.0.1"])
+    options = ["--tls-cert", f"{certificates}/server.pem", "--tls-key", f"{certificates}/server-key.pem"]
+    options += ["--tls-client-ca", f"{certificates}/ca.pem", "--token-file", f"{certificates}/token"]
+    security = {
+        "tls_ca": certificates / "ca.pem",
+        "tls_cert": certificates / "client.pem",
+        "tls_key": certificates / "client-key.pem",
+        "token_file": certificates / "token",
+    }
+    with served({"secure": options}) as shards:
+        settings = {"servers": shards["secure"].address, "steps": 20, "retry_seconds": 5}
+        with pytest.raises(AuthenticationError, match="it speaks TLS only: give --tls-ca"):
+            train(config(data_dir, tmp_path / "without", **settings))
+        train(config(data_dir, tmp_path / "secure", **settings, **security))
+    train(config(data_dir, tmp_path / "own", steps=20))
+    assert losses(tmp_path / "secure") == losses(tmp_path / "own")
+    token = (certificates / "token").read_bytes().strip()
+    for path in (tmp_path / "secure").rglob("*"):
+        assert path.is_dir() or token not in path.read_bytes(), path
+
+
 BAD_COMMAND_LINES = {
     "resume": (["--resume"], r"holds no run to go on with: leave --resume away"),
     "another machine": (["--servers", "10.0.0.1:1"], r"10\.0\.0\.1:1 is on another machine .* --insecure"),
+    "half a certificate": (
+        ["--tls-cert", "client.pem"],
+        r"--tls-cert and --tls-key belong together: give both or none",
+    ),
+    "TLS for nobody": (["--tls-ca", "ca.pem"], r"--tls-ca is for --servers: leave it away, or give their addresses"),
+    "a CA that is none": (
+        ["--servers", "10.0.0.1:1", "--tls-ca", "/nonexistent.pem"],
+        r"--tls-ca /nonexistent\.pem cannot be read: No such file or directory",
+    ),
+    "a token that is none": (
+        ["--servers", "127.0.0.1:1", "--token-file", "/dev/null"],
+        r"--token-file /dev/null holds no token: give at least 16 printable",
+    ),
     "no address": (["--servers", "ws0"], r"'ws0' is no address: write host:port"),
     "dense with servers": (["--rows", "dense", "--servers", "127.0.0.1:1"], r"leave --servers away"),
     "no such folder": (["--data-dir", "/nonexistent"], r"no such folder: /nonexistent"),

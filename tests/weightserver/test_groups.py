@@ -55,7 +55,9 @@ class Groups:
         return lambda batch: self.shard.push_gradients(batch, header, ROW, ONES)
 
     def extend(self, start: int, *rates: float) -> Callable[[Batch], object]:
-        return lambda batch: self.shard.extend_schedule(batch, start, np.array(rates, np.float32), 0, None)
+        return lambda batch: self.shard.extend_schedule(
+            batch, start, np.array(rates, np.float32), 0, 0, batch.state.schedule_version
+        )
 
     def create(self, batch: Batch) -> None:
         self.shard.create_table(batch, SPEC)

@@ -83,7 +83,9 @@ class ShardAgainstModel(RuleBasedStateMachine):
 
     def create(self) -> None:
         self.committer.submit(lambda batch: self.shard.create_table(batch, SPEC)).result(10)
-        self.committer.submit(lambda batch: self.shard.extend_schedule(batch, 0, RATES, 0, None)).result(10)
+        self.committer.submit(
+            lambda batch: self.shard.extend_schedule(batch, 0, RATES, 0, 0, batch.state.schedule_version)
+        ).result(10)
         self.committer.submit(lambda batch: self.shard.open_session(batch, "run", self.epoch, WRITER)).result(10)
         initial = initial_rows(SPEC, np.arange(SPEC.num_rows)).astype(np.float64)
         self.rows = [ModelRow(weight, np.zeros(SPEC.dim), 0) for weight in initial]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from weightserver.errors import (
     OverloadedError,
     StorageError,
 )
+from weightserver.exactly_once import WINDOW
 from weightserver.initial import initial_rows
 from weightserver.inspect import inspect_directory
 from weightserver.records import read_state, write_state
@@ -65,7 +67,11 @@ class Served:
 def served(tmp_path: Path) -> Iterator[Served]:
     served = Served(tmp_path)
     served.do(lambda batch: served.shard.create_table(batch, SPEC))
-    served.do(lambda batch: served.shard.extend_schedule(batch, 0, np.full(30, 0.5, np.float32), 0, None))
+    served.do(
+        lambda batch: served.shard.extend_schedule(
+            batch, 0, np.full(30, 0.5, np.float32), 0, 0, batch.state.schedule_version
+        )
+    )
     served.do(lambda batch: served.shard.open_session(batch, "first", 1, b"o" * 16))
     yield served
     served.close()
@@ -258,7 +264,7 @@ def test_a_copied_checkpoint_stays(served: Served) -> None:
         return WriteHeader(1, b"w" * 16, sequence, 0, step)
 
     served.push(1)
-    served.do(lambda batch: served.shard.checkpoint(batch, header(2, 1), "one"))
+    served.do(lambda batch: served.shard.checkpoint(batch, header(2, 1), "one", "01" * 16))
     kept = served.weights()
     served.push(3, step=1)
     served.do(lambda batch: served.shard.checkpoint(batch, header(4, 2), "two"))
@@ -266,10 +272,17 @@ def test_a_copied_checkpoint_stays(served: Served) -> None:
     assert served.do(lambda batch: copy(batch, header(5), "copy", "one")) is True
     assert served.do(lambda batch: copy(batch, header(5), "copy", "one")) is False  # a duplicate
     assert served.do(lambda batch: copy(batch, header(6), "copy", "one")) is True  # the same again
-    with pytest.raises(InvalidRequestError, match="checkpoint 'copy' was taken at step 1: choose another name"):
+    with pytest.raises(InvalidRequestError, match="checkpoint 'copy' is another one than 'two': choose another name"):
         served.do(lambda batch: copy(batch, header(7), "copy", "two"))
-    with pytest.raises(NoTableError, match="no checkpoint 'three', only 'one', 'copy', 'two'"):
+    with pytest.raises(NoTableError, match="no checkpoint 'three'"):
         served.do(lambda batch: copy(batch, header(7), "more", "three"))
+    with pytest.raises(NoTableError, match="checkpoint 'one' is another one by now"):
+        served.do(lambda batch: copy(batch, header(7), "more", "one", "02" * 16))
+    assert {known.name: known.identity for known in served.shard.state.checkpoints} == {
+        "one": "01" * 16,
+        "copy": "01" * 16,
+        "two": "",
+    }
     served.do(lambda batch: served.shard.release(batch, header(7), "one"))
     served.push(8, step=2)
     served.do(lambda batch: served.shard.rollback(batch, header(9), "copy"))
@@ -318,7 +331,11 @@ def test_a_directory_has_one_owner(served: Served, tmp_path: Path, monkeypatch: 
 def test_inspect_reads_beside_a_writer(tmp_path: Path) -> None:
     served = Served(tmp_path)
     served.do(lambda batch: served.shard.create_table(batch, SPEC))
-    served.do(lambda batch: served.shard.extend_schedule(batch, 0, np.full(30, 0.5, np.float32), 0, None))
+    served.do(
+        lambda batch: served.shard.extend_schedule(
+            batch, 0, np.full(30, 0.5, np.float32), 0, 0, batch.state.schedule_version
+        )
+    )
     served.do(lambda batch: served.shard.open_session(batch, "live", 1, b"o" * 16))
     served.push(1, step=2)
     # LMDB forbids opening an environment twice in one process.
@@ -351,11 +368,37 @@ def test_a_failed_write_is_repeated_under_its_numbers() -> None:
     assert session.begin([0, 1], lambda: b"first") == {0: 2, 1: 3}  # after it succeeded: another write
 
 
-def test_failed_writes_are_given_up_at_last() -> None:
+def test_failed_writes_are_given_up_at_last_and_not_taken_for_new_ones() -> None:
+    """Also by the client's next session; a rollback undoes what was applied of them."""
     session = Session(epoch=1, num_shards=1)
     for number in range(MAX_FAILED + 3):
         session.fail(session.begin([0], lambda n=number: bytes([n])), bytes([number]))
     assert session.settled_before(0) == 4
+    with pytest.raises(ClusterError, match=r"this write failed before, .* roll back to a checkpoint"):
+        session.begin([0], lambda: bytes([2]))
+    assert session.begin([0], lambda: bytes([3])) == {0: 4}
+    later = Session(epoch=2, num_shards=1, before=session)
+    for number in (2, 5, MAX_FAILED + 2):
+        with pytest.raises(ClusterError, match="this write failed before"):
+            later.begin([0], lambda n=number: bytes([n]))
+    later.settle(later.begin_rollback("kept"))
+    with pytest.raises(ClusterError, match=r"rollback\('kept'\) is under way, or has failed"):
+        Session(epoch=3, num_shards=1, before=later).begin([0])
+    later.end_rollback(done=True)
+    assert later.begin([0], lambda: bytes([2])) == {0: 2}
+
+
+def test_a_write_waits_for_room_behind_one_that_is_on_its_way() -> None:
+    session = Session(epoch=1, num_shards=1)
+    slow = session.begin([0])
+    for _ in range(WINDOW - 1):
+        session.settle(session.begin([0]))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(session.begin, [0])
+        with pytest.raises(TimeoutError):
+            waiting.result(0.2)
+        session.settle(slow)
+        assert waiting.result(10) == {0: WINDOW + 1}
 
 
 def test_a_rollback_gives_up_what_failed_before_it() -> None:
@@ -366,10 +409,10 @@ def test_a_rollback_gives_up_what_failed_before_it() -> None:
     rollback = session.begin_rollback("kept")
     assert rollback == {0: 3, 1: 3}
     assert (session.settled_before(0), session.settled_before(1)) == (3, 3)
-    with pytest.raises(ClusterError, match=r"rollback\('kept'\) has failed"):
+    with pytest.raises(ClusterError, match=r"rollback\('kept'\) is under way, or has failed"):
         session.begin([1], lambda: b"one")
     session.settle(rollback)
-    session.end_rollback()
+    session.end_rollback(done=True)
     session.fail(session.begin([0], lambda: b"one"), b"one")
     assert session.begin([1]) == {1: 4}
     with pytest.raises(InvalidRequestError, match="other writes of this client are under way"):

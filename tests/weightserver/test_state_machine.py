@@ -84,6 +84,7 @@ class ModelCheckpoint:
     step: int
     rows: dict[int, ModelRow]
     applied: Counter[int]
+    num_writes: int
 
 
 @dataclass
@@ -99,6 +100,8 @@ class ModelShard:
     checkpoints: dict[str, ModelCheckpoint] = field(default_factory=dict)
     applied: Counter[int] = field(default_factory=Counter)
     """Call -> how often the rows as they are now hold it."""
+    num_writes: int = 0
+    """That made the rows what they are now."""
     given_up: set[tuple[bytes, int]] = field(default_factory=set)
     """(writer, number) of what must not be applied any more."""
 
@@ -136,25 +139,28 @@ class ModelShard:
 
     def _apply(self, call: Call, rows: list[int]) -> type[Exception] | None:
         if call.kind == "push":
+            self.num_writes += 1
             for row in rows:
                 self.rows[row].push(call.step, call.value)
         elif call.kind == "write":
             if any(self.rows[row].last_step > call.step for row in rows):
                 return StepError
+            self.num_writes += 1
             for row in rows:
                 self.rows[row] = ModelRow(call.value, -call.value, call.step)
         elif call.kind == "checkpoint":
             known = self.checkpoints.get(call.name)
-            if known and known.step != call.step:
+            if known and (known.step != call.step or known.num_writes != self.num_writes):
                 return InvalidRequestError
             if not known:
                 kept = copy.deepcopy(self.rows)
-                self.checkpoints[call.name] = ModelCheckpoint(call.step, kept, Counter(self.applied))
+                self.checkpoints[call.name] = ModelCheckpoint(call.step, kept, Counter(self.applied), self.num_writes)
         elif call.kind == "rollback":
             if call.name not in self.checkpoints:
                 return NoTableError
             kept = self.checkpoints[call.name]
             self.rows, self.applied = copy.deepcopy(kept.rows), Counter(kept.applied)
+            self.num_writes = kept.num_writes
             names = list(self.checkpoints)
             for later in names[names.index(call.name) + 1 :]:
                 del self.checkpoints[later]
@@ -218,7 +224,7 @@ class Machine(RuleBasedStateMachine):
             with shard.batch() as batch:
                 shard.create_table(batch, SPEC)
             with shard.batch() as batch:
-                shard.extend_schedule(batch, 0, RATES, 0, None)
+                shard.extend_schedule(batch, 0, RATES, 0, 0, batch.state.schedule_version)
         self.sessions: list[Session] = []
         self.calls: list[Call] = []
         self.messages: list[Message] = []
@@ -375,7 +381,7 @@ class Machine(RuleBasedStateMachine):
         else:
             call.session.settle(call.numbers)
             if call.kind == "rollback" and not failed:
-                call.session.end_rollback()
+                call.session.end_rollback(done=True)
 
     @precondition(lambda self: any(call.state == "failed" for call in self.calls))
     @rule(which=picks, fate=fates)

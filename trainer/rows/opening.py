@@ -94,7 +94,7 @@ def _join_session(
             client.create_table(spec)
             epoch = client.open_session(config.output.name)
             if config.resume:
-                roll_back(client, start_step)
+                roll_back(config.output / "checkpoints", client, start_step)
             client.extend_schedule(0, rates)
             session = {"addresses": addresses, "epoch": epoch, "start_step": start_step}
         except (ValueError, OSError, WeightServerError) as error:
@@ -111,7 +111,9 @@ def _join_session(
 
 
 def _client(config: TrainConfig, addresses: list[str]) -> WeightClient:
-    return WeightClient(addresses, insecure=config.insecure, retry_seconds=config.retry_seconds)
+    # Those that the run started itself are on loopback and ask for nothing.
+    security = config.security.client_arguments() if config.servers else {}
+    return WeightClient(addresses, retry_seconds=config.retry_seconds, **security)
 
 
 def start_servers(config: TrainConfig, ranks: Ranks, stack: ExitStack) -> list[str]:

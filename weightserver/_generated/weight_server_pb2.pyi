@@ -39,7 +39,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("shard", "num_shards", "spec", "epoch", "clock", "horizon", "rows_stored", "disk_bytes", "run", "generation", "server_version", "checkpoints")
+    __slots__ = ("shard", "num_shards", "spec", "epoch", "clock", "horizon", "rows_stored", "disk_bytes", "run", "generation", "server_version", "checkpoints", "schedule_version")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class DescribeResponse(_message.Message):
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_VERSION_FIELD_NUMBER: _ClassVar[int]
     shard: int
     num_shards: int
     spec: TableSpec
@@ -64,37 +65,44 @@ class DescribeResponse(_message.Message):
     generation: int
     server_version: str
     checkpoints: _containers.RepeatedCompositeFieldContainer[Checkpoint]
-    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., horizon: _Optional[int] = ..., rows_stored: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., run: _Optional[str] = ..., generation: _Optional[int] = ..., server_version: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ...) -> None: ...
+    schedule_version: int
+    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., horizon: _Optional[int] = ..., rows_stored: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., run: _Optional[str] = ..., generation: _Optional[int] = ..., server_version: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., schedule_version: _Optional[int] = ...) -> None: ...
 
 class Checkpoint(_message.Message):
-    __slots__ = ("name", "step", "clock", "rows_stored")
+    __slots__ = ("name", "step", "identity", "clock", "rows_stored")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     ROWS_STORED_FIELD_NUMBER: _ClassVar[int]
     name: str
     step: int
+    identity: bytes
     clock: int
     rows_stored: int
-    def __init__(self, name: _Optional[str] = ..., step: _Optional[int] = ..., clock: _Optional[int] = ..., rows_stored: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., step: _Optional[int] = ..., identity: _Optional[bytes] = ..., clock: _Optional[int] = ..., rows_stored: _Optional[int] = ...) -> None: ...
 
 class CheckpointRequest(_message.Message):
-    __slots__ = ("header", "name")
+    __slots__ = ("header", "name", "identity")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
     header: WriteHeader
     name: str
-    def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ..., name: _Optional[str] = ...) -> None: ...
+    identity: bytes
+    def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ..., name: _Optional[str] = ..., identity: _Optional[bytes] = ...) -> None: ...
 
 class CopyCheckpointRequest(_message.Message):
-    __slots__ = ("header", "name", "source")
+    __slots__ = ("header", "name", "source", "identity")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
     header: WriteHeader
     name: str
     source: str
-    def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ..., name: _Optional[str] = ..., source: _Optional[str] = ...) -> None: ...
+    identity: bytes
+    def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ..., name: _Optional[str] = ..., source: _Optional[str] = ..., identity: _Optional[bytes] = ...) -> None: ...
 
 class ReadBlocksRequest(_message.Message):
     __slots__ = ("checkpoint", "first_block", "table")
@@ -135,10 +143,12 @@ class ReadScheduleResponse(_message.Message):
     def __init__(self, learning_rates: _Optional[bytes] = ...) -> None: ...
 
 class CreateTableRequest(_message.Message):
-    __slots__ = ("spec",)
+    __slots__ = ("spec", "epoch")
     SPEC_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     spec: TableSpec
-    def __init__(self, spec: _Optional[_Union[TableSpec, _Mapping]] = ...) -> None: ...
+    epoch: int
+    def __init__(self, spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class CreateTableResponse(_message.Message):
     __slots__ = ()
@@ -155,22 +165,28 @@ class DropTableResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ExtendScheduleRequest(_message.Message):
-    __slots__ = ("start_step", "learning_rates", "clock", "header")
+    __slots__ = ("start_step", "learning_rates", "clock", "epoch", "version", "table")
     START_STEP_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATES_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
-    HEADER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
     start_step: int
     learning_rates: bytes
     clock: int
-    header: WriteHeader
-    def __init__(self, start_step: _Optional[int] = ..., learning_rates: _Optional[bytes] = ..., clock: _Optional[int] = ..., header: _Optional[_Union[WriteHeader, _Mapping]] = ...) -> None: ...
+    epoch: int
+    version: int
+    table: int
+    def __init__(self, start_step: _Optional[int] = ..., learning_rates: _Optional[bytes] = ..., clock: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., table: _Optional[int] = ...) -> None: ...
 
 class ExtendScheduleResponse(_message.Message):
-    __slots__ = ("horizon",)
+    __slots__ = ("horizon", "version")
     HORIZON_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     horizon: int
-    def __init__(self, horizon: _Optional[int] = ...) -> None: ...
+    version: int
+    def __init__(self, horizon: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
     __slots__ = ("name", "epoch", "join", "opener")
@@ -189,20 +205,22 @@ class OpenSessionResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("rows", "step", "raw", "state", "table", "checkpoint")
+    __slots__ = ("rows", "step", "raw", "state", "table", "checkpoint", "identity")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     RAW_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
     rows: Rows
     step: int
     raw: bool
     state: bool
     table: int
     checkpoint: str
-    def __init__(self, rows: _Optional[_Union[Rows, _Mapping]] = ..., step: _Optional[int] = ..., raw: _Optional[bool] = ..., state: _Optional[bool] = ..., table: _Optional[int] = ..., checkpoint: _Optional[str] = ...) -> None: ...
+    identity: bytes
+    def __init__(self, rows: _Optional[_Union[Rows, _Mapping]] = ..., step: _Optional[int] = ..., raw: _Optional[bool] = ..., state: _Optional[bool] = ..., table: _Optional[int] = ..., checkpoint: _Optional[str] = ..., identity: _Optional[bytes] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ("weight", "momentum_buffer", "last_step")

@@ -170,7 +170,8 @@ class WeightServerServicer:
 
     def Checkpoint(self, request, context):
         """Checkpoint keeps the shard's rows as they are now under a name, at no cost but that of later changes. The same name
-        and step again change nothing; the same name with another step is refused (INVALID_ARGUMENT).
+        and step again change nothing but the identity; a name whose step differs, or behind whose checkpoint rows were
+        written, is refused (INVALID_ARGUMENT).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,719 @@
+"""Every acknowledged call counts exactly once, whatever the network does and whoever is killed.
+
+Threads of several writers push gradients and write states through a faulty proxy before each shard, while shards are
+killed and old requests arrive again. At barriers, where all threads rest, something else happens (a checkpoint, a
+rollback, a longer schedule, a new session), and all rows must be what a replay of each call, once, makes of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import re
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+import pytest
+from google.protobuf.message_factory import GetMessageClass
+
+import weightserver.client
+from tests.faulty_proxy import Answer, Fault, Faults, FaultyProxy
+from tests.integration.test_failures import duplicates
+from tests.weightserver import test_model
+from weightserver import (
+    Checkpoint,
+    FencedError,
+    LocalCluster,
+    OverloadedError,
+    ShardUnavailableError,
+    TableSpec,
+    WeightClient,
+)
+from weightserver._generated import weight_server_pb2 as pb
+from weightserver.initial import initial_rows
+from weightserver.sharding import Sharding
+
+# More than a MiB of weights on each shard: a fetch of all rows is answered in two messages.
+SPEC = TableSpec(num_rows=70_000, dim=8, momentum=0.8, weight_decay=0.01, init_std=1.0, rows_per_block=63)
+ROWS = np.arange(SPEC.num_rows)
+INITIAL = initial_rows(SPEC, ROWS)
+NUM_BLOCKS_USED, ROWS_USED_PER_BLOCK, NUM_SHARED_ROWS = 10, 6, 20
+RATES = np.linspace(0.3, 0.1, 64, dtype=np.float32)
+FIRST_HORIZON, EXTENSION = 8, 6
+BYTES_PER_MESSAGE = 2 * SPEC.dim * np.float32().nbytes
+"""A push of three rows is two messages."""
+TOLERANCE = 1e-5
+CLEAR = 100
+"""In each comparison every push must make a difference of so many tolerances, at the least, to each of its rows."""
+RUN = "exactly once"
+MAX_BLAMED = 10
+"""Rows that a failure tells about."""
+
+NUM_SHARDS, NUM_THREADS = 2, 8
+TIMEOUT_SECONDS = 0.3
+RETRY_SECONDS = (60, 60, 0.05)
+"""Of each writer. The last one is impatient: its calls fail, and it makes them again."""
+GIVE_UP_SECONDS = 60
+MAX_CHECKPOINTS = 3
+NUM_REPLAYED = 25
+"""Of the newest requests, and as many of all, each shard gets again at each barrier, and some more at any time."""
+
+METHODS = pb.DESCRIPTOR.services_by_name["WeightServer"].methods_by_name
+WRITES = {
+    name: GetMessageClass(method.input_type)
+    for name, method in METHODS.items()
+    if method.output_type.name == "WriteResponse"
+}
+NO_ANSWER = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.CANCELLED,
+)
+
+Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
+Result = TypeVar("Result")
+
+
+# ---- the calls
+
+
+@dataclass(frozen=True)
+class Push:
+    number: int
+    rows: Int64Array  # (n,)
+    gradients: Float32Array  # (n, D)
+    step: int
+
+    def send(self, client: WeightClient) -> None:
+        client.push_gradients(self.rows, self.gradients, step=self.step)
+
+
+@dataclass(frozen=True)
+class Write:
+    number: int
+    rows: Int64Array  # (n,)
+    weight: Float32Array  # (n, D)
+    momentum_buffer: Float32Array  # (n, D)
+    last_step: Int64Array  # (n,)
+
+    def send(self, client: WeightClient) -> None:
+        client.write_state(self.rows, self.weight, self.momentum_buffer, self.last_step)
+
+
+@dataclass(frozen=True)
+class Look:
+    """Reads all rows of a shard while others write: a thread sees its own calls, and rows that nobody writes stay."""
+
+    number: int
+    rows: Int64Array  # (n,), the shard's
+    last_step: dict[int, int]
+    """Of the thread's own rows."""
+    untouched: npt.NDArray[np.bool_]  # (n,)
+
+    def send(self, client: WeightClient) -> None:
+        state = client.fetch_state(self.rows)
+        for row, last_step in self.last_step.items():
+            seen = state.last_step[np.searchsorted(self.rows, row)]
+            assert seen == last_step, f"row {row} at look {self.number}: last_step is {seen}, not {last_step}"
+        initial = INITIAL[self.rows[self.untouched]]
+        assert np.array_equal(state.weight[self.untouched], initial), f"look {self.number}"
+
+
+Call = Push | Write | Look
+
+
+class Workload:
+    """What each thread calls, from a seed. Some rows belong to all threads, who only push to them; each other row has
+    an owner, who also writes its state. Blocks are everybody's."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = np.random.default_rng(seed)
+        self._numbers = itertools.count()
+        blocks = self.generator.choice(SPEC.num_rows // SPEC.rows_per_block, NUM_BLOCKS_USED, replace=False)
+        slots = [self.generator.choice(SPEC.rows_per_block, ROWS_USED_PER_BLOCK, replace=False) for _ in blocks]
+        used = self.generator.permutation((blocks[:, None] * SPEC.rows_per_block + slots).ravel())
+        self.rows = np.sort(used)
+        self.shared = used[:NUM_SHARED_ROWS]
+        self._owned = np.array_split(used[NUM_SHARED_ROWS:], NUM_THREADS)
+
+    def round(self, oracle: Oracle, horizon: int, num_calls: int, num_looks: int = 0) -> list[list[Call]]:
+        """The calls of each thread until the next barrier: `num_calls` writes of all threads, and `num_looks`."""
+        calls_of, looks_of = (np.full(NUM_THREADS, number // NUM_THREADS) for number in (num_calls, num_looks))
+        calls_of[: num_calls % NUM_THREADS] += 1
+        looks_of[: num_looks % NUM_THREADS] += 1
+        return [
+            self._thread(oracle, horizon, self._owned[thread], calls_of[thread], looks_of[thread])
+            for thread in range(NUM_THREADS)
+        ]
+
+    def _thread(self, oracle: Oracle, horizon: int, owned: Int64Array, num_calls: int, num_looks: int) -> list[Call]:
+        last_step = dict(zip(owned.tolist(), oracle.last_step[oracle.positions(owned)].tolist(), strict=True))
+        looks = set(self.generator.choice(num_calls, num_looks, replace=False).tolist())
+        calls: list[Call] = []
+        for place in range(num_calls):
+            if self.generator.random() < 0.8:
+                push = self.push(np.concatenate([self.shared, owned]), horizon)
+                last_step |= {row: max(last_step[row], push.step + 1) for row in push.rows.tolist() if row in last_step}
+                calls.append(push)
+            else:
+                rows = self._some(owned)
+                ahead = self.generator.integers(0, 3, len(rows))
+                write = self.write(rows, np.minimum([last_step[row] for row in rows.tolist()] + ahead, horizon))
+                last_step |= zip(rows.tolist(), write.last_step.tolist(), strict=True)
+                calls.append(write)
+            if place in looks:
+                calls.append(self._look(last_step))
+        return calls
+
+    def _look(self, last_step: dict[int, int]) -> Look:
+        shard_of = Sharding(SPEC.rows_per_block, NUM_SHARDS).shard_of
+        shard = self.generator.integers(NUM_SHARDS)
+        rows = ROWS[shard_of(ROWS) == shard]
+        seen = {row: step for row, step in last_step.items() if shard_of(np.array([row])) == shard}
+        return Look(next(self._numbers), rows, seen, ~np.isin(rows, self.rows))
+
+    def _some(self, rows: Int64Array) -> Int64Array:
+        return self.generator.choice(rows, self.generator.integers(1, 5), replace=False)
+
+    def push(self, rows: Int64Array, horizon: int) -> Push:
+        """A push to some of `rows` for any step, no value of it small."""
+        rows = self._some(rows)
+        size = self.generator.uniform(0.5, 1.5, (len(rows), SPEC.dim))
+        gradients = (self.generator.choice([-1, 1], size.shape) * size).astype(np.float32)
+        return Push(next(self._numbers), rows, gradients, int(self.generator.integers(horizon)))
+
+    def write(self, rows: Int64Array, last_step: Int64Array) -> Write:
+        """New states of `rows`."""
+        weight, momentum = self.generator.standard_normal((2, len(rows), SPEC.dim)).astype(np.float32)
+        return Write(next(self._numbers), rows, weight, momentum, last_step)
+
+
+# ---- what must come of them
+
+
+class Oracle:
+    """The rows after a replay of each call, once, in float64: test_model.ModelRow for many rows at a time."""
+
+    def __init__(self, rows: Int64Array) -> None:
+        self.rows = rows  # (R,), increasing
+        self._base = np.stack([INITIAL[rows], np.zeros((len(rows), SPEC.dim))], axis=1)  # (R, 2, D), as last written
+        self._base_step, self.last_step = np.zeros((2, len(rows)), np.int64)
+        self._write: list[Write | None] = [None for _ in rows]
+        self._pushes: list[list[tuple[Push, Float32Array]]] = [[] for _ in rows]
+        """The pushes to each row since it was written, each with the row's gradient."""
+        self._touched = np.zeros(len(rows), bool)
+        self.clock = 0
+
+    @property
+    def rows_stored(self) -> int:
+        return int(self._touched.sum())
+
+    def positions(self, rows: Int64Array) -> Int64Array:
+        return np.searchsorted(self.rows, rows)
+
+    def apply(self, call: Push | Write) -> None:
+        positions = self.positions(call.rows)
+        if isinstance(call, Push):
+            self.last_step[positions] = np.maximum(self.last_step[positions], call.step + 1)
+            self.clock = max(self.clock, call.step + 1)
+            for position, gradient in zip(positions, call.gradients, strict=True):
+                self._pushes[position].append((call, gradient))
+        else:
+            self._base[positions] = np.stack([call.weight, call.momentum_buffer], axis=1)
+            self._base_step[positions] = self.last_step[positions] = call.last_step
+            self.clock = max(self.clock, int(call.last_step.max()))
+            for position in positions:
+                self._write[position], self._pushes[position] = call, []
+        self._touched[positions] = True
+
+    def kept(self) -> Oracle:
+        """A copy, which calls that come later leave as it is."""
+        kept = copy.copy(self)
+        kept._base, kept._base_step, kept.last_step = self._base.copy(), self._base_step.copy(), self.last_step.copy()
+        kept._touched, kept._write = self._touched.copy(), self._write.copy()
+        kept._pushes = [pushes.copy() for pushes in self._pushes]
+        return kept
+
+    def at(self, step: int) -> Float64Array:
+        """(weight, momentum buffer) of all rows before update `step`: (R, 2, D)."""
+        transfers = _transfers(step)
+        state = transfers[self._base_step] @ self._base
+        positions, steps, gradients = self._all_pushes()
+        np.add.at(state, positions, _impulses(transfers)[steps][:, :, None] * gradients[:, None, :])
+        return state
+
+    def _all_pushes(self) -> tuple[Int64Array, Int64Array, Float64Array]:
+        """Position and step (P,) of every push to a row, and its gradient (P, D)."""
+        pushes = [(position, *push) for position, pushes in enumerate(self._pushes) for push in pushes]
+        return (
+            np.array([position for position, _, _ in pushes], np.int64),
+            np.array([push.step for _, push, _ in pushes], np.int64),
+            np.array([gradient for _, _, gradient in pushes], np.float64).reshape(-1, SPEC.dim),
+        )
+
+    def check(self, actual: Float32Array, last_step: Int64Array, step: int) -> None:
+        """Compares (weight, momentum buffer) before update `step`, (R, 2, D), and the last steps as stored, (R,)."""
+        expected, impulses = self.at(step), _impulses(_transfers(step))
+        tolerance = TOLERANCE * (1 + abs(expected).max())
+        _, steps, gradients = self._all_pushes()
+        effects = abs(impulses).max(axis=1)[steps] * abs(gradients).max(axis=1)
+        assert effects.min(initial=np.inf) >= CLEAR * tolerance, "a push is too small to be missed"
+        difference = actual - expected
+        wrong = np.flatnonzero((abs(difference) > tolerance).any(axis=(1, 2)) | (last_step != self.last_step)).tolist()
+        assert not wrong, f"{len(wrong)} rows are wrong\n" + "\n".join(
+            self._blame(position, difference[position], int(last_step[position]), impulses)
+            for position in wrong[:MAX_BLAMED]
+        )
+
+    def _blame(self, position: int, difference: Float64Array, last_step: int, impulses: Float64Array) -> str:
+        """What is wrong with a row, and which of its pushes would explain it best, applied how often."""
+        pushes, write = self._pushes[position], self._write[position]
+        text = f"row {self.rows[position]} differs by {abs(difference).max():.2g}"
+        guesses = []
+        for push, gradient in pushes:
+            effect = np.outer(impulses[push.step], gradient)
+            times = (difference * effect).sum() / (effect * effect).sum()
+            guesses.append((abs(difference - times * effect).max(), push.number, 1 + times))
+        if guesses:
+            rest, number, times = min(guesses)
+            text += f", all but {rest:.2g} of it as if push {number} had been applied {times:.2f} times"
+        if last_step != self.last_step[position]:
+            text += f"; its last_step is {last_step}, not {self.last_step[position]}"
+        calls = [f"push {push.number} (step {push.step})" for push, _ in pushes]
+        return f"{text}. Its calls: {', '.join([f'write {write.number}' if write else 'never written', *calls])}"
+
+
+def _transfers(step: int) -> Float64Array:
+    """M_{step−1} ··· M_s for s = 0 … step, (step + 1, 2, 2): docs/design.md, section 2."""
+    transfers = np.empty((step + 1, 2, 2))
+    transfers[step] = np.eye(2)
+    for update in reversed(range(step)):
+        rate, decay, momentum = float(RATES[update]), SPEC.weight_decay, SPEC.momentum
+        transfers[update] = transfers[update + 1] @ [[1 - rate * decay, -rate * momentum], [decay, momentum]]
+    return transfers
+
+
+def _impulses(transfers: Float64Array) -> Float64Array:
+    """What a gradient of 1 in each update becomes, as (weight, momentum buffer), by the step of the transfers."""
+    step = len(transfers) - 1
+    impulses = np.stack([-RATES[:step].astype(np.float64), np.ones(step)], axis=1)
+    return (transfers[1:] @ impulses[:, :, None])[:, :, 0]  # (step, 2)
+
+
+def create(client: WeightClient) -> int:
+    """Makes the table and opens the first session."""
+    client.create_table(SPEC)
+    client.extend_schedule(0, RATES[:FIRST_HORIZON])
+    return client.open_session(RUN)
+
+
+def check_rows(client: WeightClient, oracle: Oracle, horizon: int, checkpoint: str = "") -> None:
+    """Compares the rows as they are, or were at a checkpoint."""
+    state = client.fetch_state(oracle.rows, step=horizon, checkpoint=checkpoint)
+    last_step = client.fetch_state(oracle.rows, checkpoint=checkpoint).last_step
+    oracle.check(np.stack([state.weight, state.momentum_buffer], axis=1), last_step, horizon)
+
+
+# ---- the trial
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """What all threads do until they meet at a barrier, and what happens there."""
+
+    num_calls: int
+    """Pushes and writes."""
+    num_looks: int
+    num_kills: int
+    actions: tuple[str, ...]
+    """Methods of Trial."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """How much is done, and under which faults."""
+
+    seed: int
+    rounds: tuple[Round, ...]
+    faults: Faults
+
+
+class Progress:
+    """How many calls are done; one may wait for a number of them."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._done = 0
+        self._ended = False
+
+    def add(self) -> None:
+        with self._changed:
+            self._done += 1
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Nobody need wait any more."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def reached(self, number: int) -> bool:
+        """Whether so many calls were done; waits for them until the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._done >= number)
+            return self._done >= number
+
+
+class Trial:
+    """A cluster behind faulty proxies, its writers, and what its rows must be."""
+
+    def __init__(
+        self,
+        load: Load,
+        cluster: LocalCluster,
+        proxies: list[FaultyProxy],
+        writers: list[WeightClient],
+        observer: WeightClient,
+    ) -> None:
+        self._load, self._cluster, self._proxies = load, cluster, proxies
+        self._writers, self._observer = writers, observer
+        self._workload = Workload(load.seed)
+        self._oracle, self._horizon = Oracle(self._workload.rows), FIRST_HORIZON
+        self._saved: dict[str, Oracle] = {}  # by checkpoint, oldest first
+        self._names = (f"checkpoint {number}" for number in itertools.count())
+        self._lock = threading.Lock()
+        self.num_writes = self.num_repeated = self.num_kills = 0
+        self._first = writers[0]
+        """Does what needs to be done once for all writers."""
+        self._epoch = create(self._first)
+        self._join(writers[1:])
+
+    def run(self) -> None:
+        for number, turn in enumerate(self._load.rounds):
+            where = f"seed {self._load.seed}, round {number}"
+            self._round(turn)
+            self._check(where)
+            for action in turn.actions:
+                getattr(self, action)()
+                self._send_old_requests(f"{where}, after {action}")
+                self._check(f"{where}, after {action}")
+
+    def _round(self, turn: Round) -> None:
+        """All threads make their calls, each through one of the writers, while shards are killed."""
+        calls = self._workload.round(self._oracle, self._horizon, turn.num_calls, turn.num_looks)
+        generator, num_calls = self._workload.generator, sum(map(len, calls))
+        kills = zip(
+            np.sort(generator.choice(num_calls, turn.num_kills, replace=False)).tolist(),
+            generator.integers(NUM_SHARDS, size=turn.num_kills).tolist(),
+            strict=True,
+        )
+        progress = Progress()
+        with ThreadPoolExecutor(NUM_THREADS + 1) as pool:
+            killer = pool.submit(self._kill, kills, progress)
+            callers = [
+                pool.submit(self._call, self._writers[thread % len(self._writers)], calls[thread], progress)
+                for thread in range(NUM_THREADS)
+            ]
+            try:
+                for caller in callers:
+                    caller.result()
+            finally:
+                progress.end()
+                killer.result()
+        for call in itertools.chain(*calls):
+            if not isinstance(call, Look):
+                self._oracle.apply(call)
+                self.num_writes += 1
+
+    def _call(self, client: WeightClient, calls: list[Call], progress: Progress) -> None:
+        for call in calls:
+            self._until_done(lambda call=call: call.send(client))
+            progress.add()
+
+    def _until_done(self, call: Callable[[], Result]) -> Result:
+        """Makes a call, and makes it again where a shard could not be reached in time."""
+        deadline = time.monotonic() + GIVE_UP_SECONDS
+        while True:
+            try:
+                return call()
+            except (ShardUnavailableError, OverloadedError):
+                if time.monotonic() > deadline:
+                    raise
+            with self._lock:
+                self.num_repeated += 1
+
+    def _kill(self, kills: Iterable[tuple[int, int]], progress: Progress) -> None:
+        """Kills shards, each after a number of calls, and starts them again."""
+        for number, shard in kills:
+            if progress.reached(number):
+                self._cluster.processes[shard].kill()
+                self._cluster.restart(shard)
+                self.num_kills += 1
+
+    # ---- what happens at a barrier
+
+    def checkpoint(self) -> None:
+        """Keeps the rows as they are; forgets the oldest rows kept when there are many."""
+        name = next(self._names)
+        self._first.checkpoint(name, step=self._oracle.clock)
+        self._saved[name] = self._oracle.kept()
+        if len(self._saved) > MAX_CHECKPOINTS:
+            oldest = next(iter(self._saved))
+            self._first.release(oldest)
+            del self._saved[oldest]
+
+    def rollback(self) -> None:
+        """To one of the checkpoints; what was written since will arrive again."""
+        names = list(self._saved)
+        chosen = int(self._workload.generator.integers(len(names)))
+        self._first.rollback(names[chosen])
+        self._oracle = self._saved[names[chosen]].kept()
+        for later in names[chosen + 1 :]:
+            del self._saved[later]
+
+    def extend(self) -> None:
+        """More learning rates; at first others, which are replaced before they are used."""
+        rates = RATES[self._horizon : self._horizon + EXTENSION]
+        self._first.extend_schedule(self._horizon, 2 * rates)
+        self._first.extend_schedule(self._horizon, rates)
+        self._horizon += len(rates)
+
+    def replace(self) -> None:
+        """New states of all rows that the threads share."""
+        rows = self._workload.shared
+        write = self._workload.write(rows, self._oracle.last_step[self._oracle.positions(rows)])
+        write.send(self._first)
+        self._oracle.apply(write)
+
+    def session(self) -> None:
+        """A new epoch, of which the other writers hear when a write is refused."""
+        self._epoch = self._first.open_session(RUN)
+        for client in self._writers[1:]:
+            push = self._workload.push(self._workload.rows, self._horizon)
+            with pytest.raises(FencedError):
+                self._until_done(lambda client=client, push=push: push.send(client))
+        self._join(self._writers[1:])
+
+    def _join(self, clients: list[WeightClient]) -> None:
+        for client in clients:
+            self._until_done(lambda client=client: client.open_session(RUN, join=self._epoch))
+
+    def _send_old_requests(self, where: str) -> None:
+        """The shards recognise writes of this epoch, and refuse those of older ones."""
+        for late in itertools.chain(*(proxy.replay(NUM_REPLAYED, NUM_REPLAYED) for proxy in self._proxies)):
+            if late.request.method in WRITES and late.answer not in NO_ANSWER:
+                epoch = WRITES[late.request.method].FromString(late.request.messages[0]).header.epoch
+                wanted = "duplicate" if epoch == self._epoch else "fenced"
+                assert told(late.answer) == wanted, f"{where}: {late.request} of epoch {epoch} in epoch {self._epoch}"
+
+    def _check(self, where: str) -> None:
+        """What the shards hold, asked without any faults."""
+        try:
+            check_rows(self._observer, self._oracle, self._horizon)
+            for name, saved in self._saved.items():
+                check_rows(self._observer, saved, self._horizon, name)
+        except AssertionError as error:
+            raise AssertionError(f"{where}: {error}") from None
+        info = self._observer.describe()
+        assert (info.clock, info.rows_stored) == (self._oracle.clock, self._oracle.rows_stored), where
+        saved = [Checkpoint(name, saved.clock) for name, saved in self._saved.items()]
+        assert self._observer.checkpoints() == sorted(saved, key=lambda known: (known.step, known.name)), where
+
+
+def told(answer: Answer) -> str:
+    """What a shard said to a write."""
+    if isinstance(answer, bytes):
+        return "duplicate" if pb.WriteResponse.FromString(answer).duplicate else "applied"
+    if answer is FencedError.status:
+        return "fenced"
+    return "no answer" if answer in NO_ANSWER else answer.name
+
+
+FEW_FAULTS = Faults(
+    refuse=0.02,
+    swallow=0.01,
+    lose_reply=0.03,
+    twin=0.03,
+    replay_seconds=0.02,
+    delay=0.06,
+    delay_seconds=(0.001, 3 * TIMEOUT_SECONDS),
+    cut_write=0.02,
+    cut_fetch=0.4,
+)
+MANY_FAULTS = replace(FEW_FAULTS, swallow=0.02, lose_reply=0.05, twin=0.05, delay=0.1, cut_write=0.04)
+
+
+def quick(seed: int) -> Load:
+    rounds = (
+        Round(num_calls=80, num_looks=8, num_kills=1, actions=("checkpoint", "extend")),
+        Round(num_calls=80, num_looks=8, num_kills=0, actions=("rollback", "session")),
+        Round(num_calls=80, num_looks=8, num_kills=1, actions=("replace", "rollback")),
+    )
+    return Load(seed=seed, rounds=rounds, faults=MANY_FAULTS)
+
+
+def long(seed: int) -> Load:
+    actions = 4 * ("checkpoint", "extend", "rollback", "session", "replace")
+    rounds = tuple(Round(num_calls=1_000, num_looks=8, num_kills=2, actions=(one,)) for one in actions)
+    return Load(seed=seed, rounds=rounds, faults=FEW_FAULTS)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        pytest.param(quick(1), id="seed 1"),
+        *(pytest.param(quick(seed), id=f"seed {seed}", marks=pytest.mark.slow) for seed in range(2, 8)),
+        pytest.param(long(8), id="seed 8, 20,000 writes", marks=[pytest.mark.slow, pytest.mark.timeout(1_200)]),
+    ],
+)
+def test_every_call_counts_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weightserver.client, "CHUNK_BYTES", BYTES_PER_MESSAGE)
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(LocalCluster(NUM_SHARDS))
+        proxies = [
+            stack.enter_context(FaultyProxy(address, seed=NUM_SHARDS * load.seed + shard, faults=load.faults))
+            for shard, address in enumerate(cluster.addresses)
+        ]
+        addresses = [proxy.address for proxy in proxies]
+        writers = [
+            stack.enter_context(WeightClient(addresses, timeout_seconds=TIMEOUT_SECONDS, retry_seconds=seconds))
+            for seconds in RETRY_SECONDS
+        ]
+        observer = stack.enter_context(WeightClient(cluster.addresses))
+        trial = Trial(load, cluster, proxies, writers, observer)
+        trial.run()
+        recognised = sum(duplicates(cluster, shard) for shard in range(NUM_SHARDS))
+
+    counts = sum((proxy.counts for proxy in proxies), Counter())
+    late, twins = Counter(), Counter()
+    for proxy in proxies:
+        late += Counter(told(late.answer) for late in proxy.late_answers if late.request.method in WRITES)
+        for twin in proxy.twin_answers:
+            if twin.request.method in WRITES:
+                twins[tuple(sorted(map(told, twin.answers)))] += 1
+    print(f"{trial.num_writes} writes, {trial.num_kills} kills, {trial.num_repeated} calls made again")
+    print(f"faults {dict(counts)}, old writes again {dict(late)}, twins {dict(twins)}, {recognised:.0f} recognised")
+    assert all(counts[fault] for fault in Fault), counts
+    assert late.keys() <= {"duplicate", "fenced", "no answer"}, late
+    assert late["duplicate"], late
+    assert late["fenced"], late
+    assert twins["applied", "duplicate"], twins
+    assert not twins["applied", "applied"], twins
+    assert trial.num_writes == sum(turn.num_calls for turn in load.rounds)
+    assert trial.num_kills == sum(turn.num_kills for turn in load.rounds)
+    assert trial.num_repeated, "no call had to be made again"
+    assert recognised, "no shard met a duplicate since it was last killed"
+
+
+@pytest.mark.parametrize(
+    "told_early",
+    [
+        pytest.param(False, id="all but a schedule without a session"),
+        pytest.param(True, id="a schedule without a session"),
+    ],
+)
+def test_every_old_request_again_changes_nothing(cluster: LocalCluster, client: WeightClient, told_early: bool) -> None:
+    """Of any kind, the newest first."""
+    workload = Workload(seed=0)
+    rates, others = RATES[FIRST_HORIZON:], 2 * RATES[FIRST_HORIZON:]
+    with contextlib.ExitStack() as stack:
+        proxies = [stack.enter_context(FaultyProxy(address, seed=0, faults=Faults())) for address in cluster.addresses]
+        writer = stack.enter_context(WeightClient([proxy.address for proxy in proxies]))
+
+        def push() -> None:
+            workload.push(workload.rows, FIRST_HORIZON).send(writer)
+
+        def write() -> None:
+            workload.write(workload.rows, np.full(len(workload.rows), FIRST_HORIZON)).send(writer)
+
+        create(writer)
+        push()
+        writer.drop_table()
+        writer.create_table(SPEC)
+        writer.extend_schedule(0, RATES[:FIRST_HORIZON])
+        if told_early:
+            writer.extend_schedule(FIRST_HORIZON, others)
+        writer.open_session(RUN)
+        writer.extend_schedule(FIRST_HORIZON, others)
+        writer.extend_schedule(FIRST_HORIZON, rates)
+        push()
+        writer.checkpoint("first", step=1)
+        write()
+        writer.checkpoint("second", step=2)
+        writer.open_session(RUN)
+        push()
+        writer.rollback("first")
+        push()
+        writer.checkpoint("third", step=3)
+        writer.copy_checkpoint("first", "copy")
+        writer.release("first")
+        write()
+
+        def everything() -> list[object]:
+            shards = [replace(shard, disk_bytes=0) for shard in client.describe().shards]
+            states = [
+                client.fetch_state(workload.rows, step=step, checkpoint=checkpoint)
+                for step in (None, len(RATES))
+                for checkpoint in ("", "third")
+            ]
+            return [shards, client.checkpoints(), *map(vars, states)]
+
+        before = everything()
+        for proxy in proxies:
+            again = proxy.replay(num_newest=sys.maxsize, num_others=0)
+            assert {late.request.method for late in again} == set(METHODS) - {"Fetch", "ReadBlocks", "ReadSchedule"}
+        np.testing.assert_equal(everything(), before)
+
+
+def test_the_oracle_is_the_model_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_model, "SPEC", SPEC)
+    monkeypatch.setattr(test_model, "RATES", RATES)
+    workload = Workload(seed=0)
+    oracle = Oracle(workload.rows)
+    model = {row: test_model.ModelRow(INITIAL[row].astype(float), np.zeros(SPEC.dim), 0) for row in oracle.rows}
+    for call in itertools.chain(*workload.round(oracle, FIRST_HORIZON, num_calls=200)):
+        oracle.apply(call)
+        for place, row in enumerate(call.rows):
+            if isinstance(call, Push):
+                model[row].push(call.step, call.gradients[place].astype(float))
+            else:
+                state = call.weight[place].astype(float), call.momentum_buffer[place].astype(float)
+                model[row] = test_model.ModelRow(*state, int(call.last_step[place]))
+    expected = np.array([row.at(len(RATES)) for row in model.values()])
+    np.testing.assert_allclose(oracle.at(len(RATES)), expected, rtol=0, atol=1e-12 * abs(expected).max())
+    assert oracle.last_step.tolist() == [row.last_step for row in model.values()]
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_push_that_does_not_count_once_is_noticed(client: WeightClient, times: int) -> None:
+    """The comparison names every row of it, and the push."""
+    workload = Workload(seed=times)
+    oracle = Oracle(workload.rows)
+    create(client)
+    for call in itertools.chain(*workload.round(oracle, FIRST_HORIZON, num_calls=100)):
+        call.send(client)
+        oracle.apply(call)
+    check_rows(client, oracle, FIRST_HORIZON)
+    push = workload.push(workload.rows, FIRST_HORIZON)
+    for _ in range(times):  # each under a number of its own
+        push.send(client)
+    oracle.apply(push)
+    with pytest.raises(AssertionError) as raised:
+        check_rows(client, oracle, FIRST_HORIZON)
+    blamed = re.findall(r"row (\d+) differs .* push (\d+) had been applied (-?\d\.\d\d) times", str(raised.value))
+    assert sorted((int(row), int(number), float(count)) for row, number, count in blamed) == sorted(
+        (row, push.number, times) for row in push.rows.tolist()
+    )

@@ -1,0 +1,470 @@
+"""TLS, client certificates and tokens, with real shards and the certificates that `weightserver certs` makes."""
+
+from __future__ import annotations
+
+import os
+import re
+import ssl
+import stat
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from tests.secure_shards import Served, served
+from weightserver import AuthenticationError, LocalCluster, ShardUnavailableError, TableSpec, WeightClient
+from weightserver._generated import weight_server_pb2 as pb
+from weightserver.certificates import write_certificates
+from weightserver.cli import main
+from weightserver.security import TOKEN_VARIABLE, ClientSecurity, read_token
+from weightserver.server import ServerConfig
+
+SPEC = TableSpec(num_rows=1000, dim=8)
+CONTRACT = pb.DESCRIPTOR.services_by_name["WeightServer"]
+SECONDS = 5.0
+"""What cannot succeed says so long before a shard that is away would be given up."""
+
+
+def weightserver(*arguments: str | Path) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr) of a command that ends by itself."""
+    command = [sys.executable, "-m", "weightserver", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+@dataclass(frozen=True)
+class Place:
+    """Shards of every kind, and folders of certificates, each of a CA of its own."""
+
+    shards: dict[str, Served]
+    own: Path
+    """Of the shards "tls" and "mutual" and of their clients."""
+    other: Path
+    """Of nobody here."""
+    expired: Path
+    elsewhere: Path
+
+    def client(self, shard: str, security: ClientSecurity, **more: Any) -> WeightClient:
+        return WeightClient([self.shards[shard].address], **security.client_arguments(), **more)
+
+    def assert_no_secret(self, text: str) -> None:
+        for directory in (self.own, self.other, self.expired, self.elsewhere):
+            assert (directory / "token").read_text().strip() not in text
+
+
+def tls(directory: Path, **more: Path) -> ClientSecurity:
+    return ClientSecurity(**{"tls_ca": directory / "ca.pem", "token_file": directory / "token"} | more)
+
+
+def everything(directory: Path, **more: Path) -> ClientSecurity:
+    own = {"tls_cert": directory / "client.pem", "tls_key": directory / "client-key.pem"}
+    return tls(directory, **own | more)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    base = tmp_path_factory.mktemp("certificates")
+    own, other, expired, elsewhere = (base / name for name in ("own", "other", "expired", "elsewhere"))
+    status, said, errors = weightserver("certs", own, "--host", "127.0.0.1", "localhost", "--days", "30")
+    assert (status, errors) == (0, "")
+    assert f"hold until {datetime.now(UTC) + timedelta(days=30):%Y-%m-%d}" in said
+    write_certificates(other, ["127.0.0.1"])
+    write_certificates(expired, ["127.0.0.1"], days=1, start=datetime.now(UTC) - timedelta(days=2))
+    write_certificates(elsewhere, ["ws0.example", "10.0.0.7"])
+
+    def with_tls(directory: Path) -> list[str]:
+        return ["--tls-cert", f"{directory}/server.pem", "--tls-key", f"{directory}/server-key.pem"]
+
+    options = {
+        "tls": [*with_tls(own), "--token-file", f"{own}/token"],
+        "mutual": [*with_tls(own), "--token-file", f"{own}/token", "--tls-client-ca", f"{own}/ca.pem", "--reflection"],
+        "expired": with_tls(expired),
+        "elsewhere": with_tls(elsewhere),
+        "plain": ["--metrics-host", "127.0.0.2"],
+    }
+    token = (own / "token").read_text().strip()
+    with served(options, os.environ | {TOKEN_VARIABLE: token}) as shards:
+        place = Place(shards, own, other, expired, elsewhere)
+        yield place
+        for shard in shards.values():
+            assert "Traceback" not in shard.log.read_text()
+            place.assert_no_secret(shard.log.read_text())
+
+
+@pytest.mark.parametrize("kind", ["tls", "mutual", "plain"])
+def test_whoever_may_call_can(place: Place, kind: str) -> None:
+    own = place.own
+    security = {"tls": tls(own), "mutual": everything(own), "plain": ClientSecurity(token_file=own / "token")}[kind]
+    rows = np.arange(200)
+    with place.client(kind, security) as client:
+        client.create_table(SPEC)
+        client.extend_schedule(0, np.full(5, 0.1))
+        client.open_session("secure")
+        before = client.fetch(rows, step=0)
+        client.push_gradients(rows, np.ones((200, 8), np.float32), step=0)
+        np.testing.assert_allclose(client.fetch(rows, step=1), before * (1 - 1e-5) - 0.1, atol=1e-6)
+
+
+def test_two_authorities_are_trusted_while_certificates_are_renewed(place: Place, tmp_path: Path) -> None:
+    both = tmp_path / "both.pem"
+    both.write_bytes((place.other / "ca.pem").read_bytes() + (place.own / "ca.pem").read_bytes())
+    with place.client("tls", tls(place.own, tls_ca=both)) as client:
+        client.drop_table()
+
+
+Refused = tuple[str, Callable[[Place], ClientSecurity], str]
+REFUSED: dict[str, Refused] = {
+    "no token": (
+        "tls",
+        lambda place: ClientSecurity(tls_ca=place.own / "ca.pem"),
+        r"brought no token, .* give --token-file or set WEIGHTSERVER_TOKEN",
+    ),
+    "a wrong token": (
+        "tls",
+        lambda place: tls(place.own, token_file=place.other / "token"),
+        r"token is not this shard's: give the one that its own --token-file holds",
+    ),
+    "no token, without TLS": ("plain", lambda place: ClientSecurity(), r"brought no token"),
+    "an expired certificate": (
+        "expired",
+        lambda place: tls(place.expired),
+        r"its certificate has expired: renew it and restart the shard",
+    ),
+    "another host's certificate": (
+        "elsewhere",
+        lambda place: tls(place.elsewhere),
+        r"its certificate is not for the name 127\.0\.0\.1: connect by a name that it is for",
+    ),
+    "an unknown CA": (
+        "tls",
+        lambda place: tls(place.own, tls_ca=place.other / "ca.pem"),
+        r"was not signed by the CA that this client trusts: give --tls-ca",
+    ),
+    "no client certificate": (
+        "mutual",
+        lambda place: tls(place.own),
+        r"wants a client certificate and took none from this one: give --tls-cert and --tls-key",
+    ),
+    "another CA's client": (
+        "mutual",
+        lambda place: everything(
+            place.own, tls_cert=place.other / "client.pem", tls_key=place.other / "client-key.pem"
+        ),
+        r"wants a client certificate .* signed by the CA in its --tls-client-ca",
+    ),
+    "a client without TLS": (
+        "tls",
+        lambda place: ClientSecurity(token_file=place.own / "token"),
+        r"speaks TLS only: give --tls-ca",
+    ),
+    "a client without TLS, certificates wanted": ("mutual", lambda place: ClientSecurity(), r"speaks TLS only"),
+    "a shard without TLS": (
+        "plain",
+        lambda place: tls(place.own),
+        r"it does not speak TLS: leave --tls-ca away, or start it with --tls-cert",
+    ),
+}
+
+
+@pytest.mark.parametrize(("shard", "security", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_refused_at_once(place: Place, shard: str, security: Callable[[Place], ClientSecurity], message: str) -> None:
+    """None of it is tried again, though gRPC calls most of it UNAVAILABLE."""
+    started = time.monotonic()
+    with (
+        place.client(shard, security(place), retry_seconds=60) as client,
+        pytest.raises(AuthenticationError, match=message) as raised,
+    ):
+        client.describe()
+    assert time.monotonic() - started < SECONDS
+    assert str(raised.value).startswith(place.shards[shard].address)
+    assert "\n" not in str(raised.value)
+    place.assert_no_secret(str(raised.value))
+
+
+def test_a_shard_that_goes_away_is_tried_again_with_tls_too(place: Place) -> None:
+    options = ["--tls-cert", f"{place.own}/server.pem", "--tls-key", f"{place.own}/server-key.pem"]
+    with (
+        served({"short": options}) as shards,
+        WeightClient([shards["short"].address], retry_seconds=0.5, **tls(place.own).client_arguments()) as client,
+    ):
+        with pytest.raises(Exception, match="holds no table"):
+            client.describe()
+        shards["short"].process.kill()
+        with pytest.raises(ShardUnavailableError, match="did not answer for"):
+            client.describe()
+
+
+# ---- the token
+
+
+def test_no_call_but_health_goes_without_the_token(place: Place) -> None:
+    def tries(channel: grpc.Channel, method: str, metadata: list[tuple[str, str]]) -> grpc.StatusCode:
+        try:
+            channel.stream_stream(method)(iter([b""]), timeout=SECONDS, metadata=metadata).__next__()
+        except StopIteration:
+            return grpc.StatusCode.OK
+        except grpc.RpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+    token = read_token(place.own / "token")
+    reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+    methods = [f"/{CONTRACT.full_name}/{method.name}" for method in CONTRACT.methods]
+    address = place.shards["mutual"].address
+    before = unauthenticated(place.shards["mutual"])
+    refused = 0
+    with grpc.secure_channel(address, everything(place.own).credentials()) as channel:
+        for method in [*methods, "/no.such/Method", reflection]:
+            for wrong in ("", "Bearer", "Bearer ", f"Bearer {token}x", f"Bearer {token[:-1]}", f"Basic {token}", token):
+                assert tries(channel, method, [("authorization", wrong)]) is grpc.StatusCode.UNAUTHENTICATED
+                refused += 1
+            assert tries(channel, method, [("authorization", f"Bearer {token}")]) is not grpc.StatusCode.UNAUTHENTICATED
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=SECONDS)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    assert unauthenticated(place.shards["mutual"]) == before + refused
+
+
+def unauthenticated(shard: Served) -> float:
+    page = scrape(shard.metrics_address)
+    return float(re.findall(r"^weightserver_unauthenticated_calls_total (\S+)$", page, re.MULTILINE)[0])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "\n",
+        "fifteen-letters",
+        "sixteen letters and spaces",
+        "sixteen-lëtters-",
+        "sixteen-letters-\x07",
+        "two-letters\nin-lines",
+    ],
+)
+def test_what_is_no_token(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "token").write_text(content)
+    with pytest.raises(ValueError, match=r"--token-file .*token holds no token: give at least 16") as raised:
+        read_token(tmp_path / "token")
+    assert "lett" not in str(raised.value).replace(str(tmp_path), "")
+    monkeypatch.setenv(TOKEN_VARIABLE, content)
+    with pytest.raises(ValueError, match="WEIGHTSERVER_TOKEN holds no token"):
+        read_token(None)
+
+
+def test_the_token_may_be_in_the_environment(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shard "plain" has it from there; those of a local cluster never ask for one."""
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    assert read_token(None) is None
+    token = (place.own / "token").read_text()
+    monkeypatch.setenv(TOKEN_VARIABLE, token)
+    assert read_token(None) == token.strip()
+    assert read_token(place.other / "token") != token.strip()
+    with place.client("plain", ClientSecurity()) as client:
+        client.drop_table()
+    with LocalCluster() as cluster, WeightClient(cluster.addresses) as client:
+        client.drop_table()
+
+
+# ---- the commands
+
+
+def test_the_commands_take_the_same_options(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    def command(*arguments: str | Path) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        return (int(ended.value.code or 0), *capsys.readouterr())
+
+    address, own = place.shards["mutual"].address, place.own
+    certificate = ["--tls-ca", own / "ca.pem", "--tls-cert", own / "client.pem", "--tls-key", own / "client-key.pem"]
+    assert command("health", address, *certificate) == (0, "SERVING\n", "")
+    for arguments, message in (
+        (["health", address], "cannot be asked: it speaks TLS only: give --tls-ca, .*"),
+        (["health", address, *certificate[:2]], "cannot be asked: it wants a client certificate .*"),
+        (["checkpoints", address, *certificate], "the call brought no token, .*"),
+        (["drop", address, *certificate[:4]], "--tls-cert and --tls-key belong together: give both or none"),
+    ):
+        status, _, errors = command(*arguments)
+        assert status == 1
+        assert re.fullmatch(rf"weightserver {arguments[0]}: ({address}:? )?{message}\n", errors), errors
+    assert command("checkpoints", address, *certificate, "--token-file", own / "token") == (0, "", "")
+    # What gRPC itself would log of a handshake that fails is no line of ours.
+    status, _, errors = weightserver("health", address, "--tls-ca", place.other / "ca.pem")
+    assert status == 1
+    assert re.fullmatch(rf"weightserver health: {address} cannot be asked: its certificate was not signed .*\n", errors)
+
+
+def test_certificates_are_their_owners_and_stay(place: Place, tmp_path: Path) -> None:
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in place.own.iterdir()}
+    assert modes == {
+        **dict.fromkeys(("ca-key.pem", "server-key.pem", "client-key.pem", "token"), 0o600),
+        **dict.fromkeys(("ca.pem", "server.pem", "client.pem"), 0o644),
+    }
+    before = {path: path.read_bytes() for path in place.own.iterdir()}
+    status, _, errors = weightserver("certs", place.own, "--host", "a")
+    assert status == 1
+    assert re.fullmatch(r"weightserver certs: .*/ca\.pem exists and is never overwritten: give another dir.*\n", errors)
+    assert {path: path.read_bytes() for path in place.own.iterdir()} == before
+    for hosts, days, message in (
+        (["ws0:50051"], 1, "'ws0:50051' is no host: give a name or an IP address, without a port"),
+        (["[::1]"], 1, "is no host"),
+        ([""], 1, "is no host"),
+        ([], 1, "give the hosts that clients connect to"),
+        (["a"], 0, r"days must lie in 1\.\.3650, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write_certificates(tmp_path / "none", hosts, days=days)
+    assert not (tmp_path / "none").exists()
+
+
+def test_certificates_hold_before_a_strict_verifier(tmp_path: Path) -> None:
+    write_certificates(tmp_path, ["*.ws.example", "::1"])
+    context = ssl.create_default_context(cafile=tmp_path / "ca.pem")
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
+    answering = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    answering.load_cert_chain(tmp_path / "server.pem", tmp_path / "server-key.pem")
+    for host, good in (("ws0.ws.example", True), ("::1", True), ("ws.example", False), ("127.0.0.1", False)):
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = context.wrap_bio(to_client, to_server, server_hostname=host)
+        server = answering.wrap_bio(to_server, to_client, server_side=True)
+        with pytest.raises(ssl.SSLWantReadError):
+            client.do_handshake()
+        with pytest.raises(ssl.SSLWantReadError):
+            server.do_handshake()
+        if good:
+            client.do_handshake()
+        else:
+            with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
+                client.do_handshake()
+
+
+# ---- what is refused before anything is served or called
+
+
+FILES: dict[str, tuple[dict[str, str], str]] = {
+    "no such file": ({"tls_ca": "nonexistent"}, r"--tls-ca .*/nonexistent cannot be read: No such file"),
+    "a CA that is none": ({"tls_ca": "token"}, r"--tls-ca .*/token holds no certificate of a CA, in PEM"),
+    "another's key": ({"tls_key": "ca-key.pem"}, r"are no certificate and its key, in PEM: KEY_VALUES_MISMATCH"),
+    "a key that is none": ({"tls_key": "token"}, r"--tls-key .*/token are no certificate and its key, in PEM"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), FILES.values(), ids=FILES.keys())
+def test_files_that_cannot_be_used(place: Place, changes: dict[str, str], message: str) -> None:
+    security = everything(place.own, **{name: place.own / file for name, file in changes.items()})
+    with pytest.raises(ValueError, match=message) as raised:
+        security.client_arguments()
+    assert "\n" not in str(raised.value)
+
+
+def test_a_key_with_a_password_asks_nobody(place: Place, tmp_path: Path) -> None:
+    from cryptography.hazmat.primitives import serialization
+
+    key = serialization.load_pem_private_key((place.own / "client-key.pem").read_bytes(), None)
+    locked = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.BestAvailableEncryption(b"password"),
+    )
+    (tmp_path / "key.pem").write_bytes(locked)
+    with pytest.raises(ValueError, match=r"--tls-key .*key\.pem is encrypted: give one without a password"):
+        everything(place.own, tls_key=tmp_path / "key.pem").client_arguments()
+
+
+def test_a_client_certificate_that_expired(place: Place) -> None:
+    with pytest.raises(ValueError, match=r"--tls-cert .*client\.pem has expired on 20\d\d-\d\d-\d\d: give one that"):
+        everything(place.expired).client_arguments()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"give --tls-cert and --tls-key and --token-file \('weightserver certs' makes them\), or --insecure"),
+        ({"tls_cert": Path("c"), "tls_key": Path("k")}, r": give --token-file \("),
+        ({"tls_cert": Path("c"), "tls_key": Path("k"), "tls_client_ca": Path("a")}, r": give --token-file \("),
+        ({"token_file": Path("t")}, r": give --tls-cert and --tls-key \("),
+        ({"tls_cert": Path("c")}, "--tls-cert and --tls-key belong together"),
+        (
+            {"tls_client_ca": Path("a"), "insecure": True},
+            "--tls-client-ca is for TLS: give --tls-cert and --tls-key too",
+        ),
+        ({"tls_cert": Path("c"), "tls_key": Path("k"), "token_file": Path("t")}, None),
+        ({"insecure": True}, None),
+    ],
+)
+@pytest.mark.parametrize("listen", ["0.0.0.0:50051", "[::]:50051", "10.0.0.7:50051", "ws0.example:50051"])
+def test_only_a_secured_shard_is_served_beyond_loopback(
+    listen: str, options: dict[str, Any], message: str | None
+) -> None:
+    def configure() -> ServerConfig:
+        return ServerConfig(data_dir=Path("unused"), shard=0, num_shards=1, listen=listen, **options)
+
+    if message is None:
+        configure()
+    else:
+        with pytest.raises(ValueError, match=message):
+            configure()
+
+
+def test_a_token_leaves_this_machine_over_tls_alone(place: Place) -> None:
+    token = read_token(place.own / "token")
+    with pytest.raises(ValueError, match=r"is not on this machine: give credentials, or insecure=True") as raised:
+        WeightClient(["10.0.0.7:50051"], token=token)
+    assert str(token) not in str(raised.value)
+    WeightClient(["10.0.0.7:50051"], token=token, insecure=True).close()
+    WeightClient(["10.0.0.7:50051"], token=token, credentials=tls(place.own).credentials()).close()
+
+
+# ---- metrics and reflection
+
+
+def scrape(address: str, method: str = "GET") -> str:
+    with urllib.request.urlopen(urllib.request.Request(f"http://{address}/metrics", method=method), timeout=5) as page:
+        return str(page.read().decode())
+
+
+def test_metrics_leave_loopback_only_where_told_and_change_nothing(place: Place) -> None:
+    for name, host in (("tls", "127.0.0.1"), ("plain", "127.0.0.2")):
+        shard = place.shards[name]
+        assert shard.metrics_address.startswith(f"{host}:")
+        listening = {
+            f"{connection.laddr.ip.removeprefix('::ffff:')}:{connection.laddr.port}"
+            for connection in psutil.Process(shard.process.pid).net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        assert listening == {shard.address, shard.metrics_address}
+        assert "weightserver_build_info" in scrape(shard.metrics_address)
+        for method in ("POST", "PUT", "DELETE", "PATCH"):
+            with pytest.raises(urllib.error.HTTPError, match=r"405|501") as refused:
+                scrape(shard.metrics_address, method)
+            refused.value.close()
+    page = scrape(place.shards["tls"].metrics_address)
+    expiry = re.findall(r"^weightserver_certificate_expiry\w+ (\S+)$", page, re.MULTILINE)
+    assert 29 < (float(expiry[0]) - time.time()) / 86400 < 31
+
+
+def test_reflection_is_off_unless_asked_for(place: Place) -> None:
+    def services(shard: str) -> list[str]:
+        token = [("authorization", f"Bearer {read_token(place.own / 'token')}")]
+        asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        with grpc.secure_channel(place.shards[shard].address, everything(place.own).credentials()) as channel:
+            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+            answer = next(stub.ServerReflectionInfo(asked, timeout=SECONDS, metadata=token))
+        return [service.name for service in answer.list_services_response.service]
+
+    assert CONTRACT.full_name in services("mutual")
+    with pytest.raises(grpc.RpcError) as raised:
+        services("tls")
+    assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -1,0 +1,175 @@
+"""Damaged, truncated, emptied and outdated data files: refused, or served where they are whole, in one clear line."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from weightserver import (
+    LocalCluster,
+    RowState,
+    ShardUnavailableError,
+    StorageError,
+    TableSpec,
+    WeightClient,
+)
+from weightserver.cli import main
+from weightserver.verify import verify_directory
+
+SPEC = TableSpec(num_rows=40, dim=8, rows_per_block=10)
+ROWS = np.arange(SPEC.num_rows)
+DAMAGED, OTHERS = ROWS[10:20], np.delete(ROWS, range(10, 20))
+
+
+def values(number: int, num_rows: int = SPEC.num_rows) -> np.ndarray:
+    return np.random.default_rng(number).standard_normal((num_rows, SPEC.dim)).astype(np.float32)
+
+
+def same(one: RowState, other: RowState) -> bool:
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in vars(one))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A stopped shard: all rows written, kept as checkpoint "kept", written again."""
+    with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
+        client.create_table(SPEC)
+        client.extend_schedule(0, np.full(20, 0.1))
+        client.open_session("run")
+        client.write_state(ROWS, values(0), values(1), 3)
+        client.checkpoint("kept", step=3)
+        client.write_state(ROWS, values(2), values(3), 5)
+    return tmp_path / "shard-0"
+
+
+def flip(path: Path, position: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)
+        file.seek(position)
+        file.write(bytes([byte[0] ^ 0x10]))
+
+
+def damage(path: Path, row: int, number: int) -> None:
+    """A byte of that row of `values(number)`, wherever the file has it: unused pages hold old copies."""
+    content, wanted = path.read_bytes(), re.escape(values(number)[row].tobytes())
+    found = [match.start() for match in re.finditer(wanted, content, re.DOTALL)]
+    assert found
+    for position in found:
+        flip(path, position + 7)
+
+
+def verify(directory: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int | str | None, list[str]]:
+    with pytest.raises(SystemExit) as stopped:
+        main(["verify", str(directory)])
+    return stopped.value.code, capsys.readouterr().out.splitlines()
+
+
+def test_a_flipped_byte_hurts_its_block_alone(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify(data, capsys) == (0, ["4 blocks, 8 versions, 0 problems"])
+    damage(data / "data.mdb", 13, 2)
+    status, lines = verify(data, capsys)
+    assert (status, len(lines)) == (1, 2), lines
+    assert lines[0] == "block 1 (rows 10..19), generation 1 (now): it is damaged (checksum)"
+    message = r"shard 0 at .*: block 1 \(rows 10\.\.19\) is damaged \(checksum\): 'weightserver verify' tells which"
+    with LocalCluster(1, data.parent) as cluster, WeightClient(cluster.addresses) as client:
+        client.open_session("run")
+        others = client.fetch_state(OTHERS)
+        np.testing.assert_array_equal(others.weight, values(2)[OTHERS])
+        calls: list[Callable[[], object]] = [
+            lambda: client.fetch(ROWS, step=5),
+            lambda: client.push_gradients(ROWS, values(4), step=5),
+            lambda: client.write_state(DAMAGED[:1], values(4, 1), values(4, 1), 6),
+        ]
+        for call in calls:
+            with pytest.raises(StorageError, match=message):
+                call()
+        assert same(client.fetch_state(OTHERS), others)
+        client.push_gradients(OTHERS, values(4, len(OTHERS)), step=5)
+        kept = client.fetch_state(ROWS, checkpoint="kept")
+        client.rollback("kept")
+        assert same(client.fetch_state(ROWS), kept)
+        np.testing.assert_array_equal(kept.weight, values(0))
+    assert verify(data, capsys) == (0, ["4 blocks, 4 versions, 0 problems"])
+
+
+def test_a_damaged_checkpoint_is_named(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage(data / "data.mdb", 13, 0)
+    status, lines = verify(data, capsys)
+    assert (status, lines[-1]) == (1, "4 blocks, 8 versions, 1 problems")
+    assert lines[0] == "block 1 (rows 10..19), generation 0 (kept): it is damaged (checksum)"
+
+
+def start(data: Path, message: str) -> None:
+    with pytest.raises(ShardUnavailableError, match=message) as raised:
+        LocalCluster(1, data.parent)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_truncated_file_is_refused(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = data / "data.mdb"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    start(data, r"data.mdb has \d+ bytes, its pages take \d+: restore it from a backup")
+    status, lines = verify(data, capsys)
+    assert status == 1
+    assert lines[0].startswith("data.mdb: ")
+    path.write_bytes(whole[:5000])
+    start(data, "shard 0 did not start: weightserver serve: .*data.mdb|shard 0 did not start: weightserver serve: .*: ")
+    assert verify(data, capsys)[0] == 1
+
+
+def test_a_file_that_went_away_is_no_new_shard(data: Path) -> None:
+    path = data / "data.mdb"
+    whole = path.read_bytes()
+    path.write_bytes(b"")
+    start(
+        data, "was served before and its data.mdb is gone or empty: restore it from a backup, or remove the directory"
+    )
+    path.unlink()
+    start(data, "was served before and its data.mdb is gone or empty")
+    path.write_bytes(whole)
+    with LocalCluster(1, data.parent) as cluster, WeightClient(cluster.addresses) as client:
+        np.testing.assert_array_equal(client.fetch_state(ROWS).weight, values(2))
+
+
+def test_an_old_copy_is_noticed(data: Path) -> None:
+    old = shutil.copyfile(data / "data.mdb", data.parent / "old.mdb")
+    with LocalCluster(1, data.parent) as cluster, WeightClient(cluster.addresses) as client:
+        client.open_session("run")
+        client.push_gradients(ROWS, values(4), step=5)
+    shutil.copyfile(old, data / "data.mdb")
+    start(data, "data.mdb lacks transactions that it had, .* remove owner.lock to serve it as it is")
+    (data / "owner.lock").unlink()
+    with LocalCluster(1, data.parent) as cluster, WeightClient(cluster.addresses) as client:
+        np.testing.assert_array_equal(client.fetch_state(ROWS).weight, values(2))
+
+
+def test_no_flipped_byte_goes_unseen(data: Path) -> None:
+    """Any byte of the file: verify finds it, or the shard refuses to start, or nothing depends on it."""
+    path, log = data / "data.mdb", data.parent / "shard-0.log"
+    with LocalCluster(1, data.parent) as cluster, WeightClient(cluster.addresses) as client:
+        before, clock = client.fetch_state(ROWS), client.describe().clock
+    whole, generator, unseen = path.read_bytes(), random.Random(0), []
+    positions = sorted(generator.sample(range(len(whole)), 150))
+    for position in positions:
+        path.write_bytes(whole)
+        flip(path, position)
+        if not verify_directory(data).problems:
+            unseen.append(position)
+    assert 0 < len(unseen) < len(positions)
+    for position in {*unseen[:3], *generator.sample(unseen, 3)}:
+        path.write_bytes(whole)
+        flip(path, position)
+        try:
+            with LocalCluster(1, data.parent) as cluster, WeightClient(cluster.addresses) as client:
+                assert same(client.fetch_state(ROWS), before), position
+                assert client.describe().clock == clock
+        except ShardUnavailableError:
+            assert "lacks transactions that it had" in log.read_text().splitlines()[-1]
