@@ -1,0 +1,266 @@
+"""The weight server as if calls came one at a time: one dictionary of float64 rows that follow SGD, step by step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.histories import Call
+from weightserver import FencedError, NoTableError, StepError, TableSpec
+from weightserver.initial import initial_rows
+
+TOLERANCE = 1e-5
+"""Of a row's scale, between float32 and float64."""
+NEVER_WRITTEN = -1
+FETCHES = ("fetch", "fetch_state")
+CHECKPOINT_CHANGES = ("checkpoint", "release", "rollback")
+_FENCED, _NO_CHECKPOINT, _TOO_LATE = FencedError.__name__, NoTableError.__name__, StepError.__name__
+
+Key = tuple[int, str]
+"""An operation's: number of the call, and kind."""
+Float64Array = npt.NDArray[np.float64]
+
+
+class Row(NamedTuple):
+    """One row, and which calls made it what it is."""
+
+    weight: Float64Array  # (D,)
+    momentum_buffer: Float64Array  # (D,)
+    last_step: int
+    written_by: int
+    pushed_by: frozenset[int]
+    """Pushes since then, in any order: they commute."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What one shard holds. Nothing in it is ever changed in place."""
+
+    rows: dict[int, Row]
+    epoch: int = 0
+    checkpoints: Mapping[str, dict[int, Row]] = field(default_factory=dict)
+    """Retained, oldest first."""
+
+    @functools.cached_property
+    def made_by(self) -> Hashable:
+        """Equal for equal states: which calls made each row, now and of each checkpoint."""
+
+        def makers(rows: dict[int, Row]) -> Hashable:
+            return tuple([(row.written_by, row.pushed_by) for row in rows.values()])
+
+        return makers(self.rows), self.epoch, tuple((name, makers(rows)) for name, rows in self.checkpoints.items())
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """What one call does on one shard."""
+
+    call: Call
+    kind: str
+    """The client's method, or `superseded`: the shard is in another epoch than the caller."""
+    rows: dict[int, list[int]]
+    """row of this shard -> its places in the call."""
+    certain: bool
+    """Whether it was answered; else it may take effect at any time after it began, or never."""
+    reads: frozenset[Hashable]
+    writes: frozenset[Hashable]
+    adds: frozenset[Hashable]
+    """Rows, "epoch" and "checkpoints" that it looks at, replaces, or adds to."""
+
+    @property
+    def key(self) -> Key:
+        return self.call.number, self.kind
+
+    def commutes(self, other: Operation) -> bool:
+        """Whether their order makes no difference; it makes none for what both only look at, or both add to."""
+        return not (
+            self.writes & (other.reads | other.writes | other.adds)
+            or other.writes & (self.reads | self.adds)
+            or self.adds & other.reads
+            or other.adds & self.reads
+        )
+
+
+def operations_of(call: Call, shard: int, rows_of_shard: frozenset[int]) -> list[Operation]:
+    """What the call did, or may have done, on this shard."""
+    rows: dict[int, list[int]] = {}
+    for place, row in enumerate(call.arguments.get("rows", ())):
+        if row in rows_of_shard:
+            rows.setdefault(row, []).append(place)
+    if "rows" in call.arguments and not rows:
+        return []
+    joins, refused_here = call.arguments.get("join") is not None, call.refused_by(shard)
+
+    def operation(kind: str, rows: dict[int, list[int]], *, certain: bool) -> Operation:
+        epoch, checkpoints = frozenset[Hashable](["epoch"]), frozenset[Hashable](["checkpoints"])
+        nothing, mine, every = frozenset[Hashable](), frozenset[Hashable](rows), frozenset[Hashable](rows_of_shard)
+        match kind:
+            case "fetch" | "fetch_state":
+                reads, writes, adds = checkpoints if call.arguments.get("checkpoint") else mine, nothing, nothing
+            case "push_gradients":
+                reads, writes, adds = epoch, nothing, mine
+            case "write_state":
+                reads, writes, adds = epoch | mine, nothing if refused_here and certain else mine, nothing
+            case "superseded":
+                reads, writes, adds = epoch, nothing, nothing
+            case "open_session":
+                reads, writes, adds = epoch, nothing if joins else epoch, nothing
+            case "checkpoint":
+                reads, writes, adds = epoch | every, checkpoints, nothing
+            case "release":
+                reads, writes, adds = epoch, checkpoints, nothing
+            case "rollback":
+                reads, writes, adds = epoch | checkpoints, every | checkpoints, nothing
+            case _:
+                raise ValueError(f"{call}: no such method is known here")
+        return Operation(call, kind, rows, certain, reads, writes, adds)
+
+    if call.outcome == "done" or (refused_here and call.outcome != _FENCED):
+        return [operation(call.kind, rows, certain=True)]
+    found = [operation("superseded", {}, certain=True)] if refused_here else []
+    if call.kind in FETCHES or joins:
+        return found
+    if call.kind == "open_session":
+        raise ValueError(f"{call}: nobody knows which epoch it was to be")
+    return [*found, operation(call.kind, rows, certain=False)]
+
+
+class Model:
+    """What operations do to states, and which answers states explain."""
+
+    def __init__(self, spec: TableSpec, learning_rates: npt.ArrayLike) -> None:
+        self.spec = spec
+        self._rates = np.asarray(learning_rates, np.float32).astype(np.float64).tolist()
+        self._transfer = functools.cache(self._product)
+
+    def initial(self, rows: Iterable[int]) -> State:
+        """A shard with these rows, as it is created."""
+        mine = list(rows)
+        weights = initial_rows(self.spec, np.array(mine, np.int64)).astype(np.float64)
+        no_momentum, no_calls = np.zeros(self.spec.dim), frozenset[int]()
+        return State(
+            {
+                row: Row(weight, no_momentum, 0, NEVER_WRITTEN, no_calls)
+                for row, weight in zip(mine, weights, strict=True)
+            }
+        )
+
+    def _product(self, start: int, stop: int) -> Float64Array:
+        """What the updates start … stop−1 without a gradient multiply (weight, momentum_buffer) by."""
+        momentum, decay = self.spec.momentum, self.spec.weight_decay
+        product = np.eye(2)
+        for rate in self._rates[start:stop]:
+            product = np.array([[1 - rate * decay, -rate * momentum], [decay, momentum]]) @ product
+        return product
+
+    def at(self, row: Row, step: int) -> Row:
+        """The row after `step` ≥ last_step finished updates."""
+        if step == row.last_step:
+            return row
+        weight, momentum = self._transfer(row.last_step, step) @ np.stack([row.weight, row.momentum_buffer])
+        return row._replace(weight=weight, momentum_buffer=momentum, last_step=step)
+
+    def pushed(self, row: Row, step: int, gradient: Float64Array, call: int) -> Row:
+        """The row with update `step`'s gradient added, whether it has seen that update or not: SGD is linear."""
+        row = self.at(row, max(row.last_step, step + 1))
+        of_weight, of_momentum = self._transfer(step + 1, row.last_step) @ [-self._rates[step], 1]
+        return row._replace(
+            weight=row.weight + of_weight * gradient,
+            momentum_buffer=row.momentum_buffer + of_momentum * gradient,
+            pushed_by=row.pushed_by | {call},
+        )
+
+    def apply(self, state: State, operation: Operation) -> State | None:
+        """The state after the operation, or None where it would not have been answered as it was."""
+        call, kind = operation.call, operation.kind
+        if kind in ("fetch", "fetch_state"):
+            return state if self._explains(state, operation) else None
+        if kind == "superseded":
+            return state if state.epoch != call.epoch else None
+        if kind == "open_session" and call.arguments.get("join") is None:
+            return replace(state, epoch=call.epoch) if state.epoch < call.epoch else None
+        if call.outcome == _NO_CHECKPOINT:  # the client asks before it sends anything
+            return state if call.arguments["name"] not in state.checkpoints else None
+        if state.epoch != call.epoch:
+            return None
+        match kind:
+            case "open_session":
+                return state
+            case "push_gradients":
+                return self._push(state, operation)
+            case "write_state":
+                return self._write(state, operation)
+            case _:
+                return _change_checkpoints(state, kind, call.arguments["name"])
+
+    def _push(self, state: State, operation: Operation) -> State:
+        given, rows = operation.call.arguments, dict(state.rows)
+        for row, places in operation.rows.items():
+            for place in places:
+                rows[row] = self.pushed(rows[row], given["step"], given["gradients"][place], operation.call.number)
+        return replace(state, rows=rows)
+
+    def _write(self, state: State, operation: Operation) -> State | None:
+        given, rows = operation.call.arguments, dict(state.rows)
+        older = any(given["last_step"][place] < rows[row].last_step for row, (place,) in operation.rows.items())
+        if operation.certain and operation.call.outcome == _TOO_LATE:
+            return state if older else None
+        if older:
+            return None
+        for row, (place,) in operation.rows.items():
+            weight, momentum, last_step = (given[name][place] for name in ("weight", "momentum_buffer", "last_step"))
+            rows[row] = Row(weight, momentum, last_step, operation.call.number, frozenset())
+        return replace(state, rows=rows)
+
+    def _explains(self, state: State, operation: Operation) -> bool:
+        """Whether a fetch at this moment gives this answer."""
+        outcome, step = operation.call.outcome, operation.call.arguments.get("step")
+        rows = seen(state, operation)
+        if rows is None:
+            return outcome == _NO_CHECKPOINT
+        if step is not None and any(row.last_step > step for row in rows.values()):
+            return outcome == _TOO_LATE
+        return outcome == "done" and all(
+            self.agrees(rows[row], operation, place) for row, places in operation.rows.items() for place in places
+        )
+
+    def agrees(self, row: Row, operation: Operation, place: int) -> bool:
+        """Whether a fetch that sees `row`, with last_step ≤ its step, answers what stands at `place`."""
+        answer, step = operation.call.result, operation.call.arguments.get("step")
+        row = row if step is None else self.at(row, step)
+        if "last_step" in answer and answer["last_step"][place] != row.last_step:
+            return False
+        allowed = TOLERANCE * (1 + max(np.abs(row.weight).max(), np.abs(row.momentum_buffer).max()))
+        return all(
+            bool((np.abs(answer[name][place] - getattr(row, name)) <= allowed).all())
+            for name in ("weight", "momentum_buffer")
+            if name in answer
+        )
+
+
+def seen(state: State, operation: Operation) -> dict[int, Row] | None:
+    """The rows that a fetch looks at; None where there is no such checkpoint."""
+    checkpoint = operation.call.arguments.get("checkpoint", "")
+    rows = state.checkpoints.get(checkpoint) if checkpoint else state.rows
+    return None if rows is None else {row: rows[row] for row in operation.rows}
+
+
+def _change_checkpoints(state: State, kind: str, name: str) -> State | None:
+    """Takes one, goes back to one, or forgets one."""
+    retained = dict(state.checkpoints)
+    if kind == "checkpoint":
+        retained[name] = state.rows
+        return replace(state, checkpoints=retained)
+    if kind == "release":
+        retained.pop(name, None)
+        return replace(state, checkpoints=retained)
+    if name not in retained:
+        return None
+    while next(reversed(retained)) != name:
+        retained.popitem()
+    return replace(state, rows=retained[name], checkpoints=retained)

@@ -1,0 +1,726 @@
+"""The checker of histories: hand-made ones that have an order, ones that have none, and simulated ones with a bug."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.histories import Call, History, Recorder, rows_of_shard
+from tests.linearizability import NotLinearizableError, check, main
+from tests.sequential_model import NEVER_WRITTEN, Model, Operation
+from weightserver import TableSpec, WeightClient
+
+# A row's weight is the negative sum of its gradients. Rows 0, 1, 4, 5 live on shard 0, rows 2, 3, 6, 7 on shard 1.
+SPEC = TableSpec(num_rows=8, dim=1, momentum=0, weight_decay=0, init_std=0, rows_per_block=2)
+RATES = np.ones(20)
+ALL = list(range(SPEC.num_rows))
+
+
+class Script:
+    """Writes a history by hand. Calls of session 1 unless told otherwise; each begins and ends where it is told to."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.done(self.begin(WeightClient.open_session, "operator", 0, name="run"), epoch=1)
+
+    def begin(self, method: Callable[..., Any], client: str = "writer", epoch: int = 1, **arguments: Any) -> int:
+        return self.recorder.begin(client, method, epoch, **arguments).number
+
+    def push(self, rows: list[int], gradient: float = 1, *, step: int = 0, **who: Any) -> int:
+        gradients = np.full((len(rows), 1), gradient)
+        return self.begin(WeightClient.push_gradients, rows=rows, gradients=gradients, step=step, **who)
+
+    def write(self, rows: list[int], weight: float, last_step: int, **who: Any) -> int:
+        values = np.full((len(rows), 1), weight)
+        return self.begin(
+            WeightClient.write_state,
+            rows=rows,
+            weight=values,
+            momentum_buffer=0 * values,
+            last_step=[last_step] * len(rows),
+            **who,
+        )
+
+    def fetch(self, rows: list[int], *, step: int = 20, **more: Any) -> int:
+        return self.begin(WeightClient.fetch, "reader", 0, rows=rows, step=step, **more)
+
+    def change(self, method: Callable[..., Any], name: str = "kept", **who: Any) -> int:
+        return self.begin(method, name=name, **who)
+
+    def done(self, call: int, weight: list[Any] | None = None, **result: Any) -> None:
+        """With the rows that a fetch answers; a number stands for a row of one value."""
+        if weight is not None:
+            result["weight"] = [value if isinstance(value, list) else [value] for value in weight]
+        self.recorder.note("end", call, outcome="done", result=result)
+
+    def unknown(self, call: int) -> None:
+        self.recorder.note("end", call, outcome="unknown", message="ShardUnavailableError: shard 0 at x did not answer")
+
+    def again(self, call: int) -> None:
+        self.recorder.note("again", call)
+
+    def refused(self, call: int, error: str, shard: int = 0) -> None:
+        self.recorder.note("end", call, outcome=error, message=f"shard {shard} at x: no")
+
+    def seen(self, rows: list[int], weight: list[Any], **how: Any) -> None:
+        """A fetch that nothing is concurrent with."""
+        self.done(self.fetch(rows, **how), weight)
+
+    def pushed(self, rows: list[int], gradient: float = 1, **how: Any) -> None:
+        self.done(self.push(rows, gradient, **how))
+
+    def changed(self, method: Callable[..., Any], name: str = "kept", **who: Any) -> None:
+        self.done(self.change(method, name, **who))
+
+    def opened(self, epoch: int) -> None:
+        self.done(self.begin(WeightClient.open_session, "operator", 0, name="run"), epoch=epoch)
+
+
+def written(path: Path, write: Writer) -> Path:
+    """The file of a history."""
+    with Recorder(path / "history.jsonl", SPEC, 2, RATES) as recorder:
+        write(Script(recorder))
+    return recorder.path
+
+
+Writer = Callable[[Script], None]
+HAVE_AN_ORDER: list[Writer] = []
+HAVE_NONE: list[Writer] = []
+
+
+def has_an_order(write: Writer) -> Writer:
+    HAVE_AN_ORDER.append(write)
+    return write
+
+
+def has_none(write: Writer) -> Writer:
+    HAVE_NONE.append(write)
+    return write
+
+
+# ---- histories that have an order
+
+
+@has_an_order
+def pushes_one_after_another(h: Script) -> None:
+    h.pushed([0, 1, 2])
+    h.pushed([1, 1], 2, step=3)  # a repeated row adds up
+    h.seen(ALL, [-1, -5, -1, 0, 0, 0, 0, 0])
+
+
+@has_an_order
+def a_concurrent_push_is_seen(h: Script) -> None:
+    push, fetch = h.push([0]), h.fetch([0])
+    h.done(fetch, [-1])
+    h.done(push)
+
+
+@has_an_order
+def a_concurrent_push_is_not_seen(h: Script) -> None:
+    push, fetch = h.push([0]), h.fetch([0])
+    h.done(push)
+    h.done(fetch, [0])
+
+
+@has_an_order
+def a_push_is_seen_on_one_shard_first(h: Script) -> None:
+    push, fetch = h.push([0, 2]), h.fetch([0, 2])
+    h.done(fetch, [-1, 0])
+    h.done(push)
+
+
+@has_an_order
+def concurrent_pushes_are_seen_one_by_one(h: Script) -> None:
+    pushes = [h.push([0, 1], 1), h.push([0, 4], 10), h.push([1, 4], 100)]
+    h.seen([0, 1, 4], [-10, 0, -10])
+    h.seen([0, 1, 4], [-10, -100, -110])
+    h.seen([0, 1, 4], [-11, -101, -110])
+    for push in pushes:
+        h.done(push)
+
+
+@has_an_order
+def a_failed_push_is_seen_late(h: Script) -> None:
+    h.unknown(h.push([0]))
+    h.seen([0], [0])
+    h.pushed([0], 10, step=1)
+    h.seen([0], [-10])
+    h.seen([0], [-11])
+
+
+@has_an_order
+def a_failed_push_is_never_seen(h: Script) -> None:
+    h.unknown(h.push([0]))
+    h.pushed([0], 10)
+    h.seen([0], [-10])
+
+
+@has_an_order
+def a_push_whose_client_died_is_seen(h: Script) -> None:
+    h.push([0, 2])
+    h.seen([0, 2], [0, 0])
+    h.seen([0, 2], [0, -1])
+
+
+@has_an_order
+def a_push_made_again_counts_once(h: Script) -> None:
+    push = h.push([0, 2])
+    h.unknown(push)
+    h.seen([0, 2], [-1, 0])
+    h.again(push)
+    h.done(push)
+    h.seen([0, 2], [-1, -1])
+
+
+@has_an_order
+def a_write_replaces_a_concurrent_push(h: Script) -> None:
+    push, write = h.push([0]), h.write([0], 7, 1)
+    h.done(push)
+    h.done(write)
+    h.seen([0], [7])
+
+
+@has_an_order
+def a_push_follows_a_concurrent_write(h: Script) -> None:
+    push, write = h.push([0]), h.write([0], 7, 0)
+    h.done(push)
+    h.done(write)
+    h.seen([0], [6])
+
+
+@has_an_order
+def a_write_is_refused_for_a_concurrent_push(h: Script) -> None:
+    push, write = h.push([0, 1], step=4), h.write([0, 1], 7, 4)
+    h.refused(write, "StepError")
+    h.done(push)
+    h.seen([0], [-1])
+
+
+@has_an_order
+def a_refused_write_may_have_reached_the_other_shard(h: Script) -> None:
+    h.pushed([0], step=4)
+    h.refused(h.write([0, 2], 7, 4), "StepError")
+    h.seen([0, 2], [-1, 7])
+
+
+@has_an_order
+def a_fetch_is_refused_for_a_failed_push(h: Script) -> None:
+    h.unknown(h.push([0], step=4))
+    h.refused(h.fetch([0], step=4), "StepError")
+    h.seen([0], [-1], step=5)
+
+
+@has_an_order
+def a_failed_push_took_effect_before_the_next_session(h: Script) -> None:
+    h.unknown(h.push([0]))
+    h.opened(2)
+    h.seen([0], [-1])
+
+
+@has_an_order
+def a_fenced_push_took_effect_before_the_next_session(h: Script) -> None:
+    push = h.push([0])
+    h.opened(2)
+    h.refused(push, "FencedError")
+    h.seen([0], [-1])
+
+
+@has_an_order
+def a_fenced_push_reached_the_shard_that_was_not_opened_yet(h: Script) -> None:
+    opening = h.begin(WeightClient.open_session, "operator", 0, name="run")
+    h.refused(h.push([0, 2]), "FencedError", shard=0)
+    h.done(opening, epoch=2)
+    h.seen([0, 2], [0, -1])
+    h.pushed([0, 2], epoch=2)
+    h.seen([0, 2], [-1, -2])
+
+
+@has_an_order
+def a_rollback_takes_back_what_came_after(h: Script) -> None:
+    h.pushed([0])
+    h.changed(WeightClient.checkpoint)
+    h.pushed([0, 2], 10, step=6)
+    h.seen([0, 2], [-11, -10])
+    h.seen([0, 2], [-1, 0], checkpoint="kept", step=3)
+    h.changed(WeightClient.rollback)
+    h.seen([0, 2], [-1, 0], step=3)
+    h.changed(WeightClient.release)
+    h.refused(h.fetch([0], checkpoint="kept"), "NoTableError")
+
+
+@has_an_order
+def a_checkpoint_holds_some_of_the_concurrent_pushes(h: Script) -> None:
+    pushes = [h.push([0], 1), h.push([0], 10), h.push([0], 100)]
+    checkpoint = h.change(WeightClient.checkpoint)
+    h.done(checkpoint)
+    for push in pushes:
+        h.done(push)
+    h.seen([0], [-111])
+    h.seen([0], [-101], checkpoint="kept")
+    h.changed(WeightClient.rollback)
+    h.seen([0], [-101])
+
+
+@has_an_order
+def a_failed_rollback_comes_late(h: Script) -> None:
+    h.changed(WeightClient.checkpoint)
+    h.pushed([0])
+    h.unknown(h.change(WeightClient.rollback))
+    h.seen([0], [-1])
+    h.seen([0], [0])
+
+
+@has_an_order
+def a_failed_release_comes_before_the_next_push_of_its_writer(h: Script) -> None:
+    h.changed(WeightClient.checkpoint)
+    h.unknown(h.change(WeightClient.release))
+    h.pushed([0])
+    h.refused(h.fetch([0], checkpoint="kept"), "NoTableError")
+
+
+@has_an_order
+def a_fetch_is_ahead_of_a_push_that_was_seen(h: Script) -> None:
+    push, fetch = h.push([0]), h.fetch([0, 1])
+    h.pushed([1])
+    h.seen([0, 1], [-1, -1])
+    h.done(fetch, [0, 0])
+    h.done(push)
+
+
+@pytest.mark.parametrize("write", HAVE_AN_ORDER, ids=lambda write: write.__name__)
+def test_is_accepted(write: Writer, tmp_path: Path) -> None:
+    assert check(written(tmp_path, write)).num_calls > 1
+
+
+# ---- histories that have none
+
+
+@has_none
+def a_push_is_lost(h: Script) -> None:
+    h.pushed([0])
+    h.seen([0], [0])
+
+
+@has_none
+def a_push_counts_twice(h: Script) -> None:
+    h.pushed([0])
+    h.seen([0], [-2])
+
+
+@has_none
+def a_push_made_again_counts_twice(h: Script) -> None:
+    push = h.push([0])
+    h.unknown(push)
+    h.again(push)
+    h.done(push)
+    h.seen([0], [-2])
+
+
+@has_none
+def a_failed_push_counts_twice(h: Script) -> None:
+    h.unknown(h.push([0]))
+    h.seen([0], [-1])
+    h.seen([0], [-2])
+
+
+@has_none
+def a_read_is_stale(h: Script) -> None:
+    h.pushed([0])
+    h.seen([0], [-1])
+    h.pushed([0], 10)
+    h.seen([0], [-1])
+
+
+@has_none
+def reads_go_back_under_a_concurrent_push(h: Script) -> None:
+    push = h.push([0])
+    h.seen([0], [-1])
+    h.seen([0], [0])
+    h.done(push)
+
+
+@has_none
+def two_rows_of_concurrent_pushes_disagree_on_the_order(h: Script) -> None:
+    one, other = h.push([0], 1), h.push([0], 10)
+    fetches = [h.fetch([0]), h.fetch([0])]
+    h.done(fetches[0], [-1])
+    h.done(fetches[1], [-10])
+    h.done(one)
+    h.done(other)
+
+
+@has_none
+def a_push_is_seen_before_it_was_made(h: Script) -> None:
+    h.seen([0], [-1])
+    h.pushed([0])
+
+
+@has_none
+def half_of_a_push_is_seen(h: Script) -> None:
+    push = h.push([0, 4])
+    h.seen([0, 4], [-1, 0])
+    h.done(push)
+
+
+@has_none
+def half_of_a_failed_push_is_seen(h: Script) -> None:
+    h.unknown(h.push([2, 7]))
+    h.seen([2], [0])
+    h.seen([7], [-1])
+    h.seen([2], [0])
+
+
+@has_none
+def half_of_a_write_is_seen(h: Script) -> None:
+    h.done(h.write([0, 1], 3, 1))
+    write = h.write([0, 1], 7, 2)
+    h.seen([0, 1], [3, 7])
+    h.done(write)
+
+
+@has_none
+def a_fetch_is_no_snapshot(h: Script) -> None:
+    pushes = [h.push([0], 1), h.push([4], 10)]
+    fetches = [h.fetch([0, 4]), h.fetch([0, 4])]
+    h.done(fetches[0], [-1, 0])
+    h.done(fetches[1], [0, -10])
+    for push in pushes:
+        h.done(push)
+
+
+@has_none
+def an_older_state_replaces_a_newer_one(h: Script) -> None:
+    h.pushed([0], step=4)
+    h.done(h.write([0], 7, 4))
+
+
+@has_none
+def a_write_is_refused_without_reason(h: Script) -> None:
+    h.pushed([0], step=4)
+    h.refused(h.write([0], 7, 5), "StepError")
+
+
+@has_none
+def a_refused_write_takes_effect(h: Script) -> None:
+    h.pushed([0], step=4)
+    h.changed(WeightClient.checkpoint)
+    h.pushed([0], step=6)
+    h.refused(h.write([0], 7, 5), "StepError")
+    h.changed(WeightClient.rollback)
+    h.seen([0], [7])
+
+
+@has_none
+def a_fetch_is_refused_without_reason(h: Script) -> None:
+    h.pushed([0], step=4)
+    h.refused(h.fetch([0], step=5), "StepError")
+
+
+@has_none
+def a_fetch_of_the_past_is_answered(h: Script) -> None:
+    h.pushed([0], step=4)
+    h.seen([0], [-1], step=4)
+
+
+@has_none
+def a_push_of_an_older_session_is_acknowledged(h: Script) -> None:
+    h.opened(2)
+    h.pushed([0])
+
+
+@has_none
+def a_failed_push_of_an_older_session_takes_effect_later(h: Script) -> None:
+    h.unknown(h.push([0]))
+    h.opened(2)
+    h.seen([0], [0])
+    h.seen([0], [-1])
+
+
+@has_none
+def a_fenced_push_takes_effect_later(h: Script) -> None:
+    push = h.push([0])
+    h.opened(2)
+    h.seen([0], [0])
+    h.refused(push, "FencedError")
+    h.seen([0], [-1])
+
+
+@has_none
+def a_push_of_the_newest_session_is_fenced(h: Script) -> None:
+    h.opened(2)
+    h.refused(h.push([0], epoch=2), "FencedError")
+
+
+@has_none
+def an_older_session_is_joined(h: Script) -> None:
+    h.opened(2)
+    h.done(h.begin(WeightClient.open_session, "late", 1, name="run", join=1), epoch=1)
+
+
+@has_none
+def a_checkpoint_holds_a_later_push(h: Script) -> None:
+    h.changed(WeightClient.checkpoint)
+    h.pushed([0])
+    h.seen([0], [-1], checkpoint="kept")
+
+
+@has_none
+def a_checkpoint_lacks_an_earlier_push(h: Script) -> None:
+    h.pushed([0])
+    h.changed(WeightClient.checkpoint)
+    h.pushed([0])
+    h.changed(WeightClient.rollback)
+    h.seen([0], [0])
+
+
+@has_none
+def a_checkpoint_cannot_be_found(h: Script) -> None:
+    h.changed(WeightClient.checkpoint)
+    h.refused(h.fetch([0], checkpoint="kept"), "NoTableError")
+
+
+@has_none
+def a_failed_rollback_comes_after_a_later_write_of_its_writer(h: Script) -> None:
+    h.changed(WeightClient.checkpoint)
+    h.unknown(h.change(WeightClient.rollback))
+    h.pushed([0])
+    h.seen([0], [-1])
+    h.seen([0], [0])
+
+
+@has_none
+def a_failed_push_comes_after_a_rollback_of_its_writer(h: Script) -> None:
+    h.changed(WeightClient.checkpoint)
+    h.unknown(h.push([0]))
+    h.changed(WeightClient.rollback)
+    h.seen([0], [0])
+    h.seen([0], [-1])
+
+
+@pytest.mark.parametrize("write", HAVE_NONE, ids=lambda write: write.__name__)
+def test_is_refused(write: Writer, tmp_path: Path) -> None:
+    path = written(tmp_path, write)
+    with pytest.raises(NotLinearizableError, match="nothing explains"):
+        check(path)
+
+
+def test_a_refusal_says_what_cannot_be_ordered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the history is refused again from its file, with the same words."""
+
+    def write(h: Script) -> None:
+        h.pushed([0], 1)
+        h.push([0, 4], 10, client="other")
+        h.seen([0, 4], [-11, 0])
+
+    path = written(tmp_path, write)
+    with pytest.raises(NotLinearizableError) as refused:
+        check(path)
+    lines = str(refused.value).splitlines()
+    assert lines == [
+        f"{path}: on shard 0 nothing explains",
+        "    #3 fetch(rows=[0, 4], step=20) by reader: done (lines 7–8)",
+        "The nearest that any order gives is",
+        "    row 0 with weight [-1.]: its initial state + the gradient of #1",
+        "        it was answered weight [-11.]",
+        "Tried before it in every order, because under way or of unknown outcome:",
+        "    #2 push_gradients(rows=[0, 4], step=0) by other in session 1: unknown (line 6)",
+        "What made these rows:",
+        "    #1 push_gradients(rows=[0], step=0) by writer in session 1: done (lines 4–5)",
+        f"To check it again: python -m tests.linearizability {path}",
+    ]
+    assert main([str(path)]) == 1
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_a_history_that_breaks_off_is_read_up_to_there(tmp_path: Path) -> None:
+    path = written(tmp_path, pushes_one_after_another)
+    path.write_text(path.read_text()[:-5])
+    assert [call.outcome for call in History.load(path).calls] == ["done", "done", "done", "unknown"]
+    assert check(path).num_calls == 4
+
+
+# ---- the model
+
+
+def test_the_model_follows_sgd() -> None:
+    """Dense torch.optim.SGD in float64, to which the gradients of each update come in time; the model gets them in any
+    order."""
+    spec = TableSpec(num_rows=1, dim=5, momentum=0.8, weight_decay=0.05, init_std=1.0)
+    rates = np.linspace(0.4, 0.05, 40).astype(np.float32)
+    generator = np.random.default_rng(0)
+    pushes = [(int(step), generator.standard_normal(5)) for step in generator.integers(0, 40, 30)]
+    model = Model(spec, rates)
+    row = model.initial([0]).rows[0]
+    weight = torch.tensor(row.weight, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1, momentum=0.8, weight_decay=0.05)
+    for step, rate in enumerate(rates):
+        optimizer.param_groups[0]["lr"] = float(rate)
+        weight.grad = torch.tensor(sum((gradient for when, gradient in pushes if when == step), np.zeros(5)))
+        optimizer.step()
+    for number, (step, gradient) in enumerate(pushes):
+        row = model.pushed(row, step, gradient, number)
+    assert row.last_step == 1 + max(step for step, _ in pushes)
+    assert (row.written_by, row.pushed_by) == (NEVER_WRITTEN, frozenset(range(30)))
+    row = model.at(row, 40)
+    np.testing.assert_allclose(row.weight, weight.detach().numpy(), atol=1e-12)
+    np.testing.assert_allclose(row.momentum_buffer, optimizer.state[weight]["momentum_buffer"].numpy(), atol=1e-12)
+
+
+# ---- simulated histories
+
+
+SIMULATED = TableSpec(num_rows=12, dim=2, momentum=0.8, weight_decay=0.05, init_std=1.0, rows_per_block=3)
+SIMULATED_RATES = np.linspace(0.4, 0.1, 60)
+LAST = 60
+
+
+def shard_of(row: int) -> int:
+    return row // SIMULATED.rows_per_block % 2
+
+
+@dataclass
+class UnderWay:
+    """A call that has begun."""
+
+    call: Call
+    shards: list[int]
+    """Where it has not taken effect."""
+    weight: dict[int, list[float]] = field(default_factory=dict)
+    """What a fetch has seen."""
+    refused_by: int | None = None
+
+
+class Simulation:
+    """Two shards that are right. A call takes effect on each at some time between its beginning and its end, or, where
+    its outcome is unknown, later or never."""
+
+    def __init__(self, recorder: Recorder, seed: int) -> None:
+        self.random, self.generator = random.Random(seed), np.random.default_rng(seed)
+        self.model = Model(SIMULATED, SIMULATED_RATES)
+        self.script = Script(recorder)
+        self.shards = [replace(self.model.initial(rows_of_shard(SIMULATED, 2, shard)), epoch=1) for shard in range(2)]
+        self.under_way: list[UnderWay] = []
+        self.failed: list[UnderWay] = []
+        self.step = 0
+
+    def run(self, num_calls: int) -> None:
+        """That many calls, up to four of them at a time."""
+        num_begun = 0
+        while num_begun < num_calls or self.under_way:
+            if num_begun < num_calls and len(self.under_way) < 4 and self.random.random() < 0.3:
+                self.begin()
+                num_begun += 1
+            elif self.failed and self.random.random() < 0.03:
+                self.take_effect(self.random.choice(self.failed))
+            elif self.under_way:
+                one = self.random.choice(self.under_way)
+                if one.shards and self.random.random() < 0.98:
+                    self.take_effect(one)
+                else:
+                    self.end(one)
+
+    def begin(self) -> None:
+        rows = self.random.choices(range(12), k=self.random.randrange(1, 6))
+        self.step = min(LAST - 2, self.step + self.random.randrange(2))
+        kind = self.random.choice(["push_gradients", "push_gradients", "write_state", "fetch", "fetch"])
+        if kind == "write_state":
+            rows = sorted(set(rows))
+        values = self.generator.standard_normal((2, len(rows), SIMULATED.dim))
+        given: dict[str, Any] = {
+            "push_gradients": {"gradients": values[0], "step": max(0, self.step - self.random.randrange(4))},
+            "write_state": {
+                "weight": values[0],
+                "momentum_buffer": values[1],
+                "last_step": [self.step + self.random.randrange(2)] * len(rows),
+            },
+            "fetch": {"step": LAST},
+        }[kind] | {"rows": rows}
+        number = self.script.begin(getattr(WeightClient, kind), "client", 1, **given)
+        self.under_way.append(UnderWay(Call(number, "client", kind, 1, given), sorted({shard_of(row) for row in rows})))
+
+    def take_effect(self, one: UnderWay, *, times: int = 1, rows: Sequence[int] = range(12)) -> None:
+        """On one of its shards; a push or state write that is no bug once, and on all rows."""
+        if not one.shards:
+            return
+        shard = one.shards.pop()
+        mine: dict[int, list[int]] = {}
+        for place, row in enumerate(one.call.arguments["rows"]):
+            if row in rows and shard_of(row) == shard:
+                mine.setdefault(row, []).append(place)
+        if one.call.kind == "fetch":
+            one.weight |= {row: self.weight(row) for row in mine}
+            return
+        for _ in range(times):
+            operation = Operation(one.call, one.call.kind, mine, False, frozenset(), frozenset(), frozenset())
+            state = self.model.apply(self.shards[shard], operation)
+            if state is None:
+                one.refused_by = shard
+            else:
+                self.shards[shard] = state
+
+    def weight(self, row: int) -> list[float]:
+        at = self.model.at(self.shards[shard_of(row)].rows[row], LAST)
+        weight: list[float] = at.weight.astype(np.float32).tolist()
+        return weight
+
+    def end(self, one: UnderWay) -> None:
+        """As it must end; where it has not taken effect everywhere, with an unknown outcome."""
+        self.under_way.remove(one)
+        if one.shards:
+            self.script.unknown(one.call.number)
+            self.failed.append(one)
+        elif one.refused_by is not None:
+            self.script.refused(one.call.number, "StepError", one.refused_by)
+        elif one.call.kind == "fetch":
+            self.script.done(one.call.number, [one.weight[row] for row in one.call.arguments["rows"]])
+        else:
+            self.script.done(one.call.number)
+
+    def see_everything(self) -> None:
+        self.script.seen(list(range(12)), [self.weight(row) for row in range(12)], step=LAST)
+
+
+def test_simulated_servers_are_accepted(tmp_path: Path) -> None:
+    outcomes = Counter[tuple[str, str]]()
+    for seed in range(12):
+        with Recorder(tmp_path / f"history-{seed}.jsonl", SIMULATED, 2, SIMULATED_RATES) as recorder:
+            simulation = Simulation(recorder, seed)
+            simulation.run(100)
+            simulation.see_everything()
+        outcomes += check(recorder.path).outcomes
+    assert min(outcomes["push_gradients", "unknown"], outcomes["write_state", "StepError"]) > 5
+
+
+@pytest.mark.parametrize("bug", ["lost", "twice", "by halves"])
+@pytest.mark.parametrize("seed", range(4))
+def test_simulated_servers_with_a_bug_are_refused(seed: int, bug: str, tmp_path: Path) -> None:
+    """The last push before everything is seen, and it alone, is treated wrongly."""
+    with Recorder(tmp_path / "history.jsonl", SIMULATED, 2, SIMULATED_RATES) as recorder:
+        simulation = Simulation(recorder, seed)
+        simulation.run(100)
+        rows = [[0, 1], [3, 5]][seed % 2]
+        gradients = simulation.generator.standard_normal((2, SIMULATED.dim))
+        given: dict[str, Any] = {"rows": rows, "gradients": gradients, "step": simulation.step}
+        push = UnderWay(
+            Call(simulation.script.begin(WeightClient.push_gradients, **given), "writer", "push_gradients", 1, given),
+            [seed % 2],
+        )
+        match bug:
+            case "lost":
+                push.shards.clear()
+            case "twice":
+                simulation.take_effect(push, times=2)
+            case "by halves":
+                simulation.take_effect(push, rows=rows[:1])
+        simulation.script.done(push.call.number)
+        simulation.see_everything()
+    with pytest.raises(NotLinearizableError, match="nothing explains"):
+        check(recorder.path)
