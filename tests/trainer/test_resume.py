@@ -275,13 +275,22 @@ def test_servers_of_another_run_are_refused_untouched(tmp_path: Path, undisturbe
         assert client.describe() == before
 
 
-def test_a_run_that_was_rolled_back_keeps_its_own_checkpoints(tmp_path: Path, undisturbed: Path) -> None:
-    """Files of later steps, whose rows a rollback has undone, take nobody's place."""
+def test_a_run_that_was_rolled_back_keeps_its_own_checkpoints(
+    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of later steps, whose rows a rollback has undone, take nobody's place; an operator's checkpoints stay."""
+    take = WeightClient.checkpoint
+
+    def take_another(self: WeightClient, name: str, *, step: int) -> None:
+        take(self, name, step=step)
+        if step == 18:
+            take(self, "mine", step=step)
+
     output = shutil.copytree(undisturbed, tmp_path / "run")
     with LocalCluster(2, output / "servers") as cluster, WeightClient(cluster.addresses) as client:
         client.open_session("operator")
         client.rollback("step-000000000013")
-        client.checkpoint("mine", step=13)
+    monkeypatch.setattr(WeightClient, "checkpoint", take_another)
     (output / "checkpoints" / "step-abc.safetensors").write_text("")
     (output / "checkpoints" / "step-000000000020.x.partial").write_text("")
     train(small_run(output, resume=True, keep_checkpoints=2, checkpoint_every=9))
