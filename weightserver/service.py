@@ -16,6 +16,7 @@ from google.protobuf.message_factory import GetMessageClass
 from weightserver import __version__
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.committer import Committer
+from weightserver.config import TableSpec
 from weightserver.errors import InvalidRequestError, WeightServerError
 from weightserver.metrics import ShardMetrics
 from weightserver.overload import Memory, Reservation, abort, blocks_bytes, fetch_bytes, write_bytes
@@ -243,6 +244,7 @@ class WeightServerService:
                     f"more than {MAX_WRITE_BYTES} bytes in one write: split it",
                 )
                 reserved.take(write_bytes(spec, header.num_rows, len(names) * spec.dim))
+                reserved.take(blocks_bytes(spec, _fewest_blocks(spec, header.num_rows)))
                 write = ReceivedWrite(header, spec.dim, names)
             write.add(message)
         if write is None:
@@ -253,7 +255,12 @@ class WeightServerService:
         """The rows live here, and there is room for their blocks in the transaction."""
         self._shard.check_rows(rows)
         spec = self._shard.require_table().spec
-        reserved.take(blocks_bytes(spec, int(np.count_nonzero(np.diff(rows // spec.rows_per_block, prepend=-1)))))
+        num_blocks = int(np.count_nonzero(np.diff(rows // spec.rows_per_block, prepend=-1)))
+        reserved.take(blocks_bytes(spec, max(0, num_blocks - _fewest_blocks(spec, len(rows)))))
+
+
+def _fewest_blocks(spec: TableSpec, num_rows: int) -> int:
+    return -(-num_rows // spec.rows_per_block)
 
 
 def _encoded(chunks: Iterator[Rows]) -> Iterator[tuple[int, bytes]]:
