@@ -51,6 +51,12 @@ class ShardMetrics:
             ["lane"],
             registry=self.registry,
         )
+        self._cut_off = Counter(
+            "weightserver_cut_off_calls",
+            "Calls ended because their caller neither sent nor took a message.",
+            ["lane"],
+            registry=self.registry,
+        )
 
     def follow(self, shard: Shard) -> None:
         """Publishes what the shard holds, read at each scrape."""
@@ -84,6 +90,9 @@ class ShardMetrics:
 
     def refused(self, lane: str) -> None:
         self._refused.labels(lane).inc()
+
+    def cut_off(self, lane: str) -> None:
+        self._cut_off.labels(lane).inc()
 
     def answered(self, method: str, status: str, seconds: float) -> None:
         self._seconds.labels(method, status).observe(seconds)

@@ -45,7 +45,7 @@ _LANE_OF_METHOD = {
     "Watch": "watch",
 }
 _RETRY_AFTER_MS = 100
-_PRESSED_SECONDS = 0.5
+_PRESSED_SECONDS = 1.0
 """How long a caller of a full lane may be silent while others ask for its place."""
 _PAGE = 4096
 _BYTES_PER_ROW_NAMED = 48
@@ -152,12 +152,21 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
     Args:
         stall_seconds: how long a caller may neither send nor take a message.
         on_refused: told the lane of each call that found it full.
+        on_cut_off: told the lane of each call whose caller was silent for too long.
     """
 
-    def __init__(self, memory: Memory, *, stall_seconds: float, on_refused: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        *,
+        stall_seconds: float,
+        on_refused: Callable[[str], None],
+        on_cut_off: Callable[[str], None],
+    ) -> None:
         self._memory = memory
         self._stall_seconds = stall_seconds
         self._on_refused = on_refused
+        self._on_cut_off = on_cut_off
         self._lock = threading.Lock()
         self._in_lane = dict.fromkeys(LANES, 0)
         self._calls: set[_Call] = set()
@@ -281,7 +290,9 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
         for call in list(self._calls):
             since = call.waits_since
             if since is not None and since < latest and lane in (None, call.lane):
+                call.waits_since = None
                 call.context.cancel()
+                self._on_cut_off(call.lane)
 
 
 def abort(context: grpc.ServicerContext, error: WeightServerError) -> NoReturn:

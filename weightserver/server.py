@@ -129,7 +129,9 @@ def serve(config: ServerConfig) -> None:
     token = read_token(config.token_file)
     metrics = ShardMetrics(shard=config.shard, num_shards=config.num_shards, version=__version__)
     memory = Memory(config.request_memory_mib << 20)
-    limiter = CallLimiter(memory, stall_seconds=config.stall_seconds, on_refused=metrics.refused)
+    limiter = CallLimiter(
+        memory, stall_seconds=config.stall_seconds, on_refused=metrics.refused, on_cut_off=metrics.cut_off
+    )
     server = grpc.server(
         ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="grpc"),
         interceptors=[*([] if token is None else [TokenInterceptor(token, metrics.unauthenticated)]), limiter],

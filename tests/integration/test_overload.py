@@ -59,9 +59,14 @@ class Crowd:
     def _sample(self) -> None:
         while not self._end.wait(0.01):
             try:
-                self.peak = max(self.peak, self.process.memory_info().rss)
+                self.peak = max(self.peak, self.memory())
             except psutil.NoSuchProcess:
                 return
+
+    def memory(self) -> int:
+        """Bytes of the shard's process, without the map of its data file."""
+        found = self.process.memory_info()
+        return int(found.rss - found.shared)
 
     def metric(self, name: str) -> float:
         with urllib.request.urlopen(f"http://{self.cluster.metrics_addresses[0]}/metrics", timeout=10) as answer:
@@ -159,6 +164,7 @@ def test_silent_callers_stop_nobody(crowd: Crowd) -> None:
     assert crowd.client.describe().spec == SPEC
     assert crowd.peak < CEILING
     assert crowd.metric("weightserver_refused_calls_total") > 0
+    assert crowd.metric("weightserver_cut_off_calls_total") > 0
     wait_until(lambda: crowd.metric("weightserver_request_memory_bytes ") == 0)  # nobody is waited for without end
     crowd.leave()
 
@@ -365,7 +371,7 @@ def test_soak(tmp_path: Path) -> None:
                 crowd.client.release(f"c{number - 1}")
             crowd.leave()
             wait_until(lambda: crowd.metric("weightserver_request_memory_bytes ") == 0)
-            seen.append((crowd.process.memory_info().rss, crowd.process.num_fds()))
+            seen.append((crowd.memory(), crowd.process.num_fds()))
         quarter = max(1, len(seen) // 4)
         memory, descriptors = np.array(seen[quarter:]).T
         half = max(1, len(memory) // 2)
