@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 import grpc
 from google.protobuf.message import DecodeError
 
+from weightserver.allocator import own_bytes, return_free_memory
 from weightserver.config import TableSpec
 from weightserver.errors import InvalidRequestError, OverloadedError, WeightServerError
 from weightserver.wire import CHUNK_BYTES, RETRY_HINT
@@ -47,6 +48,7 @@ _LANE_OF_METHOD = {
 _RETRY_AFTER_MS = 100
 _PRESSED_SECONDS = 1.0
 """How long a caller of a full lane may be silent while others ask for its place."""
+_WATCH_SECONDS = 0.25
 _PAGE = 4096
 _BYTES_PER_ROW_NAMED = 48
 """A row's number, and the arrays that checking and dealing it to blocks makes meanwhile."""
@@ -281,8 +283,10 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
 
     def _watch(self) -> None:
         while True:
-            time.sleep(self._stall_seconds / 4)
+            time.sleep(min(self._stall_seconds / 4, _WATCH_SECONDS))
             self._cut_off(self._stall_seconds)
+            if own_bytes() > BASE_BYTES + self._memory.used_bytes:
+                return_free_memory()  # malloc keeps what requests gave back
 
     def _cut_off(self, seconds: float, lane: str | None = None) -> None:
         """Ends the calls whose callers have been silent for so long."""
