@@ -31,8 +31,10 @@ from weightserver.config import TableSpec
 from weightserver.errors import InvalidRequestError, OverloadedError, WeightServerError
 from weightserver.wire import CHUNK_BYTES, RETRY_HINT
 
-BASE_BYTES = 256 << 20
-"""A shard without requests, and what malloc keeps between them."""
+BASE_BYTES = 384 << 20
+"""A shard without requests, what gRPC holds of the connections, and what malloc keeps."""
+_KEPT_BYTES = 160 << 20
+"""Beyond this, and what requests have reserved, the allocator's free memory goes back to the kernel."""
 LANES = {"Fetch": 24, "write": 16, "short": 16, "health": 16, "watch": 64}
 """Calls at a time. A watch of the health takes no thread."""
 MAX_CALLS = 88
@@ -285,7 +287,7 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
         while True:
             time.sleep(min(self._stall_seconds / 4, _WATCH_SECONDS))
             self._cut_off(self._stall_seconds)
-            if own_bytes() > BASE_BYTES + self._memory.used_bytes:
+            if own_bytes() > _KEPT_BYTES + self._memory.used_bytes:
                 return_free_memory()  # malloc keeps what requests gave back
 
     def _cut_off(self, seconds: float, lane: str | None = None) -> None:

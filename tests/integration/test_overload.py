@@ -285,7 +285,7 @@ def test_a_waiting_write_ends_with_its_caller(tmp_path: Path) -> None:
 
 def test_sigterm_under_load_ends_in_time_and_loses_nothing(tmp_path: Path) -> None:
     """Writers each count up a row of their own while others read nothing and send halves."""
-    num_writers, grace = 6, 1.0
+    num_writers, grace = 6, 0.5
     acknowledged = [0] * num_writers
 
     def count(number: int, address: str, epoch: int) -> None:
@@ -371,6 +371,7 @@ def test_soak(tmp_path: Path) -> None:
                 crowd.client.release(f"c{number - 1}")
             crowd.leave()
             wait_until(lambda: crowd.metric("weightserver_request_memory_bytes ") == 0)
+            time.sleep(1)  # until what malloc kept is given back
             seen.append((crowd.memory(), crowd.process.num_fds()))
         quarter = max(1, len(seen) // 4)
         memory, descriptors = np.array(seen[quarter:]).T
@@ -380,5 +381,5 @@ def test_soak(tmp_path: Path) -> None:
             *((one >> 20, other) for one, other in seen),
         )
         assert crowd.peak < CEILING
-        assert memory[half:].max() < memory[:half].max() + (32 << 20)
+        assert memory[half:].max() < memory[:half].max() + (64 << 20)
         assert descriptors[half:].max() <= descriptors[:half].max() + 4
