@@ -17,9 +17,11 @@ which makes it 88 MiB; only callers that begin the largest message and never end
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -245,6 +247,8 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
             yield call
         except WeightServerError as error:
             abort(context, error)
+        except CancelledError:
+            context.abort(grpc.StatusCode.CANCELLED, "the caller is gone")
         finally:
             self._calls.discard(call)
 
@@ -269,8 +273,12 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
 
         def requests() -> Generator[Any, None, None]:
             while True:
-                with call.waiting():
-                    data = next(received, None)
+                try:
+                    with call.waiting():
+                        data = next(received, None)
+                except grpc.RpcError as error:
+                    error.__traceback__ = None  # gRPC keeps it in a cycle, with all that the frames hold
+                    raise CancelledError from None
                 if data is None:
                     return
                 with self._memory.reservation() as reserved:
@@ -288,6 +296,7 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
             time.sleep(min(self._stall_seconds / 4, _WATCH_SECONDS))
             self._cut_off(self._stall_seconds)
             if own_bytes() > _KEPT_BYTES + self._memory.used_bytes:
+                gc.collect()  # exceptions keep frames, and those the arrays of calls that failed
                 return_free_memory()  # malloc keeps what requests gave back
 
     def _cut_off(self, seconds: float, lane: str | None = None) -> None:
