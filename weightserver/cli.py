@@ -55,6 +55,12 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--metrics-host", default="127.0.0.1", help="address of the metrics (default 127.0.0.1)")
     serve.add_argument("--grace-seconds", type=float, default=10.0, help="time for running calls after SIGTERM (10)")
     serve.add_argument(
+        "--request-memory-mib", type=int, default=4096, help="memory for the requests in progress (default 4096)"
+    )
+    serve.add_argument(
+        "--stall-seconds", type=float, default=10.0, help="time until a silent caller is cut off (default 10)"
+    )
+    serve.add_argument(
         "--no-verify-reads",
         dest="verify_reads",
         action="store_false",

@@ -41,10 +41,12 @@ class Committer:
             OverloadedError: too many operations are waiting.
         """
         future: Future[Result] = Future()
+        waiting = [operation]  # emptied by whoever cancels: what it holds is not to wait in the queue
+        future.add_done_callback(lambda _: waiting.clear())
         try:
             if self._closed:
                 raise queue.Full
-            self._waiting.put_nowait((operation, future))
+            self._waiting.put_nowait((lambda batch: waiting[0](batch), future))
         except queue.Full:
             raise OverloadedError("the shard has no room for another write now: try again") from None
         return future

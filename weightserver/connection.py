@@ -23,7 +23,7 @@ from weightserver.errors import (
     WeightServerError,
 )
 from weightserver.handshake import tls_failure
-from weightserver.wire import MAX_MESSAGE_BYTES, decode_fetch_response
+from weightserver.wire import MAX_MESSAGE_BYTES, RETRY_HINT, decode_fetch_response
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["WeightServer"]
 _RETRIED = (
@@ -113,7 +113,7 @@ class ShardConnection:
             try:
                 return attempt({"timeout": self._timeout_seconds, "metadata": self._metadata})
             except grpc.RpcError as error:
-                status, details = error.code(), error.details() or ""
+                status, details, hint = error.code(), error.details() or "", _retry_hint(error)
             if status is grpc.StatusCode.UNIMPLEMENTED:
                 raise ClusterError(
                     f"{self.name} does not know this call: it runs an older version, or is no weight server: update it"
@@ -138,8 +138,17 @@ class ShardConnection:
                     status.name,
                     self._retry_seconds - waited,
                 )
-            time.sleep(min(pause * random.uniform(0.5, 1.0), self._retry_seconds - waited))
+            wanted = max(pause * random.uniform(0.5, 1.0), hint * random.uniform(1.0, 1.5))  # not all at one time
+            time.sleep(min(wanted, self._retry_seconds - waited))
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def close(self) -> None:
         self._channel.close()
+
+
+def _retry_hint(error: grpc.RpcError) -> float:
+    """Seconds after which the shard wants to be asked again; 0 where it says nothing."""
+    for key, value in error.trailing_metadata() or ():
+        if key == RETRY_HINT and value.isdigit():
+            return min(int(value) / 1000, _LONGEST_PAUSE_SECONDS)
+    return 0.0

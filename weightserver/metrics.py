@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
@@ -44,6 +45,19 @@ class ShardMetrics:
             "weightserver_unauthenticated_calls", "Calls refused for want of the token.", registry=self.registry
         )
 
+        self._refused = Counter(
+            "weightserver_refused_calls",
+            "Calls refused because as many of their lane were in progress as may be.",
+            ["lane"],
+            registry=self.registry,
+        )
+        self._cut_off = Counter(
+            "weightserver_cut_off_calls",
+            "Calls ended because their caller neither sent nor took a message.",
+            ["lane"],
+            registry=self.registry,
+        )
+
     def follow(self, shard: Shard) -> None:
         """Publishes what the shard holds, read at each scrape."""
         for name, text, value in (
@@ -59,6 +73,11 @@ class ShardMetrics:
         ):
             Gauge(name, text, registry=self.registry).set_function(value)
 
+    def request_memory(self, used_bytes: Callable[[], float]) -> None:
+        Gauge(
+            "weightserver_request_memory_bytes", "What the requests in progress have reserved.", registry=self.registry
+        ).set_function(used_bytes)
+
     def certificate_holds_until(self, end: datetime) -> None:
         Gauge(
             "weightserver_certificate_expiry_timestamp_seconds",
@@ -68,6 +87,12 @@ class ShardMetrics:
 
     def unauthenticated(self) -> None:
         self._unauthenticated.inc()
+
+    def refused(self, lane: str) -> None:
+        self._refused.labels(lane).inc()
+
+    def cut_off(self, lane: str) -> None:
+        self._cut_off.labels(lane).inc()
 
     def answered(self, method: str, status: str, seconds: float) -> None:
         self._seconds.labels(method, status).observe(seconds)

@@ -26,14 +26,17 @@ from weightserver.addresses import is_loopback, split_address
 from weightserver.allocator import keep_large_buffers
 from weightserver.committer import Committer
 from weightserver.metrics import ShardMetrics
+from weightserver.overload import MAX_CALLS, CallLimiter, Memory
 from weightserver.security import ServerTls, TokenInterceptor, has_token, read_token, server_tls
 from weightserver.shard import Shard
 from weightserver.storage import LmdbStorage
-from weightserver.wire import MAX_MESSAGE_BYTES
+from weightserver.wire import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 
-_NUM_THREADS = 16
-_MAX_CALLS = 128
-"""Calls accepted at a time; further ones are refused as RESOURCE_EXHAUSTED and tried again by the client."""
+_MAX_STREAMS = 128
+"""Calls at a time on one connection; its client keeps further ones back."""
+_HANDSHAKE_SECONDS = 10
+_KEEPALIVE_SECONDS = 60
+"""How long a connection is silent before its peer is asked whether it is still there."""
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +59,10 @@ class ServerConfig:
     """Address on which /metrics is served. It tells no rows, asks for no token and is read-only."""
     grace_seconds: float = 10.0
     """How long running calls may go on after SIGTERM."""
+    request_memory_mib: int = 4096
+    """What the requests in progress may hold together: enough for the largest write and the blocks that it changes."""
+    stall_seconds: float = 10.0
+    """How long a caller may neither send nor take a message before its call is cut off."""
     verify_reads: bool = True
     """Whether the checksums of rows that are fetched are looked at."""
     tls_cert: Path | None = None
@@ -81,6 +88,10 @@ class ServerConfig:
             raise ValueError(f"--shard must lie in 0..num_shards-1, got {self.shard} of {self.num_shards}")
         if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
             raise ValueError(f"--metrics-port must lie in 0..65535, got {self.metrics_port}")
+        if self.request_memory_mib < 16:
+            raise ValueError(f"--request-memory-mib must be at least 16, got {self.request_memory_mib}")
+        if not 0 < self.stall_seconds <= 3600:
+            raise ValueError(f"--stall-seconds must be positive and at most 3600, got {self.stall_seconds}")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key belong together: give both or none")
         if self.tls_client_ca is not None and self.tls_cert is None:
@@ -117,13 +128,20 @@ def serve(config: ServerConfig) -> None:
         tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca)
     token = read_token(config.token_file)
     metrics = ShardMetrics(shard=config.shard, num_shards=config.num_shards, version=__version__)
+    memory = Memory(config.request_memory_mib << 20)
+    limiter = CallLimiter(
+        memory, stall_seconds=config.stall_seconds, on_refused=metrics.refused, on_cut_off=metrics.cut_off
+    )
     server = grpc.server(
-        ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grpc"),
-        interceptors=[] if token is None else [TokenInterceptor(token, metrics.unauthenticated)],
-        maximum_concurrent_rpcs=_MAX_CALLS,
+        ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="grpc"),
+        interceptors=[*([] if token is None else [TokenInterceptor(token, metrics.unauthenticated)]), limiter],
+        maximum_concurrent_rpcs=MAX_CALLS,  # beyond it the thread that deals out the calls refuses by itself
         options=[
             ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_concurrent_streams", _MAX_STREAMS),
+            ("grpc.server_handshake_timeout_ms", 1000 * _HANDSHAKE_SECONDS),
+            ("grpc.keepalive_time_ms", 1000 * _KEEPALIVE_SECONDS),
+            ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ],
     )
@@ -148,6 +166,7 @@ def serve(config: ServerConfig) -> None:
         storage.close()
         raise
     metrics.follow(shard)
+    metrics.request_memory(lambda: memory.used_bytes)
     if tls is not None:
         metrics.certificate_holds_until(tls.holds_until)
     try:
@@ -156,7 +175,7 @@ def serve(config: ServerConfig) -> None:
         storage.close()
         raise
     committer = Committer(shard.batch)
-    service.add_to_server(service.WeightServerService(shard, committer, metrics), server)
+    service.add_to_server(service.WeightServerService(shard, committer, metrics, memory), server)
     healthy = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     healthy.set("", health_pb2.HealthCheckResponse.SERVING)

@@ -6,8 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import CancelledError
 from typing import TypeVar
 
 import grpc
@@ -17,19 +16,20 @@ from google.protobuf.message_factory import GetMessageClass
 from weightserver import __version__
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.committer import Committer
-from weightserver.config import MAX_ROWS
-from weightserver.errors import InvalidRequestError, OverloadedError, WeightServerError
+from weightserver.config import MAX_ROWS, TableSpec
+from weightserver.errors import InvalidRequestError, WeightServerError
 from weightserver.metrics import ShardMetrics
+from weightserver.overload import Memory, Reservation, abort, blocks_bytes, fetch_bytes, write_bytes
+from weightserver.received import ReceivedWrite, write_header
 from weightserver.shard import Batch, Rows, Shard, WriteHeader
 from weightserver.sharding import Int64Array
 from weightserver.wire import (
     MAX_NAME_CHARACTERS,
     MAX_WRITE_BYTES,
     MAX_WRITE_ROWS,
-    Float32Array,
+    count_rows,
     encode_fetch_response,
     float32_from_bytes,
-    int64_from_bytes,
     rows_from_proto,
     spec_from_proto,
     spec_to_proto,
@@ -38,20 +38,19 @@ from weightserver.wire import (
 
 NAME = pb.DESCRIPTOR.services_by_name["WeightServer"].full_name
 _WRITER_BYTES = 16
-_DEFAULT_WAIT_SECONDS = 30.0
 
 _log = logging.getLogger(__name__)
-_Message = TypeVar("_Message", pb.PushGradientsRequest, pb.WriteStateRequest)
 Result = TypeVar("Result")
 
 
 class WeightServerService:
     """Serves one shard; its methods run in gRPC's threads."""
 
-    def __init__(self, shard: Shard, committer: Committer, metrics: ShardMetrics) -> None:
+    def __init__(self, shard: Shard, committer: Committer, metrics: ShardMetrics, memory: Memory) -> None:
         self._shard = shard
         self._committer = committer
         self._metrics = metrics
+        self._memory = memory
 
     def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeResponse:
         with self._answering("Describe", context):
@@ -127,8 +126,9 @@ class WeightServerService:
 
     def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answers serialized FetchResponses: see `wire`."""
-        with self._answering("Fetch", context):
+        with self._answering("Fetch", context), self._memory.reservation() as reserved:
             self._shard.check_table(request.table)
+            reserved.take(fetch_bytes(self._shard.require_table().spec, count_rows(request.rows)))
             rows = rows_from_proto(request.rows)
             self._shard.check_rows(rows)
             step = None if request.raw else request.step
@@ -146,29 +146,24 @@ class WeightServerService:
     def PushGradients(
         self, request_iterator: Iterator[pb.PushGradientsRequest], context: grpc.ServicerContext
     ) -> pb.WriteResponse:
-        with self._answering("PushGradients", context):
-            header, messages = self._receive(request_iterator)
-            rows = self._written_rows(header, messages)
-            gradients = self._matrix([message.gradients for message in messages], rows, "gradients")
-            applied = self._commit(
-                context, lambda batch: self._shard.push_gradients(batch, _header(header), rows, gradients)
-            )
+        with self._answering("PushGradients", context), self._memory.reservation() as reserved:
+            write = self._receive(request_iterator, ("gradients",), reserved)
+            header, rows, (gradients,) = write.header, write.rows(), write.values()
+            self._check_written(rows, reserved)
+            applied = self._commit(context, lambda batch: self._shard.push_gradients(batch, header, rows, gradients))
             self._metrics.pushed(len(rows), gradients.nbytes, duplicate=not applied)
             return pb.WriteResponse(duplicate=not applied)
 
     def WriteState(
         self, request_iterator: Iterator[pb.WriteStateRequest], context: grpc.ServicerContext
     ) -> pb.WriteResponse:
-        with self._answering("WriteState", context):
-            header, messages = self._receive(request_iterator)
-            rows = self._written_rows(header, messages)
-            weight = self._matrix([message.weight for message in messages], rows, "weight")
-            momentum = self._matrix([message.momentum_buffer for message in messages], rows, "momentum_buffer")
-            last_step = int64_from_bytes(b"".join(message.last_step for message in messages), "last_step")
-            _require(len(last_step) == len(rows), f"{len(rows)} rows came with {len(last_step)} last_steps")
+        with self._answering("WriteState", context), self._memory.reservation() as reserved:
+            write = self._receive(request_iterator, ("weight", "momentum_buffer"), reserved)
+            header, rows, (weight, momentum) = write.header, write.rows(), write.values()
+            last_step = write.last_step()
+            self._check_written(rows, reserved)
             applied = self._commit(
-                context,
-                lambda batch: self._shard.write_state(batch, _header(header), rows, weight, momentum, last_step),
+                context, lambda batch: self._shard.write_state(batch, header, rows, weight, momentum, last_step)
             )
             self._metrics.written(len(rows), 2 * weight.nbytes, duplicate=not applied)
             return pb.WriteResponse(duplicate=not applied)
@@ -220,7 +215,7 @@ class WeightServerService:
             _require(request.header.step >= 0, "step must not be negative")
             _require(len(request.identity) in (0, _WRITER_BYTES), f"identity must be {_WRITER_BYTES} bytes")
             identity = request.identity.hex()
-            applied = self._commit(context, lambda batch: change(batch, _header(request.header), name, identity))
+            applied = self._commit(context, lambda batch: change(batch, write_header(request.header), name, identity))
             return pb.WriteResponse(duplicate=not applied)
 
     # ---- what the handlers share
@@ -234,11 +229,11 @@ class WeightServerService:
             yield
         except WeightServerError as error:
             status = error.status
-            context.abort(status, str(error))
+            abort(context, error)
         except (ValueError, TypeError) as error:  # TableSpec's own checks
             status = grpc.StatusCode.INVALID_ARGUMENT
             context.abort(status, str(error))
-        except GeneratorExit:  # the caller went away
+        except (GeneratorExit, CancelledError, grpc.RpcError):  # the caller went away
             status = grpc.StatusCode.CANCELLED
             raise
         except Exception:  # noqa: BLE001 - the boundary: nothing foreign crosses the wire
@@ -250,49 +245,52 @@ class WeightServerService:
 
     def _commit(self, context: grpc.ServicerContext, operation: Callable[[Batch], Result]) -> Result:
         """Runs `operation` in the committer; returns once it is durable."""
-        future: Future[Result] = self._committer.submit(operation)
-        remaining = context.time_remaining()
-        try:
-            return future.result(_DEFAULT_WAIT_SECONDS if remaining is None else remaining)
-        except FutureTimeoutError:
+        future = self._committer.submit(operation)
+        if not context.add_callback(future.cancel):  # called too when the deadline passes
             future.cancel()
-            raise OverloadedError("the write did not reach the disk before the deadline: it may yet") from None
+        return future.result()
 
-    def _receive(self, messages: Iterator[_Message]) -> tuple[pb.WriteHeader, list[_Message]]:
-        """All messages of one write, and the header of the first."""
-        received: list[_Message] = []
-        num_bytes = 0
+    def _receive(
+        self,
+        messages: Iterator[pb.PushGradientsRequest] | Iterator[pb.WriteStateRequest],
+        names: tuple[str, ...],
+        reserved: Reservation,
+    ) -> ReceivedWrite:
+        """All messages of one write, whose float32 fields are `names`; room for it is there before it is received."""
+        write: ReceivedWrite | None = None
         for message in messages:
-            if not received:
-                _check_write(message)
-            num_bytes += message.ByteSize()
-            _require(num_bytes <= MAX_WRITE_BYTES, f"more than {MAX_WRITE_BYTES} bytes in one write: split it")
-            received.append(message)
-        _require(bool(received), "the first message of a write has no header")
-        return received[0].header, received
+            if write is None:
+                header = message.header
+                _require(message.HasField("header"), "the first message of a write has no header")
+                _check_header(header)
+                _require(
+                    0 <= header.num_rows <= MAX_WRITE_ROWS,
+                    f"{header.num_rows} rows in one write, at most {MAX_WRITE_ROWS} are taken: split it",
+                )
+                self._shard.check_table(header.table)
+                spec = self._shard.require_table().spec
+                _require(
+                    header.num_rows * (8 + 4 * len(names) * spec.dim) <= MAX_WRITE_BYTES,
+                    f"more than {MAX_WRITE_BYTES} bytes in one write: split it",
+                )
+                reserved.take(write_bytes(spec, header.num_rows, len(names) * spec.dim))
+                reserved.take(blocks_bytes(spec, _fewest_blocks(spec, header.num_rows)))
+                write = ReceivedWrite(header, spec.dim, names)
+            write.add(message)
+        if write is None:
+            raise InvalidRequestError("the first message of a write has no header")
+        return write
 
-    def _written_rows(self, header: pb.WriteHeader, messages: list[_Message]) -> Int64Array:
-        self._shard.check_table(header.table)
-        parts: list[Int64Array] = []
-        num_rows = 0
-        for message in messages:  # ranges are short for what they name: no more of them than announced
-            parts.append(rows_from_proto(message.rows))
-            num_rows += len(parts[-1])
-            if num_rows > header.num_rows:
-                break
-        _require(num_rows == header.num_rows, f"the write announced {header.num_rows} rows and brought {num_rows}")
-        rows = np.concatenate(parts)
+    def _check_written(self, rows: Int64Array, reserved: Reservation) -> None:
+        """The rows live here, and there is room for their blocks in the transaction."""
         self._shard.check_rows(rows)
-        return rows
+        spec = self._shard.require_table().spec
+        num_blocks = int(np.count_nonzero(np.diff(rows // spec.rows_per_block, prepend=-1)))
+        reserved.take(blocks_bytes(spec, max(0, num_blocks - _fewest_blocks(spec, len(rows)))))
 
-    def _matrix(self, parts: list[bytes], rows: Int64Array, name: str) -> Float32Array:
-        """float32 [n, D] from the bytes of all messages."""
-        values = float32_from_bytes(parts[0] if len(parts) == 1 else b"".join(parts), name)
-        dim = self._shard.require_table().spec.dim
-        _require(
-            len(values) == len(rows) * dim, f"{name} holds {len(values)} values, {len(rows)} rows of {dim} need others"
-        )
-        return values.reshape(len(rows), dim)
+
+def _fewest_blocks(spec: TableSpec, num_rows: int) -> int:
+    return -(-num_rows // spec.rows_per_block)
 
 
 def _encoded(chunks: Iterator[Rows]) -> Iterator[tuple[int, bytes]]:
@@ -322,16 +320,6 @@ def add_to_server(service: WeightServerService, server: grpc.Server) -> None:
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(contract.full_name, handlers)])
 
 
-def _check_write(first: pb.PushGradientsRequest | pb.WriteStateRequest) -> None:
-    """Raises InvalidRequestError unless a write may begin with this message."""
-    _require(first.HasField("header"), "the first message of a write has no header")
-    _check_header(first.header)
-    _require(
-        first.header.num_rows <= MAX_WRITE_ROWS,
-        f"{first.header.num_rows} rows in one write, at most {MAX_WRITE_ROWS} are taken: split it",
-    )
-
-
 def _check_header(header: pb.WriteHeader) -> None:
     _require(len(header.writer) == _WRITER_BYTES, f"writer must be {_WRITER_BYTES} bytes")
     _require(header.sequence > 0, "sequence must be positive")
@@ -339,10 +327,6 @@ def _check_header(header: pb.WriteHeader) -> None:
 
 def _check_name(name: str) -> None:
     _require(0 < len(name) <= MAX_NAME_CHARACTERS, f"name must have 1 to {MAX_NAME_CHARACTERS} characters")
-
-
-def _header(header: pb.WriteHeader) -> WriteHeader:
-    return WriteHeader(header.epoch, header.writer, header.sequence, header.settled_before, header.step)
 
 
 def _require(good: bool | np.bool_, message: str) -> None:

@@ -21,10 +21,14 @@ from weightserver.sharding import Int64Array, from_ranges, to_ranges
 MAX_MESSAGE_BYTES = 64 << 20
 """The largest message either side takes; bulk goes as streams of messages of about `CHUNK_BYTES`."""
 CHUNK_BYTES = 1 << 20
+RETRY_HINT = "grpc-retry-pushback-ms"
+"""Key of the trailing metadata in which a shard that is overloaded says how soon to try again, as gRFC A6 names it."""
 MAX_ROWS = 1 << 22
 """Rows that one fetch, or one message of a write, may name: 32 MiB of them where they are scattered."""
 MAX_WRITE_ROWS = 1 << 24
 """Rows in one push or state write."""
+MAX_REQUEST_BYTES = 8 * MAX_ROWS + (1 << 20)
+"""The largest message that a shard takes: as many rows one by one as a fetch may name."""
 MAX_WRITE_BYTES = 1 << 30
 """Rows and values in one push or state write; the client splits none, because a write is atomic on a shard."""
 MAX_NAME_CHARACTERS = 256
@@ -57,8 +61,8 @@ def rows_to_proto(rows: Int64Array) -> pb.Rows:
     return pb.Rows(ids=to_bytes(rows))
 
 
-def rows_from_proto(rows: pb.Rows) -> Int64Array:
-    """The rows that a message names, int64 [n]; whether the table has them is not checked.
+def count_rows(rows: pb.Rows) -> int:
+    """How many rows a message names; ranges are short for what they name.
 
     Raises:
         InvalidRequestError: the bytes are no rows, or more than MAX_ROWS.
@@ -68,17 +72,24 @@ def rows_from_proto(rows: pb.Rows) -> Int64Array:
     if rows.ids:
         if len(rows.ids) > 8 * MAX_ROWS:
             raise InvalidRequestError(f"one message may name at most {MAX_ROWS} rows: split it")
-        return int64_from_bytes(rows.ids, "ids")
+        return len(int64_from_bytes(rows.ids, "ids"))
     ranges = int64_from_bytes(rows.ranges, "ranges")
     if len(ranges) % 2:
         raise InvalidRequestError("ranges must be pairs of first row and count")
-    ranges = ranges.reshape(-1, 2)
-    counts = ranges[:, 1]
+    counts = ranges[1::2]
     if ((counts < 1) | (counts > MAX_ROWS)).any() or int(counts.sum()) > MAX_ROWS:
         raise InvalidRequestError(
             f"ranges must have positive counts, and one message may name at most {MAX_ROWS} rows: split it"
         )
-    return from_ranges(ranges)
+    return int(counts.sum())
+
+
+def rows_from_proto(rows: pb.Rows) -> Int64Array:
+    """The rows that a message names, int64 [n]; whether the table has them is not checked. Raises as `count_rows`."""
+    count_rows(rows)
+    if rows.ids:
+        return int64_from_bytes(rows.ids, "ids")
+    return from_ranges(int64_from_bytes(rows.ranges, "ranges").reshape(-1, 2))
 
 
 def to_bytes(array: npt.NDArray[np.float32] | Int64Array) -> bytes:

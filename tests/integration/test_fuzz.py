@@ -1,0 +1,351 @@
+"""Requests of every method with fields that are nearly right, with bytes changed, and bytes that are none, to the
+handlers, over a channel and at the bare port: each is refused or done, and the shard lives on as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import grpc
+import numpy as np
+import psutil
+import pytest
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from tests.memory_storage import MemoryStorage
+from weightserver import LocalCluster, TableSpec, WeightClient
+from weightserver._generated import weight_server_pb2 as pb
+from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
+from weightserver.committer import Committer
+from weightserver.metrics import ShardMetrics
+from weightserver.overload import BASE_BYTES, CallLimiter, Memory
+from weightserver.service import NAME, WeightServerService, add_to_server
+from weightserver.shard import Shard
+from weightserver.wire import spec_digest, spec_to_proto
+
+SPEC = TableSpec(num_rows=60, dim=2, rows_per_block=5)
+METHODS = pb.DESCRIPTOR.services_by_name["WeightServer"].methods
+HORIZON = 6
+MEMORY_MIB = 64
+INTEGERS = [0, 1, 2, 3, 5, 6, 59, 60, 1 << 22, (1 << 22) + 1, 1 << 24, 2**31 - 1, 2**32, 2**62, 2**63 - 1, 2**64 - 1]
+FORBIDDEN = {"UNKNOWN", "INTERNAL", "DATA_LOSS", "UNIMPLEMENTED"}
+
+
+class Inputs:
+    """Requests made at random from a seed; `epoch` is the session that they may name, 0 where none is right."""
+
+    def __init__(self, seed: int, epoch: int) -> None:
+        self._random = random.Random(seed)
+        self._epoch = epoch
+
+    def request(self) -> tuple[Any, list[bytes]]:
+        """A method of the contract and the messages of a call of it."""
+        method = self._random.choice(METHODS)
+        if method.name == "DropTable" and self._random.random() < 0.9:
+            method = self._random.choice(METHODS[-6:])
+        kind = GetMessageClass(method.input_type)
+        count = self._random.choice([1, 1, 1, 2, 3, 0]) if method.client_streaming else 1
+        return method, [self._bytes(kind, first=number == 0) for number in range(count)]
+
+    def _bytes(self, kind: type[Message], *, first: bool) -> bytes:
+        r = self._random
+        if r.random() < 0.05:
+            return r.randbytes(r.choice([0, 1, 7, 40, 3000]))
+        message = kind()
+        self._fill(message, first=first)
+        data = bytearray(message.SerializeToString())
+        if r.random() < 0.25:
+            for _ in range(r.randint(1, 4)):
+                at = r.randrange(len(data) + 1)
+                if r.random() < 0.5 and at < len(data):
+                    data[at] = r.randrange(256)
+                elif r.random() < 0.5:
+                    data[at:at] = r.randbytes(r.randint(1, 9))
+                else:
+                    del data[at : at + r.randint(1, 9)]
+        return bytes(data)
+
+    def _fill(self, message: Any, *, first: bool) -> None:
+        """Each field: mostly what would be right, else anything of its type."""
+        r = self._random
+        for field in message.DESCRIPTOR.fields:
+            if r.random() < 0.04 or (field.name == "header" and not first and r.random() < 0.9):
+                continue
+            if field.message_type is not None:
+                self._fill(getattr(message, field.name), first=first)
+                if field.name == "spec" and r.random() < 0.7:
+                    message.spec.CopyFrom(spec_to_proto(SPEC))
+            elif field.cpp_type == field.CPPTYPE_BOOL:
+                setattr(message, field.name, r.random() < 0.5)
+            elif field.cpp_type == field.CPPTYPE_DOUBLE:
+                setattr(message, field.name, r.choice([0.0, 0.9, 1.0, -1.0, 1e300, float("inf"), float("nan")]))
+            elif field.type == field.TYPE_BYTES:
+                setattr(message, field.name, self._field_bytes(field.name))
+            elif field.cpp_type == field.CPPTYPE_STRING:
+                setattr(
+                    message, field.name, r.choice(["a", "a", "b", "", "n" * 257, "zwei\nZeilen", "\U0001d6c8" * 256])
+                )
+            else:
+                signed = field.cpp_type in (field.CPPTYPE_INT32, field.CPPTYPE_INT64)
+                bits = 32 if field.cpp_type in (field.CPPTYPE_INT32, field.CPPTYPE_UINT32) else 64
+                value = self._integer(field.name)
+                setattr(
+                    message,
+                    field.name,
+                    max(-(1 << bits - 1), min(value, (1 << bits - signed) - 1))
+                    if signed
+                    else min(abs(value), (1 << bits) - 1),
+                )
+
+    def _integer(self, name: str) -> int:
+        r = self._random
+        right = {"epoch": self._epoch, "table": spec_digest(SPEC), "num_rows": 2, "settled_before": 0}
+        if r.random() < 0.85 and name in right:
+            return right[name]
+        if r.random() < 0.7:
+            return r.randint(1, 1100) if name == "sequence" else r.randint(0, HORIZON)
+        return r.choice(INTEGERS) * r.choice([1, 1, 1, -1])
+
+    def _field_bytes(self, name: str) -> bytes:
+        r = self._random
+        if r.random() < 0.08:
+            return r.randbytes(r.choice([0, 1, 8, 15, 16, 100]))
+        if name in ("writer", "opener", "identity"):
+            return bytes([r.randrange(3)]) * 16
+        if name == "ranges":
+            return b"" if r.random() < 0.8 else struct.pack("<2q", *(self._signed() for _ in range(2)))
+        if name == "ids":
+            first = r.choice([0, 1, 10, 23])
+            ids = [first, first + 1] if r.random() < 0.8 else [self._signed() for _ in range(r.randint(0, 5))]
+            return struct.pack(f"<{len(ids)}q", *ids)
+        if name == "last_step":
+            return struct.pack("<2q", *(r.randint(0, HORIZON) if r.random() < 0.9 else self._signed() for _ in "ab"))
+        values = [
+            r.choice([0.0, 0.1, 1.0, 0.5]) if r.random() < 0.97 else r.choice([3e38, float("nan"), -1]) for _ in "abcd"
+        ]
+        return struct.pack("<4f", *values)
+
+    def _signed(self) -> int:
+        return max(-(2**63), min(self._random.choice(INTEGERS) * self._random.choice([1, -1]), 2**63 - 1))
+
+
+class Ended(Exception):
+    """The call was ended with a status."""
+
+
+class FakeContext:
+    """Takes the place of gRPC's."""
+
+    def __init__(self) -> None:
+        self.status = "OK"
+        self.details = ""
+
+    def set_trailing_metadata(self, metadata: object) -> None: ...
+
+    def add_callback(self, callback: Callable[[], object]) -> bool:
+        return True
+
+    def abort(self, status: grpc.StatusCode, details: str) -> NoReturn:
+        self.status, self.details = status.name, details
+        raise Ended
+
+    def cancel(self) -> None: ...
+
+
+class InProcess:
+    """A shard's handlers behind its call limiter, without a channel and a disk."""
+
+    def __init__(self) -> None:
+        self.shard = Shard(MemoryStorage(), shard=0, num_shards=2)
+        self.committer, self.memory = Committer(self.shard.batch), Memory(MEMORY_MIB << 20)
+        service = WeightServerService(
+            self.shard, self.committer, ShardMetrics(shard=0, num_shards=2, version="0"), self.memory
+        )
+        registered: list[Any] = []
+        add_to_server(service, SimpleNamespace(add_generic_rpc_handlers=registered.extend))
+        limiter = CallLimiter(self.memory, stall_seconds=60, on_refused=lambda lane: None, on_cut_off=lambda lane: None)
+        self._handlers = {}
+        for method in METHODS:
+            details = SimpleNamespace(method=f"/{NAME}/{method.name}", invocation_metadata=())
+            self._handlers[method.name] = limiter.intercept_service(registered[0].service, details)
+        self.prepare()
+
+    def prepare(self) -> None:
+        """There is a table, a schedule and a session, whose epoch is 1 at first."""
+
+        def do(operation: Callable[[Any], Any]) -> None:
+            self.committer.submit(operation).result(10)
+
+        if self.shard.spec is None:
+            do(lambda batch: self.shard.create_table(batch, SPEC))
+            do(
+                lambda batch: self.shard.extend_schedule(
+                    batch, 0, np.full(HORIZON, 0.5, np.float32), 0, 0, self.shard.state.schedule_version
+                )
+            )
+            do(lambda batch: self.shard.open_session(batch, "fuzz", self.shard.state.epoch + 1, b"o" * 16))
+
+    def call(self, method: Any, messages: list[bytes]) -> FakeContext:
+        handler, context = self._handlers[method.name], FakeContext()
+        try:
+            if method.server_streaming:
+                for _ in handler.stream_stream(iter(messages), context):
+                    pass
+            else:
+                handler.stream_unary(iter(messages), context)
+        except Ended:
+            pass
+        return context
+
+
+@pytest.mark.parametrize("count", [3000, pytest.param(200_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_handlers(count: int) -> None:
+    """The session's epoch may be guessed, so many requests succeed; rows stay finite and every reservation is ended."""
+    place = InProcess()
+    try:
+        answers: Counter[tuple[str, str]] = Counter()
+        inputs = Inputs(seed=1, epoch=0)
+        for number in range(count):
+            inputs._epoch = place.shard.state.epoch
+            if place.shard.state.epoch > 2**60:  # one was taken at its word: there is hardly a newer one
+                place.committer.submit(lambda batch: setattr(batch, "state", type(batch.state)())).result(10)
+                place.committer.submit(place.shard.drop_table).result(10)
+            if place.shard.spec != SPEC and (place.shard.spec is None or number % 50 == 0):
+                place.committer.submit(place.shard.drop_table).result(10)
+                place.prepare()
+            method, messages = inputs.request()
+            outcome = place.call(method, messages)
+            assert outcome.status not in FORBIDDEN, (number, method.name, outcome.status, outcome.details, messages)
+            assert "\n" not in outcome.details, outcome.details
+            assert place.memory.used_bytes == 0
+            answers[method.name, outcome.status] += 1
+        succeeded = {method for method, status in answers if status == "OK"}
+        assert succeeded == {method.name for method in METHODS}
+        if place.shard.spec == SPEC:
+            rows = np.flatnonzero((np.arange(SPEC.num_rows) // SPEC.rows_per_block) % 2 == 0)
+            for part in place.shard.fetch(rows, step=None, state=True):
+                assert np.isfinite(part.weight).all()
+    finally:
+        place.committer.close()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalCluster, WeightClient]]:
+    directory = tmp_path_factory.mktemp("fuzz")
+    options = ["--request-memory-mib", str(MEMORY_MIB), "--stall-seconds", "2"]
+    with LocalCluster(1, directory, serve_options=options) as cluster, WeightClient(cluster.addresses) as client:
+        client.create_table(SPEC)
+        client.extend_schedule(0, np.full(HORIZON, 0.5))
+        client.open_session("owner")
+        client.push_gradients(np.arange(40), np.ones((40, 2), np.float32), step=1)
+        client.checkpoint("kept", step=2)
+        with grpc.insecure_channel(cluster.addresses[0]) as channel:  # an epoch that no input guesses
+            opening = pb.OpenSessionRequest(name="owner", epoch=1_000_000_007, opener=b"o" * 16)
+            WeightServerStub(channel).OpenSession(opening, timeout=10)
+        yield cluster, client
+    assert "Traceback" not in (directory / "shard-0.log").read_text()
+
+
+def everything(client: WeightClient) -> tuple[object, ...]:
+    state, info = client.fetch_state(np.arange(SPEC.num_rows)), client.describe()
+    return (
+        state.weight.tobytes(),
+        state.momentum_buffer.tobytes(),
+        state.last_step.tobytes(),
+        info.spec,
+        info.epoch,
+        info.clock,
+        info.horizon,
+        info.rows_stored,
+        client.checkpoints(),
+    )
+
+
+@pytest.mark.parametrize("count", [600, pytest.param(40_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_over_a_channel(place: tuple[LocalCluster, WeightClient], count: int) -> None:
+    """No request has the session, so none may change anything."""
+    cluster, client = place
+    before, statuses = everything(client), Counter[str]()
+    process = psutil.Process(cluster.processes[0].pid)
+
+    def work(seed: int) -> None:
+        inputs = Inputs(seed, epoch=0)
+        with grpc.insecure_channel(cluster.addresses[0], [("fuzz", seed)]) as channel:
+            for _ in range(count // 4):
+                method, messages = inputs.request()
+                if method.name in ("DropTable", "OpenSession", "ExtendSchedule"):  # right without a session
+                    messages = [b"\x07" + message for message in messages]  # there is no wire type 7
+                path = f"/{NAME}/{method.name}"
+                kind = channel.stream_stream if method.server_streaming else channel.stream_unary
+                try:
+                    answer = kind(path)(iter(messages), timeout=20)
+                    statuses["OK"] += len(list(answer)) >= 0
+                except grpc.RpcError as error:
+                    statuses[error.code().name] += 1
+
+    with ThreadPoolExecutor(4) as pool:
+        for one in [pool.submit(work, seed) for seed in range(4)]:
+            one.result()
+    assert everything(client) == before
+    assert not FORBIDDEN & set(statuses), statuses
+    assert {"OK", "INVALID_ARGUMENT", "ABORTED"} <= set(statuses)
+    assert own_memory(process) < BASE_BYTES + (MEMORY_MIB << 20)
+
+
+def own_memory(process: psutil.Process) -> int:
+    """Without the map of the data file."""
+    return int(process.memory_info().rss - process.memory_info().shared)
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_at_the_bare_port(place: tuple[LocalCluster, WeightClient], count: int) -> None:
+    """Bytes at random, parts of HTTP/2's greeting, frames of every kind behind a whole one; some never hang up."""
+    cluster, client = place
+    before, r = everything(client), random.Random(3)
+    process, (host, _, port) = psutil.Process(cluster.processes[0].pid), cluster.addresses[0].rpartition(":")
+    descriptors = process.num_fds()
+    held: list[socket.socket] = []
+
+    def frame() -> bytes:
+        payload = r.randbytes(r.choice([0, 4, 5, 8, 40, 3000]))
+        size = len(payload) if r.random() < 0.8 else r.choice([0, 1, 2**24 - 1])
+        return (
+            struct.pack(">I", size)[1:]
+            + bytes([r.randrange(12), r.randrange(256)])
+            + struct.pack(">I", r.choice([0, 1, 3, 2**31 - 1]))
+            + payload
+        )
+
+    for number in range(count):
+        data = [
+            r.randbytes(r.choice([1, 24, 500, 70_000])),
+            PREFACE[: r.randrange(len(PREFACE))],
+            PREFACE + b"".join(frame() for _ in range(r.randint(1, 20))),
+            PREFACE + b"\0\0\0\4\0\0\0\0\0" + b"".join(frame() for _ in range(r.randint(1, 20))),
+        ][number % 4]
+        one = socket.create_connection((host, int(port)), timeout=10)
+        held.append(one)
+        with contextlib.suppress(OSError):  # it may have hung up
+            one.sendall(data)
+        if len(held) > 100:
+            held.pop(r.randrange(100)).close()
+    assert everything(client) == before
+    for one in held:
+        one.close()
+    deadline = time.monotonic() + 20
+    while process.num_fds() > descriptors + 5:
+        assert time.monotonic() < deadline, "connections whose peer is gone are kept"
+        time.sleep(0.05)
+    assert own_memory(process) < BASE_BYTES + (MEMORY_MIB << 20)

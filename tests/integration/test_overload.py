@@ -1,0 +1,385 @@
+"""More than a shard can take: callers that are silent, cancelled or far too many. It stays small, and goes on."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import psutil
+import pytest
+
+from weightserver import LocalCluster, OverloadedError, TableSpec, WeightClient, WeightServerError
+from weightserver._generated import weight_server_pb2 as pb
+from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
+from weightserver.committer import Committer
+from weightserver.connection import ShardConnection
+from weightserver.metrics import ShardMetrics
+from weightserver.overload import BASE_BYTES, LANES, MAX_CALLS, Memory
+from weightserver.service import WeightServerService
+from weightserver.shard import Shard
+from weightserver.storage import LmdbStorage
+from weightserver.wire import CHUNK_BYTES, RETRY_HINT, rows_to_proto
+
+SPEC = TableSpec(num_rows=1_000_000, dim=64, momentum=0, weight_decay=0, init_std=0)
+MEMORY_MIB = 128
+CEILING = BASE_BYTES + (MEMORY_MIB << 20) + MAX_CALLS * CHUNK_BYTES
+"""With callers whose messages are of 1 MiB, as those here."""
+OPTIONS = ["--request-memory-mib", str(MEMORY_MIB), "--stall-seconds", "1"]
+SOAK_MINUTES = float(os.environ.get("SOAK_MINUTES", "60"))
+
+
+class Crowd:
+    """One shard with little memory, a good client of it, and callers that are not good."""
+
+    def __init__(self, cluster: LocalCluster, client: WeightClient) -> None:
+        self.cluster, self.client = cluster, client
+        self.process = psutil.Process(cluster.processes[0].pid)
+        client.create_table(SPEC)
+        client.extend_schedule(0, np.ones(10, np.float32))
+        self.epoch = client.open_session("crowd")
+        self._channels = [grpc.insecure_channel(cluster.addresses[0], [("crowd", n)]) for n in range(4)]
+        self._stubs = [WeightServerStub(channel) for channel in self._channels]
+        self._calls: list[Any] = []
+        self._end = threading.Event()
+        self.peak = 0
+        self._sampler = threading.Thread(target=self._sample)
+        self._sampler.start()
+
+    def _sample(self) -> None:
+        while not self._end.wait(0.01):
+            try:
+                self.peak = max(self.peak, self.memory())
+            except psutil.NoSuchProcess:
+                return
+
+    def memory(self) -> int:
+        """Bytes of the shard's process, without the map of its data file."""
+        found = self.process.memory_info()
+        return int(found.rss - found.shared)
+
+    def metric(self, name: str) -> float:
+        with urllib.request.urlopen(f"http://{self.cluster.metrics_addresses[0]}/metrics", timeout=10) as answer:
+            return sum(
+                float(line.rpartition(" ")[2]) for line in answer.read().decode().splitlines() if line.startswith(name)
+            )
+
+    def stub(self, number: int = 0) -> WeightServerStub:
+        return self._stubs[number % len(self._stubs)]
+
+    def header(self, number: int, num_rows: int) -> pb.WriteHeader:
+        return pb.WriteHeader(epoch=self.epoch, writer=number.to_bytes(16, "big"), sequence=1, num_rows=num_rows)
+
+    def read_nothing(self, count: int) -> None:
+        """Fetches of a million rows, of which no message is taken."""
+        request = pb.FetchRequest(rows=rows_to_proto(np.arange(SPEC.num_rows)), step=0, state=True)
+        self._calls += [self.stub(number).Fetch(request) for number in range(count)]
+
+    def send_halves(self, count: int, num_rows: int = 8192) -> None:
+        """Writes that stop after the first of two messages."""
+        half = rows_to_proto(np.arange(num_rows // 2))
+
+        def messages(number: int) -> Iterator[pb.PushGradientsRequest]:
+            gradients = bytes(2 * num_rows * SPEC.dim)
+            yield pb.PushGradientsRequest(header=self.header(number, num_rows), rows=half, gradients=gradients)
+            self._end.wait()
+
+        self._calls += [self.stub(number).PushGradients.future(messages(number)) for number in range(count)]
+
+    def send_no_message(self, count: int) -> None:
+        """Calls of one message that never bring it."""
+
+        def nothing() -> Iterator[bytes]:
+            self._end.wait()
+            yield b""
+
+        for number in range(count):
+            channel = self._channels[number % len(self._channels)]
+            method = ("pic.weightserver.v1.WeightServer/Describe", "grpc.health.v1.Health/Check")[number % 2]
+            self._calls.append(channel.stream_unary(f"/{method}").future(nothing()))
+
+    def work(self, rounds: int) -> float:
+        """Seconds that the good client takes for fetches and pushes."""
+        rows = np.arange(1000)
+        started = time.monotonic()
+        for _ in range(rounds):
+            self.client.fetch(rows, step=1)
+            self.client.push_gradients(rows, np.ones((1000, SPEC.dim), np.float32), step=0)
+        return time.monotonic() - started
+
+    def leave(self) -> None:
+        for call in self._calls:
+            call.cancel()
+        self._calls.clear()
+
+    def close(self) -> None:
+        self.leave()
+        self._end.set()
+        self._sampler.join()
+        for channel in self._channels:
+            channel.close()
+
+
+@contextmanager
+def crowd_at(directory: Path, *options: str) -> Iterator[Crowd]:
+    with ExitStack() as stack:
+        cluster = stack.enter_context(LocalCluster(1, directory, serve_options=[*OPTIONS, *options]))
+        client = stack.enter_context(WeightClient(cluster.addresses, timeout_seconds=10, retry_seconds=30))
+        crowd = Crowd(cluster, client)
+        stack.callback(crowd.close)
+        yield crowd
+    assert "Traceback" not in (directory / "shard-0.log").read_text()
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crowd]:
+    with crowd_at(tmp_path_factory.mktemp("crowd")) as crowd:
+        yield crowd
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened for 20 s"
+        time.sleep(0.05)
+
+
+def test_silent_callers_stop_nobody(crowd: Crowd) -> None:
+    """Ten times as many as there are places read nothing, send halves of writes or no message at all."""
+    crowd.work(3)
+    crowd.read_nothing(10 * LANES["Fetch"])
+    crowd.send_halves(10 * LANES["write"])
+    crowd.send_no_message(10 * LANES["short"])
+    assert crowd.work(5) < 20
+    assert crowd.client.describe().spec == SPEC
+    assert crowd.peak < CEILING
+    assert crowd.metric("weightserver_refused_calls_total") > 0
+    assert crowd.metric("weightserver_cut_off_calls_total") > 0
+    wait_until(lambda: crowd.metric("weightserver_request_memory_bytes ") == 0)  # nobody is waited for without end
+    crowd.leave()
+
+
+def test_a_write_is_refused_before_it_is_received(crowd: Crowd) -> None:
+    """Room for a whole write is taken when it begins; one that finds none hears when to try again."""
+    num_rows, value = 80_000, bytes(4 * SPEC.dim)  # 81 MB of 134
+
+    def begin(number: int, num_rows: int) -> Any:
+        def messages() -> Iterator[pb.PushGradientsRequest]:
+            yield pb.PushGradientsRequest(
+                header=crowd.header(number, num_rows), rows=rows_to_proto(np.arange(1)), gradients=value
+            )
+            time.sleep(0.8)
+
+        return crowd.stub(number).PushGradients.future(messages(), timeout=10)
+
+    first = begin(1, num_rows)
+    wait_until(lambda: crowd.metric("weightserver_request_memory_bytes ") > 70_000_000)
+    second, far_too_large = begin(2, num_rows), begin(3, 400_000)
+    assert second.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "no memory for another request now" in second.details()
+    assert 0 < int(dict(second.trailing_metadata())[RETRY_HINT]) < 10_000
+    assert far_too_large.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "split it, or give the shard more --request-memory-mib" in far_too_large.details()
+    assert first.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert f"announced {num_rows} rows and brought 1" in first.details()
+    scattered = pb.Rows(ids=np.arange(0, SPEC.num_rows, 200).tobytes())
+    message = pb.PushGradientsRequest(header=crowd.header(4, 5000), rows=scattered, gradients=5000 * value)
+    with pytest.raises(
+        grpc.RpcError, match=r"the request needs \d+ MiB of memory"
+    ) as raised:  # of blocks that it changes
+        crowd.stub().PushGradients(iter([message]), timeout=10)
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert crowd.metric("weightserver_request_memory_bytes ") == 0
+
+
+def test_a_client_waits_as_long_as_it_is_told() -> None:
+    times = []
+
+    def describe(_: bytes, context: grpc.ServicerContext) -> bytes:
+        times.append(time.monotonic())
+        if len(times) < 3:
+            context.set_trailing_metadata(((RETRY_HINT, "400"),))
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+        return b""
+
+    server = grpc.server(ThreadPoolExecutor(2))
+    handlers = {"Describe": grpc.unary_unary_rpc_method_handler(describe)}
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler("pic.weightserver.v1.WeightServer", handlers)]
+    )
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    connection = ShardConnection(address, credentials=None, token=None, timeout_seconds=5, retry_seconds=5)
+    try:
+        connection.call("Describe", pb.DescribeRequest())
+    finally:
+        connection.close()
+        server.stop(None)
+    assert [0.39 < later - earlier < 2 for earlier, later in itertools.pairwise(times)] == [True, True]
+
+
+def test_a_fetch_ends_with_its_caller(crowd: Crowd) -> None:
+    fetched = 'weightserver_rows_total{operation="fetch"}'
+    before = crowd.metric(fetched)
+    answer = crowd.stub().Fetch(
+        pb.FetchRequest(rows=rows_to_proto(np.arange(SPEC.num_rows)), step=1, state=True), timeout=10
+    )
+    next(answer)
+    answer.cancel()
+    wait_until(lambda: crowd.metric("weightserver_request_memory_bytes ") == 0)
+    read = crowd.metric(fetched) - before
+    assert 0 < read < SPEC.num_rows / 4
+    time.sleep(0.2)
+    assert crowd.metric(fetched) - before == read
+
+
+class FakeContext:
+    """A caller that goes away when the test says so."""
+
+    def __init__(self) -> None:
+        self.gone: list[Callable[[], object]] = []
+
+    def add_callback(self, callback: Callable[[], object]) -> bool:
+        self.gone.append(callback)
+        return True
+
+
+def test_a_waiting_write_ends_with_its_caller(tmp_path: Path) -> None:
+    """It is behind another one in the queue: it is never applied, and what it held is given back at once."""
+    storage = LmdbStorage(tmp_path)
+    shard = Shard(storage, shard=0, num_shards=1)
+    committer, memory = Committer(shard.batch), Memory(64 << 20)
+    service = WeightServerService(shard, committer, ShardMetrics(shard=0, num_shards=1, version="0"), memory)
+    committer.submit(lambda batch: shard.create_table(batch, SPEC)).result(10)
+    committer.submit(lambda batch: shard.extend_schedule(batch, 0, np.ones(5, np.float32), 0, 0, 0)).result(10)
+    committer.submit(lambda batch: shard.open_session(batch, "test", 1, b"o" * 16)).result(10)
+    began, go, context = threading.Event(), threading.Event(), FakeContext()
+    busy = committer.submit(lambda batch: (began.set(), go.wait(20)))
+    assert began.wait(10)
+    header = pb.WriteHeader(epoch=1, writer=b"w" * 16, sequence=1, num_rows=2)
+    message = pb.PushGradientsRequest(header=header, rows=rows_to_proto(np.arange(2)), gradients=bytes(8 * SPEC.dim))
+    with ThreadPoolExecutor(1) as pool:
+        push = pool.submit(service.PushGradients, iter([message]), context)
+        wait_until(lambda: bool(context.gone))
+        assert memory.used_bytes > 0
+        context.gone[0]()
+        with pytest.raises(CancelledError):
+            push.result(10)
+        assert memory.used_bytes == 0
+        go.set()
+        busy.result(10)
+    committer.close()
+    assert shard.state.clock == 0
+    storage.close()
+
+
+def test_sigterm_under_load_ends_in_time_and_loses_nothing(tmp_path: Path) -> None:
+    """Writers each count up a row of their own while others read nothing and send halves."""
+    num_writers, grace = 6, 0.5
+    acknowledged = [0] * num_writers
+
+    def count(number: int, address: str, epoch: int) -> None:
+        with WeightClient([address], timeout_seconds=5, retry_seconds=0) as client:
+            client.open_session("crowd", join=epoch)
+            row = np.array([1000 * number])
+            while True:
+                try:
+                    client.push_gradients(row, np.ones((1, SPEC.dim), np.float32), step=0)
+                except OverloadedError:
+                    continue
+                except WeightServerError:
+                    return
+                acknowledged[number] += 1
+
+    with crowd_at(tmp_path, "--grace-seconds", str(grace), "--stall-seconds", "30") as crowd:
+        with ThreadPoolExecutor(num_writers) as pool:
+            counting = [pool.submit(count, n, crowd.cluster.addresses[0], crowd.epoch) for n in range(num_writers)]
+            wait_until(lambda: min(acknowledged) > 3)
+            crowd.read_nothing(6)
+            crowd.send_halves(6)
+            time.sleep(0.3)
+            started = time.monotonic()
+            crowd.cluster.processes[0].send_signal(signal.SIGTERM)
+            assert crowd.cluster.processes[0].wait(20) == 0
+            assert time.monotonic() - started < grace + 2
+            for one in counting:
+                one.result(20)
+        crowd.leave()
+        crowd.cluster.restart(0)
+        applied = -crowd.client.fetch(1000 * np.arange(num_writers), step=1)[:, 0]
+        assert all(told <= done <= told + 1 for told, done in zip(acknowledged, applied, strict=True))
+
+
+def push_much(crowd: Crowd, end: float, counts: list[int]) -> None:
+    """Pushes 8 MiB at a time: ten of them would take more memory than there is."""
+    rows, gradients = np.arange(32_768), np.ones((32_768, SPEC.dim), np.float32)
+    with WeightClient(crowd.cluster.addresses, timeout_seconds=10, retry_seconds=30) as client:
+        client.open_session("crowd", join=crowd.epoch)
+        while True:
+            client.push_gradients(rows, gradients, step=0)
+            counts.append(1)
+            if time.monotonic() > end:
+                return
+
+
+@pytest.mark.parametrize(("num_writers", "seconds"), [(16, 0.1), pytest.param(40, 30.0, marks=pytest.mark.slow)])
+def test_ten_times_the_load_keeps_the_ceiling(crowd: Crowd, num_writers: int, seconds: float) -> None:
+    """Four of the writers fit at a time. Every write succeeds in the end; afterwards the shard is as fast as before."""
+    quiet, pushed = min(crowd.work(10) for _ in range(2)), list[int]()
+    with ThreadPoolExecutor(num_writers) as pool:
+        end = time.monotonic() + seconds
+        writers = [pool.submit(push_much, crowd, end, pushed) for _ in range(num_writers)]
+        crowd.read_nothing(20)
+        for writer in writers:
+            writer.result(90)
+    crowd.leave()
+    assert len(pushed) >= num_writers
+    assert crowd.peak < CEILING, f"{crowd.peak >> 20} MiB"
+    assert crowd.metric("weightserver_request_memory_bytes ") == 0
+    assert min(crowd.work(10) for _ in range(3)) < 2 * quiet + 0.5
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(60 * SOAK_MINUTES + 300)
+def test_soak(tmp_path: Path) -> None:
+    """Mixed load for SOAK_MINUTES (60): after the first quarter neither memory nor file descriptors grow."""
+    seen: list[tuple[int, int]] = []
+    with crowd_at(tmp_path) as crowd:
+        end, pushed = time.monotonic() + 60 * SOAK_MINUTES, list[int]()
+        number = 0
+        while time.monotonic() < end:
+            number += 1
+            crowd.read_nothing(30)
+            crowd.send_halves(30)
+            crowd.send_no_message(30)
+            with ThreadPoolExecutor(8) as pool:
+                for one in [pool.submit(push_much, crowd, time.monotonic() + 3, pushed) for _ in range(8)]:
+                    one.result(120)
+            crowd.work(10)
+            crowd.client.checkpoint(f"c{number}", step=number)
+            if number > 1:
+                crowd.client.release(f"c{number - 1}")
+            crowd.leave()
+            wait_until(lambda: crowd.metric("weightserver_request_memory_bytes ") == 0)
+            time.sleep(1)  # until what malloc kept is given back
+            seen.append((crowd.memory(), crowd.process.num_fds()))
+        quarter = max(1, len(seen) // 4)
+        memory, descriptors = np.array(seen[quarter:]).T
+        half = max(1, len(memory) // 2)
+        print(
+            f"{len(pushed)} pushes, {number} rounds, peak {crowd.peak >> 20} MiB, MiB and descriptors after each:",
+            *((one >> 20, other) for one, other in seen),
+        )
+        assert crowd.peak < CEILING
+        assert memory[half:].max() < memory[:half].max() + (64 << 20)
+        assert descriptors[half:].max() <= descriptors[:half].max() + 4

@@ -1,0 +1,331 @@
+"""What a shard takes on at a time, so that no load makes it grow or stand still.
+
+Three things are bounded, and what is beyond them is refused at once with a hint when to try again; nothing queues:
+
+- calls in progress, in lanes (`LANES`), so that callers of one kind keep out no others, and a thread for each of them;
+- the bytes that requests hold (`Memory`), taken before they are received or made, given back when the call ends;
+- the time that a silent caller is waited for: one that neither sends nor takes a message is cut off, and much sooner
+  when others find its lane full.
+
+A shard's memory stays below
+
+    BASE_BYTES + limit of `Memory` + MAX_CALLS · MAX_REQUEST_BYTES
+
+where the last term is messages that have not arrived whole yet. This project's own clients send messages of 1 MiB,
+which makes it 88 MiB; only callers that begin the largest message and never end it reach its 2.8 GiB.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from weightserver.allocator import own_bytes, return_free_memory
+from weightserver.config import TableSpec
+from weightserver.errors import InvalidRequestError, OverloadedError, WeightServerError
+from weightserver.wire import CHUNK_BYTES, RETRY_HINT
+
+BASE_BYTES = 384 << 20
+"""A shard without requests, what gRPC holds of the connections, and what malloc keeps."""
+_KEPT_BYTES = 160 << 20
+"""Beyond this, and what requests have reserved, the allocator's free memory goes back to the kernel."""
+LANES = {"Fetch": 24, "write": 16, "short": 16, "health": 16, "watch": 64}
+"""Calls at a time. A watch of the health takes no thread."""
+MAX_CALLS = 88
+"""Threads: one for each call of the lanes, and 16 that refuse."""
+_LANE_OF_METHOD = {
+    "Fetch": "Fetch",
+    "PushGradients": "write",
+    "WriteState": "write",
+    "Check": "health",
+    "List": "health",
+    "Watch": "watch",
+}
+_RETRY_AFTER_MS = 100
+_PRESSED_SECONDS = 1.0
+"""How long a caller of a full lane may be silent while others ask for its place."""
+_WATCH_SECONDS = 0.25
+_PAGE = 4096
+_BYTES_PER_ROW_NAMED = 48
+"""A row's number, and the arrays that checking and dealing it to blocks makes meanwhile."""
+
+
+# ---- what requests cost
+
+
+def fetch_bytes(spec: TableSpec, num_rows: int) -> int:
+    """The most that a fetch holds: its rows' numbers, and one chunk read, corrected, framed and sent."""
+    rows_per_chunk = max(1, CHUNK_BYTES // (4 * spec.dim)) + spec.rows_per_block
+    return _BYTES_PER_ROW_NAMED * num_rows + 4 * min(num_rows, rows_per_chunk) * (8 + 8 * spec.dim)
+
+
+def write_bytes(spec: TableSpec, num_rows: int, values_per_row: int) -> int:
+    """What a write becomes: its rows' numbers, and float32 values with a flag each that they are finite."""
+    return num_rows * (_BYTES_PER_ROW_NAMED + 5 * values_per_row)
+
+
+def blocks_bytes(spec: TableSpec, num_blocks: int) -> int:
+    """Blocks in the memory of a transaction until it is on disk: whole pages, and one for each one's key."""
+    block_bytes = 64 + spec.rows_per_block * (9 + 8 * spec.dim)
+    return num_blocks * (-(-block_bytes // _PAGE) + 1) * _PAGE
+
+
+class Memory:
+    """The bytes that the requests in progress may hold together. Thread-safe."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._used = 0
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used
+
+    @contextmanager
+    def reservation(self) -> Iterator[Reservation]:
+        """Takes bytes as they are asked for, and gives all of them back when the context is left."""
+        reserved = Reservation(self)
+        try:
+            yield reserved
+        finally:
+            self._change(-reserved.num_bytes)
+
+    def _take(self, num_bytes: int, held_bytes: int) -> None:
+        if held_bytes + num_bytes > self.limit_bytes:
+            raise InvalidRequestError(
+                f"the request needs {held_bytes + num_bytes >> 20} MiB of memory, the shard has "
+                f"{self.limit_bytes >> 20} MiB for all: split it, or give the shard more --request-memory-mib"
+            )
+        if not self._change(num_bytes):
+            raise OverloadedError("the shard has no memory for another request now: try again")
+
+    def _change(self, num_bytes: int) -> bool:
+        with self._lock:
+            if num_bytes > 0 and self._used + num_bytes > self.limit_bytes:
+                return False
+            self._used += num_bytes
+            return True
+
+
+class Reservation:
+    """What one request has taken of `Memory`."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises OverloadedError while there is no room, InvalidRequestError where there is never."""
+        self._memory._take(num_bytes, self.num_bytes)
+        self.num_bytes += num_bytes
+
+
+# ---- calls
+
+
+class _Call:
+    """A call in progress."""
+
+    def __init__(self, lane: str, context: grpc.ServicerContext) -> None:
+        self.lane = lane
+        self.context = context
+        self.waits_since: float | None = None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While the caller has to do something."""
+        self.waits_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self.waits_since = None
+
+
+class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
+    """Keeps every call of every service within the bounds.
+
+    It reads all requests as streams, also those of one message: gRPC would wait for that one without end, in a thread.
+
+    Args:
+        stall_seconds: how long a caller may neither send nor take a message.
+        on_refused: told the lane of each call that found it full.
+        on_cut_off: told the lane of each call whose caller was silent for too long.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        *,
+        stall_seconds: float,
+        on_refused: Callable[[str], None],
+        on_cut_off: Callable[[str], None],
+    ) -> None:
+        self._memory = memory
+        self._stall_seconds = stall_seconds
+        self._on_refused = on_refused
+        self._on_cut_off = on_cut_off
+        self._lock = threading.Lock()
+        self._in_lane = dict.fromkeys(LANES, 0)
+        self._calls: set[_Call] = set()
+        threading.Thread(target=self._watch, name="stalls", daemon=True).start()
+
+    def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Any], handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        handler = continuation(handler_call_details)
+        if handler is None:
+            return None
+        lane = _LANE_OF_METHOD.get(handler_call_details.method.rpartition("/")[2], "short")
+        if lane == "watch":
+            return self._watching(lane, handler)
+        return self._streaming(lane, handler) if handler.response_streaming else self._answering_once(lane, handler)
+
+    def _answering_once(self, lane: str, handler: Any) -> Any:
+        def answer(received: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+            with self._admitted(lane, context) as call, self._requests(received, call, handler) as requests:
+                if handler.request_streaming:
+                    return handler.stream_unary(requests, context)
+                return handler.unary_unary(_only(requests), context)
+
+        return grpc.stream_unary_rpc_method_handler(answer, None, handler.response_serializer)
+
+    def _streaming(self, lane: str, handler: Any) -> Any:
+        def answer(received: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
+            with self._admitted(lane, context) as call, self._requests(received, call, handler) as requests:
+                if handler.request_streaming:
+                    answers = handler.stream_stream(requests, context)
+                else:
+                    answers = handler.unary_stream(_only(requests), context)
+                try:
+                    for message in answers:
+                        with call.waiting():
+                            yield message
+                finally:
+                    answers.close()  # what the caller does not wait for is not made
+
+        return grpc.stream_stream_rpc_method_handler(answer, None, handler.response_serializer)
+
+    def _watching(self, lane: str, handler: Any) -> Any:
+        """A call that goes on without a thread once its request is there."""
+
+        def answer(received: Iterator[bytes], context: grpc.ServicerContext, send: Callable[[Any], None]) -> None:
+            if not context.add_callback(lambda: self._leave(lane)):
+                return
+            with self._waited_for(lane, context) as call:
+                self._enter(lane)
+                with self._requests(received, call, handler) as requests:
+                    request = _only(requests)
+            handler.unary_stream(request, context, send)
+
+        answer.experimental_non_blocking = True  # type: ignore[attr-defined]
+        return grpc.stream_stream_rpc_method_handler(answer, None, handler.response_serializer)
+
+    @contextmanager
+    def _admitted(self, lane: str, context: grpc.ServicerContext) -> Iterator[_Call]:
+        with self._waited_for(lane, context) as call:
+            try:
+                self._enter(lane)
+                yield call
+            finally:
+                self._leave(lane)
+
+    @contextmanager
+    def _waited_for(self, lane: str, context: grpc.ServicerContext) -> Iterator[_Call]:
+        """A call that is cut off when it stalls; errors become its status."""
+        call = _Call(lane, context)
+        self._calls.add(call)
+        try:
+            yield call
+        except WeightServerError as error:
+            abort(context, error)
+        except CancelledError:
+            context.abort(grpc.StatusCode.CANCELLED, "the caller is gone")
+        finally:
+            self._calls.discard(call)
+
+    def _enter(self, lane: str) -> None:
+        """Raises OverloadedError where the lane is full; to be left in either case."""
+        with self._lock:
+            self._in_lane[lane] += 1
+            full = self._in_lane[lane] > LANES[lane]
+        if full:
+            self._on_refused(lane)
+            self._cut_off(_PRESSED_SECONDS, lane)
+            raise OverloadedError(f"the shard is busy with {LANES[lane]} {lane} calls: try again")
+
+    def _leave(self, lane: str) -> None:
+        with self._lock:
+            self._in_lane[lane] -= 1
+
+    @contextmanager
+    def _requests(self, received: Iterator[bytes], call: _Call, handler: Any) -> Iterator[Iterator[Any]]:
+        """The call's messages, each in memory until the next is asked for."""
+        parse = handler.request_deserializer
+
+        def requests() -> Generator[Any, None, None]:
+            while True:
+                try:
+                    with call.waiting():
+                        data = next(received, None)
+                except grpc.RpcError as error:
+                    error.__traceback__ = None  # gRPC keeps it in a cycle, with all that the frames hold
+                    raise CancelledError from None
+                if data is None:
+                    return
+                with self._memory.reservation() as reserved:
+                    reserved.take(3 * len(data))  # as it came, parsed, and the field that is worked on
+                    yield _parsed(parse, data)
+
+        messages = requests()
+        try:
+            yield messages
+        finally:
+            messages.close()
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(min(self._stall_seconds / 4, _WATCH_SECONDS))
+            self._cut_off(self._stall_seconds)
+            if own_bytes() > _KEPT_BYTES + self._memory.used_bytes:
+                gc.collect()  # exceptions keep frames, and those the arrays of calls that failed
+                return_free_memory()  # malloc keeps what requests gave back
+
+    def _cut_off(self, seconds: float, lane: str | None = None) -> None:
+        """Ends the calls whose callers have been silent for so long."""
+        latest = time.monotonic() - seconds
+        for call in list(self._calls):
+            since = call.waits_since
+            if since is not None and since < latest and lane in (None, call.lane):
+                call.waits_since = None
+                call.context.cancel()
+                self._on_cut_off(call.lane)
+
+
+def abort(context: grpc.ServicerContext, error: WeightServerError) -> NoReturn:
+    """Ends the call with the error's status; one that may succeed later says how soon."""
+    if isinstance(error, OverloadedError):
+        context.set_trailing_metadata(((RETRY_HINT, str(_RETRY_AFTER_MS)),))
+    context.abort(error.status, str(error))
+    raise AssertionError("abort() raises")
+
+
+def _only(requests: Iterator[Any]) -> Any:
+    for request in requests:
+        return request
+    raise InvalidRequestError("the call brought no message")
+
+
+def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:
+    try:
+        return parse(data)
+    except DecodeError:
+        raise InvalidRequestError("the message is none of this contract: is the client of the same version?") from None
