@@ -58,6 +58,7 @@ class Call:
     message: str = ""
     lines: list[int] = field(default_factory=list)
     """Of the file: where it began, ended, was made again."""
+    made_again: bool = False
 
     @property
     def refused(self) -> bool:
@@ -113,6 +114,8 @@ class History:
                 calls[key].outcome, calls[key].message = event["outcome"], event.get("message", "")
                 calls[key].result = _arrays(event.get("result", {}))
                 calls[key].epoch = calls[key].result.get("epoch", calls[key].epoch)
+            else:
+                calls[key].made_again = True
             calls[key].lines.append(number)
         for call in calls.values():
             if call.outcome != "unknown":

@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tests.histories import History, rows_of_shard
+from tests.histories import Call, History, rows_of_shard
 from tests.sequential_model import (
     CHECKPOINT_CHANGES,
     FETCHES,
@@ -68,7 +68,7 @@ class Checked:
     num_operations: int
     """Calls, each shard's part counted."""
     outcomes: Counter[tuple[str, str]]
-    """How many calls of each (method, outcome)."""
+    """How many calls of each (method, outcome), and how many of each (method, `made again`)."""
     num_tried: int
     """Configurations that the search came through; at least one for each end."""
 
@@ -86,7 +86,8 @@ def check(path: Path) -> Checked:
     return Checked(
         len(history.calls),
         sum(shard.num_operations for shard in shards),
-        Counter((call.kind, call.outcome) for call in history.calls),
+        Counter((call.kind, call.outcome) for call in history.calls)
+        + Counter((call.kind, "made again") for call in history.calls if call.made_again),
         sum(shard.num_tried for shard in shards),
     )
 
@@ -156,9 +157,12 @@ class _ShardCheck:
         ends: list[_End] = []
         operations: dict[int, list[Operation]] = {}
         under_way: dict[Key, Operation] = {}
+        wanted = {name for call in self._history.calls if (name := _checkpoint_wanted_by(call))}
         for event, call in self._history.events:
             if event == "begin":
                 operations[call.number] = operations_of(call, self._shard, self._rows)
+                if call.kind == "checkpoint" and call.outcome == "unknown" and call.arguments["name"] not in wanted:
+                    operations[call.number] = []  # it makes no difference to anybody
                 under_way |= {operation.key: operation for operation in operations[call.number]}
                 self.num_operations += len(operations[call.number])
                 continue
@@ -341,6 +345,13 @@ def _leaves_too_late(later: Operation, failed: Operation) -> bool:
         and failed.call.lines[-1] < later.call.lines[0]
         and (failed.kind in CHECKPOINT_CHANGES or later.kind == "rollback")
     )
+
+
+def _checkpoint_wanted_by(call: Call) -> str | None:
+    """The name of the checkpoint that the call needs, if it does."""
+    if call.kind in FETCHES:
+        return call.arguments.get("checkpoint")
+    return call.arguments["name"] if call.kind in ("release", "rollback") else None
 
 
 def _makers(row: Row) -> set[int]:

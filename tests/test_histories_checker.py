@@ -279,6 +279,14 @@ def a_failed_rollback_comes_late(h: Script) -> None:
 
 
 @has_an_order
+def a_failed_checkpoint_is_found(h: Script) -> None:
+    h.unknown(h.change(WeightClient.checkpoint))
+    h.pushed([0], client="other")
+    h.pushed([0], 10, client="other")
+    h.seen([0], [-1], checkpoint="kept")
+
+
+@has_an_order
 def a_failed_release_comes_before_the_next_push_of_its_writer(h: Script) -> None:
     h.changed(WeightClient.checkpoint)
     h.unknown(h.change(WeightClient.release))
@@ -494,6 +502,13 @@ def a_failed_rollback_comes_after_a_later_write_of_its_writer(h: Script) -> None
     h.pushed([0])
     h.seen([0], [-1])
     h.seen([0], [0])
+
+
+@has_none
+def a_failed_checkpoint_is_taken_after_a_later_write_of_its_writer(h: Script) -> None:
+    h.unknown(h.change(WeightClient.checkpoint))
+    h.pushed([0])
+    h.seen([0], [-1], checkpoint="kept")
 
 
 @has_none

@@ -29,8 +29,8 @@ from weightserver import FencedError, LocalCluster, NoTableError, StepError, Tab
 
 SPEC = TableSpec(num_rows=16, dim=2, momentum=0.8, weight_decay=0.05, init_std=1.0, rows_per_block=3)
 RATES = np.linspace(0.4, 0.1, 500, dtype=np.float32)
-ROWS = list(range(SPEC.num_rows))
-NUM_SHARDS = 2
+ROWS, NUM_SHARDS = list(range(SPEC.num_rows)), 2
+ROWS_OF_SHARD = [rows_of_shard(SPEC, NUM_SHARDS, shard) for shard in range(NUM_SHARDS)]
 TIMEOUT_SECONDS = 0.2
 PATIENT_SECONDS, IMPATIENT_SECONDS = 60.0, 0.1
 FAULTS = Faults(
@@ -104,6 +104,8 @@ class Clients:
             with self._client(addresses, retry_seconds) as client, ThreadPoolExecutor(num_threads) as threads:
                 if self._join(name, client, epoch):
                     list(threads.map(functools.partial(self._write_in, name, client, epoch), draws))
+                else:
+                    self._stop.wait(0.05)  # a newer one is being opened
 
     def _join(self, name: str, client: WeightClient, epoch: int) -> bool:
         while True:
@@ -130,7 +132,7 @@ class Clients:
                 fenced += 1
             except StepError:
                 pass
-            self._stop.wait(draw.uniform(0, 0.01))
+            self._stop.wait(draw.uniform(0, 0.005))
 
     def _some_write(self, name: str, client: WeightClient, epoch: int, draw: random.Random) -> RecordedCall:
         rows = draw.choices(ROWS, k=draw.randrange(1, 7))
@@ -140,7 +142,7 @@ class Clients:
             gradients = values.standard_normal((len(rows), SPEC.dim)).astype(np.float32)
             step = self._near(draw, 0, 0, 0, -1, -2, -5)
             return self._recorder.begin(name, client.push_gradients, epoch, rows=rows, gradients=gradients, step=step)
-        rows = sorted(set(rows))
+        rows = draw.sample(draw.choice(ROWS_OF_SHARD), draw.randrange(1, 5))  # a refusal leaves no other shard in doubt
         weight, momentum = values.standard_normal((2, len(rows), SPEC.dim)).astype(np.float32)
         last_step = [self._near(draw, -1, 0, 1, 2) for _ in rows]
         return self._recorder.begin(
@@ -151,11 +153,10 @@ class Clients:
 
     def _read(self, name: str, addresses: Sequence[str]) -> None:
         draw = self._random(name)
-        of_one_shard = [rows_of_shard(SPEC, NUM_SHARDS, shard) for shard in range(NUM_SHARDS)]
         with self._client(addresses, IMPATIENT_SECONDS) as client:
             while not self._stop.is_set():
                 some = draw.choices(ROWS, k=draw.randrange(1, 7))
-                how: dict[str, Any] = {"rows": draw.choice([some, ROWS, *of_one_shard])}
+                how: dict[str, Any] = {"rows": draw.choice([some, ROWS, *ROWS_OF_SHARD])}
                 if self._checkpoints and draw.random() < 0.2:
                     how["checkpoint"] = draw.choice(self._checkpoints)
                 method: Callable[..., Any] = client.fetch_state
@@ -189,7 +190,7 @@ class Clients:
                     self._checkpoint(client, epoch)
                 elif self._checkpoints:
                     self._release(client, epoch, self._checkpoints.pop(0))
-                self._stop.wait(draw.uniform(0, 0.1))
+                self._stop.wait(draw.uniform(0.05, 0.15))
 
     def _checkpoint(self, client: WeightClient, epoch: int) -> None:
         names: list[str] = []
@@ -225,7 +226,7 @@ class Clients:
 def disturb(cluster: LocalCluster, recorder: Recorder, draw: random.Random) -> None:
     """Kills and pauses shards. A pause lasts until an attempt was too long for somebody."""
     for fault in draw.sample(FAULTS_OF_SHARDS, len(FAULTS_OF_SHARDS)):
-        time.sleep(draw.uniform(0.05, 0.25))
+        time.sleep(draw.uniform(0.1, 0.5))
         shard = draw.randrange(len(cluster.processes))
         process = cluster.processes[shard]
         if fault == "kill":
@@ -270,26 +271,28 @@ def victims() -> Iterator[LocalCluster]:
         yield cluster
 
 
-def assert_much_happened(outcomes: Counter[tuple[str, str]]) -> None:
-    for kind in ("push_gradients", "write_state", "fetch", "fetch_state", "open_session", "checkpoint", "rollback"):
-        assert outcomes[kind, "done"], f"no {kind} was ever answered"
-    assert outcomes["push_gradients", "unknown"] + outcomes["write_state", "unknown"]
-    assert outcomes["push_gradients", "FencedError"]
-    assert outcomes["write_state", "StepError"]
-    assert outcomes["fetch", "StepError"] + outcomes["fetch_state", "StepError"]
-
-
 def test_histories_are_linearizable(victims: LocalCluster, tmp_path: Path) -> None:
     outcomes = Counter[tuple[str, str]]()
     for seed in range(3):
         outcomes += history(victims, tmp_path / f"history-{seed}.jsonl", seed).outcomes
-    assert_much_happened(outcomes)
+    for kind in ("push_gradients", "fetch_state", "open_session", "checkpoint", "rollback"):
+        assert outcomes[kind, "done"], f"no {kind} was ever answered"
+    assert any(outcome in ("unknown", "made again") for _, outcome in outcomes), "no fault was noticed"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1_200)
 def test_many_histories_are_linearizable(victims: LocalCluster, tmp_path: Path) -> None:
     outcomes = Counter[tuple[str, str]]()
-    for seed in range(1_000, 1_050):
+    for seed in range(1_000, 1_040):
         outcomes += history(victims, tmp_path / f"history-{seed}.jsonl", seed).outcomes
-    assert_much_happened(outcomes)
+    for kind in ("push_gradients", "write_state"):
+        for outcome in ("done", "unknown", "made again", "FencedError"):
+            assert outcomes[kind, outcome], f"{kind}: {outcome} never happened"
+    for kind in ("fetch", "fetch_state"):
+        for outcome in ("done", "StepError"):
+            assert outcomes[kind, outcome], f"{kind}: {outcome} never happened"
+    for kind in ("checkpoint", "rollback", "release"):
+        for outcome in ("done", "unknown"):
+            assert outcomes[kind, outcome], f"{kind}: {outcome} never happened"
+    assert outcomes["write_state", "StepError"]
