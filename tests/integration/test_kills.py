@@ -91,7 +91,7 @@ def outcome(cluster: LocalCluster, output: Path, rows: Any, steps: int) -> tuple
 @pytest.mark.parametrize(
     ("rows", "steps", "kills"),
     [
-        pytest.param("resident", 600, 5, id="resident"),
+        pytest.param("resident", 600, 5, id="resident", marks=pytest.mark.slow),
         pytest.param("remote", 150, 5, id="remote", marks=pytest.mark.slow),
         pytest.param("resident", 12_000, 100, id="resident, long", marks=pytest.mark.slow),
         pytest.param("remote", 4_000, 100, id="remote, long", marks=pytest.mark.slow),

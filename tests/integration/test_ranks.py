@@ -269,7 +269,7 @@ def num_steps(output: Path) -> int:
 @pytest.mark.parametrize(
     ("num_ranks", "resumed_on"),
     [
-        pytest.param(2, 1, id="2 ranks, then 1"),
+        pytest.param(2, 1, id="2 ranks, then 1", marks=pytest.mark.slow),
         pytest.param(3, None, id="3 ranks", marks=pytest.mark.slow),
         pytest.param(1, 3, id="1 rank, then 3", marks=pytest.mark.slow),
     ],

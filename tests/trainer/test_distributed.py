@@ -133,7 +133,7 @@ def record_rank(out: Path) -> None:
     np.savez(out / f"{ranks.rank}.npz", told=np.array(json.dumps(told)), **recorded)
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids="{} ranks".format)
 def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Recorded]:
     """What each rank got."""
     out = tmp_path_factory.mktemp("ranks")
