@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from weightserver.client import Checkpoint, WeightClient
-from weightserver.errors import NoTableError
+from weightserver.client import WeightClient
 from weightserver.files import require_empty, write_whole
+from weightserver.records import chosen_checkpoint
 from weightserver.sharding import Int64Array
 
 _BYTES_PER_FILE = 1 << 30
@@ -66,7 +66,7 @@ def export_rows(
     if file_format not in FORMATS:
         raise ValueError(f"format {file_format!r} is unknown: give {' or '.join(FORMATS)}")
     require_empty(directory)
-    kept = _checkpoint(client, checkpoint) if checkpoint else None
+    kept = chosen_checkpoint(checkpoint, client.checkpoints()) if checkpoint else None
     if step is None:
         step = kept.step if kept else info.clock
     rows_per_file = rows_per_file or max(1, _BYTES_PER_FILE // (8 * info.spec.dim + 16))
@@ -81,10 +81,3 @@ def export_rows(
         write_whole(path, partial(FORMATS[file_format], columns, metadata))
         written.append(path)
     return written
-
-
-def _checkpoint(client: WeightClient, name: str) -> Checkpoint:
-    for known in client.checkpoints():
-        if known.name == name:
-            return known
-    raise NoTableError(f"there is no checkpoint {name!r} on all shards: 'weightserver checkpoints' lists them")

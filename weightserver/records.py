@@ -6,7 +6,7 @@ import json
 import struct
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -71,7 +71,17 @@ class KeptCheckpoint(NamedTuple):
     identity: str
 
 
-def chosen_checkpoint(name: str | None, known: Iterable[KeptCheckpoint]) -> KeptCheckpoint:
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def step(self) -> int: ...
+
+
+Kept = TypeVar("Kept", bound=_Named)
+
+
+def chosen_checkpoint(name: str | None, known: Iterable[Kept]) -> Kept:
     """The one of that name, or the newest, among those that all shards keep.
 
     Raises:

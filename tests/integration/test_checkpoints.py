@@ -16,6 +16,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
+from tests.comparing import same
 from weightserver import (
     Checkpoint,
     FencedError,
@@ -50,10 +51,6 @@ def writer(client: WeightClient) -> WeightClient:
 def push(client: WeightClient, step: int, rows: np.ndarray = ROWS) -> None:
     gradients = np.random.default_rng(step).standard_normal((len(rows), SPEC.dim)).astype(np.float32)
     client.push_gradients(rows, gradients, step=step)
-
-
-def same(one: RowState, other: RowState) -> bool:
-    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in vars(one))
 
 
 def test_a_checkpoint_stays_readable_and_can_be_returned_to(writer: WeightClient) -> None:

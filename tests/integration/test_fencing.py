@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from tests.comparing import same
 from weightserver import (
     ClusterError,
     FencedError,
     LocalCluster,
-    RowState,
     ShardUnavailableError,
     TableSpec,
     WeightClient,
@@ -37,10 +37,6 @@ def ranks(client: WeightClient, cluster: LocalCluster) -> Iterator[list[WeightCl
     yield [client, *others]
     for other in others:
         other.close()
-
-
-def same(one: RowState, other: RowState) -> bool:
-    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in vars(one))
 
 
 def test_a_newer_session_fences_every_rank(ranks: list[WeightClient], cluster: LocalCluster) -> None:

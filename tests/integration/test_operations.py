@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.comparing import same
 from tests.small_run import EVERY, NUM_IMAGES, ONLY_ROWS, losses, small_run
 from trainer.loop import train
 from weightserver import (
@@ -96,10 +97,6 @@ def make_table(client: WeightClient) -> RowState:
 def push(client: WeightClient, step: int, rows: np.ndarray) -> None:
     gradients = np.random.default_rng(step).standard_normal((len(rows), SPEC.dim)).astype(np.float32)
     client.push_gradients(rows, gradients, step=step)
-
-
-def same(one: RowState, other: RowState) -> bool:
-    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in vars(one))
 
 
 def dies(place: str, number: int, *arguments: object) -> None:

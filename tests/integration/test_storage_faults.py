@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.comparing import same
 from weightserver import (
     LocalCluster,
-    RowState,
     ShardUnavailableError,
     StorageError,
     TableSpec,
@@ -29,10 +29,6 @@ DAMAGED, OTHERS = ROWS[10:20], np.delete(ROWS, range(10, 20))
 
 def values(number: int, num_rows: int = SPEC.num_rows) -> np.ndarray:
     return np.random.default_rng(number).standard_normal((num_rows, SPEC.dim)).astype(np.float32)
-
-
-def same(one: RowState, other: RowState) -> bool:
-    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in vars(one))
 
 
 @pytest.fixture
