@@ -184,7 +184,7 @@ def test_timing_changes_no_bit(
     rates = learning_rates(num_steps=num_steps, base=0.5, warmup_steps=25)
     dense = replay(DenseRows(table(), rates), num_active, num_steps, schedule)
     runs = []
-    for delays in (None, 1, 2):
+    for delays in (None, 1):
         with resident(
             cluster, table(), rates, capacity=capacity, prefetch_steps=prefetch_steps, delays=delays
         ) as store:
@@ -192,4 +192,3 @@ def test_timing_changes_no_bit(
     assert relative(runs[0].rows.weight, dense.rows.weight) <= 1e-5
     assert relative(runs[0].rows.momentum_buffer, dense.rows.momentum_buffer) <= 1e-5
     assert_same_bits(runs[1], runs[0])
-    assert_same_bits(runs[2], runs[0])
