@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.histories import Call, History, Recorder, rows_of_shard
-from tests.linearizability import NotLinearizableError, check, main
-from tests.sequential_model import NEVER_WRITTEN, Model, Operation
+from tests.helpers.histories import Call, History, Recorder, rows_of_shard
+from tests.helpers.linearizability import NotLinearizableError, check, main
+from tests.helpers.sequential_model import NEVER_WRITTEN, Model, Operation
 from weightserver import TableSpec, WeightClient
 
 # A row's weight is the negative sum of its gradients. Rows 0, 1, 4, 5 live on shard 0, rows 2, 3, 6, 7 on shard 1.
@@ -549,7 +549,7 @@ def test_a_refusal_says_what_cannot_be_ordered(tmp_path: Path, capsys: pytest.Ca
         "    #2 push_gradients(rows=[0, 4], step=0) by other in session 1: unknown (line 6)",
         "What made these rows:",
         "    #1 push_gradients(rows=[0], step=0) by writer in session 1: done (lines 4–5)",
-        f"To check it again: python -m tests.linearizability {path}",
+        f"To check it again: python -m tests.helpers.linearizability {path}",
     ]
     assert main([str(path)]) == 1
     assert capsys.readouterr().out.splitlines() == lines

@@ -16,7 +16,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from tests.comparing import same
+from tests.helpers.comparing import same
 from weightserver import (
     Checkpoint,
     FencedError,

@@ -27,8 +27,8 @@ import pytest
 from google.protobuf.message_factory import GetMessageClass
 
 import weightserver.client
-from tests.faulty_proxy import Answer, Fault, Faults, FaultyProxy
-from tests.integration.test_failures import duplicates
+from tests.helpers.faulty_proxy import Answer, Fault, Faults, FaultyProxy
+from tests.helpers.watching import metric
 from tests.weightserver import test_model
 from weightserver import (
     Checkpoint,
@@ -595,7 +595,9 @@ def test_every_call_counts_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> 
         observer = stack.enter_context(WeightClient(cluster.addresses))
         trial = Trial(load, cluster, proxies, writers, observer)
         trial.run()
-        recognised = sum(duplicates(cluster, shard) for shard in range(NUM_SHARDS))
+        recognised = sum(
+            metric(address, "weightserver_duplicate_writes_total") for address in cluster.metrics_addresses
+        )
 
     counts = sum((proxy.counts for proxy in proxies), Counter())
     late, twins = Counter(), Counter()

@@ -7,8 +7,7 @@ import resource
 import socket
 import threading
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.helpers.watching import metric, wait_until
 from weightserver import LocalCluster, RowState, StorageError, TableSpec, WeightClient
 
 SPEC = TableSpec(num_rows=120, dim=6, rows_per_block=4)
@@ -92,21 +92,6 @@ def open_table(client: WeightClient, num_steps: int = 60) -> int:
     return client.open_session("test")
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened for 20 s"
-        time.sleep(0.02)
-
-
-def duplicates(cluster: LocalCluster, shard: int) -> float:
-    with urllib.request.urlopen(f"http://{cluster.metrics_addresses[shard]}/metrics", timeout=5) as answer:
-        for line in answer.read().decode().splitlines():
-            if line.startswith("weightserver_duplicate_writes_total "):
-                return float(line.split()[1])
-    raise AssertionError("no such metric")
-
-
 def assert_same(one: RowState, other: RowState) -> None:
     for name in ("weight", "momentum_buffer", "last_step"):
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
@@ -137,7 +122,7 @@ def test_a_write_whose_reply_is_lost_is_applied_once(killed: bool) -> None:
         proxy.mute.clear()
         proxy.cut()
         push.result(40)
-        assert duplicates(cluster, 0) >= 1
+        assert metric(cluster.metrics_addresses[0], "weightserver_duplicate_writes_total") >= 1
         assert_same(direct.fetch_state(ROWS), applied)
         client.push_gradients(ROWS, gradients, step=2)  # and the writer goes on
         assert direct.describe().clock == 3

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from tests.comparing import same
+from tests.helpers.comparing import same
 from weightserver import (
     ClusterError,
     FencedError,

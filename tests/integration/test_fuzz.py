@@ -21,7 +21,7 @@ import pytest
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from tests.memory_storage import MemoryStorage
+from tests.helpers.memory_storage import MemoryStorage
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver._generated.weight_server_pb2_grpc import WeightServerStub

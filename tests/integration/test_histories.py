@@ -1,5 +1,5 @@
 """Clients that call at random while shards are killed and paused and the network is faulty: what they were answered has
-an order that the sequential model explains (tests/linearizability.py says what that means).
+an order that the sequential model explains (tests/helpers/linearizability.py says what that means).
 
 Each history stays in the test's directory and can be checked again without any server.
 """
@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.faulty_proxy import Faults, FaultyProxy
-from tests.histories import UNKNOWN_OUTCOME, RecordedCall, Recorder, rows_of_shard
-from tests.integration.test_failures import wait_until
-from tests.linearizability import Checked, check
+from tests.helpers.faulty_proxy import Faults, FaultyProxy
+from tests.helpers.histories import UNKNOWN_OUTCOME, RecordedCall, Recorder, rows_of_shard
+from tests.helpers.linearizability import Checked, check
+from tests.helpers.watching import wait_until
 from weightserver import FencedError, LocalCluster, NoTableError, StepError, TableSpec, WeightClient
 
 SPEC = TableSpec(num_rows=16, dim=2, momentum=0.8, weight_decay=0.05, init_std=1.0, rows_per_block=3)

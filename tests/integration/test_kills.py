@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.failpoints import DEATHS, POINTS, DyingCluster
-from tests.small_run import NUM_IMAGES, ONLY_ROWS, losses, small_run
+from tests.helpers.failpoints import DEATHS, POINTS, DyingCluster
+from tests.helpers.small_run import NUM_IMAGES, ONLY_ROWS, losses, small_run
 from trainer.loop import train
 from weightserver import LocalCluster, RowState, WeightClient
 

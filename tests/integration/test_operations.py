@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.comparing import same
-from tests.small_run import EVERY, NUM_IMAGES, ONLY_ROWS, losses, small_run
+from tests.helpers.comparing import same
+from tests.helpers.small_run import EVERY, NUM_IMAGES, ONLY_ROWS, losses, small_run
 from trainer.loop import train
 from weightserver import (
     Checkpoint,
@@ -101,7 +101,7 @@ def push(client: WeightClient, step: int, rows: np.ndarray) -> None:
 
 def dies(place: str, number: int, *arguments: object) -> None:
     """Runs a command that kills itself with -9 behind that call of that number."""
-    command = [sys.executable, "-m", "tests.dying_operation", place, str(number), *map(str, arguments)]
+    command = [sys.executable, "-m", "tests.helpers.dying_operation", place, str(number), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
 

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -19,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.helpers.watching import metric, wait_until
 from weightserver import LocalCluster, OverloadedError, TableSpec, WeightClient, WeightServerError
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
@@ -69,10 +69,7 @@ class Crowd:
         return int(found.rss - found.shared)
 
     def metric(self, name: str) -> float:
-        with urllib.request.urlopen(f"http://{self.cluster.metrics_addresses[0]}/metrics", timeout=10) as answer:
-            return sum(
-                float(line.rpartition(" ")[2]) for line in answer.read().decode().splitlines() if line.startswith(name)
-            )
+        return metric(self.cluster.metrics_addresses[0], name)
 
     def stub(self, number: int = 0) -> WeightServerStub:
         return self._stubs[number % len(self._stubs)]
@@ -145,13 +142,6 @@ def crowd_at(directory: Path, *options: str) -> Iterator[Crowd]:
 def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crowd]:
     with crowd_at(tmp_path_factory.mktemp("crowd")) as crowd:
         yield crowd
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened for 20 s"
-        time.sleep(0.05)
 
 
 def test_silent_callers_stop_nobody(crowd: Crowd) -> None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,18 +17,13 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.helpers.watching import wait_until
 from weightserver import LocalCluster, ShardUnavailableError, TableSpec, WeightClient, WeightServerError
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
 from weightserver.wire import rows_to_proto
 
 SPEC = TableSpec(num_rows=200_000, dim=32)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened for 20 s"
 
 
 def health(address: str) -> tuple[int, str]:

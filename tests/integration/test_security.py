@@ -24,7 +24,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from tests.secure_shards import Served, served
+from tests.helpers.secure_shards import Served, served
 from weightserver import AuthenticationError, LocalCluster, ShardUnavailableError, TableSpec, WeightClient
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.certificates import write_certificates

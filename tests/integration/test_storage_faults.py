@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.comparing import same
+from tests.helpers.comparing import same
 from weightserver import (
     LocalCluster,
     ShardUnavailableError,

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.secure_shards import served
-from tests.small_run import EVERY, NUM_IMAGES, ONLY_ROWS, small_run
+from tests.helpers.secure_shards import served
+from tests.helpers.small_run import EVERY, NUM_IMAGES, ONLY_ROWS, small_run
 from trainer.export import main
 from trainer.loop import train
 from trainer.schedule import RowOrder, VisitSchedule

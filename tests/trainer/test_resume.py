@@ -21,9 +21,9 @@ import torch
 from safetensors import SafetensorError
 
 import trainer.checkpoint
-from tests.small_run import EVERY, NUM_STEPS, losses, small_run
-from tests.trainer import dying_run
-from tests.trainer.dying_run import POINTS
+from tests.helpers import dying_run
+from tests.helpers.dying_run import POINTS
+from tests.helpers.small_run import EVERY, NUM_STEPS, losses, small_run
 from trainer.__main__ import main
 from trainer.checkpoint import saved_steps
 from trainer.loop import train
@@ -81,7 +81,7 @@ def test_a_run_that_fails_in_a_checkpoint_goes_on(
 def test_a_run_that_is_killed_at_any_point_of_a_checkpoint_goes_on(
     point: str, rows: str, tmp_path: Path, undisturbed: Path
 ) -> None:
-    command = [sys.executable, "-m", "tests.trainer.dying_run", str(tmp_path / "run"), rows, point]
+    command = [sys.executable, "-m", "tests.helpers.dying_run", str(tmp_path / "run"), rows, point]
     assert subprocess.run(command, timeout=120, check=False).returncode == -signal.SIGKILL
     assert_goes_on(tmp_path / "run", undisturbed, rows=rows)
 
@@ -323,7 +323,7 @@ def test_a_run_that_fails_before_its_first_file_can_be_started_again(
 @pytest.mark.slow
 def test_a_run_that_is_killed_before_its_first_file_goes_on(tmp_path: Path, undisturbed: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; import trainer.checkpoint, tests.trainer.dying_run as run\n"
+        "import sys; from pathlib import Path; import trainer.checkpoint, tests.helpers.dying_run as run\n"
         "trainer.checkpoint.save_file = run.die; run.torch.set_num_threads(1)\n"
         "run.train(run.small_run(Path(sys.argv[1])))"
     )

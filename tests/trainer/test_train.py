@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.secure_shards import served
+from tests.helpers.secure_shards import served
 from trainer.__main__ import main
 from trainer.config import TrainConfig
 from trainer.data.augment import AugmentationConfig

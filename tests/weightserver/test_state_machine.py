@@ -28,7 +28,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.memory_storage import MemoryStorage
+from tests.helpers.memory_storage import MemoryStorage
 from weightserver.committer import commit_group
 from weightserver.config import TableSpec
 from weightserver.errors import FencedError, InvalidRequestError, NoTableError, StepError

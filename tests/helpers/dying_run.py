@@ -1,5 +1,5 @@
 """A run that kills itself with -9 at one point of its second checkpoint:
-python -m tests.trainer.dying_run OUTPUT ROWS POINT."""
+python -m tests.helpers.dying_run OUTPUT ROWS POINT."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 import trainer.checkpoint
-from tests.small_run import small_run
+from tests.helpers.small_run import small_run
 from trainer.checkpoint import Checkpoints
 from trainer.config import TrainConfig
 from trainer.loop import train

@@ -1,6 +1,6 @@
 """Checks a recorded history: is there an order of its calls that the sequential model explains, answer for answer?
 
-    python -m tests.linearizability FILE...
+    python -m tests.helpers.linearizability FILE...
 
 What is checked is linearizability (Herlihy and Wing, 1990) of every shard: in that order a call takes effect as a whole
 at one instant between its beginning and its end. So nothing acknowledged may be lost or come late, nothing may count
@@ -38,8 +38,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tests.histories import Call, History, rows_of_shard
-from tests.sequential_model import (
+from tests.helpers.histories import Call, History, rows_of_shard
+from tests.helpers.sequential_model import (
     CHECKPOINT_CHANGES,
     FETCHES,
     NEVER_WRITTEN,
@@ -286,7 +286,7 @@ class _ShardCheck:
         lines += [f"    {other.call}" for other in matter]
         lines += ["What made these rows:"] if earlier else []
         lines += [f"    {known}" for known in earlier]
-        return "\n".join([*lines, f"To check it again: python -m tests.linearizability {self._history.path}"])
+        return "\n".join([*lines, f"To check it again: python -m tests.helpers.linearizability {self._history.path}"])
 
     def _differences(self, state: State, operation: Operation) -> list[str]:
         """What a state would have answered instead."""

@@ -1,4 +1,4 @@
-"""A shard that dies at a chosen point of a chosen commit: python -m tests.failpoints serve ...
+"""A shard that dies at a chosen point of a chosen commit: python -m tests.helpers.failpoints serve ...
 
 `DyingCluster.arm` leaves the point in a file beside the shard's data directory, for its next start alone.
 
@@ -32,7 +32,7 @@ DEATHS = {-signal.SIGKILL, -signal.SIGSYS}
 class DyingCluster(LocalCluster):
     """A LocalCluster whose shards die where they are told to."""
 
-    _program: ClassVar[list[str]] = [sys.executable, "-m", "tests.failpoints"]
+    _program: ClassVar[list[str]] = [sys.executable, "-m", "tests.helpers.failpoints"]
 
     def arm(self, shard: int, point: str, commit: int) -> None:
         """Has the shard die in that commit, counted from its next start."""

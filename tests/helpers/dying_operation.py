@@ -1,5 +1,5 @@
 """A command of weightserver that kills itself with -9 behind a chosen call, in small pieces:
-python -m tests.dying_operation MODULE:NAME[.NAME] NUMBER COMMAND ARGUMENTS..."""
+python -m tests.helpers.dying_operation MODULE:NAME[.NAME] NUMBER COMMAND ARGUMENTS..."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tests.histories import Call
+from tests.helpers.histories import Call
 from weightserver import FencedError, NoTableError, StepError, TableSpec
 from weightserver.initial import initial_rows
 

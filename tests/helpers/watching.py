@@ -1,0 +1,22 @@
+"""Waiting for what another process does, and what a shard says of itself."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from collections.abc import Callable
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened for 20 s"
+        time.sleep(0.02)
+
+
+def metric(metrics_address: str, name: str) -> float:
+    """The sum over the labels of all metrics that begin with name, from the shard's /metrics."""
+    with urllib.request.urlopen(f"http://{metrics_address}/metrics", timeout=10) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if line.startswith(name)]
+    assert lines, f"no metric {name}"
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
