@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,21 @@ class Checkpoints:
     other.
     """
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, rows: RowStore, client: WeightClient | None) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        ranks: Ranks,
+        rows: RowStore,
+        client: WeightClient | None,
+        *,
+        on_saved: Callable[[], None],
+    ) -> None:
         self._directory = config.output / "checkpoints"
         self._keep = config.keep_checkpoints
         self._ranks = ranks
         self._rows = rows
         self._client = client
+        self._on_saved = on_saved
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Keeps what `step` finished updates made; every rank calls it. With dense rows it does nothing."""
@@ -79,6 +89,7 @@ class Checkpoints:
                 self._client.release(kept.name)  # it is no use without its file
                 raise
             self._forget_old()
+        self._on_saved()
 
     def _forget_old(self) -> None:
         assert self._client is not None

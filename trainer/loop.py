@@ -128,7 +128,7 @@ def _train_rank(
         report = stack.enter_context(Report(config, num_steps, ranks))
         opened = stack.enter_context(open_rows(config, spec, rates, ranks=ranks, device=device))
         rows, start_step = opened.store, opened.start_step
-        checkpoints = Checkpoints(config, ranks, rows, opened.client)
+        checkpoints = Checkpoints(config, ranks, rows, opened.client, on_saved=report.checkpoint_saved)
         if config.resume:
             load(config.output / "checkpoints", start_step, model, optimizer)
         if start_step == 0:
@@ -141,26 +141,33 @@ def _train_rank(
 
         steps = range(start_step, num_steps)
         for step, active in zip(steps, announced(active_share, rows, steps), strict=True):
-            with report.preparing_data():
-                visits = np.arange(step * batch_size, (step + 1) * batch_size)[mine]
-                visited = order.images(schedule.visits(visits[0], visits[-1] + 1))
-                uniforms = torch.from_numpy(visit_uniforms(config.seed, visits, augment.num_uniforms)).to(device)
-                batch = images[torch.from_numpy(visited).to(device)]  # uint8 (b, C, H, W)
-                views = normalise(batch) if only_rows else augment(batch, uniforms)
-                views = views.contiguous(memory_format=torch.channels_last)
+            report.stage("data")
+            visits = np.arange(step * batch_size, (step + 1) * batch_size)[mine]
+            visited = order.images(schedule.visits(visits[0], visits[-1] + 1))
+            uniforms = torch.from_numpy(visit_uniforms(config.seed, visits, augment.num_uniforms)).to(device)
+            batch = images[torch.from_numpy(visited).to(device)]  # uint8 (b, C, H, W)
+            views = normalise(batch) if only_rows else augment(batch, uniforms)
+            views = views.contiguous(memory_format=torch.channels_last)
 
+            report.stage("forward")
             features = parallel(views)  # (b, D)
+            report.stage("rows")
             weight = rows.weights(active.rows, step=step).to(device).requires_grad_()  # (K of this rank, D)
+            report.stage("forward")
             labels = torch.from_numpy(active.labels).to(device)  # (B,)
             loss = cosine_softmax_loss(features, weight, labels, temperature=config.temperature, ranks=ranks)
 
+            report.stage("backward")
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             assert weight.grad is not None
+            report.stage("rows")
             rows.apply_gradients(active.rows, weight.grad, step=step)
+            report.stage("optimizer")
             optimizer.param_groups[0]["lr"] = float(rates[step])
             optimizer.step()
 
+            report.stage("other")
             last = step + 1 == num_steps
             if last or (step + 1) % config.log_every == 0:
                 record = report.measure(step, loss.item(), float(rates[step]), len(active.rows))
@@ -176,6 +183,7 @@ def _train_rank(
                     raise Stopped(int(signalled), f"stopped by a signal after {step + 1} steps: {hint}")
             if config.checkpoint_every and (step + 1) % config.checkpoint_every == 0 and not last:
                 checkpoints.save(step + 1, model, optimizer)
+            report.stage("rows")  # the next step's are announced
         rows.flush()  # every update is durable
         (signalled,) = ranks.max_over_ranks([max(signals, default=0)])
         if signalled:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, start_http_server
+import torch
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
+    ProcessCollector,
+    start_http_server,
+)
 
 # 1 ms to 60 s: a step of no encoder and resident rows lies at the lower end, a large encoder on a CPU at the upper.
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
@@ -24,7 +33,6 @@ _GAUGES = {
 """Key of a record, and name behind pic_trainer_, to help; NaN until a record has it."""
 
 _COUNTERS = {
-    "data_wait_seconds": ("data_wait_seconds", "Time that training waited for images."),
     "row_wait_seconds": ("row_wait_seconds", "Time that training waited for rows."),
     "fetched_bytes": ("row_fetched_bytes", "Bytes of rows fetched from the weight servers."),
     "fetched_rows": ("row_fetched_rows", "Rows fetched from the weight servers."),
@@ -32,6 +40,10 @@ _COUNTERS = {
     "pushed_rows": ("row_pushed_rows", "Rows whose gradients were pushed, or that were written back."),
 }
 """Key of a record, whose values are summed, to name behind pic_trainer_ and help."""
+
+
+_STAGES = {f"{name}_seconds": name for name in ("data", "rows", "forward", "backward", "optimizer", "other")}
+"""Key of a record, whose values are summed, to stage."""
 
 
 class TrainerMetrics:
@@ -51,6 +63,30 @@ class TrainerMetrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+        self._stage_seconds = Counter(
+            "pic_trainer_stage_seconds",
+            "Time that the steps spent on each of their parts; a GPU's is seen where its results are waited for.",
+            ["stage"],
+            registry=self.registry,
+        )
+        self._fetch_seconds = Histogram(
+            "pic_trainer_fetch_seconds",
+            "Time from asking the weight servers for rows until all of them were here, retries included.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._checkpoint_time = Gauge(
+            "pic_trainer_last_checkpoint_timestamp_seconds",
+            "When the last checkpoint was complete, or this process began, in seconds since 1970.",
+            registry=self.registry,
+        )
+        self._checkpoint_time.set_to_current_time()
+        Gauge(
+            "pic_trainer_gpu_memory_bytes",
+            "The most that this process's tensors took on its GPU.",
+            registry=self.registry,
+        ).set_function(torch.cuda.max_memory_allocated)
+        ProcessCollector(registry=self.registry)
         self._gauges = {key: Gauge(f"pic_trainer_{key}", text, registry=self.registry) for key, text in _GAUGES.items()}
         for gauge in self._gauges.values():
             gauge.set(math.nan)
@@ -58,8 +94,12 @@ class TrainerMetrics:
             key: Counter(f"pic_trainer_{name}", text, registry=self.registry) for key, (name, text) in _COUNTERS.items()
         }
 
-    def observe(self, record: dict[str, Any]) -> None:
-        """Takes one line of metrics.jsonl; keys without a metric are left alone.
+    def checkpoint_saved(self) -> None:
+        self._checkpoint_time.set_to_current_time()
+
+    def observe(self, record: dict[str, Any], *, fetch_seconds: Sequence[float] = ()) -> None:
+        """Takes one line of metrics.jsonl, and how long each fetch since the last one took; keys without a metric are
+        left alone.
 
         Without num_steps, the steps since the last record count, or since step 0; without batch_size,
         images_per_second tells the images.
@@ -77,6 +117,10 @@ class TrainerMetrics:
             self._gauges[key].set(record[key])
         for key in self._counters.keys() & record.keys():
             self._counters[key].inc(record[key])
+        for key in _STAGES.keys() & record.keys():
+            self._stage_seconds.labels(_STAGES[key]).inc(record[key])
+        for seconds in fetch_seconds:
+            self._fetch_seconds.observe(seconds)
 
     def serve(self, port: int) -> tuple[str, Callable[[], None]]:
         """Serves /metrics on a loopback port, 0 for a free one; returns host:port and what ends it.

@@ -27,7 +27,7 @@ class TrainingProgress:
         """Shows a record of metrics.jsonl."""
         if "knn_top1" in record:
             self._knn = f" kNN {record['knn_top1']:.1f} %"
-        waits = f"{_share(record, 'data')} data {_share(record, 'row')} rows"
+        waits = f"{_share(record, 'data_seconds')} data {_share(record, 'row_wait_seconds')} rows"
         text = (  # with share and time 80 columns; kNN is what is cut off where there are no more
             f"{record['images_per_second']:,.0f} images/s loss {record['loss']:.2f} (chance {self._chance:.2f}) "
             f"lr {record['learning_rate']:.4f} wait {waits}{self._knn}"
@@ -45,4 +45,4 @@ class TrainingProgress:
 
 
 def _share(record: dict[str, Any], what: str) -> str:
-    return f"{record[f'{what}_wait_seconds'] / record['seconds']:.0%}"
+    return f"{record[what] / record['seconds']:.0%}"

@@ -19,8 +19,10 @@ from trainer.distributed import Ranks
 from trainer.metrics import TrainerMetrics
 from trainer.progress import TrainingProgress
 from trainer.rows import RowCounters
+from weightserver.timing import StageClock
 
 _SUMMED = ("fetched_rows", "fetched_bytes", "pushed_rows", "pushed_bytes")
+_STAGES = ("data", "rows", "forward", "backward", "optimizer", "other")
 _HELD = ("resident_rows", "prefetch_pending_rows", "write_back_pending_rows")
 
 
@@ -77,25 +79,30 @@ class Report:
 
     def _begin(self) -> None:
         self._started = time.perf_counter()
-        self._data_wait_seconds = 0.0
+        self._clock = StageClock("other")
         counters = self._counters
         self._row_wait_before = counters.wait_seconds
         self._before = {name: getattr(counters, name) for name in _SUMMED}
 
-    @contextmanager
-    def preparing_data(self) -> Iterator[None]:
-        """Around what makes a batch's views."""
-        started = time.perf_counter()
-        yield
-        self._data_wait_seconds += time.perf_counter() - started
+    def stage(self, name: str) -> None:
+        """What a step does from now on: it makes a batch's views ("data"), asks for rows, waits for them or moves them
+        ("rows"), "forward", "backward", "optimizer", or "other".
+
+        A GPU works while the program goes on: what it takes is seen where its results are waited for.
+        """
+        self._clock.enter(name)
+
+    def checkpoint_saved(self) -> None:
+        self._metrics.checkpoint_saved()
 
     def measure(self, step: int, loss: float, learning_rate: float, active_rows: int) -> dict[str, Any]:
         """The record of all ranks' steps since the last one; each rank must call it, and begins the next interval.
 
-        Rows and bytes are sums over ranks, waiting that of the rank that waited longest; active_rows_share is the
+        Rows and bytes are sums over ranks, times those of the rank that took longest; active_rows_share is the
         largest share of the active rows that a rank has, 1.0 where all have the same.
         """
         counters, ranks = self._counters, self._ranks
+        self.stage("other")
         seconds = time.perf_counter() - self._started
         num_steps = step + 1 - self._next_step
         common = {
@@ -105,13 +112,13 @@ class Report:
             "images_per_second": num_steps * self._config.batch_size / seconds,
             "seconds": seconds,
         }
-        waits = {
-            "data_wait_seconds": self._data_wait_seconds,
-            "row_wait_seconds": counters.wait_seconds - self._row_wait_before,
-        }
+        waits = {f"{name}_seconds": self._clock.seconds.get(name, 0.0) for name in _STAGES}
+        waits["row_wait_seconds"] = counters.wait_seconds - self._row_wait_before
         rows = {name: getattr(counters, name) - self._before[name] for name in _SUMMED}
         rows |= {name: getattr(counters, name) for name in _HELD} | {"active_rows": active_rows}
-        self._metrics.observe(common | waits | rows | {"num_steps": num_steps})
+        fetches = counters.fetch_seconds[:]
+        del counters.fetch_seconds[: len(fetches)]  # others may have come since
+        self._metrics.observe(common | waits | rows | {"num_steps": num_steps}, fetch_seconds=fetches)
         total = dict(
             zip(rows, map(round, ranks.sum_over_ranks([float(value) for value in rows.values()])), strict=True)
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -25,11 +26,20 @@ Operation = tuple[Callable[[Any], Any], Future[Any]]
 
 
 class Committer:
-    """Runs operations in the order of their arrival, as many as are waiting in one transaction."""
+    """Runs operations in the order of their arrival, as many as are waiting in one transaction.
 
-    def __init__(self, transaction: Callable[[], AbstractContextManager[Any]]) -> None:
+    Args:
+        on_commit: told how long each operation of a group waited, and how long the group then took, in seconds.
+    """
+
+    def __init__(
+        self,
+        transaction: Callable[[], AbstractContextManager[Any]],
+        on_commit: Callable[[list[float], float], None] = lambda waits, seconds: None,
+    ) -> None:
         self._transaction = transaction
-        self._waiting: queue.Queue[Operation | None] = queue.Queue(MAX_WAITING)
+        self._on_commit = on_commit
+        self._waiting: queue.Queue[tuple[Operation, float] | None] = queue.Queue(MAX_WAITING)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="committer")
         self._thread.start()
@@ -46,10 +56,14 @@ class Committer:
         try:
             if self._closed:
                 raise queue.Full
-            self._waiting.put_nowait((lambda batch: waiting[0](batch), future))
+            self._waiting.put_nowait(((lambda batch: waiting[0](batch), future), time.perf_counter()))
         except queue.Full:
             raise OverloadedError("the shard has no room for another write now: try again") from None
         return future
+
+    @property
+    def num_waiting(self) -> int:
+        return self._waiting.qsize()
 
     def close(self) -> None:
         """Commits what is waiting, then ends the thread."""
@@ -59,10 +73,12 @@ class Committer:
 
     def _run(self) -> None:
         while (group := self._next_group()) is not None:
-            wanted = [(operation, future) for operation, future in group if future.set_running_or_notify_cancel()]
-            commit_group(self._transaction, wanted)
+            wanted = [(operation, since) for operation, since in group if operation[1].set_running_or_notify_cancel()]
+            started = time.perf_counter()
+            commit_group(self._transaction, [operation for operation, _ in wanted])
+            self._on_commit([started - since for _, since in wanted], time.perf_counter() - started)
 
-    def _next_group(self) -> list[Operation] | None:
+    def _next_group(self) -> list[tuple[Operation, float]] | None:
         first = self._waiting.get()
         if first is None:
             return None

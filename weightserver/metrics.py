@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from datetime import datetime
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
 
+from weightserver.committer import Committer
 from weightserver.shard import Shard
+from weightserver.sharding import Int64Array
 
 # 100 µs to 30 s; fetches of a few rows lie at the lower end, of 65,536 rows around 30 ms, a full disk at the upper.
+# 100 ms is the objective that the alerts watch.
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0)
+_COUNTS = (1, 4, 16, 64, 256, 1024, 4096, 16_384, 65_536, 262_144, 1_048_576, 4_194_304)
 
 
 class ShardMetrics:
@@ -28,6 +36,48 @@ class ShardMetrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+        self._stage_seconds = Histogram(
+            "weightserver_fetch_stage_seconds",
+            "Time that an answered fetch spent waiting for a thread (queue), reading and verifying blocks (read), "
+            "correcting rows (correct), framing them (serialise), and until they were taken (send).",
+            ["stage"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._stages = {
+            name: self._stage_seconds.labels(name) for name in ("queue", "read", "correct", "serialise", "send")
+        }
+        self._request_rows = Histogram(
+            "weightserver_request_rows",
+            "Rows in one request to this shard.",
+            ["operation"],
+            buckets=_COUNTS,
+            registry=self.registry,
+        )
+        self._gaps = _GapHistogram()
+        self.registry.register(self._gaps)
+        self._commit_wait = Histogram(
+            "weightserver_commit_wait_seconds",
+            "Time that a write waited for the transaction that holds it.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._commit_seconds = Histogram(
+            "weightserver_commit_seconds",
+            "Time that a transaction took, from its first write until it was on disk.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._commit_writes = Histogram(
+            "weightserver_commit_writes",
+            "Writes in one transaction.",
+            buckets=(1, 2, 4, 8, 16, 32, 64),
+            registry=self.registry,
+        )
+        self._fenced = Counter(
+            "weightserver_fenced_writes", "Writes refused because a newer session exists.", registry=self.registry
+        )
+        ProcessCollector(registry=self.registry)
         self._rows = Counter(
             "weightserver_rows", "Rows fetched, pushed to, or written as state.", ["operation"], registry=self.registry
         )
@@ -60,6 +110,7 @@ class ShardMetrics:
 
     def follow(self, shard: Shard) -> None:
         """Publishes what the shard holds, read at each scrape."""
+        self.registry.register(_DiskCollector(shard))
         for name, text, value in (
             (
                 "weightserver_clock_steps",
@@ -67,11 +118,28 @@ class ShardMetrics:
                 lambda: shard.state.clock,
             ),
             ("weightserver_horizon_steps", "Learning rates known.", lambda: shard.horizon),
+            (
+                "weightserver_generation",
+                "Generation that writes go to.",
+                lambda: shard.state.generation,
+            ),
+            ("weightserver_checkpoints", "Checkpoints kept.", lambda: len(shard.state.checkpoints)),
+            (
+                "weightserver_newest_checkpoint_step",
+                "Step of the newest checkpoint kept; 0 where there is none.",
+                lambda: max((kept.step for kept in shard.state.checkpoints), default=0),
+            ),
+            ("weightserver_table_rows", "Rows of the table.", lambda: shard.spec.num_rows if shard.spec else 0),
             ("weightserver_session_epoch", "Epoch of the newest session.", lambda: shard.state.epoch),
             ("weightserver_stored_rows", "Rows ever written.", lambda: shard.state.rows_stored),
             ("weightserver_disk_bytes", "What the data file takes on disk.", shard.disk_bytes),
         ):
             Gauge(name, text, registry=self.registry).set_function(value)
+
+    def follow_committer(self, committer: Committer) -> None:
+        Gauge(
+            "weightserver_commit_queue_writes", "Writes that wait for a transaction.", registry=self.registry
+        ).set_function(lambda: committer.num_waiting)
 
     def request_memory(self, used_bytes: Callable[[], float]) -> None:
         Gauge(
@@ -94,6 +162,27 @@ class ShardMetrics:
     def cut_off(self, lane: str) -> None:
         self._cut_off.labels(lane).inc()
 
+    def fenced(self) -> None:
+        self._fenced.inc()
+
+    def fetch_stages(self, seconds: dict[str, float]) -> None:
+        for name, stage in self._stages.items():
+            stage.observe(seconds.get(name, 0.0))
+
+    def correction_gaps(self, gaps: Int64Array) -> None:
+        self._gaps.observe(gaps)
+
+    def committed(self, waits: list[float], seconds: float) -> None:
+        """Takes one group of writes; one whose callers all left is none."""
+        if waits:
+            self._commit_seconds.observe(seconds)
+            self._commit_writes.observe(len(waits))
+            for wait in waits:
+                self._commit_wait.observe(wait)
+
+    def requested(self, operation: str, num_rows: int) -> None:
+        self._request_rows.labels(operation).observe(num_rows)
+
     def answered(self, method: str, status: str, seconds: float) -> None:
         self._seconds.labels(method, status).observe(seconds)
 
@@ -112,3 +201,54 @@ class ShardMetrics:
         else:
             self._rows.labels(operation).inc(rows)
             self._bytes.labels(operation).inc(num_bytes)
+
+
+class _GapHistogram(Collector):
+    """weightserver_correction_gap_steps, for thousands of rows at a time."""
+
+    _NUM_BUCKETS = 23
+    """Gaps up to 1, 2, 4, ... 2^22 steps, and longer ones."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = np.zeros(self._NUM_BUCKETS + 1, np.int64)
+        self._sum = 0
+
+    def observe(self, gaps: Int64Array) -> None:
+        exponents = np.frexp(gaps - 0.5)[1]  # n for gaps in 2^(n-1) + 1 .. 2^n
+        counts = np.bincount(exponents.clip(0, self._NUM_BUCKETS), minlength=self._NUM_BUCKETS + 1)
+        with self._lock:
+            self._counts += counts
+            self._sum += int(gaps.sum())
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        with self._lock:
+            reached, total = self._counts.cumsum(), self._sum
+        bounds = [*(str(2.0**number) for number in range(self._NUM_BUCKETS)), "+Inf"]
+        family = HistogramMetricFamily(
+            "weightserver_correction_gap_steps",
+            "Updates that a fetched row had not seen.",
+        )
+        family.add_metric([], list(zip(bounds, map(float, reached), strict=True)), total)
+        yield family
+
+
+class _DiskCollector(Collector):
+    """Where the data file's bytes go, read at each scrape."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        usage = self._shard.disk_usage()
+        pages = GaugeMetricFamily(
+            "weightserver_lmdb_bytes",
+            "Bytes of the data file's pages by what they hold; free ones are written again before the file grows.",
+            labels=["pages"],
+        )
+        for name, num_bytes in {**usage.databases, "free": usage.free}.items():
+            pages.add_metric([name], num_bytes)
+        yield pages
+        yield GaugeMetricFamily(
+            "weightserver_volume_free_bytes", "What the volume of the data has left.", value=usage.volume_free
+        )

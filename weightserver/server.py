@@ -161,7 +161,13 @@ def serve(config: ServerConfig) -> None:
 
     storage = LmdbStorage(config.data_dir)
     try:
-        shard = Shard(storage, shard=config.shard, num_shards=config.num_shards, verify_reads=config.verify_reads)
+        shard = Shard(
+            storage,
+            shard=config.shard,
+            num_shards=config.num_shards,
+            verify_reads=config.verify_reads,
+            on_gaps=metrics.correction_gaps,
+        )
     except BaseException:
         storage.close()
         raise
@@ -174,7 +180,8 @@ def serve(config: ServerConfig) -> None:
     except OSError:
         storage.close()
         raise
-    committer = Committer(shard.batch)
+    committer = Committer(shard.batch, metrics.committed)
+    metrics.follow_committer(committer)
     service.add_to_server(service.WeightServerService(shard, committer, metrics, memory), server)
     healthy = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)

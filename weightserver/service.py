@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from typing import TypeVar
@@ -17,12 +16,13 @@ from weightserver import __version__
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.committer import Committer
 from weightserver.config import MAX_ROWS, TableSpec
-from weightserver.errors import InvalidRequestError, WeightServerError
+from weightserver.errors import FencedError, InvalidRequestError, WeightServerError
 from weightserver.metrics import ShardMetrics
 from weightserver.overload import Memory, Reservation, abort, blocks_bytes, fetch_bytes, write_bytes
 from weightserver.received import ReceivedWrite, write_header
 from weightserver.shard import Batch, Rows, Shard, WriteHeader
 from weightserver.sharding import Int64Array
+from weightserver.timing import StageClock, arrived
 from weightserver.wire import (
     MAX_NAME_CHARACTERS,
     MAX_WRITE_BYTES,
@@ -126,7 +126,8 @@ class WeightServerService:
 
     def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answers serialized FetchResponses: see `wire`."""
-        with self._answering("Fetch", context), self._memory.reservation() as reserved:
+        with self._answering("Fetch", context) as clock, self._memory.reservation() as reserved:
+            clock.enter("read")
             self._shard.check_table(request.table)
             reserved.take(fetch_bytes(self._shard.require_table().spec, count_rows(request.rows)))
             rows = rows_from_proto(request.rows)
@@ -138,10 +139,15 @@ class WeightServerService:
                 state=request.state,
                 checkpoint=request.checkpoint or None,
                 identity=request.identity.hex(),
+                clock=clock,
             )
-            for num_rows, message in _encoded(chunks):
+            self._metrics.requested("fetch", len(rows))
+            for num_rows, message in _encoded(chunks, clock):
+                clock.enter("send")
                 self._metrics.fetched(num_rows, len(message))
                 yield message
+            clock.enter("end")
+            self._metrics.fetch_stages(clock.seconds)
 
     def PushGradients(
         self, request_iterator: Iterator[pb.PushGradientsRequest], context: grpc.ServicerContext
@@ -151,6 +157,7 @@ class WeightServerService:
             header, rows, (gradients,) = write.header, write.rows(), write.values()
             self._check_written(rows, reserved)
             applied = self._commit(context, lambda batch: self._shard.push_gradients(batch, header, rows, gradients))
+            self._metrics.requested("push", len(rows))
             self._metrics.pushed(len(rows), gradients.nbytes, duplicate=not applied)
             return pb.WriteResponse(duplicate=not applied)
 
@@ -165,6 +172,7 @@ class WeightServerService:
             applied = self._commit(
                 context, lambda batch: self._shard.write_state(batch, header, rows, weight, momentum, last_step)
             )
+            self._metrics.requested("write_state", len(rows))
             self._metrics.written(len(rows), 2 * weight.nbytes, duplicate=not applied)
             return pb.WriteResponse(duplicate=not applied)
 
@@ -221,14 +229,15 @@ class WeightServerService:
     # ---- what the handlers share
 
     @contextlib.contextmanager
-    def _answering(self, method: str, context: grpc.ServicerContext) -> Iterator[None]:
-        """Times the call and turns whatever is raised into a status."""
-        started = time.perf_counter()
-        status = grpc.StatusCode.OK
+    def _answering(self, method: str, context: grpc.ServicerContext) -> Iterator[StageClock]:
+        """Times the call from its arrival and turns whatever is raised into a status."""
+        clock, status = StageClock("queue", arrived()), grpc.StatusCode.OK
         try:
-            yield
+            yield clock
         except WeightServerError as error:
             status = error.status
+            if isinstance(error, FencedError):
+                self._metrics.fenced()
             abort(context, error)
         except (ValueError, TypeError) as error:  # TableSpec's own checks
             status = grpc.StatusCode.INVALID_ARGUMENT
@@ -241,7 +250,7 @@ class WeightServerService:
             status = grpc.StatusCode.INTERNAL
             context.abort(status, f"shard {self._shard.shard} failed on {method}: see its log")
         finally:
-            self._metrics.answered(method, status.name, time.perf_counter() - started)
+            self._metrics.answered(method, status.name, clock.elapsed_seconds())
 
     def _commit(self, context: grpc.ServicerContext, operation: Callable[[Batch], Result]) -> Result:
         """Runs `operation` in the committer; returns once it is durable."""
@@ -293,9 +302,10 @@ def _fewest_blocks(spec: TableSpec, num_rows: int) -> int:
     return -(-num_rows // spec.rows_per_block)
 
 
-def _encoded(chunks: Iterator[Rows]) -> Iterator[tuple[int, bytes]]:
+def _encoded(chunks: Iterator[Rows], clock: StageClock) -> Iterator[tuple[int, bytes]]:
     """(number of rows, serialized FetchResponse) of each chunk."""
     for chunk in chunks:
+        clock.enter("serialise")
         yield len(chunk.weight), encode_fetch_response(chunk.weight, chunk.momentum_buffer, chunk.last_step)
 
 

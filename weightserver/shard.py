@@ -41,7 +41,8 @@ from weightserver.records import (
     write_state,
 )
 from weightserver.sharding import BlockRun, Int64Array, Sharding, block_runs
-from weightserver.storage import NEWEST, Storage, Transaction
+from weightserver.storage import NEWEST, DiskUsage, Storage, Transaction
+from weightserver.timing import StageClock
 from weightserver.wire import CHUNK_BYTES, Float32Array, all_finite, spec_digest
 
 _READ_BYTES = 4 << 20
@@ -92,16 +93,26 @@ class Shard:
 
     Args:
         verify_reads: whether a fetch looks at the checksums of its blocks; a write always does.
+        on_gaps: told how many updates each fetched row has not seen, int64 [n].
 
     Raises:
         StorageError: the directory belongs to another shard, cluster or format, or is damaged.
     """
 
-    def __init__(self, storage: Storage, *, shard: int, num_shards: int, verify_reads: bool = True) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        shard: int,
+        num_shards: int,
+        verify_reads: bool = True,
+        on_gaps: Callable[[Int64Array], None] = lambda gaps: None,
+    ) -> None:
         self.shard = shard
         self.num_shards = num_shards
         self._storage = storage
         self._verify_reads = verify_reads
+        self._on_gaps = on_gaps
         self._state = State()
         self._table: Table | None = None
         with storage.write() as txn:
@@ -139,6 +150,9 @@ class Shard:
     def disk_bytes(self) -> int:
         return self._storage.disk_bytes()
 
+    def disk_usage(self) -> DiskUsage:
+        return self._storage.disk_usage()
+
     def require_table(self) -> Table:
         """The table, or NoTableError."""
         if self._table is None:
@@ -167,19 +181,27 @@ class Shard:
             )
 
     def fetch(
-        self, rows: Int64Array, *, step: int | None, state: bool, checkpoint: str | None = None, identity: str = ""
+        self,
+        rows: Int64Array,
+        *,
+        step: int | None,
+        state: bool,
+        checkpoint: str | None = None,
+        identity: str = "",
+        clock: StageClock | None = None,
     ) -> Iterator[Rows]:
         """Rows (checked, int64 [n]) before update `step`, or raw where `step` is None, in chunks of about 1 MiB.
 
         They are read as they are now, or as they were at a checkpoint.
 
-        Each chunk is a snapshot of its own, so that no snapshot lives while a message waits for its reader.
+        Each chunk is a snapshot of its own, so that no snapshot lives while a message waits for its reader. `clock` is
+        told when its stages "read" and "correct" begin.
 
         Raises:
             StepError: `step` lies beyond the horizon or before an update that a row has seen.
             NoTableError: there is no such checkpoint, or it is released meanwhile.
         """
-        table, at = self.require_table(), (checkpoint, identity)
+        table, at = self.require_table(), (checkpoint, identity, clock or StageClock("read"))
         if step is not None and not 0 <= step <= table.schedule.horizon:
             raise StepError(
                 f"step {step} is outside the schedule's 0..{table.schedule.horizon}: extend the schedule first"
@@ -203,7 +225,9 @@ class Shard:
         state: bool,
         checkpoint: str | None,
         identity: str,
+        clock: StageClock,
     ) -> Rows:
+        clock.enter("read")
         first = runs[0].part.start
         rows = rows[first : runs[-1].part.stop]
         found = RowBuffer(table.codec, len(rows))
@@ -225,6 +249,8 @@ class Shard:
         for part in absent:
             found.weight[part] = initial_rows(table.spec, rows[part])
             found.momentum_buffer[part] = 0
+        clock.enter("correct")
+        self._on_gaps((self._state.clock if step is None else step) - found.last_step)
         if step is not None:
             coefficients = self._coefficients(table, rows, found.last_step, step)
             correct(found.weight, found.momentum_buffer, coefficients, weight_only=not state)

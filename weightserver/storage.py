@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -90,6 +91,13 @@ class _LmdbTransaction:
     def clear(self, database: str) -> None:
         self._txn.drop(self._databases[database], delete=False)
 
+    def pages(self) -> dict[str, int]:
+        """Of each database."""
+        stats = {name: self._txn.stat(database) for name, database in self._databases.items()}
+        return {
+            name: stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for name, stat in stats.items()
+        }
+
     def newest_block(self, block: int, *, up_to: int = NEWEST) -> memoryview | None:
         """The block's newest version of a generation ≤ `up_to`."""
         if not self._blocks.set_range(_BLOCK_KEY.pack(block, _MAX_GENERATION - up_to)):
@@ -136,6 +144,17 @@ class _LmdbTransaction:
             self.delete_block(block, generation)
 
 
+@dataclass(frozen=True)
+class DiskUsage:
+    """Where the bytes of a data file go, and what its volume has left."""
+
+    databases: dict[str, int]
+    """Bytes of each database's pages."""
+    free: int
+    """Bytes of pages that writes will use again, and of LMDB's own."""
+    volume_free: int
+
+
 class Storage(Protocol):
     """Where a shard keeps its data."""
 
@@ -144,6 +163,7 @@ class Storage(Protocol):
     def read(self) -> AbstractContextManager[Transaction]: ...
     def write(self) -> AbstractContextManager[Transaction]: ...
     def disk_bytes(self) -> int: ...
+    def disk_usage(self) -> DiskUsage: ...
 
 
 class LmdbStorage:
@@ -199,7 +219,7 @@ class LmdbStorage:
                 self._note_last_transaction()
 
     @contextlib.contextmanager
-    def read(self) -> Iterator[Transaction]:
+    def read(self) -> Iterator[_LmdbTransaction]:
         """A snapshot, to be held briefly: the file grows while old snapshots live."""
         with self._idle:
             if self._closed:
@@ -229,6 +249,15 @@ class LmdbStorage:
     def disk_bytes(self) -> int:
         """What the data file takes on disk."""
         return (self.directory / "data.mdb").stat().st_blocks * 512
+
+    def disk_usage(self) -> DiskUsage:
+        volume = os.statvfs(self.directory)
+        with self.read() as txn:
+            pages = txn.pages()
+        page_bytes = self._env.stat()["psize"]
+        used = {name: count * page_bytes for name, count in pages.items()}
+        total = (self._env.info()["last_pgno"] + 1) * page_bytes
+        return DiskUsage(used, max(0, total - sum(used.values())), volume.f_bavail * volume.f_frsize)
 
     def close(self) -> None:
         """Waits for running reads: what they look at is memory that closing unmaps. Later ones are refused."""

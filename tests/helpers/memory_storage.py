@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from weightserver.storage import DATABASES, NEWEST
+from weightserver.storage import DATABASES, NEWEST, DiskUsage
 
 
 class MemoryStorage:
@@ -28,7 +28,11 @@ class MemoryStorage:
         self._committed = changed
 
     def disk_bytes(self) -> int:
-        return sum(len(value) for values in self._committed.databases.values() for value in values.values())
+        return sum(self.disk_usage().databases.values())
+
+    def disk_usage(self) -> DiskUsage:
+        databases = {name: sum(map(len, values.values())) for name, values in self._committed.databases.items()}
+        return DiskUsage(databases, free=0, volume_free=1 << 40)
 
 
 class MemoryTransaction:

@@ -14,9 +14,14 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def page(metrics_address: str) -> str:
+    with urllib.request.urlopen(f"http://{metrics_address}/metrics", timeout=10) as answer:
+        text: str = answer.read().decode()
+        return text
+
+
 def metric(metrics_address: str, name: str) -> float:
     """The sum over the labels of all metrics that begin with name, from the shard's /metrics."""
-    with urllib.request.urlopen(f"http://{metrics_address}/metrics", timeout=10) as answer:
-        lines = [line for line in answer.read().decode().splitlines() if line.startswith(name)]
+    lines = [line for line in page(metrics_address).splitlines() if line.startswith(name)]
     assert lines, f"no metric {name}"
     return sum(float(line.rpartition(" ")[2]) for line in lines)

@@ -19,7 +19,7 @@ RECORD = {
     "learning_rate": 0.03,
     "images_per_second": 640.0,
     "seconds": 0.2,
-    "data_wait_seconds": 0.05,
+    "data_seconds": 0.05,
     "row_wait_seconds": 0.01,
     "fetched_bytes": 1000,
     "pushed_bytes": 2000,
@@ -44,7 +44,7 @@ def metrics() -> TrainerMetrics:
 
 @pytest.fixture
 def scrape(metrics: TrainerMetrics) -> Iterator[Scrape]:
-    """Name, without pic_trainer_, to value, of all samples with no labels but a bucket's end."""
+    """Name, without pic_trainer_, to value, of all samples with no labels but a bucket's end or a stage."""
     address, close = metrics.serve(0)
 
     def samples() -> dict[str, float]:
@@ -52,12 +52,14 @@ def scrape(metrics: TrainerMetrics) -> Iterator[Scrape]:
             page = answer.read().decode()
         values = {}
         for family in text_string_to_metric_families(page):
+            if family.name.startswith("process_"):
+                continue
             assert family.documentation.endswith("."), family.name
             for sample in family.samples:
                 assert sample.name.startswith("pic_trainer_"), sample.name
                 if sample.name.endswith("_created"):
                     continue
-                end = f" {sample.labels['le']}" if "le" in sample.labels else ""
+                end = "".join(f" {value}" for label, value in sample.labels.items() if label in ("le", "stage"))
                 values[sample.name.removeprefix("pic_trainer_") + end] = sample.value
         return values
 
@@ -79,7 +81,7 @@ def test_a_record_of_the_training_loop(metrics: TrainerMetrics, scrape: Scrape) 
         "step_seconds_sum": pytest.approx(0.2),
         "step_seconds_bucket 0.01": 0,
         "step_seconds_bucket 0.025": 10,
-        "data_wait_seconds_total": 0.05,
+        "stage_seconds_total data": 0.05,
         "row_wait_seconds_total": 0.01,
         "row_fetched_bytes_total": 1000,
         "row_pushed_bytes_total": 2000,
@@ -87,6 +89,7 @@ def test_a_record_of_the_training_loop(metrics: TrainerMetrics, scrape: Scrape) 
         "row_pushed_rows_total": 0,
     }
     assert {name: values[name] for name in expected} == expected
+    assert values["gpu_memory_bytes"] >= 0
     for name in ("resident_rows", "active_rows", "prefetch_pending_rows", "write_back_pending_rows"):
         assert math.isnan(values[name]), "unknown is not 0"
 
@@ -104,7 +107,7 @@ def test_counters_add_up_and_gauges_follow(metrics: TrainerMetrics, scrape: Scra
         "step_seconds_bucket 0.025": 10,
         "step_seconds_bucket 0.05": 15,
         "step_seconds_bucket 0.1": 17,
-        "data_wait_seconds_total": pytest.approx(0.15),
+        "stage_seconds_total data": pytest.approx(0.15),
         "row_fetched_bytes_total": 3000,
         "row_fetched_rows_total": 30,
         "row_pushed_rows_total": 40,
@@ -119,6 +122,17 @@ def test_counters_add_up_and_gauges_follow(metrics: TrainerMetrics, scrape: Scra
 def test_a_run_that_goes_on_counts_its_own_steps(metrics: TrainerMetrics, scrape: Scrape) -> None:
     metrics.observe(RECORD | {"step": 1_000_004, "num_steps": 5})
     assert scrape()["steps_total"] == 5
+
+
+def test_fetches_and_checkpoints_are_told(metrics: TrainerMetrics, scrape: Scrape) -> None:
+    began = scrape()["last_checkpoint_timestamp_seconds"]
+    metrics.observe(RECORD, fetch_seconds=[0.004, 0.02, 0.02])
+    metrics.checkpoint_saved()
+    values = scrape()
+    assert values["fetch_seconds_count"] == 3
+    assert values["fetch_seconds_bucket 0.005"] == 1
+    assert values["fetch_seconds_sum"] == pytest.approx(0.044)
+    assert values["last_checkpoint_timestamp_seconds"] > began
 
 
 def test_run_and_rank_are_told(metrics: TrainerMetrics) -> None:

@@ -57,7 +57,8 @@ class RemoteRows:
         self._thread.shutdown(cancel_futures=True)
 
     def _fetch(self, rows: Int64Array, step: int) -> Tensor:
-        weight = torch.from_numpy(self._client.fetch(rows, step=step))
+        with self.counters.fetching():
+            weight = torch.from_numpy(self._client.fetch(rows, step=step))
         self.counters.fetched(len(rows), weight.nbytes)
         return weight
 

@@ -123,10 +123,14 @@ class ResidentRows:
         """Starts one fetch of all rows that are wanted."""
         rows, slots = (np.concatenate(parts) for parts in zip(*self._wanted, strict=True))
         order = np.argsort(rows)
-        fetch = self._fetcher.submit(self._client.fetch_state, rows[order])
+        fetch = self._fetcher.submit(self._fetch, rows[order])
         self._coming.append((self._wanted_from, slots[order], fetch))
         self._wanted = []
         self.counters.prefetch_pending_rows += len(rows)
+
+    def _fetch(self, rows: Int64Array) -> RowState:
+        with self.counters.fetching():
+            return self._client.fetch_state(rows)
 
     def _receive(self, step: int) -> None:
         """Puts all rows that `step` needs into their slots."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -28,6 +28,8 @@ class RowCounters:
     resident_rows: int = 0
     prefetch_pending_rows: int = 0
     write_back_pending_rows: int = 0
+    fetch_seconds: list[float] = field(default_factory=list)
+    """How long each fetch took; emptied by whoever reads it."""
 
     def fetched(self, num_rows: int, num_bytes: int) -> None:
         self.fetched_rows += num_rows
@@ -36,6 +38,13 @@ class RowCounters:
     def pushed(self, num_rows: int, num_bytes: int) -> None:
         self.pushed_rows += num_rows
         self.pushed_bytes += num_bytes
+
+    @contextmanager
+    def fetching(self) -> Iterator[None]:
+        """Around one fetch that succeeds; in any thread."""
+        started = time.perf_counter()
+        yield
+        self.fetch_seconds.append(time.perf_counter() - started)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

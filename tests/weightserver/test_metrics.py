@@ -1,0 +1,101 @@
+"""What a shard measures, against the same counted slowly, and against its own sum."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.helpers.watching import metric, page
+from weightserver import FencedError, LocalCluster, TableSpec, WeightClient
+from weightserver.metrics import ShardMetrics
+from weightserver.timing import StageClock
+
+
+@pytest.fixture
+def metrics() -> ShardMetrics:
+    return ShardMetrics(shard=0, num_shards=1, version="0")
+
+
+def test_gaps_fall_into_buckets_by_powers_of_two(metrics: ShardMetrics) -> None:
+    gaps = np.concatenate([np.arange(70), 2 ** np.arange(24), 2 ** np.arange(24) + 1, [10**9]])
+    for part in np.array_split(gaps, 3):
+        metrics.correction_gaps(part)
+    name = "weightserver_correction_gap_steps"
+    for exponent in range(23):
+        counted = metrics.registry.get_sample_value(f"{name}_bucket", {"le": str(2.0**exponent)})
+        assert counted == (gaps <= 2**exponent).sum()
+    assert metrics.registry.get_sample_value(f"{name}_bucket", {"le": "+Inf"}) == len(gaps)
+    assert metrics.registry.get_sample_value(f"{name}_sum") == gaps.sum()
+
+
+def test_every_moment_belongs_to_one_stage() -> None:
+    started = time.perf_counter()
+    clock = StageClock("first", started)
+    for number in range(10):
+        clock.enter("even" if number % 2 else "odd")
+        time.sleep(0.002)
+    clock.enter("last")
+    assert set(clock.seconds) == {"first", "odd", "even"}
+    assert sum(clock.seconds.values()) <= clock.elapsed_seconds() <= time.perf_counter() - started
+    assert min(clock.seconds["odd"], clock.seconds["even"]) >= 0.01
+
+
+def test_a_shard_tells_what_it_did(client: WeightClient, cluster: LocalCluster) -> None:
+    """Every metric of the shard that a fetch, a write and a checkpoint move, read from its page."""
+    address = cluster.metrics_addresses[0]
+
+    def sample(name: str) -> float:
+        return metric(address, f"weightserver_{name}")
+
+    client.create_table(TableSpec(num_rows=4000, dim=8, rows_per_block=10))
+    client.extend_schedule(0, np.full(200, 0.1, np.float32))
+    epoch = client.open_session("first")
+    names = {
+        "fetches": "fetch_stage_seconds_count",
+        "end to end": 'request_seconds_sum{method="Fetch",status="OK"}',
+        "stages": "fetch_stage_seconds_sum",
+        "requested": 'request_rows_sum{operation="fetch"}',
+        "pushed": 'request_rows_sum{operation="push"}',
+        "gaps": "correction_gap_steps_sum",
+        "gap rows": "correction_gap_steps_count",
+        "commits": "commit_seconds_count",
+        "writes": "commit_writes_sum",
+        "waits": "commit_wait_seconds_count",
+        "fenced": "fenced_writes_total",
+    }
+    client.push_gradients([0], np.ones((1, 8), np.float32), step=0)  # all labels are there
+    client.fetch([0], step=1)
+    before = {key: sample(name) for key, name in names.items()}
+    client.push_gradients(np.arange(10), np.ones((10, 8), np.float32), step=99)  # shard 0 has the first block
+    client.fetch(np.arange(20), step=120)  # ten rows that have seen 100 updates, the others are shard 1's
+    client.fetch_state(np.arange(10))  # raw: behind the clock, which is 100
+    client.checkpoint("here", step=100)
+    with WeightClient(cluster.addresses) as late:
+        late.open_session("first", join=epoch)
+        client.open_session("second")
+        with pytest.raises(FencedError):
+            late.push_gradients([0], np.ones((1, 8), np.float32), step=100)
+    moved = {key: sample(name) - before[key] for key, name in names.items()}
+
+    assert moved["fetches"] == 2 * 5, "each stage of each fetch"
+    assert moved["stages"] == pytest.approx(moved["end to end"], rel=0.2, abs=0.003)
+    assert moved["stages"] <= moved["end to end"]
+    assert (moved["requested"], moved["pushed"]) == (20, 10)
+    assert (moved["gaps"], moved["gap rows"]) == (10 * 20, 20)
+    assert moved["commits"] <= moved["writes"] == moved["waits"] == 4, "a push, a checkpoint, a session, a refusal"
+    assert moved["fenced"] >= 1
+    held = {name: sample(name) for name in ("newest_checkpoint_step", "checkpoints", "generation", "table_rows")}
+    assert held == {"newest_checkpoint_step": 100, "checkpoints": 1, "generation": 1, "table_rows": 4000}
+    assert sample("lmdb_bytes") == pytest.approx(sample("disk_bytes"), rel=0.1)
+    assert sample("volume_free_bytes") > 0
+    assert sample("commit_queue_writes") == 0
+
+
+def test_every_metric_says_what_it_is(cluster: LocalCluster) -> None:
+    for family in text_string_to_metric_families(page(cluster.metrics_addresses[0])):
+        assert family.documentation.endswith(".") or family.name.startswith("process_"), family.name
+        if family.type == "histogram":
+            assert family.name.endswith(("_seconds", "_rows", "_steps", "_writes")), family.name

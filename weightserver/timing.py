@@ -1,0 +1,37 @@
+"""Where the time goes: every moment belongs to one stage."""
+
+from __future__ import annotations
+
+import time
+from contextvars import ContextVar
+
+_arrived: ContextVar[float | None] = ContextVar("arrived", default=None)
+"""When the current call came; gRPC runs a call's interceptors and its handler in one context."""
+
+
+def arrive() -> None:
+    """Notes that the current call has come, before it waits for a thread."""
+    _arrived.set(time.perf_counter())
+
+
+def arrived() -> float:
+    """When the current call came, on the clock of `time.perf_counter`; now, where nobody noted it."""
+    return _arrived.get() or time.perf_counter()
+
+
+class StageClock:
+    """Sums up the seconds spent in each stage, from `started` on."""
+
+    def __init__(self, stage: str, started: float | None = None) -> None:
+        self._started = self._since = time.perf_counter() if started is None else started
+        self._stage = stage
+        self.seconds: dict[str, float] = {}
+
+    def enter(self, stage: str) -> None:
+        """Ends the stage that runs and begins another, or goes on with one."""
+        now = time.perf_counter()
+        self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + now - self._since
+        self._stage, self._since = stage, now
+
+    def elapsed_seconds(self) -> float:
+        return time.perf_counter() - self._started
