@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import NoReturn
 
@@ -16,13 +17,16 @@ from trainer.config import parse_config
 from trainer.loop import train
 from trainer.stopping import failures_in_one_line
 from weightserver.allocator import keep_large_buffers
+from weightserver.logs import log_events
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs the command line. Exit status 0; 2 for arguments that are none; else as `failures_in_one_line` says."""
     keep_large_buffers()
     with failures_in_one_line("trainer"):
-        result = train(parse_config(arguments))
+        config = parse_config(arguments)
+        log_events(config.log_format, lambda: {"run": config.output.name, "rank": int(os.environ.get("RANK", "0"))})
+        result = train(config)
     if result.is_first:
         print(" ".join(f"{name}={value:g}" for name, value in result.summary.items()))
     sys.exit(0)

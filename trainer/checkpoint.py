@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,13 +20,15 @@ from trainer.rows import RowStore
 from weightserver import Checkpoint, FencedError, NoTableError, WeightClient
 from weightserver.files import sync
 
+_log = logging.getLogger(__name__)
+
 _FORMAT = "pic-checkpoint-1"
 _MODEL, _MOMENTUM = "model.", "momentum."
 _STEM = re.compile(r"step-(\d{12})")
 # What may differ when a run goes on: where it runs, how its rows are stored ('weightserver reshard' changes that; what
 # does not fit is refused by the weight servers), and what it tells.
-_FREE = {
-    *(
+_FREE = frozenset(
+    [
         "output",
         "resume",
         "servers",
@@ -42,9 +45,16 @@ _FREE = {
         "prefetch_steps",
         "device",
         "data_dir",
-    ),
-    *("log_every", "knn_every", "metrics_port", "evaluate", "checkpoint_every", "keep_checkpoints"),
-}
+        "log_every",
+        "knn_every",
+        "metrics_port",
+        "metrics_host",
+        "log_format",
+        "evaluate",
+        "checkpoint_every",
+        "keep_checkpoints",
+    ]
+)
 
 
 class Checkpoints:
@@ -89,6 +99,7 @@ class Checkpoints:
                 self._client.release(kept.name)  # it is no use without its file
                 raise
             self._forget_old()
+            _log.info("checkpoint saved", extra={"checkpoint": kept.name, "step": step})
         self._on_saved()
 
     def _forget_old(self) -> None:

@@ -15,6 +15,7 @@ import tyro
 from trainer.data.augment import AugmentationConfig
 from trainer.model import EncoderConfig
 from weightserver.addresses import is_loopback
+from weightserver.logs import LogFormat
 from weightserver.security import ClientSecurity
 
 _MAX_STEPS = 100_000_000
@@ -123,9 +124,13 @@ class TrainConfig:
     """Steps between lines of metrics.jsonl."""
     knn_every: float = 0.0
     """Epochs between kNN evaluations on held-out training images; 0 for none."""
+    log_format: LogFormat = "text"
+    """How events are logged to stderr, one line each."""
     metrics_port: int | None = None
-    """Port of the Prometheus metrics of the first rank on each machine, on loopback; the next rank has the next one. 0
+    """Port of the Prometheus metrics of the first rank on each machine; the next rank has the next one. 0
     takes free ones, None serves none."""
+    metrics_host: str = "127.0.0.1"
+    """Address of the metrics; they tell no secret and ask for no token."""
     evaluate: bool = True
     """Whether to end with the kNN and linear evaluations."""
 

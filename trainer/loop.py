@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import resource
 import sys
@@ -31,6 +32,8 @@ from trainer.schedule import RowOrder, VisitSchedule, learning_rates, visit_unif
 from trainer.stopping import Stopped, stop_signals
 from weightserver import TableSpec
 from weightserver.sharding import Sharding
+
+_log = logging.getLogger(__name__)
 
 _RANK_TIMEOUT_SECONDS = 600.0
 """How long ranks wait for one that is not itself waiting for a weight server."""
@@ -135,6 +138,9 @@ def _train_rank(
             checkpoints.save(0, model, optimizer)  # from now on the servers are this run's
         report.follow(rows.counters, start_step)
         signals = stack.enter_context(stop_signals())
+        if ranks.is_first:
+            ours = {"step": start_step, "num_steps": num_steps, "ranks": ranks.world_size, "rows": config.rows}
+            _log.info("training begins", extra=ours | {"epoch": opened.epoch})
 
         def active_share(step: int) -> ActiveRows:
             return recent.active(step).share(sharding, ranks.rank)

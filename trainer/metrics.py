@@ -122,21 +122,21 @@ class TrainerMetrics:
         for seconds in fetch_seconds:
             self._fetch_seconds.observe(seconds)
 
-    def serve(self, port: int) -> tuple[str, Callable[[], None]]:
-        """Serves /metrics on a loopback port, 0 for a free one; returns host:port and what ends it.
+    def serve(self, port: int, host: str = "127.0.0.1") -> tuple[str, Callable[[], None]]:
+        """Serves /metrics on a port, 0 for a free one; returns host:port and what ends it.
 
         Raises:
             OSError: in one line, where the port cannot be had.
         """
         try:
-            server, thread = start_http_server(port, addr="127.0.0.1", registry=self.registry)
+            server, thread = start_http_server(port, addr=host, registry=self.registry)
         except OSError as error:
             reason = os.strerror(error.errno or 0)
-            raise OSError(f"cannot serve metrics on port {port} ({reason}): choose another, or 0") from error
+            raise OSError(f"cannot serve metrics on port {port} ({reason}): choose another") from error
 
         def close() -> None:
             server.shutdown()
             server.server_close()
             thread.join()
 
-        return f"127.0.0.1:{server.server_port}", close
+        return f"{host}:{server.server_port}", close

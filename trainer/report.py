@@ -53,7 +53,7 @@ class Report:
                     stack.enter_context(_claimed_output(self._config))
             if self._config.metrics_port is not None:
                 port = self._config.metrics_port and self._config.metrics_port + self._ranks.local_rank
-                address, stop = self._metrics.serve(port)
+                address, stop = self._metrics.serve(port, self._config.metrics_host)
                 stack.callback(stop)
                 print(f"rank {self._ranks.rank}: metrics on http://{address}/metrics", flush=True)
             self._stack = stack.pop_all()

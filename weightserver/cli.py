@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import signal
 import sys
 from dataclasses import asdict, fields
@@ -21,6 +20,7 @@ from weightserver.allocator import keep_large_buffers
 from weightserver.client import WeightClient
 from weightserver.errors import AuthenticationError, ShardUnavailableError, WeightServerError
 from weightserver.handshake import tls_failure
+from weightserver.logs import LOG_FORMATS, log_events
 from weightserver.plan import Workload, plan
 from weightserver.security import TOKEN_VARIABLE, ClientSecurity
 
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """Runs one command. Exit status 0; 1 with a line on stderr when it failed; 2 for bad arguments; 130 for Ctrl-C."""
     arguments = _parser().parse_args(argv)
     keep_large_buffers()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    log_events("text")
     try:
         arguments.run(arguments)
     except (WeightServerError, ValueError, OSError) as error:
@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--token-file", type=Path, help=f"token that calls must bring (default ${TOKEN_VARIABLE})")
     serve.add_argument("--insecure", action="store_true", help="listen beyond loopback without TLS or a token")
     serve.add_argument("--reflection", action="store_true", help="tell the contract over gRPC reflection")
+    serve.add_argument("--log-format", choices=LOG_FORMATS, default="text", help="how events are logged (default text)")
     serve.add_argument("--announce", action="store_true", help="print the addresses as one JSON line when serving")
     serve.add_argument("--stop-with-parent", action="store_true", help="stop when stdin is closed")
     serve.set_defaults(run=_serve)

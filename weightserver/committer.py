@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
@@ -11,14 +10,12 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-from weightserver.errors import OverloadedError, WeightServerError
+from weightserver.errors import OverloadedError
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
 MAX_GROUP = 64
 MAX_WAITING = 256
-
-_log = logging.getLogger(__name__)
 
 
 Operation = tuple[Callable[[Any], Any], Future[Any]]
@@ -108,8 +105,6 @@ def commit_group(transaction: Callable[[], AbstractContextManager[Any]], group: 
                     break
     except Exception as error:  # noqa: BLE001 - whatever it is, its caller must hear of it and the thread go on
         if len(group) == 1:
-            if not isinstance(error, WeightServerError):
-                _log.exception("a write failed")
             group[0][1].set_exception(error)
         else:
             for single in group:

@@ -20,9 +20,11 @@ from weightserver.errors import (
     ClusterError,
     OverloadedError,
     ShardUnavailableError,
+    StorageError,
     WeightServerError,
 )
 from weightserver.handshake import tls_failure
+from weightserver.logs import REQUEST_ID, new_request_id
 from weightserver.wire import MAX_MESSAGE_BYTES, RETRY_HINT, decode_fetch_response
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["WeightServer"]
@@ -108,16 +110,19 @@ class ShardConnection:
         self._attempts(attempt)
 
     def _attempts(self, attempt: Callable[[dict[str, Any]], Result]) -> Result:
-        started, pause, warned = time.monotonic(), _FIRST_PAUSE_SECONDS, False
+        started, pause, warned, request_id = time.monotonic(), _FIRST_PAUSE_SECONDS, False, new_request_id()
+        options = {"timeout": self._timeout_seconds, "metadata": [*self._metadata, (REQUEST_ID, request_id)]}
         while True:
             try:
-                return attempt({"timeout": self._timeout_seconds, "metadata": self._metadata})
+                return attempt(options)
             except grpc.RpcError as error:
                 status, details, hint = error.code(), error.details() or "", _retry_hint(error)
             if status is grpc.StatusCode.UNIMPLEMENTED:
                 raise ClusterError(
                     f"{self.name} does not know this call: it runs an older version, or is no weight server: update it"
                 )
+            if status in (grpc.StatusCode.INTERNAL, StorageError.status):
+                details += f" (its log tells more of request {request_id})"
             if status not in _RETRIED:
                 raise ERROR_OF_STATUS.get(status, WeightServerError)(f"{self.name}: {details}")
             if reason := tls_failure(self.address, status, details, tls=self._tls):
@@ -137,6 +142,7 @@ class ShardConnection:
                     self.name,
                     status.name,
                     self._retry_seconds - waited,
+                    extra={"request": request_id},
                 )
             wanted = max(pause * random.uniform(0.5, 1.0), hint * random.uniform(1.0, 1.5))  # not all at one time
             time.sleep(min(wanted, self._retry_seconds - waited))

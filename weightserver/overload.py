@@ -31,6 +31,7 @@ from google.protobuf.message import DecodeError
 from weightserver.allocator import own_bytes, return_free_memory
 from weightserver.config import TableSpec
 from weightserver.errors import InvalidRequestError, OverloadedError, WeightServerError
+from weightserver.logs import follow_request
 from weightserver.timing import arrive
 from weightserver.wire import CHUNK_BYTES, RETRY_HINT
 
@@ -183,6 +184,7 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
         self, continuation: Callable[[grpc.HandlerCallDetails], Any], handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
         arrive()
+        follow_request(handler_call_details.invocation_metadata)
         handler = continuation(handler_call_details)
         if handler is None:
             return None

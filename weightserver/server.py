@@ -25,6 +25,7 @@ from weightserver import __version__, service
 from weightserver.addresses import is_loopback, split_address
 from weightserver.allocator import keep_large_buffers
 from weightserver.committer import Committer
+from weightserver.logs import LogFormat, log_events
 from weightserver.metrics import ShardMetrics
 from weightserver.overload import MAX_CALLS, CallLimiter, Memory
 from weightserver.security import ServerTls, TokenInterceptor, has_token, read_token, server_tls
@@ -76,6 +77,8 @@ class ServerConfig:
     is set."""
     insecure: bool = False
     """Whether an address other than loopback may be served without TLS or a token."""
+    log_format: LogFormat = "text"
+    """How events are logged, one line each."""
     reflection: bool = False
     """Whether to tell the contract over gRPC's reflection."""
     announce: bool = False
@@ -171,6 +174,7 @@ def serve(config: ServerConfig) -> None:
     except BaseException:
         storage.close()
         raise
+    log_events(config.log_format, lambda: {"shard": shard.shard, "epoch": shard.state.epoch, "step": shard.state.clock})
     metrics.follow(shard)
     metrics.request_memory(lambda: memory.used_bytes)
     if tls is not None:
@@ -190,18 +194,28 @@ def serve(config: ServerConfig) -> None:
         reflection.enable_server_reflection((service.NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     server.start()
     bound = f"{_in_address(host)}:{port}"
-    _log.info("shard %d of %d serves %s on %s", config.shard, config.num_shards, config.data_dir, bound)
+    _log.info(
+        "serving",
+        extra={
+            "num_shards": config.num_shards,
+            "data_dir": str(config.data_dir),
+            "address": bound,
+            "metrics_address": metrics_address,
+            "version": __version__,
+            "stored_rows": shard.state.rows_stored,
+        },
+    )
     _log_security(config, tls, token is not None)
     if config.announce:
         print(json.dumps({"address": bound, "metrics_address": metrics_address}), flush=True)
 
     _wait_for(stop)
-    _log.info("shard %d drains", config.shard)
+    _log.info("draining")
     healthy.enter_graceful_shutdown()
     server.stop(config.grace_seconds).wait()
     committer.close()
     storage.close()
-    _log.info("shard %d is closed", config.shard)
+    _log.info("closed")
 
 
 def _serve_metrics(config: ServerConfig, metrics: ShardMetrics) -> str | None:
@@ -219,7 +233,7 @@ def _log_security(config: ServerConfig, tls: ServerTls | None, token: bool) -> N
     """Tells who can call, and warns of what cannot be meant to stay so."""
     if tls is not None:
         clients = "only to clients with a certificate" if config.tls_client_ca else "to any client"
-        _log.info("TLS %s; the shard's certificate holds until %s", clients, f"{tls.holds_until:%Y-%m-%d %H:%M} UTC")
+        _log.info("TLS %s", clients, extra={"certificate_holds_until": f"{tls.holds_until:%Y-%m-%d %H:%M} UTC"})
         if tls.holds_until <= datetime.now(UTC):
             _log.warning("the shard's certificate has expired: clients refuse it, renew it and restart")
     if not is_loopback(config.listen) and (tls is None or not token):

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
+from dataclasses import asdict
 from typing import TypeVar
 
 import grpc
@@ -16,7 +17,7 @@ from weightserver import __version__
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.committer import Committer
 from weightserver.config import MAX_ROWS, TableSpec
-from weightserver.errors import FencedError, InvalidRequestError, WeightServerError
+from weightserver.errors import FencedError, InvalidRequestError, StorageError, WeightServerError
 from weightserver.metrics import ShardMetrics
 from weightserver.overload import Memory, Reservation, abort, blocks_bytes, fetch_bytes, write_bytes
 from weightserver.received import ReceivedWrite, write_header
@@ -38,6 +39,12 @@ from weightserver.wire import (
 
 NAME = pb.DESCRIPTOR.services_by_name["WeightServer"].full_name
 _WRITER_BYTES = 16
+_EVENTS = {
+    "Checkpoint": "checkpoint taken",
+    "CopyCheckpoint": "checkpoint copied",
+    "Release": "checkpoint released",
+    "Rollback": "rolled back",
+}
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -82,15 +89,19 @@ class WeightServerService:
 
     def CreateTable(self, request: pb.CreateTableRequest, context: grpc.ServicerContext) -> pb.CreateTableResponse:
         with self._answering("CreateTable", context):
-            spec = spec_from_proto(request.spec)
+            spec, before = spec_from_proto(request.spec), self._shard.spec
             epoch = request.epoch if request.HasField("epoch") else None
             self._commit(context, lambda batch: self._shard.create_table(batch, spec, epoch))
+            if before is None:
+                _log.info("table created", extra=asdict(spec))
             return pb.CreateTableResponse()
 
     def DropTable(self, request: pb.DropTableRequest, context: grpc.ServicerContext) -> pb.DropTableResponse:
         with self._answering("DropTable", context):
             epoch = request.epoch if request.HasField("epoch") else None
+            before = self._shard.state
             self._commit(context, lambda batch: self._shard.drop_table(batch, epoch))
+            _log.info("table dropped", extra={"run": before.run, "stored_rows": before.rows_stored})
             return pb.DropTableResponse()
 
     def ExtendSchedule(
@@ -107,6 +118,8 @@ class WeightServerService:
                     batch, request.start_step, rates, request.clock, request.epoch, request.version
                 ),
             )
+            if version != request.version:
+                _log.info("schedule changed", extra={"start_step": request.start_step, "horizon": horizon})
             return pb.ExtendScheduleResponse(horizon=horizon, version=version)
 
     def OpenSession(self, request: pb.OpenSessionRequest, context: grpc.ServicerContext) -> pb.OpenSessionResponse:
@@ -122,6 +135,7 @@ class WeightServerService:
                     context,
                     lambda batch: self._shard.open_session(batch, request.name, request.epoch, request.opener),
                 )
+                _log.info("session opened", extra={"run": request.name})
             return pb.OpenSessionResponse()
 
     def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -224,6 +238,8 @@ class WeightServerService:
             _require(len(request.identity) in (0, _WRITER_BYTES), f"identity must be {_WRITER_BYTES} bytes")
             identity = request.identity.hex()
             applied = self._commit(context, lambda batch: change(batch, write_header(request.header), name, identity))
+            if applied:
+                _log.info(_EVENTS[method], extra={"checkpoint": name})
             return pb.WriteResponse(duplicate=not applied)
 
     # ---- what the handlers share
@@ -238,6 +254,8 @@ class WeightServerService:
             status = error.status
             if isinstance(error, FencedError):
                 self._metrics.fenced()
+            if isinstance(error, FencedError | StorageError):
+                _log.warning("%s refused: %s", method, error)
             abort(context, error)
         except (ValueError, TypeError) as error:  # TableSpec's own checks
             status = grpc.StatusCode.INVALID_ARGUMENT
@@ -248,7 +266,7 @@ class WeightServerService:
         except Exception:  # noqa: BLE001 - the boundary: nothing foreign crosses the wire
             _log.exception("%s failed", method)
             status = grpc.StatusCode.INTERNAL
-            context.abort(status, f"shard {self._shard.shard} failed on {method}: see its log")
+            context.abort(status, f"shard {self._shard.shard} failed on {method}")
         finally:
             self._metrics.answered(method, status.name, clock.elapsed_seconds())
 

@@ -29,6 +29,8 @@ class OpenRows:
     store: RowStore
     client: WeightClient | None = None
     """Of the session; None with dense rows."""
+    epoch: int = 0
+    """Of the session; 0 without one."""
     start_step: int = 0
     """Finished updates of the rows: more than 0 where a run goes on."""
 
@@ -50,10 +52,10 @@ def open_rows(
         yield OpenRows(DenseRows(spec, rates, device=device, sharding=sharding, shard=ranks.rank))
         return
     with ExitStack() as stack:
-        client, start_step = _join_session(config, spec, rates, ranks, stack)
+        client, epoch, start_step = _join_session(config, spec, rates, ranks, stack)
         store = RemoteRows(client) if config.rows == "remote" else _resident(config, spec, rates, ranks, device, client)
         stack.callback(store.close)
-        yield OpenRows(store, client, start_step)
+        yield OpenRows(store, client, epoch, start_step)
 
 
 def _resident(
@@ -75,10 +77,10 @@ def _resident(
 
 def _join_session(
     config: TrainConfig, spec: TableSpec, rates: Float32Array, ranks: Ranks, stack: ExitStack
-) -> tuple[WeightClient, int]:
+) -> tuple[WeightClient, int, int]:
     """Rank 0 opens a session on the weight servers, which it starts where none are given, and the others join it.
 
-    Returns the step at which the run begins too.
+    Returns the session's epoch and the step at which the run begins too.
     """
     session: dict[str, Any] = {}
     failure: Exception | None = None
@@ -107,7 +109,7 @@ def _join_session(
     if not ranks.is_first:
         client = stack.enter_context(_client(config, session["addresses"]))
         client.open_session(config.output.name, join=session["epoch"])
-    return client, session["start_step"]
+    return client, session["epoch"], session["start_step"]
 
 
 def _client(config: TrainConfig, addresses: list[str]) -> WeightClient:

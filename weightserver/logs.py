@@ -1,0 +1,80 @@
+"""Logs: one line an event, readable or JSON, with what belongs to it as fields.
+
+Everything logs through the standard library; a field is an `extra` of the call:
+
+    _log.info("checkpoint taken", extra={"name": name})
+
+A request carries an id, made by its client, into the lines of both sides. No row and no token is ever a field.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import sys
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from typing import Any, Literal
+
+import structlog
+
+LogFormat = Literal["text", "json"]
+LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
+REQUEST_ID = "x-request-id"
+"""Key of the id in a call's metadata."""
+_ID = re.compile(r"[0-9A-Za-z-]{1,64}")
+
+_request: ContextVar[str | None] = ContextVar("request", default=None)
+
+
+class _Stderr(logging.Handler):
+    """Writes to whatever stderr is by then: a progress line takes its place."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
+def new_request_id() -> str:
+    return secrets.token_hex(8)
+
+
+def follow_request(metadata: Iterable[tuple[str, Any]]) -> None:
+    """Puts the id that a call brings into all lines of its context; one that is none is left out."""
+    for key, value in metadata:
+        if key == REQUEST_ID and _ID.fullmatch(value):
+            _request.set(value)
+
+
+def log_events(log_format: LogFormat, fields: Callable[[], dict[str, Any]] = dict) -> None:
+    """Has this process log to stderr from level info on; `fields` are those of every line.
+
+    In place of what was set up before.
+    """
+
+    def common(logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
+        request = _request.get()
+        return {**fields(), **({} if request is None else {"request": request}), **event}
+
+    shared: list[Any] = [
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.stdlib.ExtraAdder(),
+        common,
+    ]
+    if log_format == "json":
+        render: list[Any] = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    else:
+        plain = structlog.dev.plain_traceback  # the default shows local variables, and one may be a token
+        render = [
+            structlog.dev.ConsoleRenderer(colors=False, pad_event_to=0, pad_level=False, exception_formatter=plain)
+        ]
+    handler = _Stderr()
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render]
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO)
