@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,15 @@ from weightserver import LocalCluster, WeightClient
 # A busy machine is no failure.
 settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
+
+
+@pytest.fixture(autouse=True)
+def _logging() -> Iterator[None]:
+    """Command lines that run in this process set it up."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
 
 
 @pytest.fixture(scope="session")

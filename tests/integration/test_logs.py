@@ -8,7 +8,6 @@ import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,6 @@ from tests.helpers.small_run import EVERY, ONLY_ROWS, small_run
 from trainer.loop import train
 from weightserver import FencedError, LocalCluster, StorageError, TableSpec, WeightClient
 from weightserver.logs import LOG_FORMATS, LogFormat, log_events
-
-
-@pytest.fixture
-def restored_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:], root.level = handlers, level
 
 
 def lines(cluster: LocalCluster, shard: int = 0) -> list[dict[str, Any]]:
@@ -94,7 +85,6 @@ def test_a_failure_is_found_by_its_request(tmp_path: Path) -> None:
     assert "damaged" in told["event"]
 
 
-@pytest.mark.usefixtures("restored_logging")
 @pytest.mark.parametrize("log_format", LOG_FORMATS)
 def test_a_traceback_shows_no_values(log_format: LogFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token is a local variable of some function."""
@@ -114,7 +104,6 @@ def test_a_traceback_shows_no_values(log_format: LogFormat, monkeypatch: pytest.
         assert "[error] failed shard=3" in text
 
 
-@pytest.mark.usefixtures("restored_logging")
 def test_a_trainer_logs_events_and_no_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", told := io.StringIO())
     log_events("json", lambda: {"run": "a", "rank": 0})

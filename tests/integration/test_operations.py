@@ -59,6 +59,7 @@ def weightserver(capsys: pytest.CaptureFixture[str]) -> Weightserver:
     """Runs a command: its exit status, what it says, its complaint."""
 
     def run(*arguments: object) -> tuple[int | str | None, str, str]:
+        capsys.readouterr()  # what was said before is not its
         with pytest.raises(SystemExit) as stopped:
             main([str(argument) for argument in arguments])
         return stopped.value.code, *capsys.readouterr()
