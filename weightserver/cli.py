@@ -1,4 +1,4 @@
-"""The command line: weightserver serve | certs | health | inspect | verify | checkpoints | rollback | release |
+"""The command line: weightserver serve | certs | health | top | inspect | verify | checkpoints | rollback | release |
 export | drop | backup | restore | reshard | compact | plan."""
 
 from __future__ import annotations
@@ -90,6 +90,12 @@ def _parser() -> argparse.ArgumentParser:
     health.add_argument("--timeout-seconds", type=float, default=5.0, help="deadline (default 5)")
     add_security_options(health)
     health.set_defaults(run=_health)
+
+    top = commands.add_parser("top", help="watch shards in the terminal")
+    top.add_argument("addresses", nargs="+", help="host:port of the metrics of every shard")
+    top.add_argument("--interval-seconds", type=float, default=2.0, help="time between two looks (default 2)")
+    top.add_argument("--count", type=int, help="how many looks (default until Ctrl-C)")
+    top.set_defaults(run=_top)
 
     inspect = commands.add_parser("inspect", help="print what a data directory holds; safe beside a running shard")
     inspect.add_argument("directory", type=Path, help="the --data-dir of a shard")
@@ -219,6 +225,14 @@ def _serve(arguments: argparse.Namespace) -> None:
 
     names = ServerConfig.__dataclass_fields__
     serve(ServerConfig(**{name: getattr(arguments, name) for name in names}))
+
+
+def _top(arguments: argparse.Namespace) -> None:
+    from weightserver.top import watch  # the other commands need no rich
+
+    for address in arguments.addresses:
+        split_address(address)
+    watch(arguments.addresses, interval_seconds=arguments.interval_seconds, count=arguments.count)
 
 
 def _certs(arguments: argparse.Namespace) -> None:

@@ -1,0 +1,88 @@
+"""`weightserver top` against shards at work, and its quantiles against NumPy's."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from weightserver import LocalCluster, TableSpec, WeightClient
+from weightserver.top import quantile
+
+
+def top(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "weightserver", "top", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.9, 0.99])
+def test_quantiles_are_those_of_the_values_to_a_bucket(share: float) -> None:
+    values = np.random.default_rng(0).lognormal(-5, 1, 10_000)
+    bounds = [*np.geomspace(1e-5, 1, 60), math.inf]
+    buckets = {bound: float((values <= bound).sum()) for bound in bounds}
+    assert quantile(share, buckets) == pytest.approx(np.quantile(values, share), rel=0.05)
+
+
+def test_quantiles_of_few_values() -> None:
+    assert math.isnan(quantile(0.5, {}))
+    assert math.isnan(quantile(0.5, {1.0: 0.0, math.inf: 0.0}))
+    assert quantile(0.5, {1.0: 0.0, 2.0: 4.0, math.inf: 4.0}) == 1.5
+    assert quantile(0.99, {1.0: 1.0, math.inf: 9.0}) == 1.0, "all that is known: more than the last bound"
+
+
+def test_it_shows_what_shards_do(client: WeightClient, cluster: LocalCluster) -> None:
+    client.create_table(TableSpec(num_rows=2000, dim=16, rows_per_block=10))
+    client.extend_schedule(0, np.full(10_000, 0.1, np.float32))
+    epoch = client.open_session("run")
+    client.push_gradients(np.arange(1000), np.ones((1000, 16), np.float32), step=41)
+    client.checkpoint("kept", step=42)
+    stop = threading.Event()
+
+    def read() -> None:
+        while not stop.wait(0.01):
+            client.fetch(np.arange(100), step=42)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        shown = top(*cluster.metrics_addresses, "127.0.0.1:1", "--count", "1", "--interval-seconds", "1")
+    finally:
+        stop.set()
+        reader.join()
+    assert shown.returncode == 0, shown.stderr
+    for shard in (0, 1):
+        traffic, holds = re.findall(rf"^ {shard} of 2 +(.*\S) *$", shown.stdout, re.MULTILINE)
+        fetches, rows, *_ = (float(value.replace(",", "")) for value in traffic.split()[:3])
+        assert fetches > 1
+        assert rows == pytest.approx(50 * fetches, rel=0.2, abs=60)  # half of 100 rows on each
+        p50, p99 = re.findall(r"([\d.]+) ms", traffic)[:2]
+        assert 0 < float(p50) <= float(p99)
+        assert re.match(rf"42 +{epoch} +500 +1, to 42 +0\.0\d GB +", holds), holds
+    assert "127.0.0.1:1 is down: [Errno 111] Connection refused" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["127.0.0.1:1"], "no shard tells its metrics (127.0.0.1:1: [Errno 111] Connection refused)"),
+        (["nowhere"], "'nowhere' is no address"),
+        (["127.0.0.1:1", "--count", "0"], "--count must be at least 1, got 0"),
+        (["127.0.0.1:1", "--interval-seconds", "nan"], "--interval-seconds must lie in 0.1..3600, got nan"),
+    ],
+)
+def test_what_it_cannot_show_is_one_line(arguments: list[str], message: str) -> None:
+    shown = top(*arguments)
+    assert shown.returncode == 1
+    assert shown.stderr.startswith(f"weightserver top: {message}")
+    assert shown.stderr.count("\n") == 1
+
+
+def test_another_port_is_told(cluster: LocalCluster) -> None:
+    shown = top(cluster.addresses[0])
+    assert shown.returncode == 1
+    assert shown.stderr.startswith(f"weightserver top: no shard tells its metrics ({cluster.addresses[0]}: ")
