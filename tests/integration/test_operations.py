@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -25,6 +27,7 @@ from safetensors.numpy import load_file
 
 from tests.helpers.comparing import same
 from tests.helpers.small_run import EVERY, NUM_IMAGES, ONLY_ROWS, losses, small_run
+from trainer.checkpoint import Checkpoints
 from trainer.loop import train
 from weightserver import (
     Checkpoint,
@@ -563,6 +566,52 @@ def test_lost_shards_are_restored_and_the_run_goes_on(
         assert len(epochs) == 1
         assert epochs.pop() > before
         assert_goes_on(cluster, output, undisturbed)
+
+
+def test_the_documented_backup_of_a_run_lacks_nothing(
+    undisturbed: tuple[list[float], RowState], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer takes another checkpoint between the commands, and removes the one that is backed up later. Then
+    everything is lost but /backup."""
+    text = (Path(__file__).parents[2] / "docs/operations.md").read_text().partition("\n## Backups\n")[2]
+    commands = list(itertools.takewhile(lambda line: line.startswith("    "), text.strip("\n").splitlines()))
+    assert len(commands) == 4
+    output, backed_up = tmp_path / "runs/a", tmp_path / "backup"
+    with LocalCluster(2, tmp_path / "servers") as cluster, WeightClient(cluster.addresses) as client:
+        places = {
+            "127.0.0.1:50051 127.0.0.1:50052": " ".join(cluster.addresses),
+            "/backup": str(backed_up),
+            "runs/a": str(output),
+            "weightserver ": f"{sys.executable} -m weightserver ",
+        }
+        pattern = re.compile("|".join(places))
+
+        def do(*lines: str) -> None:
+            script = "\n".join(pattern.sub(lambda found: places[found.group()], line) for line in lines)
+            subprocess.run(["bash", "-ec", script], check=True, timeout=60)
+
+        save = Checkpoints.save
+
+        def save_and_copy(checkpoints: Checkpoints, step: int, *arguments: Any) -> None:
+            save(checkpoints, step, *arguments)
+            if step == EVERY:
+                do(*commands[:2])
+            if step == 2 * EVERY:
+                do(*commands[2:])
+
+        monkeypatch.setattr(Checkpoints, "save", save_and_copy)
+        train(run_on(cluster, output, keep_checkpoints=2))
+        assert f"step-{EVERY:012d}" not in [known.name for known in client.checkpoints()]
+    monkeypatch.setattr(Checkpoints, "save", save)
+    shutil.rmtree(output)
+    for shard in range(2):
+        backups.restore(backed_up / "a", tmp_path / f"new/shard-{shard}", shard=shard)
+    shutil.copytree(backed_up / "a-run", output)
+    with LocalCluster(2, tmp_path / "new") as cluster, WeightClient(cluster.addresses) as client:
+        train(run_on(cluster, output, resume=True))
+        assert same(client.fetch_state(np.arange(NUM_IMAGES)), undisturbed[1])
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [record["loss"] for record in records] == undisturbed[0][EVERY:]
 
 
 # ---- reshard
