@@ -211,7 +211,7 @@ def _hold(client: WeightClient, directory: Path, begun: _Begun | None, checkpoin
         _release(client, begun.held_as)  # it was stopped between two shards
         checkpoint = begun.checkpoint
     else:
-        require_empty(directory, but=frozenset({LOCK}))
+        require_empty(directory, but=frozenset({LOCK, f"{_UNFINISHED}.partial"}))
     known = {KeptCheckpoint(kept.name, kept.step, kept.identity.hex()): kept for kept in client.checkpoints()}
     chosen = chosen_checkpoint(checkpoint, known)
     client.join_newest_session()

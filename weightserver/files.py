@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-LOCK = "lock"
+LOCK = ".weightserver-lock"
 """The file of `alone_in`."""
 
 
@@ -94,8 +94,9 @@ def whole_directory(directory: Path) -> Iterator[Path]:
     Raises:
         ValueError: `directory` is not empty, or cannot be replaced. OSError: another process writes it.
     """
-    if directory.is_mount():
-        raise ValueError(f"{directory} is where a disk is mounted: give a new directory in it")
+    directory = directory.resolve()  # what a link names is replaced, not the link
+    if directory.is_mount() or directory == Path.cwd():
+        raise ValueError(f"{directory} is a mounted disk or the current directory: give a new directory in it")
     with alone_in(directory):
         require_empty(directory, but=frozenset({LOCK}))
         partial = directory.with_name(f".{directory.name}.partial")

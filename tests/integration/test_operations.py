@@ -247,6 +247,17 @@ def test_a_killed_backup_goes_on(
     assert same(rows_in(targets_in(tmp_path / "new", 2)), kept)
 
 
+def test_a_backup_killed_before_anything_is_there_begins_anew(
+    weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+) -> None:
+    make_table(client)
+    arguments = ["backup", *cluster.addresses, "--output", tmp_path / "backup"]
+    dies("weightserver.files:sync", 1, *arguments)
+    assert not (tmp_path / "backup/unfinished.json").exists()
+    assert weightserver(*arguments)[0] == 0
+    assert not list((tmp_path / "backup").glob("*.partial"))
+
+
 def flipped(content: bytes, at: float = 0.5) -> bytes:
     """With one bit changed, halfway in unless told otherwise."""
     changed = bytearray(content)
@@ -927,6 +938,24 @@ def test_exports_that_cannot_be(
     make_table(client)
     assert_one_line(weightserver("export", *cluster.addresses, "--output", tmp_path / "a/b", option), message)
     assert not (tmp_path / "a").exists()
+
+
+def test_an_export_into_what_a_link_names(
+    weightserver: Weightserver,
+    cluster: LocalCluster,
+    client: WeightClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_table(client)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    command = ["export", *cluster.addresses, "--output"]
+    assert weightserver(*command, tmp_path / "link")[0] == 0
+    assert len(list((tmp_path / "disk").iterdir())) == 1
+    monkeypatch.chdir(tmp_path)
+    assert_one_line(weightserver(*command, "."), "or the current directory: give a new directory in it")
+    assert_one_line(weightserver(*command, "/proc"), "is a mounted disk or the current")
 
 
 # ---- a full disk
