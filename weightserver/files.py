@@ -102,6 +102,7 @@ def whole_directory(directory: Path) -> Iterator[Path]:
         partial = directory.with_name(f".{directory.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
         partial.mkdir()
+        shutil.copymode(directory, partial)
         try:
             yield partial
             (directory / LOCK).unlink()

@@ -948,11 +948,12 @@ def test_an_export_into_what_a_link_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make_table(client)
-    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to("disk")
     command = ["export", *cluster.addresses, "--output"]
     assert weightserver(*command, tmp_path / "link")[0] == 0
     assert len(list((tmp_path / "disk").iterdir())) == 1
+    assert (tmp_path / "disk").stat().st_mode & 0o777 == 0o700
     monkeypatch.chdir(tmp_path)
     assert_one_line(weightserver(*command, "."), "or the current directory: give a new directory in it")
     assert_one_line(weightserver(*command, "/proc"), "is a mounted disk or the current")
