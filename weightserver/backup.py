@@ -8,7 +8,8 @@
                             byte by byte as blocks.py tells, with their checksums; rows nobody wrote are in none
 
 All shards' rows are those of one checkpoint. While it is read it is kept under a second name, `backup-…`, so that
-training may go on and release the first. A backup that was stopped goes on where it was, from `unfinished.json`.
+training may go on and release the first. A backup that was stopped goes on where it was: `unfinished.json`, the last to
+go, says what it is of, and the blocks that are there already are checked again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from weightserver.building import BATCH_BYTES, ShardBuilder, TableState
 from weightserver.client import WeightClient
 from weightserver.config import TableSpec
 from weightserver.errors import ClusterError, NoTableError, StorageError
-from weightserver.files import require_empty, sha256, write_whole
+from weightserver.files import LOCK, alone_in, require_empty, sha256, write_whole
 from weightserver.records import HELD_PREFIX, KeptCheckpoint, chosen_checkpoint
 from weightserver.wire import Float32Array, float32_from_bytes, spec_digest
 
@@ -42,6 +43,16 @@ _FORMAT = 1
 _MANIFEST, _UNFINISHED, _SCHEDULE = "manifest.json", "unfinished.json", "schedule.safetensors"
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """What `unfinished.json` tells of a backup; each field is that of `Backup`."""
+
+    checkpoint: str
+    step: int
+    identity: str
+    held_as: str
 
 
 @dataclass(frozen=True)
@@ -82,32 +93,19 @@ def backup(client: WeightClient, directory: Path, *, checkpoint: str | None = No
 
     Raises:
         ValueError: the directory holds something else. NoTableError: there is no such checkpoint, or no longer.
-        StorageError: a block is damaged.
+        StorageError: a block is damaged. OSError: the disk is full, or another process makes a backup there.
     """
-    if (directory / _MANIFEST).exists():
+    with alone_in(directory):
+        begun = _read_begun(directory, checkpoint)
+        if not (directory / _MANIFEST).exists():
+            begun = _hold(client, directory, begun, checkpoint)
+            _copy(client, directory, begun)
         made = read_backup(directory)
+        if begun is None:
+            raise ValueError(f"{directory} holds a backup already, of {made.checkpoint!r}: give another directory")
         _release(client, made.held_as)
-        raise ValueError(f"{directory} holds a backup already, of {made.checkpoint!r}: give another directory")
-    begun = _begin(client, directory, checkpoint)
-    info, spec = client.describe(), client.describe().spec
-    shards = []
-    for shard in range(len(info.shards)):
-        copied = _copy_shard(client, directory / f"shard-{shard}", shard, spec, begun["held_as"])
-        shards.append(copied)
-        _log.info("shard %d: %d rows in %d files", shard, copied["rows_stored"], len(copied["files"]))
-    made = Backup(
-        **begun,
-        run=info.run,
-        epoch=info.epoch,
-        spec=spec,
-        version=__version__,
-        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        shards=tuple(shards),
-    )
-    _write_json(directory / _MANIFEST, {"format": _FORMAT, "sha256": made.digest, "backup": asdict(made)})
-    (directory / _UNFINISHED).unlink()
-    _release(client, made.held_as)
-    return made
+        (directory / _UNFINISHED).unlink()
+        return made
 
 
 def read_backup(directory: Path) -> Backup:
@@ -159,12 +157,14 @@ def restore(directory: Path, data_dir: Path, *, shard: int, num_shards: int | No
     origin = {"backup": made.digest}
     with ShardBuilder(data_dir, shard=shard, num_shards=len(made.shards), origin=origin) as builder:
         if builder.finished:
-            raise ValueError(f"{data_dir} was restored from {directory} before: give another directory")
+            raise ValueError(f"{data_dir} was restored from {directory} before: serve it, or give another directory")
         codec = BlockCodec(made.spec)
         for _, end, path in pieces:
             if end > builder.next_block:
-                builder.add(_blocks(path, files[path.name], codec), next_block=end)
-        rates = _load(source / _SCHEDULE, files[_SCHEDULE])["learning_rates"]
+                _check_file(path, files[path.name])
+                builder.add(_blocks(path, codec), next_block=end)
+        _check_file(source / _SCHEDULE, files[_SCHEDULE])
+        rates = load_file(source / _SCHEDULE)["learning_rates"]
         table = TableState(
             made.spec,
             rates,
@@ -181,13 +181,26 @@ def restore(directory: Path, data_dir: Path, *, shard: int, num_shards: int | No
 # ---- keeping the checkpoint meanwhile
 
 
-def _begin(client: WeightClient, directory: Path, checkpoint: str | None) -> dict[str, Any]:
-    """Checkpoint, step, identity and second name of the backup begun in `directory`, which all shards keep now."""
+def _read_begun(directory: Path, checkpoint: str | None) -> _Begun | None:
+    """The backup that was begun in `directory`, if any was."""
     path = directory / _UNFINISHED
-    if path.exists():
-        begun: dict[str, Any] = json.loads(path.read_text())
-        if checkpoint not in (None, begun["checkpoint"]):
-            raise ValueError(f"{directory} holds a backup begun of {begun['checkpoint']!r}: give another directory")
+    if not path.exists():
+        return None
+    try:
+        begun = _Begun(**json.loads(path.read_text()))
+    except (ValueError, TypeError):
+        raise ValueError(
+            f"{path} is damaged: remove the directory and begin anew, and let go with 'weightserver release' what "
+            f"'weightserver checkpoints' shows as {HELD_PREFIX}…"
+        ) from None
+    if checkpoint not in (None, begun.checkpoint):
+        raise ValueError(f"{directory} holds a backup begun of {begun.checkpoint!r}: give another directory")
+    return begun
+
+
+def _hold(client: WeightClient, directory: Path, begun: _Begun | None, checkpoint: str | None) -> _Begun:
+    """The backup begun in `directory`, or a new one there, whose checkpoint all shards keep now."""
+    if begun is not None:
         if _is_kept(client, begun):
             return begun
         if any(directory.glob("shard-*/blocks-*")):
@@ -195,39 +208,52 @@ def _begin(client: WeightClient, directory: Path, checkpoint: str | None) -> dic
                 f"the backup begun in {directory} cannot go on, its rows were rolled back or released: remove the "
                 "directory and begin anew"
             )
-        _release(client, begun["held_as"])  # it was stopped between two shards
-        checkpoint = begun["checkpoint"]
+        _release(client, begun.held_as)  # it was stopped between two shards
+        checkpoint = begun.checkpoint
     else:
-        require_empty(directory)
+        require_empty(directory, but=frozenset({LOCK, f"{_UNFINISHED}.partial"}))
     known = {KeptCheckpoint(kept.name, kept.step, kept.identity.hex()): kept for kept in client.checkpoints()}
-    name, step, identity = chosen = chosen_checkpoint(checkpoint, known)
-    held_as = f"{HELD_PREFIX}{os.urandom(4).hex()}"
-    begun = {"checkpoint": name, "step": step, "identity": identity, "held_as": held_as}
-    directory.mkdir(parents=True, exist_ok=True)
-    _write_json(path, begun)
-    _join(client)
-    client.copy_checkpoint(known[chosen], held_as)  # and no other that takes its name meanwhile
+    chosen = chosen_checkpoint(checkpoint, known)
+    client.join_newest_session()
+    begun = _Begun(chosen.name, chosen.step, chosen.identity, held_as=f"{HELD_PREFIX}{os.urandom(4).hex()}")
+    _write_json(directory / _UNFINISHED, asdict(begun))
+    client.copy_checkpoint(known[chosen], begun.held_as)  # and no other that takes its name meanwhile
     return begun
 
 
-def _is_kept(client: WeightClient, begun: dict[str, Any]) -> bool:
-    held = (begun["held_as"], begun["identity"])
+def _is_kept(client: WeightClient, begun: _Begun) -> bool:
+    held = (begun.held_as, begun.identity)
     return any((kept.name, kept.identity.hex()) == held for kept in client.checkpoints())
-
-
-def _join(client: WeightClient) -> None:
-    """As one more writer of the newest session, which fences nobody."""
-    client.open_session("backup", join=client.describe().epoch)
 
 
 def _release(client: WeightClient, name: str) -> None:
     """Where any shard still keeps it."""
-    if any(kept.name == name for shard in client.describe().shards for kept in shard.checkpoints):
-        _join(client)
+    if name in client.describe().checkpoint_names:
+        client.join_newest_session()
         client.release(name)
 
 
-# ---- one shard's files
+# ---- the files
+
+
+def _copy(client: WeightClient, directory: Path, begun: _Begun) -> None:
+    """Copies what is not there yet, the manifest last."""
+    info = client.describe()
+    shards = []
+    for shard in range(len(info.shards)):
+        copied = _copy_shard(client, directory / f"shard-{shard}", shard, info.spec, begun.held_as)
+        shards.append(copied)
+        _log.info("shard %d: %d rows in %d files", shard, copied["rows_stored"], len(copied["files"]))
+    made = Backup(
+        **asdict(begun),
+        run=info.run,
+        epoch=info.epoch,
+        spec=info.spec,
+        version=__version__,
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        shards=tuple(shards),
+    )
+    _write_json(directory / _MANIFEST, {"format": _FORMAT, "sha256": made.digest, "backup": asdict(made)})
 
 
 def _copy_shard(client: WeightClient, directory: Path, shard: int, spec: TableSpec, name: str) -> dict[str, Any]:
@@ -239,10 +265,9 @@ def _copy_shard(client: WeightClient, directory: Path, shard: int, spec: TableSp
         raise NoTableError(f"shard {shard} keeps the checkpoint no longer: begin anew in another directory")
     kept = described[name]
     codec, request = BlockCodec(spec), pb.ReadBlocksRequest(checkpoint=name, table=spec_digest(spec))
-    pieces = _in_order(directory, [path.name for path in directory.glob("blocks-*.safetensors")])
-    if not pieces:  # one that is there may be of a checkpoint that went away
-        rates = _schedule(client, shard)
-        write_whole(directory / _SCHEDULE, lambda path: save_file({"learning_rates": rates}, path))
+    rates = _schedule(client, shard)
+    write_whole(directory / _SCHEDULE, lambda path: save_file({"learning_rates": rates}, path))
+    pieces, rows_stored = _sound_pieces(directory, codec)
     first = pieces[-1][1] if pieces else 0
     while first < spec.num_blocks:
         blocks, end = _read_piece(client, shard, request, first, codec, spec.num_blocks)
@@ -255,8 +280,8 @@ def _copy_shard(client: WeightClient, directory: Path, shard: int, spec: TableSp
         path = directory / f"blocks-{first:015d}-{end:015d}.safetensors"
         write_whole(path, lambda partial, columns=columns: save_file(columns, partial))  # type: ignore[misc]
         pieces.append((first, end, path))
+        rows_stored += sum(codec.num_written(block.content) for block in blocks)
         first = end
-    rows_stored = sum(codec.num_written(content) for _, _, path in pieces for content in load_file(path)["content"])
     if rows_stored != kept.rows_stored:
         raise ClusterError(f"shard {shard} sent {rows_stored} of the {kept.rows_stored} rows of {name!r}")
     files = {
@@ -296,36 +321,53 @@ def _read_piece(
     return blocks, first
 
 
+def _sound_pieces(directory: Path, codec: BlockCodec) -> tuple[list[tuple[int, int, Path]], int]:
+    """The files of blocks that are there already, up to one that is missing or damaged, and how many rows they hold.
+    What comes behind is removed."""
+    there = {path.name for path in directory.glob("blocks-*")}
+    sound, num_rows = [], 0
+    for piece in _in_order(directory, [name for name in there if name.endswith(".safetensors")]):
+        try:
+            num_rows += sum(codec.num_written(content) for _, content in _blocks(piece[2], codec))
+        except StorageError:
+            _log.warning("%s is damaged: it is copied again, with all behind it", piece[2])
+            break
+        sound.append(piece)
+    for name in there - {path.name for _, _, path in sound}:
+        (directory / name).unlink()
+    return sound, num_rows
+
+
 def _in_order(directory: Path, names: list[str]) -> list[tuple[int, int, Path]]:
-    """(first block, end, path) of files of blocks, which follow one another from block 0 on."""
+    """(first block, end, path) of the files of blocks that follow one another from block 0 on."""
     pieces, expected = [], 0
     for name in sorted(names):
         first, end = map(int, name.removesuffix(".safetensors").split("-")[1:])
         if first != expected:
-            raise StorageError(f"{directory} lacks a file before {name}: use another backup")
+            break
         pieces.append((first, end, directory / name))
         expected = end
     return pieces
 
 
-def _blocks(path: Path, entry: dict[str, Any], codec: BlockCodec) -> Iterator[tuple[int, bytes]]:
+def _blocks(path: Path, codec: BlockCodec) -> Iterator[tuple[int, bytes]]:
     """The blocks of a file, checked."""
-    columns = _load(path, entry)
-    for number, content in zip(columns["number"].tolist(), columns["content"], strict=True):
+    try:
+        columns = load_file(path)
+        blocks = list(zip(columns["number"].astype(np.int64).tolist(), columns["content"], strict=True))
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise StorageError(f"{path} is damaged ({error}): use another backup") from None
+    for number, content in blocks:
         block = content.tobytes()
-        codec.check(number, block)
+        if problem := codec.problem(number, block):
+            raise StorageError(f"{path}: {codec.name(number)} {problem}: use another backup")
         yield number, block
 
 
-def _load(path: Path, entry: dict[str, Any]) -> dict[str, Any]:
-    """The arrays of a file that is what the manifest says."""
+def _check_file(path: Path, entry: dict[str, Any]) -> None:
+    """Raises StorageError unless it is what the manifest says."""
     if not path.exists() or path.stat().st_size != entry["bytes"] or sha256(path) != entry["sha256"]:
         raise StorageError(f"{path} is damaged or missing: use another backup")
-    try:
-        arrays: dict[str, Any] = load_file(path)
-    except SafetensorError as error:
-        raise StorageError(f"{path} cannot be read ({error}): use another backup") from None
-    return arrays
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

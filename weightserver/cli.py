@@ -198,7 +198,7 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
     """What `export` is told of rows and files; the trainer's own export is told the same."""
     parser.add_argument("--output", type=Path, required=True, help="a new directory")
     parser.add_argument("--rows", type=_range, help="FIRST:END, the rows FIRST to END-1 (default all)")
-    parser.add_argument("--checkpoint", default="", help="name of the checkpoint whose rows to write")
+    parser.add_argument("--checkpoint", help="name of the checkpoint whose rows to write (default the rows of now)")
     parser.add_argument("--step", type=int, help="for which update (default the checkpoint's, or the newest)")
     parser.add_argument("--format", choices=["safetensors", "npz"], default="safetensors")
 
@@ -310,8 +310,9 @@ def _rollback(arguments: argparse.Namespace) -> None:
 
 def _release(arguments: argparse.Namespace) -> None:
     with _client(arguments) as client:
-        client.open_session("release", join=client.describe().epoch)
-        client.release(arguments.name)
+        if arguments.name in client.describe().checkpoint_names:
+            client.join_newest_session()
+        client.release(arguments.name)  # which says that there is none
         print(f"released {arguments.name}")
 
 

@@ -121,6 +121,11 @@ class TableInfo:
     disk_bytes: int
     shards: tuple[ShardInfo, ...]
 
+    @property
+    def checkpoint_names(self) -> set[str]:
+        """Of all that any shard retains."""
+        return {kept.name for shard in self.shards for kept in shard.checkpoints}
+
 
 class WeightClient:
     """A table's rows over all shards of a weight server. Thread-safe; a context manager; connects lazily.
@@ -294,10 +299,33 @@ class WeightClient:
             FencedError: the epoch to join was superseded, or another client opened a session at the same time.
         """
         name = _name(name)
+        if join is not None:
+            return self._enter(name, _step(join, "join"), join=True)
+        return self._enter(name, 1 + max(answer.epoch for answer in self._describe_shards()), join=False)
+
+    def join_newest_session(self) -> int:
+        """Adds a writer to the newest session, which fences nobody: for what is done beside a run. Where its epoch is
+        nobody's, as behind a restore or a reshard, a new session of the same run's name is opened. Returns the epoch.
+
+        Raises:
+            FencedError: the shards' epochs are not the same, or another client opened a session at the same time.
+        """
+        answers = self._describe_shards()
+        newest = max(answers, key=lambda answer: answer.epoch)
+        if behind := [answer for answer in answers if answer.epoch != newest.epoch]:
+            raise FencedError(
+                f"shard {behind[0].shard} is at session {behind[0].epoch}, shard {newest.shard} at {newest.epoch}, as "
+                "where one was restored beside the others: take all to one checkpoint first, with 'weightserver "
+                "rollback', or let the run go on with --resume"
+            )
+        try:
+            return self._enter(newest.run, newest.epoch, join=True)
+        except FencedError:  # a session that was opened meanwhile refuses this one too, shard 0 first
+            return self._enter(newest.run, newest.epoch + 1, join=False)
+
+    def _enter(self, name: str, epoch: int, *, join: bool) -> int:
+        request = pb.OpenSessionRequest(name=name, epoch=epoch, join=join, opener=os.urandom(16))
         connections = self._connect()
-        newest = max(answer.epoch for answer in self._describe_shards())
-        epoch = newest + 1 if join is None else _step(join, "join")
-        request = pb.OpenSessionRequest(name=name, epoch=epoch, join=join is not None, opener=os.urandom(16))
         for connection in connections:  # one by one: of two that race, shard 0 takes one
             connection.call("OpenSession", request)
         self._session = Session(epoch, len(connections), before=self._session)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 
 from weightserver.client import WeightClient
-from weightserver.files import require_empty, write_whole
+from weightserver.files import whole_directory, write_whole
 from weightserver.records import chosen_checkpoint
 from weightserver.sharding import Int64Array
 
@@ -42,13 +42,14 @@ def export_rows(
     directory: Path,
     *,
     rows: range | None = None,
-    checkpoint: str = "",
+    checkpoint: str | None = None,
     step: int | None = None,
     file_format: str = "safetensors",
     rows_per_file: int | None = None,
     more_columns: Callable[[Int64Array], Columns] | None = None,
 ) -> list[Path]:
     """Writes `rows` (default all) as they are before update `step`: a file for each `rows_per_file`, by default 1 GiB.
+    `directory` holds all of them, or there is none.
 
     A file holds row int64 [n], weight float32 [n, D], momentum_buffer float32 [n, D], last_step int64 [n], what
     `more_columns` makes of the rows (int64 [n]), and what table they are of. With `checkpoint` they are the rows of a
@@ -58,6 +59,7 @@ def export_rows(
     Raises:
         ValueError: rows that do not exist, an unknown format, or a directory that is not empty.
         NoTableError: there is no such checkpoint. StepError: a row has seen updates beyond `step`.
+        OSError: the disk is full, or another process writes there.
     """
     info = client.describe()
     rows = range(info.spec.num_rows) if rows is None else rows
@@ -65,19 +67,19 @@ def export_rows(
         raise ValueError(f"rows {rows.start}:{rows.stop} do not exist: the table has rows 0:{info.spec.num_rows}")
     if file_format not in FORMATS:
         raise ValueError(f"format {file_format!r} is unknown: give {' or '.join(FORMATS)}")
-    require_empty(directory)
-    kept = chosen_checkpoint(checkpoint, client.checkpoints()) if checkpoint else None
+    kept = None if checkpoint is None else chosen_checkpoint(checkpoint, client.checkpoints())
     if step is None:
         step = kept.step if kept else info.clock
     rows_per_file = rows_per_file or max(1, _BYTES_PER_FILE // (8 * info.spec.dim + 16))
-    directory.mkdir(parents=True, exist_ok=True)
-    metadata = {"spec": json.dumps(asdict(info.spec)), "run": info.run, "checkpoint": checkpoint, "step": str(step)}
+    of = {"run": info.run, "checkpoint": checkpoint or "", "step": str(step)}
+    metadata = {"spec": json.dumps(asdict(info.spec)), **of}
     written = []
-    for first in range(rows.start, rows.stop, rows_per_file):
-        ids = np.arange(first, min(first + rows_per_file, rows.stop))
-        state = client.fetch_state(ids, step=step, checkpoint=kept or "")
-        path = directory / f"rows-{ids[0]:012d}-{ids[-1]:012d}.{file_format}"
-        columns = {"row": ids, **vars(state), **(more_columns(ids) if more_columns else {})}
-        write_whole(path, partial(FORMATS[file_format], columns, metadata))
-        written.append(path)
+    with whole_directory(directory) as partly:
+        for first in range(rows.start, rows.stop, rows_per_file):
+            ids = np.arange(first, min(first + rows_per_file, rows.stop))
+            state = client.fetch_state(ids, step=step, checkpoint=kept or "")
+            name = f"rows-{ids[0]:012d}-{ids[-1]:012d}.{file_format}"
+            columns = {"row": ids, **vars(state), **(more_columns(ids) if more_columns else {})}
+            write_whole(partly / name, partial(FORMATS[file_format], columns, metadata))
+            written.append(directory / name)
     return written

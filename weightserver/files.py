@@ -1,24 +1,34 @@
-"""Files that are there whole and durable, or not at all."""
+"""Files and directories that are there whole and durable, or not at all."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
 
+LOCK = ".weightserver-lock"
+"""The file of `alone_in`."""
+
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Has `write` fill a file beside `path`, syncs it and renames it into place.
+    """Has `write` fill a file beside `path`, syncs it and renames it into place, with the mode of any new file.
 
     Raises:
         OSError: it cannot be written, as when the disk is full.
     """
     partial = path.with_name(f"{path.name}.partial")
     try:
-        write(partial)
+        partial.unlink(missing_ok=True)
+        partial.touch()
+        mode = partial.stat().st_mode
+        write(partial)  # safetensors makes a file of its own, which nobody else may read
+        partial.chmod(mode)
         sync(partial)
         partial.replace(path)
     except (SafetensorError, OSError) as error:
@@ -47,3 +57,56 @@ def require_empty(directory: Path, *, but: frozenset[str] = frozenset()) -> None
     """Raises ValueError where there is anything `but` what is named."""
     if directory.exists() and any(path.name not in but for path in directory.iterdir()):
         raise ValueError(f"{directory} is not empty: give another directory")
+
+
+@contextlib.contextmanager
+def alone_in(directory: Path) -> Iterator[None]:
+    """Keeps other processes that ask for the same out of a directory, which is made where there is none, and goes again
+    where nothing was put in.
+
+    Raises:
+        OSError: another process is in it.
+    """
+    made = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = directory / LOCK
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)  # of the directory itself, NFS knows no flock
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(f"{directory} is being written by another process: let it end, or give another") from None
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                for path in made:
+                    path.rmdir()
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def whole_directory(directory: Path) -> Iterator[Path]:
+    """Yields a directory beside `directory` that takes its place when all went well, and goes otherwise.
+
+    Raises:
+        ValueError: `directory` is not empty, or cannot be replaced. OSError: another process writes it.
+    """
+    directory = directory.resolve()  # what a link names is replaced, not the link
+    if directory.is_mount() or directory == Path.cwd():
+        raise ValueError(f"{directory} is a mounted disk or the current directory: give a new directory in it")
+    with alone_in(directory):
+        require_empty(directory, but=frozenset({LOCK}))
+        partial = directory.with_name(f".{directory.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+        partial.mkdir()
+        shutil.copymode(directory, partial)
+        try:
+            yield partial
+            (directory / LOCK).unlink()
+            partial.rename(directory)
+            sync(directory.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)

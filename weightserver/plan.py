@@ -17,6 +17,8 @@ _MAX_WRITE_BACK_ROWS = 1 << 14
 """Rows that leave are written S at a time, and at most so many (trainer/rows/opening.py)."""
 _SLOT_BYTES = 41
 """Of a resident row beside its values: last step, whether it changed, and where it is (trainer/rows/slots.py)."""
+_LARGEST, _MOST_STEPS_PER_SECOND = 1 << 48, 1e9
+"""What any number of a workload may be: beyond every run, and within every float."""
 _PREFIXES = (("", 1), ("k", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12))
 
 
@@ -51,11 +53,14 @@ class Workload:
     keep_checkpoints: int = 3
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            self._require(name, not isinstance(value, int) or value <= _LARGEST, f"at most {_LARGEST}")
         for name in ("num_rows", "dim", "num_negatives", "batch_size", "window_stride", "num_shards", "num_ranks"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         self._require("window_size", self.window_stride <= self.window_size <= self.num_rows, "in S..N")
         self._require("num_negatives", self.num_negatives <= self.num_rows, "at most N")
-        self._require("steps_per_second", 0 < self.steps_per_second < float("inf"), "positive and finite")
+        rate = self.steps_per_second
+        self._require("steps_per_second", 1 / _MOST_STEPS_PER_SECOND <= rate <= _MOST_STEPS_PER_SECOND, "in 1e-9..1e9")
         self._require("steps", self.steps is None or self.steps >= 1, "at least 1")
         self._require("checkpoint_every", self.checkpoint_every >= 0, "0 or more")
         self._require("keep_checkpoints", self.keep_checkpoints >= 0, "0 or more")

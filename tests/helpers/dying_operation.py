@@ -10,7 +10,7 @@ import sys
 from operator import attrgetter
 from typing import Any
 
-from weightserver import backup, reshard
+from weightserver import backup, export, reshard
 from weightserver.cli import main
 
 PIECE_BYTES = 2_000
@@ -35,4 +35,5 @@ if __name__ == "__main__":
 
     setattr(owner, name, dying)
     backup.BATCH_BYTES = reshard.BATCH_BYTES = PIECE_BYTES  # type: ignore[attr-defined]
+    export._BYTES_PER_FILE = PIECE_BYTES
     main(sys.argv[3:])

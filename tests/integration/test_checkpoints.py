@@ -326,7 +326,7 @@ def test_an_export_to_a_full_disk_is_one_line(file_format: str, writer: WeightCl
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     assert "\n" not in str(raised.value)
-    assert list((tmp_path / "out").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_command_line_exports(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
+import os
+import re
 import resource
 import shutil
 import signal
@@ -20,9 +23,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 from tests.helpers.comparing import same
 from tests.helpers.small_run import EVERY, NUM_IMAGES, ONLY_ROWS, losses, small_run
+from trainer.checkpoint import Checkpoints
 from trainer.loop import train
 from weightserver import (
     Checkpoint,
@@ -35,10 +40,13 @@ from weightserver import (
     WeightClient,
 )
 from weightserver import backup as backups
+from weightserver import export as exports
 from weightserver import reshard as resharding
 from weightserver import storage as storages
 from weightserver.backup import backup, read_backup
 from weightserver.cli import main
+from weightserver.export import export_rows
+from weightserver.files import sha256
 from weightserver.initial import initial_rows
 from weightserver.inspect import inspect_directory
 from weightserver.records import read_state
@@ -206,9 +214,10 @@ def test_a_backup_of_a_large_table_is_small_and_ends(tmp_path: Path) -> None:
     [
         ("weightserver.client:pb.CopyCheckpointRequest", 1),  # while the shards are told to hold the checkpoint
         ("weightserver.backup:write_whole", 3),  # in the first shard
-        ("weightserver.backup:_write_json", 2),  # before the checkpoint is let go
+        ("weightserver.backup:_write_json", 2),  # behind its manifest, before the checkpoint is let go
+        ("weightserver.backup:_release", 1),  # when it is let go
         pytest.param("weightserver.backup:_write_json", 1, marks=pytest.mark.slow),  # before any shard holds it
-        pytest.param("weightserver.backup:_begin", 1, marks=pytest.mark.slow),  # before the first file
+        pytest.param("weightserver.backup:_hold", 1, marks=pytest.mark.slow),  # before the first file
         pytest.param("weightserver.backup:write_whole", 5, marks=pytest.mark.slow),  # in the second shard
     ],
 )
@@ -219,24 +228,211 @@ def test_a_killed_backup_goes_on(
     arguments = ["backup", *cluster.addresses, "--output", tmp_path / "backup"]
     dies(place, number, *arguments, "--checkpoint", "one")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "backup").glob("shard-*/blocks-*.safetensors")}
-    if (tmp_path / "backup/manifest.json").exists():
-        assert_one_line(weightserver(*arguments), "holds a backup already, of 'one'")
-    else:
+    if not (tmp_path / "backup/manifest.json").exists():
         assert_one_line(
             weightserver("restore", tmp_path / "backup", "--data-dir", tmp_path / "x", "--shard", 0),
             "holds an unfinished backup: repeat its command",
         )
-        assert_one_line(weightserver(*arguments, "--checkpoint", "two"), "a backup begun of 'one': give another")
-        push(client, 5, ROWS)
-        status, said, error = weightserver(*arguments)
-        assert status == 0, error
-        assert "of checkpoint one (step 2) of 2 shards" in said
+    assert_one_line(weightserver(*arguments, "--checkpoint", "two"), "a backup begun of 'one': give another")
+    push(client, 5, ROWS)
+    status, said, error = weightserver(*arguments)
+    assert status == 0, error
+    assert "of checkpoint one (step 2) of 2 shards" in said
+    assert_one_line(weightserver(*arguments), "holds a backup already, of 'one'")
+    assert [path.name for path in sorted((tmp_path / "backup").iterdir())] == ["manifest.json", "shard-0", "shard-1"]
     assert [known.name for known in client.checkpoints()] == ["one", "two"], "the backup still holds one"
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
     assert not list((tmp_path / "backup").rglob("*.partial"))
     for shard in range(2):
         backups.restore(tmp_path / "backup", tmp_path / f"new/shard-{shard}", shard=shard)
     assert same(rows_in(targets_in(tmp_path / "new", 2)), kept)
+
+
+def test_a_backup_killed_before_anything_is_there_begins_anew(
+    weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+) -> None:
+    make_table(client)
+    arguments = ["backup", *cluster.addresses, "--output", tmp_path / "backup"]
+    dies("weightserver.files:sync", 1, *arguments)
+    assert not (tmp_path / "backup/unfinished.json").exists()
+    assert weightserver(*arguments)[0] == 0
+    assert not list((tmp_path / "backup").glob("*.partial"))
+
+
+def flipped(content: bytes, at: float = 0.5) -> bytes:
+    """With one bit changed, halfway in unless told otherwise."""
+    changed = bytearray(content)
+    changed[int(len(content) * at)] ^= 4
+    return bytes(changed)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(flipped, id="a bit"),
+        pytest.param(lambda content: content[:-1], id="cut"),
+        pytest.param(lambda content: flipped(content, 20 / len(content)), id="header", marks=pytest.mark.slow),
+        pytest.param(lambda _: b"", id="empty", marks=pytest.mark.slow),
+        pytest.param(None, id="missing", marks=pytest.mark.slow),
+    ],
+)
+def test_a_damaged_piece_of_a_stopped_backup_is_copied_again(
+    damage: Callable[[bytes], bytes] | None,
+    weightserver: Weightserver,
+    cluster: LocalCluster,
+    client: WeightClient,
+    tmp_path: Path,
+) -> None:
+    """Of two that were there."""
+    spec = TableSpec(num_rows=12_000, dim=128)
+    client.create_table(spec)
+    client.extend_schedule(0, np.full(5, 0.1, np.float32))
+    client.open_session("run")
+    rows = np.arange(spec.num_rows)
+    client.push_gradients(rows, np.ones((len(rows), 128), np.float32), step=0)
+    client.checkpoint("one", step=1)
+    kept = client.fetch_state(rows)
+    arguments = ["backup", *cluster.addresses, "--output", tmp_path / "backup"]
+    dies("weightserver.backup:write_whole", 4, *arguments)
+    first, _ = sorted((tmp_path / "backup/shard-0").glob("blocks-*.safetensors"))
+    whole = first.read_bytes()
+    if damage:
+        first.write_bytes(damage(whole))
+    else:
+        first.unlink()
+    status, said, error = weightserver(*arguments)
+    assert (status, error) == (0, "")
+    assert f"backed up {spec.num_rows} rows of checkpoint one" in said
+    for shard in range(2):
+        backups.restore(tmp_path / "backup", tmp_path / f"new/shard-{shard}", shard=shard)
+    with LocalCluster(2, tmp_path / "new") as new, WeightClient(new.addresses) as reader:
+        assert same(reader.fetch_state(rows), kept)
+
+
+@pytest.mark.parametrize("content", [b"{}", b"[]", b'{"checkpoint": "on', b"\xff", b'{"checkpoint": "one", "more": 1}'])
+def test_a_stopped_backup_that_cannot_be_read_says_so(
+    content: bytes, weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+) -> None:
+    make_table(client)
+    (tmp_path / "unfinished.json").write_bytes(content)
+    outcome = weightserver("backup", *cluster.addresses, "--output", tmp_path)
+    assert_one_line(outcome, "unfinished.json is damaged: remove the directory and begin anew, and let go with")
+
+
+def test_of_two_backups_into_one_directory_one_goes_on(
+    weightserver: Weightserver,
+    cluster: LocalCluster,
+    client: WeightClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_table(client)
+    arguments, copy_shard, others = (
+        ["backup", *cluster.addresses, "--output", tmp_path / "new"],
+        backups._copy_shard,
+        [],
+    )
+
+    def copy_beside_another(*arguments_of_shard: Any) -> Any:
+        others.append(weightserver(*arguments))
+        return copy_shard(*arguments_of_shard)
+
+    monkeypatch.setattr(backups, "_copy_shard", copy_beside_another)
+    assert weightserver(*arguments)[0] == 0
+    assert len(others) == 2
+    for other in others:
+        assert_one_line(other, "is being written by another process: let it end, or give another")
+    assert read_backup(tmp_path / "new").rows_stored > 0
+
+
+def test_copied_rows_have_the_mode_of_new_files(client: WeightClient, tmp_path: Path) -> None:
+    make_table(client)
+    before = os.umask(0o027)
+    try:
+        backup(client, tmp_path / "backup")
+        export_rows(client, tmp_path / "rows")
+    finally:
+        os.umask(before)
+    files = [path for name in ("backup", "rows") for path in (tmp_path / name).rglob("*") if path.is_file()]
+    assert len(files) == 6
+    assert {oct(path.stat().st_mode & 0o777) for path in files} == {"0o640"}
+
+
+def test_a_restored_cluster_can_be_backed_up_and_its_checkpoints_released(
+    weightserver: Weightserver, tmp_path: Path
+) -> None:
+    """Nobody has opened its epoch; a session is opened, under the run's name, and the writers of before stay out."""
+    with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
+        kept = make_table(client)
+        backup(client, tmp_path / "backup", checkpoint="one")
+        epoch = client.describe().epoch
+    for shard in range(2):
+        backups.restore(tmp_path / "backup", tmp_path / f"new/shard-{shard}", shard=shard)
+    with LocalCluster(2, tmp_path / "new") as cluster, WeightClient(cluster.addresses) as client:
+        assert_one_line(weightserver("release", "two", *cluster.addresses), "no shard has a checkpoint 'two'")
+        assert client.describe().epoch == epoch, "nothing was opened for nothing"
+        again = ["backup", *cluster.addresses, "--output", tmp_path / "again"]
+        status, said, error = weightserver(*again)
+        assert status == 0, error
+        assert f"backed up {NUM_STORED} rows of checkpoint one (step 2)" in said
+        assert same(client.fetch_state(ROWS), kept)
+        with pytest.raises(FencedError, match="was superseded"):
+            client.open_session("an old writer", join=epoch)
+        assert (client.describe().epoch, client.describe().run) == (epoch + 1, "run")
+        assert weightserver("release", "one", *cluster.addresses)[0] == 0
+        assert client.checkpoints() == []
+    assert read_backup(tmp_path / "again").run == "run"
+
+
+def test_a_resharded_clusters_checkpoint_can_be_released(
+    weightserver: Weightserver, tables: Callable[[int], Table], tmp_path: Path
+) -> None:
+    sources, _, _ = tables(2)
+    assert weightserver("reshard", "--source", *sources, "--target", *targets_in(tmp_path, 1))[0] == 0
+    with LocalCluster(1, tmp_path) as cluster:
+        assert weightserver("release", "two", *cluster.addresses) == (0, "released two\n", "")
+
+
+def test_a_shard_restored_beside_others_is_rolled_back_to_before_a_backup(
+    weightserver: Weightserver, tmp_path: Path
+) -> None:
+    with LocalCluster(2, tmp_path / "servers") as cluster, WeightClient(cluster.addresses) as client:
+        kept = make_table(client)
+        backup(client, tmp_path / "backup", checkpoint="one")
+        client.open_session("run, resumed")
+        cluster.processes[1].kill()
+        cluster.processes[1].wait()
+        shutil.rmtree(cluster.directory / "shard-1")
+        backups.restore(tmp_path / "backup", cluster.directory / "shard-1", shard=1)
+        cluster.restart(1)
+        command = ["backup", *cluster.addresses, "--output", tmp_path / "again"]
+        message = "shard 1 is at session 1, shard 0 at 2, as where one was restored beside the others: take all to one"
+        assert_one_line(weightserver(*command), message)
+        assert not (tmp_path / "again").exists()
+        assert_one_line(weightserver("release", "one", *cluster.addresses), message)
+        assert weightserver("rollback", "one", *cluster.addresses, "--yes")[0] == 0
+        assert same(client.fetch_state(ROWS), kept)
+        assert weightserver(*command)[0] == 0
+
+
+def test_a_killed_restore_goes_on(
+    weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+) -> None:
+    kept, targets = make_table(client), targets_in(tmp_path / "new", 2)
+    backup(client, tmp_path / "backup", checkpoint="one")
+    commands = [
+        ["restore", tmp_path / "backup", "--data-dir", target, "--shard", shard] for shard, target in enumerate(targets)
+    ]
+    dies("weightserver.building:ShardBuilder.add", 1, *commands[0])
+    assert "unfinished" in inspect_directory(targets[0])
+    for command in commands:
+        assert weightserver(*command)[0] == 0
+    dies("weightserver.backup:restore", 1, *commands[0][:3], tmp_path / "x", "--shard", 0)
+    outcome = weightserver(*commands[0][:3], tmp_path / "x", "--shard", 0)
+    assert_one_line(outcome, "was restored from")  # it is all there
+    assert "before: serve it, or give another directory" in outcome[2]
+    assert same(rows_in([tmp_path / "x", targets[1]]), kept)
+    assert same(rows_in(targets), kept)
 
 
 def test_a_backup_whose_checkpoint_went_away_says_so(
@@ -298,10 +494,6 @@ def test_restores_that_cannot_be(
         path.write_bytes(change(bytearray(path.read_bytes())))
         return copy
 
-    def flipped(content: bytearray) -> bytes:
-        content[len(content) // 2] ^= 4
-        return content
-
     fails("manifest.json is damaged", source=damaged("manifest.json", lambda content: content[:-5]))
     fails(
         "manifest.json is damaged (checksum)",
@@ -310,6 +502,13 @@ def test_restores_that_cannot_be(
     fails("has format 2, this version reads 1", source=damaged("*.json", lambda c: c.replace(b't": 1', b't": 2', 1)))
     assert not (tmp_path / "new").exists()
     fails("is damaged or missing: use another backup", source=damaged("shard-0/blocks*", flipped))
+    certified = damaged("shard-0/blocks*", flipped)
+    (path,) = certified.glob("shard-0/blocks*")
+    manifest = read_backup(certified)
+    manifest.shards[0]["files"][path.name]["sha256"] = sha256(path)
+    text = json.dumps({"format": 1, "sha256": manifest.digest, "backup": asdict(manifest)})
+    (certified / "manifest.json").write_text(text)
+    fails("is damaged (checksum): use another backup", source=certified, target=tmp_path / "certified")
     command = [sys.executable, "-m", "weightserver", "serve", "--data-dir", str(tmp_path / "new"), "--num-shards", "2"]
     refused = subprocess.run([*command, "--listen", "127.0.0.1:0"], capture_output=True, text=True, check=False)
     assert refused.returncode == 1
@@ -379,6 +578,52 @@ def test_lost_shards_are_restored_and_the_run_goes_on(
         assert len(epochs) == 1
         assert epochs.pop() > before
         assert_goes_on(cluster, output, undisturbed)
+
+
+def test_the_documented_backup_of_a_run_lacks_nothing(
+    undisturbed: tuple[list[float], RowState], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer takes another checkpoint between the commands, and removes the one that is backed up later. Then
+    everything is lost but /backup."""
+    text = (Path(__file__).parents[2] / "docs/operations.md").read_text().partition("\n## Backups\n")[2]
+    commands = list(itertools.takewhile(lambda line: line.startswith("    "), text.strip("\n").splitlines()))
+    assert len(commands) == 4
+    output, backed_up = tmp_path / "runs/a", tmp_path / "backup"
+    with LocalCluster(2, tmp_path / "servers") as cluster, WeightClient(cluster.addresses) as client:
+        places = {
+            "127.0.0.1:50051 127.0.0.1:50052": " ".join(cluster.addresses),
+            "/backup": str(backed_up),
+            "runs/a": str(output),
+            "weightserver ": f"{sys.executable} -m weightserver ",
+        }
+        pattern = re.compile("|".join(places))
+
+        def do(*lines: str) -> None:
+            script = "\n".join(pattern.sub(lambda found: places[found.group()], line) for line in lines)
+            subprocess.run(["bash", "-ec", script], check=True, timeout=60)
+
+        save = Checkpoints.save
+
+        def save_and_copy(checkpoints: Checkpoints, step: int, *arguments: Any) -> None:
+            save(checkpoints, step, *arguments)
+            if step == EVERY:
+                do(*commands[:2])
+            if step == 2 * EVERY:
+                do(*commands[2:])
+
+        monkeypatch.setattr(Checkpoints, "save", save_and_copy)
+        train(run_on(cluster, output, keep_checkpoints=2))
+        assert f"step-{EVERY:012d}" not in [known.name for known in client.checkpoints()]
+    monkeypatch.setattr(Checkpoints, "save", save)
+    shutil.rmtree(output)
+    for shard in range(2):
+        backups.restore(backed_up / "a", tmp_path / f"new/shard-{shard}", shard=shard)
+    shutil.copytree(backed_up / "a-run", output)
+    with LocalCluster(2, tmp_path / "new") as cluster, WeightClient(cluster.addresses) as client:
+        train(run_on(cluster, output, resume=True))
+        assert same(client.fetch_state(np.arange(NUM_IMAGES)), undisturbed[1])
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [record["loss"] for record in records] == undisturbed[0][EVERY:]
 
 
 # ---- reshard
@@ -627,6 +872,92 @@ def test_a_killed_compact_leaves_nothing_in_the_way(
     assert weightserver("compact", source, "--output", target)[0] == 0
     assert [path.name for path in target.parent.iterdir()] == ["shard-0"]
     assert inspect_directory(target)["rows_stored"] == inspect_directory(source)["rows_stored"]
+
+
+# ---- export
+
+
+def test_an_export_of_several_files_is_whole_or_not_there(
+    weightserver: Weightserver,
+    cluster: LocalCluster,
+    client: WeightClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Killed, with a full disk, and while another export writes there."""
+    make_table(client)
+    state, new = client.fetch_state(ROWS, step=4), tmp_path / "out/new"
+    command = ["export", *cluster.addresses, "--output", new]
+    dies("weightserver.export:write_whole", 3, *command)
+    assert not list(new.glob("*rows*"))
+    monkeypatch.setattr(exports, "_BYTES_PER_FILE", 20_000)
+    original, written, others = exports.write_whole, [], []
+
+    def full(path: Path, write: Callable[[Path], object]) -> None:
+        if len(written) == 3:
+            raise OSError(f"{path} cannot be written (No space left on device)")
+        written.append(path)
+        original(path, write)
+
+    monkeypatch.setattr(exports, "write_whole", full)
+    assert_one_line(weightserver(*command), "No space left on device")
+    assert not list(new.glob("*rows*"))
+    shutil.rmtree(tmp_path / "out")
+    written.clear()
+    assert_one_line(weightserver(*command), "No space left on device")
+    assert not (tmp_path / "out").exists()
+
+    def beside_another(path: Path, write: Callable[[Path], object]) -> None:
+        others.append(weightserver(*command))
+        original(path, write)
+
+    monkeypatch.setattr(exports, "write_whole", beside_another)
+    assert weightserver(*command)[1].endswith(f"wrote {len(others)} files to {new}\n")
+    assert len(others) > 5
+    for other in others:
+        assert_one_line(other, "is being written by another process")
+    assert [path.name for path in new.parent.iterdir()] == ["new"]
+    files = [load_file(path) for path in sorted(new.iterdir())]
+    assert len(files) == len(others)
+    assert np.array_equal(np.concatenate([file["row"] for file in files]), ROWS)
+    assert np.array_equal(np.concatenate([file["weight"] for file in files]), state.weight)
+    assert_one_line(weightserver(*command), "is not empty: give another directory")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--step=-1", "step must not be negative"),
+        ("--step=101", "step 101 is outside the schedule's 0..100"),
+        ("--step=1", "has seen 4 updates, its state before update 1 is gone"),
+        ("--checkpoint=", "there is no checkpoint '' on all shards, only ['one', 'two']"),
+    ],
+)
+def test_exports_that_cannot_be(
+    option: str, message: str, weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+) -> None:
+    make_table(client)
+    assert_one_line(weightserver("export", *cluster.addresses, "--output", tmp_path / "a/b", option), message)
+    assert not (tmp_path / "a").exists()
+
+
+def test_an_export_into_what_a_link_names(
+    weightserver: Weightserver,
+    cluster: LocalCluster,
+    client: WeightClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_table(client)
+    (tmp_path / "disk").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to("disk")
+    command = ["export", *cluster.addresses, "--output"]
+    assert weightserver(*command, tmp_path / "link")[0] == 0
+    assert len(list((tmp_path / "disk").iterdir())) == 1
+    assert (tmp_path / "disk").stat().st_mode & 0o777 == 0o700
+    monkeypatch.chdir(tmp_path)
+    assert_one_line(weightserver(*command, "."), "or the current directory: give a new directory in it")
+    assert_one_line(weightserver(*command, "/proc"), "is a mounted disk or the current")
 
 
 # ---- a full disk

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +86,16 @@ BAD = {
     "--num-rows=0": "--num-rows must be at least 1, got 0",
     "--window-size=8": "--window-size must be in S..N, got 8",
     "--num-negatives=2000000": "--num-negatives must be at most N, got 2000000",
-    "--steps-per-second=0": "--steps-per-second must be positive and finite, got 0.0",
+    "--steps-per-second=0": "--steps-per-second must be in 1e-9..1e9, got 0.0",
+    "--steps-per-second=nan": "--steps-per-second must be in 1e-9..1e9, got nan",
+    "--steps-per-second=1e-310": "--steps-per-second must be in 1e-9..1e9, got 1e-310",
+    "--steps-per-second=1e12": "--steps-per-second must be in 1e-9..1e9, got 1000000000000.0",
     "--rows-per-block=0": "rows_per_block must lie in 1..2048, got 0",
     "--checkpoint-every=-1": "--checkpoint-every must be 0 or more, got -1",
+    **{
+        f"--{name}=1{'0' * 310}": f"--{name} must be at most {2**48}, got 1{'0' * 310}"
+        for name in ("num-rows", "batch-size", "checkpoint-every", "num-shards", "steps", "keep-checkpoints")
+    },
 }
 
 
@@ -97,6 +105,19 @@ def test_plans_that_cannot_be(option: str, capsys: pytest.CaptureFixture[str]) -
         main(["plan", "--num-rows", "1000000", option])
     assert stopped.value.code == 1
     assert capsys.readouterr().err == f"weightserver plan: {BAD[option]}\n"
+
+
+def test_the_largest_plans_are_numbers() -> None:
+    """Those that a program can read: JSON has no infinity."""
+    largest, rate = 2**48, 1e9
+    many = {"num_rows": largest, "window_size": largest, "num_negatives": largest, "dim": 65_536, "rows_per_block": 1}
+    for more in (
+        {"batch_size": largest, "window_stride": largest, "steps_per_second": rate, "keep_checkpoints": largest},
+        {"batch_size": 1, "window_stride": 1, "steps_per_second": 1 / rate, "checkpoint_every": 1, "steps": largest},
+        {"num_shards": largest, "num_ranks": largest, "checkpoint_every": largest},
+    ):
+        for figures in plan(Workload(**many | more)).values():
+            assert all(math.isfinite(figure.value) and "inf" not in str(figure).split("   ")[0] for figure in figures)
 
 
 def test_the_command_line_plans(capsys: pytest.CaptureFixture[str]) -> None:
