@@ -310,20 +310,22 @@ def test_a_full_map_grows_under_readers(tmp_path: Path) -> None:
     readers = [threading.Thread(target=read) for _ in range(3)]
     for reader in readers:
         reader.start()
-    for first in (0, 100, 101, 102):
-        count = 100 if first == 0 else 1
+    try:
+        for first in (0, 100, 101, 102):
+            count = 100 if first == 0 else 1
 
-        def put(batch: Batch, first: int = first, count: int = count) -> int:
-            for block in range(first, first + count):
-                batch.txn.put_block(block, 0, value)
-            return count
+            def put(batch: Batch, first: int = first, count: int = count) -> int:
+                for block in range(first, first + count):
+                    batch.txn.put_block(block, 0, value)
+                return count
 
-        answers: list[Future[int]] = [Future(), Future()]
-        commit_group(shard.batch, [(put, answer) for answer in answers])
-        assert [answer.result() for answer in answers] == [count, count]
-    stop.set()
-    for reader in readers:
-        reader.join()
+            answers: list[Future[int]] = [Future(), Future()]
+            commit_group(shard.batch, [(put, answer) for answer in answers])
+            assert [answer.result() for answer in answers] == [count, count]
+    finally:
+        stop.set()
+        for reader in readers:
+            reader.join()
     assert (failures, reads[0] > 0) == ([], True)
     assert storage._env.info()["map_size"] > 6_000_000 > before
     with storage.read() as txn:
