@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,13 +14,16 @@ from weightserver.config import TableSpec
 from weightserver.errors import StorageError
 from weightserver.files import require_empty
 from weightserver.records import (
-    FORMAT,
     Checkpoint,
+    Identity,
     KeptCheckpoint,
     State,
     get_json,
     put_json,
+    read_identity,
+    write_identity,
     write_schedule,
+    write_spec,
     write_state,
 )
 from weightserver.sharding import Sharding
@@ -76,8 +79,8 @@ class ShardBuilder:
             raise
 
     def _begin(self, txn: Transaction) -> None:
-        identity, build = get_json(txn, "identity"), get_json(txn, "build")
-        self.finished = identity is not None and "unfinished" not in identity
+        identity, build = read_identity(txn), get_json(txn, "build")
+        self.finished = identity is not None and not identity.unfinished
         self.next_block = 0
         """Blocks below it are there."""
         if build is not None and build["origin"] == self._origin:
@@ -87,12 +90,8 @@ class ShardBuilder:
         elif identity is not None or txn.next_block(0) is not None:
             raise StorageError(f"{self.directory} holds a shard's data: give another directory")
         else:
-            put_json(txn, "identity", self._identity | {"unfinished": True})
+            write_identity(txn, Identity(self.shard, self._num_shards, unfinished=True))
             self._record(txn, 0)
-
-    @property
-    def _identity(self) -> dict[str, Any]:
-        return {"format": FORMAT, "shard": self.shard, "num_shards": self._num_shards}
 
     def _record(self, txn: Transaction, next_block: int) -> None:
         put_json(txn, "build", {"origin": self._origin, "next_block": next_block})
@@ -142,10 +141,10 @@ class ShardBuilder:
                 generation=len(checkpoints),
                 checkpoints=checkpoints,
             )
-            put_json(txn, "spec", asdict(table.spec))
+            write_spec(txn, table.spec)
             write_schedule(txn, 0, table.learning_rates)
             write_state(txn, state)
-            put_json(txn, "identity", self._identity)
+            write_identity(txn, Identity(self.shard, self._num_shards))
         self.finished = True
 
     def close(self) -> None:

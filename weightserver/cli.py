@@ -355,7 +355,7 @@ def _reshard(arguments: argparse.Namespace) -> None:
 
 
 def _compact(arguments: argparse.Namespace) -> None:
-    from weightserver.storage import compact
+    from weightserver.compact import compact
 
     compact(arguments.directory, arguments.output)
     before, after = (

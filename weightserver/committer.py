@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-from weightserver.errors import OverloadedError
+from weightserver.errors import MapGrownError, OverloadedError
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
@@ -103,6 +103,8 @@ def commit_group(transaction: Callable[[], AbstractContextManager[Any]], group: 
                 results.append(operation(batch))
                 if batch.after_commit:
                     break
+    except MapGrownError:
+        commit_group(transaction, group)
     except Exception as error:  # noqa: BLE001 - whatever it is, its caller must hear of it and the thread go on
         if len(group) == 1:
             group[0][1].set_exception(error)

@@ -87,6 +87,10 @@ class StorageError(WeightServerError):
     status = grpc.StatusCode.DATA_LOSS
 
 
+class MapGrownError(StorageError):
+    """LMDB's map was full. The transaction was undone; the same again finds a larger map."""
+
+
 ERROR_OF_STATUS: dict[grpc.StatusCode, type[WeightServerError]] = {
     error.status: error
     for error in (

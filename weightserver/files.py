@@ -55,6 +55,8 @@ def sha256(path: Path) -> str:
 
 def require_empty(directory: Path, *, but: frozenset[str] = frozenset()) -> None:
     """Raises ValueError where there is anything `but` what is named."""
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{directory} is a file: give a directory")
     if directory.exists() and any(path.name not in but for path in directory.iterdir()):
         raise ValueError(f"{directory} is not empty: give another directory")
 

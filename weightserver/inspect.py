@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from weightserver.records import FORMAT, State, read_identity, read_records, read_schedule, read_spec, read_state
 from weightserver.storage import LmdbStorage, block_key_parts
 
 
@@ -14,30 +16,26 @@ def inspect_directory(directory: Path) -> dict[str, Any]:
     """Identity, spec, state, schedule and blocks of a shard, as plain values.
 
     Raises:
-        StorageError: the directory holds no shard's data.
+        StorageError: the directory holds no shard's data, or damaged data.
     """
-    storage = LmdbStorage(directory, readonly=True)
-    try:
-        with storage.read() as txn:
-            meta = {key.decode(): json.loads(bytes(value)) for key, value in txn.items("meta")}
-            versions = Counter(block_key_parts(key)[1] for key, _ in txn.items("blocks"))
-            horizon = sum(len(value) // 4 for _, value in txn.items("schedule"))
-            writers = sum(1 for _ in txn.items("writers"))
-        state = meta.get("state") or {}
+    with closing(LmdbStorage(directory, readonly=True, beside=True)) as storage, storage.read() as txn:
+        identity = read_identity(txn)
+        filled = identity is not None and not identity.unfinished
+        spec, state = (read_spec(txn), read_state(txn)) if filled else (None, State())
+        versions = Counter(block_key_parts(key)[1] for key, _ in txn.items("blocks"))
         return {
             "directory": str(directory),
-            **meta.get("identity", {}),
-            "spec": meta.get("spec"),
-            "run": state.get("run", ""),
-            "epoch": state.get("epoch", 0),
-            "clock": state.get("clock", 0),
-            "horizon": horizon,
-            "rows_stored": state.get("rows_stored", 0),
-            "writers": writers,
+            "format": FORMAT,
+            **(asdict(identity) if identity else {}),
+            "spec": spec and asdict(spec),
+            "run": state.run,
+            "epoch": state.epoch,
+            "clock": state.clock,
+            "horizon": len(read_schedule(txn)),
+            "rows_stored": state.rows_stored,
+            "writers": sum(1 for _ in read_records(txn, "writers")),
             "disk_bytes": storage.disk_bytes(),
-            "generation": state.get("generation", 0),
-            "checkpoints": [kept["name"] for kept in state.get("checkpoints", ())],
+            "generation": state.generation,
+            "checkpoints": [kept.name for kept in state.checkpoints],
             "blocks_by_generation": {str(generation): count for generation, count in sorted(versions.items())},
         }
-    finally:
-        storage.close()

@@ -1,24 +1,41 @@
-"""What a shard stores beside its blocks: who it is, the table's spec, its state, the schedule (where: storage.py)."""
+"""What a shard stores beside its blocks: who it is, the table's spec, its state, the schedule (where: storage.py).
+
+Every value is 8 bytes of checksum, u64 little-endian, XXH3-64 of the database's name, the key and the content; and the
+content. Whatever is not what was written raises StorageError, here and in one line.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+import xxhash
 
 from weightserver.config import TableSpec
-from weightserver.errors import NoTableError
+from weightserver.errors import NoTableError, StorageError
 from weightserver.storage import Transaction
 from weightserver.wire import Float32Array
 
-FORMAT = 1
+FORMAT = 2
 _SCHEDULE_CHUNK = 65_536
 """Learning rates per stored value."""
 _STEP = struct.Struct(">Q")
+_CHECKSUM = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whose data a directory holds."""
+
+    shard: int
+    num_shards: int
+    unfinished: bool = False
+    """While another program than a shard fills the directory; see building.py."""
 
 
 @dataclass(frozen=True)
@@ -97,18 +114,48 @@ def chosen_checkpoint(name: str | None, known: Iterable[Kept]) -> Kept:
     return by_name[name]
 
 
+def read_identity(txn: Transaction) -> Identity | None:
+    """None where nothing is stored yet.
+
+    Raises:
+        StorageError: it is damaged, or of another format.
+    """
+    stored = txn.get("meta", b"identity")
+    with _guarded(txn, "identity"):
+        if stored is None:
+            if any(True for _ in txn.items("meta")):
+                raise ValueError("it is missing")
+            return None
+        found = _json_object(_bare(stored) or _checked("meta", b"identity", stored))
+        found_format = found.pop("format")
+        if found_format == FORMAT:
+            return _built(Identity, found)
+    raise StorageError(
+        f"{txn.directory} has format {found_format!r}, this version reads {FORMAT}: "
+        "use the version of weightserver that wrote it"
+    )
+
+
+def write_identity(txn: Transaction, identity: Identity) -> None:
+    put_json(txn, "identity", {"format": FORMAT, **asdict(identity)})
+
+
 def read_spec(txn: Transaction) -> TableSpec | None:
     """None where there is no table."""
-    stored = get_json(txn, "spec")
-    return None if stored is None else TableSpec(**stored)
+    with _guarded(txn, "spec"):
+        stored = _stored(txn, "spec")
+        return TableSpec(**stored["table"]) if stored["table"] is not None else None
+
+
+def write_spec(txn: Transaction, spec: TableSpec | None) -> None:
+    put_json(txn, "spec", {"table": spec and asdict(spec)})
 
 
 def read_state(txn: Transaction) -> State:
-    stored = get_json(txn, "state")
-    if stored is None:
-        return State()
-    checkpoints = tuple(Checkpoint(**checkpoint) for checkpoint in stored.get("checkpoints", ()))
-    return State(**stored | {"checkpoints": checkpoints})
+    with _guarded(txn, "state"):
+        stored = _stored(txn, "state")
+        checkpoints = tuple(_built(Checkpoint, checkpoint) for checkpoint in stored["checkpoints"])
+        return _built(State, stored | {"checkpoints": checkpoints})
 
 
 def write_state(txn: Transaction, state: State) -> None:
@@ -117,8 +164,14 @@ def write_state(txn: Transaction, state: State) -> None:
 
 def read_schedule(txn: Transaction) -> Float32Array:
     """All learning rates, float32 [horizon]."""
-    chunks = [np.frombuffer(value, "<f4") for _, value in txn.items("schedule")]
-    return np.concatenate([np.zeros(0, np.float32), *chunks])
+    chunks, horizon = [np.zeros(0, np.float32)], 0
+    for key, content in read_records(txn, "schedule"):
+        with _guarded(txn, "schedule"):
+            if _STEP.unpack(key)[0] != horizon:
+                raise ValueError(f"the learning rates of step {horizon} and later ones are missing")
+            chunks.append(np.frombuffer(content, "<f4"))
+        horizon += len(chunks[-1])
+    return np.concatenate(chunks)
 
 
 def write_schedule(txn: Transaction, start_step: int, learning_rates: Float32Array) -> None:
@@ -126,20 +179,103 @@ def write_schedule(txn: Transaction, start_step: int, learning_rates: Float32Arr
     end = start_step + len(learning_rates)
     for first in range(start_step - start_step % _SCHEDULE_CHUNK, end, _SCHEDULE_CHUNK):
         key = _STEP.pack(first)
-        chunk = np.frombuffer(txn.get("schedule", key) or b"", "<f4")
+        chunk = np.frombuffer(get_record(txn, "schedule", key) or b"", "<f4")
         low, high = max(first, start_step), min(first + _SCHEDULE_CHUNK, end)
         merged = np.concatenate(
             [chunk[: low - first], learning_rates[low - start_step : high - start_step], chunk[high - first :]]
         )
-        txn.put("schedule", key, merged.astype("<f4").tobytes())
+        put_record(txn, "schedule", key, merged.astype("<f4").tobytes())
 
 
 def get_json(txn: Transaction, key: str) -> dict[str, Any] | None:
     """A value of the database `meta`."""
-    value = txn.get("meta", key.encode())
-    stored: dict[str, Any] | None = None if value is None else json.loads(bytes(value))
+    content = get_record(txn, "meta", key.encode())
+    with _guarded(txn, key):
+        return None if content is None else _json_object(content)
+
+
+def put_json(txn: Transaction, key: str, value: dict[str, Any]) -> None:
+    put_record(txn, "meta", key.encode(), json.dumps(value).encode())
+
+
+# ---- checked values
+
+
+def get_record(txn: Transaction, database: str, key: bytes) -> bytes | None:
+    """A value's content."""
+    stored = txn.get(database, key)
+    if stored is None:
+        return None
+    with _guarded(txn, _name(database, key)):
+        return _checked(database, key, stored)
+
+
+def put_record(txn: Transaction, database: str, key: bytes, content: bytes) -> None:
+    txn.put(database, key, _CHECKSUM.pack(_checksum(database, key, content)) + content)
+
+
+def read_records(txn: Transaction, database: str) -> Iterator[tuple[bytes, bytes]]:
+    """(key, content) of all values."""
+    for key, stored in txn.items(database):
+        with _guarded(txn, _name(database, key)):
+            content = _checked(database, key, stored)
+        yield key, content
+
+
+def _checked(database: str, key: bytes, stored: memoryview) -> bytes:
+    content = bytes(stored[_CHECKSUM.size :])
+    if bytes(stored[: _CHECKSUM.size]) != _CHECKSUM.pack(_checksum(database, key, content)):
+        raise ValueError("checksum")
+    return content
+
+
+def _checksum(database: str, key: bytes, content: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(b"/".join([database.encode(), key, content]))
+
+
+def _name(database: str, key: bytes) -> str:
+    return key.decode(errors="replace") if database == "meta" else f"{database} {key.hex()}"
+
+
+def _bare(stored: memoryview) -> bytes:
+    """An identity without a checksum, as format 1 had it; else nothing."""
+    with contextlib.suppress(ValueError):
+        json.loads(bytes(stored))
+        return bytes(stored)
+    return b""
+
+
+def _stored(txn: Transaction, key: str) -> dict[str, Any]:
+    stored = get_json(txn, key)
+    if stored is None:
+        raise ValueError("it is missing")
     return stored
 
 
-def put_json(txn: Transaction, key: str, value: object) -> None:
-    txn.put("meta", key.encode(), json.dumps(value).encode())
+def _json_object(content: bytes) -> dict[str, Any]:
+    found = json.loads(content)
+    if not isinstance(found, dict):
+        raise TypeError(f"{found!r} is no object")
+    return found
+
+
+Record = TypeVar("Record", Identity, Checkpoint, State)
+
+
+def _built(kind: type[Record], stored: dict[str, Any]) -> Record:
+    """With values of the types that its fields say."""
+    made = kind(**stored)
+    for field in fields(made):
+        value = getattr(made, field.name)
+        if field.type in ("bool", "int", "str") and type(value).__name__ != field.type:
+            raise TypeError(f"{field.name} is {value!r}")
+    return made
+
+
+@contextlib.contextmanager
+def _guarded(txn: Transaction, what: str) -> Iterator[None]:
+    """Whatever damaged bytes can make Python raise becomes one line."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
+        raise StorageError(f"{txn.directory}: its {what} is damaged ({error}): restore it from a backup") from error

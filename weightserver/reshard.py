@@ -11,7 +11,7 @@ import heapq
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from operator import itemgetter
 from pathlib import Path
@@ -27,13 +27,13 @@ from weightserver.records import (
     KeptCheckpoint,
     State,
     chosen_checkpoint,
-    get_json,
+    read_identity,
     read_schedule,
     read_spec,
     read_state,
 )
 from weightserver.sharding import BlockRun, Int64Array, Sharding, block_runs
-from weightserver.storage import NEWEST, LmdbStorage, Transaction, exclusively
+from weightserver.storage import NEWEST, LmdbStorage, Transaction, require_sound
 from weightserver.wire import Float32Array
 
 _log = logging.getLogger(__name__)
@@ -63,6 +63,7 @@ class _Source:
     state: State
     learning_rates: Float32Array
     txn: Transaction
+    rows_stored: int
     up_to: int = NEWEST
 
     def blocks(self, first: int, codec: BlockCodec) -> Iterator[tuple[int, memoryview]]:
@@ -98,12 +99,16 @@ def reshard(
         raise ValueError("a directory is given twice")
     with ExitStack() as stack:
         shards = [_open(directory, stack) for directory in sources]
-        spec = _check_complete(shards)
+        spec = _check_complete(shards, current)
         new = spec if rows_per_block is None else replace(spec, rows_per_block=rows_per_block)
         table = _table_state(shards, new, checkpoint, current)
         if table.checkpoint is not None:
             name = table.checkpoint.name
-            shards = [replace(shard, up_to=shard.state.checkpoint(name).generation) for shard in shards]
+            shards = [
+                replace(shard, up_to=known.generation, rows_stored=known.rows_stored)
+                for shard in shards
+                for known in [shard.state.checkpoint(name)]
+            ]
         origin = {
             "states": [_digest(shard.state) for shard in sorted(shards, key=lambda shard: shard.shard)],
             "spec": asdict(new),
@@ -131,17 +136,20 @@ def reshard(
 
 def _open(directory: Path, stack: ExitStack) -> _Source:
     """A snapshot of a directory that nobody else serves meanwhile."""
-    stack.enter_context(exclusively(directory))
-    storage = LmdbStorage(directory, readonly=True)
-    stack.callback(storage.close)
+    require_sound(directory)
+    storage = stack.enter_context(closing(LmdbStorage(directory, readonly=True)))
     txn = stack.enter_context(storage.read())
-    identity, spec = get_json(txn, "identity"), read_spec(txn)
-    if identity is None or spec is None or "unfinished" in identity:
+    identity = read_identity(txn)
+    spec = None if identity is None or identity.unfinished else read_spec(txn)
+    if identity is None or spec is None:
         raise ValueError(f"{directory} holds no table: give the directories of all shards of one")
-    return _Source(directory, identity["shard"], identity["num_shards"], spec, read_state(txn), read_schedule(txn), txn)
+    state = read_state(txn)
+    return _Source(
+        directory, identity.shard, identity.num_shards, spec, state, read_schedule(txn), txn, state.rows_stored
+    )
 
 
-def _check_complete(shards: list[_Source]) -> TableSpec:
+def _check_complete(shards: list[_Source], current: bool) -> TableSpec:
     """The spec of their table; ValueError unless they are all of its shards, each once."""
     first = shards[0]
     for shard in shards:
@@ -153,6 +161,11 @@ def _check_complete(shards: list[_Source]) -> TableSpec:
             )
     if len({shard.shard for shard in shards}) < len(shards):
         raise ValueError(f"two directories hold the same shard of {len(shards)}: give each once")
+    epochs = {shard.state.epoch for shard in shards}
+    if current and len(epochs) > 1:
+        raise ValueError(
+            f"the shards are of sessions {sorted(epochs)}, their rows not of one time: take a checkpoint's"
+        )
     return first.spec
 
 
@@ -255,8 +268,10 @@ class _Resharding:
         with ExitStack() as stack:
             made = [stack.enter_context(builder.read()) for builder in self.builders]
             for shard in self.shards:
+                num_found = 0
                 for block, content in shard.blocks(0, codec):
                     slots = codec.written(content)
+                    num_found += len(slots)
                     stored = _taken(codec.views(content), slots)
                     for run in block_runs(block * self.old.rows_per_block + slots, self.new.rows_per_block):
                         where = self._sharding.shard_of_block(run.block)
@@ -268,6 +283,11 @@ class _Resharding:
                                 f"{self.builders[where].directory}: block {run.block} is not what {shard.directory} "
                                 "holds: remove the new directories and begin anew"
                             )
+                if num_found != shard.rows_stored:
+                    raise StorageError(
+                        f"{shard.directory} holds {num_found} rows of the {shard.rows_stored} that were written: "
+                        "restore it from a backup, and remove the new directories"
+                    )
         _log.info("all %d rows were compared", sum(counts))
         return counts
 

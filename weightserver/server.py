@@ -93,6 +93,8 @@ class ServerConfig:
             raise ValueError(f"--metrics-port must lie in 0..65535, got {self.metrics_port}")
         if self.request_memory_mib < 16:
             raise ValueError(f"--request-memory-mib must be at least 16, got {self.request_memory_mib}")
+        if not 0 <= self.grace_seconds <= 3600:
+            raise ValueError(f"--grace-seconds must lie in 0..3600, got {self.grace_seconds}")
         if not 0 < self.stall_seconds <= 3600:
             raise ValueError(f"--stall-seconds must be positive and at most 3600, got {self.stall_seconds}")
         if (self.tls_cert is None) != (self.tls_key is None):

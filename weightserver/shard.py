@@ -11,7 +11,6 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -29,15 +28,18 @@ from weightserver.errors import (
 from weightserver.exactly_once import WriterState
 from weightserver.initial import initial_rows
 from weightserver.records import (
-    FORMAT,
     Checkpoint,
+    Identity,
     State,
-    get_json,
-    put_json,
+    get_record,
+    put_record,
+    read_identity,
     read_schedule,
     read_spec,
     read_state,
+    write_identity,
     write_schedule,
+    write_spec,
     write_state,
 )
 from weightserver.sharding import BlockRun, Int64Array, Sharding, block_runs
@@ -116,16 +118,15 @@ class Shard:
         self._state = State()
         self._table: Table | None = None
         with storage.write() as txn:
-            identity = {"format": FORMAT, "shard": shard, "num_shards": num_shards}
-            stored = get_json(txn, "identity")
+            identity = Identity(shard, num_shards)
+            stored = read_identity(txn)
             if stored is None:
-                put_json(txn, "identity", identity)
+                write_identity(txn, identity)
+                write_spec(txn, None)
+                write_state(txn, State())
             elif stored != identity:
                 raise StorageError(_identity_mismatch(storage, stored, identity))
-            try:
-                self._load(txn)
-            except (ValueError, TypeError, KeyError) as error:
-                raise StorageError(f"{storage.directory}: its meta data is damaged ({error}): restore it") from error
+            self._load(txn)
 
     def _load(self, txn: Transaction) -> None:
         self._state = read_state(txn)
@@ -319,7 +320,7 @@ class Shard:
                 raise FencedError(
                     f"a table was dropped since epoch {epoch}: call create_table() again if it is still wanted"
                 )
-            put_json(batch.txn, "spec", asdict(spec))
+            write_spec(batch.txn, spec)
             table = _open_table(spec)
             batch.after_commit.append(lambda: self._set_table(table))
         elif existing != spec:
@@ -341,7 +342,7 @@ class Shard:
             )
         for database in ("blocks", "changes", "schedule", "writers"):
             batch.txn.clear(database)
-        put_json(batch.txn, "spec", None)
+        write_spec(batch.txn, None)
         batch.state = State(epoch=batch.state.epoch + 1, schedule_version=batch.state.schedule_version)
         batch.after_commit.append(lambda: self._set_table(None))
 
@@ -564,10 +565,10 @@ class Shard:
     def _admit(self, batch: Batch, header: WriteHeader) -> bool:
         """Fences old sessions and recognises duplicates."""
         self._check_epoch(batch.state, header.epoch)
-        writer = WriterState.unpack(batch.txn.get("writers", header.writer))
+        writer = WriterState.unpack(get_record(batch.txn, "writers", header.writer))
         if not writer.admit(header.sequence, header.settled_before):
             return False
-        batch.txn.put("writers", header.writer, writer.pack())
+        put_record(batch.txn, "writers", header.writer, writer.pack())
         return True
 
     def _check_epoch(self, state: State, epoch: int) -> None:
@@ -599,15 +600,10 @@ def _difference(existing: TableSpec, wanted: TableSpec) -> str:
     return ", ".join(f"{name} {old[name]} there and {new[name]} here" for name in old if old[name] != new[name])
 
 
-def _identity_mismatch(storage: Storage, stored: dict[str, Any], wanted: dict[str, Any]) -> str:
-    if stored.get("unfinished"):
+def _identity_mismatch(storage: Storage, stored: Identity, wanted: Identity) -> str:
+    if stored.unfinished:
         return f"{storage.directory} is unfinished: repeat the 'restore' or 'reshard' that was stopped"
-    if stored["format"] != wanted["format"]:
-        return (
-            f"{storage.directory} has format {stored['format']}, this version reads {FORMAT}: "
-            "use the version of weightserver that wrote it"
-        )
     return (
-        f"{storage.directory} holds shard {stored['shard']} of {stored['num_shards']}, "
-        f"not shard {wanted['shard']} of {wanted['num_shards']}: give this shard its own --data-dir"
+        f"{storage.directory} holds shard {stored.shard} of {stored.num_shards}, "
+        f"not shard {wanted.shard} of {wanted.num_shards}: give this shard its own --data-dir"
     )

@@ -2,26 +2,30 @@
 
 A data directory holds LMDB's `data.mdb` and `lock.mdb`, and `owner.lock`, which the serving process keeps locked; it
 holds the number of a transaction that data.mdb has, from the last time that it was opened or closed.
-The environment holds five named databases:
+The environment holds five named databases; values of the first three begin with a checksum (see records.py):
 
-    meta       ASCII key -> JSON: `identity` (format, shard, num_shards), `spec`, `state` (epoch, clock, ...), and
+    meta       ASCII key -> JSON: `identity` (format, shard, num_shards, unfinished), `spec`, `state` (epoch, ...), and
                where another program made the directory `build` (see building.py)
     schedule   first step of a chunk, u64 big-endian -> the chunk's learning rates, float32 little-endian
-    writers    writer, 16 bytes -> exactly-once state, u64 + 128 bytes (see shard.py)
+    writers    writer, 16 bytes -> exactly-once state, u64 + 128 bytes (see exactly_once.py)
     blocks     block u64 big-endian + (2^32 - 1 - generation) u32 big-endian -> block bytes (see blocks.py)
     changes    generation u32 big-endian + block u64 big-endian -> nothing: which blocks have a version of it
 
 Because the generation is inverted, the first key at or after a block's number is that block's newest version, and the
 first at or after (block, generation) its newest version up to that generation. `changes` leaves generation 0 out: no
 rollback goes behind it.
+
+LMDB's map of the file is as long as the file and some room, and grows with it. LMDB trusts its own pages, which have no
+checksum: a directory's trees are walked before it is opened, or a wrong bit could hide rows or end the process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import mmap
 import os
-import shutil
 import struct
 import threading
 import time
@@ -29,17 +33,20 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import lmdb
 import lmdb.verify
 
-from weightserver.errors import StorageError
-from weightserver.files import require_empty, sync
+from weightserver.errors import MapGrownError, StorageError
+from weightserver.files import sync
 
 DATABASES = ("meta", "schedule", "writers", "blocks", "changes")
-_MAP_BYTES = 1 << 44
-"""Address space kept for the map; the file itself only grows as it is written."""
+_ROOM_BYTES = 256 << 20
+"""Address space that a transaction finds behind the file's pages; a larger one makes the map grow and is repeated."""
+_MAX_READERS = 512
+_LOCK_BYTES = 64 * (_MAX_READERS + 2)
+"""What LMDB makes of lock.mdb: a slot a reader, and a header."""
 _BLOCK = struct.Struct(">Q")
 _BLOCK_KEY = struct.Struct(">QI")
 _CHANGE = struct.Struct(">IQ")
@@ -58,6 +65,8 @@ def block_key_parts(key: bytes) -> tuple[int, int]:
 class Transaction(Protocol):
     """One snapshot of a shard's data, or one atomic change of it. Buffers die with it."""
 
+    @property
+    def directory(self) -> Path: ...
     def get(self, database: str, key: bytes) -> memoryview | None: ...
     def put(self, database: str, key: bytes, value: bytes | bytearray) -> None: ...
     def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]: ...
@@ -72,7 +81,8 @@ class Transaction(Protocol):
 
 
 class _LmdbTransaction:
-    def __init__(self, txn: lmdb.Transaction, databases: dict[str, lmdb._Database]) -> None:
+    def __init__(self, directory: Path, txn: lmdb.Transaction, databases: dict[str, lmdb._Database]) -> None:
+        self.directory = directory
         self._txn = txn
         self._databases = databases
         self._blocks = txn.cursor(databases["blocks"])
@@ -169,65 +179,90 @@ class Storage(Protocol):
 class LmdbStorage:
     """One shard's LMDB environment. Reads may run in any thread; writes in one thread at a time.
 
+    It owns the directory: nobody else serves or reads it meanwhile, but who reads `beside` its owner.
+
     Args:
+        beside: with `readonly`, whether another process may serve the directory.
         anew: begin an empty one where the data file of a directory that was served before is gone.
+        room_bytes: address space to keep behind the file's pages.
 
     Raises:
-        StorageError: the directory cannot be used, another process serves it, or LMDB reports damage.
+        StorageError: the directory cannot be used, another process serves it, or its pages are damaged.
     """
 
-    def __init__(self, directory: Path, *, readonly: bool = False, anew: bool = False) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        readonly: bool = False,
+        beside: bool = False,
+        anew: bool = False,
+        room_bytes: int = _ROOM_BYTES,
+    ) -> None:
         self.directory = directory
-        self._owner: int | None = None
+        self._readonly = readonly
+        self._room_bytes = room_bytes
         self._idle = threading.Condition()
         self._num_reading = 0
+        self._growing = False
         self._next_reader_check = 0.0
         self._closed = False
-        with _translated(directory):
+        self._damaged = False
+        data = directory / "data.mdb"
+        with _translated(directory), contextlib.ExitStack() as opened:
             if readonly:
                 _check_there(directory)
+            elif directory.exists() and not directory.is_dir():
+                raise StorageError(f"{directory} is a file: give a directory")
             else:
                 directory.mkdir(parents=True, exist_ok=True)
-                self._owner = _lock(directory / "owner.lock")
-            try:
-                last_transaction = 0 if self._owner is None else _last_transaction(self._owner)
-                if last_transaction and _is_gone(directory / "data.mdb"):  # one that went away is no new shard
-                    if not anew:
-                        raise StorageError(
-                            f"{directory} was served before and its data.mdb is gone or empty: restore it from a "
-                            "backup, or remove the directory to begin with an empty shard"
-                        )
-                    last_transaction = 0
-                self._env = lmdb.open(
-                    str(directory),
-                    map_size=_MAP_BYTES,
-                    max_dbs=len(DATABASES),
-                    readonly=readonly,
-                    create=not readonly,
-                    max_readers=512,
-                    lib_version=0,
-                )
-                _check_length(directory / "data.mdb", self._env)
-                _check_newest(directory, self._env, last_transaction)
-                self._databases = {name: self._env.open_db(name.encode(), create=not readonly) for name in DATABASES}
-            except BaseException:
-                self._release()
-                raise
-            if self._owner is not None:
+            self._owner = _lock(directory, readonly=readonly, beside=beside)
+            opened.callback(self._release)
+            last_transaction = _last_transaction(directory)
+            if last_transaction and _is_gone(data):  # one that went away is no new shard
+                if not anew:
+                    raise StorageError(
+                        f"{directory} was served before and its data.mdb is gone or empty: restore it from a "
+                        "backup, or remove the directory to begin with an empty shard"
+                    )
+                last_transaction = 0
+            if not readonly:
+                _allocate(directory / "lock.mdb", _LOCK_BYTES)
+            served = beside and self._owner is None
+            if not served and not _is_gone(data):
+                _require_sound(directory, _Trees)
+            self._env = lmdb.open(
+                str(directory),
+                map_size=(data.stat().st_size if data.exists() else 0) + 2 * room_bytes,
+                max_dbs=len(DATABASES),
+                readonly=readonly,
+                create=not readonly,
+                lock=served or not readonly,
+                max_readers=_MAX_READERS,
+                lib_version=0,
+            )
+            opened.callback(self._env.close)
+            _check_newest(directory, self._env, last_transaction)
+            create = not readonly and self._env.stat()["entries"] == 0  # one that is missing is no empty one
+            with self._env.begin(write=True) if create else contextlib.nullcontext() as txn:
+                self._databases = {name: self._env.open_db(name.encode(), txn, create=create) for name in DATABASES}
+            if not readonly:
                 sync(directory)
                 sync(directory.parent)
                 self._note_last_transaction()
+            opened.pop_all()
 
     @contextlib.contextmanager
     def read(self) -> Iterator[_LmdbTransaction]:
         """A snapshot, to be held briefly: the file grows while old snapshots live."""
         with self._idle:
+            self._idle.wait_for(lambda: not self._growing)
             if self._closed:
                 raise StorageError(f"{self.directory} is closed: the shard is shutting down")
             self._num_reading += 1
         try:
-            with _translated(self.directory), self._env.begin(buffers=True) as txn:
-                yield _LmdbTransaction(txn, self._databases)
+            with _translated(self.directory, (lmdb.Error,)), self._env.begin(buffers=True) as txn:
+                yield _LmdbTransaction(self.directory, txn, self._databases)
         finally:
             with self._idle:
                 self._num_reading -= 1
@@ -235,16 +270,73 @@ class LmdbStorage:
 
     @contextlib.contextmanager
     def write(self) -> Iterator[Transaction]:
-        """An atomic change, durable when the context is left; undone when it is left by an exception."""
+        """An atomic change, durable when the context is left; undone when it is left by an exception.
+
+        Raises:
+            MapGrownError: the map was full; the same again finds a larger one.
+            StorageError: the disk is full, or LMDB met damage, after which nothing is written any more.
+        """
+        if self._damaged:
+            raise StorageError(f"{self.directory} is damaged and takes no writes: restore it from a backup")
         self._forget_dead_readers()
-        with _translated(self.directory), self._env.begin(write=True, buffers=True) as txn:
-            yield _LmdbTransaction(txn, self._databases)
+        self._make_room()
+        with _translated(self.directory, (lmdb.Error,)):
+            try:
+                with self._env.begin(write=True, buffers=True) as txn:
+                    yield _LmdbTransaction(self.directory, txn, self._databases)
+            except lmdb.MapFullError:
+                self._grow()
+                raise MapGrownError(
+                    f"{self.directory}: a write needed a larger map, which it has now: repeat it"
+                ) from None
+            except (lmdb.CorruptedError, lmdb.PageNotFoundError):
+                self._damaged = True
+                raise
 
     def _forget_dead_readers(self) -> None:
         """Another process that died while it read keeps its snapshot, and the file grows."""
         if time.monotonic() >= self._next_reader_check:
             self._env.reader_check()
             self._next_reader_check = time.monotonic() + _READER_CHECK_SECONDS
+
+    def _make_room(self) -> None:
+        if self._env.info()["map_size"] < _used_bytes(self._env) + self._room_bytes:
+            self._grow()
+
+    def _grow(self) -> None:
+        """Doubles the map. What reads look at is the map, so they are waited for; new ones wait."""
+        map_bytes = 2 * self._env.info()["map_size"]
+        with _translated(self.directory), self._idle:
+            mmap.mmap(-1, map_bytes, prot=mmap.PROT_READ).close()  # where this fails, LMDB would have lost its map
+            self._growing = True
+            try:
+                self._idle.wait_for(lambda: self._num_reading == 0)
+                self._env.set_mapsize(map_bytes)
+            finally:
+                self._growing = False
+                self._idle.notify_all()
+
+    def copy(self, path: Path) -> None:
+        """Writes the environment to a file, without its free pages.
+
+        Raises:
+            StorageError: the copy is not the same. OSError: it cannot be written.
+        """
+        with _translated(self.directory, (lmdb.Error,)):
+            with path.open("wb") as file:
+                self._env.copyfd(file.fileno(), compact=True)
+            with lmdb.open(
+                str(path),
+                subdir=False,
+                map_size=path.stat().st_size,
+                max_dbs=len(DATABASES),
+                readonly=True,
+                lock=False,
+                lib_version=0,
+            ) as copied:
+                found, wanted = _entries(copied), _entries(self._env)
+        if found != wanted:
+            raise StorageError(f"{path} would hold {found}, not {wanted}: run 'weightserver verify {self.directory}'")
 
     def disk_bytes(self) -> int:
         """What the data file takes on disk."""
@@ -264,7 +356,7 @@ class LmdbStorage:
         with self._idle:
             self._closed = True
             self._idle.wait_for(lambda: self._num_reading == 0)
-        if self._owner is not None:
+        if self._owner is not None and not self._readonly:
             self._note_last_transaction()
         self._env.close()
         self._release()
@@ -280,6 +372,28 @@ class LmdbStorage:
             self._owner = None
 
 
+class _Trees(lmdb.verify._Verifier):
+    """Looks at the pages of all trees, a thousandth of the file, and leaves those of large values alone."""
+
+    def load_metas(self) -> None:
+        super().load_metas()  # type: ignore[no-untyped-call]
+        expected = self.next_pgno * self.psize
+        if self.filesize < expected:  # pages beyond the file's end would kill the process that reads them
+            raise lmdb.verify.VerifyError(f"it has {self.filesize} bytes, its pages take {expected}")
+
+    def _bigdata(
+        self, ctx: dict[str, Any], pgno: int, i: int, buf: bytes, doff: int, dsize: int, want_bytes: bool
+    ) -> bytes | None:
+        if ctx["is_free"]:
+            arguments = (ctx, pgno, i, buf, doff, dsize, want_bytes)
+            return super()._bigdata(*arguments)  # type: ignore[no-untyped-call, no-any-return]
+        ctx["overflow"] += (self.hdrsz - 1 + dsize) // self.psize + 1
+        return None
+
+    def _check_cover(self) -> None:
+        """Of free pages and others."""
+
+
 def structural_problems(directory: Path) -> list[str]:
     """What is wrong with LMDB's own pages, read as bytes: nothing of a damaged file is trusted.
 
@@ -288,86 +402,67 @@ def structural_problems(directory: Path) -> list[str]:
     """
     with _translated(directory):
         _check_there(directory)
-        owner = _lock(directory / "owner.lock")
+        owner = _lock(directory, readonly=True)
         try:
-            return [str(problem) for problem in lmdb.verify.verify(str(directory))]  # type: ignore[no-untyped-call]
-        except lmdb.verify.VerifyError as error:
-            return [str(error)]
+            return _problems(directory, lmdb.verify._Verifier)
         finally:
-            os.close(owner)
+            if owner is not None:
+                os.close(owner)
+
+
+def require_sound(directory: Path) -> None:
+    """Raises StorageError where LMDB's own pages are damaged, another process serves them, or there are none."""
+    if problems := structural_problems(directory):
+        raise _damage(directory, problems)
+
+
+def _require_sound(directory: Path, verifier: type[lmdb.verify._Verifier]) -> None:
+    if problems := _problems(directory, verifier):
+        raise _damage(directory, problems)
+
+
+def _problems(directory: Path, verifier: type[lmdb.verify._Verifier]) -> list[str]:
+    data = directory / "data.mdb"
+    try:
+        with data.open("rb") as file:
+            return [str(problem) for problem in verifier(file, data.stat().st_size).verify()]  # type: ignore[no-untyped-call]
+    except lmdb.verify.VerifyError as error:
+        return [str(error)]
+
+
+def _damage(directory: Path, problems: list[str]) -> StorageError:
+    more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+    return StorageError(f"{directory}: data.mdb is damaged ({problems[0]}{more}): restore it from a backup")
 
 
 @contextlib.contextmanager
-def exclusively(directory: Path) -> Iterator[None]:
-    """Keeps everybody else from serving a directory meanwhile.
-
-    Raises:
-        StorageError: another process serves it, or it holds no data, cut data or an old copy.
-    """
-    with _translated(directory):
-        _check_there(directory)
-        owner = _lock(directory / "owner.lock")
+def _translated(directory: Path, kinds: tuple[type[Exception], ...] = (lmdb.Error, OSError)) -> Iterator[None]:
+    """Turns LMDB's errors, and the file system's unless told otherwise, into StorageError."""
     try:
-        with (
-            _translated(directory),
-            lmdb.open(str(directory), map_size=_MAP_BYTES, readonly=True, lib_version=0) as env,
-        ):
-            _check_length(directory / "data.mdb", env)
-            _check_newest(directory, env, _last_transaction(owner))
         yield
-    finally:
-        os.close(owner)
+    except kinds as error:
+        hint = ""
+        if "Input/output" in str(error):
+            hint = " (is the disk full?)"  # LMDB calls a write that is cut short so
+        if isinstance(error, lmdb.MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+            hint = " for a map of the file: give the process more address space (ulimit -v)"
+        raise StorageError(f"{directory}: {error}{hint}") from error
 
 
-def compact(source: Path, target: Path) -> None:
-    """Copies a directory that nobody serves to a new one, without the pages that are free.
+def _lock(directory: Path, *, readonly: bool, beside: bool = False) -> int | None:
+    """The descriptor of the locked owner.lock. Waits a while: the process before this one may be about to end.
 
-    Raises:
-        ValueError: the new one is not empty.
-        StorageError: LMDB reports damage, the disk is full, or another process serves the directory.
+    None where there is none to lock and nothing can be written, or another process has it and may go on.
     """
-    require_empty(target)
-    with exclusively(source), _translated(target):
-        partial = target.with_name(f".{target.name}.compacting")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        try:
-            entries = []
-            for directory in (source, partial):
-                with lmdb.open(
-                    str(directory), map_size=_MAP_BYTES, max_dbs=len(DATABASES), readonly=True, lib_version=0
-                ) as env:
-                    if directory is source:
-                        env.copy(str(partial), compact=True)
-                    with env.begin() as txn:
-                        databases = {name: env.open_db(name.encode(), txn, create=False) for name in DATABASES}
-                        entries.append({name: txn.stat(database)["entries"] for name, database in databases.items()})
-            if entries[0] != entries[1]:
-                raise StorageError(f"{target} would hold {entries[1]}, not {entries[0]}: run 'weightserver verify'")
-            (partial / "lock.mdb").unlink(missing_ok=True)
-            sync(partial / "data.mdb")
-            sync(partial)
-            partial.replace(target)
-            sync(target.parent)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
+    path = directory / "owner.lock"
+    access = os.O_RDONLY if readonly else os.O_RDWR
+    try:
+        descriptor = os.open(path, access | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError:
+        if not readonly or path.exists():
             raise
-
-
-@contextlib.contextmanager
-def _translated(directory: Path) -> Iterator[None]:
-    """Turns LMDB's and the file system's errors into StorageError."""
-    try:
-        yield
-    except (lmdb.Error, OSError) as error:
-        full = " (is the disk full?)" if "Input/output" in str(error) else ""  # LMDB calls a write that is cut short so
-        raise StorageError(f"{directory}: {error}{full}") from error
-
-
-def _lock(path: Path) -> int:
-    """Waits a while: the process before this one may be about to end."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    deadline = time.monotonic() + _OWNER_SECONDS
+        return None
+    deadline = time.monotonic() + (0 if beside else _OWNER_SECONDS)
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -376,10 +471,21 @@ def _lock(path: Path) -> int:
                 time.sleep(0.05)
                 continue
             os.close(descriptor)
+            if beside:
+                return None
             raise StorageError(
-                f"{path.parent} is served by another process: stop that one, or give this one a --data-dir of its own"
+                f"{directory} is served by another process: stop that one, or give this one a --data-dir of its own"
             ) from None
         return descriptor
+
+
+def _allocate(path: Path, num_bytes: int) -> None:
+    """LMDB writes to its lock file as to memory: one without room on the disk would end the process."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    finally:
+        os.close(descriptor)
 
 
 def _check_there(directory: Path) -> None:
@@ -387,21 +493,15 @@ def _check_there(directory: Path) -> None:
         raise StorageError(f"{directory} holds no weight server data: give the --data-dir of a shard")
 
 
-def _last_transaction(owner: int) -> int:
+def _last_transaction(directory: Path) -> int:
     """What `owner.lock` says; 0 where it is new."""
-    text = os.pread(owner, 32, 0).strip()
+    path = directory / "owner.lock"
+    text = path.read_bytes()[:32].strip() if path.exists() else b""
     return int(text) if text.isdigit() else 0
 
 
 def _is_gone(data: Path) -> bool:
     return not (data.exists() and data.stat().st_size)
-
-
-def _check_length(data: Path, env: lmdb.Environment) -> None:
-    """Pages beyond the file's end would kill the process that reads them."""
-    length, expected = data.stat().st_size, (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-    if length < expected:
-        raise StorageError(f"{data} has {length} bytes, its pages take {expected}: restore it from a backup")
 
 
 def _check_newest(directory: Path, env: lmdb.Environment, last_transaction: int) -> None:
@@ -411,3 +511,15 @@ def _check_newest(directory: Path, env: lmdb.Environment, last_transaction: int)
             f"{directory}: data.mdb lacks transactions that it had, as after damage of its first pages or "
             "when an old copy was put back: restore it, or remove owner.lock to serve it as it is"
         )
+
+
+def _used_bytes(env: lmdb.Environment) -> int:
+    """Up to the last page that was ever used."""
+    return int((env.info()["last_pgno"] + 1) * env.stat()["psize"])
+
+
+def _entries(env: lmdb.Environment) -> dict[str, int]:
+    """How many each database has."""
+    with env.begin() as txn:
+        databases = {name: env.open_db(name.encode(), txn, create=False) for name in DATABASES}
+        return {name: int(txn.stat(database)["entries"]) for name, database in databases.items()}

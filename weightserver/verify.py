@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from weightserver.blocks import BlockCodec
 from weightserver.config import TableSpec
-from weightserver.records import FORMAT
+from weightserver.errors import StorageError
+from weightserver.records import State, read_identity, read_records, read_schedule, read_spec, read_state
 from weightserver.sharding import Sharding
 from weightserver.storage import LmdbStorage, Transaction, block_key_parts, structural_problems
 
@@ -36,39 +36,30 @@ def verify_directory(directory: Path) -> Verdict:
     """
     if problems := structural_problems(directory):
         return Verdict(problems=[f"data.mdb: {problem}" for problem in problems])
-    storage = LmdbStorage(directory, readonly=True)
-    try:
-        with storage.read() as txn:
-            verdict = Verdict()
-            try:
-                meta = {key.decode(): json.loads(bytes(value)) for key, value in txn.items("meta")}
-                found_format, shard, num_shards = (meta["identity"][name] for name in ("format", "shard", "num_shards"))
-                spec = TableSpec(**meta["spec"]) if meta.get("spec") else None
-                state = meta.get("state") or {}
-            except (ValueError, TypeError, KeyError) as error:
-                verdict.problems.append(f"meta: it cannot be read ({error}): restore the shard from a backup")
-                return verdict
-            if found_format != FORMAT:
-                verdict.problems.append(f"meta: format {found_format}, this version reads {FORMAT}")
-            elif meta["identity"].get("unfinished"):
-                verdict.problems.append("meta: it is unfinished: repeat the 'restore' or 'reshard' that was stopped")
-            elif spec is not None:
-                horizon = _verify_schedule(txn, verdict)
-                _verify_blocks(txn, spec, Sharding(spec.rows_per_block, num_shards), shard, state, horizon, verdict)
-            return verdict
-    finally:
-        storage.close()
+    verdict = Verdict()
+    with closing(LmdbStorage(directory, readonly=True)) as storage, storage.read() as txn:
+        try:
+            _verify(txn, verdict)
+        except StorageError as error:
+            verdict.problems.append(str(error))
+    return verdict
 
 
-def _verify_schedule(txn: Transaction, verdict: Verdict) -> int:
-    """The number of learning rates."""
-    horizon = 0
-    for key, value in txn.items("schedule"):
-        first = int.from_bytes(key, "big")
-        if first != horizon or len(value) % 4:
-            verdict.problems.append(f"schedule: the learning rates of steps {horizon}..{first - 1} are missing")
-        horizon = first + len(value) // 4
-    return horizon
+def _verify(txn: Transaction, verdict: Verdict) -> None:
+    """As `serve` reads it, and all else. Raises StorageError where nothing further can be told."""
+    identity = read_identity(txn)
+    for database in ("meta", "writers"):
+        for _ in read_records(txn, database):
+            pass
+    if identity is None:
+        raise StorageError(f"{txn.directory}: it holds no shard")
+    if identity.unfinished:
+        raise StorageError(f"{txn.directory}: it is unfinished: repeat the 'restore' or 'reshard' that was stopped")
+    spec, state, horizon = read_spec(txn), read_state(txn), len(read_schedule(txn))
+    if spec is not None:
+        _verify_blocks(
+            txn, spec, Sharding(spec.rows_per_block, identity.num_shards), identity.shard, state, horizon, verdict
+        )
 
 
 def _verify_blocks(
@@ -76,12 +67,12 @@ def _verify_blocks(
     spec: TableSpec,
     sharding: Sharding,
     shard: int,
-    state: dict[str, Any],
+    state: State,
     horizon: int,
     verdict: Verdict,
 ) -> None:
     codec = BlockCodec(spec)
-    generation, checkpoints = state.get("generation", 0), state.get("checkpoints", ())
+    generation, checkpoints = state.generation, state.checkpoints
     stored: Counter[str] = Counter()
     changes = {(int.from_bytes(key[4:], "big"), int.from_bytes(key[:4], "big")) for key, _ in txn.items("changes")}
     for block, versions in _by_block(txn):
@@ -89,7 +80,7 @@ def _verify_blocks(
         verdict.num_versions += len(versions)
         for number, (version, value) in enumerate(versions):
             newer = versions[number - 1][0] if number else generation + 1
-            holders = [kept["name"] for kept in checkpoints if version <= kept["generation"] < newer]
+            holders = [kept.name for kept in checkpoints if version <= kept.generation < newer]
             used_by = [*["now"] * (not number), *holders]
             where = f"{codec.name(block)}, generation {version} ({', '.join(used_by) or 'unused'})"
             known = (block, version) in changes
@@ -107,7 +98,7 @@ def _verify_blocks(
             verdict.problems.append(f"block {block}: it belongs to another shard")
     verdict.problems += [f"block {block}, generation {version}: it is missing" for block, version in sorted(changes)]
     if not verdict.problems:  # else damaged blocks are not counted
-        counts = {"now": state.get("rows_stored", 0)} | {kept["name"]: kept["rows_stored"] for kept in checkpoints}
+        counts = {"now": state.rows_stored} | {kept.name: kept.rows_stored for kept in checkpoints}
         for holder, wanted in counts.items():
             if stored[holder] != wanted:
                 verdict.problems.append(f"{holder}: {wanted} rows were written, the blocks hold {stored[holder]}")

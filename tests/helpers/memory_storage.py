@@ -39,6 +39,7 @@ class MemoryTransaction:
     """One dictionary a database; `blocks` by (block, generation)."""
 
     def __init__(self, databases: dict[str, dict[object, bytes]]) -> None:
+        self.directory = MemoryStorage.directory
         self.databases = databases
         self._blocks = databases["blocks"]
 

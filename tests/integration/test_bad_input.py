@@ -381,7 +381,7 @@ def test_serve_refuses_what_it_cannot_serve(cluster: LocalCluster, tmp_path: Pat
         metrics_port,
     )  # fmt: skip
     (tmp_path / "file").write_text("")
-    assert_fails("File exists|Not a directory", "serve", "--data-dir", tmp_path / "file", *free)
+    assert_fails("file is a file: give a directory", "serve", "--data-dir", tmp_path / "file", *free)
 
 
 def test_serve_refuses_the_data_of_another_shard(tmp_path: Path) -> None:
@@ -396,10 +396,10 @@ def test_serve_refuses_the_data_of_another_shard(tmp_path: Path) -> None:
     with lmdb.open(str(data), max_dbs=4, lib_version=0) as environment:
         meta = environment.open_db(b"meta")
         with environment.begin(write=True) as txn:
-            identity = json.loads(txn.get(b"identity", db=meta)) | {"format": 2}
+            identity = {"format": 1, "shard": 0, "num_shards": 2}
             txn.put(b"identity", json.dumps(identity).encode(), db=meta)
     assert_fails(
-        "has format 2, this version reads 1: use the version", "serve", "--data-dir", data, "--num-shards", "2", *free
+        "has format 1, this version reads 2: use the version", "serve", "--data-dir", data, "--num-shards", "2", *free
     )
 
 

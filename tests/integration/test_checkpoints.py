@@ -239,7 +239,7 @@ def test_a_reader_that_was_killed_holds_no_space(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(storage, "_READER_CHECK_SECONDS", 0.0)
     code = (
         "import sys, os; from pathlib import Path; from weightserver.storage import LmdbStorage\n"
-        "with LmdbStorage(Path(sys.argv[1]), readonly=True).read() as txn:\n"
+        "with LmdbStorage(Path(sys.argv[1]), readonly=True, beside=True).read() as txn:\n"
         "    next(txn.items('blocks')); os.kill(os.getpid(), 9)"
     )
     kept = storage.LmdbStorage(tmp_path)

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ from weightserver.export import export_rows
 from weightserver.files import sha256
 from weightserver.initial import initial_rows
 from weightserver.inspect import inspect_directory
-from weightserver.records import read_state
+from weightserver.records import read_state, write_spec
 from weightserver.shard import Shard
 from weightserver.sharding import Sharding
 from weightserver.storage import LmdbStorage
@@ -738,8 +738,8 @@ def test_a_killed_reshard_goes_on(
     command = ["reshard", "--source", *sources, "--target", *targets, "--rows-per-block", 5]
     dies(place, number, *command, "--checkpoint", "one")
     if place.endswith(("add", "fill")):
-        assert all("unfinished" in inspect_directory(target) for target in targets)
-        assert "meta: it is unfinished: repeat" in verify_directory(targets[0]).problems[0]
+        assert all(inspect_directory(target)["unfinished"] for target in targets)
+        assert "it is unfinished: repeat" in verify_directory(targets[0]).problems[0]
         other = [*command, "--checkpoint", "two"]
         assert_one_line(weightserver(*other), "was begun from something else: remove it, or finish that first")
     if place.endswith("finish"):  # one of those that are finished is used already
@@ -780,7 +780,7 @@ def test_a_reshard_that_lost_or_changed_a_row_is_noticed(
         targets = targets_in(tmp_path / name, 3)
         with pytest.raises(StorageError, match=r"shard-1: block 4 is not what .* holds: remove the new directories"):
             resharding.reshard(sources, targets, checkpoint="one")
-        assert all("unfinished" in inspect_directory(target) for target in targets)
+        assert all(inspect_directory(target)["unfinished"] for target in targets)
 
 
 def test_a_run_goes_on_with_other_shards(
@@ -825,7 +825,7 @@ def test_reshards_that_cannot_be(
     assert not (tmp_path / "new").exists()
     storage = LmdbStorage(other[1])
     with storage.write() as txn:
-        txn.put("meta", b"spec", json.dumps(asdict(replace(SPEC, dim=8))).encode())
+        write_spec(txn, replace(SPEC, dim=8))
     storage.close()
     fails("hold different tables: give those of one", source=[sources[0], other[1]])
 
@@ -867,10 +867,10 @@ def test_a_killed_compact_leaves_nothing_in_the_way(
 ) -> None:
     (source, _), _, _ = tables(2)
     target = tmp_path / "new/shard-0"
-    dies("weightserver.storage:sync", 1, "compact", source, "--output", target)
-    assert not target.exists()
+    dies("weightserver.storage:LmdbStorage.copy", 1, "compact", source, "--output", target)
+    assert [path.name for path in target.iterdir()] == ["data.mdb.partial"]
     assert weightserver("compact", source, "--output", target)[0] == 0
-    assert [path.name for path in target.parent.iterdir()] == ["shard-0"]
+    assert [path.name for path in target.iterdir()] == ["data.mdb"]
     assert inspect_directory(target)["rows_stored"] == inspect_directory(source)["rows_stored"]
 
 

@@ -344,7 +344,7 @@ def test_inspect_reads_beside_a_writer(tmp_path: Path) -> None:
     )
     seen = json.loads(done.stdout)
     assert seen["spec"]["dim"] == 4
-    assert (seen["shard"], seen["num_shards"], seen["format"]) == (0, 1, 1)
+    assert (seen["shard"], seen["num_shards"], seen["format"]) == (0, 1, 2)
     assert (seen["run"], seen["epoch"], seen["clock"], seen["horizon"]) == ("live", 1, 3, 30)
     assert seen["rows_stored"] == 3
     assert seen["blocks_by_generation"] == {"0": 2}

@@ -1,0 +1,466 @@
+"""Wrong bits in what LMDB and this project store beside blocks, disks that are full or read-only, scarce addresses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+
+from weightserver import StorageError, TableSpec
+from weightserver import storage as storages
+from weightserver.blocks import BlockCodec
+from weightserver.committer import commit_group
+from weightserver.compact import compact
+from weightserver.inspect import inspect_directory
+from weightserver.records import (
+    FORMAT,
+    Checkpoint,
+    State,
+    put_json,
+    put_record,
+    read_state,
+    write_schedule,
+    write_spec,
+    write_state,
+)
+from weightserver.reshard import reshard
+from weightserver.server import ServerConfig
+from weightserver.shard import Batch, Shard
+from weightserver.sharding import Sharding
+from weightserver.storage import LmdbStorage
+from weightserver.verify import verify_directory
+
+SPEC = TableSpec(num_rows=4_000, dim=64, rows_per_block=7)
+
+
+@pytest.fixture(autouse=True)
+def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storages, "_OWNER_SECONDS", 0.1)
+
+
+def make_shards(directory: Path, num_shards: int, spec: TableSpec = SPEC) -> list[Path]:
+    """Stopped shards, all of whose rows are written and kept as checkpoint "kept"."""
+    directories = [directory / f"shard-{number}" for number in range(num_shards)]
+    codec, sharding = BlockCodec(spec), Sharding(spec.rows_per_block, num_shards)
+    for number, path in enumerate(directories):
+        storage = LmdbStorage(path)
+        Shard(storage, shard=number, num_shards=num_shards)
+        num_rows = len(sharding.rows_of_shard(number, spec.num_rows))
+        kept = Checkpoint("kept", step=3, generation=0, clock=3, rows_stored=num_rows, identity="a" * 32)
+        with storage.write() as txn:
+            for block in range(number, spec.num_blocks, num_shards):
+                buffer = codec.initial(block)
+                codec.mark_written(
+                    buffer, np.arange(min(spec.rows_per_block, spec.num_rows - block * spec.rows_per_block))
+                )
+                codec.seal(block, buffer)
+                txn.put_block(block, 0, buffer)
+            write_spec(txn, spec)
+            write_schedule(txn, 0, np.linspace(0.2, 0.1, 20, dtype=np.float32))
+            put_record(txn, "writers", b"w" * 16, bytes(136))
+            write_state(
+                txn, State(epoch=1, run="run", clock=3, rows_stored=num_rows, generation=1, checkpoints=(kept,))
+            )
+        storage.close()
+    return directories
+
+
+def serve(directory: Path) -> None:
+    """As a process that serves it begins."""
+    storage = LmdbStorage(directory)
+    try:
+        Shard(storage, shard=0, num_shards=1)
+    finally:
+        storage.close()
+
+
+def cli(*arguments: object, address_space: int = -1, cwd: Path | None = None) -> tuple[int, str]:
+    """Exit status and complaint of a command."""
+
+    def limit() -> None:
+        if address_space >= 0:
+            resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
+
+    done = subprocess.run(
+        [sys.executable, "-m", "weightserver", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        preexec_fn=limit,
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+    )
+    return done.returncode, done.stderr
+
+
+def tree_page(directory: Path, *, flags: int = 2) -> int:
+    """The number of a leaf of `blocks`."""
+    data, number = (directory / "data.mdb").read_bytes(), -1
+    for page in range(2, len(data) // 4096):
+        header = data[4096 * page : 4096 * page + 16]
+        num_keys = (int.from_bytes(header[12:14], "little") - 16) // 2
+        if int.from_bytes(header[:8], "little") == page and header[10] == flags and num_keys > 20:
+            number = page
+    assert number > 0
+    return number
+
+
+def flip(directory: Path, position: int, bit: int) -> None:
+    with (directory / "data.mdb").open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ bit]))
+
+
+# ---- LMDB's own pages
+
+
+@pytest.mark.parametrize(("offset", "bit"), [(12, 4), (10, 2), (8, 0), (10, 1)], ids=str)
+def test_a_wrong_bit_in_a_tree_is_refused(offset: int, bit: int, tmp_path: Path) -> None:
+    """LMDB would not find some blocks, or end the process."""
+    (source,) = make_shards(tmp_path, 1)
+    serve(source)
+    if bit:
+        flip(source, 4096 * tree_page(source) + offset, bit)
+    else:  # its number
+        flip(source, 4096 * tree_page(source), 1)
+    attempts: list[Callable[[], object]] = [
+        lambda: serve(source),
+        lambda: inspect_directory(source),
+        lambda: compact(source, tmp_path / "new"),
+        lambda: reshard([source], [tmp_path / "new"]),
+    ]
+    for attempt in attempts:
+        with pytest.raises(
+            StorageError, match=r"shard-0: data.mdb is damaged \(.*\): restore it from a backup"
+        ) as raised:
+            attempt()
+        assert "\n" not in str(raised.value)
+    assert not (tmp_path / "new").exists()
+    assert verify_directory(source).problems
+
+
+def test_rows_that_went_away_stop_a_reshard(tmp_path: Path) -> None:
+    source, other = make_shards(tmp_path, 2)
+    storage = LmdbStorage(source)
+    with storage.write() as txn:
+        txn.delete_block(4, 0)
+    storage.close()
+    with pytest.raises(StorageError, match=r"shard-0 holds 1995 rows of the 2002 that were written"):
+        reshard([source, other], [tmp_path / "new"])
+    with pytest.raises(StorageError, match="is unfinished"):
+        serve(tmp_path / "new")
+
+
+def test_damage_met_while_serving_ends_writes_but_no_reads(tmp_path: Path) -> None:
+    (source,) = make_shards(tmp_path, 1)
+    storage = LmdbStorage(source)
+    flip(source, 4096 * tree_page(source) + 10, 1 | 2)  # a leaf that calls itself a branch
+    last = SPEC.num_blocks - 1
+    with pytest.raises(StorageError), storage.write() as txn:
+        txn.put_block(last, 1, b"x" * 3000)
+    with (
+        pytest.raises(StorageError, match="shard-0 is damaged and takes no writes: restore it from a backup"),
+        storage.write() as txn,
+    ):
+        txn.put_block(0, 1, b"x" * 3000)
+    with storage.read() as txn:
+        assert txn.newest_block(0) is not None
+    storage.close()
+
+
+# ---- what is stored beside blocks
+
+
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_no_flipped_bit_of_a_record_goes_unseen(stride: int, tmp_path: Path) -> None:
+    """Keys and values of identity, spec, state, schedule and writers: `verify` says so, and who reads it refuses."""
+    (source,) = make_shards(tmp_path, 1, replace(SPEC, num_rows=10))
+    data = source / "data.mdb"
+    whole = data.read_bytes()
+    with lmdb.open(str(source), max_dbs=5, readonly=True, lock=False, lib_version=0) as env, env.begin() as txn:
+        records = [
+            (name, key + value)
+            for name in ("meta", "schedule", "writers")
+            for key, value in txn.cursor(env.open_db(name.encode(), txn, create=False))
+        ]
+    assert len(records) == 5
+    num_flips = 0
+    for name, record in records:
+        places = [at for at in range(len(whole)) if whole.startswith(record, at)]  # free pages hold old copies
+        for offset in range(0, len(record), stride):
+            changed = bytearray(whole)
+            for at in places:
+                changed[at + offset] ^= 1 << offset % 8
+            data.write_bytes(changed)
+            problems = verify_directory(source).problems
+            assert problems, (name, offset)
+            assert all("\n" not in problem for problem in problems)
+            num_flips += 1
+            if name == "writers":
+                continue
+            with pytest.raises(StorageError) as raised:
+                serve(source)
+            assert "\n" not in str(raised.value)
+    assert num_flips > 500 // stride
+
+
+@pytest.mark.parametrize("found", [1, 3, "x", None])
+def test_another_format_is_refused_by_all(found: object, tmp_path: Path) -> None:
+    (source,) = make_shards(tmp_path, 1)
+    storage = LmdbStorage(source)
+    identity = {"format": found, "shard": 0, "num_shards": 1, "colour": "red"}
+    with storage.write() as txn:
+        if found == 1:  # had no checksums
+            txn.put("meta", b"identity", json.dumps(identity).encode())
+        else:
+            put_json(txn, "identity", identity)
+    storage.close()
+    message = (
+        rf"shard-0 has format {found!r}, this version reads {FORMAT}: use the version of weightserver that wrote it"
+    )
+    attempts: list[Callable[[], object]] = [
+        lambda: serve(source),
+        lambda: inspect_directory(source),
+        lambda: compact(source, tmp_path / "new"),
+        lambda: reshard([source], [tmp_path / "new"]),
+        lambda: reshard(make_shards(tmp_path / "other", 1), [source]),
+    ]
+    for attempt in attempts:
+        with pytest.raises(StorageError, match=message):
+            attempt()
+    assert [message in problem for problem in verify_directory(source).problems] == [True]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("state", {"checkpoints": 5}),
+        ("state", {"checkpoints": ["kept"]}),
+        ("state", {"checkpoints": [], "clock": "3"}),
+        ("state", {"checkpoints": [], "colour": "red"}),
+        ("spec", {"table": [1]}),
+        ("spec", {"num_rows": 3}),
+        ("spec", {"table": {"num_rows": -1, "dim": 1}}),
+        ("identity", {"format": FORMAT, "chard": 0, "num_shards": 1}),
+        ("identity", {}),
+    ],
+    ids=str,
+)
+def test_records_of_a_wrong_kind_are_one_line(key: str, value: dict[str, object], tmp_path: Path) -> None:
+    (source,) = make_shards(tmp_path, 1)
+    storage = LmdbStorage(source)
+    with storage.write() as txn:
+        put_json(txn, key, value)
+    storage.close()
+    attempts: list[Callable[[], object]] = [
+        lambda: serve(source),
+        lambda: inspect_directory(source),
+        lambda: reshard([source], [tmp_path / "new"]),
+    ]
+    for attempt in attempts:
+        with pytest.raises(StorageError, match=f"its {key} is damaged .*: restore it from a backup"):
+            attempt()
+    assert len(verify_directory(source).problems) == 1
+
+
+# ---- address space
+
+
+def test_many_shards_are_resharded_at_once(tmp_path: Path) -> None:
+    spec = replace(SPEC, num_rows=200, dim=4)
+    sources, targets = make_shards(tmp_path / "old", 4, spec), [tmp_path / f"new-{number}" for number in range(8)]
+    assert reshard(sources, targets).rows_stored == 200
+    assert [verify_directory(target).problems for target in targets] == [[]] * 8
+
+
+def test_a_full_map_grows_under_readers(tmp_path: Path) -> None:
+    """Of one transaction and of many, by what all of a server's writes go through."""
+    storage = LmdbStorage(tmp_path / "shard", room_bytes=64 << 10)
+    shard = Shard(storage, shard=0, num_shards=1)
+    before = storage._env.info()["map_size"]
+    value, stop, reads, failures = b"x" * 60_000, threading.Event(), [0], list[BaseException]()
+
+    def read() -> None:
+        try:
+            while not stop.is_set():
+                with storage.read() as txn:
+                    block = txn.next_block(0)
+                    assert block is None or bytes(txn.newest_block(block) or b"") == value
+                    reads[0] += 1
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    try:
+        for first in (0, 100, 101, 102):
+            count = 100 if first == 0 else 1
+
+            def put(batch: Batch, first: int = first, count: int = count) -> int:
+                for block in range(first, first + count):
+                    batch.txn.put_block(block, 0, value)
+                return count
+
+            answers: list[Future[int]] = [Future(), Future()]
+            commit_group(shard.batch, [(put, answer) for answer in answers])
+            assert [answer.result() for answer in answers] == [count, count]
+    finally:
+        stop.set()
+        for reader in readers:
+            reader.join()
+    assert (failures, reads[0] > 0) == ([], True)
+    assert storage._env.info()["map_size"] > 6_000_000 > before
+    with storage.read() as txn:
+        assert sum(1 for _ in txn.items("blocks")) == 103
+    storage.close()
+    assert LmdbStorage(tmp_path / "shard", readonly=True)
+
+
+def test_scarce_address_space_is_enough_or_one_line(tmp_path: Path) -> None:
+    (source,) = make_shards(tmp_path, 1)
+    status, error = cli("compact", source, "--output", tmp_path / "new", address_space=2 << 30)
+    assert status == 0, error
+    status, error = cli("inspect", source, address_space=600 << 20)
+    assert (status, error.count("\n")) == (1, 1), error
+    assert "give the process more address space (ulimit -v)" in error
+
+
+# ---- disks
+
+
+@contextlib.contextmanager
+def volume(path: Path, size: str = "12m") -> Iterator[Path]:
+    """A small file system of its own."""
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def fill(directory: Path) -> None:
+    with contextlib.suppress(OSError), (directory / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def assert_one_line(outcome: tuple[int, str], message: str) -> None:
+    status, error = outcome
+    assert (status, error.count("\n")) == (1, 1), outcome
+    assert message in error
+
+
+@pytest.mark.parametrize("command", ["serve anew", "serve", "reshard", "inspect", "verify", "compact"])
+def test_a_full_disk_ends_no_process(command: str, tmp_path: Path) -> None:
+    """LMDB writes to lock.mdb as to memory: in a new one there is no memory behind it."""
+    (source,) = make_shards(tmp_path, 1, replace(SPEC, num_rows=500))
+    with volume(tmp_path / "full") as full:
+        there, new = full / "shard", full / "new"
+        shutil.copytree(source, there)
+        (there / "lock.mdb").unlink()
+        new.mkdir()
+        fill(full)
+        outcome = cli(
+            *{
+                "serve anew": ["serve", "--data-dir", new, "--listen", "127.0.0.1:0"],
+                "serve": ["serve", "--data-dir", there, "--listen", "127.0.0.1:0"],
+                "reshard": ["reshard", "--source", source, "--target", new],
+                "inspect": ["inspect", there],
+                "verify": ["verify", there],
+                "compact": ["compact", there, "--output", tmp_path / "compacted"],
+            }[command]
+        )
+    if command in ("inspect", "verify", "compact"):
+        assert outcome == (0, "")
+    else:
+        assert_one_line(outcome, f"{there if command == 'serve' else new}: [Errno 28] No space left on device")
+
+
+def test_a_read_only_disk_can_be_read(tmp_path: Path) -> None:
+    (source,) = make_shards(tmp_path, 1)
+    with volume(tmp_path / "disk") as disk:
+        shutil.copytree(source, disk / "served")
+        (disk / "never served").mkdir()
+        shutil.copy(source / "data.mdb", disk / "never served")
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        for number, directory in enumerate((disk / "served", disk / "never served")):
+            assert inspect_directory(directory)["rows_stored"] == 4_000
+            assert verify_directory(directory).problems == []
+            compact(directory, tmp_path / f"compacted-{number}")
+            assert reshard([directory], [tmp_path / f"new-{number}"]).rows_stored == 4_000
+            with pytest.raises(StorageError, match="Read-only file system"):
+                serve(directory)
+
+
+def test_where_a_compacted_directory_can_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (source,) = make_shards(tmp_path, 1)
+    with volume(tmp_path / "disk") as disk:
+        (disk / "lost+found").mkdir()
+        compact(source, disk)
+        assert verify_directory(disk).problems == []
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    compact(source, tmp_path / "link")
+    assert inspect_directory(tmp_path / "there")["rows_stored"] == 4_000
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    compact(source, Path("."))
+    assert inspect_directory(tmp_path / "here")["rows_stored"] == 4_000
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="file is a file: give a directory"):
+        compact(source, tmp_path / "file")
+
+
+# ---- what is asked for
+
+
+def test_shards_of_different_sessions_are_not_of_one_time(tmp_path: Path) -> None:
+    source, other = make_shards(tmp_path, 2)
+    storage = LmdbStorage(other)
+    with storage.write() as txn:
+        write_state(txn, replace(read_state(txn), epoch=2))
+    storage.close()
+    with pytest.raises(ValueError, match=r"the shards are of sessions \[1, 2\], their rows not of one time"):
+        reshard([source, other], [tmp_path / "new"], current=True)
+    assert not (tmp_path / "new").exists()
+    assert reshard([source, other], [tmp_path / "new"]).rows_stored == 4_000
+
+
+def test_files_that_are_no_directories_are_named(tmp_path: Path) -> None:
+    (source,) = make_shards(tmp_path, 1)
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="file is a file: give a directory"):
+        serve(tmp_path / "file")
+    with pytest.raises(ValueError, match="file is a file: give a directory"):
+        reshard([source], [tmp_path / "file"])
+    with pytest.raises(StorageError, match=f"^{tmp_path}/file/new: .*Not a directory"):
+        reshard([source], [tmp_path / "file" / "new"])
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), -1.0, float("inf")])
+def test_no_time_to_drain_is_refused(seconds: float, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--grace-seconds must lie in 0\.\.3600"):
+        ServerConfig(data_dir=tmp_path, shard=0, num_shards=1, grace_seconds=seconds)
