@@ -314,10 +314,13 @@ def _clocks() -> timeseries.Panel:
     clock = "weightserver_clock_steps"
     return _lines(
         "Does any shard fall behind?",
-        "Steps that each shard's clock is behind the furthest one's; above twice those of a window (2·W/B) the alert "
-        "ClockBehind fires.",
+        "Steps that each shard's clock is behind the furthest one of 15 s ago, for shards are scraped apart; above "
+        "twice those of a window (2·W/B) the alert ClockBehind fires.",
         units.Short,
-        (f"sum by (shard) ((max({clock}) - on () group_right () {clock}) {_SHARD})", "shard {{shard}}"),
+        (
+            f"sum by (shard) (clamp_min(max({clock} offset 15s) - on () group_right () {clock}, 0) {_SHARD})",
+            "shard {{shard}}",
+        ),
         ("2 * max(pic_trainer_window_size_rows / pic_trainer_batch_size)", "2·W/B"),
     )
 
