@@ -6,6 +6,7 @@ Tests and the screenshot use it; it needs the programs `prometheus` and `promtoo
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -114,19 +115,17 @@ class LocalPrometheus:
 def running_trainer(options: Sequence[str]) -> Iterator[str]:
     """Runs `python -m trainer OPTIONS` until the context ends (SIGTERM); yields host:port of its metrics."""
     command = [sys.executable, "-m", "trainer", *options, "--metrics-port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
-    try:
-        said = []
-        for line in process.stdout:
-            said.append(line)
-            if "metrics on http://" in line:
-                yield line.partition("http://")[2].partition("/")[0]
-                return
-        raise RuntimeError(f"the trainer ended: {''.join(said[-3:]).strip() or 'it said nothing'}")
-    finally:
-        _stop(process)
-        process.stdout.close()
+    with tempfile.NamedTemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            deadline = time.monotonic() + _START_SECONDS
+            while not (found := re.search(r"metrics on http://(\S+)/metrics\n", said := Path(log.name).read_text())):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"the trainer did not start: {said.strip().rpartition(chr(10))[2]}")
+                time.sleep(0.05)
+            yield found[1]
+        finally:
+            _stop(process)
 
 
 def _stop(process: subprocess.Popen[Any]) -> None:

@@ -33,8 +33,8 @@ QUERIES = {
     for number, rule in enumerate(group["rules"])
 }
 OPTIONS = (
-    "synthetic --num-images 3000 --steps 1000000 --batch-size 16 --num-negatives 64 --window-size 96 --window-stride 24 "
-    "--dim 16 --rows-per-block 5 --log-every 5 --checkpoint-every 50 --encoder.name none --no-evaluate"
+    "synthetic --num-images 3000 --steps 1000000 --batch-size 16 --num-negatives 64 --window-size 96 --window-stride "
+    "24 --dim 16 --rows-per-block 5 --log-every 5 --checkpoint-every 50 --encoder.name none --no-evaluate"
 )
 DEADLINE_SECONDS = 120
 needs_prometheus = pytest.mark.skipif(
@@ -82,11 +82,10 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 
 def broken(expression: str) -> Iterator[str]:
-    """The expression with one metric or one label's value that does not exist, for each that it has."""
-    for found in re.finditer(
-        r"\b(?:weightserver_|pic_trainer_|pic:)[\w:]+|\bup(?=\{)|(?<=[^!]=[\"~])[^\"]+", expression
-    ):
-        yield f"{expression[: found.end()]}_of_nothing{expression[found.end() :]}"
+    """The expression with one metric or one label's value that does not exist, for each that it has; of a label's
+    values by regular expression, the first."""
+    for found in re.finditer(r'\b(?:(?:weightserver_|pic_trainer_|pic:)\w|up\{)|(?<=\w=")|(?<==~")', expression):
+        yield f"{expression[: found.start()]}no_{expression[found.start() :]}"
 
 
 @needs_prometheus
@@ -123,7 +122,9 @@ def test_a_healthy_run_raises_no_alert(watched: Watched) -> None:
     rules = [rule for group in watched.prometheus.api("rules")["groups"] for rule in group["rules"]]
     assert {rule["health"] for rule in rules} == {"ok"}
     states = {rule["name"]: rule["state"] for rule in rules if rule["type"] == "alerting"}
-    assert states == dict.fromkeys(ALERTS, "inactive")
+    # seconds say nothing about the next four hours: DiskFilling may wait for half an hour of them
+    assert states | {"DiskFilling": "inactive"} == dict.fromkeys(ALERTS, "inactive")
+    assert states["DiskFilling"] != "firing"
 
 
 def test_a_run_that_has_ended_has_no_step_left(cluster: LocalCluster, client: WeightClient, tmp_path: Path) -> None:
