@@ -12,7 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.image import imread
 
+from deploy.prometheus import screenshot
 from deploy.prometheus.local import LocalPrometheus, running_trainer
 from tests.deploy.test_dashboards import DASHBOARDS
 from tests.deploy.test_rules import ALERTS, RULES, with_bool
@@ -125,6 +127,22 @@ def test_a_healthy_run_raises_no_alert(watched: Watched) -> None:
     # seconds say nothing about the next four hours: DiskFilling may wait for half an hour of them
     assert states | {"DiskFilling": "inactive"} == dict.fromkeys(ALERTS, "inactive")
     assert states["DiskFilling"] != "firing"
+
+
+@needs_prometheus
+@pytest.mark.skipif(
+    shutil.which("chromium") is None, reason="there is no chromium: Debian's package of that name has it"
+)
+@pytest.mark.slow
+def test_the_screenshot_shows_a_curve_for_each_shard(watched: Watched, tmp_path: Path) -> None:
+    assert watched.empty({graph: graph for graph in screenshot.GRAPHS}) == []
+    time.sleep(10)  # a curve, not a point
+    screenshot.photograph(screenshot.graph_url(watched.prometheus.url, 10), tmp_path / "graph.png")
+    image = imread(tmp_path / "graph.png")
+    assert image.shape[:2] == (1640, 1500)
+    red, green, blue = (image[..., colour] for colour in range(3))
+    for line in ((green > red + 0.2) & (green > blue + 0.2), (red > green + 0.3) & (red > blue + 0.3)):
+        assert line.any(axis=0).sum() > 500, "columns of the picture in which the line is"
 
 
 def test_a_run_that_has_ended_has_no_step_left(cluster: LocalCluster, client: WeightClient, tmp_path: Path) -> None:
