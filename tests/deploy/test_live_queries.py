@@ -42,6 +42,9 @@ DEADLINE_SECONDS = 120
 needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="there is no prometheus: Debian's package of that name has it"
 )
+needs_chromium = pytest.mark.skipif(
+    shutil.which("chromium") is None, reason="there is no chromium: Debian's package of that name has it"
+)
 
 
 @dataclass

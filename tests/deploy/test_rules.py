@@ -68,6 +68,7 @@ def with_bool(expression: str) -> str:
 
 
 @needs_promtool
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [never, always, at_once])
 def test_the_cases_notice_broken_rules(broken: Callable[[dict[str, Any]], None], tmp_path: Path) -> None:
     rules = copy.deepcopy(RULES)
