@@ -39,7 +39,7 @@ class LocalPrometheus:
 
     url: str
 
-    def __init__(self, targets: dict[str, list[str]], *, interval: str = "200ms") -> None:
+    def __init__(self, targets: dict[str, list[str]], *, interval: str = "500ms") -> None:
         if shutil.which("prometheus") is None:
             raise FileNotFoundError("there is no program `prometheus`: install it, on Debian the package of that name")
         config = yaml.safe_load((DIRECTORY / "prometheus.yml").read_text())
