@@ -5,7 +5,7 @@ PIP_FLAGS ?=
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
-.PHONY: demo test test-all lint protos benchmark clean
+.PHONY: demo test test-all lint dashboards protos benchmark clean
 
 # The main job on real images, with embedded weight servers. EPOCHS, DATA_DIR (Fashion-MNIST's files) and OUTPUT may be given.
 demo: $(INSTALLED)
@@ -22,7 +22,11 @@ test-all: lint
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p weightserver -p trainer
+	$(BIN)/mypy -p weightserver -p trainer -p deploy
+
+# What Grafana shows, from its code.
+dashboards: $(INSTALLED)
+	$(BIN)/python -m deploy.grafana.dashboards
 
 protos: $(INSTALLED)
 	$(BIN)/python protos/generate.py

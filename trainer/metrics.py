@@ -49,12 +49,17 @@ _STAGES = {f"{name}_seconds": name for name in ("data", "rows", "forward", "back
 class TrainerMetrics:
     """What one trainer process counts since it started; safe to scrape from any thread."""
 
-    def __init__(self, *, run: str, rank: int) -> None:
+    def __init__(self, *, run: str, rank: int, window_size: int, batch_size: int) -> None:
         self.registry = CollectorRegistry()
         self._next_step = 0
         Info("pic_trainer_run", "Run and rank of this process.", registry=self.registry).info(
             {"run": run, "rank": str(rank)}
         )
+        for name, text, value in (
+            ("window_size_rows", "W, rows of the sliding window.", window_size),
+            ("batch_size", "B, images in each update, on all ranks together.", batch_size),
+        ):
+            Gauge(f"pic_trainer_{name}", text, registry=self.registry).set(value)
         self._steps = Counter("pic_trainer_steps", "Finished steps.", registry=self.registry)
         self._images = Counter("pic_trainer_images", "Images trained on.", registry=self.registry)
         self._step_seconds = Histogram(

@@ -41,7 +41,12 @@ class Report:
         self._num_steps = num_steps
         self._ranks = ranks
         self._counters = RowCounters()
-        self._metrics = TrainerMetrics(run=config.output.name, rank=ranks.rank)
+        self._metrics = TrainerMetrics(
+            run=config.output.name,
+            rank=ranks.rank,
+            window_size=config.window_size,
+            batch_size=config.batch_size,
+        )
         self._next_step = 0
 
     def __enter__(self) -> Self:

@@ -12,6 +12,7 @@ from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from weightserver.committer import Committer
+from weightserver.overload import LANES
 from weightserver.shard import Shard
 from weightserver.sharding import Int64Array
 
@@ -107,6 +108,9 @@ class ShardMetrics:
             ["lane"],
             registry=self.registry,
         )
+        for lane in LANES:  # there from the start: a rate does not see the step from no series to 1
+            self._refused.labels(lane)
+            self._cut_off.labels(lane)
 
     def follow(self, shard: Shard) -> None:
         """Publishes what the shard holds, read at each scrape."""
@@ -262,6 +266,7 @@ class _DiskCollector(Collector):
         for name, num_bytes in {**usage.databases, "free": usage.free}.items():
             pages.add_metric([name], num_bytes)
         yield pages
+        yield GaugeMetricFamily("weightserver_map_bytes", "What the data file can grow to.", value=usage.map_size)
         yield GaugeMetricFamily(
             "weightserver_volume_free_bytes", "What the volume of the data has left.", value=usage.volume_free
         )

@@ -163,6 +163,8 @@ class DiskUsage:
     free: int
     """Bytes of pages that writes will use again, and of LMDB's own."""
     volume_free: int
+    map_size: int
+    """What the data file can grow to."""
 
 
 class Storage(Protocol):
@@ -349,7 +351,12 @@ class LmdbStorage:
         page_bytes = self._env.stat()["psize"]
         used = {name: count * page_bytes for name, count in pages.items()}
         total = (self._env.info()["last_pgno"] + 1) * page_bytes
-        return DiskUsage(used, max(0, total - sum(used.values())), volume.f_bavail * volume.f_frsize)
+        return DiskUsage(
+            used,
+            free=max(0, total - sum(used.values())),
+            volume_free=volume.f_bavail * volume.f_frsize,
+            map_size=self._env.info()["map_size"],
+        )
 
     def close(self) -> None:
         """Waits for running reads: what they look at is memory that closing unmaps. Later ones are refused."""

@@ -32,7 +32,7 @@ class MemoryStorage:
 
     def disk_usage(self) -> DiskUsage:
         databases = {name: sum(map(len, values.values())) for name, values in self._committed.databases.items()}
-        return DiskUsage(databases, free=0, volume_free=1 << 40)
+        return DiskUsage(databases, free=0, volume_free=1 << 40, map_size=1 << 44)
 
 
 class MemoryTransaction:

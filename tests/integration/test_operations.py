@@ -301,7 +301,7 @@ def test_a_damaged_piece_of_a_stopped_backup_is_copied_again(
     else:
         first.unlink()
     status, said, error = weightserver(*arguments)
-        assert status == 0, error
+    assert status == 0, error
     assert f"backed up {spec.num_rows} rows of checkpoint one" in said
     for shard in range(2):
         backups.restore(tmp_path / "backup", tmp_path / f"new/shard-{shard}", shard=shard)

@@ -34,12 +34,13 @@ DETAILS = {
     "prefetch_pending_rows": 7,
     "write_back_pending_rows": 8,
 }
+SIZES = {"window_size": 96, "batch_size": 16}
 Scrape = Callable[[], dict[str, float]]
 
 
 @pytest.fixture
 def metrics() -> TrainerMetrics:
-    return TrainerMetrics(run="run-a", rank=3)
+    return TrainerMetrics(run="run-a", rank=3, **SIZES)
 
 
 @pytest.fixture
@@ -72,6 +73,8 @@ def test_a_record_of_the_training_loop(metrics: TrainerMetrics, scrape: Scrape) 
     values = scrape()
     expected = {
         "run_info": 1,
+        "window_size_rows": 96,
+        "batch_size": 16,
         "steps_total": 10,
         "images_total": 128,
         "loss": 4.5,
@@ -140,7 +143,7 @@ def test_run_and_rank_are_told(metrics: TrainerMetrics) -> None:
 
 
 def test_two_trainers_in_one_process_share_nothing(metrics: TrainerMetrics) -> None:
-    other: Any = TrainerMetrics(run="run-b", rank=0)
+    other: Any = TrainerMetrics(run="run-b", rank=0, **SIZES)
     metrics.observe(RECORD)
     assert other.registry.get_sample_value("pic_trainer_steps_total") == 0
 
@@ -150,7 +153,7 @@ def test_it_serves_on_loopback_until_closed(metrics: TrainerMetrics) -> None:
     host, _, port = address.rpartition(":")
     assert host == "127.0.0.1"
     with pytest.raises(OSError, match=rf"cannot serve metrics on port {port} \(Address already in use\)") as caught:
-        TrainerMetrics(run="run-b", rank=0).serve(int(port))
+        TrainerMetrics(run="run-b", rank=0, **SIZES).serve(int(port))
     assert "\n" not in str(caught.value)
     close()
     with pytest.raises(ConnectionRefusedError):

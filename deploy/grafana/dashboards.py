@@ -1,0 +1,407 @@
+"""The Grafana dashboards, as code: few panels, each with a question for a title that it answers.
+
+python -m deploy.grafana.dashboards
+
+writes dashboards/*.json, which Grafana is provisioned with; a test compares them with what this makes, and another runs
+every query while shards and a trainer run. A query is written so that it has a result in a healthy run: no errors are a
+line at 0, not an empty panel.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from grafana_foundation_sdk.builders import common, dashboard, heatmap, prometheus, stat, timeseries
+from grafana_foundation_sdk.cog.builder import Builder
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models import units
+from grafana_foundation_sdk.models.common import (
+    BigValueColorMode,
+    BigValueGraphMode,
+    BigValueTextMode,
+    GraphThresholdsStyleMode,
+    LegendDisplayMode,
+    LegendPlacement,
+    ScaleDistribution,
+    SortOrder,
+    StackingMode,
+    TooltipDisplayMode,
+)
+from grafana_foundation_sdk.models.dashboard import (
+    DashboardCursorSync,
+    DataSourceRef,
+    Panel,
+    Threshold,
+    ValueMap,
+    ValueMappingResult,
+)
+from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+
+DIRECTORY = Path(__file__).parent / "dashboards"
+_SOURCE = DataSourceRef(type_val="prometheus", uid="prometheus")
+"""As provisioning/datasources/prometheus.yml names it."""
+_WINDOW = "[$__rate_interval]"
+_SHARD = "* on (instance) group_left (shard) weightserver_build_info"
+_RUN = "* on (instance) group_left (run) pic_trainer_run_info"
+_FETCHES = '{method="Fetch", status="OK"}'
+_OBJECTIVE_SECONDS = 0.1
+"""99 % of fetches take at most that long: the objective of the alert FetchSlow."""
+
+
+def build() -> dict[str, dashboard.Dashboard]:
+    """File name, without .json, to dashboard."""
+    return {
+        "service": _dashboard("service", "Weight servers", _up(), _requests(), _failures(), _durations()),
+        "fetches": _dashboard(
+            "fetches",
+            "Row fetches",
+            _fetch_heatmap(),
+            _objective(),
+            _stages(0.5, "Which stage does a typical fetch wait for?"),
+            _stages(0.99, "Which stage do the slowest fetches wait for?"),
+            _both_sides(),
+        ),
+        "storage": _dashboard("storage", "Storage", _file(), _volume(), _commits(), _groups()),
+        "training": _dashboard(
+            "training",
+            "Training run",
+            _loss(),
+            _speed(),
+            _step_parts(),
+            _row_wait(),
+            _checkpoint_age(),
+            _clocks(),
+        ),
+    }
+
+
+# ---- weight servers
+
+
+def _up() -> stat.Panel:
+    words = {"0": ValueMappingResult(text="down", color="red"), "1": ValueMappingResult(text="up", color="green")}
+    return (
+        stat.Panel()
+        .title("Is every shard there?")
+        .description("Whether the last scrape of each shard was answered.")
+        .datasource(_SOURCE)
+        .with_target(_query("A", 'up{job="weightserver"}', "{{instance}}").instant())
+        .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
+        .unit(units.NoUnit)
+        .mappings([ValueMap(options=words)])
+        .color_mode(BigValueColorMode.BACKGROUND)
+        .graph_mode(BigValueGraphMode.NONE)
+        .text_mode(BigValueTextMode.VALUE_AND_NAME)
+        .height(8)
+        .span(12)
+    )
+
+
+def _requests() -> timeseries.Panel:
+    return _lines(
+        "How many requests does each shard answer?",
+        "All methods, also those that end with an error. The shards' lines lie together: rows are dealt evenly.",
+        units.RequestsPerSecond,
+        (f"sum by (shard) (rate(weightserver_request_seconds_count{_WINDOW}) {_SHARD})", "shard {{shard}}"),
+    )
+
+
+def _failures() -> timeseries.Panel:
+    requests = "weightserver_request_seconds_count"
+    return _lines(
+        "Which requests fail or are refused?",
+        "Errors by their gRPC status, a line at 0 for each shard. Busy and silent callers are turned away before a "
+        "method is called, and so is who has no token.",
+        units.RequestsPerSecond,
+        (
+            f'sum by (shard, status) (rate({requests}{{status!="OK"}}{_WINDOW}) {_SHARD})'
+            f" or sum by (shard) (0 * rate({requests}{_WINDOW}) {_SHARD})",
+            "shard {{shard}} {{status}}",
+        ),
+        (f"sum(rate(weightserver_refused_calls_total{_WINDOW}))", "refused: busy"),
+        (f"sum(rate(weightserver_cut_off_calls_total{_WINDOW}))", "cut off: silent caller"),
+        (f"sum(rate(weightserver_unauthenticated_calls_total{_WINDOW}))", "refused: no token"),
+    )
+
+
+def _durations() -> timeseries.Panel:
+    series = 'weightserver_request_seconds_bucket{method=~"Fetch|PushGradients|WriteState", status="OK"}'
+    return _lines(
+        "How long do a shard's slowest requests take?",
+        "99th percentile of fetches and writes, from a request's arrival to the end of its answer.",
+        units.Seconds,
+        (_quantile(0.99, series, "shard, method", _SHARD), "shard {{shard}} {{method}}"),
+    )
+
+
+# ---- row fetches
+
+
+def _fetch_heatmap() -> heatmap.Panel:
+    expression = f"sum by (le) (increase(weightserver_request_seconds_bucket{_FETCHES}{_WINDOW}))"
+    return (
+        heatmap.Panel()
+        .title("How long do all fetches take?")
+        .description("Fetches of all shards by their duration; the objective is 99 % within 100 ms.")
+        .datasource(_SOURCE)
+        .with_target(_query("A", expression, "{{le}}").format(PromQueryFormat.HEATMAP))
+        .y_axis(heatmap.YAxisConfig().unit(units.Seconds))
+        .cell_values(heatmap.CellValues().unit(units.Short))
+        .color(heatmap.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("Turbo").exponent(0.5).steps(64))
+        .filter_values(heatmap.FilterValueRange().le(1e-9))
+        .unit(units.Seconds)
+        .height(8)
+        .span(12)
+    )
+
+
+def _objective() -> timeseries.Panel:
+    return _threshold_line(
+        _lines(
+            "Do 99 % of fetches take at most 100 ms?",
+            "Share of five minutes' fetches that took longer, as each shard and each trainer measures them; above the "
+            "line for ten minutes, the alert FetchSlow fires.",
+            units.PercentUnit,
+            ("pic:slow_fetches:ratio_rate5m", "{{side}} {{instance}}"),
+        ),
+        0.01,
+    )
+
+
+def _stages(quantile: float, title: str) -> timeseries.Panel:
+    return _lines(
+        title,
+        f"{quantile:.0%} of answered fetches spent less in the stage: waiting for a thread, reading and verifying "
+        "blocks, correcting rows, framing them, until they were taken.",
+        units.Seconds,
+        (_quantile(quantile, "weightserver_fetch_stage_seconds_bucket", "stage"), "{{stage}}"),
+    )
+
+
+def _both_sides() -> timeseries.Panel:
+    sides = (
+        ("pic_trainer_fetch_seconds_bucket", "trainer"),
+        (f"weightserver_request_seconds_bucket{_FETCHES}", "shards"),
+    )
+    return _threshold_line(
+        _lines(
+            "How much longer do trainers wait than shards work?",
+            "A trainer's fetch lasts until all shards have answered, retries included: far above the shards' it waits "
+            "for the network, for a shard that is away, or for its own thread.",
+            units.Seconds,
+            *((_quantile(q, series, ""), f"{name} {q:.0%}") for series, name in sides for q in (0.5, 0.99)),
+            span=24,
+        )
+        .min(0.0001)
+        .scale_distribution(common.ScaleDistributionConfig().type(ScaleDistribution.LOG).log(10)),
+        _OBJECTIVE_SECONDS,
+    )
+
+
+# ---- storage
+
+
+def _file() -> timeseries.Panel:
+    return _stacked(
+        _lines(
+            "What fills the data files?",
+            "Pages of all shards by what they hold; free ones are written again before a file grows.",
+            units.BytesIEC,
+            ("sum by (pages) (weightserver_lmdb_bytes)", "{{pages}}"),
+        )
+    )
+
+
+def _volume() -> timeseries.Panel:
+    free = "weightserver_volume_free_bytes"
+    return _lines(
+        "How much room is left, and how much in four hours?",
+        "What each shard's volume has left, and will have if the last hour's trend goes on; below 1 GB the alert "
+        "DiskFilling fires.",
+        units.BytesIEC,
+        (f"sum by (shard) ({free} {_SHARD})", "shard {{shard}}"),
+        (f"sum by (shard) (predict_linear({free}[1h], 4 * 3600) {_SHARD})", "shard {{shard}} in 4 h"),
+    )
+
+
+def _commits() -> timeseries.Panel:
+    return _lines(
+        "How long until a write is on disk?",
+        "99th percentiles: what a write waits for its transaction, and what the transaction takes.",
+        units.Seconds,
+        (_quantile(0.99, "weightserver_commit_wait_seconds_bucket", "shard", _SHARD), "shard {{shard}} wait"),
+        (_quantile(0.99, "weightserver_commit_seconds_bucket", "shard", _SHARD), "shard {{shard}} transaction"),
+    )
+
+
+def _groups() -> timeseries.Panel:
+    writes = "weightserver_commit_writes"
+    return _lines(
+        "Do writes queue, and share transactions?",
+        "Writes in a transaction, on average, and those that wait for one: a disk that is too slow makes both grow.",
+        units.Short,
+        (
+            f"sum by (shard) (rate({writes}_sum{_WINDOW}) {_SHARD})"
+            f" / sum by (shard) (rate({writes}_count{_WINDOW}) {_SHARD})",
+            "shard {{shard}} in a transaction",
+        ),
+        (f"sum by (shard) (weightserver_commit_queue_writes {_SHARD})", "shard {{shard}} waiting"),
+    )
+
+
+# ---- a training run
+
+
+def _loss() -> timeseries.Panel:
+    return _lines(
+        "Does it learn?",
+        "Loss of the last logged step, in nats, beside that of chance, the logarithm of the number of classes.",
+        units.Short,
+        (f"max by (run) (pic_trainer_loss {_RUN})", "{{run}}"),
+        (f"ln(sum by (run) (pic_trainer_active_rows {_RUN}))", "{{run}} chance"),
+    )
+
+
+def _speed() -> timeseries.Panel:
+    return _lines(
+        "How many images does it train on in a second?",
+        "All ranks of a run count the whole batch; at 0 for ten minutes, the alert TrainerStalled fires.",
+        units.CountsPerSecond,
+        (f"max by (run) (rate(pic_trainer_images_total{_WINDOW}) {_RUN})", "{{run}}"),
+    )
+
+
+def _step_parts() -> timeseries.Panel:
+    return _stacked(
+        _lines(
+            "What does a step spend its time on?",
+            "Seconds of a step by what the trainer does, on average over ranks; a GPU's are seen where its results are "
+            "waited for.",
+            units.Seconds,
+            (
+                f"sum by (stage) (rate(pic_trainer_stage_seconds_total{_WINDOW}))"
+                f" / on () group_left () sum(rate(pic_trainer_steps_total{_WINDOW}))",
+                "{{stage}}",
+            ),
+        )
+    )
+
+
+def _row_wait() -> timeseries.Panel:
+    return _lines(
+        "How much of the time does it wait for rows?",
+        "The share of its time that a rank stands still because rows are not here yet.",
+        units.PercentUnit,
+        (f"rate(pic_trainer_row_wait_seconds_total{_WINDOW})", "{{instance}}"),
+    )
+
+
+def _checkpoint_age() -> timeseries.Panel:
+    saved = "pic_trainer_last_checkpoint_timestamp_seconds"
+    return _threshold_line(
+        _lines(
+            "How much training would a crash lose?",
+            "Time since the newest checkpoint was complete; above the line the alert CheckpointTooOld fires.",
+            units.Seconds,
+            (f"time() - max by (run) ({saved} {_RUN})", "{{run}}"),
+        ),
+        3600,
+    )
+
+
+def _clocks() -> timeseries.Panel:
+    clock = "weightserver_clock_steps"
+    return _lines(
+        "Does any shard fall behind?",
+        "Steps that each shard's clock is behind the furthest one of 15 s ago, for shards are scraped apart; above "
+        "twice those of a window (2·W/B) the alert ClockBehind fires.",
+        units.Short,
+        (
+            f"sum by (shard) (clamp_min(max({clock} offset 15s) - on () group_right () {clock}, 0) {_SHARD})",
+            "shard {{shard}}",
+        ),
+        ("2 * max(pic_trainer_window_size_rows / pic_trainer_batch_size)", "2·W/B"),
+    )
+
+
+# ---- what all share
+
+
+def _dashboard(name: str, title: str, *panels: Builder[Panel]) -> dashboard.Dashboard:
+    board = (
+        dashboard.Dashboard(f"PIC: {title}")
+        .uid(f"pic-{name}")
+        .tags(["pic"])
+        .readonly()
+        .time("now-1h", "now")
+        .refresh("10s")
+        .tooltip(DashboardCursorSync.CROSSHAIR)
+    )
+    for panel in panels:
+        board = board.with_panel(panel)
+    return board
+
+
+def _lines(title: str, description: str, unit: str, *queries: tuple[str, str], span: int = 12) -> timeseries.Panel:
+    """A graph of (expression, legend)s, from zero."""
+    panel = (
+        timeseries.Panel()
+        .title(title)
+        .description(description)
+        .datasource(_SOURCE)
+        .unit(unit)
+        .min(0)
+        .legend(
+            common.VizLegendOptions()
+            .show_legend(True)
+            .display_mode(LegendDisplayMode.LIST)
+            .placement(LegendPlacement.BOTTOM)
+        )
+        .tooltip(common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING))
+        .height(8)
+        .span(span)
+    )
+    for letter, (expression, legend) in zip("ABCDEFGH", queries, strict=False):
+        panel = panel.with_target(_query(letter, expression, legend))
+    return panel
+
+
+def _query(letter: str, expression: str, legend: str) -> prometheus.Dataquery:
+    # At least a minute a point: resident rows are fetched and written some times a minute only.
+    return (
+        prometheus.Dataquery().ref_id(letter).datasource(_SOURCE).expr(expression).legend_format(legend).interval("1m")
+    )
+
+
+def _quantile(quantile: float, buckets: str, by: str, join: str = "") -> str:
+    labels = f"le, {by}" if by else "le"
+    return f"histogram_quantile({quantile}, sum by ({labels}) (rate({buckets}{_WINDOW}) {join}))".replace(" )", ")")
+
+
+def _stacked(panel: timeseries.Panel) -> timeseries.Panel:
+    return panel.stacking(common.StackingConfig().mode(StackingMode.NORMAL).group("A")).fill_opacity(40)
+
+
+def _threshold_line(panel: timeseries.Panel, value: float) -> timeseries.Panel:
+    steps = [Threshold(value=None, color="green"), Threshold(value=value, color="red")]
+    return panel.thresholds(dashboard.ThresholdsConfig().steps(steps)).thresholds_style(
+        common.GraphThresholdsStyleConfig().mode(GraphThresholdsStyleMode.DASHED)
+    )
+
+
+def to_json(built: dashboard.Dashboard) -> str:
+    """The file's text; panels are numbered in order."""
+    model = built.build()
+    for number, panel in enumerate(model.panels or [], start=1):
+        panel.id_val = number
+    return JSONEncoder(sort_keys=True, indent=2, ensure_ascii=False).encode(model) + "\n"
+
+
+def write(directory: Path = DIRECTORY) -> None:
+    for name, built in build().items():
+        (directory / f"{name}.json").write_text(to_json(built))
+
+
+if __name__ == "__main__":
+    write()

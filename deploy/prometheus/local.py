@@ -1,0 +1,144 @@
+"""Prometheus on this machine with this folder's configuration, and what it watches: shards and a trainer.
+
+Tests and the screenshot use it; it needs the programs `prometheus` and `promtool` (Debian's package prometheus).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+
+DIRECTORY = Path(__file__).parent
+_START_SECONDS = 60.0
+_STOP_SECONDS = 30.0
+
+
+class LocalPrometheus:
+    """Scrapes `targets`, job to addresses, under the rules of rules.yml, until it is closed. A context manager.
+
+    Raises:
+        FileNotFoundError: there is no program `prometheus`.
+        RuntimeError: it did not start; the message ends with the last line of its log.
+    """
+
+    url: str
+
+    def __init__(self, targets: dict[str, list[str]], *, interval: str = "500ms") -> None:
+        if shutil.which("prometheus") is None:
+            raise FileNotFoundError("there is no program `prometheus`: install it, on Debian the package of that name")
+        config = yaml.safe_load((DIRECTORY / "prometheus.yml").read_text())
+        config["global"] = dict.fromkeys(("scrape_interval", "scrape_timeout", "evaluation_interval"), interval)
+        config["rule_files"] = [str((DIRECTORY / name).resolve()) for name in config["rule_files"]]
+        for job in config["scrape_configs"]:
+            job["static_configs"] = [{"targets": targets[job["job_name"]]}]
+        self._temporary = tempfile.TemporaryDirectory(prefix="prometheus-")
+        directory = Path(self._temporary.name)
+        (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
+        address = _free_address()
+        self.url = f"http://{address}"
+        self._log = directory / "prometheus.log"
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [
+                    "prometheus",
+                    f"--config.file={directory / 'prometheus.yml'}",
+                    f"--storage.tsdb.path={directory / 'data'}",
+                    f"--web.listen-address={address}",
+                ],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            try:
+                with urllib.request.urlopen(f"{self.url}/-/ready", timeout=5):
+                    return
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    last = self._log.read_text().strip().rpartition("\n")[2]
+                    raise RuntimeError(f"prometheus did not start: {last or 'it said nothing'}") from None
+                time.sleep(0.05)
+
+    def api(self, path: str, **parameters: str) -> Any:
+        """The data that /api/v1/`path` answers; ValueError with Prometheus' own words where it refuses."""
+        url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        try:
+            with urllib.request.urlopen(url, timeout=30) as answer:
+                return json.load(answer)["data"]
+        except urllib.error.HTTPError as error:
+            raise ValueError(f"{parameters}: {json.load(error)['error']}") from None
+
+    def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
+        """Labels and value of every series that the expression has now."""
+        data = self.api("query", query=expression)
+        if data["resultType"] == "scalar":
+            return [({}, float(data["result"][1]))]
+        return [(series["metric"], float(series["value"][1])) for series in data["result"]]
+
+    def close(self) -> None:
+        _stop(self._process)
+        self._temporary.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@contextmanager
+def running_trainer(options: Sequence[str]) -> Iterator[str]:
+    """Runs `python -m trainer OPTIONS` until the context ends (SIGTERM); yields host:port of its metrics."""
+    command = [sys.executable, "-m", "trainer", *options, "--metrics-port", "0"]
+    with tempfile.NamedTemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            deadline = time.monotonic() + _START_SECONDS
+            while not (found := re.search(r"metrics on http://(\S+)/metrics\n", said := Path(log.name).read_text())):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"the trainer did not start: {said.strip().rpartition(chr(10))[2]}")
+                time.sleep(0.05)
+            yield found[1]
+        finally:
+            _stop(process)
+
+
+def _stop(process: subprocess.Popen[Any]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    process.wait()
+
+
+def _free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"

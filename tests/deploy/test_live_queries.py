@@ -1,0 +1,160 @@
+"""Every query of the dashboards and rules, asked of a real Prometheus that scrapes real shards and a real trainer."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from deploy.prometheus import screenshot
+from deploy.prometheus.local import LocalPrometheus, running_trainer
+from tests.deploy.test_dashboards import DASHBOARDS
+from tests.deploy.test_rules import ALERTS, RULES, with_bool
+from tests.helpers.small_run import ONLY_ROWS, small_run
+from tests.helpers.watching import metric, wait_until
+from trainer.loop import train
+from weightserver import LocalCluster, StepError, WeightClient
+
+QUERIES = {
+    f"{name}: {panel['title']} {target['refId']}": target["expr"].replace("$__rate_interval", "1m")
+    for name, dashboard in DASHBOARDS.items()
+    for panel in dashboard["panels"]
+    for target in panel["targets"]
+} | {
+    # what an alert compares must be there, whether it fires or not
+    f"rule {rule.get('alert', rule.get('record'))} {number}": with_bool(rule["expr"])
+    for group in RULES["groups"]
+    for number, rule in enumerate(group["rules"])
+}
+OPTIONS = (
+    "synthetic --num-images 3000 --steps 1000000 --batch-size 16 --num-negatives 64 --window-size 96 --window-stride "
+    "24 --dim 16 --rows-per-block 5 --log-every 5 --checkpoint-every 50 --encoder.name none --no-evaluate"
+)
+DEADLINE_SECONDS = 120
+needs_prometheus = pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="there is no prometheus: Debian's package of that name has it"
+)
+needs_chromium = pytest.mark.skipif(
+    shutil.which("chromium") is None, reason="there is no chromium: Debian's package of that name has it"
+)
+
+
+@dataclass
+class Watched:
+    prometheus: LocalPrometheus
+    fail: Callable[[], None]
+    """Lets a fetch fail on every shard."""
+
+    def series(self, expression: str) -> int:
+        """How many series with a number the expression has."""
+        return sum(not math.isnan(value) for _, value in self.prometheus.query(expression))
+
+    def empty(self, queries: dict[str, str]) -> list[str]:
+        """Names of the queries that stay without a result."""
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        left = list(queries)
+        while left and time.monotonic() < deadline:
+            self.fail()
+            left = [name for name in left if not self.series(queries[name])]
+            time.sleep(0.3)
+        return left
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """Two shards and a trainer that trains until the tests are over, scraped twice a second."""
+    output = tmp_path_factory.mktemp("runs") / "watched"
+    with LocalCluster(2) as cluster, WeightClient(cluster.addresses) as client:
+        options = [*OPTIONS.split(), "--servers", ",".join(cluster.addresses), "--output", str(output)]
+        with (
+            running_trainer(options) as trainer,
+            LocalPrometheus({"weightserver": cluster.metrics_addresses, "trainer": [trainer]}) as prometheus,
+        ):
+
+            def fail() -> None:
+                with pytest.raises(StepError):
+                    client.fetch(np.arange(100), step=10**9)
+
+            yield Watched(prometheus, fail)
+
+
+def broken(expression: str) -> Iterator[str]:
+    """The expression with one metric or one label's value that does not exist, for each that it has; of a label's
+    values by regular expression, the first."""
+    for found in re.finditer(r'\b(?:(?:weightserver_|pic_trainer_|pic:)\w|up\{)|(?<=\w=")|(?<==~")', expression):
+        yield f"{expression[: found.start()]}no_{expression[found.start() :]}"
+
+
+@needs_prometheus
+@pytest.mark.slow
+def test_no_panel_and_no_rule_is_empty(watched: Watched) -> None:
+    assert watched.empty(QUERIES) == []
+    failures = next(name for name in QUERIES if "Which requests fail" in name)
+    failing = {
+        labels["shard"]: value
+        for labels, value in watched.prometheus.query(QUERIES[failures])
+        if labels.get("status") == "OUT_OF_RANGE"
+    }
+    assert set(failing) == {"0", "1"}
+    assert min(failing.values()) > 0, "an error is seen"
+
+
+@needs_prometheus
+@pytest.mark.slow
+def test_a_query_for_something_that_does_not_exist_is_noticed(watched: Watched) -> None:
+    assert watched.empty(QUERIES) == []
+    num_broken = 0
+    for name, expression in QUERIES.items():
+        assert watched.empty({name: expression}) == []
+        num_series = watched.series(expression)
+        for mutant in broken(expression):
+            assert watched.series(mutant) < num_series, f"{name}: {mutant}"
+            num_broken += 1
+    assert num_broken > 2 * len(QUERIES)
+
+
+@needs_prometheus
+@pytest.mark.slow
+def test_a_healthy_run_raises_no_alert(watched: Watched) -> None:
+    assert watched.empty(QUERIES) == []
+
+    def states() -> dict[str, str]:
+        rules = [rule for group in watched.prometheus.api("rules")["groups"] for rule in group["rules"]]
+        assert {rule["health"] for rule in rules} == {"ok"}
+        return {rule["name"]: rule["state"] for rule in rules if rule["type"] == "alerting"}
+
+    # seconds say nothing about the next four hours: DiskFilling may wait for half an hour of them
+    wait_until(lambda: states() | {"DiskFilling": "inactive"} == dict.fromkeys(ALERTS, "inactive"))
+    assert "firing" not in states().values()
+
+
+@needs_prometheus
+@needs_chromium
+@pytest.mark.slow
+def test_the_screenshot_shows_a_curve_for_each_shard(watched: Watched, tmp_path: Path) -> None:
+    assert watched.empty({graph: graph for graph in screenshot.GRAPHS}) == []
+    time.sleep(10)  # a curve, not a point
+    screenshot.photograph(screenshot.graph_url(watched.prometheus.url, 10), tmp_path / "graph.png")
+    image = imread(tmp_path / "graph.png")
+    assert image.shape[:2] == (1640, 1500)
+    red, green, blue = (image[..., colour] for colour in range(3))
+    for line in ((green > red + 0.2) & (green > blue + 0.2), (red > green + 0.3) & (red > blue + 0.3)):
+        assert line.any(axis=0).sum() > 500, "columns of the picture in which the line is"
+
+
+def test_a_run_that_has_ended_has_no_step_left(cluster: LocalCluster, client: WeightClient, tmp_path: Path) -> None:
+    """TrainerGone takes it that way."""
+    train(small_run(tmp_path / "run", servers=",".join(cluster.addresses), encoder=ONLY_ROWS))
+    clocks, horizons = (
+        [metric(address, name) for address in cluster.metrics_addresses]
+        for name in ("weightserver_clock_steps", "weightserver_horizon_steps")
+    )
+    assert max(clocks) == max(horizons) > 0
