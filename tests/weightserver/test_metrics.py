@@ -91,7 +91,7 @@ def test_a_shard_tells_what_it_did(client: WeightClient, cluster: LocalCluster) 
     assert held == {"newest_checkpoint_step": 100, "checkpoints": 1, "generation": 1, "table_rows": 4000}
     assert sample("lmdb_bytes") == pytest.approx(sample("disk_bytes"), rel=0.1)
     assert sample("volume_free_bytes") > 0
-    assert sample("map_bytes") == 1 << 44
+    assert sample("map_bytes") >= sample("lmdb_bytes") + (256 << 20)
     assert sample("refused_calls_total") >= 0, "there before the first"
     assert sample("commit_queue_writes") == 0
 
