@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -27,7 +28,7 @@ from weightserver.allocator import keep_large_buffers
 from weightserver.committer import Committer
 from weightserver.logs import LogFormat, log_events
 from weightserver.metrics import ShardMetrics
-from weightserver.overload import MAX_CALLS, CallLimiter, Memory
+from weightserver.overload import MAX_THREADS, MAX_UNSORTED_CALLS, CallLimiter, Memory
 from weightserver.security import ServerTls, TokenInterceptor, has_token, read_token, server_tls
 from weightserver.shard import Shard
 from weightserver.storage import LmdbStorage
@@ -38,6 +39,9 @@ _MAX_STREAMS = 128
 _HANDSHAKE_SECONDS = 10
 _KEEPALIVE_SECONDS = 60
 """How long a connection is silent before its peer is asked whether it is still there."""
+
+_LAST_COMMIT_SECONDS = 1.0
+"""How long a commit whose calls have been ended may take, where the grace period is over."""
 
 _log = logging.getLogger(__name__)
 
@@ -93,6 +97,8 @@ class ServerConfig:
             raise ValueError(f"--metrics-port must lie in 0..65535, got {self.metrics_port}")
         if self.request_memory_mib < 16:
             raise ValueError(f"--request-memory-mib must be at least 16, got {self.request_memory_mib}")
+        if not 0 <= self.grace_seconds <= 3600:
+            raise ValueError(f"--grace-seconds must lie in 0..3600, got {self.grace_seconds}")
         if not 0 < self.stall_seconds <= 3600:
             raise ValueError(f"--stall-seconds must be positive and at most 3600, got {self.stall_seconds}")
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -136,9 +142,9 @@ def serve(config: ServerConfig) -> None:
         memory, stall_seconds=config.stall_seconds, on_refused=metrics.refused, on_cut_off=metrics.cut_off
     )
     server = grpc.server(
-        ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="grpc"),
+        ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="grpc"),
         interceptors=[*([] if token is None else [TokenInterceptor(token, metrics.unauthenticated)]), limiter],
-        maximum_concurrent_rpcs=MAX_CALLS,  # beyond it the thread that deals out the calls refuses by itself
+        maximum_concurrent_rpcs=MAX_UNSORTED_CALLS,
         options=[
             ("grpc.so_reuseport", 0),
             ("grpc.max_concurrent_streams", _MAX_STREAMS),
@@ -212,8 +218,12 @@ def serve(config: ServerConfig) -> None:
     _wait_for(stop)
     _log.info("draining")
     healthy.enter_graceful_shutdown()
+    end = time.monotonic() + config.grace_seconds
     server.stop(config.grace_seconds).wait()
-    committer.close()
+    if not committer.close(max(_LAST_COMMIT_SECONDS, end - time.monotonic())):
+        _log.warning("closed before the disk took the last commit, of which nobody was told that it is there")
+        logging.shutdown()
+        os._exit(0)  # as good as a kill, which undoes a commit or leaves it whole
     storage.close()
     _log.info("closed")
 

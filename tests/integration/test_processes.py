@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.helpers.watching import wait_until
+from tests.helpers.watching import metric, wait_until
 from weightserver import LocalCluster, ShardUnavailableError, TableSpec, WeightClient, WeightServerError
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
@@ -145,3 +145,29 @@ def test_a_cluster_in_a_temporary_directory_leaves_nothing() -> None:
         assert (directory / "shard-0" / "data.mdb").exists()
     assert not directory.exists()
     assert cluster.processes[0].poll() == 0
+
+
+def test_sigterm_ends_a_large_write_within_the_grace_period(tmp_path: Path) -> None:
+    """One of many blocks, that takes several seconds: it is taken back, and its repetition is applied."""
+    rows = 63 * np.arange(30_000)
+    with (
+        LocalCluster(1, tmp_path, serve_options=["--grace-seconds", "0.5"]) as cluster,
+        WeightClient(cluster.addresses, timeout_seconds=30, retry_seconds=0) as client,
+    ):
+        client.create_table(TableSpec(num_rows=10_000_000, dim=128))
+        client.extend_schedule(0, np.ones(2, np.float32))
+        client.open_session("large")
+        with ThreadPoolExecutor(1) as pool:
+            push = pool.submit(client.push_gradients, rows, np.ones((len(rows), 128), np.float32), step=0)
+            wait_until(lambda: metric(cluster.metrics_addresses[0], "weightserver_request_memory_bytes ") > 1 << 30)
+            time.sleep(0.5)
+            started = time.monotonic()
+            cluster.processes[0].terminate()
+            assert cluster.processes[0].wait(20) == 0
+            assert time.monotonic() - started < 0.5 + 2
+            with pytest.raises(WeightServerError):
+                push.result(10)
+        cluster.restart(0)
+        assert client.describe().rows_stored == 0
+        client.push_gradients(rows[:10], np.ones((10, 128), np.float32), step=0)
+        assert client.describe().rows_stored == 10
