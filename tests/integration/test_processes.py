@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -21,6 +24,7 @@ from tests.helpers.watching import metric, wait_until
 from weightserver import LocalCluster, ShardUnavailableError, TableSpec, WeightClient, WeightServerError
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
+from weightserver.metrics_page import MAX_CONNECTIONS
 from weightserver.wire import rows_to_proto
 
 SPEC = TableSpec(num_rows=200_000, dim=32)
@@ -171,3 +175,35 @@ def test_sigterm_ends_a_large_write_within_the_grace_period(tmp_path: Path) -> N
         assert client.describe().rows_stored == 0
         client.push_gradients(rows[:10], np.ones((10, 128), np.float32), step=0)
         assert client.describe().rows_stored == 10
+
+
+def test_slow_callers_of_the_metrics_take_nothing_from_the_shard(tmp_path: Path) -> None:
+    """Hundreds of connections with half a request: a few threads, and whoever asks properly is answered."""
+    with (
+        LocalCluster(1, tmp_path) as cluster,
+        WeightClient(cluster.addresses, retry_seconds=0) as client,
+        ExitStack() as stack,
+    ):
+        process = psutil.Process(cluster.processes[0].pid)
+        client.create_table(SPEC)
+        threads, descriptors = process.num_threads(), process.num_fds()
+        host, _, port = cluster.metrics_addresses[0].rpartition(":")
+        for _ in range(300):
+            connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
+            connection.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
+        wait_until(lambda: process.num_fds() <= descriptors + MAX_CONNECTIONS + 2)
+        assert process.num_threads() <= threads + MAX_CONNECTIONS + 2
+        assert metric(cluster.metrics_addresses[0], "weightserver_table_rows ") == SPEC.num_rows
+        assert client.describe().spec == SPEC
+
+
+def test_a_shard_takes_all_descriptors_that_it_may_have(tmp_path: Path) -> None:
+    """More idle connections than the soft limit, which shells often set to 1,024, shut nobody out."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, soft), hard))
+    try:
+        cluster = LocalCluster(1, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with cluster:
+        assert psutil.Process(cluster.processes[0].pid).rlimit(psutil.RLIMIT_NOFILE) == (hard, hard)
