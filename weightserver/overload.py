@@ -49,7 +49,7 @@ MAX_THREADS = MAX_CALLS + 16
 """One for each of these, and some that refuse."""
 MAX_UNSORTED_CALLS = 1024
 """Those that wait for a thread too, which finds their lane full within milliseconds. gRPC refuses more by itself."""
-SCHEDULE_BYTES_PER_STEP = 32
+SCHEDULE_BYTES_PER_STEP = 24
 """A learning rate and its transfer products, twice while the schedule is extended."""
 _LANE_OF_METHOD = {
     "Fetch": "Fetch",

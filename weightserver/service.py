@@ -111,7 +111,8 @@ class WeightServerService:
     def ExtendSchedule(
         self, request: pb.ExtendScheduleRequest, context: grpc.ServicerContext
     ) -> pb.ExtendScheduleResponse:
-        with self._answering("ExtendSchedule", context):
+        with self._answering("ExtendSchedule", context), self._memory.reservation("short") as reserved:
+            reserved.take(4 * len(request.learning_rates))  # merged with those that are stored, and in the transaction
             rates = float32_from_bytes(request.learning_rates, "learning_rates")
             _require((rates >= 0).all(), "learning rates must be finite and not negative")
             _require(request.start_step >= 0, f"start_step must not be negative, got {request.start_step}")

@@ -44,7 +44,7 @@ from weightserver.records import (
 from weightserver.sharding import BlockRun, Int64Array, Sharding, block_runs
 from weightserver.storage import NEWEST, DiskUsage, Storage, Transaction
 from weightserver.timing import StageClock
-from weightserver.wire import CHUNK_BYTES, Float32Array, all_finite, spec_digest
+from weightserver.wire import CHUNK_BYTES, MAX_STEPS, Float32Array, all_finite, spec_digest
 
 READ_BYTES = 4 << 20
 """Blocks in one answer of `read_blocks`."""
@@ -386,6 +386,8 @@ class Shard:
         known: Float32Array = schedule.learning_rates[start_step : start_step + len(learning_rates)]
         if start_step > schedule.horizon:
             raise StepError(f"the schedule ends at {schedule.horizon}: step {start_step} would leave a gap before it")
+        if (end := start_step + len(learning_rates)) > MAX_STEPS:
+            raise StepError(f"a schedule has at most {MAX_STEPS} steps, not {end}: give fewer")
         changed = np.flatnonzero(known != learning_rates[: len(known)])
         if not len(changed) and len(known) == len(learning_rates):
             return schedule.horizon, batch.state.schedule_version

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from weightserver import shard
 from weightserver.committer import MAX_GROUP, Committer, Promise
 from weightserver.config import TableSpec
-from weightserver.errors import NoTableError, TableMismatchError
+from weightserver.errors import NoTableError, StepError, TableMismatchError
 from weightserver.exactly_once import WINDOW, WriterState
 from weightserver.initial import initial_rows
 from weightserver.session import MAX_FAILED, Session
@@ -181,3 +182,14 @@ def test_a_write_that_is_given_up_while_it_runs_is_taken_back(groups: Groups) ->
     once = groups.weight()
     assert [groups.committer.submit(second).result(10) for _ in range(2)] == [True, False]
     assert groups.weight() < once
+
+
+def test_a_schedule_has_an_end(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard, "MAX_STEPS", 4)
+    groups.commit(groups.create)
+    (fits,) = groups.commit(groups.extend(0, 1.0, 1.0, 1.0, 1.0))
+    (too_long,) = groups.commit(groups.extend(3, 1.0, 1.0))
+    assert fits.result() == (4, 1)
+    with pytest.raises(StepError, match="a schedule has at most 4 steps, not 5: give fewer"):
+        too_long.result()
+    assert groups.shard.horizon == 4
