@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.helpers.failpoints import DyingCluster
 from tests.helpers.watching import metric, wait_until
 from weightserver import LocalCluster, ShardUnavailableError, TableSpec, WeightClient, WeightServerError
 from weightserver._generated import weight_server_pb2 as pb
@@ -175,6 +176,35 @@ def test_sigterm_ends_a_large_write_within_the_grace_period(tmp_path: Path) -> N
         assert client.describe().rows_stored == 0
         client.push_gradients(rows[:10], np.ones((10, 128), np.float32), step=0)
         assert client.describe().rows_stored == 10
+
+
+def test_sigterm_waits_for_no_disk_beyond_the_grace_period(tmp_path: Path) -> None:
+    """A commit that the disk does not take in time is cut as by a kill: it is not there, and nobody was told that."""
+    row, gradient = np.array([5]), np.ones((1, 32), np.float32)
+    with (
+        DyingCluster(1, tmp_path, serve_options=["--grace-seconds", "0.3"]) as cluster,
+        WeightClient(cluster.addresses, timeout_seconds=20, retry_seconds=0) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        client.create_table(SPEC)
+        client.extend_schedule(0, np.ones(2, np.float32))
+        client.open_session("slow")
+        cluster.arm(0, "slow", 2)  # the first is that of the start
+        cluster.restart(0)
+        client.describe()
+        push = pool.submit(client.push_gradients, row, gradient, step=0)
+        time.sleep(0.5)
+        started = time.monotonic()
+        cluster.processes[0].terminate()
+        assert cluster.processes[0].wait(20) == 0
+        assert time.monotonic() - started < 0.3 + 1 + 2
+        with pytest.raises(WeightServerError):
+            push.result(10)
+        assert "closed before the disk took the last commit" in (tmp_path / "shard-0.log").read_text()
+        cluster.restart(0)
+        assert client.describe().rows_stored == 0
+        client.push_gradients(row, gradient, step=0)
+        assert client.describe().rows_stored == 1
 
 
 def test_slow_callers_of_the_metrics_take_nothing_from_the_shard(tmp_path: Path) -> None:
