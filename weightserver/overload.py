@@ -104,7 +104,7 @@ class Memory:
         self.on_full: Callable[[str | None], None] = lambda lane: None
         """Told when there is no room: the lane that has taken all it may, None where all of them together have."""
         self._lock = threading.Lock()
-        self._used = Counter[str]()
+        self._used = Counter(dict.fromkeys(LANES, 0))
 
     @property
     def used_bytes(self) -> int:

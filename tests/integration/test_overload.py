@@ -194,7 +194,7 @@ def test_who_announces_much_and_sends_little_holds_little(crowd: Crowd) -> None:
     """Writes of which only the header comes take no memory from others, however large they are to be."""
 
     def header(number: int) -> Iterator[pb.PushGradientsRequest]:
-        yield pb.PushGradientsRequest(header=crowd.header(number, 150_000))
+        yield pb.PushGradientsRequest(header=crowd.header(number, 80_000))
         crowd.end.wait(5)
 
     calls = [crowd.stub(n).PushGradients.future(header(n), timeout=10) for n in range(LANES["write"] - 1)]
