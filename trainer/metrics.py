@@ -8,15 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    Info,
-    ProcessCollector,
-    start_http_server,
-)
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
+
+from weightserver.metrics_page import serve_metrics
 
 # 1 ms to 60 s: a step of no encoder and resident rows lies at the lower end, a large encoder on a CPU at the upper.
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
@@ -134,14 +128,8 @@ class TrainerMetrics:
             OSError: in one line, where the port cannot be had.
         """
         try:
-            server, thread = start_http_server(port, addr=host, registry=self.registry)
+            bound, close = serve_metrics(self.registry, host, port)
         except OSError as error:
             reason = os.strerror(error.errno or 0)
             raise OSError(f"cannot serve metrics on port {port} ({reason}): choose another") from error
-
-        def close() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-        return f"{host}:{server.server_port}", close
+        return f"{host}:{bound}", close

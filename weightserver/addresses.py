@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ipaddress
+import re
+
+_ADDRESS = re.compile(r"(\[(?P<v6>[^\[\]]+)\]|(?P<host>[^\[\]:]+)):(?P<port>[0-9]{1,9})")
 
 
 def split_address(address: str) -> tuple[str, int]:
     """("host", port) of "host:port" or "[v6]:port". Raises ValueError."""
-    host, colon, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{address!r} is no address: write host:port, such as 127.0.0.1:50051")
-    return host, int(port)
+    found = _ADDRESS.fullmatch(address)
+    if found is None or int(found["port"]) > 65535:
+        raise ValueError(f"{address!r} is no address: write host:port, such as 127.0.0.1:50051 or [::1]:50051")
+    return found["v6"] or found["host"], int(found["port"])
 
 
 def is_loopback(address: str) -> bool:

@@ -8,12 +8,15 @@ import re
 import secrets
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from weightserver.files import write_whole
 
 MAX_DAYS = 3650
 _CLOCK_SKEW = timedelta(hours=1)
@@ -89,11 +92,22 @@ def _write_new(directory: Path, contents: dict[str, bytes]) -> None:
     for name in contents:
         if (directory / name).exists():
             raise ValueError(f"{directory / name} exists and is never overwritten: give another directory")
-    for name, content in contents.items():
-        secret = name == "token" or name.endswith("-key.pem")
-        descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
+    written: list[Path] = []
+    try:
+        for name, content in contents.items():
+            secret = name == "token" or name.endswith("-key.pem")
+            write_whole(directory / name, partial(_create, content=content, mode=0o600 if secret else 0o644))
+            written.append(directory / name)
+    except OSError:
+        for path in written:  # a part of them is no use, and would stand in the way of the next attempt
+            path.unlink()
+        raise
+
+
+def _create(path: Path, *, content: bytes, mode: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
 
 
 def _general_name(host: str) -> x509.GeneralName:

@@ -18,6 +18,7 @@ from weightserver import __version__
 from weightserver.addresses import split_address
 from weightserver.allocator import keep_large_buffers
 from weightserver.client import WeightClient
+from weightserver.connection import open_channel
 from weightserver.errors import AuthenticationError, ShardUnavailableError, WeightServerError
 from weightserver.handshake import tls_failure
 from weightserver.logs import LOG_FORMATS, log_events
@@ -253,10 +254,10 @@ def _certs(arguments: argparse.Namespace) -> None:
 def _health(arguments: argparse.Namespace) -> None:
     address = arguments.address
     split_address(address)
+    if not 0 < arguments.timeout_seconds <= 3600:
+        raise ValueError(f"--timeout-seconds must be positive and at most 3600, got {arguments.timeout_seconds}")
     credentials = security_options(arguments).credentials()
-    with (
-        grpc.insecure_channel(address) if credentials is None else grpc.secure_channel(address, credentials)
-    ) as channel:
+    with open_channel(address, credentials) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=arguments.timeout_seconds

@@ -44,6 +44,7 @@ from weightserver.errors import (
     TableMismatchError,
     WeightServerError,
 )
+from weightserver.security import MAX_TOKEN_CHARACTERS
 from weightserver.session import Numbers, Session
 from weightserver.sharding import Int64Array, Sharding
 from weightserver.wire import (
@@ -156,8 +157,8 @@ class WeightClient:
                 f"timeout_seconds must be positive and at most {_MAX_SECONDS}, retry_seconds not negative: "
                 f"got {timeout_seconds}, {retry_seconds}"
             )
-        if token is not None and not (token.isascii() and token.isprintable()):
-            raise ValueError("token must be printable ASCII")
+        if token is not None and not (token.isascii() and token.isprintable() and len(token) <= MAX_TOKEN_CHARACTERS):
+            raise ValueError(f"token must be printable ASCII of at most {MAX_TOKEN_CHARACTERS} characters")
         for address in addresses:
             if not is_loopback(address) and credentials is None and not insecure:
                 raise ValueError(

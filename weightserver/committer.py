@@ -22,6 +22,21 @@ Operation = tuple[Callable[[Any], Any], Future[Any]]
 """What to do in a transaction, and where its result goes."""
 
 
+class Promise(Future[Result]):
+    """The result of an operation: its effect is durable, or it has failed without any.
+
+    Whoever cancels it gives the operation up also while it runs: its batch tells it so.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given_up = False
+
+    def cancel(self) -> bool:
+        self.given_up = True
+        return super().cancel()
+
+
 class Committer:
     """Runs operations in the order of their arrival, as many as are waiting in one transaction.
 
@@ -41,19 +56,24 @@ class Committer:
         self._thread = threading.Thread(target=self._run, name="committer")
         self._thread.start()
 
-    def submit(self, operation: Callable[[Any], Result]) -> Future[Result]:
-        """Queues `operation`; the future is done when its effect is durable, or has failed without any.
+    def submit(self, operation: Callable[[Any], Result]) -> Promise[Result]:
+        """Queues `operation`.
 
         Raises:
             OverloadedError: too many operations are waiting.
         """
-        future: Future[Result] = Future()
+        future = Promise[Result]()
         waiting = [operation]  # emptied by whoever cancels: what it holds is not to wait in the queue
+
+        def run(batch: Any) -> Result:
+            batch.given_up = lambda: future.given_up
+            return waiting[0](batch)
+
         future.add_done_callback(lambda _: waiting.clear())
         try:
             if self._closed:
                 raise queue.Full
-            self._waiting.put_nowait(((lambda batch: waiting[0](batch), future), time.perf_counter()))
+            self._waiting.put_nowait(((run, future), time.perf_counter()))
         except queue.Full:
             raise OverloadedError("the shard has no room for another write now: try again") from None
         return future
@@ -62,11 +82,12 @@ class Committer:
     def num_waiting(self) -> int:
         return self._waiting.qsize()
 
-    def close(self) -> None:
-        """Commits what is waiting, then ends the thread."""
+    def close(self, seconds: float | None = None) -> bool:
+        """Commits what is waiting, then ends the thread; False where that takes longer."""
         self._closed = True
         self._waiting.put(None)
-        self._thread.join()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (group := self._next_group()) is not None:

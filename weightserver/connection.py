@@ -43,11 +43,19 @@ _OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.enable_http_proxy", 0),  # one that the environment names would read the token of a call without TLS
 ]
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 FetchedChunk = tuple[memoryview, memoryview, memoryview]
+
+
+def open_channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
+    """A channel straight to a shard, with TLS where there are credentials."""
+    if credentials is None:
+        return grpc.insecure_channel(address, _OPTIONS)
+    return grpc.secure_channel(address, credentials, _OPTIONS)
 
 
 class ShardConnection:
@@ -67,10 +75,7 @@ class ShardConnection:
         self._timeout_seconds = timeout_seconds
         self._retry_seconds = retry_seconds
         self._metadata = [("authorization", f"Bearer {token}")] if token else []
-        if credentials is None:
-            self._channel = grpc.insecure_channel(address, _OPTIONS)
-        else:
-            self._channel = grpc.secure_channel(address, credentials, _OPTIONS)
+        self._channel = open_channel(address, credentials)
         self._stubs = {method.name: self._stub(method) for method in _SERVICE.methods}
 
     def _stub(self, method: Any) -> Callable[..., Any]:

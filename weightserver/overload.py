@@ -1,18 +1,19 @@
 """What a shard takes on at a time, so that no load makes it grow or stand still.
 
-Three things are bounded, and what is beyond them is refused at once with a hint when to try again; nothing queues:
+Three things are bounded, and what is beyond them is refused at once with a hint when to try again:
 
 - calls in progress, in lanes (`LANES`), so that callers of one kind keep out no others, and a thread for each of them;
-- the bytes that requests hold (`Memory`), taken before they are received or made, given back when the call ends;
+- the bytes that requests and their answers hold (`Memory`), taken as they arrive and before they are made, given back
+  when the call ends; no lane may take all of them;
 - the time that a silent caller is waited for: one that neither sends nor takes a message is cut off, and much sooner
-  when others find its lane full.
+  when others find its lane, or the memory, full.
 
 A shard's memory stays below
 
-    BASE_BYTES + limit of `Memory` + MAX_CALLS · MAX_REQUEST_BYTES
+    BASE_BYTES + limit of `Memory` + MAX_CALLS · MAX_REQUEST_BYTES + SCHEDULE_BYTES_PER_STEP · horizon
 
-where the last term is messages that have not arrived whole yet. This project's own clients send messages of 1 MiB,
-which makes it 88 MiB; only callers that begin the largest message and never end it reach its 2.8 GiB.
+where the third term is messages that have not arrived whole yet. This project's own clients send messages of 1 MiB,
+which makes it 72 MiB; only callers that begin the largest message and never end it reach its 2.3 GiB.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
@@ -40,9 +42,15 @@ BASE_BYTES = 384 << 20
 _KEPT_BYTES = 160 << 20
 """Beyond this, and what requests have reserved, the allocator's free memory goes back to the kernel."""
 LANES = {"Fetch": 24, "write": 16, "short": 16, "health": 16, "watch": 64}
-"""Calls at a time. A watch of the health takes no thread."""
-MAX_CALLS = 88
-"""Threads: one for each call of the lanes, and 16 that refuse."""
+"""Calls at a time. A watch of the health takes no thread once its message is there; until then it is in "health"."""
+MAX_CALLS = sum(calls for lane, calls in LANES.items() if lane != "watch")
+"""Calls at a time that are received, worked on or answered."""
+MAX_THREADS = MAX_CALLS + 16
+"""One for each of these, and some that refuse."""
+MAX_UNSORTED_CALLS = 1024
+"""Those that wait for a thread too, which finds their lane full within milliseconds. gRPC refuses more by itself."""
+SCHEDULE_BYTES_PER_STEP = 24
+"""A learning rate and its transfer products, twice while the schedule is extended."""
 _LANE_OF_METHOD = {
     "Fetch": "Fetch",
     "PushGradients": "write",
@@ -53,11 +61,13 @@ _LANE_OF_METHOD = {
 }
 _RETRY_AFTER_MS = 100
 _PRESSED_SECONDS = 1.0
-"""How long a caller of a full lane may be silent while others ask for its place."""
+"""How long a caller of a full lane, or while the memory is full, may be silent while others ask for its place."""
 _WATCH_SECONDS = 0.25
 _PAGE = 4096
 _BYTES_PER_ROW_NAMED = 48
 """A row's number, and the arrays that checking and dealing it to blocks makes meanwhile."""
+_SHARE_KEPT = 8
+"""One part in so many of the memory is kept for other lanes than the one that holds the rest."""
 
 
 # ---- what requests cost
@@ -80,55 +90,73 @@ def blocks_bytes(spec: TableSpec, num_blocks: int) -> int:
     return num_blocks * (-(-block_bytes // _PAGE) + 1) * _PAGE
 
 
+def answer_bytes(num_bytes: int) -> int:
+    """An answer of one message: its parts, the message of them or the bytes of that, and gRPC's copy."""
+    return 3 * num_bytes
+
+
 class Memory:
-    """The bytes that the requests in progress may hold together. Thread-safe."""
+    """The bytes that the calls in progress may hold together, those of one lane seven eighths of them. Thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
+        self.lane_bytes = limit_bytes - limit_bytes // _SHARE_KEPT
+        self.on_full: Callable[[str | None], None] = lambda lane: None
+        """Told when there is no room: the lane that has taken all it may, None where all of them together have."""
         self._lock = threading.Lock()
-        self._used = 0
+        self._used = Counter(dict.fromkeys(LANES, 0))
 
     @property
     def used_bytes(self) -> int:
-        return self._used
+        return self._used.total()
 
     @contextmanager
-    def reservation(self) -> Iterator[Reservation]:
+    def reservation(self, lane: str) -> Iterator[Reservation]:
         """Takes bytes as they are asked for, and gives all of them back when the context is left."""
-        reserved = Reservation(self)
+        reserved = Reservation(self, lane)
         try:
             yield reserved
         finally:
-            self._change(-reserved.num_bytes)
+            with self._lock:
+                self._used[lane] -= reserved.num_bytes
 
-    def _take(self, num_bytes: int, held_bytes: int) -> None:
-        if held_bytes + num_bytes > self.limit_bytes:
-            raise InvalidRequestError(
-                f"the request needs {held_bytes + num_bytes >> 20} MiB of memory, the shard has "
-                f"{self.limit_bytes >> 20} MiB for all: split it, or give the shard more --request-memory-mib"
-            )
-        if not self._change(num_bytes):
-            raise OverloadedError("the shard has no memory for another request now: try again")
-
-    def _change(self, num_bytes: int) -> bool:
+    def _take(self, lane: str, num_bytes: int) -> None:
         with self._lock:
-            if num_bytes > 0 and self._used + num_bytes > self.limit_bytes:
-                return False
-            self._used += num_bytes
-            return True
+            lane_full = self._used[lane] + num_bytes > self.lane_bytes
+            full = lane_full or self._used.total() + num_bytes > self.limit_bytes
+            if not full:
+                self._used[lane] += num_bytes
+        if full:
+            self.on_full(lane if lane_full else None)
+            raise OverloadedError("the shard has no memory for another request now: try again")
 
 
 class Reservation:
-    """What one request has taken of `Memory`."""
+    """What one call has taken of `Memory`."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, lane: str) -> None:
         self._memory = memory
+        self._lane = lane
         self.num_bytes = 0
+
+    def require(self, num_bytes: int) -> None:
+        """Raises InvalidRequestError where there is never room for so many in all. Takes nothing."""
+        if num_bytes > self._memory.lane_bytes:
+            raise InvalidRequestError(
+                f"the request needs {num_bytes >> 20} MiB of memory, the shard has {self._memory.lane_bytes >> 20} MiB "
+                "for all of its kind: split it, or give the shard more --request-memory-mib"
+            )
 
     def take(self, num_bytes: int) -> None:
         """Raises OverloadedError while there is no room, InvalidRequestError where there is never."""
-        self._memory._take(num_bytes, self.num_bytes)
-        self.num_bytes += num_bytes
+        if num_bytes > 0:
+            self.require(self.num_bytes + num_bytes)
+            self._memory._take(self._lane, num_bytes)
+            self.num_bytes += num_bytes
+
+    def take_up_to(self, num_bytes: int) -> None:
+        """Takes what lacks to so many in all. Raises as `take`."""
+        self.take(num_bytes - self.num_bytes)
 
 
 # ---- calls
@@ -156,6 +184,8 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
     """Keeps every call of every service within the bounds.
 
     It reads all requests as streams, also those of one message: gRPC would wait for that one without end, in a thread.
+    It answers all of them as streams too, which are the same on the wire: gRPC would take an answer of one message from
+    the call that made it, and keep it without end for a caller that does not read.
 
     Args:
         stall_seconds: how long a caller may neither send nor take a message.
@@ -172,6 +202,7 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
         on_cut_off: Callable[[str], None],
     ) -> None:
         self._memory = memory
+        memory.on_full = lambda lane: self._cut_off(_PRESSED_SECONDS, lane)
         self._stall_seconds = stall_seconds
         self._on_refused = on_refused
         self._on_cut_off = on_cut_off
@@ -189,26 +220,16 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
         if handler is None:
             return None
         lane = _LANE_OF_METHOD.get(handler_call_details.method.rpartition("/")[2], "short")
-        if lane == "watch":
-            return self._watching(lane, handler)
-        return self._streaming(lane, handler) if handler.response_streaming else self._answering_once(lane, handler)
+        return self._watching(handler) if lane == "watch" else self._answering(lane, handler)
 
-    def _answering_once(self, lane: str, handler: Any) -> Any:
-        def answer(received: Iterator[bytes], context: grpc.ServicerContext) -> Any:
-            with self._admitted(lane, context) as call, self._requests(received, call, handler) as requests:
-                if handler.request_streaming:
-                    return handler.stream_unary(requests, context)
-                return handler.unary_unary(_only(requests), context)
+    def _answering(self, lane: str, handler: Any) -> Any:
+        behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
-        return grpc.stream_unary_rpc_method_handler(answer, None, handler.response_serializer)
-
-    def _streaming(self, lane: str, handler: Any) -> Any:
         def answer(received: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
             with self._admitted(lane, context) as call, self._requests(received, call, handler) as requests:
-                if handler.request_streaming:
-                    answers = handler.stream_stream(requests, context)
-                else:
-                    answers = handler.unary_stream(_only(requests), context)
+                answers = behaviour(requests if handler.request_streaming else _only(requests), context)
+                if not handler.response_streaming:
+                    answers = _one(answers)
                 try:
                     for message in answers:
                         with call.waiting():
@@ -218,16 +239,16 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
 
         return grpc.stream_stream_rpc_method_handler(answer, None, handler.response_serializer)
 
-    def _watching(self, lane: str, handler: Any) -> Any:
+    def _watching(self, handler: Any) -> Any:
         """A call that goes on without a thread once its request is there."""
 
         def answer(received: Iterator[bytes], context: grpc.ServicerContext, send: Callable[[Any], None]) -> None:
-            if not context.add_callback(lambda: self._leave(lane)):
-                return
-            with self._waited_for(lane, context) as call:
-                self._enter(lane)
+            with self._admitted("health", context) as call:
                 with self._requests(received, call, handler) as requests:
                     request = _only(requests)
+                if not context.add_callback(lambda: self._leave("watch")):
+                    return
+                self._enter("watch")
             handler.unary_stream(request, context, send)
 
         answer.experimental_non_blocking = True  # type: ignore[attr-defined]
@@ -285,7 +306,7 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
                     raise CancelledError from None
                 if data is None:
                     return
-                with self._memory.reservation() as reserved:
+                with self._memory.reservation(call.lane) as reserved:
                     reserved.take(3 * len(data))  # as it came, parsed, and the field that is worked on
                     yield _parsed(parse, data)
 
@@ -326,6 +347,10 @@ def _only(requests: Iterator[Any]) -> Any:
     for request in requests:
         return request
     raise InvalidRequestError("the call brought no message")
+
+
+def _one(answer: Any) -> Generator[Any, None, None]:
+    yield answer
 
 
 def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:

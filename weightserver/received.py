@@ -27,29 +27,34 @@ class ReceivedWrite:
 
     def __init__(self, header: pb.WriteHeader, dim: int, names: tuple[str, ...]) -> None:
         self.header = write_header(header)
-        self._num_rows, self._dim = header.num_rows, dim
+        self.num_rows, self._dim = header.num_rows, dim
         self._num_messages = 0
         self._rows = _Array("rows", np.empty(header.num_rows, np.int64))
         self._values = [_Array(name, np.empty(header.num_rows * dim, np.float32)) for name in names]
         self._steps = _Array("last_step", np.empty(header.num_rows, np.int64))
 
+    def rows_with(self, message: pb.PushGradientsRequest | pb.WriteStateRequest) -> tuple[int, int]:
+        """How many rows are named, and for how many there are values, once `message` is added."""
+        num_values = max(values.filled + len(getattr(message, values.name)) // 4 for values in self._values)
+        return self._rows.filled + count_rows(message.rows), -(-num_values // self._dim)
+
     def add(self, message: pb.PushGradientsRequest | pb.WriteStateRequest) -> None:
         """Takes the next message's rows and values."""
         count = count_rows(message.rows)
-        if self._rows.filled + count > self._num_rows:  # not made first: ranges are short for what they name
+        if self._rows.filled + count > self.num_rows:  # not made first: ranges are short for what they name
             raise self._wrong_number(self._rows.filled + count)
-        if not count and self._num_messages and self._num_rows:
+        if not count and self._num_messages and self.num_rows:
             raise InvalidRequestError("a message of a write names no rows: leave it away")
         self._num_messages += 1
         self._rows.add(rows_from_proto(message.rows))
         for values in self._values:
-            values.add_bytes(getattr(message, values.name), self._num_rows, self._dim)
+            values.add_bytes(getattr(message, values.name), self.num_rows, self._dim)
         if isinstance(message, pb.WriteStateRequest):
-            self._steps.add_bytes(message.last_step, self._num_rows, 1)
+            self._steps.add_bytes(message.last_step, self.num_rows, 1)
 
     def rows(self) -> Int64Array:
         """int64 [n], once all messages are there."""
-        if self._rows.filled != self._num_rows:
+        if self._rows.filled != self.num_rows:
             raise self._wrong_number(self._rows.filled)
         rows: Int64Array = self._rows.array
         return rows
@@ -58,20 +63,20 @@ class ReceivedWrite:
         """float32 [n, dim] of each name, finite."""
         for values in self._values:
             if values.filled != len(values.array):
-                raise values.wrong_length(values.filled, self._num_rows, self._dim)
+                raise values.wrong_length(values.filled, self.num_rows, self._dim)
             if not all_finite(values.array):
                 raise InvalidRequestError(f"{values.name} holds NaN or infinite values: nothing was written")
-        return [values.array.reshape(self._num_rows, self._dim) for values in self._values]
+        return [values.array.reshape(self.num_rows, self._dim) for values in self._values]
 
     def last_step(self) -> Int64Array:
         """int64 [n]."""
-        if self._steps.filled != self._num_rows:
-            raise InvalidRequestError(f"{self._num_rows} rows came with {self._steps.filled} last_steps")
+        if self._steps.filled != self.num_rows:
+            raise InvalidRequestError(f"{self.num_rows} rows came with {self._steps.filled} last_steps")
         steps: Int64Array = self._steps.array
         return steps
 
     def _wrong_number(self, brought: int) -> InvalidRequestError:
-        return InvalidRequestError(f"the write announced {self._num_rows} rows and brought {brought}")
+        return InvalidRequestError(f"the write announced {self.num_rows} rows and brought {brought}")
 
 
 class _Array:

@@ -7,8 +7,10 @@ no message and no log holds it.
 from __future__ import annotations
 
 import hmac
+import logging
 import os
 import ssl
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,7 +22,11 @@ import grpc
 TOKEN_VARIABLE = "WEIGHTSERVER_TOKEN"
 MIN_TOKEN_CHARACTERS = 16
 """Nobody counts the guesses, so they must be hopeless."""
+MAX_TOKEN_CHARACTERS = 1024
+"""gRPC takes 8 KiB of a call's metadata in all, and says of more what it says of overload."""
 _HEALTH = "/grpc.health.v1.Health/"
+
+_log = logging.getLogger(__name__)
 
 
 # ---- what both sides read
@@ -42,7 +48,9 @@ def read_token(file: Path | None) -> str | None:
     if file is None:
         where, token = TOKEN_VARIABLE, os.environ[TOKEN_VARIABLE].strip()
     else:
-        where, token = f"--token-file {file}", _read(file, "--token-file").decode(errors="replace").strip()
+        where, token = f"--token-file {file}", _read(file, "--token-file", secret=True).decode(errors="replace").strip()
+    if len(token) > MAX_TOKEN_CHARACTERS:
+        raise ValueError(f"{where} holds {len(token)} characters: give a token of at most {MAX_TOKEN_CHARACTERS}")
     if len(token) < MIN_TOKEN_CHARACTERS or not token.isascii() or not token.isprintable() or " " in token:
         raise ValueError(
             f"{where} holds no token: give at least {MIN_TOKEN_CHARACTERS} printable ASCII characters without spaces, "
@@ -51,16 +59,20 @@ def read_token(file: Path | None) -> str | None:
     return token
 
 
-def _read(file: Path, option: str) -> bytes:
+def _read(file: Path, option: str, *, secret: bool = False) -> bytes:
     try:
-        return file.read_bytes()
+        content = file.read_bytes()
+        mode = file.stat().st_mode
     except OSError as error:
         raise ValueError(f"{option} {file} cannot be read: {error.strerror}") from error
+    if secret and mode & (stat.S_IRWXG | stat.S_IRWXO):
+        _log.warning("%s %s can be read or changed by others than its owner: chmod 600 it", option, file)
+    return content
 
 
 def _read_pair(cert: Path, key: Path, cert_option: str, key_option: str) -> tuple[bytes, bytes]:
     """(key, certificates) as gRPC wants them, of files that fit together. Raises ValueError."""
-    pair = _read(key, key_option), _read(cert, cert_option)
+    pair = _read(key, key_option, secret=True), _read(cert, cert_option)
 
     def refuse_password() -> str:
         raise ValueError(f"{key_option} {key} is encrypted: give one without a password, that only its owner can read")

@@ -7,10 +7,12 @@ import json
 import logging
 import os
 import queue
+import resource
 import signal
 import socket
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,7 +21,6 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import start_http_server
 
 from weightserver import __version__, service
 from weightserver.addresses import is_loopback, split_address
@@ -27,7 +28,8 @@ from weightserver.allocator import keep_large_buffers
 from weightserver.committer import Committer
 from weightserver.logs import LogFormat, log_events
 from weightserver.metrics import ShardMetrics
-from weightserver.overload import MAX_CALLS, CallLimiter, Memory
+from weightserver.metrics_page import serve_metrics
+from weightserver.overload import MAX_THREADS, MAX_UNSORTED_CALLS, CallLimiter, Memory
 from weightserver.security import ServerTls, TokenInterceptor, has_token, read_token, server_tls
 from weightserver.shard import Shard
 from weightserver.storage import LmdbStorage
@@ -38,6 +40,10 @@ _MAX_STREAMS = 128
 _HANDSHAKE_SECONDS = 10
 _KEEPALIVE_SECONDS = 60
 """How long a connection is silent before its peer is asked whether it is still there."""
+_IDLE_SECONDS = 60
+"""How long a connection may be without a call; its client makes a new one when it calls again."""
+_LAST_COMMIT_SECONDS = 1.0
+"""How long a commit whose calls have been ended may take, where the grace period is over."""
 
 _log = logging.getLogger(__name__)
 
@@ -127,6 +133,7 @@ def serve(config: ServerConfig) -> None:
     if config.stop_with_parent:
         threading.Thread(target=_wait_for_parent, args=(stop,), daemon=True).start()
     keep_large_buffers()
+    _allow_many_connections()
 
     tls = None
     if config.tls_cert is not None and config.tls_key is not None:
@@ -138,14 +145,15 @@ def serve(config: ServerConfig) -> None:
         memory, stall_seconds=config.stall_seconds, on_refused=metrics.refused, on_cut_off=metrics.cut_off
     )
     server = grpc.server(
-        ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="grpc"),
+        ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="grpc"),
         interceptors=[*([] if token is None else [TokenInterceptor(token, metrics.unauthenticated)]), limiter],
-        maximum_concurrent_rpcs=MAX_CALLS,  # beyond it the thread that deals out the calls refuses by itself
+        maximum_concurrent_rpcs=MAX_UNSORTED_CALLS,
         options=[
             ("grpc.so_reuseport", 0),
             ("grpc.max_concurrent_streams", _MAX_STREAMS),
             ("grpc.server_handshake_timeout_ms", 1000 * _HANDSHAKE_SECONDS),
             ("grpc.keepalive_time_ms", 1000 * _KEEPALIVE_SECONDS),
+            ("grpc.max_connection_idle_ms", 1000 * _IDLE_SECONDS),
             ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ],
@@ -214,21 +222,32 @@ def serve(config: ServerConfig) -> None:
     _wait_for(stop)
     _log.info("draining")
     healthy.enter_graceful_shutdown()
+    end = time.monotonic() + config.grace_seconds
     server.stop(config.grace_seconds).wait()
-    committer.close()
+    if not committer.close(max(_LAST_COMMIT_SECONDS, end - time.monotonic())):
+        _log.warning("closed before the disk took the last commit, of which nobody was told that it is there")
+        logging.shutdown()
+        os._exit(0)  # as good as a kill, which undoes a commit or leaves it whole
     storage.close()
     _log.info("closed")
+
+
+def _allow_many_connections() -> None:
+    """As many as the system lets the process have; each takes a file descriptor."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS promises more than it gives
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _serve_metrics(config: ServerConfig, metrics: ShardMetrics) -> str | None:
     if config.metrics_port is None:
         return None
     try:
-        http, _ = start_http_server(config.metrics_port, addr=config.metrics_host, registry=metrics.registry)
+        port, _ = serve_metrics(metrics.registry, config.metrics_host, config.metrics_port)
     except OSError as error:
         where = f"port {config.metrics_port} of {config.metrics_host}"
         raise OSError(f"cannot serve metrics on {where}: {error.strerror}") from error
-    return f"{_in_address(config.metrics_host)}:{http.server_port}"
+    return f"{_in_address(config.metrics_host)}:{port}"
 
 
 def _log_security(config: ServerConfig, tls: ServerTls | None, token: bool) -> None:

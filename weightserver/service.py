@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
@@ -19,12 +20,13 @@ from weightserver.committer import Committer
 from weightserver.config import MAX_ROWS, TableSpec
 from weightserver.errors import FencedError, InvalidRequestError, StorageError, WeightServerError
 from weightserver.metrics import ShardMetrics
-from weightserver.overload import Memory, Reservation, abort, blocks_bytes, fetch_bytes, write_bytes
+from weightserver.overload import Memory, Reservation, abort, answer_bytes, blocks_bytes, fetch_bytes, write_bytes
 from weightserver.received import ReceivedWrite, write_header
-from weightserver.shard import Batch, Rows, Shard, WriteHeader
+from weightserver.shard import READ_BYTES, Batch, Rows, Shard, WriteHeader
 from weightserver.sharding import Int64Array
 from weightserver.timing import StageClock, arrived
 from weightserver.wire import (
+    CHUNK_BYTES,
     MAX_NAME_CHARACTERS,
     MAX_WRITE_BYTES,
     MAX_WRITE_ROWS,
@@ -39,6 +41,7 @@ from weightserver.wire import (
 
 NAME = pb.DESCRIPTOR.services_by_name["WeightServer"].full_name
 _WRITER_BYTES = 16
+_CHECKPOINT_BYTES = 4 * MAX_NAME_CHARACTERS + 64
 _EVENTS = {
     "Checkpoint": "checkpoint taken",
     "CopyCheckpoint": "checkpoint copied",
@@ -59,10 +62,11 @@ class WeightServerService:
         self._metrics = metrics
         self._memory = memory
 
-    def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeResponse:
-        with self._answering("Describe", context):
+    def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> Iterator[pb.DescribeResponse]:
+        with self._answering("Describe", context), self._memory.reservation("short") as reserved:
             shard, state = self._shard, self._shard.state
-            return pb.DescribeResponse(
+            reserved.take(answer_bytes(len(state.checkpoints) * _CHECKPOINT_BYTES))
+            yield pb.DescribeResponse(
                 shard=shard.shard,
                 num_shards=shard.num_shards,
                 spec=None if shard.spec is None else spec_to_proto(shard.spec),
@@ -107,7 +111,8 @@ class WeightServerService:
     def ExtendSchedule(
         self, request: pb.ExtendScheduleRequest, context: grpc.ServicerContext
     ) -> pb.ExtendScheduleResponse:
-        with self._answering("ExtendSchedule", context):
+        with self._answering("ExtendSchedule", context), self._memory.reservation("short") as reserved:
+            reserved.take(4 * len(request.learning_rates))  # merged with those that are stored, and in the transaction
             rates = float32_from_bytes(request.learning_rates, "learning_rates")
             _require((rates >= 0).all(), "learning rates must be finite and not negative")
             _require(request.start_step >= 0, f"start_step must not be negative, got {request.start_step}")
@@ -140,7 +145,7 @@ class WeightServerService:
 
     def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answers serialized FetchResponses: see `wire`."""
-        with self._answering("Fetch", context) as clock, self._memory.reservation() as reserved:
+        with self._answering("Fetch", context) as clock, self._memory.reservation("Fetch") as reserved:
             clock.enter("read")
             self._shard.check_table(request.table)
             reserved.take(fetch_bytes(self._shard.require_table().spec, count_rows(request.rows)))
@@ -166,7 +171,7 @@ class WeightServerService:
     def PushGradients(
         self, request_iterator: Iterator[pb.PushGradientsRequest], context: grpc.ServicerContext
     ) -> pb.WriteResponse:
-        with self._answering("PushGradients", context), self._memory.reservation() as reserved:
+        with self._answering("PushGradients", context), self._memory.reservation("write") as reserved:
             write = self._receive(request_iterator, ("gradients",), reserved)
             header, rows, (gradients,) = write.header, write.rows(), write.values()
             self._check_written(rows, reserved)
@@ -178,7 +183,7 @@ class WeightServerService:
     def WriteState(
         self, request_iterator: Iterator[pb.WriteStateRequest], context: grpc.ServicerContext
     ) -> pb.WriteResponse:
-        with self._answering("WriteState", context), self._memory.reservation() as reserved:
+        with self._answering("WriteState", context), self._memory.reservation("write") as reserved:
             write = self._receive(request_iterator, ("weight", "momentum_buffer"), reserved)
             header, rows, (weight, momentum) = write.header, write.rows(), write.values()
             last_step = write.last_step()
@@ -206,21 +211,29 @@ class WeightServerService:
 
         return self._on_checkpoint("CopyCheckpoint", copy, request, context)
 
-    def ReadBlocks(self, request: pb.ReadBlocksRequest, context: grpc.ServicerContext) -> pb.ReadBlocksResponse:
-        with self._answering("ReadBlocks", context):
+    def ReadBlocks(
+        self, request: pb.ReadBlocksRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.ReadBlocksResponse]:
+        with self._answering("ReadBlocks", context), self._memory.reservation("short") as reserved:
             self._shard.check_table(request.table)
             _check_name(request.checkpoint)
             _require(request.first_block <= MAX_ROWS, f"there is no block {request.first_block}")
-            blocks, next_block = self._shard.read_blocks(request.first_block, checkpoint=request.checkpoint)
-            return pb.ReadBlocksResponse(
-                blocks=[pb.Block(number=number, content=content) for number, content in blocks],
-                next_block=next_block or 0,
-            )
+            reserved.take(answer_bytes(max(READ_BYTES, self._shard.require_table().codec.num_bytes)))
+            yield self._read_blocks(request)
 
-    def ReadSchedule(self, request: pb.ReadScheduleRequest, context: grpc.ServicerContext) -> pb.ReadScheduleResponse:
-        with self._answering("ReadSchedule", context):
+    def _read_blocks(self, request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
+        blocks, next_block = self._shard.read_blocks(request.first_block, checkpoint=request.checkpoint)
+        return pb.ReadBlocksResponse(
+            blocks=[pb.Block(number=number, content=content) for number, content in blocks], next_block=next_block or 0
+        )
+
+    def ReadSchedule(
+        self, request: pb.ReadScheduleRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.ReadScheduleResponse]:
+        with self._answering("ReadSchedule", context), self._memory.reservation("short") as reserved:
             _require(request.start_step >= 0, f"start_step must not be negative, got {request.start_step}")
-            return pb.ReadScheduleResponse(learning_rates=to_bytes(self._shard.learning_rates(request.start_step)))
+            reserved.take(answer_bytes(CHUNK_BYTES))
+            yield pb.ReadScheduleResponse(learning_rates=to_bytes(self._shard.learning_rates(request.start_step)))
 
     def _on_checkpoint(
         self,
@@ -283,7 +296,11 @@ class WeightServerService:
         names: tuple[str, ...],
         reserved: Reservation,
     ) -> ReceivedWrite:
-        """All messages of one write, whose float32 fields are `names`; room for it is there before it is received."""
+        """All messages of one write, whose float32 fields are `names`.
+
+        Room is taken for twice as much as has arrived: little is received in vain, and who announces much and sends
+        little holds little.
+        """
         write: ReceivedWrite | None = None
         for message in messages:
             if write is None:
@@ -300,9 +317,10 @@ class WeightServerService:
                     header.num_rows * (8 + 4 * len(names) * spec.dim) <= MAX_WRITE_BYTES,
                     f"more than {MAX_WRITE_BYTES} bytes in one write: split it",
                 )
-                reserved.take(write_bytes(spec, header.num_rows, len(names) * spec.dim))
-                reserved.take(blocks_bytes(spec, _fewest_blocks(spec, header.num_rows)))
+                reserved.require(_received_bytes(spec, header.num_rows, header.num_rows, len(names)))
                 write = ReceivedWrite(header, spec.dim, names)
+            num_named, num_rows = write.rows_with(message)
+            reserved.take_up_to(_received_bytes(spec, num_named, min(2 * num_rows, write.num_rows), len(names)))
             write.add(message)
         if write is None:
             raise InvalidRequestError("the first message of a write has no header")
@@ -314,6 +332,12 @@ class WeightServerService:
         spec = self._shard.require_table().spec
         num_blocks = int(np.count_nonzero(np.diff(rows // spec.rows_per_block, prepend=-1)))
         reserved.take(blocks_bytes(spec, max(0, num_blocks - _fewest_blocks(spec, len(rows)))))
+
+
+def _received_bytes(spec: TableSpec, num_named: int, num_rows: int, num_arrays: int) -> int:
+    """What a write takes until it is done, of which so many rows are named, and so many here with their values."""
+    blocks = blocks_bytes(spec, _fewest_blocks(spec, num_rows))
+    return 8 * num_named + write_bytes(spec, num_rows, num_arrays * spec.dim) + blocks
 
 
 def _fewest_blocks(spec: TableSpec, num_rows: int) -> int:
@@ -332,16 +356,17 @@ def add_to_server(service: WeightServerService, server: grpc.Server) -> None:
     contract = pb.DESCRIPTOR.services_by_name["WeightServer"]
     handlers = {}
     for method in contract.methods:
+        behaviour = getattr(service, method.name)
         kind = (
             grpc.unary_stream_rpc_method_handler
-            if method.server_streaming
+            if inspect.isgeneratorfunction(behaviour)  # of one message too, where room for it is held until it is taken
             else (
                 grpc.stream_unary_rpc_method_handler if method.client_streaming else grpc.unary_unary_rpc_method_handler
             )
         )
         request, response = (GetMessageClass(message) for message in (method.input_type, method.output_type))
         handlers[method.name] = kind(
-            getattr(service, method.name),
+            behaviour,
             request_deserializer=request.FromString,
             response_serializer=None if method.name == "Fetch" else response.SerializeToString,
         )

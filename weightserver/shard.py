@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
@@ -45,9 +46,13 @@ from weightserver.records import (
 from weightserver.sharding import BlockRun, Int64Array, Sharding, block_runs
 from weightserver.storage import NEWEST, DiskUsage, Storage, Transaction
 from weightserver.timing import StageClock
-from weightserver.wire import CHUNK_BYTES, Float32Array, all_finite, spec_digest
+from weightserver.wire import CHUNK_BYTES, MAX_STEPS, Float32Array, all_finite, spec_digest
 
-_READ_BYTES = 4 << 20
+READ_BYTES = 4 << 20
+"""Blocks in one answer of `read_blocks`."""
+MAX_EPOCH_STEP = 1 << 20
+"""How far a session may lie beyond the shard's newest: other shards can have opened, and those before a restore, some
+that this one never heard of."""
 _MAX_SEEN_BLOCKS = 50_000
 """Blocks looked at for one answer of `read_blocks`: a snapshot of some 100 ms."""
 
@@ -88,6 +93,8 @@ class Batch:
     txn: Transaction
     state: State
     after_commit: list[Callable[[], None]] = field(default_factory=list)
+    given_up: Callable[[], bool] = lambda: False
+    """Whether nobody waits any more for the operation that runs."""
 
 
 class Shard:
@@ -266,7 +273,7 @@ class Shard:
             NoTableError: there is no such checkpoint. StorageError: a block is damaged.
         """
         codec = self.require_table().codec
-        num_wanted = max(1, _READ_BYTES // codec.num_bytes)
+        num_wanted = max(1, READ_BYTES // codec.num_bytes)
         found: list[tuple[int, bytes]] = []
         with self._storage.read() as txn:
             up_to = read_state(txn).checkpoint(checkpoint).generation
@@ -356,6 +363,10 @@ class Shard:
             return
         if epoch <= state.epoch:
             raise FencedError(f"epoch {epoch} is not newer than {_session(state)}: open the session again")
+        if epoch > state.epoch + MAX_EPOCH_STEP:
+            raise InvalidRequestError(
+                f"epoch {epoch} is far beyond {_session(state)}: open the one behind the newest of all shards"
+            )
         batch.txn.clear("writers")  # fenced writers are refused by their epoch alone
         batch.state = replace(state, epoch=epoch, opener=opener.hex(), run=name)
 
@@ -376,6 +387,8 @@ class Shard:
         known: Float32Array = schedule.learning_rates[start_step : start_step + len(learning_rates)]
         if start_step > schedule.horizon:
             raise StepError(f"the schedule ends at {schedule.horizon}: step {start_step} would leave a gap before it")
+        if (end := start_step + len(learning_rates)) > MAX_STEPS:
+            raise StepError(f"a schedule has at most {MAX_STEPS} steps, not {end}: give fewer")
         changed = np.flatnonzero(known != learning_rates[: len(known)])
         if not len(changed) and len(known) == len(learning_rates):
             return schedule.horizon, batch.state.schedule_version
@@ -544,6 +557,8 @@ class Shard:
             return False
         rows_stored = 0
         for run in block_runs(rows, table.spec.rows_per_block):
+            if batch.given_up():  # the transaction is taken back, and the write's number with it: it may come again
+                raise CancelledError
             stored = batch.txn.newest_block(run.block)
             if stored is None:
                 buffer = table.codec.initial(run.block)

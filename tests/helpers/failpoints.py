@@ -6,6 +6,8 @@
     writing    some are written
     written    all are, but neither synced nor made to count by the meta page, which comes last
     after      the commit is durable, nobody was told
+
+At "slow" it lives, and its disk takes a minute for the commit.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import platform
 import signal
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -49,6 +52,8 @@ def _install(point: str, commit: int) -> None:
             count += 1
             with super().write() as txn:
                 yield txn
+                if count == commit and point == "slow":
+                    time.sleep(60)
                 if count == commit and point == "before":
                     os.kill(os.getpid(), signal.SIGKILL)
                 if count == commit and point in ("writing", "written"):

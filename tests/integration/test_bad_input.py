@@ -380,6 +380,11 @@ def test_serve_refuses_what_it_cannot_serve(cluster: LocalCluster, tmp_path: Pat
         f"cannot serve metrics on port {metrics_port}", "serve", "--data-dir", tmp_path / "d", *free, "--metrics-port",
         metrics_port,
     )  # fmt: skip
+    for option, value, message in (
+        *(("--grace-seconds", value, r"--grace-seconds must lie in 0\.\.3600, got") for value in ("nan", "1e18", "-1")),
+        ("--listen", "::1:0", r"'::1:0' is no address: write host:port, such as 127\.0\.0\.1:50051 or \[::1\]:50051"),
+    ):
+        assert_fails(message, "serve", "--data-dir", tmp_path / "e", *free, f"{option}={value}")
     (tmp_path / "file").write_text("")
     assert_fails("file is a file: give a directory", "serve", "--data-dir", tmp_path / "file", *free)
 
@@ -407,6 +412,9 @@ def test_the_other_commands_refuse(client: WeightClient, cluster: LocalCluster, 
     assert_fails("holds no weight server data: give the --data-dir of a shard", "inspect", tmp_path)
     assert_fails("holds no weight server data", "inspect", tmp_path / "missing")
     assert_fails("'nonsense' is no address: write host:port", "health", "nonsense")
+    for seconds in ("nan", "inf", "-1"):
+        message = "--timeout-seconds must be positive and at most 3600, got"
+        assert_fails(message, "health", "127.0.0.1:9", f"--timeout-seconds={seconds}")
     assert_fails("127.0.0.1:9 does not answer", "health", "127.0.0.1:9", "--timeout-seconds", "1")
     assert_fails("holds no table", "drop", *cluster.addresses)
     client.create_table(SPEC)

@@ -402,3 +402,14 @@ def test_no_run_name_garbles_an_error(client: WeightClient, cluster: LocalCluste
     with pytest.raises(FencedError, match="superseded") as raised:
         client.push_gradients([0], np.ones((1, 2), np.float32), step=0)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("beyond", [2**20 + 1, 2**63, 2**64 - 1])
+def test_no_session_uses_up_the_epochs(shard: Shard, beyond: int) -> None:
+    """Once such an epoch was open, no newer session could be, and no drop."""
+    newest = shard.stub.Describe(pb.DescribeRequest(), timeout=10).epoch
+    epoch = min(newest + beyond, 2**64 - 1)
+    with pytest.raises(grpc.RpcError, match="is far beyond epoch") as raised:
+        shard.stub.OpenSession(pb.OpenSessionRequest(name="thief", epoch=epoch, opener=b"t" * 16), timeout=10)
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert shard.stub.Describe(pb.DescribeRequest(), timeout=10).epoch == newest

@@ -19,17 +19,17 @@ import psutil
 import pytest
 
 from tests.helpers.watching import metric, wait_until
-from weightserver import LocalCluster, OverloadedError, TableSpec, WeightClient, WeightServerError
+from weightserver import InvalidRequestError, LocalCluster, OverloadedError, TableSpec, WeightClient, WeightServerError
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
 from weightserver.committer import Committer
 from weightserver.connection import ShardConnection
 from weightserver.metrics import ShardMetrics
 from weightserver.overload import BASE_BYTES, LANES, MAX_CALLS, Memory
-from weightserver.service import WeightServerService
+from weightserver.service import NAME, WeightServerService
 from weightserver.shard import Shard
 from weightserver.storage import LmdbStorage
-from weightserver.wire import CHUNK_BYTES, RETRY_HINT, rows_to_proto
+from weightserver.wire import CHUNK_BYTES, MAX_REQUEST_BYTES, MAX_ROWS, RETRY_HINT, rows_to_proto
 
 SPEC = TableSpec(num_rows=1_000_000, dim=64, momentum=0, weight_decay=0, init_std=0)
 MEMORY_MIB = 128
@@ -51,13 +51,13 @@ class Crowd:
         self._channels = [grpc.insecure_channel(cluster.addresses[0], [("crowd", n)]) for n in range(4)]
         self._stubs = [WeightServerStub(channel) for channel in self._channels]
         self._calls: list[Any] = []
-        self._end = threading.Event()
+        self.end = threading.Event()
         self.peak = 0
         self._sampler = threading.Thread(target=self._sample)
         self._sampler.start()
 
     def _sample(self) -> None:
-        while not self._end.wait(0.01):
+        while not self.end.wait(0.01):
             try:
                 self.peak = max(self.peak, self.memory())
             except psutil.NoSuchProcess:
@@ -74,6 +74,9 @@ class Crowd:
     def stub(self, number: int = 0) -> WeightServerStub:
         return self._stubs[number % len(self._stubs)]
 
+    def channel(self, number: int = 0) -> grpc.Channel:
+        return self._channels[number % len(self._channels)]
+
     def header(self, number: int, num_rows: int) -> pb.WriteHeader:
         return pb.WriteHeader(epoch=self.epoch, writer=number.to_bytes(16, "big"), sequence=1, num_rows=num_rows)
 
@@ -89,7 +92,7 @@ class Crowd:
         def messages(number: int) -> Iterator[pb.PushGradientsRequest]:
             gradients = bytes(2 * num_rows * SPEC.dim)
             yield pb.PushGradientsRequest(header=self.header(number, num_rows), rows=half, gradients=gradients)
-            self._end.wait()
+            self.end.wait()
 
         self._calls += [self.stub(number).PushGradients.future(messages(number)) for number in range(count)]
 
@@ -97,11 +100,11 @@ class Crowd:
         """Calls of one message that never bring it."""
 
         def nothing() -> Iterator[bytes]:
-            self._end.wait()
+            self.end.wait()
             yield b""
 
         for number in range(count):
-            channel = self._channels[number % len(self._channels)]
+            channel = self.channel(number)
             method = ("pic.weightserver.v1.WeightServer/Describe", "grpc.health.v1.Health/Check")[number % 2]
             self._calls.append(channel.stream_unary(f"/{method}").future(nothing()))
 
@@ -114,14 +117,19 @@ class Crowd:
             self.client.push_gradients(rows, np.ones((1000, SPEC.dim), np.float32), step=0)
         return time.monotonic() - started
 
-    def leave(self) -> None:
-        for call in self._calls:
+    def add(self, calls: list[Any]) -> None:
+        self._calls += calls
+
+    def leave(self) -> list[Any]:
+        """The calls, cancelled where they go on."""
+        calls, self._calls = self._calls, []
+        for call in calls:
             call.cancel()
-        self._calls.clear()
+        return calls
 
     def close(self) -> None:
         self.leave()
-        self._end.set()
+        self.end.set()
         self._sampler.join()
         for channel in self._channels:
             channel.close()
@@ -159,29 +167,89 @@ def test_silent_callers_stop_nobody(crowd: Crowd) -> None:
     crowd.leave()
 
 
-def test_a_write_is_refused_before_it_is_received(crowd: Crowd) -> None:
-    """Room for a whole write is taken when it begins; one that finds none hears when to try again."""
-    num_rows, value = 80_000, bytes(4 * SPEC.dim)  # 81 MB of 134
-
-    def begin(number: int, num_rows: int) -> Any:
-        def messages() -> Iterator[pb.PushGradientsRequest]:
-            yield pb.PushGradientsRequest(
-                header=crowd.header(number, num_rows), rows=rows_to_proto(np.arange(1)), gradients=value
+def test_replies_that_nobody_reads_are_bounded(crowd: Crowd) -> None:
+    """Of one message too: each is in its lane and in the memory until it is taken, or its caller is cut off."""
+    crowd.work(3)
+    crowd.client.checkpoint("unread", step=1)
+    request = pb.ReadBlocksRequest(checkpoint="unread").SerializeToString()
+    refused = 0
+    window = [("grpc.http2.lookahead_bytes", 65_536), ("grpc.http2.bdp_probe", 0)]
+    with ExitStack() as stack:
+        for number in range(10):
+            channel = stack.enter_context(
+                grpc.insecure_channel(crowd.cluster.addresses[0], [*window, ("unread", number)])
             )
-            time.sleep(0.8)
+            calls = [channel.unary_stream(f"/{NAME}/ReadBlocks")(request) for _ in range(8)]
+            crowd.add(calls)
+        wait_until(lambda: crowd.metric("weightserver_request_memory_bytes ") > 0)
+        wait_until(lambda: crowd.metric("weightserver_request_memory_bytes ") == 0)
+        for call in crowd.leave():
+            refused += call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert refused >= 30
+    assert crowd.peak < CEILING
+    assert crowd.work(3) < 20
 
-        return crowd.stub(number).PushGradients.future(messages(), timeout=10)
 
-    first = begin(1, num_rows)
+def test_who_announces_much_and_sends_little_holds_little(crowd: Crowd) -> None:
+    """Writes of which only the header comes take no memory from others, however large they are to be."""
+
+    def header(number: int) -> Iterator[pb.PushGradientsRequest]:
+        yield pb.PushGradientsRequest(header=crowd.header(number, 80_000))
+        crowd.end.wait(5)
+
+    calls = [crowd.stub(n).PushGradients.future(header(n), timeout=10) for n in range(LANES["write"] - 1)]
+    time.sleep(0.2)
+    assert crowd.metric("weightserver_request_memory_bytes ") < 1 << 20
+    assert crowd.work(3) < 5
+    for call in calls:
+        call.cancel()
+
+
+def test_no_lane_takes_all_memory() -> None:
+    """What is left is for calls of other kinds; those that hold it are pressed by whoever asks in vain."""
+    memory, full = Memory(64 << 20), list[str | None]()
+    memory.on_full = full.append
+    with memory.reservation("write") as write, memory.reservation("Fetch") as fetch:
+        with pytest.raises(
+            InvalidRequestError, match="needs 57 MiB of memory, the shard has 56 MiB for all of its kind"
+        ):
+            write.take(57 << 20)
+        write.take(56 << 20)
+        with memory.reservation("write") as other, pytest.raises(OverloadedError):
+            other.take(1)
+        fetch.take(8 << 20)
+        with pytest.raises(OverloadedError):
+            fetch.take(1)
+        assert full == ["write", None]
+        assert memory.used_bytes == 64 << 20
+    assert memory.used_bytes == 0
+
+
+def test_a_write_that_finds_no_room_is_refused(crowd: Crowd) -> None:
+    """It hears when to try again; one for which there is never room hears so when it begins."""
+    num_rows, value = 80_000, bytes(4 * SPEC.dim)  # 74 MB of 117 that writes may take
+
+    def begin(number: int, num_rows: int, messages: int) -> Any:
+        def halves() -> Iterator[pb.PushGradientsRequest]:
+            header: pb.WriteHeader | None = crowd.header(number, num_rows)
+            for first in range(0, 4000 * messages, 4000):
+                rows = rows_to_proto(np.arange(first, first + 4000))
+                yield pb.PushGradientsRequest(header=header, rows=rows, gradients=4000 * value)
+                header = None
+            crowd.end.wait(0.8)
+
+        return crowd.stub(number).PushGradients.future(halves(), timeout=10)
+
+    first = begin(1, num_rows, 10)
     wait_until(lambda: crowd.metric("weightserver_request_memory_bytes ") > 70_000_000)
-    second, far_too_large = begin(2, num_rows), begin(3, 400_000)
+    second, far_too_large = begin(2, num_rows, 10), begin(3, 400_000, 1)
     assert second.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "no memory for another request now" in second.details()
     assert 0 < int(dict(second.trailing_metadata())[RETRY_HINT]) < 10_000
     assert far_too_large.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "split it, or give the shard more --request-memory-mib" in far_too_large.details()
     assert first.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert f"announced {num_rows} rows and brought 1" in first.details()
+    assert f"announced {num_rows} rows and brought 40000" in first.details()
     scattered = pb.Rows(ids=np.arange(0, SPEC.num_rows, 200).tobytes())
     message = pb.PushGradientsRequest(header=crowd.header(4, 5000), rows=scattered, gradients=5000 * value)
     with pytest.raises(
@@ -190,6 +258,42 @@ def test_a_write_is_refused_before_it_is_received(crowd: Crowd) -> None:
         crowd.stub().PushGradients(iter([message]), timeout=10)
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert crowd.metric("weightserver_request_memory_bytes ") == 0
+
+
+def test_large_messages_stay_below_the_ceiling(crowd: Crowd) -> None:
+    """Many of the largest at a time: each is there whole before its room can be taken."""
+    request = pb.FetchRequest(rows=pb.Rows(ids=np.arange(MAX_ROWS).tobytes()), raw=True)
+    calls = [crowd.stub(number).Fetch(request, timeout=20) for number in range(8)]
+    statuses = {call.code().name for call in calls}
+    assert statuses <= {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "CANCELLED"}  # the last sent nothing whole in time
+    assert crowd.peak < BASE_BYTES + (MEMORY_MIB << 20) + 8 * MAX_REQUEST_BYTES
+
+
+@pytest.mark.parametrize("method", ["Watch", "Check"])
+def test_silent_callers_without_a_token_stop_nobody(crowd: Crowd, method: str) -> None:
+    """Health needs no token. Its callers take their own lane alone, and who comes too late hears when to try again."""
+
+    def nothing() -> Iterator[bytes]:
+        crowd.end.wait(5)
+        yield b""
+
+    channel = crowd.channel()
+    calls = [channel.stream_stream(f"/grpc.health.v1.Health/{method}")(nothing()) for _ in range(100)]
+    wait_until(lambda: sum(call.done() for call in calls) >= 100 - LANES["health"])
+    request = pb.FetchRequest(rows=rows_to_proto(np.arange(10_000)), step=1)
+    with ThreadPoolExecutor(8) as pool:
+        fetches = [
+            pool.submit(lambda number: len(list(crowd.stub(number).Fetch(request, timeout=20))), number)
+            for number in range(8)
+        ]
+        assert {fetch.result(20) > 0 for fetch in fetches} == {True}
+    refused = [call for call in calls if call.done() and call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED]
+    assert len(refused) >= 100 - 2 * LANES["health"]
+    for call in refused:
+        assert f"busy with {LANES['health']} health calls" in call.details()
+        assert int(dict(call.trailing_metadata())[RETRY_HINT]) > 0
+    for call in calls:
+        call.cancel()
 
 
 def test_a_client_waits_as_long_as_it_is_told() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -17,10 +20,12 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.helpers.watching import wait_until
+from tests.helpers.failpoints import DyingCluster
+from tests.helpers.watching import metric, wait_until
 from weightserver import LocalCluster, ShardUnavailableError, TableSpec, WeightClient, WeightServerError
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
+from weightserver.metrics_page import MAX_CONNECTIONS
 from weightserver.wire import rows_to_proto
 
 SPEC = TableSpec(num_rows=200_000, dim=32)
@@ -145,3 +150,90 @@ def test_a_cluster_in_a_temporary_directory_leaves_nothing() -> None:
         assert (directory / "shard-0" / "data.mdb").exists()
     assert not directory.exists()
     assert cluster.processes[0].poll() == 0
+
+
+def test_sigterm_ends_a_large_write_within_the_grace_period(tmp_path: Path) -> None:
+    """One of many blocks, that takes several seconds: it is taken back, and its repetition is applied."""
+    rows = 63 * np.arange(30_000)
+    with (
+        LocalCluster(1, tmp_path, serve_options=["--grace-seconds", "0.5"]) as cluster,
+        WeightClient(cluster.addresses, timeout_seconds=30, retry_seconds=0) as client,
+    ):
+        client.create_table(TableSpec(num_rows=10_000_000, dim=128))
+        client.extend_schedule(0, np.ones(2, np.float32))
+        client.open_session("large")
+        with ThreadPoolExecutor(1) as pool:
+            push = pool.submit(client.push_gradients, rows, np.ones((len(rows), 128), np.float32), step=0)
+            wait_until(lambda: metric(cluster.metrics_addresses[0], "weightserver_request_memory_bytes ") > 1 << 30)
+            time.sleep(0.5)
+            started = time.monotonic()
+            cluster.processes[0].terminate()
+            assert cluster.processes[0].wait(20) == 0
+            assert time.monotonic() - started < 0.5 + 2
+            with pytest.raises(WeightServerError):
+                push.result(10)
+        cluster.restart(0)
+        assert client.describe().rows_stored == 0
+        client.push_gradients(rows[:10], np.ones((10, 128), np.float32), step=0)
+        assert client.describe().rows_stored == 10
+
+
+def test_sigterm_waits_for_no_disk_beyond_the_grace_period(tmp_path: Path) -> None:
+    """A commit that the disk does not take in time is cut as by a kill: it is not there, and nobody was told that."""
+    row, gradient = np.array([5]), np.ones((1, 32), np.float32)
+    with (
+        DyingCluster(1, tmp_path, serve_options=["--grace-seconds", "0.3"]) as cluster,
+        WeightClient(cluster.addresses, timeout_seconds=20, retry_seconds=0) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        client.create_table(SPEC)
+        client.extend_schedule(0, np.ones(2, np.float32))
+        client.open_session("slow")
+        cluster.arm(0, "slow", 2)  # the first is that of the start
+        cluster.restart(0)
+        client.describe()
+        push = pool.submit(client.push_gradients, row, gradient, step=0)
+        time.sleep(0.5)
+        started = time.monotonic()
+        cluster.processes[0].terminate()
+        assert cluster.processes[0].wait(20) == 0
+        assert time.monotonic() - started < 0.3 + 1 + 2
+        with pytest.raises(WeightServerError):
+            push.result(10)
+        assert "closed before the disk took the last commit" in (tmp_path / "shard-0.log").read_text()
+        cluster.restart(0)
+        assert client.describe().rows_stored == 0
+        client.push_gradients(row, gradient, step=0)
+        assert client.describe().rows_stored == 1
+
+
+def test_slow_callers_of_the_metrics_take_nothing_from_the_shard(tmp_path: Path) -> None:
+    """Hundreds of connections with half a request: a few threads, and whoever asks properly is answered."""
+    with (
+        LocalCluster(1, tmp_path) as cluster,
+        WeightClient(cluster.addresses, retry_seconds=0) as client,
+        ExitStack() as stack,
+    ):
+        process = psutil.Process(cluster.processes[0].pid)
+        client.create_table(SPEC)
+        threads, descriptors = process.num_threads(), process.num_fds()
+        host, _, port = cluster.metrics_addresses[0].rpartition(":")
+        for _ in range(300):
+            connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
+            connection.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
+        wait_until(lambda: process.num_fds() <= descriptors + MAX_CONNECTIONS + 2)
+        assert process.num_threads() <= threads + MAX_CONNECTIONS + 2
+        assert metric(cluster.metrics_addresses[0], "weightserver_table_rows ") == SPEC.num_rows
+        assert client.describe().spec == SPEC
+
+
+def test_a_shard_takes_all_descriptors_that_it_may_have(tmp_path: Path) -> None:
+    """More idle connections than the soft limit, which shells often set to 1,024, shut nobody out."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, soft), hard))
+    try:
+        cluster = LocalCluster(1, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with cluster:
+        assert psutil.Process(cluster.processes[0].pid).rlimit(psutil.RLIMIT_NOFILE) == (hard, hard)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import socket
 import ssl
 import stat
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -29,7 +32,7 @@ from weightserver import AuthenticationError, LocalCluster, ShardUnavailableErro
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.certificates import write_certificates
 from weightserver.cli import main
-from weightserver.security import TOKEN_VARIABLE, ClientSecurity, read_token
+from weightserver.security import TOKEN_VARIABLE, ClientSecurity, read_token, server_tls
 from weightserver.server import ServerConfig
 
 SPEC = TableSpec(num_rows=1000, dim=8)
@@ -237,6 +240,65 @@ def test_no_call_but_health_goes_without_the_token(place: Place) -> None:
     assert unauthenticated(place.shards["mutual"]) == before + refused
 
 
+def test_secrets_are_nowhere_to_be_read(place: Place) -> None:
+    """Neither in a log, nor on the metrics page, nor among the arguments that every user of a machine can list."""
+    shard = place.shards["mutual"]
+    with place.client("mutual", everything(place.own)) as client:
+        client.create_table(SPEC)
+        client.drop_table()
+    with (
+        pytest.raises(AuthenticationError) as refused,
+        place.client("mutual", everything(place.own, token_file=place.other / "token")) as client,
+    ):
+        client.describe()
+    arguments = " ".join(psutil.Process(shard.process.pid).cmdline())
+    for text in (shard.log.read_text(), scrape(shard.metrics_address), arguments, str(refused.value)):
+        assert len(text) > 10
+        place.assert_no_secret(text)
+
+
+def test_a_proxy_that_the_environment_names_is_not_told_the_token(place: Place) -> None:
+    """gRPC would send it the calls, without TLS in clear; every command and client goes to the shards directly."""
+    asked: list[bytes] = []
+
+    def take(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                asked.append(connection.recv(65_536))
+                connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=take, args=(listener,), daemon=True).start()
+        proxy = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+        environment |= dict.fromkeys(("http_proxy", "https_proxy", "grpc_proxy"), proxy)
+        environment[TOKEN_VARIABLE] = (place.own / "token").read_text()
+        for command in ("checkpoints", "health"):
+            done = subprocess.run(
+                [sys.executable, "-m", "weightserver", command, place.shards["plain"].address],
+                env=environment, capture_output=True, text=True, timeout=60, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+        assert asked == []
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_secret_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "token"
+    file.write_text("sixteen-letters-and-more")
+    for mode, warned in ((0o600, False), (0o400, False), (0o640, True), (0o604, True), (0o620, True)):
+        file.chmod(mode)
+        caplog.clear()
+        read_token(file)
+        assert (f"--token-file {file} can be read or changed by others" in caplog.text) is warned
+    write_certificates(tmp_path / "certs", ["a"])
+    (tmp_path / "certs" / "server-key.pem").chmod(0o644)
+    server_tls(tmp_path / "certs" / "server.pem", tmp_path / "certs" / "server-key.pem", None)
+    assert "server-key.pem can be read or changed by others" in caplog.text
+    assert "server.pem can be" not in caplog.text
+
+
 def unauthenticated(shard: Served) -> float:
     page = scrape(shard.metrics_address)
     return float(re.findall(r"^weightserver_unauthenticated_calls_total (\S+)$", page, re.MULTILINE)[0])
@@ -262,6 +324,17 @@ def test_what_is_no_token(content: str, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv(TOKEN_VARIABLE, content)
     with pytest.raises(ValueError, match="WEIGHTSERVER_TOKEN holds no token"):
         read_token(None)
+
+
+def test_a_token_that_no_call_could_bring(tmp_path: Path) -> None:
+    """gRPC refuses calls with metadata above 8 KiB as it refuses those of which there are too many."""
+    (tmp_path / "token").write_text("x" * 1025)
+    with pytest.raises(ValueError, match="holds 1025 characters: give a token of at most 1024"):
+        read_token(tmp_path / "token")
+    with pytest.raises(ValueError, match="of at most 1024 characters"):
+        WeightClient(["127.0.0.1:1"], token="x" * 1025)
+    (tmp_path / "token").write_text("x" * 1024)
+    assert read_token(tmp_path / "token") == "x" * 1024
 
 
 def test_the_token_may_be_in_the_environment(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,6 +400,17 @@ def test_certificates_are_their_owners_and_stay(place: Place, tmp_path: Path) ->
         with pytest.raises(ValueError, match=message):
             write_certificates(tmp_path / "none", hosts, days=days)
     assert not (tmp_path / "none").exists()
+
+
+def test_certificates_that_a_full_disk_cuts_leave_nothing(tmp_path: Path) -> None:
+    """The command can be repeated, and names the file that it could not write."""
+    script = f"ulimit -f 0; trap '' XFSZ; exec {sys.executable} -m weightserver certs {tmp_path}/certs --host a"
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert re.fullmatch(r"weightserver certs: .*/ca\.pem cannot be written \(.*File too large.*\)\n", done.stderr)
+    assert list((tmp_path / "certs").iterdir()) == []
+    write_certificates(tmp_path / "certs", ["a"])
+    assert len(list((tmp_path / "certs").iterdir())) == 7
 
 
 def test_certificates_hold_before_a_strict_verifier(tmp_path: Path) -> None:

@@ -28,10 +28,28 @@ def test_addresses(address: str, parts: tuple[str, int], loopback: bool) -> None
 
 
 @pytest.mark.parametrize(
-    "address", ["", ":", "host", "host:", ":50051", "host:port", "host:-1", "host:1.5", "host:65536", "[]:1"]
+    "address",
+    [
+        "",
+        ":",
+        "host",
+        "host:",
+        ":50051",
+        "host:port",
+        "host:-1",
+        "host:1.5",
+        "host:65536",
+        "[]:1",
+        "::1:5",
+        "[::1:5",
+        "::1]:5",
+        "h:\u0663",
+    ],
 )
 def test_no_addresses(address: str) -> None:
-    with pytest.raises(ValueError, match=r"is no address: write host:port, such as 127\.0\.0\.1:50051"):
+    with pytest.raises(
+        ValueError, match=r"is no address: write host:port, such as 127\.0\.0\.1:50051 or \[::1\]:50051"
+    ):
         split_address(address)
     with pytest.raises(ValueError, match="is no address"):
         is_loopback(address)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from weightserver.committer import MAX_GROUP, Committer
+from weightserver import shard
+from weightserver.committer import MAX_GROUP, Committer, Promise
 from weightserver.config import TableSpec
-from weightserver.errors import NoTableError, TableMismatchError
+from weightserver.errors import NoTableError, StepError, TableMismatchError
 from weightserver.exactly_once import WINDOW, WriterState
 from weightserver.initial import initial_rows
 from weightserver.session import MAX_FAILED, Session
@@ -157,3 +158,38 @@ def test_a_failed_write_is_recognised_as_long_as_the_window_reaches() -> None:
     again = session.begin([0], lambda: b"lost")
     assert again == lost
     assert shard.admit(again[0], session.settled_before(0)) is False
+
+
+def test_a_write_that_is_given_up_while_it_runs_is_taken_back(groups: Groups) -> None:
+    """As where its caller has gone: the others of its group are there, and its repetition is applied once."""
+    groups.commit(groups.create, groups.open_session, groups.extend(0, 1.0, 1.0))
+    promises: list[Promise[object]] = []
+    first, second = groups.push(0), groups.push(0)
+
+    def give_up(batch: Batch) -> object:
+        promises[0].cancel()
+        return second(batch)
+
+    busy, go = threading.Event(), threading.Event()
+    groups.committer.submit(lambda batch: (busy.set(), go.wait(10)))
+    assert busy.wait(10)
+    promises.append(groups.committer.submit(give_up))
+    other = groups.committer.submit(first)
+    go.set()
+    with pytest.raises(CancelledError):
+        promises[0].result(10)
+    assert other.result(10) is True
+    once = groups.weight()
+    assert [groups.committer.submit(second).result(10) for _ in range(2)] == [True, False]
+    assert groups.weight() < once
+
+
+def test_a_schedule_has_an_end(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard, "MAX_STEPS", 4)
+    groups.commit(groups.create)
+    (fits,) = groups.commit(groups.extend(0, 1.0, 1.0, 1.0, 1.0))
+    (too_long,) = groups.commit(groups.extend(3, 1.0, 1.0))
+    assert fits.result() == (4, 1)
+    with pytest.raises(StepError, match="a schedule has at most 4 steps, not 5: give fewer"):
+        too_long.result()
+    assert groups.shard.horizon == 4

@@ -243,7 +243,7 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
     served.do(lambda batch: served.shard.checkpoint(batch, header(5, 2), "two"))
     for seen, num_bytes in ((50_000, 4 << 20), (1, 4 << 20), (3, 1)):
         monkeypatch.setattr(shard, "_MAX_SEEN_BLOCKS", seen)
-        monkeypatch.setattr(shard, "_READ_BYTES", num_bytes)
+        monkeypatch.setattr(shard, "READ_BYTES", num_bytes)
         assert read("empty") == {}
         assert read("one") == kept
         assert sorted(read("two")) == [0, 3, 8, 16]

@@ -1,0 +1,71 @@
+"""A /metrics page for Prometheus, which slow or many callers cost no more than a few threads."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from http.server import ThreadingHTTPServer
+from typing import Any
+
+from prometheus_client import CollectorRegistry, MetricsHandler
+
+MAX_CONNECTIONS = 16
+_SECONDS = 5.0
+"""How long a caller may be silent."""
+
+
+def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> tuple[int, Callable[[], None]]:
+    """Serves /metrics in threads; port 0 takes a free one. Returns the port, and what ends it.
+
+    Raises:
+        OSError: the port cannot be had.
+    """
+    handler = type("_Handler", (MetricsHandler,), {"registry": registry, "timeout": _SECONDS})
+    kind = type("_Server", (_Server,), {"address_family": socket.AF_INET6}) if ":" in host else _Server
+    server = kind((host, port), handler)
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
+
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return server.server_port, close
+
+
+class _Server(ThreadingHTTPServer):
+    """Hangs up on the oldest connection when there is one too many: a scrape takes milliseconds."""
+
+    request_queue_size = 128
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._open: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            if len(self._open) == MAX_CONNECTIONS:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                _hang_up(oldest)
+            self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+            super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A caller that was hung up on, or has gone: nobody's business."""
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # its caller has
+        connection.shutdown(socket.SHUT_RDWR)
