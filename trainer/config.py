@@ -17,8 +17,7 @@ from trainer.model import EncoderConfig
 from weightserver.addresses import is_loopback
 from weightserver.logs import LogFormat
 from weightserver.security import ClientSecurity
-
-_MAX_STEPS = 100_000_000
+from weightserver.wire import MAX_STEPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,8 +188,8 @@ class TrainConfig:
     def num_steps(self, num_images: int) -> int:
         """Updates of the run; ValueError where their learning rates alone would fill the memory."""
         steps = self.steps if self.steps is not None else max(1, round(self.epochs * num_images / self.batch_size))
-        if steps > _MAX_STEPS:
-            raise ValueError(f"the run would take {steps:.3g} steps, at most {_MAX_STEPS:,} are possible: choose fewer")
+        if steps > MAX_STEPS:
+            raise ValueError(f"the run would take {steps:.3g} steps, at most {MAX_STEPS:,} are possible: choose fewer")
         return steps
 
     def resident_rows(self, num_images: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 import secrets
 from collections.abc import Sequence
@@ -96,7 +95,7 @@ def _write_new(directory: Path, contents: dict[str, bytes]) -> None:
     try:
         for name, content in contents.items():
             secret = name == "token" or name.endswith("-key.pem")
-            write_whole(directory / name, partial(_create, content=content, mode=0o600 if secret else 0o644))
+            write_whole(directory / name, partial(_fill, content=content), mode=0o600 if secret else 0o644)
             written.append(directory / name)
     except OSError:
         for path in written:  # a part of them is no use, and would stand in the way of the next attempt
@@ -104,10 +103,8 @@ def _write_new(directory: Path, contents: dict[str, bytes]) -> None:
         raise
 
 
-def _create(path: Path, *, content: bytes, mode: int) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
+def _fill(path: Path, *, content: bytes) -> None:
+    path.write_bytes(content)
 
 
 def _general_name(host: str) -> x509.GeneralName:

@@ -16,8 +16,8 @@ LOCK = ".weightserver-lock"
 """The file of `alone_in`."""
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Has `write` fill a file beside `path`, syncs it and renames it into place, with the mode of any new file.
+def write_whole(path: Path, write: Callable[[Path], object], *, mode: int = 0o666) -> None:
+    """Has `write` fill a file beside `path`, syncs it and renames it into place, with what the umask leaves of `mode`.
 
     Raises:
         OSError: it cannot be written, as when the disk is full.
@@ -25,10 +25,10 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     partial = path.with_name(f"{path.name}.partial")
     try:
         partial.unlink(missing_ok=True)
-        partial.touch()
-        mode = partial.stat().st_mode
+        partial.touch(mode)
+        left = partial.stat().st_mode
         write(partial)  # safetensors makes a file of its own, which nobody else may read
-        partial.chmod(mode)
+        partial.chmod(left)
         sync(partial)
         partial.replace(path)
     except (SafetensorError, OSError) as error:
