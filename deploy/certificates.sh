@@ -1,0 +1,18 @@
+#!/bin/sh
+# Makes a CA, certificates and a token for the shards in $SERVERS (host:port,host:port): on the first start, and anew when
+# the shards have other names. authority/ keeps everything, shards/ and clients/ get what each side needs; nobody else
+# ever sees the CA's key.
+set -eu
+cd /certs
+hosts="localhost 127.0.0.1 $(echo "$SERVERS" | sed 's/:[0-9]*//g; s/,/ /g')"
+if [ "$hosts" != "$(cat authority/hosts 2>/dev/null)" ]; then
+    rm -rf authority/new
+    # shellcheck disable=SC2086 # a word each
+    weightserver certs authority/new --host $hosts
+    mv -f authority/new/* authority/
+    rmdir authority/new
+    echo "$hosts" >authority/hosts # last: whoever is stopped before begins anew
+fi
+cd authority
+cp -pu ca.pem token server.pem server-key.pem ../shards/
+cp -pu ca.pem token ../clients/
