@@ -12,7 +12,8 @@ COPY pyproject.toml constraints.txt README.md ./
 # What it depends on comes first, in a layer of its own: it changes seldom, and takes minutes.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=pip-ca \
     mkdir weightserver trainer && touch weightserver/__init__.py trainer/__init__.py \
-    && pip install --no-cache-dir -c constraints.txt '.[trainer]'
+    && pip install --no-cache-dir -c constraints.txt '.[trainer]' \
+    && rm -r build
 COPY weightserver weightserver
 COPY trainer trainer
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=pip-ca \

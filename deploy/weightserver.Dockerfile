@@ -11,10 +11,11 @@ WORKDIR /src
 COPY pyproject.toml constraints.txt README.md ./
 # What it depends on comes first, in a layer of its own: it changes seldom.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=pip-ca \
-    mkdir weightserver && touch weightserver/__init__.py && pip install --no-cache-dir -c constraints.txt .
+    mkdir weightserver && touch weightserver/__init__.py && pip install --no-cache-dir -c constraints.txt . \
+    && rm -r build
 COPY weightserver weightserver
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=pip-ca \
-    pip install --no-cache-dir --no-deps --force-reinstall .
+    pip install --no-cache-dir --no-deps --force-reinstall . && pip uninstall --yes setuptools pip
 
 FROM ${BASE_IMAGE}
 RUN useradd --uid 10001 --user-group --create-home pic \
