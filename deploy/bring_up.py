@@ -44,7 +44,7 @@ PROJECT = "pic-bring-up"
 STAND_IN = "pic-stand-in-base:bookworm"
 LISTEN = "127.94.0.1"
 """A loopback address that nobody else's shards listen on."""
-RANKS, EPOCHS = 2, 1.0
+RANKS, EPOCHS, CHECKPOINT_EVERY = 2, 0.6, 50
 Json = dict[str, Any]
 
 
@@ -113,8 +113,15 @@ class Docker:
             raise NotAsItShouldBe(f"{' '.join(command)} failed with {done.returncode}:\n{done.stdout[-3000:]}")
         return done.stdout
 
+    def has(self, image: str) -> bool:
+        return bool(self.run("images", "-q", image).strip())
+
+    def pulls(self, image: str) -> bool:
+        self.run("pull", "-q", image, fails=True)
+        return self.has(image)
+
     def container(self, service: str) -> str:
-        return self.up("--profile", "trainer", "ps", "-q", service).strip()
+        return self.up("--profile", "trainer", "ps", "-a", "-q", service).strip()
 
     def inspect(self, service: str) -> Json:
         found: Json = json.loads(self.run("inspect", self.container(service)))[0]
@@ -165,7 +172,7 @@ def engine(directory: Path) -> Iterator[Docker]:
         "HOSTS": LISTEN,
         "EPOCHS": str(EPOCHS),
         "RANKS": str(RANKS),
-        "CHECKPOINT_EVERY": "100",
+        "CHECKPOINT_EVERY": str(CHECKPOINT_EVERY),
         "OMP_NUM_THREADS": "1",
         "FASHION_MNIST": str(_images()),
     }
@@ -197,9 +204,11 @@ def engine(directory: Path) -> Iterator[Docker]:
 
 def base_image(docker: Docker, wanted: str) -> str:
     """The image to build from: `wanted`, or a stand-in with the same Python where it cannot be had."""
-    if not docker.run("images", "-q", STAND_IN) and "Error" not in docker.run("pull", "-q", wanted, fails=True):
+    if docker.has(STAND_IN):
+        tell("the stand-in for the base image is there already")
+    elif docker.has(wanted) or docker.pulls(wanted):
         return wanted
-    if not docker.run("images", "-q", STAND_IN):
+    else:
         tell(f"{wanted} cannot be pulled: a stand-in is made of Debian's packages")
         with tempfile.TemporaryDirectory() as directory:
             packages = "--include=python3,python3-venv,ca-certificates"
@@ -211,8 +220,6 @@ def base_image(docker: Docker, wanted: str) -> str:
             )
             subprocess.run(["tar", "-C", f"{directory}/root", "-cf", f"{directory}/root.tar", "."], check=True)
             docker.run("import", f"{directory}/root.tar", STAND_IN)
-    else:
-        tell("the stand-in for the base image is there already")
     return STAND_IN
 
 
@@ -295,18 +302,13 @@ def services(docker: Docker) -> list[str]:
         image = service["image"]
         if name == "trainer":
             continue
-        if docker.run("images", "-q", image).strip() or _pulled(docker, image):
+        if docker.has(image) or docker.pulls(image):
             found.append(name)
         else:
             absent.append(f"{name} ({image})")
     if absent:
         tell(f"left out, because their images cannot be pulled here: {', '.join(absent)}")
     return found
-
-
-def _pulled(docker: Docker, image: str) -> bool:
-    docker.run("pull", "-q", image, fails=True)
-    return bool(docker.run("images", "-q", image).strip())
 
 
 def wait_healthy(docker: Docker, names: Sequence[str]) -> None:
@@ -379,28 +381,30 @@ def _killed_and_back(docker: Docker, service: str) -> None:
 
 def train_from_host(docker: Docker, shards: Shards, output: Path) -> float:
     """The last loss of a run in which a shard dies."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "-m", "trainer"]
-    command += ["fashion-mnist", "--servers", ",".join(shards.addresses), *shards.options(), "--output", str(output)]
-    command += ["--epochs", str(EPOCHS), "--checkpoint-every", "100", "--no-evaluate"]
-    tell(f"$ {' '.join(command[2:])}")
+    arguments = ["--nproc-per-node", str(RANKS), "-m", "trainer", "fashion-mnist"]
+    arguments += ["--servers", ",".join(shards.addresses), *shards.options(), "--output", str(output)]
+    arguments += ["--epochs", str(EPOCHS), "--checkpoint-every", str(CHECKPOINT_EVERY), "--no-evaluate"]
+    tell(f"$ torchrun {' '.join(arguments)}")
     metrics, log = output / "metrics.jsonl", output.with_suffix(".log")
 
     def steps() -> list[Json]:
         return _steps(metrics.read_text()) if metrics.exists() else []
 
     with log.open("w") as file:
+        command = [sys.executable, "-m", "torch.distributed.run", *arguments]
         process = subprocess.Popen(command, cwd=ROOT, env=docker.environment, stdout=file, stderr=file)
     try:
-        wait_until(lambda: process.poll() is not None or len(steps()) > 10, "training begins", seconds=180)
+        wait_until(lambda: process.poll() is not None or len(steps()) > 10, "training begins", seconds=600)
         check(process.poll() is None, f"training failed: {log.read_text()[-2000:]}")
         at = steps()[-1]["step"]
         tell(f"at step {at}:")
         _killed_and_back(docker, "shard-1")
-        check(process.wait(600) == 0, f"training failed: {log.read_text()[-2000:]}")
+        check(process.wait(1200) == 0, f"training failed: {log.read_text()[-2000:]}")
     finally:
         if process.poll() is None:
             process.terminate()
             process.wait(120)
+    tell(f"the trainer said: {log.read_text().splitlines()[0]}")
     last = steps()[-1]
     check(last["step"] > at, "training did not go on")
     tell(f"training went on to step {last['step']}, loss {last['loss']:.6f}")
@@ -425,12 +429,12 @@ def train_from_profile(docker: Docker) -> float:
 
     reached = 0
     for service in ("shard-0", "trainer"):
-        wait_until(functools.partial(went_on, reached), "training goes on", seconds=180)
+        wait_until(functools.partial(went_on, reached), "training goes on", seconds=600)
         reached = len(steps())
         check(not ended(), f"training ended: {docker.run('logs', '--tail', '20', docker.container('trainer'))}")
         tell(f"at step {steps()[-1]['step']}:")
         _killed_and_back(docker, service)
-    wait_until(ended, "training ends", seconds=900)
+    wait_until(ended, "training ends", seconds=1800)
     state = docker.inspect("trainer")["State"]
     log = docker.run("logs", docker.container("trainer"))
     check(state["ExitCode"] == 0, f"the trainer ended with {state['ExitCode']}: {log[-2000:]}")
