@@ -176,7 +176,7 @@ def engine(directory: Path) -> Iterator[Docker]:
         "OMP_NUM_THREADS": "1",
         "FASHION_MNIST": str(_images()),
     }
-    if _answers(docker, "info"):
+    if _answers(docker, "ps"):
         tell("a Docker engine runs already: it is used")
         yield Docker(docker, compose, environment)
         return
@@ -189,7 +189,7 @@ def engine(directory: Path) -> Iterator[Docker]:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
         wait_until(
-            lambda: process.poll() is not None or _answers(docker, "info", environment=environment), "dockerd starts"
+            lambda: process.poll() is not None or _answers(docker, "ps", environment=environment), "dockerd starts"
         )
         check(process.poll() is None, f"dockerd does not start: {(directory / 'dockerd.log').read_text()[-500:]}")
         tell("no Docker engine ran: one was started, and is stopped at the end")
@@ -321,6 +321,16 @@ def start(docker: Docker, names: Sequence[str]) -> None:
     tell(", ".join(f"{name}: {docker.health(name)}" for name in names))
 
 
+def tell_metrics(docker: Docker) -> None:
+    """From where Prometheus would ask, in the containers' network."""
+    for name in ("shard-0", "shard-1"):
+        code = f"import urllib.request as u; print(u.urlopen('http://{name}:9101/metrics', timeout=20).read().decode())"
+        page = docker.up("exec", "-T", "shard-0", "python", "-c", code)
+        names = set(re.findall(r"(?m)^# TYPE (weightserver_\w+)", page))
+        tell(f"http://{name}:9101/metrics: {len(names)} metrics of the weight server")
+        check(names, f"{name} tells no metrics")
+
+
 @dataclass(frozen=True)
 class Shards:
     """How a client on the host calls them."""
@@ -340,7 +350,7 @@ class Shards:
         return ["--tls-ca", str(self.security.tls_ca), "--token-file", str(self.security.token_file)]
 
     def command(self, *arguments: str) -> str:
-        command = [sys.executable, "-m", "weightserver", arguments[0], *self.options(), *arguments[1:]]
+        command = [sys.executable, "-m", "weightserver", *arguments, *self.options()]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
         check(done.returncode == 0, f"weightserver {arguments[0]}: {done.stderr}")
         return done.stdout.strip()
@@ -414,7 +424,9 @@ def train_from_host(docker: Docker, shards: Shards, output: Path) -> float:
 def train_from_profile(docker: Docker) -> float:
     """The last loss of a run in which a shard dies, and then the trainer."""
     tell("$ docker-compose --profile trainer up -d trainer")
-    docker.up("--profile", "trainer", "up", "-d", "--no-deps", "trainer")
+    command = [*compose_file()["services"]["trainer"]["command"], "--no-evaluate"]  # which would take minutes
+    override = {"services": {"trainer": {"command": command}}}
+    docker.up("--profile", "trainer", "up", "-d", "--no-deps", "trainer", override=override)
 
     def steps() -> list[Json]:
         run = ("exec", docker.container("trainer"), "cat", "/runs/fashion-mnist/metrics.jsonl")
@@ -560,7 +572,9 @@ def bring_up(directory: Path, engine_directory: Path) -> None:
             names = services(docker)
             start(docker, names)
             shards = Shards.of(docker, directory)
-            tell(shards.command("health", shards.addresses[0], "--timeout-seconds", "10"))
+            for address in shards.addresses:
+                tell(f"from the host, {address}: {shards.command('health', address, '--timeout-seconds', '20')}")
+            tell_metrics(docker)
 
             title("torchrun on the host, a shard killed")
             from_host = train_from_host(docker, shards, directory / "run")
