@@ -197,6 +197,7 @@ def engine(directory: Path) -> Iterator[Docker]:
     finally:
         process.terminate()
         process.wait(60)
+        subprocess.run(["umount", f"{directory}/exec/netns/default"], stderr=subprocess.DEVNULL)  # dockerd leaves it
 
 
 # ---- the images
@@ -624,6 +625,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m deploy.bring_up", description="Bring the deployment up for real.")
     parser.add_argument("--engine", type=Path, help="where an engine of our own keeps its files for the next time")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and leave nothing behind
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         _hidden[name] = "TMP"
