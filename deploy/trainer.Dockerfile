@@ -8,12 +8,13 @@ FROM ${BASE_IMAGE} AS build
 RUN python3 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md ./
+COPY pyproject.toml constraints.txt ./
 # What it depends on comes first, in a layer of its own: it changes seldom, and takes minutes.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=pip-ca \
-    mkdir weightserver trainer && touch weightserver/__init__.py trainer/__init__.py \
+    mkdir weightserver trainer && touch README.md weightserver/__init__.py trainer/__init__.py \
     && pip install --no-cache-dir -c constraints.txt '.[trainer]' \
     && rm -r build
+COPY README.md ./
 COPY weightserver weightserver
 COPY trainer trainer
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=pip-ca \

@@ -8,11 +8,12 @@ FROM ${BASE_IMAGE} AS build
 RUN python3 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md ./
+COPY pyproject.toml constraints.txt ./
 # What it depends on comes first, in a layer of its own: it changes seldom.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=pip-ca \
-    mkdir weightserver && touch weightserver/__init__.py && pip install --no-cache-dir -c constraints.txt . \
+    mkdir weightserver && touch README.md weightserver/__init__.py && pip install --no-cache-dir -c constraints.txt . \
     && rm -r build
+COPY README.md ./
 COPY weightserver weightserver
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=pip-ca \
     pip install --no-cache-dir --no-deps --force-reinstall . && pip uninstall --yes setuptools pip
