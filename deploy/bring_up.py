@@ -124,7 +124,11 @@ class Docker:
         return self.has(image)
 
     def container(self, service: str) -> str:
-        return self.up("--profile", "trainer", "ps", "-a", "-q", service).strip()
+        labels = {"project": PROJECT, "service": service}
+        filters = [
+            word for key, is_ in labels.items() for word in ("--filter", f"label=com.docker.compose.{key}={is_}")
+        ]
+        return self.run("ps", "-a", "-q", *filters).strip()
 
     def inspect(self, service: str) -> Json:
         found: Json = json.loads(self.run("inspect", self.container(service)))[0]
@@ -550,7 +554,7 @@ def three_shards(docker: Docker) -> Json:
 def reshard(docker: Docker, directory: Path) -> Shards:
     """docs/deployment.md, "Another number of shards"."""
     override, names = three_shards(docker), [f"shard-{shard}" for shard in range(3)]
-    docker.up("up", "--no-start", *names, override=override)
+    docker.up("up", "--no-start", "--no-deps", *names, override=override)
     mounts = [word for shard in range(3) for word in ("-v", f"{PROJECT}_shard-{shard}:/data/{shard}")]
     command = ["reshard", "--source", "/data/0/shard", "/data/1/shard", "--target"]
     command += [f"/data/{shard}/new" for shard in range(3)]
