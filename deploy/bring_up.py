@@ -1,6 +1,6 @@
 """Brings the deployment up for real, breaks it, and shows what it does: images, compose file, training, bad input.
 
-    python -m deploy.bring_up                # as root; about seven minutes on two cores
+    python -m deploy.bring_up                # as root; about ten minutes on two cores
     python -m deploy.bring_up --engine DIR   # keeps the engine's files there: the next time takes half as long
 
 Where no Docker engine runs, it starts one for itself and stops it at the end; where the images' base cannot be pulled,
