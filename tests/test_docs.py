@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PARSERS = {"weightserver ": weightserver.cli._parser, "python -m trainer.export ": trainer.export._parser}
 COMMANDS = [
     (document, line.strip())
-    for document in ("README.md", "docs/operations.md")
+    for document in ("README.md", "docs/operations.md", "docs/deployment.md")
     for line in (ROOT / document).read_text().replace("\\\n", " ").splitlines()
     if line.startswith(tuple(f"    {prefix}" for prefix in PARSERS))
 ]

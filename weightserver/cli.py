@@ -9,6 +9,7 @@ import signal
 import sys
 from dataclasses import asdict, fields
 from pathlib import Path
+from shutil import disk_usage
 from typing import NoReturn
 
 import grpc
@@ -19,7 +20,7 @@ from weightserver.addresses import split_address
 from weightserver.allocator import keep_large_buffers
 from weightserver.client import WeightClient
 from weightserver.connection import open_channel
-from weightserver.errors import AuthenticationError, ShardUnavailableError, WeightServerError
+from weightserver.errors import AuthenticationError, ShardUnavailableError, StorageError, WeightServerError
 from weightserver.handshake import tls_failure
 from weightserver.logs import LOG_FORMATS, log_events
 from weightserver.plan import Workload, plan
@@ -89,6 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     health = commands.add_parser("health", help="tell whether a shard serves (exit status 0) or not (1)")
     health.add_argument("address", help="host:port")
     health.add_argument("--timeout-seconds", type=float, default=5.0, help="deadline (default 5)")
+    health.add_argument("--data-dir", type=Path, help="the shard's own directory, whose volume must have room left")
+    health.add_argument("--min-free-mib", type=int, default=256, help="how much of it (default 256)")
     add_security_options(health)
     health.set_defaults(run=_health)
 
@@ -267,6 +270,11 @@ def _health(arguments: argparse.Namespace) -> None:
                 raise AuthenticationError(f"{address} cannot be asked: {reason}") from None
             raise ShardUnavailableError(f"{address} does not answer ({error.code().name})") from None
     status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    if arguments.data_dir is not None and (free := disk_usage(arguments.data_dir).free >> 20) < arguments.min_free_mib:
+        raise StorageError(
+            f"{address} is {status}, but the volume of {arguments.data_dir} is nearly full: {free} MiB are left, "
+            f"{arguments.min_free_mib} should be; make room, or what does not fit will be refused"
+        )
     print(status)
     if status != "SERVING":
         sys.exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -373,15 +374,17 @@ def test_bytes_that_are_no_message(cluster: LocalCluster, client: WeightClient, 
 def test_a_write_cut_off_leaves_nothing(shard: Shard, client: WeightClient) -> None:
     """The writer dies after the first of two messages."""
     before = everything(client)
-    stop = []
+    stop, made = [], threading.Event()
 
     def messages() -> Iterator[pb.PushGradientsRequest]:
         yield pb.PushGradientsRequest(header=shard.header(num_rows=2), rows=ids(0), gradients=values(1, 1))
+        made.wait(10)
         stop.append(call.cancel())
         yield pb.PushGradientsRequest(rows=ids(1), gradients=values(1, 1))
 
     with grpc.insecure_channel(client.describe().shards[0].address) as channel:
         call = WeightServerStub(channel).PushGradients.future(messages(), timeout=10)
+        made.set()
         with pytest.raises(grpc.FutureCancelledError):
             call.result(10)
     assert stop == [True]

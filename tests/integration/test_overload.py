@@ -228,6 +228,7 @@ def test_no_lane_takes_all_memory() -> None:
 def test_a_write_that_finds_no_room_is_refused(crowd: Crowd) -> None:
     """It hears when to try again; one for which there is never room hears so when it begins."""
     num_rows, value = 80_000, bytes(4 * SPEC.dim)  # 74 MB of 117 that writes may take
+    answered = threading.Event()
 
     def begin(number: int, num_rows: int, messages: int) -> Any:
         def halves() -> Iterator[pb.PushGradientsRequest]:
@@ -236,7 +237,7 @@ def test_a_write_that_finds_no_room_is_refused(crowd: Crowd) -> None:
                 rows = rows_to_proto(np.arange(first, first + 4000))
                 yield pb.PushGradientsRequest(header=header, rows=rows, gradients=4000 * value)
                 header = None
-            crowd.end.wait(0.8)
+            answered.wait(5)
 
         return crowd.stub(number).PushGradients.future(halves(), timeout=10)
 
@@ -248,6 +249,7 @@ def test_a_write_that_finds_no_room_is_refused(crowd: Crowd) -> None:
     assert 0 < int(dict(second.trailing_metadata())[RETRY_HINT]) < 10_000
     assert far_too_large.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "split it, or give the shard more --request-memory-mib" in far_too_large.details()
+    answered.set()
     assert first.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert f"announced {num_rows} rows and brought 40000" in first.details()
     scattered = pb.Rows(ids=np.arange(0, SPEC.num_rows, 200).tobytes())

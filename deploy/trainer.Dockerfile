@@ -1,0 +1,31 @@
+# The trainer, as torchrun starts it: see train.sh. From the repository's root:
+#     docker build -f deploy/trainer.Dockerfile -t pic-trainer:0.1.0 .
+# From the default package index torch is its CUDA build; the secret "pip" (a pip.conf) may name PyTorch's own CPU index.
+# It and "pip-ca" (certificates that pip trusts) are in no layer. BASE_IMAGE may be given by its digest.
+ARG BASE_IMAGE=python:3.11.14-slim-bookworm
+
+FROM ${BASE_IMAGE} AS build
+RUN python3 -m venv /opt/venv
+ENV PATH=/opt/venv/bin:$PATH
+WORKDIR /src
+COPY pyproject.toml constraints.txt ./
+# What it depends on comes first, in a layer of its own: it changes seldom, and takes minutes.
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=pip-ca \
+    mkdir weightserver trainer && touch README.md weightserver/__init__.py trainer/__init__.py \
+    && pip install --no-cache-dir -c constraints.txt '.[trainer]' \
+    && rm -r build
+COPY README.md ./
+COPY weightserver weightserver
+COPY trainer trainer
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=pip-ca \
+    pip install --no-cache-dir --no-deps --force-reinstall .
+
+FROM ${BASE_IMAGE}
+RUN useradd --uid 10001 --user-group --create-home pic && install -d -o pic -g pic /runs /certs
+COPY --from=build /opt/venv /opt/venv
+COPY deploy/train.sh /usr/local/bin/train.sh
+ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 OUTPUT=/runs/run XDG_CACHE_HOME=/runs/.cache MPLCONFIGDIR=/tmp/matplotlib
+WORKDIR /runs
+USER 10001:10001
+ENTRYPOINT ["train.sh"]
+CMD ["fashion-mnist"]

@@ -1,0 +1,29 @@
+# The weight server alone, without torch. From the repository's root:
+#     docker build -f deploy/weightserver.Dockerfile -t pic-weightserver:0.1.0 .
+# The secrets "pip" (a pip.conf) and "pip-ca" (certificates that it trusts) are for those who need settings of their own;
+# no layer holds them. BASE_IMAGE may be given by its digest.
+ARG BASE_IMAGE=python:3.11.14-slim-bookworm
+
+FROM ${BASE_IMAGE} AS build
+RUN python3 -m venv /opt/venv
+ENV PATH=/opt/venv/bin:$PATH
+WORKDIR /src
+COPY pyproject.toml constraints.txt ./
+# What it depends on comes first, in a layer of its own: it changes seldom.
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=pip-ca \
+    mkdir weightserver && touch README.md weightserver/__init__.py && pip install --no-cache-dir -c constraints.txt . \
+    && rm -r build
+COPY README.md ./
+COPY weightserver weightserver
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=pip-ca \
+    pip install --no-cache-dir --no-deps --force-reinstall . && pip uninstall --yes setuptools pip
+
+FROM ${BASE_IMAGE}
+RUN useradd --uid 10001 --user-group --create-home pic \
+    && install -d -o pic -g pic /data /certs /certs/authority /certs/shards /certs/clients
+COPY --from=build /opt/venv /opt/venv
+COPY deploy/certificates.sh /usr/local/bin/certificates.sh
+ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
+USER 10001:10001
+ENTRYPOINT ["weightserver"]
+CMD ["--help"]

@@ -1,0 +1,216 @@
+"""The images, the compose file and the manifests in deploy/: they are sound and say the same; opt-in, they run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+import trainer.config
+import weightserver
+import weightserver.cli
+from weightserver import LocalCluster
+
+ROOT = Path(__file__).parent.parent
+DEPLOY = ROOT / "deploy"
+COMPOSE = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())
+SHARDS = {name: service for name, service in COMPOSE["services"].items() if name.startswith("shard-")}
+MANIFESTS = [
+    document
+    for name in ("weightserver.yaml", "trainer.yaml")
+    for document in yaml.safe_load_all((DEPLOY / "kubernetes" / name).read_text())
+]
+KUBERNETES = "1.32"
+
+
+def manifest(kind: str) -> dict[str, Any]:
+    (found,) = (document for document in MANIFESTS if document["kind"] == kind)
+    return found
+
+
+def container(kind: str) -> dict[str, Any]:
+    (found,) = manifest(kind)["spec"]["template"]["spec"]["containers"]
+    return found
+
+
+def told(command: list[str]) -> Any:
+    """What `weightserver` understands of a command line."""
+    return weightserver.cli._parser().parse_args(command)
+
+
+def seconds(text: str) -> float:
+    return float(text.removesuffix("s"))
+
+
+# ---- docker-compose
+
+
+def test_every_list_of_shards_in_the_compose_file_is_as_long() -> None:
+    num_shards = int(COMPOSE["x-num-shards"])
+    assert list(SHARDS) == [f"shard-{shard}" for shard in range(num_shards)]
+    assert COMPOSE["x-servers"] == ",".join(f"{name}:50051" for name in SHARDS)
+    assert {name for name in COMPOSE["volumes"] if name.startswith("shard-") and name[6:].isdigit()} == set(SHARDS)
+    config = DEPLOY / "prometheus/prometheus.yml"
+    if config.exists():
+        assert set(re.findall(r"shard-\d+:9101", config.read_text())) == {f"{name}:9101" for name in SHARDS}
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_a_shard_of_the_compose_file(name: str) -> None:
+    service = SHARDS[name]
+    program, *command = [*service["entrypoint"], *service["command"]]
+    arguments = told(command)
+    assert (program, arguments.command) == ("weightserver", "serve")
+    assert (f"shard-{arguments.shard}", arguments.num_shards) == (name, len(SHARDS))
+    assert not arguments.insecure
+    assert seconds(service["stop_grace_period"]) > arguments.grace_seconds
+    assert f"{name}:/data" in service["volumes"]
+    assert service["ports"] == [f"${{LISTEN:-127.0.0.1}}:{50051 + arguments.shard}:50051"]
+    checked = told(service["healthcheck"]["test"][2:])
+    assert checked.command == "health"
+    assert checked.data_dir == arguments.data_dir
+    assert seconds(service["healthcheck"]["timeout"]) > checked.timeout_seconds
+    assert service["depends_on"] == {"certificates": {"condition": "service_completed_successfully"}}
+    assert service["restart"] == "unless-stopped"
+
+
+def test_the_trainer_of_the_compose_file() -> None:
+    service = COMPOSE["services"]["trainer"]
+    assert service["profiles"] == ["trainer"]
+    command = [re.sub(r"\$\{\w+:-(.*?)\}", r"\1", word) for word in service["command"]]
+    config = trainer.config.parse_config(command)
+    config.check()
+    assert config.server_addresses == COMPOSE["x-servers"].split(",")
+
+
+def test_services_run_without_rights_and_reach_no_other_machine_unless_told() -> None:
+    for name, service in COMPOSE["services"].items():
+        assert service["read_only"], name
+        assert service["cap_drop"] == ["ALL"], name
+        for port in service.get("ports", []):
+            assert port.startswith(("127.0.0.1:", "${LISTEN:-127.0.0.1}:")), name
+
+
+# ---- images
+
+
+def test_images_are_pinned_and_of_this_version() -> None:
+    images = {service["image"] for service in COMPOSE["services"].values()}
+    images |= {container(kind)["image"] for kind in ("StatefulSet", "Job")}
+    for image in images:
+        assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+", image)
+    own = {image for image in images if image.startswith("pic-")}
+    assert own == {f"pic-{name}:{weightserver.__version__}" for name in ("weightserver", "trainer")}
+    for name in ("weightserver", "trainer"):
+        text = (DEPLOY / f"{name}.Dockerfile").read_text()
+        assert re.search(r"(?m)^USER 10001:10001$", text)
+        installs = re.findall(r"pip install .*", text)
+        assert len(installs) == 2
+        assert "-c constraints.txt" in installs[0]
+        assert "--no-deps" in installs[1]
+
+
+@pytest.mark.parametrize("script", sorted(DEPLOY.glob("*.sh")), ids=lambda path: path.name)
+def test_scripts_can_be_run(script: Path) -> None:
+    assert os.access(script, os.X_OK)
+    subprocess.run(["sh", "-n", script], check=True)
+
+
+# ---- Kubernetes
+
+
+@pytest.mark.parametrize(
+    "document", MANIFESTS, ids=lambda document: f"{document['kind']}-{document['metadata']['name']}"
+)
+def test_manifests_are_what_the_schemas_say(document: dict[str, Any]) -> None:
+    kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+def test_the_schemas_refuse_what_they_do_not_know() -> None:
+    document = manifest("StatefulSet")
+    document = document | {"spec": document["spec"] | {"replica": 2}}
+    with pytest.raises(kubernetes_validate.ValidationError, match="replica"):
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+def test_the_stateful_set() -> None:
+    spec, pod = manifest("StatefulSet")["spec"], manifest("StatefulSet")["spec"]["template"]["spec"]
+    served = container("StatefulSet")
+    values = {variable["name"]: variable.get("value", "1") for variable in served["env"]}
+    arguments = told([re.sub(r"\$\((\w+)\)", lambda match: values[match.group(1)], word) for word in served["args"]])
+    assert (arguments.shard, arguments.num_shards) == (1, spec["replicas"])
+    assert not arguments.insecure
+    assert pod["terminationGracePeriodSeconds"] > arguments.grace_seconds
+    for kind in ("startup", "readiness", "liveness"):
+        probe = served[f"{kind}Probe"]
+        checked = told(probe["exec"]["command"][1:])
+        assert checked.timeout_seconds < probe["timeoutSeconds"]
+        assert checked.data_dir == (arguments.data_dir if kind == "readiness" else None)
+    selector = spec["selector"]["matchLabels"]
+    (service, *_) = MANIFESTS
+    assert service["metadata"]["name"] == spec["serviceName"]
+    assert service["spec"]["selector"] == selector
+    assert manifest("PodDisruptionBudget")["spec"]["selector"]["matchLabels"] == selector
+    assert spec["template"]["metadata"]["labels"] == selector
+
+
+def test_the_job() -> None:
+    spec, trained = manifest("Job")["spec"], container("Job")
+    config = trainer.config.parse_config(trained["args"])
+    config.check()
+    replicas = manifest("StatefulSet")["spec"]["replicas"]
+    assert config.server_addresses == [f"weightserver-{shard}.weightserver:50051" for shard in range(replicas)]
+    values = {variable["name"]: variable.get("value") for variable in trained["env"]}
+    assert spec["completions"] == spec["parallelism"] == int(values["PET_NNODES"])
+    assert (
+        values["PET_MASTER_ADDR"] == f"{manifest('Job')['metadata']['name']}-0.{spec['template']['spec']['subdomain']}"
+    )
+
+
+def test_prometheus_finds_the_pods() -> None:
+    (job,) = yaml.safe_load((DEPLOY / "kubernetes/scrape.yaml").read_text())["scrape_configs"]
+    keep = job["relabel_configs"][0]
+    assert keep["source_labels"] == ["__meta_kubernetes_pod_label_app", "__meta_kubernetes_pod_container_port_name"]
+    label = manifest("StatefulSet")["spec"]["template"]["metadata"]["labels"]["app"]
+    ports = {port["name"]: port["containerPort"] for port in container("StatefulSet")["ports"]}
+    assert keep["regex"] == f"{label};metrics"
+    assert f"--metrics-port={ports['metrics']}" in container("StatefulSet")["args"]
+
+
+# ---- what a container's health is
+
+
+def test_health_tells_of_a_full_volume(
+    cluster: LocalCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["health", cluster.addresses[0], "--data-dir", str(tmp_path)]
+    with pytest.raises(SystemExit) as ended:
+        weightserver.cli.main([*command, "--min-free-mib", "1"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, "SERVING\n")
+    with pytest.raises(SystemExit) as ended:
+        weightserver.cli.main([*command, "--min-free-mib", str(1 << 40)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 1
+    assert re.search(r"is SERVING, but the volume of .* is nearly full: \d+ MiB are left", line)
+
+
+# ---- all of it, in containers
+
+
+@pytest.mark.docker
+@pytest.mark.timeout(3600)
+def test_the_deployment_can_be_brought_up() -> None:
+    """It prints what it does; docs/bring-up.txt is such an output."""
+    runs = shutil.which("docker") and subprocess.run(["docker", "ps"], capture_output=True).returncode == 0
+    if os.geteuid() != 0 or not shutil.which("docker-compose") or not (runs or shutil.which("dockerd")):
+        pytest.skip("needs root, docker-compose, and a Docker engine or dockerd to start one")
+    done = subprocess.run([sys.executable, "-m", "deploy.bring_up"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
