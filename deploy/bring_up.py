@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote, urlparse
 
 import numpy as np
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from trainer.data.datasets import CACHE_DIRECTORY, SYSTEM_DIRECTORY, load_dataset
 from weightserver import ClientSecurity, WeightClient
