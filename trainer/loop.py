@@ -28,7 +28,7 @@ from trainer.model import PICModel, build_model, save_encoder
 from trainer.recency import ActiveRows, RecentRows, announced
 from trainer.report import Report
 from trainer.rows.opening import open_rows
-from trainer.schedule import RowOrder, VisitSchedule, learning_rates, visit_uniforms
+from trainer.schedule import VisitSchedule, learning_rates, visit_uniforms
 from trainer.stopping import Stopped, stop_signals
 from weightserver import TableSpec
 from weightserver.sharding import Sharding
@@ -79,7 +79,7 @@ def train(config: TrainConfig) -> TrainResult:
             f"{channels}: give --encoder.in-channels {channels}"
         )
     if config.evaluate or config.knn_every:
-        dataset.check_labelled()
+        dataset.check_labelled(tested=config.evaluate)
     with process_group(device, timeout_seconds=_RANK_TIMEOUT_SECONDS + config.retry_seconds) as ranks:
         model, summary = _train_rank(config, dataset, device, ranks)
     summary["train_seconds"] = time.perf_counter() - started
@@ -105,7 +105,7 @@ def _train_rank(
     spec = _table_spec(config, num_images)
 
     # Everything random is a function of seeds and the visit index: the step number is all the state there is.
-    order = RowOrder(num_images, config.order_seed)
+    order = dataset.order(config.order_seed)
     schedule = VisitSchedule(
         num_rows=num_images,
         window_size=config.window_size,

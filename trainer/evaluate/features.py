@@ -47,7 +47,7 @@ def pixel_features(dataset: Dataset) -> FeatureSet:
     return FeatureSet(
         train=dataset.train_images[:].flatten(1).float() / 255,
         train_labels=dataset.train_labels,
-        test=dataset.test_images.flatten(1).float() / 255,
+        test=dataset.test_images[:].flatten(1).float() / 255,
         test_labels=dataset.test_labels,
     )
 
@@ -79,7 +79,8 @@ def _encode(encoder: nn.Module, images: TrainImages) -> Tensor:
     """Features float32 [N, d], on the CPU, of images uint8 [N, C, H, W]."""
     was_training = encoder.training
     encoder.eval()
-    features = [encoder(_prepare(encoder, batch)).float().cpu() for batch in torch.split(images[:], _BATCH_SIZE)]
+    batches = (images[start : start + _BATCH_SIZE] for start in range(0, max(1, len(images)), _BATCH_SIZE))
+    features = [encoder(_prepare(encoder, batch)).float().cpu() for batch in batches]
     encoder.train(was_training)
     return torch.cat(features)
 
