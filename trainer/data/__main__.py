@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 
 from trainer.data.datasets import load_dataset
 from trainer.data.manifest import is_packed
-from trainer.data.pack import SHARD_BYTES, PackOptions, pack, verify
+from trainer.data.pack import PackOptions, pack, verify
 from trainer.data.preview import write_preview
 from trainer.stopping import failures_in_one_line
 
@@ -43,12 +43,10 @@ def _parser() -> argparse.ArgumentParser:
     packing = commands.add_parser("pack", help="pack images, or go on with it")
     packing.add_argument("source", type=Path, help="a folder of images, of class folders or of class tars, or a list")
     packing.add_argument("output", type=Path, help="the packed directory")
-    packing.add_argument("--order-seed", type=int, default=0, help="the trainer's --order-seed (default 0)")
+    packing.add_argument("--order-seed", type=int, metavar="SEED", help="the trainer's --order-seed (default 0)")
     packing.add_argument("--extend", action="store_true", help="add the images that are not packed yet, as new ids")
     packing.add_argument("--no-labels", action="store_true", help="keep no labels")
-    packing.add_argument(
-        "--shard-mib", type=float, default=SHARD_BYTES / 2**20, metavar="MIB", help="largest tar (default %(default)g)"
-    )
+    packing.add_argument("--shard-mib", type=float, metavar="MIB", help="largest tar (default 256)")
     packing.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="that decode (default one a core)")
     packing.add_argument(
         "--max-broken",
@@ -73,18 +71,18 @@ def _parser() -> argparse.ArgumentParser:
 def _pack(options: argparse.Namespace) -> None:
     columns = (BarColumn(), TaskProgressColumn(), MofNCompleteColumn(), TextColumn("images"), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=None)
+        task = progress.add_task("", visible=False)
         manifest = pack(
             options.source,
             options.output,
             PackOptions(
                 order_seed=options.order_seed,
-                shard_bytes=round(options.shard_mib * 2**20),
+                shard_bytes=None if options.shard_mib is None else round(options.shard_mib * 2**20),
                 labelled=not options.no_labels,
                 extend=options.extend,
                 threads=options.threads,
                 max_broken=options.max_broken,
-                on_rows=lambda done, count: progress.update(task, completed=done, total=count),
+                on_rows=lambda done, count: progress.update(task, completed=done, total=count, visible=True),
                 on_broken=lambda line: progress.console.print(line, markup=False, highlight=False, soft_wrap=True),
             ),
         )

@@ -10,11 +10,11 @@ import io
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 _SUFFIX_OF_FORMAT = {
     "JPEG": "jpg",
-    "MPO": "jpg",
+    "MPO": "jpg",  # a JPEG with further pictures behind it
     "PNG": "png",
     "WEBP": "webp",
     "GIF": "gif",
@@ -23,6 +23,7 @@ _SUFFIX_OF_FORMAT = {
     "PPM": "ppm",
 }
 """The formats that are read, and how webdataset's decoders call each; Pillow is asked for no other."""
+_OPENED = [name for name in _SUFFIX_OF_FORMAT if name != "MPO"]
 IMAGE_SUFFIXES = frozenset(
     (".jpg", ".jpeg", ".jpe", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm")
 )
@@ -65,7 +66,7 @@ def _load(content: bytes, side: int | None) -> Image.Image:
     if not content:
         raise BrokenImageError("the file is empty")
     try:
-        image = Image.open(io.BytesIO(content), formats=list(_SUFFIX_OF_FORMAT))
+        image = Image.open(io.BytesIO(content), formats=_OPENED)
         if side is not None:
             image.draft(None, (side, side))
         image.load()
@@ -73,9 +74,10 @@ def _load(content: bytes, side: int | None) -> Image.Image:
         upright.format = image.format
     except MemoryError:
         raise
+    except UnidentifiedImageError:
+        raise BrokenImageError("no image of a known format") from None
     except Exception as error:  # noqa: BLE001 - foreign bytes can make a decoder raise anything
-        reason = " ".join(str(error).split()).replace(" <_io.BytesIO object", "").split(" at 0x")[0]
-        raise BrokenImageError(reason or type(error).__name__) from None
+        raise BrokenImageError(" ".join(str(error).split()) or type(error).__name__) from None
     return upright
 
 

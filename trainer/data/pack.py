@@ -29,7 +29,6 @@ from trainer.data.plan import planned
 from trainer.schedule import RangesOrder
 from weightserver.files import sha256, write_whole
 
-SHARD_BYTES = 1 << 28
 _TAR_BLOCK = tarfile.BLOCKSIZE
 _MAX_TRIED = 1_000
 """Images in a row, by id, that may be broken."""
@@ -40,10 +39,10 @@ _ROWS_TOGETHER = 1 << 16
 class PackOptions:
     """How images are packed, and what hears of it."""
 
-    order_seed: int = 0
-    """Seed of the order of the images; the trainer's has to be the same."""
-    shard_bytes: int = SHARD_BYTES
-    """Size that no tar exceeds, unless a single image does."""
+    order_seed: int | None = None
+    """Seed of the order of the images, which the trainer's has to be; without one that of what is packed, or 0."""
+    shard_bytes: int | None = None
+    """Size that no tar exceeds, unless for a single image; without one that of what is packed, or 256 MiB."""
     labelled: bool = True
     """Whether to keep labels where the source has any."""
     extend: bool = False
@@ -58,7 +57,7 @@ class PackOptions:
     """Called with a line for each broken image."""
 
     def __post_init__(self) -> None:
-        if self.shard_bytes < 1 or self.threads < 1 or (self.max_broken or 0) < 0:
+        if (self.shard_bytes is not None and self.shard_bytes < 1) or self.threads < 1 or (self.max_broken or 0) < 0:
             raise ValueError("the size of tars and the number of threads must be at least 1, --max-broken at least 0")
 
 
@@ -160,7 +159,7 @@ class _Packer:
         def write(path: Path) -> None:
             with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
                 for sample in samples:
-                    if index and tar.offset + _size_in_tar(sample) > self._options.shard_bytes:
+                    if index and _end_of_tar(tar.offset, sample) > self._manifest.shard_bytes:
                         left.append(sample)
                         break
                     key = f"{first + len(index):012d}"
@@ -234,10 +233,10 @@ class _Packer:
         )
 
 
-def _size_in_tar(sample: _Sample) -> int:
-    """Bytes that a sample takes, and the tar's end behind it."""
-    blocks = 1 + -(-len(sample.content) // _TAR_BLOCK) + (2 if sample.label != NO_LABEL else 0)
-    return blocks * _TAR_BLOCK + tarfile.RECORDSIZE
+def _end_of_tar(offset: int, sample: _Sample) -> int:
+    """Size of a tar that has `sample` at `offset` as its last: two empty blocks behind it, then whole records."""
+    blocks = 1 + -(-len(sample.content) // _TAR_BLOCK) + (2 if sample.label != NO_LABEL else 0) + 2
+    return -(-(offset + blocks * _TAR_BLOCK) // tarfile.RECORDSIZE) * tarfile.RECORDSIZE
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:

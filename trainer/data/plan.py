@@ -13,15 +13,17 @@ from trainer.data.listing import ImageSource, Listing, listing_lines
 from trainer.data.manifest import Manifest, Range, is_packed, listing_path
 from weightserver.files import write_whole
 
+_SHARD_BYTES = 1 << 28
+
 
 class PackRequest(Protocol):
     """What `pack` is asked for; `PackOptions` says what each means."""
 
     @property
-    def order_seed(self) -> int: ...
+    def order_seed(self) -> int | None: ...
 
     @property
-    def shard_bytes(self) -> int: ...
+    def shard_bytes(self) -> int | None: ...
 
     @property
     def labelled(self) -> bool: ...
@@ -42,15 +44,16 @@ def planned(source: Path, output: Path, request: PackRequest) -> Manifest:
             raise ValueError(f"{output} holds no packed images to extend: leave --extend away")
         if any(path.name.endswith((".tar", ".npy", ".json")) for path in output.iterdir()):
             raise ValueError(f"{output} holds other files: give a directory of its own")
-        empty = Manifest(order_seed=request.order_seed, shard_bytes=request.shard_bytes, classes=(), ranges=())
+        size = _SHARD_BYTES if request.shard_bytes is None else request.shard_bytes
+        empty = Manifest(order_seed=request.order_seed or 0, shard_bytes=size, classes=(), ranges=())
         return _with_new_range(empty, source, output, request)
     manifest = Manifest.load(output)
-    if manifest.order_seed != request.order_seed:
+    if request.order_seed not in (None, manifest.order_seed):
         raise ValueError(
             f"{output} is packed in the order of seed {manifest.order_seed}, not {request.order_seed}: "
             f"give --order-seed {manifest.order_seed}, or another directory"
         )
-    if manifest.shard_bytes != request.shard_bytes:
+    if request.shard_bytes not in (None, manifest.shard_bytes):
         raise ValueError(f"{output} has tars of up to {manifest.shard_bytes:,} bytes, not {request.shard_bytes:,}")
     last = manifest.ranges[-1]
     if last.source != str(source) and (not manifest.complete or not request.extend):
