@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -230,7 +230,8 @@ def _is_due(every_steps: float, step: int, log_every: int, last: bool) -> bool:
 def _watch(model: PICModel, dataset: Dataset) -> float:
     """kNN top-1 of held-out training images, in percent."""
     part = slice(0, _NUM_WATCHED)
-    watched = Dataset(
+    watched = replace(
+        dataset,
         train_images=dataset.train_images[part],
         train_labels=dataset.train_labels[part],
         test_images=dataset.test_images[:1],

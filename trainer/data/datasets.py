@@ -70,6 +70,8 @@ class Dataset:
     """Numbers of images that were added one after another; empty where all came at once."""
     order_seed: int | None = None
     """Seed of the order in which the images are stored; None where any order is as good."""
+    evaluated_side: int | None = None
+    """Side of an image's centre that evaluation takes; None for all of it."""
 
     @property
     def labelled(self) -> bool:
@@ -118,7 +120,7 @@ def load_dataset(
     if name in DECODED:
         if directory is None:
             raise DataNotFoundError(f"data set {name!r} needs a folder: name the one with the images by --data-dir")
-        return DECODED[name](directory, decoded_side(image_size))
+        return DECODED[name](directory, image_size)
     return DATASETS[name](directory)
 
 
@@ -135,16 +137,17 @@ def _make_synthetic(directory: Path | None, num_images: int | None, image_size: 
     )
 
 
-def _load_folder(directory: Path, side: int) -> Dataset:
+def _load_folder(directory: Path, image_size: int) -> Dataset:
+    side, stored = decoded_side(image_size), {"evaluated_side": image_size}
     train = directory / "train" if (directory / "train").is_dir() else directory
     test = next((path for name in ("test", "val") if train != directory and (path := directory / name).is_dir()), None)
     train_images, train_labels, classes = _listed(train, side)
     if test is None:
         test_images, test_labels = train_images[:0], train_labels[:0]
-        return _decoded(train_images, train_labels, test_images, test_labels)
+        return _decoded(train_images, train_labels, test_images, test_labels, **stored)
     tested, test_labels, test_classes = _listed(test, side)
     _check_classes(classes, test_classes, test)
-    return _decoded(train_images, train_labels, tested, test_labels)
+    return _decoded(train_images, train_labels, tested, test_labels, **stored)
 
 
 def _listed(source: Path, side: int) -> tuple[DecodedImages, Tensor, tuple[str, ...]]:
@@ -156,10 +159,14 @@ def _listed(source: Path, side: int) -> tuple[DecodedImages, Tensor, tuple[str, 
     return DecodedImages(listing, side), torch.from_numpy(listing.labels()), tuple(found.classes)
 
 
-def _load_packed(directory: Path, side: int) -> Dataset:
-    packed = PackedImages(directory)
+def _load_packed(directory: Path, image_size: int) -> Dataset:
+    side, packed = decoded_side(image_size), PackedImages(directory)
     train_images, train_labels = DecodedImages(packed, side), torch.from_numpy(packed.labels())
-    stored = {"range_sizes": packed.manifest.sizes, "order_seed": packed.manifest.order_seed}
+    stored = {
+        "range_sizes": packed.manifest.sizes,
+        "order_seed": packed.manifest.order_seed,
+        "evaluated_side": image_size,
+    }
     if not is_packed(directory / "test"):
         return _decoded(train_images, train_labels, train_images[:0], train_labels[:0], **stored)
     tested = PackedImages(directory / "test")

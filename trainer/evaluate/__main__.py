@@ -67,7 +67,7 @@ def _features(encoder_path: Path | None, dataset_name: str, directory: Path | No
         return "raw pixels", pixel_features(load_dataset(dataset_name, directory))
     encoder, config = load_encoder(encoder_path)
     dataset = load_dataset(dataset_name, directory, image_size=config.image_size)
-    channels, side = dataset.test_images.shape[1], dataset.test_images.shape[-1]
+    channels, side = dataset.test_images.shape[1], dataset.evaluated_side or dataset.test_images.shape[-1]
     if (channels, side) != (config.in_channels, config.image_size):
         raise ValueError(
             f"{encoder_path} is for {config.in_channels}-channel {config.image_size} px images, the data set has "

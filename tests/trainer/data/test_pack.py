@@ -124,20 +124,20 @@ def test_a_pack_that_ends_anywhere_goes_on_to_the_same_bytes(
     packed: Path, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fatal: int, behind: bool
 ) -> None:
     """Where a file is put in place, before it or behind it; and once more a few files later."""
-    replace, calls = Path.replace, 0
+    replace, calls, last = Path.replace, 0, 0
 
     def replace_or_die(path: Path, target: Path) -> Path:
         nonlocal calls
         calls += 1
-        if calls == fatal and not behind:
+        if calls == last and not behind:
             raise Killed
         result = replace(path, target)
-        if calls == fatal:
+        if calls == last:
             raise Killed
         return result
 
     monkeypatch.setattr(Path, "replace", replace_or_die)
-    for fatal in (fatal, 5):
+    for last in (fatal, 5):  # noqa: B007 - replace_or_die reads it
         calls = 0
         with pytest.raises(Killed):
             pack(tree, tmp_path, options())
