@@ -8,7 +8,7 @@ import math
 import resource
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.checkpoint import Checkpoints, load
 from trainer.config import TrainConfig
 from trainer.data import Dataset, load_dataset
+from trainer.data.ahead import batches_ahead
 from trainer.data.augment import Augmentation, normalise
 from trainer.distributed import Ranks, process_group
 from trainer.evaluate import ProbeResult, encoder_features, evaluate_features
@@ -31,7 +32,7 @@ from trainer.rows.opening import open_rows
 from trainer.schedule import VisitSchedule, learning_rates, visit_uniforms
 from trainer.stopping import Stopped, stop_signals
 from weightserver import TableSpec
-from weightserver.sharding import Sharding
+from weightserver.sharding import Int64Array, Sharding
 
 _log = logging.getLogger(__name__)
 
@@ -145,13 +146,19 @@ def _train_rank(
         def active_share(step: int) -> ActiveRows:
             return recent.active(step).share(sharding, ranks.rank)
 
+        def visits_of(step: int) -> Int64Array:
+            return np.arange(step * batch_size, (step + 1) * batch_size)[mine]
+
+        def images_of(step: int) -> torch.Tensor:
+            visits = visits_of(step)
+            return torch.from_numpy(order.images(schedule.visits(visits[0], visits[-1] + 1))).to(device)
+
         steps = range(start_step, num_steps)
+        batches = stack.enter_context(closing(batches_ahead(images, map(images_of, steps))))
         for step, active in zip(steps, announced(active_share, rows, steps), strict=True):
             report.stage("data")
-            visits = np.arange(step * batch_size, (step + 1) * batch_size)[mine]
-            visited = order.images(schedule.visits(visits[0], visits[-1] + 1))
-            uniforms = torch.from_numpy(visit_uniforms(config.seed, visits, augment.num_uniforms)).to(device)
-            batch = images[torch.from_numpy(visited).to(device)]  # uint8 (b, C, H, W)
+            uniforms = torch.from_numpy(visit_uniforms(config.seed, visits_of(step), augment.num_uniforms)).to(device)
+            batch = next(batches)  # uint8 (b, C, H, W)
             views = normalise(batch) if only_rows else augment(batch, uniforms)
             views = views.contiguous(memory_format=torch.channels_last)
 

@@ -63,10 +63,12 @@ class DecodedImages:
         return torch.Size((len(self), NUM_CHANNELS, self._side, self._side))
 
     def __getitem__(self, ids: Tensor | slice) -> Tensor:
-        """Images uint8 [n, 3, side, side] of `ids`, int64 [n] in 0..N-1, any order. ValueError where all are broken."""
+        """Images uint8 [n, 3, side, side] of `ids`, int64 [n] in 0..N-1, any order; ValueError where all are broken."""
         if isinstance(ids, slice):
             ids = torch.arange(*ids.indices(len(self)))
         images = ids.cpu().numpy()
+        if len(images) and not 0 <= images.min() <= images.max() < len(self):
+            raise IndexError(f"images are asked for by ids in 0..{len(self) - 1}")
         pixels = np.empty((len(images), *self.shape[1:]), np.uint8)
         order = np.argsort(self._images.positions(images), kind="stable")
 
