@@ -52,7 +52,7 @@ class DecodedImages:
         if side < 1:
             raise ValueError(f"the side of images must be at least 1, got {side}")
         self._images, self._side, self._device = images, side, device
-        self._threads = threads or min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._threads = threads or min(_MAX_THREADS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="decode")
 
     def __len__(self) -> int:

@@ -13,7 +13,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from trainer.data import DATASETS, SYNTHETIC, load_dataset
+from trainer.data import DATASETS, DECODED, SYNTHETIC, load_dataset
 from trainer.evaluate import FeatureSet, encoder_features, pixel_features
 from trainer.evaluate.table import PROTOCOLS
 from trainer.model import load_encoder
@@ -43,7 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     subject.add_argument("--run", type=Path, metavar="DIR", help=f"a run's directory, with its {ENCODER_FILE}")
     subject.add_argument("--encoder", type=Path, metavar="FILE", help="an encoder file of the trainer")
     subject.add_argument("--pixels", action="store_true", help="raw pixels, for comparison")
-    parser.add_argument("--dataset", choices=sorted(DATASETS), help="default: the run's, else fashion-mnist")
+    parser.add_argument(
+        "--dataset", choices=sorted([*DATASETS, *DECODED]), help="default: the run's, else fashion-mnist"
+    )
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help="the folder that holds the data set")
     return parser
 
