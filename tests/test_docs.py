@@ -8,11 +8,16 @@ from pathlib import Path
 
 import pytest
 
+import trainer.data.__main__
 import trainer.export
 import weightserver.cli
 
 ROOT = Path(__file__).parent.parent
-PARSERS = {"weightserver ": weightserver.cli._parser, "python -m trainer.export ": trainer.export._parser}
+PARSERS = {
+    "weightserver ": weightserver.cli._parser,
+    "python -m trainer.export ": trainer.export._parser,
+    "python -m trainer.data ": trainer.data.__main__._parser,
+}
 COMMANDS = [
     (document, line.strip())
     for document in ("README.md", "docs/operations.md", "docs/deployment.md")

@@ -26,7 +26,7 @@ class TrainConfig:
 
     # ---- what to train on, and where the results go
     dataset: str = "fashion-mnist"
-    """Name of the data set."""
+    """Name of the data set: fashion-mnist, idx, folder, packed or synthetic."""
     num_images: int | None = None
     """N, where the data set is synthetic: as many as you like, up to 10⁹."""
     data_dir: Path | None = None

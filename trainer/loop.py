@@ -8,8 +8,8 @@ import math
 import resource
 import sys
 import time
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.checkpoint import Checkpoints, load
 from trainer.config import TrainConfig
 from trainer.data import Dataset, load_dataset
+from trainer.data.ahead import batches_ahead
 from trainer.data.augment import Augmentation, normalise
 from trainer.distributed import Ranks, process_group
 from trainer.evaluate import ProbeResult, encoder_features, evaluate_features
@@ -28,10 +29,10 @@ from trainer.model import PICModel, build_model, save_encoder
 from trainer.recency import ActiveRows, RecentRows, announced
 from trainer.report import Report
 from trainer.rows.opening import open_rows
-from trainer.schedule import RowOrder, VisitSchedule, learning_rates, visit_uniforms
+from trainer.schedule import VisitSchedule, learning_rates, visit_uniforms
 from trainer.stopping import Stopped, stop_signals
 from weightserver import TableSpec
-from weightserver.sharding import Sharding
+from weightserver.sharding import Int64Array, Sharding
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ def train(config: TrainConfig) -> TrainResult:
             f"{channels}: give --encoder.in-channels {channels}"
         )
     if config.evaluate or config.knn_every:
-        dataset.check_labelled()
+        dataset.check_labelled(tested=config.evaluate)
     with process_group(device, timeout_seconds=_RANK_TIMEOUT_SECONDS + config.retry_seconds) as ranks:
         model, summary = _train_rank(config, dataset, device, ranks)
     summary["train_seconds"] = time.perf_counter() - started
@@ -105,7 +106,7 @@ def _train_rank(
     spec = _table_spec(config, num_images)
 
     # Everything random is a function of seeds and the visit index: the step number is all the state there is.
-    order = RowOrder(num_images, config.order_seed)
+    order = dataset.order(config.order_seed)
     schedule = VisitSchedule(
         num_rows=num_images,
         window_size=config.window_size,
@@ -145,13 +146,19 @@ def _train_rank(
         def active_share(step: int) -> ActiveRows:
             return recent.active(step).share(sharding, ranks.rank)
 
+        def visits_of(step: int) -> Int64Array:
+            return np.arange(step * batch_size, (step + 1) * batch_size)[mine]
+
+        def images_of(step: int) -> torch.Tensor:
+            visits = visits_of(step)
+            return torch.from_numpy(order.images(schedule.visits(visits[0], visits[-1] + 1))).to(device)
+
         steps = range(start_step, num_steps)
+        batches = stack.enter_context(closing(batches_ahead(images, map(images_of, steps))))
         for step, active in zip(steps, announced(active_share, rows, steps), strict=True):
             report.stage("data")
-            visits = np.arange(step * batch_size, (step + 1) * batch_size)[mine]
-            visited = order.images(schedule.visits(visits[0], visits[-1] + 1))
-            uniforms = torch.from_numpy(visit_uniforms(config.seed, visits, augment.num_uniforms)).to(device)
-            batch = images[torch.from_numpy(visited).to(device)]  # uint8 (b, C, H, W)
+            uniforms = torch.from_numpy(visit_uniforms(config.seed, visits_of(step), augment.num_uniforms)).to(device)
+            batch = next(batches)  # uint8 (b, C, H, W)
             views = normalise(batch) if only_rows else augment(batch, uniforms)
             views = views.contiguous(memory_format=torch.channels_last)
 
@@ -230,7 +237,8 @@ def _is_due(every_steps: float, step: int, log_every: int, last: bool) -> bool:
 def _watch(model: PICModel, dataset: Dataset) -> float:
     """kNN top-1 of held-out training images, in percent."""
     part = slice(0, _NUM_WATCHED)
-    watched = Dataset(
+    watched = replace(
+        dataset,
         train_images=dataset.train_images[part],
         train_labels=dataset.train_labels[part],
         test_images=dataset.test_images[:1],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ Float32Array = npt.NDArray[np.float32]
 _NUM_ROUNDS = 6
 _KEPT_WINDOWS = 8
 # What a seed's numbers are for, so that no two uses share any.
-_ORDER, _WINDOWS, _AUGMENTATION = 1, 2, 3
+_ORDER, _WINDOWS, _AUGMENTATION, _RANGES = 1, 2, 3, 4
 
 
 class RowOrder:
@@ -62,6 +63,41 @@ class RowOrder:
             left, right = right, left
         permuted: npt.NDArray[np.uint64] = left << self._half_bits | right
         return permuted
+
+
+class RangesOrder:
+    """The order of images that came in ranges of ids, one after another: each range of rows has an order of its own.
+
+    Rows first … first+size−1 hold the images of the same ids, in the order whose key is a function of (order_seed,
+    first); that of the first range is `RowOrder(size, order_seed)`. So a new range moves no row of the ranges before.
+
+    Raises:
+        ValueError: no range, or an empty one.
+    """
+
+    def __init__(self, sizes: Sequence[int], order_seed: int) -> None:
+        if not sizes:
+            raise ValueError("an order needs at least one range of images")
+        self.num_rows = sum(sizes)
+        self._firsts = np.cumsum([0, *sizes[:-1]])
+        seeds = (_derive(_derive(order_seed, _RANGES), int(first)) if first else order_seed for first in self._firsts)
+        self._orders = [RowOrder(size, seed) for size, seed in zip(sizes, seeds, strict=True)]
+
+    def images(self, rows: Int64Array) -> Int64Array:
+        """The image of each row: int64 [n] to int64 [n]."""
+        return self._map(rows, RowOrder.images)
+
+    def rows(self, images: Int64Array) -> Int64Array:
+        """The row of each image: the inverse of `images`."""
+        return self._map(images, RowOrder.rows)
+
+    def _map(self, values: Int64Array, method: Callable[[RowOrder, Int64Array], Int64Array]) -> Int64Array:
+        result = np.empty(len(values), np.int64)
+        ranges = np.searchsorted(self._firsts, values, side="right") - 1
+        for number in np.unique(ranges):
+            chosen, first = ranges == number, self._firsts[number]
+            result[chosen] = method(self._orders[number], values[chosen] - first) + first
+        return result
 
 
 class VisitSchedule:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.schedule import RowOrder, VisitSchedule, learning_rates, visit_uniforms
+from trainer.schedule import RangesOrder, RowOrder, VisitSchedule, learning_rates, visit_uniforms
 
 
 @given(st.integers(1, 3_000), st.integers(0, 2**64 - 1))
@@ -32,6 +32,26 @@ def test_row_order_of_a_billion_needs_no_table() -> None:
     images = order.images(rows)
     assert ((images >= 0) & (images < 10**9)).all()
     assert np.array_equal(order.rows(images), rows)
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=5), st.integers(0, 2**64 - 1))
+@settings(max_examples=50)
+def test_a_new_range_has_an_order_of_its_own_and_moves_no_row_before(sizes: list[int], order_seed: int) -> None:
+    total = sum(sizes)
+    order = RangesOrder(sizes, order_seed)
+    images = order.images(np.arange(total))
+    assert np.array_equal(order.rows(images), np.arange(total))
+    assert np.array_equal(images[: sizes[0]], RowOrder(sizes[0], order_seed).images(np.arange(sizes[0])))
+    first = 0
+    for size in sizes:
+        assert np.array_equal(np.sort(images[first : first + size]), np.arange(first, first + size))
+        first += size
+    assert np.array_equal(RangesOrder([*sizes, 7], order_seed).images(np.arange(total)), images)
+
+
+def test_ranges_of_one_size_are_ordered_differently() -> None:
+    images = RangesOrder([1_000, 1_000, 1_000], 5).images(np.arange(3_000)).reshape(3, 1_000) % 1_000
+    assert all((images[a] == images[b]).mean() < 0.02 for a, b in ((0, 1), (0, 2), (1, 2)))
 
 
 sizes = st.tuples(st.integers(1, 60), st.data())

@@ -148,7 +148,7 @@ def test_statistics_can_be_calibrated_on_them(dataset: Dataset) -> None:
         ("synthetic", {"num_images": 5, "directory": Path("/data")}, "is generated: leave --data-dir /data away"),
         ("fashion-mnist", {"num_images": 5}, "'fashion-mnist' has its own number of images: leave --num-images away"),
         ("idx", {"num_images": 5, "directory": Path("/data")}, "'idx' has its own number of images"),
-        ("imagenet", {"num_images": 5}, "choose one of fashion-mnist, idx, synthetic"),
+        ("imagenet", {"num_images": 5}, "choose one of fashion-mnist, folder, idx, packed, synthetic"),
     ],
 )
 def test_bad_arguments(name: str, options: dict[str, Any], message: str) -> None:

@@ -74,6 +74,10 @@ class AugmentationConfig:
         return cls(min_scale=min_scale, jitter_probability=0, grey_probability=0, blur_probability=0)
 
 
+AUGMENTATIONS = {"paper": AugmentationConfig(), "plain": AugmentationConfig.crop_and_flip()}
+"""The paper's, and without its changes of colour and blur, for comparison."""
+
+
 class _Column(IntEnum):
     """Which column of the uniforms decides what; fixed, so that switching one operation off moves no other."""
 

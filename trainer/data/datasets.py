@@ -8,14 +8,20 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.error import URLError
 
 import torch
 from torch import Tensor
 
+from trainer.data.decode import decoded_side
 from trainer.data.idx import DataNotFoundError, find_idx, read_idx
+from trainer.data.listing import ImageSource, Listing, listing_lines
+from trainer.data.manifest import is_packed
+from trainer.data.packed import PackedImages
+from trainer.data.stored import DecodedImages
 from trainer.data.synthetic import NUM_CHANNELS, SyntheticImages
+from trainer.schedule import RangesOrder
 from trainer.torchvision_compat import import_module
 
 SYSTEM_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")
@@ -40,6 +46,10 @@ class TrainImages(Protocol):
     def __getitem__(self, ids: Tensor | slice, /) -> Tensor:
         """Images uint8 [n, C, H, W] of ids int64 [n] in 0..N-1."""
 
+    @property
+    def shape(self) -> torch.Size:
+        """N, C, H, W."""
+
     def to(self, device: torch.device, /) -> "TrainImages":
         """The same images, given on `device` and asked for by ids there."""
 
@@ -52,19 +62,37 @@ class Dataset:
     """uint8 [N, C, H, W]."""
     train_labels: Tensor
     """int64 [N]; [0] where there are no labels, and then no test images either."""
-    test_images: Tensor
+    test_images: TrainImages
     """uint8 [M, C, H, W]; nothing is ever chosen on these."""
     test_labels: Tensor
     """int64 [M]."""
+    range_sizes: tuple[int, ...] = ()
+    """Numbers of images that were added one after another; empty where all came at once."""
+    order_seed: int | None = None
+    """Seed of the order in which the images are stored; None where any order is as good."""
+    evaluated_side: int | None = None
+    """Side of an image's centre that evaluation takes; None for all of it."""
 
     @property
     def labelled(self) -> bool:
         return len(self.train_labels) > 0
 
-    def check_labelled(self) -> None:
-        """Raises ValueError where there are no labels to evaluate with."""
+    def check_labelled(self, *, tested: bool = False) -> None:
+        """Raises ValueError where there are no labels to evaluate with, or, if `tested`, no test images."""
         if not self.labelled:
-            raise ValueError("generated images have no labels: train without evaluations, or choose another --dataset")
+            kind = "generated" if isinstance(self.train_images, SyntheticImages) else "these"
+            raise ValueError(f"{kind} images have no labels: train without evaluations, or choose another --dataset")
+        if tested and not len(self.test_images):
+            raise ValueError("these images have no test images beside them: train with --no-evaluate, or add some")
+
+    def order(self, order_seed: int) -> RangesOrder:
+        """Which row belongs to which image. Raises ValueError where the images are stored in another seed's order."""
+        if self.order_seed not in (None, order_seed):
+            raise ValueError(
+                f"the images are packed in the order of seed {self.order_seed}, not {order_seed}: "
+                f"give --order-seed {self.order_seed}, or pack them again"
+            )
+        return RangesOrder(self.range_sizes or (len(self.train_images),), order_seed)
 
 
 def load_dataset(
@@ -76,15 +104,23 @@ def load_dataset(
     as a last resort, announced on stderr, the Debian package where we are root. Every copy's checksum is verified.
     idx: any four files named like MNIST's in `directory` (needed), with no checksum.
     synthetic: `num_images` (needed) colour images of `image_size` pixels, generated from `seed`, without labels; the
-    three mean nothing to the others, and num_images is refused there.
+    num_images is refused elsewhere, and seed means nothing there.
+    folder: images in `directory`, a folder or a list of them, or in its train/ with test images in test/ or val/.
+    packed: what `python -m trainer.data pack` made in `directory`, with test images packed in its test/.
+    These two are decoded when they are asked for, as colour squares from which crops of `image_size` are taken.
     Raises DataNotFoundError (a ValueError) in one line that says what was tried and what to do.
     """
     if name == SYNTHETIC:
         return _make_synthetic(directory, num_images, image_size, seed)
-    if name not in DATASETS:
-        raise ValueError(f"unknown data set {name!r}: choose one of {', '.join(sorted([*DATASETS, SYNTHETIC]))}")
+    if name not in DATASETS and name not in DECODED:
+        known = sorted([*DATASETS, *DECODED, SYNTHETIC])
+        raise ValueError(f"unknown data set {name!r}: choose one of {', '.join(known)}")
     if num_images is not None:
         raise ValueError(f"data set {name!r} has its own number of images: leave --num-images away")
+    if name in DECODED:
+        if directory is None:
+            raise DataNotFoundError(f"data set {name!r} needs a folder: name the one with the images by --data-dir")
+        return DECODED[name](directory, image_size)
     return DATASETS[name](directory)
 
 
@@ -98,6 +134,61 @@ def _make_synthetic(directory: Path | None, num_images: int | None, image_size: 
         train_labels=torch.empty(0, dtype=torch.int64),
         test_images=torch.empty(0, NUM_CHANNELS, image_size, image_size, dtype=torch.uint8),
         test_labels=torch.empty(0, dtype=torch.int64),
+    )
+
+
+def _load_folder(directory: Path, image_size: int) -> Dataset:
+    side, stored = decoded_side(image_size), {"evaluated_side": image_size}
+    train = directory / "train" if (directory / "train").is_dir() else directory
+    test = next((path for name in ("test", "val") if train != directory and (path := directory / name).is_dir()), None)
+    train_images, train_labels, classes = _listed(train, side)
+    if test is None:
+        test_images, test_labels = train_images[:0], train_labels[:0]
+        return _decoded(train_images, train_labels, test_images, test_labels, **stored)
+    tested, test_labels, test_classes = _listed(test, side)
+    _check_classes(classes, test_classes, test)
+    return _decoded(train_images, train_labels, tested, test_labels, **stored)
+
+
+def _listed(source: Path, side: int) -> tuple[DecodedImages, Tensor, tuple[str, ...]]:
+    found = ImageSource(source)
+    content = b"".join(listing_lines(found.entries()))
+    if not content:
+        raise DataNotFoundError(f"no images in {source}: give a folder or a list of images by --data-dir")
+    listing = Listing(content, found.root)
+    return DecodedImages(listing, side), torch.from_numpy(listing.labels()), tuple(found.classes)
+
+
+def _load_packed(directory: Path, image_size: int) -> Dataset:
+    side, packed = decoded_side(image_size), PackedImages(directory)
+    train_images, train_labels = DecodedImages(packed, side), torch.from_numpy(packed.labels())
+    stored = {
+        "range_sizes": packed.manifest.sizes,
+        "order_seed": packed.manifest.order_seed,
+        "evaluated_side": image_size,
+    }
+    if not is_packed(directory / "test"):
+        return _decoded(train_images, train_labels, train_images[:0], train_labels[:0], **stored)
+    tested = PackedImages(directory / "test")
+    _check_classes(packed.manifest.classes, tested.manifest.classes, tested.directory)
+    return _decoded(
+        train_images, train_labels, DecodedImages(tested, side), torch.from_numpy(tested.labels()), **stored
+    )
+
+
+def _check_classes(train: tuple[str, ...], test: tuple[str, ...], directory: Path) -> None:
+    if train != test:
+        raise ValueError(f"the classes of the test images in {directory} are not those of the training images")
+
+
+def _decoded(
+    train_images: TrainImages, train_labels: Tensor, test_images: TrainImages, test_labels: Tensor, **stored: Any
+) -> Dataset:
+    """A data set in which an image without a label makes all unlabelled, and leaves nothing to test."""
+    if bool((train_labels < 0).any() | (test_labels < 0).any()):
+        train_labels, test_images, test_labels = train_labels[:0], train_images[:0], test_labels[:0]
+    return Dataset(
+        train_images=train_images, train_labels=train_labels, test_images=test_images, test_labels=test_labels, **stored
     )
 
 
@@ -186,5 +277,7 @@ def _one_line(error: BaseException) -> str:
 
 
 DATASETS: dict[str, Callable[[Path | None], Dataset]] = {"fashion-mnist": _load_fashion_mnist, "idx": _load_idx}
-"""The labelled ones."""
+"""The labelled ones that are in memory."""
+DECODED: dict[str, Callable[[Path, int], Dataset]] = {"folder": _load_folder, "packed": _load_packed}
+"""Those that are decoded when they are asked for."""
 SYNTHETIC = "synthetic"

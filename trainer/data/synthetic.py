@@ -47,6 +47,10 @@ class SyntheticImages:
     def __len__(self) -> int:
         return self.num_images
 
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.num_images, NUM_CHANNELS, self.image_size, self.image_size))
+
     def __getitem__(self, ids: Tensor | slice) -> Tensor:
         """Images uint8 [n, 3, image_size, image_size] of `ids`, int64 [n] in 0..N-1, any order."""
         if isinstance(ids, slice):

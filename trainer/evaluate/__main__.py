@@ -13,7 +13,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from trainer.data import DATASETS, SYNTHETIC, Dataset, load_dataset
+from trainer.data import DATASETS, DECODED, SYNTHETIC, load_dataset
 from trainer.evaluate import FeatureSet, encoder_features, pixel_features
 from trainer.evaluate.table import PROTOCOLS
 from trainer.model import load_encoder
@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         path = options.run / ENCODER_FILE if options.run else options.encoder
         dataset_name = options.dataset or _dataset_of_run(options.run)
-        name, features = _features(path, load_dataset(dataset_name, options.data_dir))
+        name, features = _features(path, dataset_name, options.data_dir)
         result = PROTOCOLS[options.protocol](features)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -43,7 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     subject.add_argument("--run", type=Path, metavar="DIR", help=f"a run's directory, with its {ENCODER_FILE}")
     subject.add_argument("--encoder", type=Path, metavar="FILE", help="an encoder file of the trainer")
     subject.add_argument("--pixels", action="store_true", help="raw pixels, for comparison")
-    parser.add_argument("--dataset", choices=sorted(DATASETS), help="default: the run's, else fashion-mnist")
+    parser.add_argument(
+        "--dataset", choices=sorted([*DATASETS, *DECODED]), help="default: the run's, else fashion-mnist"
+    )
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help="the folder that holds the data set")
     return parser
 
@@ -62,11 +64,12 @@ def _dataset_of_run(run: Path | None) -> str:
     return str(name)
 
 
-def _features(encoder_path: Path | None, dataset: Dataset) -> tuple[str, FeatureSet]:
+def _features(encoder_path: Path | None, dataset_name: str, directory: Path | None) -> tuple[str, FeatureSet]:
     if encoder_path is None:
-        return "raw pixels", pixel_features(dataset)
+        return "raw pixels", pixel_features(load_dataset(dataset_name, directory))
     encoder, config = load_encoder(encoder_path)
-    channels, side = dataset.test_images.shape[1], dataset.test_images.shape[-1]
+    dataset = load_dataset(dataset_name, directory, image_size=config.image_size)
+    channels, side = dataset.test_images.shape[1], dataset.evaluated_side or dataset.test_images.shape[-1]
     if (channels, side) != (config.in_channels, config.image_size):
         raise ValueError(
             f"{encoder_path} is for {config.in_channels}-channel {config.image_size} px images, the data set has "

@@ -34,9 +34,9 @@ def encoder_features(encoder: nn.Module, dataset: Dataset) -> FeatureSet:
     """
     dataset.check_labelled()
     return FeatureSet(
-        train=_encode(encoder, dataset.train_images),
+        train=_encode(encoder, dataset.train_images, dataset.evaluated_side),
         train_labels=dataset.train_labels,
-        test=_encode(encoder, dataset.test_images),
+        test=_encode(encoder, dataset.test_images, dataset.evaluated_side),
         test_labels=dataset.test_labels,
     )
 
@@ -47,7 +47,7 @@ def pixel_features(dataset: Dataset) -> FeatureSet:
     return FeatureSet(
         train=dataset.train_images[:].flatten(1).float() / 255,
         train_labels=dataset.train_labels,
-        test=dataset.test_images.flatten(1).float() / 255,
+        test=dataset.test_images[:].flatten(1).float() / 255,
         test_labels=dataset.test_labels,
     )
 
@@ -75,11 +75,14 @@ def calibrate_batch_norm(encoder: nn.Module, images: TrainImages, num_images: in
 
 
 @torch.no_grad()
-def _encode(encoder: nn.Module, images: TrainImages) -> Tensor:
-    """Features float32 [N, d], on the CPU, of images uint8 [N, C, H, W]."""
+def _encode(encoder: nn.Module, images: TrainImages, side: int | None) -> Tensor:
+    """Features float32 [N, d], on the CPU, of images uint8 [N, C, H, W], or of the centres of that side."""
+    edge = 0 if side is None else (images.shape[-1] - side) // 2
+    centre = slice(edge, None if side is None else edge + side)
     was_training = encoder.training
     encoder.eval()
-    features = [encoder(_prepare(encoder, batch)).float().cpu() for batch in torch.split(images[:], _BATCH_SIZE)]
+    batches = (images[start : start + _BATCH_SIZE] for start in range(0, max(1, len(images)), _BATCH_SIZE))
+    features = [encoder(_prepare(encoder, batch[..., centre, centre])).float().cpu() for batch in batches]
     encoder.train(was_training)
     return torch.cat(features)
 

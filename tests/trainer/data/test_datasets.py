@@ -107,7 +107,7 @@ def test_fashion_mnist_must_have_its_checksum(idx_directory: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "directory", "message"),
     [
-        ("imagenet", None, "unknown data set 'imagenet': choose one of fashion-mnist, idx"),
+        ("imagenet", None, "unknown data set 'imagenet': choose one of fashion-mnist, folder, idx"),
         ("fashion-mnist", Path("/no/such/folder"), "no such folder: /no/such/folder"),
         ("idx", None, "needs a folder"),
     ],

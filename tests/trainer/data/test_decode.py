@@ -1,0 +1,108 @@
+"""Decoding against Pillow's plain way, for every kind of file that a crawl brings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.helpers.image_tree import BROKEN, ORIENTATION, encoded, odd_tree, piece
+from trainer.data.decode import BrokenImageError, check, decode, decoded_side
+
+
+def resized_and_cropped(image: Image.Image, side: int) -> Image.Image:
+    """Shorter side to `side`, then the centre: what torchvision's Resize and CenterCrop do."""
+    width, height = (length * side // min(image.size) for length in image.size)
+    left, top = (width - side) // 2, (height - side) // 2
+    return image.resize((width, height), Image.Resampling.BILINEAR).crop((left, top, left + side, top + side))
+
+
+@pytest.mark.parametrize("size", [(60, 48), (48, 60), (50, 50)])
+def test_the_centre_square_is_resized(size: tuple[int, int]) -> None:
+    image = piece(1, width=size[0], height=size[1])
+    pixels = decode(encoded(image, "PNG"), 32)
+    assert pixels.shape == (3, 32, 32)
+    assert pixels.dtype == np.uint8
+    expected = np.asarray(resized_and_cropped(image, 32)).transpose(2, 0, 1)
+    assert np.array_equal(pixels, expected)
+
+
+def test_nothing_changes_at_the_size_itself() -> None:
+    image = piece(2, width=48, height=48)
+    assert np.array_equal(decode(encoded(image, "PNG"), 48), np.asarray(image).transpose(2, 0, 1))
+
+
+def test_exif_orientation_is_obeyed() -> None:
+    image, exif = piece(3, width=48, height=48), Image.Exif()
+    upright = decode(encoded(image), 48)
+    for orientation, turned in ((6, np.rot90(upright, -1, (1, 2))), (3, np.rot90(upright, 2, (1, 2)))):
+        exif[ORIENTATION] = orientation
+        assert np.array_equal(decode(encoded(image, exif=exif), 48), turned)
+
+
+def test_a_large_jpeg_is_decoded_small() -> None:
+    image = piece(4, width=600, height=400)
+    near = np.asarray(resized_and_cropped(image, 48)).transpose(2, 0, 1)
+    assert np.abs(decode(encoded(image, quality=95), 48).astype(int) - near).mean() < 3
+
+
+@pytest.mark.parametrize("mode", ["L", "CMYK", "P", "I;16"])
+def test_every_mode_becomes_colour(mode: str) -> None:
+    image = piece(5, width=48, height=48)
+    grey = np.asarray(image.convert("L"))
+    match mode:
+        case "CMYK":
+            content, expected = encoded(image.convert(mode), "JPEG", quality=100), np.asarray(image)
+        case "P":
+            content, expected = encoded(image.convert(mode), "PNG"), np.asarray(image.convert(mode).convert("RGB"))
+        case "L":
+            content, expected = encoded(image.convert(mode), "PNG"), np.stack([grey] * 3, -1)
+        case _:
+            content = encoded(Image.fromarray(grey.astype(np.uint16) * 256), "PNG")
+            expected = np.stack([grey] * 3, -1)
+    pixels = decode(content, 48).transpose(1, 2, 0).astype(int)
+    assert np.abs(pixels - expected).mean() < (3 if mode == "CMYK" else 1e-9)
+
+
+def test_of_all_odd_files_only_the_broken_ones_are_refused(tmp_path: Path) -> None:
+    odd_tree(tmp_path, num_images=3)
+    for path in sorted(tmp_path.rglob("[!.]*.[jpw][pne]*g*")) + sorted(tmp_path.rglob("*.webp")):
+        if str(path.relative_to(tmp_path)) in BROKEN:
+            for call in (check, lambda content: decode(content, 16)):
+                with pytest.raises(BrokenImageError) as caught:
+                    call(path.read_bytes())
+                assert "\n" not in str(caught.value)
+                assert "0x" not in str(caught.value)
+        else:
+            check(path.read_bytes())
+            assert decode(path.read_bytes(), 16).shape == (3, 16, 16)
+
+
+def test_the_suffix_is_of_the_format_and_not_of_the_name() -> None:
+    assert [check(encoded(piece(6), name)) for name in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")] == [
+        "jpg", "png", "webp", "gif", "bmp", "tif", "ppm",
+    ]  # fmt: skip
+
+
+def test_every_cut_of_a_file_is_refused_or_whole() -> None:
+    """No other exception, whatever the decoder meets."""
+    whole = encoded(piece(7), "PNG")
+    damaged = np.frombuffer(whole, np.uint8).copy()
+    for length in range(0, len(whole) - 20, 97):
+        with pytest.raises(BrokenImageError):
+            check(whole[:length])
+    random = np.random.default_rng(0)
+    for _ in range(60):
+        flipped = damaged.copy()
+        flipped[random.integers(0, len(whole), 4)] ^= 0x5A
+        try:
+            decode(flipped.tobytes(), 16)
+        except BrokenImageError:
+            continue
+
+
+def test_the_papers_ratio() -> None:
+    assert decoded_side(224) == 256
+    assert decoded_side(32) == 37

@@ -1,0 +1,188 @@
+"""Packed and plain images give the same pixels and train to the same losses, bit for bit."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.image_tree import odd_tree, plain_tree
+from tests.helpers.small_run import losses, small_run
+from trainer.data import DataNotFoundError, load_dataset, packed
+from trainer.data.decode import BrokenImageError, decode
+from trainer.data.pack import PackOptions, pack
+from trainer.data.packed import PackedImages
+from trainer.evaluate import encoder_features
+from trainer.evaluate.table import PROTOCOLS
+from trainer.loop import train
+from trainer.schedule import RangesOrder
+
+NUM_IMAGES = 290
+SIDE = 18
+"""Of what crops of 16 are taken from."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Training images with broken ones among them, and test images."""
+    root = tmp_path_factory.mktemp("images")
+    odd_tree(root / "train", NUM_IMAGES)
+    plain_tree(root / "val", 30, first=NUM_IMAGES)
+    return root
+
+
+@pytest.fixture(scope="module")
+def directory(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("packed")
+    pack(folder / "train", directory, PackOptions(shard_bytes=50_000))
+    pack(folder / "val", directory / "test", PackOptions(shard_bytes=50_000))
+    return directory
+
+
+def test_packed_and_plain_images_are_the_same_pixels(folder: Path, directory: Path) -> None:
+    plain, packed = load_dataset("folder", folder, image_size=16), load_dataset("packed", directory, image_size=16)
+    assert plain.train_images.shape == packed.train_images.shape == (NUM_IMAGES + 13, 3, SIDE, SIDE)
+    assert torch.equal(plain.train_images[:], packed.train_images[:])
+    assert torch.equal(plain.test_images[:], packed.test_images[:])
+    assert torch.equal(plain.test_labels, packed.test_labels)
+    assert (plain.train_labels != packed.train_labels).sum() <= 4  # those of substitutes
+
+
+def test_a_batch_is_its_images_in_any_order(directory: Path) -> None:
+    images = load_dataset("packed", directory, image_size=16).train_images
+    everything = images[:]
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, len(images), 70))
+    assert torch.equal(images[ids], everything[ids])
+    assert images[ids[:0]].shape == (0, 3, SIDE, SIDE)
+    source = PackedImages(directory)
+    assert np.array_equal(everything[7].numpy(), decode(source.read(7), SIDE))
+    with ThreadPoolExecutor(4) as pool:
+        for batch in pool.map(lambda start: images[start : start + 20], range(0, 200, 20)):
+            assert batch.shape == (20, 3, SIDE, SIDE)
+
+
+def run(output: Path, dataset: str, data_dir: Path, **changes: Any) -> list[float]:
+    config = small_run(output, dataset=dataset, data_dir=data_dir, num_images=None, rows="dense", **changes)
+    train(config)
+    return losses(output)
+
+
+def test_packed_and_plain_images_train_to_the_same_losses(folder: Path, directory: Path, tmp_path: Path) -> None:
+    plain = run(tmp_path / "plain", "folder", folder)
+    assert run(tmp_path / "packed", "packed", directory) == plain
+    with pytest.raises(ValueError, match="packed in the order of seed 0, not 3: give --order-seed 0"):
+        run(tmp_path / "other", "packed", directory, order_seed=3)
+
+
+def test_an_encoder_is_evaluated_on_packed_images(directory: Path, tmp_path: Path) -> None:
+    config = small_run(
+        tmp_path, dataset="packed", data_dir=directory, num_images=None, rows="dense", steps=2, evaluate=True
+    )
+    assert set(train(config).results) == set(PROTOCOLS)
+
+
+def test_evaluation_sees_the_centre(directory: Path) -> None:
+    dataset = load_dataset("packed", directory, image_size=16)
+    assert dataset.evaluated_side == 16
+    features = encoder_features(torch.nn.Sequential(torch.nn.Flatten(), Identity()), dataset)
+    expected = dataset.test_images[:][..., 1:17, 1:17].float().flatten(1) / 127.5 - 1
+    assert torch.equal(features.test, expected)
+
+
+class Identity(torch.nn.Module):
+    """Has a parameter, as every encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return pixels
+
+
+def test_extended_images_train_in_the_order_of_their_ranges(tmp_path: Path) -> None:
+    tree, directory = plain_tree(tmp_path / "tree", 100), tmp_path / "packed"
+    pack(tree, directory, PackOptions())
+    old = load_dataset("packed", directory, image_size=16).train_images[:]
+    pack(plain_tree(tree, 60, first=100), directory, PackOptions(extend=True))
+    dataset = load_dataset("packed", directory, image_size=16)
+    assert torch.equal(dataset.train_images[:100], old)
+    rows = np.arange(160)
+    assert np.array_equal(dataset.order(0).images(rows), RangesOrder((100, 60), 0).images(rows))
+    run(tmp_path / "run", "packed", directory, steps=3)
+
+
+def test_without_labels_or_test_images_one_line_says_so(tmp_path: Path) -> None:
+    tree = plain_tree(tmp_path / "tree", 100)
+    pack(tree, tmp_path / "labelled", PackOptions())
+    pack(tree, tmp_path / "unlabelled", PackOptions(labelled=False))
+    messages = {"labelled": "have no test images beside them", "unlabelled": "these images have no labels"}
+    for directory, message in messages.items():
+        with pytest.raises(ValueError, match=message):
+            run(tmp_path / "run", "packed", tmp_path / directory, evaluate=True)
+
+
+def test_the_classes_of_test_images_have_to_be_the_same(tmp_path: Path) -> None:
+    pack(plain_tree(tmp_path / "tree", 9), tmp_path / "packed", PackOptions())
+    pack(plain_tree(tmp_path / "two", 2), tmp_path / "packed/test", PackOptions())
+    with pytest.raises(ValueError, match="are not those of the training images"):
+        load_dataset("packed", tmp_path / "packed")
+
+
+def test_an_image_that_breaks_later_is_logged_and_shown_as_the_next(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    images = load_dataset("packed", directory, image_size=16).train_images
+    expected, source = images[4:6], PackedImages(directory)
+    fourth = source.read(4)
+
+    def breaking(content: bytes, side: int) -> Any:
+        if content == fourth:
+            raise BrokenImageError("it broke")
+        return decode(content, side)
+
+    monkeypatch.setattr("trainer.data.stored.decode", breaking)
+    assert torch.equal(images[4:6], expected[[1, 1]])
+    (record,) = caplog.records
+    assert (record.image, record.why) == (4, "it broke")  # type: ignore[attr-defined]
+    assert re.search(r"row \d+ in .*\.tar", record.path)  # type: ignore[attr-defined]
+
+
+def test_files_are_closed_again(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many tars there are, few are open; the others are opened again when they are read again."""
+    monkeypatch.setattr(packed, "_OPEN_FILES", 2)
+    source = PackedImages(directory)
+    assert len(source.manifest.shards) > 5
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with ThreadPoolExecutor(4) as pool:
+        once = list(pool.map(source.read_row, range(len(source))))
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 2 + 4
+    assert list(source.rows(0, len(source))) == once
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("folder", "needs a folder: name the one with the images"), ("packed", "needs a folder")]
+)
+def test_a_folder_has_to_be_named(name: str, message: str) -> None:
+    with pytest.raises(DataNotFoundError, match=message):
+        load_dataset(name)
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no packed images: python -m trainer.data pack makes them"):
+        load_dataset("packed", tmp_path)
+    with pytest.raises(ValueError, match="no images in"):
+        load_dataset("folder", tmp_path)

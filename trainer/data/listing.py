@@ -1,0 +1,229 @@
+"""Finds images: in a tree of folders, in tars per class, or by a list of paths; always in the same order.
+
+The order of ids is that of names: folders and files of a folder by their names' code points, a tar's members as they
+stand in it, a list's lines as they stand there.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tarfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.decode import IMAGE_SUFFIXES
+from weightserver.sharding import Int64Array
+
+NO_LABEL = -1
+_SCANNED_BYTES = 1 << 26
+
+
+class Entry(NamedTuple):
+    """Where an image's bytes are."""
+
+    label: int
+    """Number of its class; −1 without one."""
+    offset: int
+    """In the tar; −1 for a file of its own."""
+    length: int
+    """In the tar; −1 for a file of its own."""
+    path: str
+    """Of the file or tar, relative to the source's folder unless it is absolute."""
+    member: str
+    """Name in the tar; empty for a file of its own."""
+
+
+class ImageSource:
+    """A tree of images, or a list of them: a folder, or a text file with a path a line and optional labels.
+
+    Where a folder has only folders and tars in it, each of them is a class, by its name (without .tar), as in
+    ImageNet-1K and in ImageNet-11K/22K's folders or tars of synsets; where it has images, they have no labels. A list's
+    lines are `path`, or `path<tab or blank>label` with a label of 0 or more, all of one kind; paths are relative to the
+    list's folder. `labelled` False leaves labels away. `classes` are those known before, whose numbers stay.
+
+    Raises:
+        ValueError: no such file or folder.
+    """
+
+    def __init__(self, source: Path, *, labelled: bool = True, classes: Sequence[str] = ()) -> None:
+        self.is_list = source.is_file()
+        if not self.is_list and not source.is_dir():
+            raise ValueError(f"no such folder or list of images: {source}")
+        self.source = source
+        self.root = source.parent if self.is_list else source
+        folders = [] if self.is_list else _classes(source)
+        self.labelled = labelled and (bool(folders) or (self.is_list and _list_has_labels(source)))
+        names = [name.removesuffix(".tar") for name in folders] if self.labelled else []
+        self.classes = [*classes, *sorted(set(names) - set(classes))]
+        """Names of the classes by number; none for a list, whose labels are numbers."""
+
+    def entries(self) -> Iterator[Entry]:
+        """The images in the order of their ids. Raises ValueError for what cannot be listed."""
+        if self.is_list:
+            yield from _list_entries(self.source, self.labelled)
+            return
+        numbers = {name: number for number, name in enumerate(self.classes)}
+        for child in _sorted(self.root):
+            name = child.name.removesuffix(".tar")
+            label = numbers[name] if self.labelled and name in numbers else NO_LABEL
+            if _is_tar(child):
+                yield from _tar_entries(Path(child.path), child.name, label)
+            else:
+                for path in _walk(child, ()):
+                    yield Entry(label, -1, -1, os.path.relpath(path, self.root), "")
+
+
+class Listing:
+    """The entries of N images, one a line of `content`: label, offset, length, path and member, tabs between them.
+
+    `content` may be a mapped file: only where its lines begin is kept in memory.
+
+    Raises:
+        ValueError: `content` is no listing, or holds no image.
+    """
+
+    def __init__(self, content: bytes | mmap.mmap, root: Path) -> None:
+        self._content, self._root = content, root
+        self._ends = _line_ends(content)
+        if not len(self._ends) or self._ends[-1] != len(content):
+            raise ValueError("a list of images is empty or cut off")
+
+    @classmethod
+    def open(cls, path: Path, root: Path) -> Listing:
+        """The listing in a file."""
+        if not path.is_file() or not path.stat().st_size:
+            raise ValueError(f"{path} is missing or empty")
+        with path.open("rb") as file:
+            return cls(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), root)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, image: int) -> Entry:
+        start = int(self._ends[image - 1]) if image > 0 else 0
+        line = os.fsdecode(self._content[start : int(self._ends[image]) - 1])
+        label, offset, length, path, member = line.split("\t")
+        return Entry(int(label), int(offset), int(length), path, member)
+
+    def read(self, image: int) -> bytes:
+        """The encoded bytes of image 0..N-1. Raises OSError where they cannot be read."""
+        entry = self[image]
+        with (self._root / entry.path).open("rb") as file:
+            if entry.offset < 0:
+                return file.read()
+            file.seek(entry.offset)
+            return file.read(entry.length)
+
+    def name(self, image: int) -> str:
+        """What a message calls an image."""
+        entry = self[image]
+        return f"{self._root / entry.path}" + (f":{entry.member}" if entry.member else "")
+
+    def positions(self, images: Int64Array) -> Int64Array:
+        """Numbers in whose order images (int64 [n]) are best read."""
+        return images
+
+    def entries(self) -> Iterator[Entry]:
+        """All entries in the order of their ids."""
+        return map(self.__getitem__, range(len(self)))
+
+    def labels(self) -> Int64Array:
+        """The class of each image, int64 [N]; −1 without one."""
+        return np.fromiter((entry.label for entry in self.entries()), np.int64, len(self))
+
+
+def listing_lines(entries: Iterable[Entry]) -> Iterator[bytes]:
+    """The lines of a listing. Raises ValueError for a name that no line can hold."""
+    for entry in entries:
+        if any(mark in text for text in (entry.path, entry.member) for mark in "\t\n\r"):
+            raise ValueError(f"{entry.path!r} {entry.member!r} has a tab or a line break in its name: rename it")
+        yield os.fsencode("\t".join(map(str, entry)) + "\n")
+
+
+def _classes(root: Path) -> list[str]:
+    """Names of the class folders and tars in a folder; none where images stand beside them."""
+    names = []
+    for child in _sorted(root):
+        if child.is_dir() or _is_tar(child):
+            names.append(child.name)
+        elif _is_image(child.name):
+            return []
+    return names
+
+
+def _sorted(folder: str | Path) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as children:
+        return sorted((child for child in children if not child.name.startswith(".")), key=lambda child: child.name)
+
+
+def _is_tar(child: os.DirEntry[str]) -> bool:
+    return child.name.endswith(".tar") and child.is_file()
+
+
+def _is_image(name: str) -> bool:
+    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
+
+
+def _walk(child: os.DirEntry[str], above: tuple[tuple[int, int], ...]) -> Iterator[str]:
+    """Paths of the images at and below `child`; links are followed, but not in circles."""
+    if not child.is_dir():
+        if _is_image(child.name):
+            yield child.path
+        return
+    status = child.stat()
+    here = (status.st_dev, status.st_ino)
+    if here not in above:
+        for grandchild in _sorted(child.path):
+            yield from _walk(grandchild, (*above, here))
+
+
+def _tar_entries(path: Path, name: str, label: int) -> Iterator[Entry]:
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for member in tar:
+                if member.isreg() and _is_image(member.name):
+                    yield Entry(label, member.offset_data, member.size, name, member.name)
+    except tarfile.TarError as error:
+        raise ValueError(f"{path} is no whole tar ({error}): fetch it again, or move it away") from None
+
+
+def _list_lines(path: Path) -> Iterator[tuple[int, str]]:
+    with path.open(errors="surrogateescape") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield number, line.strip()
+
+
+def _split(line: str) -> tuple[str, str]:
+    """Path and label of a list's line; an empty label where there is none."""
+    path, tab, label = line.partition("\t")
+    if tab:
+        return path.strip(), label.strip()
+    path, _, label = line.rpartition(" ")
+    return (path.strip(), label) if path and label.isdecimal() else (line, "")
+
+
+def _list_has_labels(path: Path) -> bool:
+    return any(_split(line)[1] for _, line in _list_lines(path))
+
+
+def _list_entries(path: Path, labelled: bool) -> Iterator[Entry]:
+    for number, line in _list_lines(path):
+        name, label = _split(line)
+        if labelled and not label.isdecimal():
+            raise ValueError(f"{path}, line {number}: {label or 'no label'}: give a number of 0 or more to all or none")
+        yield Entry(int(label) if labelled else NO_LABEL, -1, -1, name, "")
+
+
+def _line_ends(content: bytes | mmap.mmap) -> NDArray[np.int64]:
+    """Behind which bytes lines end, int64 [lines]."""
+    ends = [
+        np.flatnonzero(np.frombuffer(content[start : start + _SCANNED_BYTES], np.uint8) == ord("\n")) + start + 1
+        for start in range(0, len(content), _SCANNED_BYTES)
+    ]
+    return np.concatenate(ends) if ends else np.zeros(0, np.int64)

@@ -1,0 +1,250 @@
+"""Packs images in the order in which they are visited, so that a window of rows is a contiguous range of files.
+
+Row r of a range holds the image that `RangesOrder` names, in tars of a bounded size that webdataset reads, each with
+an index; `manifest.py` says their form. Every image is decoded once. A broken one is reported, and the next intact
+image by id (behind the last of its range the first) is put in its place, with that one's label. What is packed is a
+function of the listing, the order's seed and the tars' size: a pack that was killed and goes on leaves the same bytes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import tarfile
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from trainer.data.decode import BrokenImageError, check
+from trainer.data.listing import NO_LABEL, Listing
+from trainer.data.manifest import INDEX, Manifest, Shard, Substitute, index_path, listing_path, tar_path
+from trainer.data.plan import planned
+from trainer.schedule import RangesOrder
+from weightserver.files import sha256, write_whole
+
+_TAR_BLOCK = tarfile.BLOCKSIZE
+_MAX_TRIED = 1_000
+"""Images in a row, by id, that may be broken."""
+_ROWS_TOGETHER = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackOptions:
+    """How images are packed, and what hears of it."""
+
+    order_seed: int | None = None
+    """Seed of the order of the images, which the trainer's has to be; without one that of what is packed, or 0."""
+    shard_bytes: int | None = None
+    """Size that no tar exceeds, unless for a single image; without one that of what is packed, or 256 MiB."""
+    labelled: bool = True
+    """Whether to keep labels where the source has any."""
+    extend: bool = False
+    """Whether to add the source's images that are not packed yet to those that are."""
+    threads: int = 4
+    """That read and decode."""
+    max_broken: int | None = None
+    """Broken images at which to give up; without one 100, or a hundredth of the images where that is more."""
+    on_rows: Callable[[int, int], None] = lambda done, count: None
+    """Called with the rows of the range that are packed, and how many it has."""
+    on_broken: Callable[[str], None] = lambda line: None
+    """Called with a line for each broken image."""
+
+    def __post_init__(self) -> None:
+        if (self.shard_bytes is not None and self.shard_bytes < 1) or self.threads < 1 or (self.max_broken or 0) < 0:
+            raise ValueError("the size of tars and the number of threads must be at least 1, --max-broken at least 0")
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """What one row becomes."""
+
+    image: int
+    shown: int
+    label: int
+    suffix: str
+    content: bytes
+    broken: str
+    """Why the image itself is not shown; empty where it is."""
+
+
+def pack(source: Path, output: Path, options: PackOptions) -> Manifest:
+    """Packs the images of `source` into the directory `output`, or goes on where an earlier call was ended.
+
+    The images are listed once: what is added to `source` later takes part by `extend`, which gives new ids to images
+    whose paths are new. Packing what is packed does nothing.
+
+    Raises:
+        ValueError: a source without images, a directory that holds another pack, too many broken images.
+        OSError: the directory cannot be written, or another process packs into it.
+    """
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"{output} is not a directory: give another")
+    output.mkdir(parents=True, exist_ok=True)
+    with _only_packer(output):
+        manifest = planned(source, output, options)
+        part = manifest.ranges[-1]
+        listing = Listing.open(listing_path(output, part.first), Path(part.root))
+        return _Packer(output, manifest, listing, options).run()
+
+
+def verify(directory: Path) -> list[str]:
+    """Compares the packed files with the manifest's checksums; returns a line for each that differs."""
+    wrong = []
+    for shard in Manifest.load(directory).shards:
+        for path, expected in (
+            (tar_path(directory, shard.first), shard.sha256),
+            (index_path(directory, shard.first), shard.index_sha256),
+        ):
+            if not path.is_file():
+                wrong.append(f"{path} is missing")
+            elif sha256(path) != expected:
+                wrong.append(f"{path} is damaged")
+    return wrong
+
+
+@contextmanager
+def _only_packer(output: Path) -> Iterator[None]:
+    descriptor = os.open(output, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(f"another process is packing into {output}: wait for it, or end it") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class _Packer:
+    """Packs what is missing of a manifest's last range."""
+
+    def __init__(self, output: Path, manifest: Manifest, listing: Listing, options: PackOptions) -> None:
+        self._output, self._manifest, self._listing, self._options = output, manifest, listing, options
+        self._part = manifest.ranges[-1]
+        if len(listing) != self._part.count:
+            raise ValueError(f"{listing_path(output, self._part.first)} is not the list that the manifest counts")
+        limit = options.max_broken
+        self._max_broken = max(100, self._part.count // 100) if limit is None else limit
+        self._num_broken = sum(len(shard.substitutes) for shard in self._part.shards)
+
+    def run(self) -> Manifest:
+        """Packs shard after shard, each named in the manifest when its files are in place."""
+        made = self._samples(self._part.rows_packed)
+        samples: Iterator[_Sample] = made
+        try:
+            while (packed := self._part.rows_packed) < self._part.count:
+                self._options.on_rows(packed, self._part.count)
+                shard, samples = self._write_shard(self._part.first + packed, samples)
+                self._part = replace(self._part, shards=(*self._part.shards, shard))
+                self._manifest = replace(self._manifest, ranges=(*self._manifest.ranges[:-1], self._part))
+                self._manifest.save(self._output)
+        finally:
+            made.close()
+        self._options.on_rows(self._part.count, self._part.count)
+        return self._manifest
+
+    def _write_shard(self, first: int, samples: Iterator[_Sample]) -> tuple[Shard, Iterator[_Sample]]:
+        """Writes the shard of row `first` and on; returns it and the samples that are left."""
+        index: list[tuple[int, int, int, int, int]] = []
+        substitutes: list[Substitute] = []
+        left: list[_Sample] = []
+
+        def write(path: Path) -> None:
+            with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+                for sample in samples:
+                    if index and _end_of_tar(tar.offset, sample) > self._manifest.shard_bytes:
+                        left.append(sample)
+                        break
+                    key = f"{first + len(index):012d}"
+                    offset = tar.offset + _TAR_BLOCK  # behind the header
+                    _add(tar, f"{key}.{sample.suffix}", sample.content)
+                    if sample.label != NO_LABEL:
+                        _add(tar, f"{key}.cls", str(sample.label).encode())
+                    index.append((offset, len(sample.content), sample.image, sample.shown, sample.label))
+                    if sample.broken:
+                        substitutes.append(self._substitute(sample))
+                    self._options.on_rows(first - self._part.first + len(index), self._part.count)
+
+        tar, indexed = tar_path(self._output, first), index_path(self._output, first)
+        write_whole(tar, write)
+        write_whole(indexed, lambda path: _save_index(path, index))
+        shard = Shard(
+            first=first,
+            count=len(index),
+            bytes=tar.stat().st_size,
+            sha256=sha256(tar),
+            index_sha256=sha256(indexed),
+            substitutes=tuple(substitutes),
+        )
+        return shard, chain(left, samples)
+
+    def _substitute(self, sample: _Sample) -> Substitute:
+        path = self._listing.name(sample.image - self._part.first)
+        shown = self._listing.name(sample.shown - self._part.first)
+        self._options.on_broken(f"broken: {path} ({sample.broken}); in its place {shown}")
+        self._num_broken += 1
+        if self._num_broken > self._max_broken:
+            raise ValueError(
+                f"more than {self._max_broken} of {self._part.count} images are broken, the last of them {path}: see "
+                "to them, or give a higher --max-broken; the same command goes on then"
+            )
+        return Substitute(image=sample.image, shown=sample.shown, path=path, reason=sample.broken)
+
+    def _samples(self, start: int) -> Generator[_Sample, None, None]:
+        """The samples of the range's rows from `start` on, some of them made ahead."""
+        first, count = self._part.first, self._part.count
+        order = RangesOrder(self._manifest.sizes, self._manifest.order_seed)
+        ahead: deque[Future[_Sample]] = deque()
+        with ThreadPoolExecutor(self._options.threads) as pool:
+            try:
+                for chunk in range(start, count, _ROWS_TOGETHER):
+                    rows = np.arange(first + chunk, first + min(count, chunk + _ROWS_TOGETHER))
+                    for image in order.images(rows).tolist():
+                        ahead.append(pool.submit(self._sample, image))
+                        if len(ahead) > 4 * self._options.threads:
+                            yield ahead.popleft().result()
+                while ahead:
+                    yield ahead.popleft().result()
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def _sample(self, image: int) -> _Sample:
+        first, count = self._part.first, self._part.count
+        broken = ""
+        for distance in range(min(count, _MAX_TRIED)):
+            shown = (image - first + distance) % count
+            try:
+                content = self._listing.read(shown)
+                suffix = check(content)
+            except (BrokenImageError, OSError) as error:
+                broken = broken or (error.strerror if isinstance(error, OSError) else None) or str(error)
+                continue
+            return _Sample(image, first + shown, self._listing[shown].label, suffix, content, broken)
+        raise ValueError(
+            f"{self._listing.name(image - first)} and all {min(count, _MAX_TRIED)} images from it on are broken "
+            f"({broken}): is their disk there?"
+        )
+
+
+def _end_of_tar(offset: int, sample: _Sample) -> int:
+    """Size of a tar that has `sample` at `offset` as its last: two empty blocks behind it, then whole records."""
+    blocks = 1 + -(-len(sample.content) // _TAR_BLOCK) + (2 if sample.label != NO_LABEL else 0) + 2
+    return -(-(offset + blocks * _TAR_BLOCK) // tarfile.RECORDSIZE) * tarfile.RECORDSIZE
+
+
+def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    tar.addfile(info, io.BytesIO(content))
+
+
+def _save_index(path: Path, index: list[tuple[int, int, int, int, int]]) -> None:
+    with path.open("wb") as file:
+        np.save(file, np.array(index, INDEX))

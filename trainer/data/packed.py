@@ -1,0 +1,151 @@
+"""Reads packed images: any row or image by its position, and a window of rows as the contiguous bytes that it is."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.manifest import INDEX, Manifest, index_path, tar_path
+from trainer.schedule import RangesOrder
+from weightserver.sharding import Int64Array
+
+_OPEN_FILES = 256
+_SEGMENT_BYTES = 1 << 23
+"""What is read ahead around the first row of it that is asked for."""
+_ADVICE_BYTES = 1 << 17
+"""Linux reads no more ahead for one piece of advice than a device's read-ahead."""
+_REMEMBERED_SEGMENTS = 1 << 11
+
+
+class PackedImages:
+    """The images of a packed directory, encoded, by id or by row. Thread-safe.
+
+    The window moves over contiguous rows, so the first row of a segment of 8 MiB that is asked for has the whole
+    segment read ahead, sequentially; the system's cache keeps it while the window lies there. Indexes are mapped.
+
+    Raises:
+        ValueError: no packed images, not all of them, or an index that does not fit the manifest.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.manifest = Manifest.load(directory)
+        if not self.manifest.complete:
+            raise ValueError(f"{directory} is not packed to its end: repeat the command that packs it")
+        self.order = RangesOrder(self.manifest.sizes, self.manifest.order_seed)
+        self._firsts = np.array([shard.first for shard in self.manifest.shards])
+        self._indexes = [self._index(shard.first, shard.count) for shard in self.manifest.shards]
+        self._open = functools.lru_cache(_OPEN_FILES)(_Descriptor)
+        self._advised: OrderedDict[tuple[int, int], None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self.manifest.num_images
+
+    def read(self, image: int) -> bytes:
+        """The encoded bytes that stand for image 0..N-1. Raises OSError where they cannot be read."""
+        return self.read_row(int(self.order.rows(np.array([image]))[0]))
+
+    def read_row(self, row: int) -> bytes:
+        """The encoded bytes of row 0..N-1. Raises OSError where they cannot be read."""
+        shard, record = self._record(row)
+        path = tar_path(self.directory, int(self._firsts[shard]))
+        file = self._open(path)
+        offset, length = int(record["offset"]), int(record["length"])
+        self._read_ahead(file, shard, offset // _SEGMENT_BYTES)
+        return _pread(file, length, offset, path)
+
+    def rows(self, start: int, stop: int) -> Iterator[bytes]:
+        """The encoded bytes of rows start … stop−1 one after another, as of a window: read in pieces of about 8 MiB.
+
+        Raises IndexError for rows that are not there, OSError where they cannot be read.
+        """
+        while start < stop:
+            shard, _ = self._record(start)
+            first = int(self._firsts[shard])
+            index = self._indexes[shard][start - first : stop - first]
+            ends = index["offset"] + index["length"]
+            begin = int(index["offset"][0])
+            together = max(1, int(np.searchsorted(ends, begin + _SEGMENT_BYTES)))
+            path = tar_path(self.directory, first)
+            content = memoryview(_pread(self._open(path), int(ends[together - 1]) - begin, begin, path))
+            for offset, end in zip(index["offset"][:together].tolist(), ends[:together].tolist(), strict=True):
+                yield bytes(content[offset - begin : end - begin])
+            start += together
+
+    def positions(self, images: Int64Array) -> Int64Array:
+        """The rows of images, both int64 [n]: in their order they lie on the disk."""
+        return self.order.rows(images)
+
+    def name(self, image: int) -> str:
+        """What a message calls an image."""
+        row = int(self.order.rows(np.array([image]))[0])
+        shard, _ = self._record(row)
+        return f"row {row} in {tar_path(self.directory, int(self._firsts[shard]))}"
+
+    def shown(self) -> Int64Array:
+        """The id of the image that stands for each image, int64 [N]: another one where that is broken."""
+        return self._by_image("shown")
+
+    def labels(self) -> Int64Array:
+        """The class of each image, int64 [N]; −1 without one."""
+        return self._by_image("label")
+
+    def _by_image(self, field: str) -> Int64Array:
+        values = np.empty(len(self), np.int64)
+        for index in self._indexes:
+            values[index["image"]] = index[field]
+        return values
+
+    def _record(self, row: int) -> tuple[int, np.void]:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} is none of 0..{len(self) - 1}")
+        shard = int(np.searchsorted(self._firsts, row, side="right")) - 1
+        record: np.void = self._indexes[shard][row - self._firsts[shard]]
+        return shard, record
+
+    def _index(self, first: int, count: int) -> NDArray[np.void]:
+        path = index_path(self.directory, first)
+        try:
+            index: NDArray[np.void] = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read ({error}): pack the images again") from None
+        if index.dtype != INDEX or index.shape != (count,):
+            raise ValueError(f"{path} is not the index of {count} rows: pack the images again")
+        return index
+
+    def _read_ahead(self, file: _Descriptor, shard: int, segment: int) -> None:
+        with self._lock:
+            known = (shard, segment) in self._advised
+            self._advised[shard, segment] = None
+            if len(self._advised) > _REMEMBERED_SEGMENTS:
+                self._advised.popitem(last=False)
+        if not known and hasattr(os, "posix_fadvise"):
+            for start in range(segment * _SEGMENT_BYTES, (segment + 1) * _SEGMENT_BYTES, _ADVICE_BYTES):
+                os.posix_fadvise(file.number, start, _ADVICE_BYTES, os.POSIX_FADV_WILLNEED)
+
+
+def _pread(file: _Descriptor, length: int, offset: int, path: Path) -> bytes:
+    content = os.pread(file.number, length, offset)
+    if len(content) != length:
+        raise OSError(f"{path} is cut off")
+    return content
+
+
+class _Descriptor:
+    """A file open for reading until nobody holds this any more."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = -1
+        self.number = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if self.number >= 0:
+            os.close(self.number)
