@@ -40,6 +40,8 @@ _FREE = frozenset(
         "token_file",
         "insecure",
         "retry_seconds",
+        "compile",
+        "channels_last",
         "rows",
         "capacity",
         "prefetch_steps",
@@ -86,6 +88,10 @@ class Checkpoints:
         """Keeps what `step` finished updates made; every rank calls it. With dense rows it does nothing."""
         if self._client is None:
             return
+        if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
+            raise ValueError(
+                f"the encoder's weights overflowed before step {step}, which is not kept: try a lower --learning-rate"
+            )
         self._rows.flush()
         self._ranks.barrier()
         if self._ranks.is_first:

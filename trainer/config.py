@@ -76,7 +76,12 @@ class TrainConfig:
 
     # ---- instance classification
     batch_size: int = 128
-    """B, images in each update."""
+    """B, images in each update, on all ranks together."""
+    accumulate: int = 1
+    """Parts of a batch whose gradients are added up before the update: less memory for the same B. BatchNorm sees one
+    part at a time."""
+    views: int = 1
+    """Views of each image in an update, whose losses are averaged (paper: 1; Table 5 compares with 2)."""
     num_negatives: int = 1024
     """K, the most recently visited rows, which are the classes of a step; the batch's own are among them."""
     window_size: int = 1024
@@ -91,6 +96,8 @@ class TrainConfig:
     # ---- optimisation: one SGD for encoder, head and rows
     learning_rate: float = 0.1
     """Base learning rate η, reached after the warm-up; then a cosine to 0, step by step."""
+    learning_rate_batch: int | None = None
+    """Batch size that --learning-rate is for, where B is another: η is then scaled by B over this (linear rule)."""
     warmup_fraction: float = 0.1
     """Part of the run in which the learning rate rises linearly from η/100 to η (paper: 5 of 200 epochs)."""
     momentum: float = 0.9
@@ -101,6 +108,8 @@ class TrainConfig:
     # ---- model
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
     """The network whose features are wanted."""
+    init_encoder: Path | None = None
+    """encoder.safetensors of another run to begin with, of the same --encoder settings."""
     dim: int = 128
     """D, length of an embedding and of a row."""
     augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)
@@ -117,6 +126,14 @@ class TrainConfig:
     """Seed of the encoder, the initial rows, the order within windows and the augmentations."""
     order_seed: int = 0
     """Seed of the order of the images, in which the window slides."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """What the encoder computes in; head, loss and rows are float32."""
+    channels_last: bool = True
+    """Whether images lie in memory pixel by pixel, which convolutions like."""
+    compile: bool = False
+    """Whether torch.compile makes the encoder faster, after a minute or more."""
+    deterministic: bool = False
+    """Whether operations that may differ from run to run are refused; on a CPU none does."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto takes a GPU where there is one."""
     log_every: int = 10
@@ -156,7 +173,7 @@ class TrainConfig:
                     f"--servers {address} is on another machine and would be called without TLS: "
                     "give --tls-ca, or --insecure on a network you trust"
                 )
-        for name in ("num_shards", "batch_size", "log_every", "dim", "keep_checkpoints"):
+        for name in ("num_shards", "batch_size", "accumulate", "views", "log_every", "dim", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         for name in ("epochs", "temperature"):
@@ -166,6 +183,12 @@ class TrainConfig:
             if not 0 <= getattr(self, name) < math.inf:
                 flag = name.replace("_", "-")
                 raise ValueError(f"--{flag} must be finite and not negative, got {getattr(self, name)}")
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"--batch-size {self.batch_size} is no multiple of --accumulate {self.accumulate}: parts must be equal"
+            )
+        if self.learning_rate_batch is not None and self.learning_rate_batch < 1:
+            raise ValueError(f"--learning-rate-batch must be at least 1, got {self.learning_rate_batch}")
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"--steps must be at least 1, got {self.steps}")
         last_port = 2**16 - int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each rank has its own
@@ -184,6 +207,11 @@ class TrainConfig:
     @property
     def server_addresses(self) -> list[str]:
         return [address.strip() for address in self.servers.split(",")] if self.servers else []
+
+    @property
+    def base_learning_rate(self) -> float:
+        """η for the batch size of the run."""
+        return self.learning_rate * self.batch_size / (self.learning_rate_batch or self.batch_size)
 
     def num_steps(self, num_images: int) -> int:
         """Updates of the run; ValueError where their learning rates alone would fill the memory."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 
 class RankLostError(Exception):
@@ -68,6 +70,13 @@ class Ranks:
         tensor = torch.tensor(values, dtype=torch.float64, device=_device())
         dist.all_reduce(tensor, operation)
         return [float(value) for value in tensor.tolist()]
+
+
+def averaging_gradients(parallel: nn.Module, wanted: bool) -> AbstractContextManager[None]:
+    """Whether the backward passes inside average gradients over ranks, or only add to each rank's own."""
+    if wanted or not isinstance(parallel, DistributedDataParallel):
+        return nullcontext()
+    return parallel.no_sync()
 
 
 @contextmanager

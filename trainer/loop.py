@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.checkpoint import Checkpoints, load
@@ -21,11 +23,11 @@ from trainer.config import TrainConfig
 from trainer.data import Dataset, load_dataset
 from trainer.data.ahead import batches_ahead
 from trainer.data.augment import Augmentation, normalise
-from trainer.distributed import Ranks, process_group
+from trainer.distributed import Ranks, averaging_gradients, process_group
 from trainer.evaluate import ProbeResult, encoder_features, evaluate_features
 from trainer.evaluate.knn import held_out_knn_top1
 from trainer.loss import cosine_softmax_loss
-from trainer.model import PICModel, build_model, save_encoder
+from trainer.model import PICModel, build_model, load_encoder, save_encoder
 from trainer.recency import ActiveRows, RecentRows, announced
 from trainer.report import Report
 from trainer.rows.opening import open_rows
@@ -100,6 +102,7 @@ def _train_rank(
 ) -> tuple[PICModel, dict[str, Any]]:
     """One rank's part of the training: a slice of every batch, and a share of the rows."""
     torch.manual_seed(config.seed)
+    torch.use_deterministic_algorithms(config.deterministic)
     images = dataset.train_images.to(device)  # uint8 (N, C, H, W)
     num_images, batch_size = len(images), config.batch_size
     num_steps = config.num_steps(num_images)
@@ -115,18 +118,23 @@ def _train_rank(
     )
     recent = RecentRows(schedule, num_active=config.num_negatives, batch_size=batch_size)
     sharding = Sharding(spec.rows_per_block, ranks.world_size)
-    mine = ranks.share(batch_size)  # this rank's slice of each batch
+    part_size = batch_size // config.accumulate
+    mine = ranks.share(part_size)  # this rank's slice of each part of a batch
     rates = learning_rates(
         num_steps=num_steps,
-        base=config.learning_rate,
+        base=config.base_learning_rate,
         warmup_steps=round(config.warmup_fraction * num_steps),
     )
     augment = Augmentation(config.augmentation, config.encoder.image_size)
     only_rows = config.encoder.name == "none"  # what is measured then is the rows' path
-    model = build_model(config.encoder, config.dim, seed=config.seed)
-    model = model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = _model(config, device)
     parallel = DistributedDataParallel(model, forward_sync_buffers=False) if ranks.world_size > 1 else model
-    optimizer = torch.optim.SGD(model.parameters(), momentum=config.momentum, weight_decay=config.weight_decay)
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        fused=device.type == "cuda",
+    )
 
     with ExitStack() as stack:
         report = stack.enter_context(Report(config, num_steps, ranks))
@@ -146,33 +154,55 @@ def _train_rank(
         def active_share(step: int) -> ActiveRows:
             return recent.active(step).share(sharding, ranks.rank)
 
-        def visits_of(step: int) -> Int64Array:
-            return np.arange(step * batch_size, (step + 1) * batch_size)[mine]
+        memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
+        parts = list(itertools.product(range(config.accumulate), range(config.views)))
 
-        def images_of(step: int) -> torch.Tensor:
-            visits = visits_of(step)
+        def visits_of(step: int, part: int) -> Int64Array:
+            """This rank's in a part of a step's batch: int64 (b,)."""
+            return (step * batch_size + part * part_size + np.arange(part_size))[mine]
+
+        def images_of(step: int, part: int) -> Tensor:
+            visits = visits_of(step, part)
             return torch.from_numpy(order.images(schedule.visits(visits[0], visits[-1] + 1))).to(device)
 
+        def seen(batch: Tensor, visits: Int64Array, view: int) -> Tensor:
+            """What these visits see in one of their views of a batch (b, C, H, W), uint8: float32 of the same shape."""
+            if only_rows:
+                return normalise(batch)
+            uniforms = visit_uniforms(config.seed, visits * config.views + view, augment.num_uniforms)
+            return augment(batch, torch.from_numpy(uniforms).to(device)).contiguous(memory_format=memory_format)
+
         steps = range(start_step, num_steps)
-        batches = stack.enter_context(closing(batches_ahead(images, map(images_of, steps))))
+        visited = itertools.product(steps, range(config.accumulate))
+        batches = stack.enter_context(closing(batches_ahead(images, itertools.starmap(images_of, visited))))
         for step, active in zip(steps, announced(active_share, rows, steps), strict=True):
-            report.stage("data")
-            uniforms = torch.from_numpy(visit_uniforms(config.seed, visits_of(step), augment.num_uniforms)).to(device)
-            batch = next(batches)  # uint8 (b, C, H, W)
-            views = normalise(batch) if only_rows else augment(batch, uniforms)
-            views = views.contiguous(memory_format=torch.channels_last)
-
-            report.stage("forward")
-            features = parallel(views)  # (b, D)
-            report.stage("rows")
-            weight = rows.weights(active.rows, step=step).to(device).requires_grad_()  # (K of this rank, D)
-            report.stage("forward")
-            labels = torch.from_numpy(active.labels).to(device)  # (B,)
-            loss = cosine_softmax_loss(features, weight, labels, temperature=config.temperature, ranks=ranks)
-
-            report.stage("backward")
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            weight: Tensor | None = None
+            loss = torch.zeros((), device=device)
+            for part, view in parts:
+                report.stage("data")
+                if view == 0:
+                    batch = next(batches)
+                    labels = torch.from_numpy(active.labels[part * part_size :][:part_size]).to(
+                        device
+                    )  # (B / accumulate,)
+                views = seen(batch, visits_of(step, part), view)
+
+                with averaging_gradients(parallel, (part, view) == parts[-1]):
+                    report.stage("forward")
+                    features = parallel(views)  # (b, D)
+                    if weight is None:  # behind the encoder's work, while they may still come
+                        report.stage("rows")
+                        weight = rows.weights(active.rows, step=step).to(device).requires_grad_()  # (K of this rank, D)
+                        report.stage("forward")
+                    part_loss = cosine_softmax_loss(
+                        features, weight, labels, temperature=config.temperature, ranks=ranks
+                    ) / len(parts)
+                    report.stage("backward")
+                    part_loss.backward()  # type: ignore[no-untyped-call]
+                loss += part_loss.detach()
+
+            assert weight is not None
             assert weight.grad is not None
             report.stage("rows")
             rows.apply_gradients(active.rows, weight.grad, step=step)
@@ -212,6 +242,22 @@ def _train_rank(
         "pushed_rows": round(moved[1]),
         "peak_memory_bytes": _peak_memory_bytes(device),
     }
+
+
+def _model(config: TrainConfig, device: torch.device) -> PICModel:
+    model = build_model(config.encoder, config.dim, seed=config.seed)
+    if config.init_encoder is not None:
+        encoder, found = load_encoder(config.init_encoder)
+        if found != config.encoder:
+            raise ValueError(f"--init-encoder {config.init_encoder} holds {found}, not {config.encoder}")
+        model.encoder.load_state_dict(encoder.state_dict())
+    model.encoder_in_bfloat16 = config.precision == "bfloat16"
+    model = model.to(device)
+    if config.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if config.compile:
+        model.encoder.compile()
+    return model
 
 
 def _table_spec(config: TrainConfig, num_images: int) -> TableSpec:

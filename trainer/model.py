@@ -68,18 +68,23 @@ class EncoderConfig:
 
 
 class PICModel(nn.Module):
-    """Encoder, then the projection head: Linear, ReLU, Linear without BatchNorm; images to embeddings [B, dim]."""
+    """Encoder, then the projection head: Linear, ReLU, Linear without BatchNorm; images to embeddings [B, dim].
+
+    With `encoder_in_bfloat16` the encoder computes under autocast; head and embeddings are float32 in either case.
+    """
 
     def __init__(self, config: EncoderConfig, dim: int = 128) -> None:
         super().__init__()
         self.config = config
+        self.encoder_in_bfloat16 = False
         self.encoder = build_encoder(config)
         feature_dim = measure_feature_dim(self.encoder, config)
         self.head = nn.Sequential(nn.Linear(feature_dim, feature_dim), nn.ReLU(), nn.Linear(feature_dim, dim))
 
     def forward(self, images: Tensor) -> Tensor:
-        features = self.encoder(images)  # (B, feature_dim)
-        embeddings: Tensor = self.head(features)  # (B, dim), not normalised: the loss does that
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.encoder_in_bfloat16):
+            features = self.encoder(images)  # (B, feature_dim)
+        embeddings: Tensor = self.head(features.float())  # (B, dim), not normalised: the loss does that
         return embeddings
 
 

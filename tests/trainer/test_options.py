@@ -1,0 +1,136 @@
+"""Options that save time or memory, or compare with the paper: what each leaves as it was, against runs without it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from tests.helpers.small_run import EVERY, losses, small_run
+from trainer.checkpoint import saved_steps
+from trainer.data.augment import AugmentationConfig
+from trainer.loop import train
+from trainer.model import EncoderConfig, build_model
+
+GROUP_NORM = EncoderConfig(in_channels=3, image_size=16, width=8, stem_stride=2, blocks=(1, 1), norm="group")
+NO_AUGMENTATION = AugmentationConfig(
+    min_scale=1.0,
+    max_aspect_ratio=1.0,
+    flip_probability=0,
+    jitter_probability=0,
+    grey_probability=0,
+    blur_probability=0,
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def run(output: Path, **changes: Any) -> npt.NDArray[np.float64]:
+    """The losses of a run with dense rows, in which an image's features depend on no other image."""
+    settings: dict[str, Any] = {"rows": "dense", "encoder": GROUP_NORM, "learning_rate": 0.05}
+    train(small_run(output, **settings | changes))
+    return np.array(losses(output))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> npt.NDArray[np.float64]:
+    torch.set_num_threads(1)
+    return run(tmp_path_factory.mktemp("plain") / "run")
+
+
+@pytest.mark.parametrize(
+    ("changes", "tolerance"),
+    [
+        pytest.param({"accumulate": 4}, 1e-5, id="a batch in four parts"),
+        pytest.param({"channels_last": False}, 1e-5, id="channels first"),
+        pytest.param({"deterministic": True}, 0, id="deterministic"),
+        pytest.param({"learning_rate": 0.025, "learning_rate_batch": 8}, 0, id="linear rule"),
+        pytest.param({"precision": "bfloat16"}, 0.02, id="bfloat16"),
+        pytest.param(
+            {"compile": True},
+            1e-4,
+            id="compiled",
+            marks=[pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")],  # torch's
+        ),
+    ],
+)
+def test_the_losses_stay_what_they_were(
+    changes: dict[str, Any], tolerance: float, plain: npt.NDArray[np.float64], tmp_path: Path
+) -> None:
+    assert len(set(plain)) == len(plain), "something moves"
+    assert run(tmp_path / "run", **changes) == pytest.approx(plain, rel=tolerance, abs=0)
+
+
+def test_two_equal_views_are_as_good_as_one(tmp_path: Path) -> None:
+    one = run(tmp_path / "one", augmentation=NO_AUGMENTATION)
+    assert run(tmp_path / "two", augmentation=NO_AUGMENTATION, views=2) == pytest.approx(one, rel=1e-5)
+    assert run(tmp_path / "parts", augmentation=NO_AUGMENTATION, views=2, accumulate=2) == pytest.approx(one, rel=1e-5)
+
+
+def test_two_views_are_two(plain: npt.NDArray[np.float64], tmp_path: Path) -> None:
+    two = run(tmp_path / "two", views=2)
+    assert two[0] != plain[0]
+    assert abs(two - plain).max() < 1, "the same images"
+
+
+def test_the_encoder_alone_computes_in_bfloat16() -> None:
+    model = build_model(GROUP_NORM, 8, seed=0).eval()
+    images = torch.rand(4, 3, 16, 16)
+    exact = model(images)
+    model.encoder_in_bfloat16 = True
+    seen: list[torch.Tensor] = []
+    model.head.register_forward_hook(lambda _, inputs, output: seen.extend([*inputs, output]))
+    rounded = model(images)
+    assert {tensor.dtype for tensor in seen} == {torch.float32}
+    assert not torch.equal(rounded, exact)
+    torch.testing.assert_close(rounded, exact, rtol=0.05, atol=0.01)
+
+
+def test_an_encoder_to_begin_with(plain: npt.NDArray[np.float64], tmp_path: Path) -> None:
+    run(tmp_path / "first", steps=5, learning_rate=0.0)  # nothing moves: its encoder is what every run begins with
+    path = tmp_path / "first" / "encoder.safetensors"
+    assert run(tmp_path / "again", init_encoder=path)[0] == plain[0]
+    run(tmp_path / "trained", steps=30)
+    assert run(tmp_path / "other", init_encoder=tmp_path / "trained" / "encoder.safetensors")[0] != plain[0]
+    with pytest.raises(ValueError, match=r"--init-encoder .*encoder.safetensors holds EncoderConfig\(.*, not Enc"):
+        run(tmp_path / "wider", init_encoder=path, encoder=replace(GROUP_NORM, width=16))
+    with pytest.raises(ValueError, match="cannot read encoder file"):
+        run(tmp_path / "none", init_encoder=tmp_path / "none.safetensors")
+
+
+def test_weights_that_overflowed_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two logged steps, where nobody looks at the loss."""
+    step, count = torch.optim.SGD.step, iter(range(1, 1000))
+
+    def overflow(self: torch.optim.SGD) -> None:
+        step(self)
+        if next(count) == 2 * EVERY:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].mul_(torch.inf)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", overflow)
+    with pytest.raises(ValueError, match=rf"weights overflowed before step {2 * EVERY}, which is not kept"):
+        train(small_run(tmp_path / "run", log_every=1000, steps=100))
+    assert saved_steps(tmp_path / "run" / "checkpoints") == [0, EVERY]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"accumulate": 3}, "--batch-size 16 is no multiple of --accumulate 3"),
+        ({"accumulate": 0}, "--accumulate must be at least 1, got 0"),
+        ({"views": 0}, "--views must be at least 1, got 0"),
+        ({"learning_rate_batch": 0}, "--learning-rate-batch must be at least 1, got 0"),
+    ],
+)
+def test_options_that_cannot_be(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        small_run(tmp_path, **changes).check()
