@@ -34,9 +34,9 @@ def encoder_features(encoder: nn.Module, dataset: Dataset) -> FeatureSet:
     """
     dataset.check_labelled()
     return FeatureSet(
-        train=_encode(encoder, dataset.train_images),
+        train=encode(encoder, dataset.train_images),
         train_labels=dataset.train_labels,
-        test=_encode(encoder, dataset.test_images),
+        test=encode(encoder, dataset.test_images),
         test_labels=dataset.test_labels,
     )
 
@@ -75,7 +75,7 @@ def calibrate_batch_norm(encoder: nn.Module, images: TrainImages, num_images: in
 
 
 @torch.no_grad()
-def _encode(encoder: nn.Module, images: TrainImages) -> Tensor:
+def encode(encoder: nn.Module, images: TrainImages) -> Tensor:
     """Features float32 [N, d], on the CPU, of images uint8 [N, C, H, W]."""
     was_training = encoder.training
     encoder.eval()
