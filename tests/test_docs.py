@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 
 import trainer.export
+import trainer.page
 import weightserver.cli
 
 ROOT = Path(__file__).parent.parent
-PARSERS = {"weightserver ": weightserver.cli._parser, "python -m trainer.export ": trainer.export._parser}
+PARSERS = {
+    "weightserver ": weightserver.cli._parser,
+    "python -m trainer.export ": trainer.export._parser,
+    "python -m trainer report ": trainer.page._parser,
+}
 COMMANDS = [
     (document, line.strip())
     for document in ("README.md", "docs/operations.md")

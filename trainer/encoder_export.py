@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from trainer.checkpoint import FREE_SETTINGS
 from trainer.model import EncoderConfig, TorchvisionEncoder, build_encoder
-from trainer.runs import read_config, read_encoder, read_summary
+from trainer.runs import flat, number, read_config, read_encoder, read_summary
 from weightserver.files import require_empty, sha256, write_whole
 
 LIBRARIES = ("torchvision", "timm", "detectron2")
@@ -197,7 +197,7 @@ Input: {channels} images float32 [B, {converted.in_channels}, H, W], pixels 0..2
 
 ## Settings of the run
 
-{_table("setting", _flat(chosen))}
+{_table("setting", flat(chosen))}
 
 ## Licence
 
@@ -256,18 +256,6 @@ def _attribute(path: str) -> str:
     return re.sub(r"\.(\d+)", r"[\1]", path)
 
 
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings under dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
-
-
 def _table(title: str, values: dict[str, Any]) -> str:
-    rows = [f"| {name} | {_number(value)} |" for name, value in values.items()]
+    rows = [f"| {name} | {number(value)} |" for name, value in values.items()]
     return "\n".join([f"| {title} | |", "|---|---|", *rows]) if rows else ""
-
-
-def _number(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -52,3 +52,16 @@ def read_encoder(run: Path, checkpoint: str = "") -> tuple[nn.Module, EncoderCon
     return encoder_from_tensors(
         encoder_tensors(run / "checkpoints", checkpoint), options, run / "checkpoints" / checkpoint
     )
+
+
+def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings under dotted names."""
+    named: dict[str, Any] = {}
+    for name, value in settings.items():
+        named |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return named
+
+
+def number(value: Any) -> str:
+    """A setting or result as a table shows it."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
