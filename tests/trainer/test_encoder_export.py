@@ -204,11 +204,16 @@ def test_detectron2_gets_its_keys(tmp_path: Path, name: str) -> None:
 
 
 def test_detectron2_itself(tmp_path: Path) -> None:
-    backbone = pytest.importorskip("detectron2.modeling.backbone", reason="detectron2 is not installed")
+    config = pytest.importorskip("detectron2.config", reason="detectron2 is not installed").get_cfg()
+    from detectron2.layers import ShapeSpec
+    from detectron2.modeling.backbone import build_resnet_backbone
+
     run, out = a_run(tmp_path / "run", "resnet50"), tmp_path / "out"
     assert export(run, "--format", "detectron2", "--output", out) == 0
-    stages = backbone.ResNet.make_default_stages(50, stride_in_1x1=False, norm="BN")
-    model = backbone.ResNet(backbone.resnet.BasicStem(norm="BN"), stages, out_features=["res5"]).eval()
+    options = {"DEPTH": 50, "STRIDE_IN_1X1": False, "NORM": "BN", "OUT_FEATURES": ["res5"]}
+    config.merge_from_list([word for name, value in options.items() for word in (f"MODEL.RESNETS.{name}", value)])
+    config.MODEL.BACKBONE.FREEZE_AT = 0
+    model = build_resnet_backbone(config, ShapeSpec(channels=3)).eval()
     (weights,) = out.glob("*.safetensors")
     model.load_state_dict(load_file(weights))
     views = normalise(images())
