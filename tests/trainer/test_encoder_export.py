@@ -182,7 +182,9 @@ def detectron2_features(
     return x.mean(dim=(2, 3))
 
 
-@pytest.mark.parametrize("name", ["resnet18", "timm:resnet50", "resnext50_32x4d", "wide_resnet50_2"])
+@pytest.mark.parametrize(
+    "name", ["resnet18", "timm:resnet50", "resnext50_32x4d", pytest.param("wide_resnet50_2", marks=pytest.mark.slow)]
+)
 def test_detectron2_gets_its_keys(tmp_path: Path, name: str) -> None:
     run, out = a_run(tmp_path / "run", name), tmp_path / "out"
     assert export(run, "--format", "detectron2", "--output", out) == 0
