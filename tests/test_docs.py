@@ -10,6 +10,7 @@ import pytest
 
 import trainer.data.__main__
 import trainer.export
+import trainer.page
 import weightserver.cli
 
 ROOT = Path(__file__).parent.parent
@@ -17,6 +18,7 @@ PARSERS = {
     "weightserver ": weightserver.cli._parser,
     "python -m trainer.export ": trainer.export._parser,
     "python -m trainer.data ": trainer.data.__main__._parser,
+    "python -m trainer report ": trainer.page._parser,
 }
 COMMANDS = [
     (document, line.strip())

@@ -3,6 +3,7 @@
     python -m trainer fashion-mnist                                    # starts weight servers of its own
     python -m trainer fashion-mnist --rows dense --epochs 5            # all rows in this process
     torchrun -m trainer fashion-mnist --servers 127.0.0.1:50051,127.0.0.1:50052 --output runs/a
+    python -m trainer report runs/a                                    # one HTML page about a run
 
 `python -m trainer fashion-mnist --help` lists every setting.
 """
@@ -20,8 +21,18 @@ from weightserver.allocator import keep_large_buffers
 from weightserver.logs import log_events
 
 
+def report(arguments: list[str]) -> NoReturn:
+    """Writes a page about a run: see `trainer.page`."""
+    from trainer.page import main as write_page  # training needs none of what it imports
+
+    write_page(arguments)
+
+
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs the command line. Exit status 0; 2 for arguments that are none; else as `failures_in_one_line` says."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["report"]:
+        report(arguments[1:])
     keep_large_buffers()
     with failures_in_one_line("trainer"):
         config = parse_config(arguments)

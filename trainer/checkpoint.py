@@ -24,10 +24,11 @@ _log = logging.getLogger(__name__)
 
 _FORMAT = "pic-checkpoint-1"
 _MODEL, _MOMENTUM = "model.", "momentum."
+_ENCODER = _MODEL + "encoder."
 _STEM = re.compile(r"step-(\d{12})")
 # What may differ when a run goes on: where it runs, how its rows are stored ('weightserver reshard' changes that; what
 # does not fit is refused by the weight servers), and what it tells.
-_FREE = frozenset(
+FREE_SETTINGS = frozenset(
     [
         "output",
         "resume",
@@ -128,7 +129,7 @@ def check_same_run(config: TrainConfig) -> None:
     if not config.servers and num_local not in (0, config.num_shards):
         raise ValueError(f"{config.output / 'servers'} holds {num_local} shards: give --num-shards {num_local}")
     stored, wanted = json.loads(path.read_text()), json.loads(config.to_json())
-    for name in wanted.keys() - _FREE:
+    for name in wanted.keys() - FREE_SETTINGS:
         if stored.get(name) != wanted[name]:
             raise ValueError(
                 f"--resume goes on with the run in {config.output}, whose {name} is {stored.get(name)}, "
@@ -204,6 +205,23 @@ def load(directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Op
     for name, parameter in model.named_parameters():
         if name in momentum:
             optimizer.state[parameter]["momentum_buffer"] = momentum[name].to(parameter.device)
+
+
+def encoder_tensors(directory: Path, name: str) -> dict[str, Tensor]:
+    """The encoder's weights by name, of the checkpoint step-…; ValueError where there is none, or it is damaged."""
+    path = directory / f"{name}.safetensors"
+    if not _STEM.fullmatch(name) or not path.exists():
+        known = ", ".join(_name(step) for step in saved_steps(directory)) or "none"
+        raise ValueError(f"{directory} has no checkpoint {name!r}: it has {known}")
+    try:
+        with safe_open(path, "pt") as file:
+            return {
+                key.removeprefix(_ENCODER): file.get_tensor(key)
+                for key in file.keys()  # noqa: SIM118
+                if key.startswith(_ENCODER)
+            }
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path, error) from None
 
 
 def _metadata(path: Path) -> dict[str, str]:

@@ -277,6 +277,9 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
 def parse_config(arguments: Sequence[str] | None = None) -> TrainConfig:
     """The config that a command line, PRESET --OPTIONS, asks for; exits where it cannot be parsed."""
     config: TrainConfig = tyro.extras.overridable_config_cli(
-        PRESETS, prog="python -m trainer", description="Train an encoder by instance classification.", args=arguments
+        PRESETS,
+        prog="python -m trainer",
+        description="Train an encoder by instance classification; 'report RUN' makes a page about a run.",
+        args=arguments,
     )
     return config

@@ -1,22 +1,24 @@
-"""Writes a run's rows together with the images that they belong to.
+"""Writes a run's rows together with the images that they belong to, or its encoder for another library.
 
     python -m trainer.export rows runs/a --output rows/ --checkpoint step-000000001000
+    python -m trainer.export encoder runs/a --format timm --output encoder/
 
-As `weightserver export`, with one more column: image int64 [n], the image's place in the data set. A row is its image's
-position in a random order that the run's order_seed makes. The run's own weight servers are used: those of its
+Rows: as `weightserver export`, with one more column: image int64 [n], the image's place in the data set. A row is its
+image's position in a random order that the run's order_seed makes. The run's own weight servers are used: those of its
 --servers, or else its local ones, which are started for the while. They are called with the run's TLS and token options
-unless any is given here.
+unless any is given here. Encoder: see `trainer.encoder_export`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
+from trainer.encoder_export import LIBRARIES, export_encoder
+from trainer.runs import read_config
 from trainer.schedule import RowOrder
 from trainer.stopping import failures_in_one_line
 from weightserver import ClientSecurity, LocalCluster, WeightClient
@@ -28,7 +30,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs the command line. Exit status 0; 1 with one line on stderr when it failed; 2 for wrong arguments."""
     options = _parser().parse_args(arguments)
     with failures_in_one_line("trainer.export"):
-        written = _export(options)
+        written = options.export(options)
     print(f"wrote {len(written)} files to {options.output}")
     sys.exit(0)
 
@@ -41,11 +43,25 @@ def _parser() -> argparse.ArgumentParser:
     rows.add_argument("--servers", help="host:port,host:port of all weight servers (default the run's)")
     add_security_options(rows)
     add_export_options(rows)
+    rows.set_defaults(export=_export_rows)
+    encoder = what.add_parser("encoder", help="the encoder in another library's keys, with a model card")
+    encoder.add_argument("run", type=Path, help="the run's directory")
+    encoder.add_argument("--format", choices=LIBRARIES, required=True, help="the library that is to load it")
+    encoder.add_argument("--output", type=Path, required=True, help="a new directory")
+    encoder.add_argument("--checkpoint", default="", help="step-…, a checkpoint of the run (default: its end)")
+    encoder.add_argument("--licence", default="unknown", help="licence of the weights, for the model card")
+    encoder.set_defaults(export=_export_encoder)
     return parser
 
 
-def _export(options: argparse.Namespace) -> list[Path]:
-    config = _config(options.run)
+def _export_encoder(options: argparse.Namespace) -> list[Path]:
+    return export_encoder(
+        options.run, options.format, options.output, checkpoint=options.checkpoint, licence=options.licence
+    )
+
+
+def _export_rows(options: argparse.Namespace) -> list[Path]:
+    config = read_config(options.run)
     with ExitStack() as stack:
         servers = options.servers or config.get("servers")
         security: dict[str, Any] = {}
@@ -82,20 +98,6 @@ def _security(options: argparse.Namespace, config: dict[str, Any]) -> ClientSecu
         return own
     files = {name: config[name] for name in ("tls_ca", "tls_cert", "tls_key", "token_file") if config.get(name)}
     return ClientSecurity(**{name: Path(file) for name, file in files.items()}, insecure=bool(config.get("insecure")))
-
-
-def _config(run: Path) -> dict[str, Any]:
-    """The run's settings; ValueError where there are none."""
-    path = run / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(path.read_text())
-        for name in ("order_seed", "seed", "dim"):
-            int(config[name])
-    except OSError as error:
-        raise ValueError(f"{run} holds no run ({error.strerror}): give the --output of one") from None
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is no run's config.json: give the --output of a run") from None
-    return config
 
 
 if __name__ == "__main__":

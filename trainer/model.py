@@ -117,7 +117,7 @@ def build_encoder(config: EncoderConfig) -> nn.Module:
                 f"unknown encoder {config.name!r}: give small, none, timm:NAME or a torchvision classifier"
             )
         options = {"zero_init_residual": True} if "resne" in name else {}  # ResNet, ResNeXt, Wide ResNet
-        return _TorchvisionEncoder(models.get_model(name, weights=None, **options))
+        return TorchvisionEncoder(models.get_model(name, weights=None, **options))
     raise ValueError(f"unknown kind of encoder {config.name!r}: give small, none, timm:NAME or torchvision:NAME")
 
 
@@ -205,8 +205,8 @@ class _FewPixels(nn.Module):
         return images[:, 0, ::row_stride, ::column_stride].flatten(1) * self.scale
 
 
-class _TorchvisionEncoder(nn.Module):
-    """A torchvision classifier without its last linear layer; repeats grey images to three channels."""
+class TorchvisionEncoder(nn.Module):
+    """A torchvision classifier without its last linear layer, `last`; repeats grey images to three channels."""
 
     def __init__(self, classifier: nn.Module) -> None:
         super().__init__()
@@ -216,6 +216,7 @@ class _TorchvisionEncoder(nn.Module):
         parent, _, leaf = last[0].rpartition(".")
         setattr(classifier.get_submodule(parent), leaf, nn.Identity())
         self.classifier = classifier
+        self.last = last[0]
 
     def forward(self, images: Tensor) -> Tensor:
         features: Tensor = self.classifier(images.expand(-1, 3, -1, -1))
@@ -244,7 +245,18 @@ def load_encoder(path: Path) -> tuple[nn.Module, EncoderConfig]:
     if metadata.get("format") != _FORMAT:
         raise ValueError(f"{path} is not a {_FORMAT} file (format {metadata.get('format')!r}): give another")
     try:
-        options: dict[str, Any] = json.loads(metadata["encoder"])
+        options = json.loads(metadata["encoder"])
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{path} names an encoder that cannot be built ({error}): give another") from error
+    return encoder_from_tensors(tensors, options, path)
+
+
+def encoder_from_tensors(tensors: dict[str, Tensor], options: Any, path: Path) -> tuple[nn.Module, EncoderConfig]:
+    """Builds the encoder of `options`, an EncoderConfig as JSON has it, with weights by name; in eval mode, on the CPU.
+
+    Raises ValueError, in one line that names `path`, where they do not fit each other.
+    """
+    try:
         config = EncoderConfig(**options | {"blocks": tuple(options["blocks"])})
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} names an encoder that cannot be built ({error}): give another") from error

@@ -15,7 +15,7 @@ ACCURACY_KEY = "knn_top1"
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Returns the objects of a metrics.jsonl, in order; a last line that a crash cut short is left out.
 
-    Raises ValueError, in one line, when there is no such file or another line is not JSON.
+    Raises ValueError, in one line, when there is no such file, or another line is not JSON or no object.
     """
     try:
         lines = path.read_text().splitlines()
@@ -29,6 +29,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             if number == len(lines):
                 break
             raise ValueError(f"{path}, line {number} is not JSON: {error.msg}") from error
+        if not isinstance(records[-1], dict):
+            raise ValueError(f"{path}, line {number} is no record: give a run's metrics.jsonl")
     return records
 
 

@@ -22,7 +22,8 @@ from trainer.rows import RowCounters
 from weightserver.timing import StageClock
 
 _SUMMED = ("fetched_rows", "fetched_bytes", "pushed_rows", "pushed_bytes")
-_STAGES = ("data", "rows", "forward", "backward", "optimizer", "other")
+STAGES = ("data", "rows", "forward", "backward", "optimizer", "other")
+"""Where a step's time goes; a record has NAME_seconds of each."""
 _HELD = ("resident_rows", "prefetch_pending_rows", "write_back_pending_rows")
 
 
@@ -117,7 +118,7 @@ class Report:
             "images_per_second": num_steps * self._config.batch_size / seconds,
             "seconds": seconds,
         }
-        waits = {f"{name}_seconds": self._clock.seconds.get(name, 0.0) for name in _STAGES}
+        waits = {f"{name}_seconds": self._clock.seconds.get(name, 0.0) for name in STAGES}
         waits["row_wait_seconds"] = counters.wait_seconds - self._row_wait_before
         rows = {name: getattr(counters, name) - self._before[name] for name in _SUMMED}
         rows |= {name: getattr(counters, name) for name in _HELD} | {"active_rows": active_rows}

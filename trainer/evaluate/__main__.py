@@ -17,8 +17,7 @@ from trainer.data import DATASETS, DECODED, SYNTHETIC, load_dataset
 from trainer.evaluate import FeatureSet, encoder_features, pixel_features
 from trainer.evaluate.table import PROTOCOLS
 from trainer.model import load_encoder
-
-ENCODER_FILE = "encoder.safetensors"
+from trainer.runs import ENCODER_FILE
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -34,9 +34,9 @@ def encoder_features(encoder: nn.Module, dataset: Dataset) -> FeatureSet:
     """
     dataset.check_labelled()
     return FeatureSet(
-        train=_encode(encoder, dataset.train_images, dataset.evaluated_side),
+        train=encode(encoder, dataset.train_images, dataset.evaluated_side),
         train_labels=dataset.train_labels,
-        test=_encode(encoder, dataset.test_images, dataset.evaluated_side),
+        test=encode(encoder, dataset.test_images, dataset.evaluated_side),
         test_labels=dataset.test_labels,
     )
 
@@ -75,7 +75,7 @@ def calibrate_batch_norm(encoder: nn.Module, images: TrainImages, num_images: in
 
 
 @torch.no_grad()
-def _encode(encoder: nn.Module, images: TrainImages, side: int | None) -> Tensor:
+def encode(encoder: nn.Module, images: TrainImages, side: int | None = None) -> Tensor:
     """Features float32 [N, d], on the CPU, of images uint8 [N, C, H, W], or of the centres of that side."""
     edge = 0 if side is None else (images.shape[-1] - side) // 2
     centre = slice(edge, None if side is None else edge + side)

@@ -1,0 +1,308 @@
+"""Encoders for other libraries: each export is loaded as its model card says, and gives the trained encoder's features.
+
+detectron2 can seldom be installed beside a current torch, so its keys and shapes are written out here from its
+documented classes (modeling/backbone/resnet.py: BasicStem, BasicBlock, BottleneckBlock, build_resnet_backbone), and the
+function that it computes from them is evaluated; where it is installed, it is asked itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.helpers.small_run import EVERY, small_run
+from trainer.data import load_dataset
+from trainer.data.augment import normalise
+from trainer.encoder_export import _DETECTRON2, detectron2_key
+from trainer.export import main
+from trainer.loop import train
+from trainer.model import EncoderConfig, build_encoder, load_encoder, save_encoder
+from trainer.torchvision_compat import import_module
+from weightserver.files import sha256
+
+SIDE = 28
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+    import_module("torchvision")  # what a card imports can be imported beside a CPU-only torch too
+
+
+def export(*arguments: object) -> int | str | None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["encoder", *map(str, arguments)])
+    return stopped.value.code
+
+
+def a_run(path: Path, name: str, in_channels: int = 3) -> Path:
+    """A run's files, its encoder with weights and statistics that no library starts from."""
+    config = EncoderConfig(name=name, in_channels=in_channels, image_size=SIDE)
+    torch.manual_seed(1)
+    encoder = build_encoder(config)
+    for module in encoder.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            torch.nn.init.uniform_(module.weight, 0.2, 0.6)  # also where residual blocks start at 0
+            torch.nn.init.normal_(module.bias, std=0.1)
+    encoder(normalise(images(40))[:, :in_channels])
+    path.mkdir()
+    save_encoder(encoder, config, path / "encoder.safetensors")
+    settings = small_run(path, encoder=config)
+    (path / "config.json").write_text(settings.to_json())
+    (path / "summary.json").write_text(json.dumps({"steps": 40, "loss": 1.25, "knn_top1": 87.75}))
+    return path
+
+
+@cache
+def real_images() -> Tensor:
+    return load_dataset("fashion-mnist").test_images[:100].expand(-1, 3, -1, -1)
+
+
+def images(count: int = 6) -> Tensor:
+    return real_images()[:count]
+
+
+def features(run: Path, views: Tensor) -> Tensor:
+    encoder, config = load_encoder(run / "encoder.safetensors")
+    with torch.no_grad():
+        result: Tensor = encoder(views[:, : config.in_channels])
+    return result
+
+
+def loaded_as_the_card_says(directory: Path) -> Any:
+    """Runs the card's code in its directory."""
+    (code,) = re.findall(r"```python\n(.*?)```", (directory / "README.md").read_text(), re.DOTALL)
+    here, names = Path.cwd(), dict[str, Any]()
+    os.chdir(directory)
+    try:
+        exec(code, names)
+    finally:
+        os.chdir(here)
+    return names["model"]
+
+
+@pytest.mark.parametrize(
+    ("name", "in_channels", "library"),
+    [
+        ("resnet18", 3, "torchvision"),
+        ("resnet18", 3, "timm"),
+        ("resnet18", 1, "timm"),
+        ("torchvision:resnet50", 3, "timm"),
+        ("torchvision:mobilenet_v3_small", 3, "torchvision"),
+        ("timm:resnet50", 3, "torchvision"),
+        ("timm:resnet18.a1_in1k", 3, "torchvision"),
+        ("timm:resnet10t", 1, "timm"),
+    ],
+)
+def test_the_library_gives_the_same_features(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, in_channels: int, library: str
+) -> None:
+    run = a_run(tmp_path / "run", name, in_channels)
+    assert export(run, "--format", library, "--output", tmp_path / "out") == 0
+    assert capsys.readouterr().out == f"wrote 3 files to {tmp_path / 'out'}\n"
+    model = loaded_as_the_card_says(tmp_path / "out")
+    views = normalise(images())
+    views = views[:, :1].expand(-1, 3, -1, -1) if in_channels == 1 else views
+    expected = features(run, views)
+    with torch.no_grad():
+        found = model(views[:, :1] if name.startswith("timm:") and in_channels == 1 else views)
+    assert expected.std() > 1e-3
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_files_have_a_hash_and_a_card(tmp_path: Path) -> None:
+    run, out = a_run(tmp_path / "run", "resnet18"), tmp_path / "out"
+    assert export(run, "--format", "timm", "--output", out, "--licence", "cc-by-4.0") == 0
+    (weights,) = out.glob("*.safetensors")
+    digest = sha256(weights)
+    assert weights.name == f"resnet18-timm-{digest[:8]}.safetensors"
+    assert (out / f"resnet18-timm-{digest[:8]}.sha256").read_text() == f"{digest}  {weights.name}\n"
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\nlicense: cc-by-4.0\nlibrary_name: timm\n")
+    for line in ("| knn_top1 | 87.75 |", "| batch_size | 16 |", "| encoder.name | resnet18 |", digest, "synthetic"):
+        assert line in card
+    assert str(tmp_path) not in card  # where it was trained is nobody's business
+    assert "| output |" not in card
+
+
+def detectron2_parts(depth: int, num_groups: int, width_per_group: int) -> dict[str, tuple[int, ...]]:
+    """Weights of each convolution of detectron2's ResNet; each has a norm beside it."""
+    basic = depth < 50
+    blocks = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}[depth]
+    convolutions: dict[str, tuple[int, ...]] = {"stem.conv1": (64, 3, 7, 7)}
+    inside, width, out = 64, num_groups * width_per_group, 64 if basic else 256
+    for stage, count in zip(("res2", "res3", "res4", "res5"), blocks, strict=True):
+        for block in range(count):
+            prefix = f"{stage}.{block}."
+            if inside != out:
+                convolutions[prefix + "shortcut"] = (out, inside, 1, 1)
+            if basic:
+                convolutions |= {prefix + "conv1": (out, inside, 3, 3), prefix + "conv2": (out, out, 3, 3)}
+            else:
+                convolutions[prefix + "conv1"] = (width, inside, 1, 1)
+                convolutions[prefix + "conv2"] = (width, width // num_groups, 3, 3)
+                convolutions[prefix + "conv3"] = (out, width, 1, 1)
+            inside = out
+        width, out = 2 * width, 2 * out
+    return convolutions
+
+
+def detectron2_features(
+    tensors: dict[str, Tensor], parts: dict[str, tuple[int, ...]], groups: int, x: Tensor
+) -> Tensor:
+    """Averages over res5 as detectron2's modules compute it, with STRIDE_IN_1X1 False."""
+
+    def convolve(name: str, maps: Tensor, stride: int, groups: int = 1) -> Tensor:
+        weight = tensors[f"{name}.weight"]
+        maps = F.conv2d(maps, weight, stride=stride, padding=weight.shape[-1] // 2, groups=groups)
+        norm = [tensors[f"{name}.norm.{part}"] for part in ("running_mean", "running_var", "weight", "bias")]
+        return F.batch_norm(maps, *norm)
+
+    x = F.max_pool2d(F.relu(convolve("stem.conv1", x, 2)), 3, 2, 1)
+    for prefix in dict.fromkeys(re.findall(r"res\d\.\d+\.", " ".join(parts))):
+        stride = 2 if prefix.endswith(".0.") and not prefix.startswith("res2") else 1
+        shortcut = convolve(prefix + "shortcut", x, stride) if prefix + "shortcut" in parts else x
+        if prefix + "conv3" in parts:
+            out = F.relu(convolve(prefix + "conv1", x, 1))
+            out = F.relu(convolve(prefix + "conv2", out, stride, groups))
+            out = convolve(prefix + "conv3", out, 1)
+        else:
+            out = convolve(prefix + "conv2", F.relu(convolve(prefix + "conv1", x, stride)), 1)
+        x = F.relu(out + shortcut)
+    return x.mean(dim=(2, 3))
+
+
+@pytest.mark.parametrize(
+    "name", ["resnet18", "timm:resnet50", "resnext50_32x4d", pytest.param("wide_resnet50_2", marks=pytest.mark.slow)]
+)
+def test_detectron2_gets_its_keys(tmp_path: Path, name: str) -> None:
+    run, out = a_run(tmp_path / "run", name), tmp_path / "out"
+    assert export(run, "--format", "detectron2", "--output", out) == 0
+    (weights,) = out.glob("*.safetensors")
+    tensors, options = load_file(weights), _DETECTRON2[name.removeprefix("timm:")]
+    parts = detectron2_parts(*options)
+    expected = {f"{part}.weight": shape for part, shape in parts.items()}
+    for part, shape in parts.items():
+        expected |= {f"{part}.norm.{stat}": shape[:1] for stat in ("weight", "bias", "running_mean", "running_var")}
+        expected[f"{part}.norm.num_batches_tracked"] = ()
+    assert {key: tuple(tensor.shape) for key, tensor in tensors.items()} == expected
+    views = normalise(images())
+    with torch.no_grad():
+        found = detectron2_features(tensors, parts, options[1], views)
+    torch.testing.assert_close(found, features(run, views), rtol=1e-5, atol=1e-6)
+    card = (out / "README.md").read_text()
+    for line in (f"DEPTH: {options[0]}", f"NUM_GROUPS: {options[1]}", f"WIDTH_PER_GROUP: {options[2]}", weights.name):
+        assert line in card
+
+
+def test_detectron2_itself(tmp_path: Path) -> None:
+    config = pytest.importorskip("detectron2.config", reason="detectron2 is not installed").get_cfg()
+    from detectron2.layers import ShapeSpec
+    from detectron2.modeling.backbone import build_resnet_backbone
+
+    run, out = a_run(tmp_path / "run", "resnet50"), tmp_path / "out"
+    assert export(run, "--format", "detectron2", "--output", out) == 0
+    options = {"DEPTH": 50, "STRIDE_IN_1X1": False, "NORM": "BN", "OUT_FEATURES": ["res5"]}
+    config.merge_from_list([word for name, value in options.items() for word in (f"MODEL.RESNETS.{name}", value)])
+    config.MODEL.BACKBONE.FREEZE_AT = 0
+    model = build_resnet_backbone(config, ShapeSpec(channels=3)).eval()
+    (weights,) = out.glob("*.safetensors")
+    model.load_state_dict(load_file(weights))
+    views = normalise(images())
+    with torch.no_grad():
+        found = model(views)["res5"].mean(dim=(2, 3))
+    torch.testing.assert_close(found, features(run, views), rtol=1e-5, atol=1e-6)
+
+
+def test_names_as_the_conversion_of_detectron2_makes_them() -> None:
+    assert [
+        detectron2_key(key)
+        for key in (
+            "conv1.weight",
+            "bn1.running_var",
+            "layer1.0.conv1.weight",
+            "layer2.3.bn2.bias",
+            "layer4.0.downsample.0.weight",
+            "layer4.0.downsample.1.num_batches_tracked",
+        )
+    ] == [
+        "stem.conv1.weight",
+        "stem.conv1.norm.running_var",
+        "res2.0.conv1.weight",
+        "res3.3.conv2.norm.bias",
+        "res5.0.shortcut.weight",
+        "res5.0.shortcut.norm.num_batches_tracked",
+    ]
+
+
+def test_a_checkpoint_of_a_run_that_has_not_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    config = EncoderConfig(name="resnet18", in_channels=3, image_size=16)
+    final = train(small_run(run, steps=EVERY + 2, encoder=config)).model.encoder.eval()
+    final = final.to(memory_format=torch.contiguous_format)  # the same sums in the same order
+    step = f"step-{EVERY:012d}"
+    assert export(run, "--format", "torchvision", "--output", tmp_path / "kept", "--checkpoint", step) == 0
+    assert export(run, "--format", "torchvision", "--output", tmp_path / "end") == 0
+    views = normalise(images())[..., :16, :16]
+    with torch.no_grad():
+        kept, end = (loaded_as_the_card_says(tmp_path / name)(views) for name in ("kept", "end"))
+        torch.testing.assert_close(end, final(views), rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(kept, end, atol=1e-3)
+    assert f"checkpoint {step} of a run, not evaluated" in (tmp_path / "kept/README.md").read_text()
+    (run / "encoder.safetensors").unlink()
+    assert export(run, "--format", "timm", "--output", tmp_path / "no") == 1
+    assert f"has not ended and has no encoder.safetensors: give --checkpoint {step}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "in_channels", "library", "message"),
+    [
+        ("small", 3, "timm", "encoder 'small' is this trainer's own, no library has it"),
+        ("timm:resnet10t", 3, "torchvision", "torchvision has no counterpart of 'timm:resnet10t'"),
+        ("mobilenet_v3_small", 3, "timm", "timm has no counterpart of 'mobilenet_v3_small'"),
+        ("timm:resnet26", 3, "detectron2", "detectron2 has no counterpart of 'timm:resnet26'"),
+        ("timm:resnet18", 1, "torchvision", "takes colour images, this encoder grey ones"),
+        ("timm:resnet18", 1, "detectron2", "takes colour images, this encoder grey ones"),
+        ("efficientnet_b0", 3, "timm", "its model of that name has other parts"),
+    ],
+)
+def test_what_a_library_does_not_have_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, in_channels: int, library: str, message: str
+) -> None:
+    run = a_run(tmp_path / "run", name, in_channels)
+    assert export(run, "--format", library, "--output", tmp_path / "out") == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_input_gives_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, out = a_run(tmp_path / "run", "resnet18"), tmp_path / "out"
+
+    def fails(message: str, *arguments: object) -> None:
+        assert export(*arguments, "--format", "timm", "--output", out) == 1
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+
+    fails("holds no run", tmp_path / "none")
+    fails("has no checkpoint 'step-7': it has none", run, "--checkpoint", "step-7")
+    out.mkdir()
+    (out / "other").touch()
+    fails("is not empty", run)
+    (run / "summary.json").write_text("{")
+    fails("is no run's summary.json", run)
+    (run / "summary.json").unlink()
+    (run / "encoder.safetensors").write_bytes(b"no encoder")
+    fails("cannot read encoder file", run)

@@ -1,0 +1,179 @@
+"""The page about a run, as text and in a real browser."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.small_run import EVERY, NUM_STEPS, small_run
+from trainer.__main__ import main
+from trainer.data import Dataset
+from trainer.loop import train
+from trainer.model import EncoderConfig, build_encoder
+from trainer.page.looks import look, saliency
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+WATCH = """<script>
+const failures = [];
+addEventListener("error", event => failures.push(event.message || "not loaded: " + event.target.tagName), true);
+addEventListener("securitypolicyviolation", event => failures.push("refused: " + event.blockedURI));
+addEventListener("load", () => {
+  const box = element => { const size = element.getBoundingClientRect(); return [size.width, size.height]; };
+  const found = {
+    failures,
+    requests: performance.getEntriesByType("resource").map(entry => entry.name).filter(n => !n.startsWith("data:")),
+    images: [...document.images].map(image => [image.naturalWidth, image.naturalHeight, ...box(image)]),
+    charts: [...document.querySelectorAll("svg")].map(box),
+    results: Object.fromEntries([...document.querySelectorAll("#results tr")].map(
+      row => [row.cells[0].innerText, row.cells[1].innerText])),
+    wide: document.documentElement.scrollWidth > innerWidth,
+  };
+  document.documentElement.setAttribute("data-found", JSON.stringify(found));
+});
+</script>"""
+"""Runs ahead of the page's content security policy, which allows no script."""
+
+
+def report(*arguments: object) -> int | str | None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["report", *map(str, arguments)])
+    return stopped.value.code
+
+
+def in_the_browser(page: Path) -> dict[str, Any]:
+    """What a browser without a network makes of the page."""
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium (Debian: apt-get install chromium)")
+    watched = page.with_name("watched.html")
+    watched.write_text(page.read_text().replace("<head>", f"<head>{WATCH}", 1))
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    options = [f"--user-data-dir={page.parent / 'browser'}", "--window-size=1200,2000"]
+    offline = "--host-resolver-rules=MAP * ~NOTFOUND"
+    done = subprocess.run(
+        [*command, *options, offline, watched.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "CONSOLE" not in done.stderr, done.stderr
+    (found,) = re.findall(r'data-found="(.*?)"', done.stdout)
+    result: dict[str, Any] = json.loads(html.unescape(found))
+    return result
+
+
+@pytest.mark.slow
+def test_a_run_on_real_images_in_a_browser(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.set_num_threads(1)
+    run = tmp_path / "run <b>&"
+    config = EncoderConfig(width=8, stem_stride=2, blocks=(1, 1))
+    changes: dict[str, Any] = {"dataset": "fashion-mnist", "num_images": None, "rows_per_block": 63, "encoder": config}
+    train(small_run(run, knn_every=0.005, **changes))
+    summary = json.loads((run / "summary.json").read_text()) | {"knn_top1": 87.75}
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert report(run, "--images", 500) == 0
+    assert capsys.readouterr().out.endswith(f"wrote {run / 'report.html'}\n")
+    found = in_the_browser(run / "report.html")
+    assert found["failures"] == found["requests"] == []
+    assert not found["wide"]
+    assert len(found["images"]) == 12 * (1 + 7) + 12 * 2
+    assert all(size > 20 for image in found["images"] for size in image)
+    assert len(found["charts"]) == 5
+    assert all(width > 300 and height > 150 for width, height in found["charts"])
+    assert found["results"].keys() == summary.keys()
+    for name, value in summary.items():
+        assert float(found["results"][name]) == pytest.approx(value, rel=1e-5)
+    assert found["results"]["knn_top1"] == "87.75"
+
+
+def test_a_run_that_has_not_ended_shows_what_there_is(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    run, page = tmp_path / "run", tmp_path / "page.html"
+    train(small_run(run))  # generated images, no labels, no evaluation
+    assert report(run, "--output", page) == 0
+    text = page.read_text()
+    assert f"<td>{NUM_STEPS}</td>" in text
+    assert text.count("<svg") == 4
+    assert "the same label" not in text
+    assert not (run / "report.html").exists()
+    (run / "summary.json").unlink()
+    (run / "encoder.safetensors").unlink()
+    assert report(run, "--output", page) == 0
+    text = page.read_text()
+    assert f"not finished, {NUM_STEPS} steps so far" in text
+    assert f"the encoder after {3 * EVERY} steps (the newest checkpoint)" in text
+    for file in (run / "checkpoints").iterdir():
+        file.unlink()
+    assert report(run, "--output", page) == 0
+    assert "not shown: the run has neither ended nor kept a checkpoint" in page.read_text()
+    assert not re.search(r"(src|href)=\"(?!data:|#)", page.read_text())
+
+
+def test_what_cannot_be_shown_gives_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(message: str) -> None:
+        assert report(run) == 1
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+        assert not (run / "report.html").exists()
+
+    run = tmp_path / "run"
+    fails("holds no run")
+    run.mkdir()
+    (run / "config.json").write_text("[]")
+    fails("is no run's config.json")
+    (run / "config.json").write_text(small_run(run).to_json())
+    fails("cannot read")
+    (run / "metrics.jsonl").write_text("")
+    fails("has no records yet")
+    (run / "metrics.jsonl").write_text("[1]\n\n")
+    fails("line 1 is no record")
+    (run / "metrics.jsonl").write_text('{"step": 0, "loss": 4.2}\n')
+    (run / "summary.json").write_text("{")
+    fails("is no run's summary.json")
+    (run / "summary.json").unlink()
+    (run / "encoder.safetensors").write_bytes(b"no encoder")
+    fails("cannot read encoder file")
+
+
+def test_images_that_are_away_are_named(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(small_run(run, steps=2))
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"dataset": "idx", "num_images": None, "data_dir": "/none"}))
+    assert report(run) == 0
+    assert "the training images cannot be had here (no such folder: /none" in (run / "report.html").read_text()
+
+
+def test_saliency_is_where_an_encoder_looks() -> None:
+    class Corner(torch.nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return images[:, :, :8, :8].flatten(1) ** 3
+
+    images = torch.randint(0, 256, (2, 1, 28, 28), dtype=torch.uint8)
+    heat = saliency(Corner(), images, torch.Generator().manual_seed(0))
+    assert heat.shape == (2, 28, 28)
+    assert 0 <= heat.min() <= heat.max() == 1
+    assert heat[:, :7, :7].mean() > 0.2
+    assert heat[:, 10:, :].max() == heat[:, :, 10:].max() == 0
+
+
+def test_an_image_and_its_copy_are_nearest() -> None:
+    torch.manual_seed(0)
+    config = EncoderConfig(width=8, blocks=(1,))
+    images = torch.randint(0, 256, (10, 1, 28, 28), dtype=torch.uint8).repeat(2, 1, 1, 1)
+    labels = torch.arange(10).repeat(2)
+    data = Dataset(train_images=images, train_labels=labels, test_images=images[:0], test_labels=labels[:0])
+    looks = look(build_encoder(config), config, data, bank=20)
+    for sample in looks.looks:
+        nearest = sample.neighbours[0]
+        assert nearest.index == (sample.sample.index + 10) % 20
+        assert nearest.agrees
+        assert nearest.similarity == pytest.approx(1, abs=1e-5)
+        assert sample.neighbours[1].agrees is False
+    with pytest.raises(ValueError, match="1 images are too few"):
+        look(build_encoder(config), config, data, bank=1)

@@ -1,0 +1,126 @@
+"""What an encoder makes of images: nearest neighbours and saliency, as pictures that fit into a page."""
+
+from __future__ import annotations
+
+import base64
+import io
+from dataclasses import dataclass
+
+import matplotlib as mpl
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+
+from trainer.data import Dataset
+from trainer.data.augment import normalise
+from trainer.evaluate.features import encode
+from trainer.model import EncoderConfig
+
+_NUM_SAMPLES = 12
+_NUM_NEIGHBOURS = 7
+_NOISY_COPIES, _NOISE = 24, 0.15
+"""Of SmoothGrad, and their noise as a part of the pixels' range."""
+_MAX_SIDE = 112
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image of the data set as a data: URI, with what is known of it."""
+
+    uri: str
+    index: int
+    label: str = ""
+    similarity: float = 1.0
+    agrees: bool | None = None
+    """Whether it has the label of the sample it is a neighbour of; None without labels."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """A sample, its nearest neighbours, and where its pixels matter."""
+
+    sample: Picture
+    neighbours: list[Picture]
+    saliency: str
+
+
+@dataclass(frozen=True)
+class Looks:
+    looks: list[Look]
+    bank: int
+    """Among how many training images neighbours were looked for."""
+    labelled: bool
+
+
+def look(encoder: nn.Module, config: EncoderConfig, dataset: Dataset, *, bank: int, seed: int = 0) -> Looks:
+    """Looks at a dozen of the first `bank` training images, chosen by `seed`.
+
+    Raises:
+        ValueError: fewer than two images, or images of another shape than the encoder's.
+    """
+    images = dataset.train_images[: max(0, bank)]  # uint8 (N, C, H, W)
+    if len(images) < 2:
+        raise ValueError(f"{len(images)} images are too few to have neighbours: give at least 2")
+    if images.shape[1] != config.in_channels:
+        raise ValueError(
+            f"the encoder takes {config.in_channels}-channel images, the data set has {images.shape[1]}-channel ones"
+        )
+    features = F.normalize(encode(encoder, images))  # (N, d)
+    generator = torch.Generator().manual_seed(seed)
+    samples = torch.randperm(len(images), generator=generator)[:_NUM_SAMPLES]
+    similarity = features[samples] @ features.T  # (samples, N)
+    similarity[torch.arange(len(samples)), samples] = -torch.inf  # not itself
+    nearest = similarity.topk(min(_NUM_NEIGHBOURS, len(images) - 1))
+    maps = saliency(encoder, images[samples], generator)
+    labels = [str(label) for label in dataset.train_labels[: len(images)].tolist()]
+
+    def picture(index: int, cosine: float = 1.0, sample: int | None = None) -> Picture:
+        label = labels[index] if labels else ""
+        agrees = label == labels[sample] if labels and sample is not None else None
+        return Picture(_uri(images[index]), index, label, cosine, agrees)
+
+    looks = []
+    for sample, cosines, ids, heat in zip(samples.tolist(), nearest.values, nearest.indices, maps, strict=True):
+        neighbours = [picture(i, cosine, sample) for i, cosine in zip(ids.tolist(), cosines.tolist(), strict=True)]
+        looks.append(Look(picture(sample), neighbours, _heat_uri(heat)))
+    return Looks(looks, len(images), dataset.labelled)
+
+
+def saliency(encoder: nn.Module, images: Tensor, generator: torch.Generator) -> Tensor:
+    """How much each pixel changes the length of the feature vector: float32 [n, H, W] in 0..1, of uint8 [n, C, H, W].
+
+    The largest |gradient| over channels of ‖features‖, averaged over noisy copies of the image (SmoothGrad, Smilkov et
+    al., 1706.03825) and over a few pixels around, in parts of the image's 99th percentile. It needs the encoder alone,
+    no row.
+    """
+    encoder.eval()
+    maps = []
+    for image in normalise(images):
+        noise = torch.randn(_NOISY_COPIES, *image.shape, generator=generator) * (2 * _NOISE)
+        views = (image + noise).requires_grad_()
+        (gradient,) = torch.autograd.grad(encoder(views).norm(dim=1).sum(), views)
+        heat = gradient.abs().mean(dim=0).amax(dim=0)[None]  # (1, H, W)
+        smooth = image.shape[-1] // 28 * 2 + 1  # strides leave a pattern of their own
+        heat = F.avg_pool2d(heat, smooth, stride=1, padding=smooth // 2, count_include_pad=False)[0]
+        maps.append((heat / heat.quantile(0.99).clamp(min=1e-12)).clamp(max=1))
+    return torch.stack(maps)
+
+
+def _uri(image: Tensor) -> str:
+    """An image uint8 [C, H, W] as PNG."""
+    pixels = image.permute(1, 2, 0).squeeze(2).numpy() if image.shape[0] == 1 else image.permute(1, 2, 0).numpy()
+    return _png(Image.fromarray(np.ascontiguousarray(pixels)))
+
+
+def _heat_uri(heat: Tensor) -> str:
+    """A map float32 [H, W] in 0..1 as PNG, dark to bright."""
+    return _png(Image.fromarray(mpl.colormaps["inferno"](heat.numpy(), bytes=True)[..., :3].copy()))
+
+
+def _png(image: Image.Image) -> str:
+    image.thumbnail((_MAX_SIDE, _MAX_SIDE))
+    file = io.BytesIO()
+    image.save(file, format="PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
