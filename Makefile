@@ -11,13 +11,13 @@ INSTALLED = $(VENV)/.installed
 demo: $(INSTALLED)
 	$(BIN)/python -m trainer.demo $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(DATA_DIR),--data-dir $(DATA_DIR)) $(if $(OUTPUT),--output $(OUTPUT))
 
-# Two tests at a time: most wait for a disk or a process more than they compute.
+# Two tests at a time, of one thread each: most wait for a disk or a process more than they compute.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n 2 $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(PYTEST_FLAGS)
 
 # Every test that this machine can run, the slow ones too; those that lack a GPU or Docker are skipped with the reason.
 test-all: lint
-	$(BIN)/python -m pytest -q -n 2 -m "not soak" $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not soak" $(PYTEST_FLAGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -246,6 +246,25 @@ class TrainConfig:
         return json.dumps(asdict(self), indent=2, default=str) + "\n"
 
 
+# The paper's settings for ImageNet-1K (section 4 and its appendix); its eight GPUs share a batch of 512.
+_IMAGENET = TrainConfig(
+    dataset="packed",
+    output=Path("runs/imagenet-1k"),
+    epochs=200.0,
+    warmup_fraction=5 / 200,
+    batch_size=512,
+    num_negatives=65_536,
+    window_size=131_072,
+    window_stride=16_384,
+    temperature=0.2,
+    learning_rate=0.06,
+    momentum=0.9,
+    weight_decay=1e-4,
+    encoder=EncoderConfig(name="resnet50", in_channels=3, image_size=224),
+    precision="bfloat16",
+    evaluate=False,
+)
+
 PRESETS: dict[str, tuple[str, TrainConfig]] = {
     "fashion-mnist": (
         "Fashion-MNIST, 60,000 images of 28×28: minutes on a CPU",
@@ -254,6 +273,14 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
             augmentation=AugmentationConfig(min_scale=0.5, blur_probability=0.0),
             window_stride=64,
         ),
+    ),
+    "imagenet-1k": (
+        "packed ImageNet-1K, as in the paper: ResNet-50, 512 images a step, 200 epochs; give --data-dir",
+        _IMAGENET,
+    ),
+    "imagenet-11k": (
+        "packed ImageNet-11K or 22K, or any other large set: the same recipe; give --data-dir",
+        replace(_IMAGENET, output=Path("runs/imagenet-11k")),
     ),
     "synthetic": (
         "generated images without labels, any number of them: to measure rows at scale",

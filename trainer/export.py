@@ -17,9 +17,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
+from trainer.data.packed import PackedImages
 from trainer.encoder_export import LIBRARIES, export_encoder
 from trainer.runs import read_config
-from trainer.schedule import RowOrder
+from trainer.schedule import RangesOrder
 from trainer.stopping import failures_in_one_line
 from weightserver import ClientSecurity, LocalCluster, WeightClient
 from weightserver.cli import add_export_options, add_security_options, security_options
@@ -79,7 +80,7 @@ def _export_rows(options: argparse.Namespace) -> list[Path]:
             raise ValueError(
                 f"the weight servers hold another table than {options.run}, {spec}: give the run's --servers"
             )
-        order = RowOrder(spec.num_rows, config["order_seed"])
+        order = _order(spec.num_rows, config)
         return export_rows(
             client,
             options.output,
@@ -89,6 +90,13 @@ def _export_rows(options: argparse.Namespace) -> list[Path]:
             file_format=options.format,
             more_columns=lambda rows: {"image": order.images(rows)},
         )
+
+
+def _order(num_rows: int, config: dict[str, Any]) -> RangesOrder:
+    """Which row belongs to which image: packed images say it themselves, where more were added later."""
+    if config.get("dataset") == "packed":
+        return PackedImages(Path(config["data_dir"])).order
+    return RangesOrder((num_rows,), config["order_seed"])
 
 
 def _security(options: argparse.Namespace, config: dict[str, Any]) -> ClientSecurity:

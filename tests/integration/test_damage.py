@@ -299,7 +299,7 @@ def test_a_full_map_grows_under_readers(tmp_path: Path) -> None:
 
     def read() -> None:
         try:
-            while not stop.is_set():
+            while not stop.wait(1e-4):
                 with storage.read() as txn:
                     block = txn.next_block(0)
                     assert block is None or bytes(txn.newest_block(block) or b"") == value

@@ -110,7 +110,7 @@ def test_killed_shards_lose_nothing(rows: Any, steps: int, kills: int, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("steps", "num_deaths"), [(300, 4), pytest.param(12_000, 100, marks=pytest.mark.slow, id="long")]
+    ("steps", "num_deaths"), [(200, 4), pytest.param(12_000, 100, marks=pytest.mark.slow, id="long")]
 )
 def test_shards_that_die_at_points_of_a_commit_lose_nothing(steps: int, num_deaths: int, tmp_path: Path) -> None:
     torch.set_num_threads(1)

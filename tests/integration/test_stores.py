@@ -166,7 +166,7 @@ def test_remote_and_resident_rows_train_like_dense_ones(
 @pytest.mark.parametrize(
     ("window_size", "window_stride", "num_active", "capacity", "prefetch_steps"),
     [
-        pytest.param(80, 20, 60, 60, 0, id="K = capacity"),
+        pytest.param(80, 20, 60, 60, 0, id="K = capacity", marks=pytest.mark.slow),
         pytest.param(83, 19, 60, 121, 4, id="batches straddle windows", marks=pytest.mark.slow),
         pytest.param(5, 2, 40, 60, 3, id="a batch holds rows twice"),
         pytest.param(40, 40, 100, 200, 4, id="K > W = S", marks=pytest.mark.slow),

@@ -27,7 +27,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentationConfig:
-    """Random resized crop, flip, colour jitter, grey and blur; the defaults are the paper's (those of MoCo v2)."""
+    """Random resized crop, flip, colour jitter, grey and blur; the defaults are the paper's: MoCo v2's, with
+    SimCLR's stronger jitter."""
 
     min_scale: float = 0.2
     """Smallest area of a crop, as a part of the image's; the largest is 1."""

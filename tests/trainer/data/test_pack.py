@@ -146,6 +146,7 @@ def test_a_pack_that_ends_anywhere_goes_on_to_the_same_bytes(
     assert contents(tmp_path) == contents(packed)
 
 
+@pytest.mark.slow
 def test_kill_minus_nine(packed: Path, tree: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from trainer.data.pack import PackOptions, pack\n"

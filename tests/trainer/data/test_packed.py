@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from tests.helpers.image_tree import odd_tree, plain_tree
-from tests.helpers.small_run import losses, small_run
+from tests.helpers.small_run import ONLY_ROWS, losses, small_run
 from trainer.data import DataNotFoundError, load_dataset, packed
 from trainer.data.decode import BrokenImageError, decode
 from trainer.data.pack import PackOptions, pack
 from trainer.data.packed import PackedImages
 from trainer.evaluate import encoder_features
 from trainer.evaluate.table import PROTOCOLS
+from trainer.export import main as export_rows
 from trainer.loop import train
 from trainer.schedule import RangesOrder
 
@@ -75,8 +76,8 @@ def test_a_batch_is_its_images_in_any_order(directory: Path) -> None:
 
 
 def run(output: Path, dataset: str, data_dir: Path, **changes: Any) -> list[float]:
-    config = small_run(output, dataset=dataset, data_dir=data_dir, num_images=None, rows="dense", **changes)
-    train(config)
+    settings = {"dataset": dataset, "data_dir": data_dir, "num_images": None, "rows": "dense"}
+    train(small_run(output, **settings | changes))
     return losses(output)
 
 
@@ -122,7 +123,12 @@ def test_extended_images_train_in_the_order_of_their_ranges(tmp_path: Path) -> N
     assert torch.equal(dataset.train_images[:100], old)
     rows = np.arange(160)
     assert np.array_equal(dataset.order(0).images(rows), RangesOrder((100, 60), 0).images(rows))
-    run(tmp_path / "run", "packed", directory, steps=3)
+    run(tmp_path / "run", "packed", directory, steps=3, rows="resident", encoder=ONLY_ROWS)
+    with pytest.raises(SystemExit) as ended:
+        export_rows(["rows", str(tmp_path / "run"), "--output", str(tmp_path / "rows"), "--format", "npz"])
+    assert ended.value.code == 0
+    exported = np.load(next((tmp_path / "rows").iterdir()))
+    assert np.array_equal(exported["image"], RangesOrder((100, 60), 0).images(exported["row"]))
 
 
 def test_without_labels_or_test_images_one_line_says_so(tmp_path: Path) -> None:

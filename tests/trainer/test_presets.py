@@ -1,0 +1,40 @@
+"""The presets are recipes of the paper, and every one is a run that can be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainer.config import PRESETS, parse_config
+
+
+@pytest.mark.parametrize("preset", ["imagenet-1k", "imagenet-11k"])
+def test_imagenet_is_trained_as_in_the_paper(preset: str) -> None:
+    config = parse_config([preset, "--data-dir", "packed"])
+    recipe = {
+        "batch_size": 512,
+        "learning_rate": 0.06,
+        "weight_decay": 1e-4,
+        "momentum": 0.9,
+        "temperature": 0.2,
+        "num_negatives": 65_536,
+        "window_size": 131_072,
+        "window_stride": 16_384,
+        "epochs": 200,
+        "views": 1,
+    }
+    assert {name: getattr(config, name) for name in recipe} == recipe
+    assert config.warmup_fraction * config.epochs == pytest.approx(5)
+    assert (config.encoder.name, config.encoder.image_size, config.data_dir) == ("resnet50", 224, Path("packed"))
+    assert config.augmentation.min_scale == 0.2
+    assert config.base_learning_rate == config.learning_rate
+    half = parse_config([preset, "--batch-size", "256", "--learning-rate-batch", "512"])
+    assert half.base_learning_rate == 0.03
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_settings_that_fit_together(preset: str) -> None:
+    config = parse_config([preset])
+    config.check()
+    assert config.resident_rows(1_281_167) >= config.num_negatives
