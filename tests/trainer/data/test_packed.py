@@ -127,8 +127,8 @@ def test_extended_images_train_in_the_order_of_their_ranges(tmp_path: Path) -> N
     with pytest.raises(SystemExit) as ended:
         export_rows(["rows", str(tmp_path / "run"), "--output", str(tmp_path / "rows"), "--format", "npz"])
     assert ended.value.code == 0
-    exported = np.load(next((tmp_path / "rows").iterdir()))
-    assert np.array_equal(exported["image"], RangesOrder((100, 60), 0).images(exported["row"]))
+    with np.load(next((tmp_path / "rows").iterdir())) as exported:
+        assert np.array_equal(exported["image"], RangesOrder((100, 60), 0).images(exported["row"]))
 
 
 def test_without_labels_or_test_images_one_line_says_so(tmp_path: Path) -> None:
