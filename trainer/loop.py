@@ -137,7 +137,7 @@ def _train_rank(
     )
 
     with ExitStack() as stack:
-        report = stack.enter_context(Report(config, num_steps, ranks))
+        report = stack.enter_context(Report(config, num_steps, ranks, device))
         opened = stack.enter_context(open_rows(config, spec, rates, ranks=ranks, device=device))
         rows, start_step = opened.store, opened.start_step
         checkpoints = Checkpoints(config, ranks, rows, opened.client, on_saved=report.checkpoint_saved)

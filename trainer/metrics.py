@@ -40,10 +40,15 @@ _STAGES = {f"{name}_seconds": name for name in ("data", "rows", "forward", "back
 """Key of a record, whose values are summed, to stage."""
 
 
+def peak_gpu_bytes(device: torch.device) -> int:
+    """The most that this process's tensors took on `device`; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
 class TrainerMetrics:
     """What one trainer process counts since it started; safe to scrape from any thread."""
 
-    def __init__(self, *, run: str, rank: int, window_size: int, batch_size: int) -> None:
+    def __init__(self, *, run: str, rank: int, window_size: int, batch_size: int, device: torch.device) -> None:
         self.registry = CollectorRegistry()
         self._next_step = 0
         Info("pic_trainer_run", "Run and rank of this process.", registry=self.registry).info(
@@ -84,7 +89,7 @@ class TrainerMetrics:
             "pic_trainer_gpu_memory_bytes",
             "The most that this process's tensors took on its GPU.",
             registry=self.registry,
-        ).set_function(torch.cuda.max_memory_allocated)
+        ).set_function(lambda: peak_gpu_bytes(device))
         ProcessCollector(registry=self.registry)
         self._gauges = {key: Gauge(f"pic_trainer_{key}", text, registry=self.registry) for key, text in _GAUGES.items()}
         for gauge in self._gauges.values():

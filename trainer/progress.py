@@ -12,12 +12,13 @@ from rich.progress import Progress, TaskProgressColumn, TextColumn, TimeRemainin
 class TrainingProgress:
     """A progress line on stderr: images/s, loss beside what chance gives, learning rate, kNN, waiting for rows."""
 
-    def __init__(self, num_steps: int, *, chance: float) -> None:
+    def __init__(self, num_steps: int, *, chance: float, shown: bool = True) -> None:
         self._progress = Progress(
             TaskProgressColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[text]}"),
             console=Console(stderr=True),
+            disable=not shown,
         )
         self._chance = chance
         self._knn = ""

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from trainer.checkpoint import check_same_run
@@ -37,7 +38,7 @@ class Report:
         ValueError: a directory that another run used, or that cannot be written.
     """
 
-    def __init__(self, config: TrainConfig, num_steps: int, ranks: Ranks) -> None:
+    def __init__(self, config: TrainConfig, num_steps: int, ranks: Ranks, device: torch.device) -> None:
         self._config = config
         self._num_steps = num_steps
         self._ranks = ranks
@@ -47,6 +48,7 @@ class Report:
             rank=ranks.rank,
             window_size=config.window_size,
             batch_size=config.batch_size,
+            device=device,
         )
         self._next_step = 0
 
@@ -80,7 +82,8 @@ class Report:
             self._lines = self._stack.enter_context((output / "metrics.jsonl").open("a"))
             self._board = self._stack.enter_context(SummaryWriter(str(output / "tensorboard"), purge_step=start_step))
             chance = math.log(self._config.num_negatives)
-            self._progress = self._stack.enter_context(TrainingProgress(self._num_steps, chance=chance))
+            shown = self._config.log_format == "text"  # among lines of JSON there is no other
+            self._progress = self._stack.enter_context(TrainingProgress(self._num_steps, chance=chance, shown=shown))
         self._begin()
 
     def _begin(self) -> None:

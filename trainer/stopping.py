@@ -11,6 +11,7 @@ from types import FrameType
 
 from trainer.distributed import RankLostError
 from weightserver import WeightServerError
+from weightserver.logs import complain
 
 
 class Stopped(Exception):
@@ -48,11 +49,11 @@ def failures_in_one_line(command: str) -> Iterator[None]:
     try:
         yield
     except Stopped as stopped:
-        print(f"{command}: {stopped}", file=sys.stderr)
+        complain(f"{command}: {stopped}")
         sys.exit(stopped.exit_status)
     except MemoryError as error:
-        print(f"{command}: not enough memory for these settings: {error}", file=sys.stderr)
+        complain(f"{command}: not enough memory for these settings: {error}")
         sys.exit(1)
     except (ValueError, OSError, RankLostError, WeightServerError) as error:
-        print(f"{command}: {error}", file=sys.stderr)
+        complain(f"{command}: {error}")
         sys.exit(1)

@@ -22,7 +22,7 @@ from weightserver.client import WeightClient
 from weightserver.connection import open_channel
 from weightserver.errors import AuthenticationError, ShardUnavailableError, StorageError, WeightServerError
 from weightserver.handshake import tls_failure
-from weightserver.logs import LOG_FORMATS, log_events
+from weightserver.logs import LOG_FORMATS, complain, log_events
 from weightserver.plan import Workload, plan
 from weightserver.security import TOKEN_VARIABLE, ClientSecurity
 
@@ -31,14 +31,14 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """Runs one command. Exit status 0; 1 with a line on stderr when it failed; 2 for bad arguments; 130 for Ctrl-C."""
     arguments = _parser().parse_args(argv)
     keep_large_buffers()
-    log_events("text")
+    log_events(getattr(arguments, "log_format", "text"))
     try:
         arguments.run(arguments)
     except (WeightServerError, ValueError, OSError) as error:
-        print(f"weightserver {arguments.command}: {error}", file=sys.stderr)
+        complain(f"weightserver {arguments.command}: {error}")
         sys.exit(1)
     except KeyboardInterrupt:
-        print(f"weightserver {arguments.command}: stopped", file=sys.stderr)
+        complain(f"weightserver {arguments.command}: stopped")
         sys.exit(128 + signal.SIGINT)
     sys.exit(0)
 

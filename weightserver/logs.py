@@ -9,6 +9,7 @@ A request carries an id, made by its client, into the lines of both sides. No ro
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import secrets
@@ -29,10 +30,21 @@ _request: ContextVar[str | None] = ContextVar("request", default=None)
 
 
 class _Stderr(logging.Handler):
-    """Writes to whatever stderr is by then: a progress line takes its place."""
+    """Writes to whatever stderr is by then: a progress line takes its place. Where nobody reads it, work goes on."""
+
+    as_json = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):
+            print(self.format(record), file=sys.stderr, flush=True)
+
+
+def _printable(logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
+    """Text that would command a terminal is shown as Python writes it."""
+    return {
+        key: repr(value)[1:-1] if isinstance(value, str) and not value.isprintable() and key != "exception" else value
+        for key, value in event.items()
+    }
 
 
 def new_request_id() -> str:
@@ -67,9 +79,11 @@ def log_events(log_format: LogFormat, fields: Callable[[], dict[str, Any]] = dic
     else:
         plain = structlog.dev.plain_traceback  # the default shows local variables, and one may be a token
         render = [
-            structlog.dev.ConsoleRenderer(colors=False, pad_event_to=0, pad_level=False, exception_formatter=plain)
+            _printable,
+            structlog.dev.ConsoleRenderer(colors=False, pad_event_to=0, pad_level=False, exception_formatter=plain),
         ]
     handler = _Stderr()
+    handler.as_json = log_format == "json"
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render]
@@ -78,3 +92,11 @@ def log_events(log_format: LogFormat, fields: Callable[[], dict[str, Any]] = dic
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
+
+
+def complain(line: str) -> None:
+    """Says on stderr why the process ends: one line, or one event where they are JSON."""
+    if any(isinstance(handler, _Stderr) and handler.as_json for handler in logging.getLogger().handlers):
+        logging.getLogger(__name__).error(line)
+    else:
+        print(line, file=sys.stderr)

@@ -12,6 +12,7 @@ from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from weightserver.committer import Committer
+from weightserver.errors import StorageError
 from weightserver.overload import LANES
 from weightserver.shard import Shard
 from weightserver.sharding import Int64Array
@@ -37,6 +38,8 @@ class ShardMetrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+        for status in ("OK", "CANCELLED", "RESOURCE_EXHAUSTED", "DATA_LOSS", "INTERNAL"):
+            self._seconds.labels("Fetch", status)  # a rate does not see the step from no series to 1
         self._stage_seconds = Histogram(
             "weightserver_fetch_stage_seconds",
             "Time that an answered fetch spent waiting for a thread (queue), reading and verifying blocks (read), "
@@ -136,7 +139,6 @@ class ShardMetrics:
             ("weightserver_table_rows", "Rows of the table.", lambda: shard.spec.num_rows if shard.spec else 0),
             ("weightserver_session_epoch", "Epoch of the newest session.", lambda: shard.state.epoch),
             ("weightserver_stored_rows", "Rows ever written.", lambda: shard.state.rows_stored),
-            ("weightserver_disk_bytes", "What the data file takes on disk.", shard.disk_bytes),
         ):
             Gauge(name, text, registry=self.registry).set_function(value)
 
@@ -257,7 +259,11 @@ class _DiskCollector(Collector):
         self._shard = shard
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        usage = self._shard.disk_usage()
+        try:
+            usage, disk_bytes = self._shard.disk_usage(), self._shard.disk_bytes()
+        except (OSError, StorageError):  # the directory is gone, or the shard ends: the other metrics are told
+            return
+        yield GaugeMetricFamily("weightserver_disk_bytes", "What the data file takes on disk.", value=disk_bytes)
         pages = GaugeMetricFamily(
             "weightserver_lmdb_bytes",
             "Bytes of the data file's pages by what they hold; free ones are written again before the file grows.",

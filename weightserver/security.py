@@ -65,8 +65,8 @@ def _read(file: Path, option: str, *, secret: bool = False) -> bytes:
         mode = file.stat().st_mode
     except OSError as error:
         raise ValueError(f"{option} {file} cannot be read: {error.strerror}") from error
-    if secret and stat.S_ISREG(mode) and mode & (stat.S_IRWXG | stat.S_IRWXO):
-        _log.warning("%s %s can be read or changed by others than its owner: chmod 600 it", option, file)
+    if secret and stat.S_ISREG(mode) and mode & (stat.S_IWGRP | stat.S_IRWXO):  # a group of its own may read it
+        _log.warning("%s %s can be read or changed by others: chmod 600 it", option, file)
     return content
 
 

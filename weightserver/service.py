@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import math
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import asdict
@@ -61,6 +63,7 @@ class WeightServerService:
         self._committer = committer
         self._metrics = metrics
         self._memory = memory
+        self._refusal_logged: dict[str, float] = {}
 
     def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> Iterator[pb.DescribeResponse]:
         with self._answering("Describe", context), self._memory.reservation("short") as reserved:
@@ -267,7 +270,7 @@ class WeightServerService:
             status = error.status
             if isinstance(error, FencedError):
                 self._metrics.fenced()
-            if isinstance(error, FencedError | StorageError):
+            if isinstance(error, FencedError | StorageError) and self._may_log(method):
                 _log.warning("%s refused: %s", method, error)
             abort(context, error)
         except (ValueError, TypeError) as error:  # TableSpec's own checks
@@ -282,6 +285,14 @@ class WeightServerService:
             context.abort(status, f"shard {self._shard.shard} failed on {method}")
         finally:
             self._metrics.answered(method, status.name, clock.elapsed_seconds())
+
+    def _may_log(self, method: str) -> bool:
+        """Refusals of a method have a line a second; the metrics count all."""
+        now = time.monotonic()
+        if now - self._refusal_logged.get(method, -math.inf) < 1.0:
+            return False
+        self._refusal_logged[method] = now
+        return True
 
     def _commit(self, context: grpc.ServicerContext, operation: Callable[[Batch], Result]) -> Result:
         """Runs `operation` in the committer; returns once it is durable."""

@@ -88,12 +88,13 @@ def view(addresses: Sequence[str], before: Sequence[Sample], now: Sequence[Sampl
         else:
             traffic.add_row(new.shard, *_rates(old, new))
             holds.add_row(new.shard, *_holdings(new.values))
-    return Group(traffic, "", holds, *down)
+    return Group(*down, traffic, "", holds)
 
 
 def _table(*columns: str) -> Table:
     table = Table(*columns, box=None, header_style="bold")
-    for column in table.columns[1:]:
+    for column in table.columns:
+        column.no_wrap = True
         column.justify = "right"
     return table
 
@@ -155,4 +156,4 @@ def watch(addresses: Sequence[str], *, interval_seconds: float, count: int | Non
                     live.update(view(addresses, before, now), refresh=True)
                 else:
                     console.print(view(addresses, before, now))
-                before = now
+                before = [old if new.error else new for old, new in zip(before, now, strict=True)]

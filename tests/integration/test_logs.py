@@ -6,7 +6,9 @@ import io
 import json
 import logging
 import re
+import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -115,3 +117,72 @@ def test_a_trainer_logs_events_and_no_steps(tmp_path: Path, monkeypatch: pytest.
     assert [(line["event"], line["step"]) for line in saved] == [
         ("checkpoint saved", step) for step in (0, EVERY, 2 * EVERY)
     ]
+
+
+def test_a_shard_whose_log_nobody_reads_goes_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "weightserver", "serve", "--data-dir", str(tmp_path / "data")]
+    shard = subprocess.Popen(
+        [*command, "--listen", "127.0.0.1:0", "--announce"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert shard.stdout is not None
+    assert shard.stderr is not None
+    try:
+        address = json.loads(shard.stdout.readline())["address"]
+        shard.stderr.close()
+        with WeightClient([address], retry_seconds=3) as client:
+            client.create_table(TableSpec(num_rows=100, dim=4))
+            client.extend_schedule(0, np.full(10, 0.1, np.float32))
+            client.open_session("run")
+            client.push_gradients([1], np.ones((1, 4), np.float32), step=0)
+            client.checkpoint("kept", step=1)
+        shard.terminate()
+        assert shard.wait(20) == 0
+    finally:
+        shard.kill()
+        shard.wait()
+        shard.stdout.close()
+
+
+def test_every_line_is_json_where_that_is_asked_for(cluster: LocalCluster, tmp_path: Path) -> None:
+    """Of a shard that cannot start, and of a run that trains and then cannot go on."""
+    secret = tmp_path / "token"
+    secret.write_text("x" * 20)
+    secret.chmod(0o644)
+    serve = ["weightserver", "serve", "--data-dir", str(tmp_path / "data"), "--token-file", str(secret)]
+    serve += ["--listen", cluster.addresses[0]]
+    run = ["trainer", "synthetic", "--num-images", "2000", "--steps", "3", "--rows", "dense", "--output"]
+    run += [str(tmp_path / "run"), "--encoder.name", "none", "--num-negatives", "64", "--window-size", "96"]
+    run += ["--window-stride", "24", "--batch-size", "16", "--log-every", "1"]
+    for arguments, status in ((serve, 1), (run, 0), (run, 1)):
+        command = [sys.executable, "-m", *arguments, "--log-format", "json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == status, done.stderr
+        events = [json.loads(line) for line in done.stderr.splitlines()]
+        assert events
+        if status:
+            assert events[-1]["level"] == "error"
+    assert "holds another run" in events[-1]["event"]
+
+
+@pytest.mark.parametrize("log_format", LOG_FORMATS)
+def test_names_command_no_terminal(log_format: LogFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", told := io.StringIO())
+    log_events(log_format)
+    logging.getLogger("weightserver.service").info("session opened", extra={"run": "\x1b[31mred\x9b\u202e\nline"})
+    assert told.getvalue().count("\n") == 1
+    assert not set(told.getvalue()) & set("\x1b\x9b\u202e")
+
+
+def test_a_flood_of_refusals_is_a_line_a_second(tmp_path: Path) -> None:
+    with LocalCluster(1, tmp_path, serve_options=["--log-format", "json"]) as cluster:
+        with WeightClient(cluster.addresses) as client, WeightClient(cluster.addresses) as late:
+            client.create_table(TableSpec(num_rows=100, dim=4))
+            client.extend_schedule(0, np.full(10, 0.1, np.float32))
+            late.open_session("first")
+            client.open_session("second")
+            started = time.monotonic()
+            for _ in range(100):
+                with pytest.raises(FencedError):
+                    late.push_gradients([1], np.ones((1, 4), np.float32), step=0)
+            seconds = time.monotonic() - started
+        assert 1 <= sum(line["level"] == "warning" for line in lines(cluster)) <= seconds + 1

@@ -287,7 +287,7 @@ def test_a_proxy_that_the_environment_names_is_not_told_the_token(place: Place) 
 def test_a_secret_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "token"
     file.write_text("sixteen-letters-and-more")
-    for mode, warned in ((0o600, False), (0o400, False), (0o640, True), (0o604, True), (0o620, True)):
+    for mode, warned in ((0o600, False), (0o400, False), (0o440, False), (0o604, True), (0o620, True)):
         file.chmod(mode)
         caplog.clear()
         read_token(file)

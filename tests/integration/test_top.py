@@ -7,12 +7,14 @@ import re
 import subprocess
 import sys
 import threading
+from collections import defaultdict
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from weightserver import LocalCluster, TableSpec, WeightClient
-from weightserver.top import quantile
+from weightserver.top import Sample, quantile, view
 
 
 def top(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -86,3 +88,17 @@ def test_another_port_is_told(cluster: LocalCluster) -> None:
     shown = top(cluster.addresses[0])
     assert shown.returncode == 1
     assert shown.stderr.startswith(f"weightserver top: no shard tells its metrics ({cluster.addresses[0]}: ")
+
+
+def test_a_shard_that_missed_a_look_shows_rates_since_its_last_one() -> None:
+    calls = "weightserver_request_seconds_count Fetch"
+
+    def sample(time: float, count: float) -> Sample:
+        return Sample(time=time, values=defaultdict(float, {calls: count}), shard="0 of 1")
+
+    shown = Console(width=120)
+    with shown.capture() as text:
+        shown.print(view(["a", "b"], [sample(0, 1000), sample(0, 0)], [sample(10, 1050), Sample(error="away")]))
+    down, _, traffic, *_ = text.get().splitlines()
+    assert down == "b is down: away", "first, where no screen is too short for it"
+    assert traffic.split()[:4] == ["0", "of", "1", "5.0"]

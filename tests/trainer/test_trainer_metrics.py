@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from trainer.metrics import TrainerMetrics
@@ -34,7 +35,7 @@ DETAILS = {
     "prefetch_pending_rows": 7,
     "write_back_pending_rows": 8,
 }
-SIZES = {"window_size": 96, "batch_size": 16}
+SIZES: dict[str, Any] = {"window_size": 96, "batch_size": 16, "device": torch.device("cpu")}
 Scrape = Callable[[], dict[str, float]]
 
 

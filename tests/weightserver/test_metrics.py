@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -101,3 +102,16 @@ def test_every_metric_says_what_it_is(cluster: LocalCluster) -> None:
         assert family.documentation.endswith(".") or family.name.startswith("process_"), family.name
         if family.type == "histogram":
             assert family.name.endswith(("_seconds", "_rows", "_steps", "_writes")), family.name
+
+
+def test_a_shard_that_was_asked_nothing_tells_how_fetches_end(tmp_path: Path) -> None:
+    """A rate does not see the step from no series to 1. Nor is a directory that went away the end of the page."""
+    with LocalCluster(1, tmp_path) as cluster:
+        address = cluster.metrics_addresses[0]
+        for status in ("OK", "CANCELLED", "RESOURCE_EXHAUSTED", "DATA_LOSS", "INTERNAL"):
+            name = f'weightserver_request_seconds_count{{method="Fetch",status="{status}"}}'
+            assert metric(address, name) == 0
+        assert metric(address, "weightserver_disk_bytes") > 0
+        (tmp_path / "shard-0").rename(tmp_path / "moved")
+        assert metric(address, "weightserver_clock_steps") == 0
+        (tmp_path / "moved").rename(tmp_path / "shard-0")
