@@ -176,8 +176,7 @@ def test_the_job() -> None:
 
 
 SCRAPED = {
-    job["job_name"]: job
-    for job in yaml.safe_load((DEPLOY / "kubernetes/scrape.yaml").read_text())["scrape_configs"]
+    job["job_name"]: job for job in yaml.safe_load((DEPLOY / "kubernetes/scrape.yaml").read_text())["scrape_configs"]
 }
 
 
