@@ -175,14 +175,51 @@ def test_the_job() -> None:
     )
 
 
-def test_prometheus_finds_the_pods() -> None:
-    (job,) = yaml.safe_load((DEPLOY / "kubernetes/scrape.yaml").read_text())["scrape_configs"]
+SCRAPED = {
+    job["job_name"]: job for job in yaml.safe_load((DEPLOY / "kubernetes/scrape.yaml").read_text())["scrape_configs"]
+}
+
+
+def test_prometheus_finds_all_that_the_rules_know() -> None:
+    compose = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
+    assert set(SCRAPED) == {job["job_name"] for job in compose} == {"weightserver", "trainer"}
+
+
+@pytest.mark.parametrize(("name", "kind"), [("weightserver", "StatefulSet"), ("trainer", "Job")])
+def test_prometheus_finds_the_pods(name: str, kind: str) -> None:
+    job = SCRAPED[name]
     keep = job["relabel_configs"][0]
+    assert keep["action"] == "keep"
     assert keep["source_labels"] == ["__meta_kubernetes_pod_label_app", "__meta_kubernetes_pod_container_port_name"]
-    label = manifest("StatefulSet")["spec"]["template"]["metadata"]["labels"]["app"]
-    ports = {port["name"]: port["containerPort"] for port in container("StatefulSet")["ports"]}
-    assert keep["regex"] == f"{label};metrics"
-    assert f"--metrics-port={ports['metrics']}" in container("StatefulSet")["args"]
+    label = manifest(kind)["spec"]["template"]["metadata"]["labels"]["app"]
+    ports = {port["name"]: port["containerPort"] for port in container(kind)["ports"]}
+    assert re.fullmatch(keep["regex"], f"{label};metrics")
+    assert not re.fullmatch(keep["regex"], f"{label};grpc")
+    assert f"--metrics-port={ports['metrics']}" in container(kind)["args"]
+    assert "--metrics-host=0.0.0.0" in container(kind)["args"], "not loopback's alone"
+
+
+@pytest.mark.parametrize("name", SCRAPED)
+def test_prometheus_watches_one_namespace(name: str) -> None:
+    """Rules and panels join on `instance` alone, and pods of two namespaces have the same names."""
+    (discovery,) = SCRAPED[name]["kubernetes_sd_configs"]
+    assert discovery == {"role": "pod", "namespaces": {"own_namespace": True}}
+    (instance,) = (step for step in SCRAPED[name]["relabel_configs"] if step.get("target_label") == "instance")
+    assert instance["source_labels"][0] == "__meta_kubernetes_pod_name"
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool: Debian's package prometheus has it")
+def test_prometheus_takes_the_relabelling(tmp_path: Path) -> None:
+    """Debian's promtool knows all but the discovery of pods."""
+    jobs = [{key: value for key, value in job.items() if "_sd_" not in key} for job in SCRAPED.values()]
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump({"scrape_configs": jobs}))
+    done = subprocess.run(
+        ["promtool", "check", "config", "--syntax-only", str(tmp_path / "prometheus.yml")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # ---- what a container's health is

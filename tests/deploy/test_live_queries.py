@@ -29,10 +29,11 @@ QUERIES = {
     for panel in dashboard["panels"]
     for target in panel["targets"]
 } | {
-    # what an alert compares must be there, whether it fires or not
-    f"rule {rule.get('alert', rule.get('record'))} {number}": with_bool(rule["expr"])
+    # what an alert compares must be there, whether it fires or not, on either side of an `or`
+    f"rule {rule.get('alert', rule.get('record'))} {number}.{part}": with_bool(side)
     for group in RULES["groups"]
     for number, rule in enumerate(group["rules"])
+    for part, side in enumerate(rule["expr"].split(" or "))
 }
 OPTIONS = (
     "synthetic --num-images 3000 --steps 1000000 --batch-size 16 --num-negatives 64 --window-size 96 --window-stride "
@@ -89,7 +90,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 def broken(expression: str) -> Iterator[str]:
     """The expression with one metric or one label's value that does not exist, for each that it has; of a label's
     values by regular expression, the first."""
-    for found in re.finditer(r'\b(?:(?:weightserver_|pic_trainer_|pic:)\w|up\{)|(?<=\w=")|(?<==~")', expression):
+    names = r"\b(?:(?:weightserver_|pic_trainer_|process_|pic:)\w|up\{)"
+    for found in re.finditer(names + r'|(?<=\w=")|(?<==~")', expression):
         yield f"{expression[: found.start()]}no_{expression[found.start() :]}"
 
 
