@@ -218,7 +218,7 @@ def _volume() -> timeseries.Panel:
     return _lines(
         "How much room is left, and how much in four hours?",
         "What each shard's volume has left, and will have if the last hour's trend goes on; below 1 GB the alert "
-        "DiskFilling fires.",
+        "DiskFull fires.",
         units.BytesIEC,
         (f"sum by (shard) ({free} {_SHARD})", "shard {{shard}}"),
         (f"sum by (shard) (predict_linear({free}[1h], 4 * 3600) {_SHARD})", "shard {{shard}} in 4 h"),
