@@ -18,7 +18,6 @@ from tests.helpers.small_run import NUM_IMAGES, ONLY_ROWS, losses, small_run
 from trainer.loop import train
 from weightserver import LocalCluster, RowState, WeightClient
 
-
 LONG = [pytest.mark.slow, pytest.mark.timeout(1_800)]
 
 
