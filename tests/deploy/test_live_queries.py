@@ -88,11 +88,12 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 
 def broken(expression: str) -> Iterator[str]:
-    """The expression with one metric or one label's value that does not exist, for each that it has; of a label's
-    values by regular expression, the first."""
+    """The expression with one metric or one label's value that does not exist, for each that it has."""
     names = r"\b(?:(?:weightserver_|pic_trainer_|process_|pic:)\w|up\{)"
-    for found in re.finditer(names + r'|(?<=\w=")|(?<==~")', expression):
-        yield f"{expression[: found.start()]}no_{expression[found.start() :]}"
+    for found in re.finditer(names + r'|(?<=\w=")|(?<==~")[^"]*', expression):
+        is_pattern = expression[: found.start()].endswith('~"')
+        wrong = "nothing" if is_pattern else f"no_{found.group()}"
+        yield expression[: found.start()] + wrong + expression[found.end() :]
 
 
 @needs_prometheus
