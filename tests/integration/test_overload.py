@@ -419,7 +419,7 @@ def test_sigterm_under_load_ends_in_time_and_loses_nothing(tmp_path: Path) -> No
 def push_much(crowd: Crowd, end: float, counts: list[int]) -> None:
     """Pushes 8 MiB at a time: ten of them would take more memory than there is."""
     rows, gradients = np.arange(32_768), np.ones((32_768, SPEC.dim), np.float32)
-    with WeightClient(crowd.cluster.addresses, timeout_seconds=10, retry_seconds=30) as client:
+    with WeightClient(crowd.cluster.addresses, timeout_seconds=10, retry_seconds=80) as client:
         client.open_session("crowd", join=crowd.epoch)
         while True:
             client.push_gradients(rows, gradients, step=0)
