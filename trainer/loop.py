@@ -27,6 +27,7 @@ from trainer.distributed import Ranks, averaging_gradients, process_group
 from trainer.evaluate import ProbeResult, encoder_features, evaluate_features
 from trainer.evaluate.knn import held_out_knn_top1
 from trainer.loss import cosine_softmax_loss
+from trainer.metrics import peak_gpu_bytes
 from trainer.model import PICModel, build_model, load_encoder, save_encoder
 from trainer.recency import ActiveRows, RecentRows, announced
 from trainer.report import Report
@@ -313,6 +314,6 @@ def _device(name: str) -> torch.device:
 def _peak_memory_bytes(device: torch.device) -> int:
     """Of the GPU where there is one, else of this process."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return peak_gpu_bytes(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -36,8 +36,8 @@ _COUNTERS = {
 """Key of a record, whose values are summed, to name behind pic_trainer_ and help."""
 
 
-_STAGES = {f"{name}_seconds": name for name in ("data", "rows", "forward", "backward", "optimizer", "other")}
-"""Key of a record, whose values are summed, to stage."""
+STAGES = ("data", "rows", "forward", "backward", "optimizer", "other")
+"""Parts of a step; a record has the seconds of each as NAME_seconds."""
 
 
 def peak_gpu_bytes(device: torch.device) -> int:
@@ -121,8 +121,9 @@ class TrainerMetrics:
             self._gauges[key].set(record[key])
         for key in self._counters.keys() & record.keys():
             self._counters[key].inc(record[key])
-        for key in _STAGES.keys() & record.keys():
-            self._stage_seconds.labels(_STAGES[key]).inc(record[key])
+        for stage in STAGES:
+            if (key := f"{stage}_seconds") in record:
+                self._stage_seconds.labels(stage).inc(record[key])
         for seconds in fetch_seconds:
             self._fetch_seconds.observe(seconds)
 

@@ -17,13 +17,12 @@ from torch.utils.tensorboard import SummaryWriter
 from trainer.checkpoint import check_same_run
 from trainer.config import TrainConfig
 from trainer.distributed import Ranks
-from trainer.metrics import TrainerMetrics
+from trainer.metrics import STAGES, TrainerMetrics
 from trainer.progress import TrainingProgress
 from trainer.rows import RowCounters
 from weightserver.timing import StageClock
 
 _SUMMED = ("fetched_rows", "fetched_bytes", "pushed_rows", "pushed_bytes")
-STAGES = ("data", "rows", "forward", "backward", "optimizer", "other")
 """Where a step's time goes; a record has NAME_seconds of each."""
 _HELD = ("resident_rows", "prefetch_pending_rows", "write_back_pending_rows")
 

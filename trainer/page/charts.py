@@ -17,8 +17,8 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
+from trainer.metrics import STAGES
 from trainer.plot import ACCURACY_KEY
-from trainer.report import STAGES
 
 Record = dict[str, Any]
 FloatArray = npt.NDArray[np.float64]
