@@ -17,6 +17,7 @@ test: $(INSTALLED)
 
 # Every test that this machine can run, the slow ones too; those that lack a GPU or Docker are skipped with the reason.
 test-all: lint
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[wandb]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak" $(PYTEST_FLAGS)
 
 lint: $(INSTALLED)

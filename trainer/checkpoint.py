@@ -53,6 +53,7 @@ FREE_SETTINGS = frozenset(
         "metrics_port",
         "metrics_host",
         "log_format",
+        "wandb_project",
         "evaluate",
         "checkpoint_every",
         "keep_checkpoints",
@@ -128,13 +129,22 @@ def check_same_run(config: TrainConfig) -> None:
     num_local = len(list((config.output / "servers").glob("shard-*/")))
     if not config.servers and num_local not in (0, config.num_shards):
         raise ValueError(f"{config.output / 'servers'} holds {num_local} shards: give --num-shards {num_local}")
-    stored, wanted = json.loads(path.read_text()), json.loads(config.to_json())
+    wanted, defaults = json.loads(config.to_json()), json.loads(TrainConfig().to_json())
+    stored = _with_defaults(json.loads(path.read_text()), defaults)
     for name in wanted.keys() - FREE_SETTINGS:
-        if stored.get(name) != wanted[name]:
+        if stored[name] != wanted[name]:
             raise ValueError(
-                f"--resume goes on with the run in {config.output}, whose {name} is {stored.get(name)}, "
+                f"--resume goes on with the run in {config.output}, whose {name} is {stored[name]}, "
                 f"not {wanted[name]}: give the same settings"
             )
+
+
+def _with_defaults(stored: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """A run's settings, with what this version added to them since."""
+    return {
+        name: _with_defaults(stored.get(name, {}), default) if isinstance(default, dict) else stored.get(name, default)
+        for name, default in defaults.items()
+    }
 
 
 def step_to_resume(directory: Path, client: WeightClient) -> int:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import tyro
 
-from trainer.data.augment import AugmentationConfig
+from trainer.data.augment import Augmentation, AugmentationConfig
 from trainer.model import EncoderConfig
 from weightserver.addresses import is_loopback
 from weightserver.logs import LogFormat
@@ -82,14 +82,25 @@ class TrainConfig:
     part at a time."""
     views: int = 1
     """Views of each image in an update, whose losses are averaged (paper: 1; Table 5 compares with 2)."""
+    view_size: int | None = None
+    """Side of a view in pixels, where it is not --encoder.image-size, which evaluations take."""
+    small_crops: int = 0
+    """Small crops of each image in an update beside its views (multi-crop: 3 beside one view of 160 px). Their losses
+    are averaged with those of the views, and move the encoder but no row."""
+    small_crop_size: int = 96
+    """Side of a small crop in pixels."""
+    small_crop_scale: tuple[float, float] = (0.05, 0.14)
+    """Smallest and largest area of a small crop, as parts of the image's (SwAV's, 2006.09882)."""
     num_negatives: int = 1024
     """K, the most recently visited rows, which are the classes of a step; the batch's own are among them."""
     window_size: int = 1024
     """W, images in the sliding window."""
     window_stride: int = 128
     """S, by how many images the window moves once all its images were visited. Epoch order is S = W = N."""
+    softmax: Literal["cosine", "plain"] = "cosine"
+    """Logits: cosines of row and embedding, or their products (plain: Table 1's comparison)."""
     temperature: float = 0.2
-    """τ, by which cosines are divided."""
+    """τ, by which cosines are divided; products are not."""
     correction: bool = True
     """Whether rows that are not active follow momentum and weight decay (no: the paper's ablation)."""
 
@@ -110,6 +121,8 @@ class TrainConfig:
     """The network whose features are wanted."""
     init_encoder: Path | None = None
     """encoder.safetensors of another run to begin with, of the same --encoder settings."""
+    head_layers: Literal[1, 2] = 2
+    """Layers of the projection head: two with a ReLU between them, or a linear one (Table 1's comparison)."""
     dim: int = 128
     """D, length of an embedding and of a row."""
     augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)
@@ -140,6 +153,8 @@ class TrainConfig:
     """Steps between lines of metrics.jsonl."""
     knn_every: float = 0.0
     """Epochs between kNN evaluations on held-out training images; 0 for none."""
+    wandb_project: str | None = None
+    """Weights & Biases project that hears of the run too (needs the extra wandb)."""
     log_format: LogFormat = "text"
     """How events are logged to stderr, one line each."""
     metrics_port: int | None = None
@@ -176,6 +191,13 @@ class TrainConfig:
         for name in ("num_shards", "batch_size", "accumulate", "views", "log_every", "dim", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.side_of_views < 1:
+            raise ValueError(f"--view-size must be at least 1, got {self.view_size}")
+        for name, known in (("softmax", ("cosine", "plain")), ("head_layers", (1, 2))):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} must be {known[0]} or {known[1]}, got {getattr(self, name)}"
+                )
         for name in ("epochs", "temperature"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"--{name} must be positive and finite, got {getattr(self, name)}")
@@ -183,6 +205,19 @@ class TrainConfig:
             if not 0 <= getattr(self, name) < math.inf:
                 flag = name.replace("_", "-")
                 raise ValueError(f"--{flag} must be finite and not negative, got {getattr(self, name)}")
+        if self.small_crops < 0:
+            raise ValueError(f"--small-crops must not be negative, got {self.small_crops}")
+        if self.small_crop_size < 1:
+            raise ValueError(f"--small-crop-size must be at least 1, got {self.small_crop_size}")
+        try:
+            self.augmentations()
+        except ValueError as error:
+            raise ValueError(f"--small-crop-scale: {error}") from None
+        if self.small_crops and self.small_crop_size >= self.side_of_views:
+            raise ValueError(
+                f"--small-crop-size {self.small_crop_size} is not below the {self.side_of_views} px of a view: "
+                "give a smaller one"
+            )
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"--batch-size {self.batch_size} is no multiple of --accumulate {self.accumulate}: parts must be equal"
@@ -207,6 +242,24 @@ class TrainConfig:
     @property
     def server_addresses(self) -> list[str]:
         return [address.strip() for address in self.servers.split(",")] if self.servers else []
+
+    @property
+    def side_of_views(self) -> int:
+        """In pixels."""
+        return self.encoder.image_size if self.view_size is None else self.view_size
+
+    def augmentations(self) -> list[Augmentation]:
+        """What makes each of an image's views, and then each of its small crops.
+
+        Raises:
+            ValueError: sizes or areas that are none.
+        """
+        smallest, largest = self.small_crop_scale
+        small = replace(self.augmentation, min_scale=smallest, max_scale=largest)
+        return [
+            *[Augmentation(self.augmentation, self.side_of_views)] * self.views,
+            *[Augmentation(small, self.small_crop_size)] * self.small_crops,
+        ]
 
     @property
     def base_learning_rate(self) -> float:

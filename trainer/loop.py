@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,13 @@ from trainer.data.augment import Augmentation, normalise
 from trainer.distributed import Ranks, averaging_gradients, process_group
 from trainer.evaluate import ProbeResult, encoder_features, evaluate_features
 from trainer.evaluate.knn import held_out_knn_top1
-from trainer.loss import cosine_softmax_loss
+from trainer.loss import cosine_softmax_loss, softmax_loss
 from trainer.metrics import peak_gpu_bytes
-from trainer.model import PICModel, build_model, load_encoder, save_encoder
+from trainer.model import PICModel, build_model, check_image_size, load_encoder, save_encoder
 from trainer.recency import ActiveRows, RecentRows, announced
 from trainer.report import Report
 from trainer.rows.opening import open_rows
-from trainer.schedule import VisitSchedule, learning_rates, visit_uniforms
+from trainer.schedule import RangesOrder, VisitSchedule, learning_rates, visit_uniforms
 from trainer.stopping import Stopped, stop_signals
 from weightserver import TableSpec
 from weightserver.sharding import Int64Array, Sharding
@@ -126,8 +127,11 @@ def _train_rank(
         base=config.base_learning_rate,
         warmup_steps=round(config.warmup_fraction * num_steps),
     )
-    augment = Augmentation(config.augmentation, config.encoder.image_size)
+    augmentations = config.augmentations()
     only_rows = config.encoder.name == "none"  # what is measured then is the rows' path
+    instance_loss = (
+        softmax_loss if config.softmax == "plain" else partial(cosine_softmax_loss, temperature=config.temperature)
+    )
     model = _model(config, device)
     parallel = DistributedDataParallel(model, forward_sync_buffers=False) if ranks.world_size > 1 else model
     optimizer = torch.optim.SGD(
@@ -156,7 +160,7 @@ def _train_rank(
             return recent.active(step).share(sharding, ranks.rank)
 
         memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
-        parts = list(itertools.product(range(config.accumulate), range(config.views)))
+        parts = list(itertools.product(range(config.accumulate), range(len(augmentations))))
 
         def visits_of(step: int, part: int) -> Int64Array:
             """This rank's in a part of a step's batch: int64 (b,)."""
@@ -167,11 +171,12 @@ def _train_rank(
             return torch.from_numpy(order.images(schedule.visits(visits[0], visits[-1] + 1))).to(device)
 
         def seen(batch: Tensor, visits: Int64Array, view: int) -> Tensor:
-            """What these visits see in one of their views of a batch (b, C, H, W), uint8: float32 of the same shape."""
+            """One of the views that these visits have of a batch (b, C, H, W), uint8: float32 (b, C, side, side)."""
             if only_rows:
                 return normalise(batch)
-            uniforms = visit_uniforms(config.seed, visits * config.views + view, augment.num_uniforms)
-            return augment(batch, torch.from_numpy(uniforms).to(device)).contiguous(memory_format=memory_format)
+            uniforms = visit_uniforms(config.seed, visits * len(augmentations) + view, Augmentation.num_uniforms)
+            augmented = augmentations[view](batch, torch.from_numpy(uniforms).to(device))
+            return augmented.contiguous(memory_format=memory_format)
 
         steps = range(start_step, num_steps)
         visited = itertools.product(steps, range(config.accumulate))
@@ -196,9 +201,8 @@ def _train_rank(
                         report.stage("rows")
                         weight = rows.weights(active.rows, step=step).to(device).requires_grad_()  # (K of this rank, D)
                         report.stage("forward")
-                    part_loss = cosine_softmax_loss(
-                        features, weight, labels, temperature=config.temperature, ranks=ranks
-                    ) / len(parts)
+                    classes = weight if view < config.views else weight.detach()  # small crops move no row
+                    part_loss = instance_loss(features, classes, labels, ranks=ranks) / len(parts)
                     report.stage("backward")
                     part_loss.backward()  # type: ignore[no-untyped-call]
                 loss += part_loss.detach()
@@ -216,7 +220,7 @@ def _train_rank(
             if last or (step + 1) % config.log_every == 0:
                 record = report.measure(step, loss.item(), float(rates[step]), len(active.rows))
                 if ranks.is_first and _is_due(config.knn_every * num_images / batch_size, step, config.log_every, last):
-                    record["knn_top1"] = _watch(model, dataset)
+                    record["knn_top1"] = _watch(model, dataset, order)
                 if not math.isfinite(record["loss"]):
                     raise ValueError(f"the loss is {record['loss']} at step {step}: try a lower --learning-rate")
                 report.write(record)
@@ -246,7 +250,9 @@ def _train_rank(
 
 
 def _model(config: TrainConfig, device: torch.device) -> PICModel:
-    model = build_model(config.encoder, config.dim, seed=config.seed)
+    model = build_model(config.encoder, config.dim, seed=config.seed, head_layers=config.head_layers)
+    for side in {augmentation.image_size for augmentation in config.augmentations()}:
+        check_image_size(model.encoder, config.encoder, side)
     if config.init_encoder is not None:
         encoder, found = load_encoder(config.init_encoder)
         if found != config.encoder:
@@ -257,7 +263,7 @@ def _model(config: TrainConfig, device: torch.device) -> PICModel:
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if config.compile:
-        model.encoder.compile()
+        model.encoder.compile(dynamic=False)  # one program for each size of view
     return model
 
 
@@ -281,13 +287,13 @@ def _is_due(every_steps: float, step: int, log_every: int, last: bool) -> bool:
     return last or (step + 1) // every_steps > max(0, step + 1 - log_every) // every_steps
 
 
-def _watch(model: PICModel, dataset: Dataset) -> float:
-    """kNN top-1 of held-out training images, in percent."""
-    part = slice(0, _NUM_WATCHED)
+def _watch(model: PICModel, dataset: Dataset, order: RangesOrder) -> float:
+    """kNN top-1 of held-out training images, in percent; those of the first rows, which are of all classes."""
+    images = torch.from_numpy(order.images(np.arange(min(_NUM_WATCHED, len(dataset.train_images)))))
     watched = replace(
         dataset,
-        train_images=dataset.train_images[part],
-        train_labels=dataset.train_labels[part],
+        train_images=dataset.train_images[images],
+        train_labels=dataset.train_labels[images],
         test_images=dataset.test_images[:1],
         test_labels=dataset.test_labels[:1],
     )

@@ -1,4 +1,4 @@
-"""The cosine softmax over the active rows (Equation 1 of the paper with cosine logits), on one rank or many."""
+"""The softmax over the active rows (Equation 1 of the paper), of cosines or products, on one rank or many."""
 
 from __future__ import annotations
 
@@ -16,10 +16,18 @@ from trainer.distributed import Ranks
 def cosine_softmax_loss(
     features: Tensor, weight: Tensor, labels: Tensor, *, temperature: float, ranks: Ranks | None = None
 ) -> Tensor:
-    """Mean cross-entropy of logits cos(w_i, z)/τ over the whole batch, a scalar; chance is log K.
+    """`softmax_loss` of logits cos(w_i, z)/τ: features and weight are L2-normalised here, in float32."""
+    with torch.autocast(features.device.type, enabled=False):
+        return softmax_loss(F.normalize(features), F.normalize(weight), labels, temperature=temperature, ranks=ranks)
 
-    Features (B, D) and weight (K, D) are L2-normalised here, both float32; labels int64 (B,) index the rows of weight.
-    Logits are float32 under autocast too.
+
+def softmax_loss(
+    features: Tensor, weight: Tensor, labels: Tensor, *, temperature: float = 1.0, ranks: Ranks | None = None
+) -> Tensor:
+    """Mean cross-entropy of logits w_i·z/τ over the whole batch, a scalar.
+
+    Features (B, D) and weight (K, D) are float32; labels int64 (B,) index the rows of weight. Logits are float32 under
+    autocast too.
 
     With `ranks`, features are those of this rank's share of the batch (`Ranks.share`) and weight is this rank's share
     of the K rows, of any size; labels are those of the whole batch, -1 where another rank has the row. All ranks call
@@ -28,11 +36,11 @@ def cosine_softmax_loss(
     """
     with torch.autocast(features.device.type, enabled=False):
         if ranks is None or ranks.world_size == 1:
-            logits = F.normalize(features) @ F.normalize(weight).T / temperature  # (B, K)
+            logits = features @ weight.T / temperature  # (B, K)
             return F.cross_entropy(logits, labels)
 
-        whole: Tensor = _WholeBatch.apply(F.normalize(features), len(labels), ranks)  # type: ignore[no-untyped-call]
-        logits = whole @ F.normalize(weight).T / temperature  # (B, D) times (D, K of this rank)
+        whole: Tensor = _WholeBatch.apply(features, len(labels), ranks)  # type: ignore[no-untyped-call]
+        logits = whole @ weight.T / temperature  # (B, D) times (D, K of this rank)
         peak = logits.detach().amax(dim=1) if len(weight) else logits.new_full(labels.shape, -math.inf)  # (B,)
         dist.all_reduce(peak, dist.ReduceOp.MAX)
         logits = logits - peak[:, None]  # leaves the softmax as it is, and exp in range

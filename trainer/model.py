@@ -9,7 +9,7 @@ BatchNorm is local to a rank, as in the paper (section 4.1); evaluate in eval mo
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,18 +68,20 @@ class EncoderConfig:
 
 
 class PICModel(nn.Module):
-    """Encoder, then the projection head: Linear, ReLU, Linear without BatchNorm; images to embeddings [B, dim].
+    """Encoder, then the projection head, without BatchNorm; images to embeddings [B, dim].
 
+    The head has two linear layers with a ReLU between them, as wide as the features, or `head_layers` = 1 alone.
     With `encoder_in_bfloat16` the encoder computes under autocast; head and embeddings are float32 in either case.
     """
 
-    def __init__(self, config: EncoderConfig, dim: int = 128) -> None:
+    def __init__(self, config: EncoderConfig, dim: int = 128, *, head_layers: Literal[1, 2] = 2) -> None:
         super().__init__()
         self.config = config
         self.encoder_in_bfloat16 = False
         self.encoder = build_encoder(config)
         feature_dim = measure_feature_dim(self.encoder, config)
-        self.head = nn.Sequential(nn.Linear(feature_dim, feature_dim), nn.ReLU(), nn.Linear(feature_dim, dim))
+        hidden = [nn.Linear(feature_dim, feature_dim), nn.ReLU()] if head_layers == 2 else []
+        self.head = nn.Sequential(*hidden, nn.Linear(feature_dim, dim))
 
     def forward(self, images: Tensor) -> Tensor:
         with torch.autocast(images.device.type, torch.bfloat16, enabled=self.encoder_in_bfloat16):
@@ -88,13 +90,15 @@ class PICModel(nn.Module):
         return embeddings
 
 
-def build_model(config: EncoderConfig, dim: int = 128, *, seed: int | None = None) -> PICModel:
+def build_model(
+    config: EncoderConfig, dim: int = 128, *, seed: int | None = None, head_layers: Literal[1, 2] = 2
+) -> PICModel:
     """Builds an encoder with its head; with `seed`, the weights are a function of it and torch's own state is kept."""
     if seed is None:
-        return PICModel(config, dim)
+        return PICModel(config, dim, head_layers=head_layers)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return PICModel(config, dim)
+        return PICModel(config, dim, head_layers=head_layers)
 
 
 def build_encoder(config: EncoderConfig) -> nn.Module:
@@ -137,6 +141,21 @@ def measure_feature_dim(encoder: nn.Module, config: EncoderConfig) -> int:
     if not isinstance(features, Tensor) or features.ndim != 2:
         raise ValueError(f"encoder {config.name!r} does not give one feature vector an image: choose a classifier")
     return features.shape[1]
+
+
+def check_image_size(encoder: nn.Module, config: EncoderConfig, image_size: int) -> None:
+    """Raises ValueError unless images of `image_size` pixels have as many features as those of the config's size."""
+    if image_size == config.image_size:
+        return
+    expected, found = (
+        measure_feature_dim(encoder, config),
+        measure_feature_dim(encoder, replace(config, image_size=image_size)),
+    )
+    if found != expected:
+        raise ValueError(
+            f"encoder {config.name!r} makes {found} features of {image_size} px views and {expected} of "
+            f"{config.image_size} px images: give views of the images' size"
+        )
 
 
 class SmallResNet(nn.Module):

@@ -1,4 +1,4 @@
-"""What a run tells: its directory, metrics.jsonl, TensorBoard, the progress line and Prometheus metrics."""
+"""What a run tells: its directory, metrics.jsonl, TensorBoard, Weights & Biases, progress line, Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from trainer.distributed import Ranks
 from trainer.metrics import STAGES, TrainerMetrics
 from trainer.progress import TrainingProgress
 from trainer.rows import RowCounters
+from trainer.weights_and_biases import weights_and_biases
 from weightserver.timing import StageClock
 
 _SUMMED = ("fetched_rows", "fetched_bytes", "pushed_rows", "pushed_bytes")
@@ -82,6 +83,10 @@ class Report:
             self._board = self._stack.enter_context(SummaryWriter(str(output / "tensorboard"), purge_step=start_step))
             chance = math.log(self._config.num_negatives)
             shown = self._config.log_format == "text"  # among lines of JSON there is no other
+            self._loggers = []
+            if self._config.wandb_project is not None:
+                logger = weights_and_biases(self._config, self._config.wandb_project)
+                self._loggers.append(self._stack.enter_context(logger))
             self._progress = self._stack.enter_context(TrainingProgress(self._num_steps, chance=chance, shown=shown))
         self._begin()
 
@@ -148,6 +153,8 @@ class Report:
         self._lines.flush()
         for name in record.keys() - {"step"}:
             self._board.add_scalar(name, record[name], record["step"])
+        for log in self._loggers:
+            log(record)
         self._progress.update(record)
 
 

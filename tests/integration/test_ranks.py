@@ -267,22 +267,24 @@ def num_steps(output: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "resumed_on"),
+    ("num_ranks", "resumed_on", "options"),
     [
-        pytest.param(2, 1, id="2 ranks, then 1", marks=pytest.mark.slow),
-        pytest.param(3, None, id="3 ranks", marks=pytest.mark.slow),
-        pytest.param(1, 3, id="1 rank, then 3", marks=pytest.mark.slow),
+        pytest.param(2, 1, [], id="2 ranks, then 1", marks=pytest.mark.slow),
+        pytest.param(3, None, ["--softmax", "plain"], id="3 ranks", marks=pytest.mark.slow),
+        pytest.param(1, 3, ["--small-crops", "2", "--small-crop-size", "12"], id="1, then 3", marks=pytest.mark.slow),
     ],
 )
-def test_a_whole_run_is_the_same_on_any_number_of_ranks(num_ranks: int, resumed_on: int | None, tmp_path: Path) -> None:
+def test_a_whole_run_is_the_same_on_any_number_of_ranks(
+    num_ranks: int, resumed_on: int | None, options: list[str], tmp_path: Path
+) -> None:
     """Also where it is killed and goes on with another number."""
     alone, together = tmp_path / "alone", tmp_path / "together"
-    launch(1, alone)
+    launch(1, alone, *options)
     if resumed_on is None:
-        launch(num_ranks, together)
+        launch(num_ranks, together, *options)
     else:
-        launch(num_ranks, together, "--checkpoint-every", "19", kill_after_steps=25)
-        launch(resumed_on, together, "--resume")
+        launch(num_ranks, together, *options, "--checkpoint-every", "19", kill_after_steps=25)
+        launch(resumed_on, together, *options, "--resume")
     losses = []
     for output in (alone, together):
         records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

@@ -16,6 +16,8 @@ from trainer.checkpoint import saved_steps
 from trainer.data.augment import AugmentationConfig
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_model
+from trainer.rows.dense import DenseRows
+from weightserver.sharding import Int64Array
 
 GROUP_NORM = EncoderConfig(in_channels=3, image_size=16, width=8, stem_stride=2, blocks=(1, 1), norm="group")
 NO_AUGMENTATION = AugmentationConfig(
@@ -81,6 +83,64 @@ def test_two_views_are_two(plain: npt.NDArray[np.float64], tmp_path: Path) -> No
     assert abs(two - plain).max() < 1, "the same images"
 
 
+def test_small_crops_move_the_encoder_but_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A view and three small crops of an image: rows hear of a quarter of the loss, the encoder of all of it."""
+    seen: list[torch.Tensor] = []
+    apply = DenseRows.apply_gradients
+
+    def record(self: DenseRows, rows: Int64Array, gradients: torch.Tensor, *, step: int) -> None:
+        seen.append(gradients.clone())
+        apply(self, rows, gradients, step=step)
+
+    monkeypatch.setattr(DenseRows, "apply_gradients", record)
+    small = {"small_crops": 3, "small_crop_size": 8}
+    encoders = []
+    for name, changes in (
+        ("view", {}),
+        ("views", {"views": 4}),
+        ("crops", small),
+        ("parts", small | {"accumulate": 2}),
+    ):
+        settings = small_run(
+            tmp_path / name, rows="dense", encoder=GROUP_NORM, augmentation=NO_AUGMENTATION, steps=1, **changes
+        )
+        encoders.append(torch.cat([tensor.flatten() for tensor in train(settings).model.parameters()]))
+    view, views, crops, parts = seen
+    torch.testing.assert_close(views, view, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(crops, view / 4, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(parts, crops, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(encoders[1], encoders[0], rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(encoders[3], encoders[2], rtol=1e-4, atol=1e-7)
+    start = torch.cat([tensor.flatten() for tensor in build_model(GROUP_NORM, 16, seed=0).parameters()])
+    moved, expected = encoders[2] - start, (encoders[0] - start) / 4
+    assert (moved - expected).norm() > 0.1 * expected.norm(), "small crops are seen"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"softmax": "plain", "learning_rate": 0.5}, id="plain softmax"),
+        pytest.param({"head_layers": 1}, id="one layer in the head"),
+        pytest.param({"augmentation": AugmentationConfig(strong=False)}, id="weak augmentation"),
+        pytest.param({"view_size": 12}, id="smaller views"),
+    ],
+)
+def test_components_to_compare_with_learn_too(
+    changes: dict[str, Any], plain: npt.NDArray[np.float64], tmp_path: Path
+) -> None:
+    """Table 1 of the paper, and views that are smaller than images."""
+    found = run(tmp_path / "run", **changes)
+    assert found[0] != plain[0]
+    assert found[-10:].mean() < found[:10].mean()
+
+
+def test_plain_logits_are_products(tmp_path: Path) -> None:
+    """Rows start near 0, so that with them all images are alike, at whatever temperature."""
+    first = run(tmp_path / "run", softmax="plain", steps=1)
+    assert first == pytest.approx([np.log(64)], abs=0.01)
+    assert run(tmp_path / "cold", softmax="plain", steps=1, temperature=0.01) == first
+
+
 def test_the_encoder_alone_computes_in_bfloat16() -> None:
     model = build_model(GROUP_NORM, 8, seed=0).eval()
     images = torch.rand(4, 3, 16, 16)
@@ -129,6 +189,13 @@ def test_weights_that_overflowed_are_not_kept(tmp_path: Path, monkeypatch: pytes
         ({"accumulate": 0}, "--accumulate must be at least 1, got 0"),
         ({"views": 0}, "--views must be at least 1, got 0"),
         ({"learning_rate_batch": 0}, "--learning-rate-batch must be at least 1, got 0"),
+        ({"small_crops": -1}, "--small-crops must not be negative, got -1"),
+        ({"small_crops": 1}, "--small-crop-size 96 is not below the 16 px of a view: give a smaller one"),
+        ({"small_crops": 1, "small_crop_size": 0}, "--small-crop-size must be at least 1, got 0"),
+        ({"view_size": 0}, "--view-size must be at least 1, got 0"),
+        ({"small_crop_scale": (0.5, 0.1)}, "--small-crop-scale: min_scale and max_scale are 0.5 and 0.1: give 0 < min"),
+        ({"head_layers": 3}, "--head-layers must be 1 or 2, got 3"),
+        ({"softmax": "linear"}, "--softmax must be cosine or plain, got linear"),
     ],
 )
 def test_options_that_cannot_be(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def config(data_dir: Path, output: Path, **changes: Any) -> TrainConfig:
         "dim": 16,
         "log_every": 1,
         "encoder": EncoderConfig(width=8, stem_stride=2, blocks=(1, 1)),
-        "augmentation": AugmentationConfig.crop_and_flip(0.6),
+        "augmentation": AugmentationConfig(strong=False, min_scale=0.6),
         "evaluate": False,
     }
     return TrainConfig(**settings | changes)

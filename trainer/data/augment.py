@@ -30,8 +30,12 @@ class AugmentationConfig:
     """Random resized crop, flip, colour jitter, grey and blur; the defaults are the paper's: MoCo v2's, with
     SimCLR's stronger jitter."""
 
+    strong: bool = True
+    """Whether there are colour jitter, grey and blur beside crop and flip (no: the weak augmentation of Table 1)."""
     min_scale: float = 0.2
-    """Smallest area of a crop, as a part of the image's; the largest is 1."""
+    """Smallest area of a crop, as a part of the image's."""
+    max_scale: float = 1.0
+    """Largest area of a crop, as a part of the image's."""
     max_aspect_ratio: float = 4 / 3
     """Crops are between this and its inverse, wide over high, log-uniformly."""
     flip_probability: float = 0.5
@@ -54,8 +58,10 @@ class AugmentationConfig:
     """Smallest and largest standard deviation of the blur, in pixels of the result."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.min_scale <= 1:
-            raise ValueError(f"min_scale is {self.min_scale}: give a number above 0 and up to 1")
+        if not 0 < self.min_scale <= self.max_scale <= 1:
+            raise ValueError(
+                f"min_scale and max_scale are {self.min_scale} and {self.max_scale}: give 0 < min ≤ max ≤ 1"
+            )
         if self.max_aspect_ratio < 1:
             raise ValueError(f"max_aspect_ratio is {self.max_aspect_ratio}: give a number of at least 1")
         for name in ("flip_probability", "jitter_probability", "grey_probability", "blur_probability"):
@@ -69,14 +75,9 @@ class AugmentationConfig:
         if not 0 < self.blur_sigma[0] <= self.blur_sigma[1]:
             raise ValueError(f"blur_sigma is {self.blur_sigma}: give 0 < smallest <= largest")
 
-    @classmethod
-    def crop_and_flip(cls, min_scale: float = 0.2) -> "AugmentationConfig":
-        """Random resized crop and flip alone."""
-        return cls(min_scale=min_scale, jitter_probability=0, grey_probability=0, blur_probability=0)
 
-
-AUGMENTATIONS = {"paper": AugmentationConfig(), "plain": AugmentationConfig.crop_and_flip()}
-"""The paper's, and without its changes of colour and blur, for comparison."""
+AUGMENTATIONS = {"strong": AugmentationConfig(), "weak": AugmentationConfig(strong=False)}
+"""The paper's, and crop and flip alone, for comparison."""
 
 
 class _Column(IntEnum):
@@ -119,6 +120,8 @@ class Augmentation:
     def __call__(self, images: Tensor, uniforms: Tensor) -> Tensor:
         config = self.config
         views = self._crop_and_flip(images.float() / 255, uniforms)  # (B, C, S, S)
+        if not config.strong:
+            return views * 2 - 1
         if config.jitter_probability > 0:
             chosen = uniforms[:, _Column.JITTER] < config.jitter_probability
             views = _where(chosen, self._jitter(views, uniforms), views)
@@ -132,7 +135,8 @@ class Augmentation:
 
     def _crop_and_flip(self, images: Tensor, uniforms: Tensor) -> Tensor:
         height, width = images.shape[-2:]
-        area = self.config.min_scale + (1 - self.config.min_scale) * uniforms[:, _Column.AREA]
+        smallest, largest = self.config.min_scale, self.config.max_scale
+        area = smallest + (largest - smallest) * uniforms[:, _Column.AREA]
         log_ratio = (2 * uniforms[:, _Column.ASPECT] - 1) * math.log(self.config.max_aspect_ratio)
         # Sides as parts of the image's: the ratio is one of pixels, so a wide image's shape enters it.
         ratio = torch.exp(log_ratio) * (height / width)

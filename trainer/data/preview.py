@@ -1,4 +1,4 @@
-"""A picture of what augmentation makes of images: rows of views, by the paper's augmentation and by the plain one."""
+"""A picture of what augmentation makes of images: rows of views, by the strong augmentation and the weak one."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class DecodedImages:
     ) -> None:
         if side < 1:
             raise ValueError(f"the side of images must be at least 1, got {side}")
-        self._images, self._side, self._device = images, side, device
+        self._images, self._side, self._device = images, side, torch.device(device)
         self._threads = threads or min(_MAX_THREADS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="decode")
 
@@ -69,7 +69,9 @@ class DecodedImages:
         images = ids.cpu().numpy()
         if len(images) and not 0 <= images.min() <= images.max() < len(self):
             raise IndexError(f"images are asked for by ids in 0..{len(self) - 1}")
-        pixels = np.empty((len(images), *self.shape[1:]), np.uint8)
+        # What is copied to a GPU goes from pinned memory, while this thread goes on.
+        batch = torch.empty((len(images), *self.shape[1:]), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        pixels = batch.numpy()
         order = np.argsort(self._images.positions(images), kind="stable")
 
         def fill(place: int) -> None:
@@ -77,7 +79,7 @@ class DecodedImages:
 
         for _ in self._pool.map(fill, order.tolist()):
             pass
-        return torch.from_numpy(pixels).to(self._device)
+        return batch.to(self._device, non_blocking=True)
 
     def to(self, device: torch.device) -> DecodedImages:
         return DecodedImages(self._images, self._side, threads=self._threads, device=device)

@@ -23,7 +23,7 @@ def uniforms(batch_size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("config", [PAPER, EVERYTHING, AugmentationConfig.crop_and_flip()])
+@pytest.mark.parametrize("config", [PAPER, EVERYTHING, AugmentationConfig(strong=False)])
 def test_a_view_does_not_depend_on_its_batch(config: AugmentationConfig, channels: int) -> None:
     augment, batch, numbers = Augmentation(config, 28), images(16, channels), uniforms(16)
     views = augment(batch, numbers)
@@ -43,7 +43,7 @@ def test_the_same_numbers_give_the_same_view_and_others_another() -> None:
 
 
 def test_whole_crop_without_flip_is_the_image() -> None:
-    augment = Augmentation(AugmentationConfig.crop_and_flip(min_scale=1), 28)
+    augment = Augmentation(AugmentationConfig(strong=False, min_scale=1), 28)
     numbers = torch.full((4, augment.num_uniforms), 0.5)  # square, unflipped
     torch.testing.assert_close(augment(images(4, 1), numbers), normalise(images(4, 1)), rtol=0, atol=1e-5)
     numbers[:, _Column.FLIP] = 0
@@ -53,7 +53,7 @@ def test_whole_crop_without_flip_is_the_image() -> None:
 @pytest.mark.parametrize(("left", "top"), [(0.0, 0.0), (1 - 1e-7, 0.0), (0.5, 1 - 1e-7)])
 def test_crop_against_slicing_and_interpolate(left: float, top: float) -> None:
     """A crop of a quarter of the area is a slice of half the side, resized; borders apart, where slicing sees less."""
-    augment = Augmentation(AugmentationConfig.crop_and_flip(min_scale=0.25), 28)
+    augment = Augmentation(AugmentationConfig(strong=False, min_scale=0.25), 28)
     numbers = torch.full((1, augment.num_uniforms), 0.5)
     numbers[:, _Column.AREA], numbers[:, _Column.LEFT], numbers[:, _Column.TOP] = 0, left, top
     x, y = round(14 * left), round(14 * top)
@@ -69,7 +69,7 @@ def test_crop_sides_have_the_stated_area_and_ratio() -> None:
     ramp = torch.arange(side, dtype=torch.uint8)
     column_image = ramp[None, :].expand(side, side)[None, None].expand(500, 1, side, side)
     row_image = column_image.transpose(-1, -2)
-    config = AugmentationConfig.crop_and_flip(min_scale=0.1)
+    config = AugmentationConfig(strong=False, min_scale=0.1, max_scale=0.6)
     augment, numbers = Augmentation(config, side), uniforms(500)
     numbers[:, _Column.FLIP] = 1 - 1e-6
 
@@ -81,7 +81,7 @@ def test_crop_sides_have_the_stated_area_and_ratio() -> None:
     width, height = extent(column_image), extent(row_image)
     inside = (width < 0.9 * side) & (height < 0.9 * side)  # not clamped to the image
     area, ratio = (width * height / side**2)[inside], (width / height)[inside]
-    expected = config.min_scale + (1 - config.min_scale) * numbers[inside, _Column.AREA]
+    expected = config.min_scale + (config.max_scale - config.min_scale) * numbers[inside, _Column.AREA]
     torch.testing.assert_close(area, expected, rtol=0.05, atol=0)
     assert ratio.max() <= 4 / 3 * 1.05
     assert ratio.min() >= 3 / 4 / 1.05
@@ -126,7 +126,8 @@ def test_images_of_another_size_and_shape_are_resized() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_scale": 0.0}, "min_scale is 0.0"),
+        ({"min_scale": 0.0}, "min_scale and max_scale are 0.0 and 1.0"),
+        ({"max_scale": 1.5}, "min_scale and max_scale are 0.2 and 1.5"),
         ({"max_aspect_ratio": 0.5}, "max_aspect_ratio is 0.5"),
         ({"blur_probability": 1.5}, "blur_probability is 1.5"),
         ({"brightness": -1.0}, "brightness is -1.0"),

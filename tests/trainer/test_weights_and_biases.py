@@ -1,0 +1,63 @@
+"""Weights & Biases hears what metrics.jsonl does; without its package or its server a line says so."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.small_run import losses, small_run
+from trainer.loop import train
+
+needs_wandb = pytest.mark.skipif(
+    importlib.util.find_spec("wandb") is None, reason="the optional package wandb is not installed: make test-all does"
+)
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:(wandb|pydantic).*")
+
+
+def test_without_the_package_there_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"--wandb-project needs the package wandb: pip install"):
+        train(small_run(tmp_path / "run", wandb_project="pic"))
+
+
+@pytest.mark.slow
+@needs_wandb
+def test_a_run_and_its_resumption_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept offline, as records in files: each holds every loss as metrics.jsonl writes it."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    train(small_run(tmp_path / "run", wandb_project="pic"))
+    identity = (tmp_path / "run" / "wandb-id").read_text()
+    train(small_run(tmp_path / "run", wandb_project="pic", resume=True))
+    assert (tmp_path / "run" / "wandb-id").read_text() == identity
+    first, second = sorted((tmp_path / "run" / "wandb").glob(f"offline-run-*-{identity.strip()}*/*.wandb"))
+    found = losses(tmp_path / "run")
+    assert all(str(loss).encode() in first.read_bytes() for loss in found)
+    assert str(found[-1]).encode() in second.read_bytes()
+    assert str(found[0]).encode() not in second.read_bytes(), "it goes on from a checkpoint"
+
+
+@pytest.mark.slow
+@needs_wandb
+def test_without_a_key_there_is_a_line(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    command = [
+        sys.executable,
+        "-m",
+        "trainer",
+        "synthetic",
+        "--wandb-project",
+        "pic",
+        "--output",
+        str(tmp_path / "run"),
+    ]
+    environment |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 1
+    assert re.search(r"^trainer: --wandb-project pic cannot be used: .*API key", result.stderr, re.MULTILINE)
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,42 @@
+"""A run's records at Weights & Biases, for those who keep theirs there; needs the extra `wandb`."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from trainer.config import TrainConfig
+
+
+@contextmanager
+def weights_and_biases(config: TrainConfig, project: str) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Gives a function that logs a record; a resumed run goes on there too. WANDB_MODE=offline keeps all in --output.
+
+    Raises:
+        ValueError: wandb is not installed, or cannot begin: no API key, no network.
+    """
+    try:
+        import wandb
+    except ImportError:
+        raise ValueError("--wandb-project needs the package wandb: pip install 'pic-weightserver[wandb]'") from None
+    known = config.output / "wandb-id"
+    if not known.exists():
+        known.write_text(secrets.token_hex(8) + "\n")
+    try:
+        run = wandb.init(
+            project=project,
+            name=config.output.name,
+            id=known.read_text().strip(),
+            resume="allow",
+            dir=config.output,
+            config=json.loads(config.to_json()),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+    except wandb.Error as error:
+        raise ValueError(f"--wandb-project {project} cannot be used: {' '.join(str(error).split())}") from None
+    run.define_metric("*", step_metric="step")  # a resumed run repeats steps behind its checkpoint
+    with run:
+        yield run.log
