@@ -38,3 +38,20 @@ def test_presets_are_settings_that_fit_together(preset: str) -> None:
     config = parse_config([preset])
     config.check()
     assert config.resident_rows(1_281_167) >= config.num_negatives
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["imagenet-1k", "--window-sise", "3"], "--window-size"),
+        (["imagenet-1k", "--encoder.nam", "vit"], "--encoder.name"),
+        (["imagenet-1k", "--rows", "residnt"], "'resident'"),
+        (["imagenet1k"], "imagenet-1k"),
+        (["imagenet-1k", "--batch-size", "many"], "--batch-size"),
+    ],
+)
+def test_the_nearest_right_option_is_told(arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_config(arguments)
+    assert ended.value.code == 2
+    assert hint in capsys.readouterr().err
