@@ -164,10 +164,15 @@ class WeightServerService:
                 clock=clock,
             )
             self._metrics.requested("fetch", len(rows))
-            for num_rows, message in _encoded(chunks, clock):
-                clock.enter("send")
-                self._metrics.fetched(num_rows, len(message))
-                yield message
+            num_rows = num_bytes = 0
+            try:
+                for part, message in _encoded(chunks, clock):
+                    clock.enter("send")
+                    num_rows += part
+                    num_bytes += len(message)
+                    yield message
+            finally:
+                self._metrics.fetched(num_rows, num_bytes)
             clock.enter("end")
             self._metrics.fetch_stages(clock.seconds)
 
