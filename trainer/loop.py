@@ -32,7 +32,7 @@ from trainer.model import PICModel, build_model, load_encoder, save_encoder
 from trainer.recency import ActiveRows, RecentRows, announced
 from trainer.report import Report
 from trainer.rows.opening import open_rows
-from trainer.schedule import VisitSchedule, learning_rates, visit_uniforms
+from trainer.schedule import VisitSchedule, visit_uniforms
 from trainer.stopping import Stopped, stop_signals
 from weightserver import TableSpec
 from weightserver.sharding import Int64Array, Sharding
@@ -121,11 +121,6 @@ def _train_rank(
     sharding = Sharding(spec.rows_per_block, ranks.world_size)
     part_size = batch_size // config.accumulate
     mine = ranks.share(part_size)  # this rank's slice of each part of a batch
-    rates = learning_rates(
-        num_steps=num_steps,
-        base=config.base_learning_rate,
-        warmup_steps=round(config.warmup_fraction * num_steps),
-    )
     augment = Augmentation(config.augmentation, config.encoder.image_size)
     only_rows = config.encoder.name == "none"  # what is measured then is the rows' path
     model = _model(config, device)
@@ -139,9 +134,9 @@ def _train_rank(
 
     with ExitStack() as stack:
         report = stack.enter_context(Report(config, num_steps, ranks, device))
-        opened = stack.enter_context(open_rows(config, spec, rates, ranks=ranks, device=device))
-        rows, start_step = opened.store, opened.start_step
-        checkpoints = Checkpoints(config, ranks, rows, opened.client, on_saved=report.checkpoint_saved)
+        opened = stack.enter_context(open_rows(config, spec, dataset.ranges, ranks=ranks, device=device))
+        rows, start_step, rates = opened.store, opened.start_step, opened.rates
+        checkpoints = Checkpoints(config, ranks, rows, opened.client, opened.history, on_saved=report.checkpoint_saved)
         if config.resume:
             load(config.output / "checkpoints", start_step, model, optimizer)
         if start_step == 0:

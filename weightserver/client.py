@@ -239,17 +239,16 @@ class WeightClient:
                 "as many"
             )
         extended = replace(largest, num_rows=num_rows)
-        self._in_parallel(
-            lambda connection, answer, spec: connection.call(
-                "ExtendTable",
-                pb.ExtendTableRequest(
-                    num_rows=num_rows,
-                    epoch=self._session.epoch if self._session else answer.epoch,
-                    table=spec_digest(spec),
-                ),
-            ),
-            zip(self._connect(), answers, specs, strict=True),
-        )
+
+        def extend(connection: ShardConnection, answer: pb.DescribeResponse, spec: TableSpec) -> None:
+            if spec == extended:
+                return
+            epoch = self._session.epoch if self._session else answer.epoch
+            connection.call(
+                "ExtendTable", pb.ExtendTableRequest(num_rows=num_rows, epoch=epoch, table=spec_digest(spec))
+            )
+
+        self._in_parallel(extend, zip(self._connect(), answers, specs, strict=True))
         self._spec = extended
         return extended
 
