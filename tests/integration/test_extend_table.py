@@ -158,24 +158,24 @@ def test_a_superseded_session_extends_nothing(client: WeightClient, cluster: Loc
 
 
 def test_growth_that_a_killed_shard_cut_short_is_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with LocalCluster(2, tmp_path) as cluster, WeightClient(cluster.addresses, retry_seconds=0.3) as c:
+    with LocalCluster(2, tmp_path) as cluster, WeightClient(cluster.addresses) as c:
         open_table(c, SPEC)
         push(c, 0, 100)
-        describe = c._describe_shards
+        with WeightClient(cluster.addresses, retry_seconds=0.3) as hasty, pytest.MonkeyPatch.context() as patch:
+            describe = hasty._describe_shards
 
-        def describe_then_die() -> object:
-            answers = describe()
-            kill(cluster, 1)
-            return answers
+            def describe_then_die() -> object:
+                answers = describe()
+                kill(cluster, 1)
+                return answers
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(c, "_describe_shards", describe_then_die)
+            patch.setattr(hasty, "_describe_shards", describe_then_die)
             with pytest.raises(ShardUnavailableError, match="shard 1"):
-                c.extend_table(263)
+                hasty.extend_table(263)
         cluster.restart(1)
         halfway = r"shard 0 has 263 rows, that of shard 1 100, as after .* failed halfway: repeat extend_table\(263\)"
         push(c, 1, 100)  # the old rows are there as before
-        with WeightClient(cluster.addresses, retry_seconds=1) as new:
+        with WeightClient(cluster.addresses) as new:
             for call in (lambda: c.fetch([200], step=0), new.describe, lambda: new.fetch([5], step=2)):
                 with pytest.raises(ClusterError, match=halfway):
                     call()
