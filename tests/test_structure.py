@@ -94,6 +94,7 @@ def test_each_error_has_a_status_of_its_own() -> None:
     [
         ("__init__", "addresses, *, credentials, token, timeout_seconds, retry_seconds"),
         ("create_table", "spec"),
+        ("extend_table", "num_rows"),
         ("drop_table", ""),
         ("extend_schedule", "start_step, learning_rates"),
         ("open_session", "name, *, join"),

@@ -16,13 +16,16 @@ from torch import Tensor, nn
 
 from trainer.config import TrainConfig
 from trainer.distributed import Ranks
+from trainer.history import ImageHistory
 from trainer.rows import RowStore
 from weightserver import Checkpoint, FencedError, NoTableError, WeightClient
-from weightserver.files import sync
+from weightserver.files import sync, write_whole
 
 _log = logging.getLogger(__name__)
 
 _FORMAT = "pic-checkpoint-1"
+_HISTORY = "images"
+"""Where a file's metadata has the run's `ImageHistory`."""
 _MODEL, _MOMENTUM = "model.", "momentum."
 _ENCODER = _MODEL + "encoder."
 _STEM = re.compile(r"step-(\d{12})")
@@ -32,6 +35,7 @@ FREE_SETTINGS = frozenset(
     [
         "output",
         "resume",
+        "extend",
         "servers",
         "num_shards",
         "rows_per_block",
@@ -76,6 +80,7 @@ class Checkpoints:
         ranks: Ranks,
         rows: RowStore,
         client: WeightClient | None,
+        history: ImageHistory,
         *,
         on_saved: Callable[[], None],
     ) -> None:
@@ -84,6 +89,7 @@ class Checkpoints:
         self._ranks = ranks
         self._rows = rows
         self._client = client
+        self._history = history
         self._on_saved = on_saved
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -102,7 +108,7 @@ class Checkpoints:
         if self._ranks.is_first:
             (kept,) = (known for known in self._client.checkpoints() if known.name == _name(step))
             try:
-                _write(_path(self._directory, step), kept, self._client, model, optimizer)
+                _write(_path(self._directory, step), kept, self._client, self._history, model, optimizer)
             except OSError:
                 self._client.release(kept.name)  # it is no use without its file
                 raise
@@ -187,6 +193,21 @@ def roll_back(directory: Path, client: WeightClient, step: int) -> None:
         partial.unlink()
 
 
+def saved_history(directory: Path, step: int) -> ImageHistory | None:
+    """What the file of a checkpoint says of the run's images; None where there is no file, or an older version's."""
+    path = _path(directory, step)
+    stored = _metadata(path).get(_HISTORY) if path.exists() else None
+    return ImageHistory.from_json(stored) if stored else None
+
+
+def note_history(directory: Path, step: int, history: ImageHistory) -> None:
+    """Makes the file of a checkpoint say what images the run goes on with from there."""
+    path = _path(directory, step)
+    if path.exists() and saved_history(directory, step) != history:
+        metadata = _metadata(path) | {_HISTORY: history.to_json()}
+        write_whole(path, lambda partial: save_file(_tensors(path), partial, metadata=metadata))
+
+
 def saved_steps(directory: Path) -> list[int]:
     """Steps of the checkpoint files, ascending."""
     found = (_STEM.fullmatch(path.stem) for path in directory.glob("*.safetensors"))
@@ -206,12 +227,10 @@ def load(directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Op
     if (metadata.get("format"), metadata.get("step")) != (_FORMAT, str(step)):
         raise ValueError(f"{path} is no checkpoint of step {step} in format {_FORMAT}")
     try:
-        with safe_open(path, "pt") as file:
-            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        model.load_state_dict(_with_prefix(tensors, _MODEL))
-    except (OSError, SafetensorError, RuntimeError) as error:
+        model.load_state_dict(_tensors(path, _MODEL))
+    except RuntimeError as error:
         raise _unreadable(path, error) from None
-    momentum = _with_prefix(tensors, _MOMENTUM)
+    momentum = _tensors(path, _MOMENTUM)
     for name, parameter in model.named_parameters():
         if name in momentum:
             optimizer.state[parameter]["momentum_buffer"] = momentum[name].to(parameter.device)
@@ -223,13 +242,15 @@ def encoder_tensors(directory: Path, name: str) -> dict[str, Tensor]:
     if not _STEM.fullmatch(name) or not path.exists():
         known = ", ".join(_name(step) for step in saved_steps(directory)) or "none"
         raise ValueError(f"{directory} has no checkpoint {name!r}: it has {known}")
+    return _tensors(path, _ENCODER)
+
+
+def _tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
+    """Those whose names begin with `prefix`, by the rest of the name."""
     try:
         with safe_open(path, "pt") as file:
-            return {
-                key.removeprefix(_ENCODER): file.get_tensor(key)
-                for key in file.keys()  # noqa: SIM118
-                if key.startswith(_ENCODER)
-            }
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+            return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise _unreadable(path, error) from None
 
@@ -247,7 +268,12 @@ def _unreadable(path: Path, error: Exception) -> ValueError:
 
 
 def _write(
-    path: Path, kept: Checkpoint, client: WeightClient, model: nn.Module, optimizer: torch.optim.Optimizer
+    path: Path,
+    kept: Checkpoint,
+    client: WeightClient,
+    history: ImageHistory,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
 ) -> None:
     """Writes the file of the shards' checkpoint `kept`, whole or not at all."""
     tensors = {_MODEL + name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
@@ -258,6 +284,7 @@ def _write(
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{kept.identity.hex()}.partial")
     metadata = {"format": _FORMAT, "step": str(kept.step), "checkpoint": kept.identity.hex()}
+    metadata[_HISTORY] = history.to_json()
     try:
         save_file(tensors, partial, metadata=metadata)
     except SafetensorError as error:
@@ -268,10 +295,6 @@ def _write(
         raise FencedError(f"checkpoint {kept.name} was undone: another trainer goes on with this run")
     partial.replace(path)
     sync(path.parent)
-
-
-def _with_prefix(tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _name(step: int) -> str:

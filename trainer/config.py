@@ -62,6 +62,9 @@ class TrainConfig:
     """Take --servers on other machines without TLS."""
     resume: bool = False
     """Go on with the run in --output from its newest checkpoint, as if it had never stopped."""
+    extend: bool = False
+    """With --resume: images that were packed with 'pack --extend' since take part from now on. --epochs then counts
+    visits for each of all images, and the learning rates from now on are those of the longer run."""
     checkpoint_every: int = 1_000
     """Steps between checkpoints; 0 for none but those of step 0 and of a run that SIGTERM or SIGINT ends. Dense rows
     live and die with the trainer: with them there are no checkpoints."""
@@ -169,6 +172,8 @@ class TrainConfig:
         """Raises ValueError for settings that contradict each other, or that this version cannot do."""
         if self.resume and self.rows == "dense":
             raise ValueError("--rows dense leaves no checkpoints: there is nothing to --resume")
+        if self.extend and not self.resume:
+            raise ValueError("--extend adds images to a run that goes on: give --resume too, or leave it away")
         if self.checkpoint_every < 0:
             raise ValueError(f"--checkpoint-every must not be negative, got {self.checkpoint_every}")
         if self.rows == "dense" and self.servers:

@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
+from trainer.checkpoint import saved_history, saved_steps
 from trainer.data.packed import PackedImages
 from trainer.encoder_export import LIBRARIES, export_encoder
 from trainer.runs import read_config
@@ -80,11 +81,14 @@ def _export_rows(options: argparse.Namespace) -> list[Path]:
             raise ValueError(
                 f"the weight servers hold another table than {options.run}, {spec}: give the run's --servers"
             )
-        order = _order(spec.num_rows, config)
+        order, num_images = _order(options.run, spec.num_rows, config)
+        rows = options.rows or range(num_images)
+        if rows.stop > num_images:
+            raise ValueError(f"rows {rows.start}:{rows.stop} have no images: {options.run} has {num_images}")
         return export_rows(
             client,
             options.output,
-            rows=options.rows,
+            rows=rows,
             checkpoint=options.checkpoint,
             step=options.step,
             file_format=options.format,
@@ -92,11 +96,18 @@ def _export_rows(options: argparse.Namespace) -> list[Path]:
         )
 
 
-def _order(num_rows: int, config: dict[str, Any]) -> RangesOrder:
-    """Which row belongs to which image: packed images say it themselves, where more were added later."""
-    if config.get("dataset") == "packed":
-        return PackedImages(Path(config["data_dir"])).order
-    return RangesOrder((num_rows,), config["order_seed"])
+def _order(run: Path, num_rows: int, config: dict[str, Any]) -> tuple[RangesOrder, int]:
+    """Which row belongs to which image: packed images say it themselves, where more were added later. And how many of
+    the table's rows are images of the run."""
+    files = run / "checkpoints"
+    history = saved_history(files, steps[-1]) if (steps := saved_steps(files)) else None
+    num_images = history.num_images if history else num_rows
+    if config.get("dataset") != "packed":
+        return RangesOrder((num_images,), config["order_seed"]), num_images
+    order = PackedImages(Path(config["data_dir"])).order
+    if order.num_rows < num_images:
+        raise ValueError(f"{run} has {num_images} images, {config['data_dir']} only {order.num_rows}: put all there")
+    return order, num_images
 
 
 def _security(options: argparse.Namespace, config: dict[str, Any]) -> ClientSecurity:

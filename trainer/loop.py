@@ -33,7 +33,7 @@ from trainer.model import PICModel, build_model, check_image_size, load_encoder,
 from trainer.recency import ActiveRows, RecentRows, announced
 from trainer.report import Report
 from trainer.rows.opening import open_rows
-from trainer.schedule import RangesOrder, VisitSchedule, learning_rates, visit_uniforms
+from trainer.schedule import RangesOrder, VisitSchedule, visit_uniforms
 from trainer.stopping import Stopped, stop_signals
 from weightserver import TableSpec
 from weightserver.sharding import Int64Array, Sharding
@@ -122,11 +122,6 @@ def _train_rank(
     sharding = Sharding(spec.rows_per_block, ranks.world_size)
     part_size = batch_size // config.accumulate
     mine = ranks.share(part_size)  # this rank's slice of each part of a batch
-    rates = learning_rates(
-        num_steps=num_steps,
-        base=config.base_learning_rate,
-        warmup_steps=round(config.warmup_fraction * num_steps),
-    )
     augmentations = config.augmentations()
     only_rows = config.encoder.name == "none"  # what is measured then is the rows' path
     instance_loss = (
@@ -143,9 +138,9 @@ def _train_rank(
 
     with ExitStack() as stack:
         report = stack.enter_context(Report(config, num_steps, ranks, device))
-        opened = stack.enter_context(open_rows(config, spec, rates, ranks=ranks, device=device))
-        rows, start_step = opened.store, opened.start_step
-        checkpoints = Checkpoints(config, ranks, rows, opened.client, on_saved=report.checkpoint_saved)
+        opened = stack.enter_context(open_rows(config, spec, dataset.ranges, ranks=ranks, device=device))
+        rows, start_step, rates = opened.store, opened.start_step, opened.rates
+        checkpoints = Checkpoints(config, ranks, rows, opened.client, opened.history, on_saved=report.checkpoint_saved)
         if config.resume:
             load(config.output / "checkpoints", start_step, model, optimizer)
         if start_step == 0:

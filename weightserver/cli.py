@@ -1,5 +1,5 @@
 """The command line: weightserver serve | certs | health | top | inspect | verify | checkpoints | rollback | release |
-export | drop | backup | restore | reshard | compact | plan."""
+extend | export | drop | backup | restore | reshard | compact | plan."""
 
 from __future__ import annotations
 
@@ -171,6 +171,11 @@ def _parser() -> argparse.ArgumentParser:
     planned.add_argument("--steps", type=int, help="of the whole run (default those of one pass)")
     planned.add_argument("--json", action="store_true", help="print JSON")
     planned.set_defaults(run=_plan)
+
+    extend = commands.add_parser("extend", help="make the table larger; whoever writes goes on")
+    _add_addresses(extend)
+    extend.add_argument("--num-rows", type=int, required=True, help="N, the rows that it is to have in all")
+    extend.set_defaults(run=_extend)
 
     export = commands.add_parser("export", help="write rows, of now or of a checkpoint, to files")
     _add_addresses(export)
@@ -380,6 +385,11 @@ def _plan(arguments: argparse.Namespace) -> None:
         return
     for part, figures in parts.items():
         print(part, *(f"  {figure}" for figure in figures), sep="\n")
+
+
+def _extend(arguments: argparse.Namespace) -> None:
+    with _client(arguments) as client:
+        print(f"the table has {client.extend_table(arguments.num_rows).num_rows} rows")
 
 
 def _export(arguments: argparse.Namespace) -> None:

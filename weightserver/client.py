@@ -20,7 +20,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -192,6 +192,11 @@ class WeightClient:
         answers = self._describe_shards()
         for answer in answers:
             if answer.HasField("spec") and (existing := spec_from_proto(answer.spec)) != spec:
+                if existing.num_rows < spec.num_rows and existing.is_another_size_of(spec):
+                    raise TableMismatchError(
+                        f"the table of shard {answer.shard} has {existing.num_rows} rows, not {spec.num_rows}: "
+                        f"extend_table({spec.num_rows}) makes it larger"
+                    )
                 raise TableMismatchError(
                     f"shard {answer.shard} holds another table, {existing}: use its spec, or drop_table() first"
                 )
@@ -210,6 +215,43 @@ class WeightClient:
         self._spec = spec
         return spec
 
+    def extend_table(self, num_rows: int) -> TableSpec:
+        """Makes the table larger, `num_rows` rows in all; nothing happens where it has as many.
+
+        New rows begin as if they had been there from the start, old ones stay as they are, and clients that know the
+        smaller table go on with those. A rollback leaves the table as large as it is. When it fails on one of several
+        shards, it has to be repeated: until then describe() refuses.
+
+        Raises:
+            ValueError: fewer rows than the table has.
+            FencedError: a superseded session, or without one: another client opened one, or dropped the table, at the
+            same time.
+        """
+        num_rows = _integer(num_rows, "num_rows")
+        answers = self._describe_shards()
+        specs = [_spec_of(answer) for answer in answers]
+        largest = max(specs, key=lambda spec: spec.num_rows)
+        if other := next((spec for spec in specs if spec != largest and not spec.is_another_size_of(largest)), None):
+            raise ClusterError(f"the shards hold different tables, {largest} and {other}: drop the one that is wrong")
+        if num_rows < largest.num_rows:
+            raise ValueError(
+                f"the table has {largest.num_rows} rows and can only become larger, not {num_rows}: give at least "
+                "as many"
+            )
+        extended = replace(largest, num_rows=num_rows)
+
+        def extend(connection: ShardConnection, answer: pb.DescribeResponse, spec: TableSpec) -> None:
+            if spec == extended:
+                return
+            epoch = self._session.epoch if self._session else answer.epoch
+            connection.call(
+                "ExtendTable", pb.ExtendTableRequest(num_rows=num_rows, epoch=epoch, table=spec_digest(spec))
+            )
+
+        self._in_parallel(extend, zip(self._connect(), answers, specs, strict=True))
+        self._spec = extended
+        return extended
+
     def drop_table(self) -> None:
         """Deletes the table, its rows and its schedule on every shard, and fences every session."""
         self._in_parallel(
@@ -225,13 +267,18 @@ class WeightClient:
             NoTableError: a shard holds no table.
         """
         answers = self._describe_shards()
-        for answer in answers:
-            if not answer.HasField("spec"):
-                raise NoTableError(f"shard {answer.shard} holds no table: call create_table() first")
-            if answer.spec != answers[0].spec:
-                raise ClusterError(f"shards 0 and {answer.shard} hold different tables: drop the one that is wrong")
+        first, *others = (_spec_of(answer) for answer in answers)
+        for shard, spec in enumerate(others, start=1):
+            if spec.is_another_size_of(first):
+                most = max(spec.num_rows, first.num_rows)
+                raise ClusterError(
+                    f"the table of shard 0 has {first.num_rows} rows, that of shard {shard} {spec.num_rows}, as after "
+                    f"an extend_table() that failed halfway: repeat extend_table({most}), or 'weightserver extend'"
+                )
+            if spec != first:
+                raise ClusterError(f"shards 0 and {shard} hold different tables: drop the one that is wrong")
         newest = max(answers, key=lambda answer: answer.epoch)
-        self._spec = spec_from_proto(newest.spec)
+        self._spec = first
         return TableInfo(
             spec=self._spec,
             epoch=newest.epoch,
@@ -803,6 +850,13 @@ class WeightClient:
         return array
 
 
+def _spec_of(answer: pb.DescribeResponse) -> TableSpec:
+    """The table's; NoTableError where the shard holds none."""
+    if not answer.HasField("spec"):
+        raise NoTableError(f"shard {answer.shard} holds no table: call create_table() first")
+    return spec_from_proto(answer.spec)
+
+
 def _checkpoints(answer: pb.DescribeResponse) -> tuple[Checkpoint, ...]:
     return tuple(Checkpoint(known.name, known.step, known.identity) for known in answer.checkpoints)
 
@@ -830,10 +884,14 @@ def _name(name: str) -> str:
     return name
 
 
-def _step(value: int, name: str) -> int:
+def _integer(value: int, name: str) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer, got {value!r}")
-    step = operator.index(value)
+    return operator.index(value)
+
+
+def _step(value: int, name: str) -> int:
+    step = _integer(value, name)
     if not 0 <= step < 2**63:
         raise ValueError(f"{name} must not be negative, and less than 2⁶³, got {step}")
     return step

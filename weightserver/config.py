@@ -1,9 +1,9 @@
-"""What a table is: the numbers that never change while it exists."""
+"""What a table is: the numbers that never change while it exists, but for num_rows, which may grow."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 MAX_ROWS = 2**48
 MAX_DIM = 65_536
@@ -21,7 +21,7 @@ class TableSpec:
     """
 
     num_rows: int
-    """N, one row per training image."""
+    """N, one row per training image; `extend_table` adds some."""
     dim: int
     """D, the length of a weight vector."""
     momentum: float = 0.9
@@ -75,3 +75,7 @@ class TableSpec:
     @property
     def num_blocks(self) -> int:
         return -(-self.num_rows // self.rows_per_block)
+
+    def is_another_size_of(self, other: TableSpec) -> bool:
+        """Whether the two differ in num_rows and in nothing else."""
+        return self != other and replace(self, num_rows=other.num_rows) == other

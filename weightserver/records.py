@@ -147,8 +147,14 @@ def read_spec(txn: Transaction) -> TableSpec | None:
         return TableSpec(**stored["table"]) if stored["table"] is not None else None
 
 
-def write_spec(txn: Transaction, spec: TableSpec | None) -> None:
-    put_json(txn, "spec", {"table": spec and asdict(spec)})
+def read_earlier_sizes(txn: Transaction) -> tuple[int, ...]:
+    """How many rows the table had before each of its extensions, the newest last."""
+    with _guarded(txn, "spec"):
+        return tuple(map(int, _stored(txn, "spec").get("earlier_sizes", ())))
+
+
+def write_spec(txn: Transaction, spec: TableSpec | None, earlier_sizes: tuple[int, ...] = ()) -> None:
+    put_json(txn, "spec", {"table": spec and asdict(spec), "earlier_sizes": earlier_sizes})
 
 
 def read_state(txn: Transaction) -> State:

@@ -153,6 +153,12 @@ def _check_complete(shards: list[_Source], current: bool) -> TableSpec:
     """The spec of their table; ValueError unless they are all of its shards, each once."""
     first = shards[0]
     for shard in shards:
+        if shard.spec.is_another_size_of(first.spec):
+            raise ValueError(
+                f"{first.directory} and {shard.directory} hold tables of {first.spec.num_rows} and "
+                f"{shard.spec.num_rows} rows, as after an extend_table() that failed halfway: serve them and repeat "
+                "'weightserver extend'"
+            )
         if shard.spec != first.spec:
             raise ValueError(f"{first.directory} and {shard.directory} hold different tables: give those of one")
         if shard.num_shards != len(shards):

@@ -103,6 +103,14 @@ class WeightServerService:
                 _log.info("table created", extra=asdict(spec))
             return pb.CreateTableResponse()
 
+    def ExtendTable(self, request: pb.ExtendTableRequest, context: grpc.ServicerContext) -> pb.ExtendTableResponse:
+        with self._answering("ExtendTable", context):
+            self._shard.check_table(request.table)
+            epoch = request.epoch if request.HasField("epoch") else None
+            if self._commit(context, lambda batch: self._shard.extend_table(batch, request.num_rows, epoch)):
+                _log.info("table extended", extra={"num_rows": request.num_rows})
+            return pb.ExtendTableResponse()
+
     def DropTable(self, request: pb.DropTableRequest, context: grpc.ServicerContext) -> pb.DropTableResponse:
         with self._answering("DropTable", context):
             epoch = request.epoch if request.HasField("epoch") else None

@@ -8,6 +8,7 @@ state) is replaced only after the transaction that changed it is durable.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
@@ -34,6 +35,7 @@ from weightserver.records import (
     State,
     get_record,
     put_record,
+    read_earlier_sizes,
     read_identity,
     read_schedule,
     read_spec,
@@ -53,6 +55,8 @@ READ_BYTES = 4 << 20
 MAX_EPOCH_STEP = 1 << 20
 """How far a session may lie beyond the shard's newest: other shards can have opened, and those before a restore, some
 that this one never heard of."""
+MAX_EARLIER_SIZES = 64
+"""Extensions before which a client may have met the table and still go on with it."""
 _MAX_SEEN_BLOCKS = 50_000
 """Blocks looked at for one answer of `read_blocks`: a snapshot of some 100 ms."""
 
@@ -64,6 +68,14 @@ class Table:
     spec: TableSpec
     codec: BlockCodec
     schedule: Schedule
+    """One and the same as long as the table exists, however large it becomes."""
+    earlier_sizes: tuple[int, ...] = ()
+    """num_rows before each extension."""
+
+    @functools.cached_property
+    def digests(self) -> frozenset[int]:
+        """By which clients know it: those too that met it before an extension, because its old rows stay."""
+        return frozenset(spec_digest(replace(self.spec, num_rows=n)) for n in (*self.earlier_sizes, self.spec.num_rows))
 
 
 @dataclass(frozen=True)
@@ -138,7 +150,7 @@ class Shard:
     def _load(self, txn: Transaction) -> None:
         self._state = read_state(txn)
         if (spec := read_spec(txn)) is not None:
-            self._table = _open_table(spec)
+            self._table = _open_table(spec, read_earlier_sizes(txn))
             self._table.schedule.extend(0, read_schedule(txn))
 
     # ---- reading
@@ -168,10 +180,10 @@ class Shard:
         return self._table
 
     def check_table(self, digest: int) -> None:
-        """Raises TableMismatchError unless `digest` is this table's, or 0."""
-        spec = self.require_table().spec
-        if digest not in (0, spec_digest(spec)):
-            raise TableMismatchError(f"the table was replaced, it is now {spec}: call describe() and begin anew")
+        """Raises TableMismatchError unless `digest` is this table's, as it is or was before it was extended, or 0."""
+        table = self.require_table()
+        if digest and digest not in table.digests:
+            raise TableMismatchError(f"the table was replaced, it is now {table.spec}: call describe() and begin anew")
 
     def check_rows(self, rows: Int64Array) -> None:
         """Raises InvalidRequestError unless `rows` (int64 [n]) increase strictly and all live here."""
@@ -252,7 +264,7 @@ class Shard:
                     if self._verify_reads:
                         table.codec.check(block, stored)
                     found.copy(part, stored, slots)
-        if self._table is not table:
+        if self._table is None or self._table.schedule is not table.schedule:
             raise TableMismatchError("the table was dropped while its rows were read: call describe() and begin anew")
         for part in absent:
             found.weight[part] = initial_rows(table.spec, rows[part])
@@ -334,6 +346,32 @@ class Shard:
             raise TableMismatchError(
                 f"another table exists, {_difference(existing, spec)}: use its spec, or drop_table() first"
             )
+
+    def extend_table(self, batch: Batch, num_rows: int, epoch: int | None = None) -> bool:
+        """Gives the table more rows, unless another session than `epoch` is the newest; False where it has as many.
+
+        Nothing is written for them: a row that nobody wrote is a function of the seed and its number.
+        """
+        spec = read_spec(batch.txn)
+        if spec is None:
+            raise NoTableError("the shard holds no table: call create_table() first")
+        if epoch not in (None, batch.state.epoch):
+            self._check_epoch(batch.state, epoch)
+        if num_rows < spec.num_rows:
+            raise InvalidRequestError(f"the table has {spec.num_rows} rows, and can only become larger, not {num_rows}")
+        if num_rows == spec.num_rows:
+            return False
+        larger = replace(spec, num_rows=num_rows)
+        earlier_sizes = (*read_earlier_sizes(batch.txn), spec.num_rows)[-MAX_EARLIER_SIZES:]
+        write_spec(batch.txn, larger, earlier_sizes)
+
+        def grow() -> None:
+            self._table = replace(
+                self.require_table(), spec=larger, codec=BlockCodec(larger), earlier_sizes=earlier_sizes
+            )
+
+        batch.after_commit.append(grow)
+        return True
 
     def drop_table(self, batch: Batch, epoch: int | None = None) -> None:
         """Deletes the table and fences every session; epochs go on counting.
@@ -602,8 +640,9 @@ def _unneeded(generations: list[int], checkpoints: tuple[Checkpoint, ...]) -> li
     ]
 
 
-def _open_table(spec: TableSpec) -> Table:
-    return Table(spec, BlockCodec(spec), Schedule(momentum=spec.momentum, weight_decay=spec.weight_decay))
+def _open_table(spec: TableSpec, earlier_sizes: tuple[int, ...] = ()) -> Table:
+    schedule = Schedule(momentum=spec.momentum, weight_decay=spec.weight_decay)
+    return Table(spec, BlockCodec(spec), schedule, earlier_sizes)
 
 
 def _session(state: State) -> str:

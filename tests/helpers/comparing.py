@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from pathlib import Path
+
 import numpy as np
 
 from weightserver import RowState
+from weightserver.shard import Shard
+from weightserver.sharding import Sharding
+from weightserver.storage import LmdbStorage
 
 
 def same(one: RowState, other: RowState) -> bool:
     return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in vars(one))
+
+
+def rows_in(directories: list[Path], *, checkpoint: str | None = None) -> RowState:
+    """All rows of the shards in these directories, which this process serves for the while."""
+    arrays: dict[str, np.ndarray] = {}
+    for number, directory in enumerate(directories):
+        with closing(LmdbStorage(directory)) as storage:
+            shard = Shard(storage, shard=number, num_shards=len(directories))
+            spec = shard.require_table().spec
+            rows = Sharding(spec.rows_per_block, len(directories)).rows_of_shard(number, spec.num_rows)
+            chunks = list(shard.fetch(rows, step=None, state=True, checkpoint=checkpoint))
+        for name in RowState.__dataclass_fields__:
+            found = np.concatenate([getattr(chunk, name) for chunk in chunks])
+            arrays.setdefault(name, np.empty((spec.num_rows, *found.shape[1:]), found.dtype))[rows] = found
+    return RowState(**arrays)

@@ -72,6 +72,9 @@ class Shard:
             timeout=10,  # type: ignore[arg-type]
         )
 
+    def grow(self, num_rows: int, **more: int) -> pb.ExtendTableResponse:
+        return self.stub.ExtendTable(pb.ExtendTableRequest(num_rows=num_rows, **more), timeout=10)
+
     def version(self) -> int:
         return self.stub.Describe(pb.DescribeRequest(), timeout=10).schedule_version
 
@@ -251,6 +254,15 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
         grpc.StatusCode.ALREADY_EXISTS,
         "another table exists, num_rows 40 there and 41 here",
     ),
+    "table: fewer rows": (lambda s: s.grow(39), INVALID, "the table has 40 rows, and can only become larger, not 39"),
+    "table: too many rows": (lambda s: s.grow(2**62), INVALID, r"num_rows must lie in 1\.\."),
+    "table: more rows for a fenced session": (lambda s: s.grow(41, epoch=s.epoch - 1), ABORTED, "was superseded"),
+    "table: more rows for a session to come": (lambda s: s.grow(41, epoch=s.epoch + 1), ABORTED, "is not known"),
+    "table: more rows of another one": (
+        lambda s: s.grow(41, table=1),
+        grpc.StatusCode.ALREADY_EXISTS,
+        "the table was replaced",
+    ),
 }
 
 
@@ -339,6 +351,11 @@ def test_requests_that_come_again_late_change_nothing(shard: Shard, client: Weig
     assert shard.stub.Checkpoint(early, timeout=10).duplicate
     assert [(kept.name, kept.step) for kept in client.describe().shards[0].checkpoints] == [("early", 4)]
 
+    shard.grow(45, epoch=shard.epoch)
+    shard.grow(50, epoch=shard.epoch)
+    with pytest.raises(grpc.RpcError, match="can only become larger, not 45"):
+        shard.grow(45, epoch=shard.epoch)
+
     drop = pb.DropTableRequest(epoch=shard.epoch)
     shard.stub.DropTable(drop, timeout=10)
     shard.stub.DropTable(drop, timeout=10)
@@ -346,6 +363,8 @@ def test_requests_that_come_again_late_change_nothing(shard: Shard, client: Weig
     with pytest.raises(grpc.RpcError, match="a table was dropped since epoch"):
         shard.stub.CreateTable(pb.CreateTableRequest(spec=spec_to_proto(SPEC), epoch=shard.epoch), timeout=10)
     client.create_table(SPEC)
+    with pytest.raises(grpc.RpcError, match="was superseded"):
+        shard.grow(50, epoch=shard.epoch)
     client.open_session("again")
     client.extend_schedule(0, np.full(HORIZON, 0.5))
     with pytest.raises(grpc.RpcError, match="changed by another call"):

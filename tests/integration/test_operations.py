@@ -25,7 +25,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from tests.helpers.comparing import same
+from tests.helpers.comparing import rows_in, same
 from tests.helpers.small_run import EVERY, NUM_IMAGES, ONLY_ROWS, losses, small_run
 from trainer.checkpoint import Checkpoints
 from trainer.loop import train
@@ -50,8 +50,6 @@ from weightserver.files import sha256
 from weightserver.initial import initial_rows
 from weightserver.inspect import inspect_directory
 from weightserver.records import read_state, write_spec
-from weightserver.shard import Shard
-from weightserver.sharding import Sharding
 from weightserver.storage import LmdbStorage
 from weightserver.verify import verify_directory
 
@@ -644,21 +642,6 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Table]:
             return targets_in(directory, num_shards), make_table(client), client.fetch_state(ROWS)
 
     return made
-
-
-def rows_in(directories: list[Path], *, checkpoint: str | None = None) -> RowState:
-    """All rows of the shards in these directories, which this process serves for the while."""
-    state = RowState(np.empty((1_000, 16), np.float32), np.empty((1_000, 16), np.float32), np.empty(1_000, np.int64))
-    for number, directory in enumerate(directories):
-        storage = LmdbStorage(directory)
-        shard = Shard(storage, shard=number, num_shards=len(directories))
-        assert shard.spec is not None
-        rows = Sharding(shard.spec.rows_per_block, len(directories)).rows_of_shard(number, 1_000)
-        for name in vars(state):
-            chunks = shard.fetch(rows, step=None, state=True, checkpoint=checkpoint)
-            getattr(state, name)[rows] = np.concatenate([getattr(chunk, name) for chunk in chunks])
-        storage.close()
-    return state
 
 
 def identity(directory: Path, checkpoint: str) -> str:

@@ -23,7 +23,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_tools import protoc
 
-from weightserver import LocalCluster, StepError, TableSpec, WeightClient
+from weightserver import ClusterError, LocalCluster, StepError, TableSpec, WeightClient
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.cli import main
 
@@ -179,6 +179,10 @@ def test_an_older_shard_is_named_where_it_cannot_do_what_is_asked(
     assert error.count("\n") == 1
     assert "does not know this call: it runs an older version" in error
     assert [known.name for known in client.checkpoints()] == ["kept"]
+    with between(cluster, older, forget) as addresses, WeightClient(addresses, retry_seconds=1) as skewed:
+        with pytest.raises(ClusterError, match=r"shard 0 at .* does not know this call: it runs an older version"):
+            skewed.extend_table(501)
+        assert skewed.describe().spec == SPEC
     with pytest.raises(SystemExit) as stopped:  # when the shards are updated, the same command goes on
         main(["backup", *cluster.addresses, "--output", str(tmp_path / "backup")])
     assert stopped.value.code == 0

@@ -44,7 +44,12 @@ def test_rows_are_exported_with_their_images(tmp_path: Path, capsys: pytest.Capt
     with LocalCluster(2, run / "servers") as cluster, WeightClient(cluster.addresses) as client:
         for image, row in zip(seen[:50], visited[:50], strict=True):
             assert np.array_equal(of_image[image], client.fetch([row], step=steps)[0])
+        client.extend_table(NUM_IMAGES + 100)  # rows without images change nothing
         servers = ["--servers", ",".join(cluster.addresses)]
+        assert export(run, "--output", tmp_path / "no", "--rows", "7:301", *servers) == 1
+        assert "rows 7:301 have no images" in capsys.readouterr().err
+        assert export(run, "--output", tmp_path / "larger", "--format", "npz", *servers) == 0
+        assert np.array_equal(np.load(next((tmp_path / "larger").iterdir()))["image"], file["image"])
         name = f"step-{EVERY:012d}"
         assert export(run, "--output", tmp_path / "kept", "--checkpoint", name, "--rows", "7:19", *servers) == 0
         (path,) = (tmp_path / "kept").iterdir()

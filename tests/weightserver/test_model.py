@@ -27,7 +27,9 @@ RATES = np.linspace(0.4, 0.02, HORIZON, dtype=np.float32)
 WRITER = b"w" * 16
 
 Float64Array = npt.NDArray[np.float64]
-some_rows = st.lists(st.integers(0, SPEC.num_rows - 1), min_size=1, max_size=6, unique=True).map(sorted)
+MAX_ROWS = 18
+"""Of a table that grew."""
+some_rows = st.lists(st.integers(0, MAX_ROWS - 1), min_size=1, max_size=6, unique=True)
 steps = st.integers(0, HORIZON - 1)
 seeds = st.integers(0, 2**32 - 1)
 
@@ -61,6 +63,11 @@ class ModelRow:
         return weight, momentum
 
 
+def untouched(rows: range) -> list[ModelRow]:
+    initial = initial_rows(SPEC, np.array(rows)).astype(np.float64)
+    return [ModelRow(weight, np.zeros(SPEC.dim), 0) for weight in initial]
+
+
 class ShardAgainstModel(RuleBasedStateMachine):
     """Each rule makes one change on both sides; the invariant compares everything that can be read."""
 
@@ -87,8 +94,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
             lambda batch: self.shard.extend_schedule(batch, 0, RATES, 0, 0, batch.state.schedule_version)
         ).result(10)
         self.committer.submit(lambda batch: self.shard.open_session(batch, "run", self.epoch, WRITER)).result(10)
-        initial = initial_rows(SPEC, np.arange(SPEC.num_rows)).astype(np.float64)
-        self.rows = [ModelRow(weight, np.zeros(SPEC.dim), 0) for weight in initial]
+        self.rows = untouched(range(SPEC.num_rows))
         self.written: set[int] = set()
         self.clock = 0
         self.checkpoints: dict[str, tuple[list[ModelRow], set[int], int, int]] = {}  # oldest first
@@ -104,6 +110,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
 
     @rule(rows=some_rows, step=steps, seed=seeds)
     def push_at_any_time(self, rows: list[int], step: int, seed: int) -> None:
+        rows = self.there(rows)
         gradients = np.random.default_rng(seed).standard_normal((len(rows), SPEC.dim)).astype(np.float32)
         header = self.header(step)
         assert self.push(header, rows, gradients) is True
@@ -113,6 +120,21 @@ class ShardAgainstModel(RuleBasedStateMachine):
         self.written |= set(rows)
         self.clock = max(self.clock, step + 1)
 
+    def there(self, rows: list[int]) -> list[int]:
+        """As many rows of the table as it is."""
+        return sorted({row % len(self.rows) for row in rows})
+
+    @rule(num_rows=st.integers(SPEC.num_rows, MAX_ROWS))
+    def extend_table(self, num_rows: int) -> None:
+        extension = self.committer.submit(lambda batch: self.shard.extend_table(batch, num_rows, self.epoch))
+        if num_rows < len(self.rows):
+            with pytest.raises(InvalidRequestError, match="can only become larger"):
+                extension.result(10)
+            return
+        assert extension.result(10) is (num_rows > len(self.rows))
+        for rows in [self.rows, *(rows for rows, *_ in self.checkpoints.values())]:
+            rows += untouched(range(len(rows), num_rows))
+
     @precondition(lambda self: self.sent)
     @rule(which=st.integers(0, 2**16))
     def send_one_again(self, which: int) -> None:
@@ -120,6 +142,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
 
     @rule(rows=some_rows, ahead=st.integers(-3, 5), seed=seeds)
     def write_state(self, rows: list[int], ahead: int, seed: int) -> None:
+        rows = self.there(rows)
         weight, momentum = np.random.default_rng(seed).standard_normal((2, len(rows), SPEC.dim)).astype(np.float32)
         last_step = np.array([self.rows[row].last_step for row in rows]) + ahead
         header = self.header(int(last_step.max(initial=0)))
@@ -138,6 +161,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
 
     @rule(rows=some_rows, beyond=st.integers(0, 3))
     def push_beyond_the_schedule(self, rows: list[int], beyond: int) -> None:
+        rows = self.there(rows)
         with pytest.raises(StepError):
             self.push(self.header(HORIZON + beyond), rows, np.ones((len(rows), SPEC.dim), np.float32))
 
@@ -207,7 +231,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
     def read(
         self, step: int | None, checkpoint: str | None = None
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        (chunk,) = self.shard.fetch(np.arange(SPEC.num_rows), step=step, state=True, checkpoint=checkpoint)
+        (chunk,) = self.shard.fetch(np.arange(len(self.rows)), step=step, state=True, checkpoint=checkpoint)
         assert chunk.momentum_buffer is not None
         assert chunk.last_step is not None
         return chunk.weight, chunk.momentum_buffer, chunk.last_step
@@ -243,7 +267,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
     def no_version_is_kept_in_vain(self) -> None:
         """At most one version of a block for each checkpoint taken and not forgotten, and one for now, at any write."""
         with self.storage.read() as txn:
-            for block in range(-(-SPEC.num_rows // SPEC.rows_per_block)):
+            for block in range(-(-len(self.rows) // SPEC.rows_per_block)):
                 generations = txn.generations(block)
                 assert all(generation <= self.shard.state.generation for generation in generations)
                 assert len(generations) <= 5  # four checkpoints at the most, and now

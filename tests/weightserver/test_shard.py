@@ -25,14 +25,16 @@ from weightserver.errors import (
     NoTableError,
     OverloadedError,
     StorageError,
+    TableMismatchError,
 )
 from weightserver.exactly_once import WINDOW
 from weightserver.initial import initial_rows
 from weightserver.inspect import inspect_directory
 from weightserver.records import read_state, write_state
 from weightserver.session import MAX_FAILED, Session
-from weightserver.shard import Batch, Shard, WriteHeader
+from weightserver.shard import MAX_EARLIER_SIZES, Batch, Shard, WriteHeader
 from weightserver.storage import LmdbStorage, block_key_parts
+from weightserver.wire import spec_digest
 
 SPEC = TableSpec(num_rows=100, dim=4, rows_per_block=6)
 ROWS = np.array([1, 2, 50], np.int64)
@@ -130,6 +132,38 @@ def test_dropping_fences_and_forgets(served: Served) -> None:
     served.do(lambda batch: served.shard.create_table(batch, SPEC))
     assert np.array_equal(served.weights(), initial_rows(SPEC, np.arange(100)))
     assert served.shard.horizon == 0
+
+
+def test_a_fetch_goes_on_while_the_table_grows_and_not_beyond_a_drop(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.push(1)
+    before = served.weights()
+    monkeypatch.setattr(shard, "CHUNK_BYTES", 400)
+    chunks = served.shard.fetch(np.arange(100), step=None, state=False)
+    first = next(chunks)
+    earlier = [spec_digest(SPEC)]
+    for num_rows in range(101, 101 + MAX_EARLIER_SIZES):
+        assert served.do(lambda batch, n=num_rows: served.shard.extend_table(batch, n)) is True
+        earlier.append(spec_digest(replace(SPEC, num_rows=num_rows)))
+    assert served.do(lambda batch: served.shard.extend_table(batch, num_rows)) is False
+    assert np.array_equal(np.concatenate([first.weight, *(chunk.weight for chunk in chunks)]), before)
+    served.close()
+    again = Served(tmp_path)
+    for digest in earlier:
+        again.shard.check_table(digest)  # whoever met the table at any of these sizes goes on, behind a restart too
+    again.do(lambda batch: again.shard.extend_table(batch, 1_000))
+    with pytest.raises(TableMismatchError, match=r"the table was replaced, it is now .*num_rows=1000"):
+        again.shard.check_table(earlier[0])
+    chunks = again.shard.fetch(np.arange(100), step=None, state=False)
+    next(chunks)
+    again.do(again.shard.drop_table)
+    again.do(lambda batch: again.shard.create_table(batch, SPEC))
+    with pytest.raises(TableMismatchError, match="the table was dropped while its rows were read"):
+        next(chunks)
+    with pytest.raises(TableMismatchError):
+        again.shard.check_table(earlier[1])
+    again.close()
 
 
 def test_one_bad_write_of_a_group_spoils_no_other(served: Served) -> None:

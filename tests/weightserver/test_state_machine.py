@@ -1,14 +1,15 @@
 """Two shards, the clients of several sessions and the network between them, all in memory: no gRPC, disk or threads.
 
-Hypothesis decides which request arrives when, how often and together with which others, which answers are lost, when
-a shard dies, and who opens a session, takes a checkpoint or goes back to one. A sequential model in float64 says what
-each arrival must be answered and what the rows are afterwards.
+Hypothesis decides which request arrives when, how often and together with which others, which answers are lost, when a
+shard dies, and who opens a session, makes the table larger, takes a checkpoint or goes back to one. A sequential model
+in float64 says what each arrival must be answered and what the rows are afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -46,7 +47,10 @@ MAX_MESSAGES = 40
 CALLS_PER_SESSION = 6
 """At least; more sessions would fence all that is worth trying."""
 
-some_rows = st.lists(st.integers(0, SPEC.num_rows - 1), min_size=1, max_size=4, unique=True).map(sorted)
+MAX_ROWS = 13
+"""Of a table that grew."""
+
+some_rows = st.lists(st.integers(0, MAX_ROWS - 1), min_size=1, max_size=4, unique=True).map(sorted)
 steps = st.integers(0, HORIZON - 1)
 picks = st.integers(0, 2**16)
 values = st.integers(1, 9)
@@ -104,6 +108,12 @@ class ModelShard:
     """That made the rows what they are now."""
     given_up: set[tuple[bytes, int]] = field(default_factory=set)
     """(writer, number) of what must not be applied any more."""
+
+    def extend(self, rows: list[int]) -> None:
+        """Rows that nobody wrote: those of its checkpoints too."""
+        weights = initial_rows(SPEC, np.array(rows, np.int64))[:, 0].tolist()
+        for known in [self.rows, *(checkpoint.rows for checkpoint in self.checkpoints.values())]:
+            known |= {row: ModelRow(weight, 0.0, 0) for row, weight in zip(rows, weights, strict=True)}
 
     def open_session(self, epoch: int, opener: bytes) -> type[Exception] | None:
         if (epoch, opener) == (self.epoch, self.opener):
@@ -213,13 +223,10 @@ class Machine(RuleBasedStateMachine):
     def start(self) -> None:
         self.storages = [MemoryStorage() for _ in range(NUM_SHARDS)]
         self.shards = [self.open_shard(shard) for shard in range(NUM_SHARDS)]
-        initial = initial_rows(SPEC, np.arange(SPEC.num_rows)).astype(np.float64)[:, 0]
-        sharding = Sharding(SPEC.rows_per_block, NUM_SHARDS)
-        self.rows_of = [
-            [row for row in range(SPEC.num_rows) if sharding.shard_of(np.array([row]))[0] == shard]
-            for shard in range(NUM_SHARDS)
-        ]
-        self.models = [ModelShard({row: ModelRow(initial[row], 0.0, 0) for row in mine}) for mine in self.rows_of]
+        self.num_rows = [0] * NUM_SHARDS
+        self.models = [ModelShard({}) for _ in range(NUM_SHARDS)]
+        for shard in range(NUM_SHARDS):
+            self.extend_model(shard, SPEC.num_rows)
         for shard in self.shards:
             with shard.batch() as batch:
                 shard.create_table(batch, SPEC)
@@ -231,6 +238,15 @@ class Machine(RuleBasedStateMachine):
         self.openings: list[tuple[int, bytes]] = []
         self.changed = set(range(NUM_SHARDS))
         self.open_session(NUM_SHARDS)
+
+    def extend_model(self, shard: int, num_rows: int) -> None:
+        mine = Sharding(SPEC.rows_per_block, NUM_SHARDS).rows_of_shard(shard, num_rows)
+        self.models[shard].extend(mine[mine >= self.num_rows[shard]].tolist())
+        self.num_rows[shard] = num_rows
+
+    def there(self, rows: list[int]) -> list[int]:
+        """As many rows that all shards have by now."""
+        return sorted({row % min(self.num_rows) for row in rows})
 
     def open_shard(self, shard: int) -> Shard:
         return Shard(self.storages[shard], shard=shard, num_shards=NUM_SHARDS)
@@ -272,11 +288,26 @@ class Machine(RuleBasedStateMachine):
             shard.join_session(session.epoch)
         self.sessions.append(Session(session.epoch, NUM_SHARDS, writer=f"writer {len(self.sessions):9}".encode()))
 
+    @precondition(lambda self: min(self.num_rows) < MAX_ROWS)
+    @rule(num_rows=st.integers(SPEC.num_rows, MAX_ROWS), reached=st.integers(1, NUM_SHARDS))
+    def extend_table(self, num_rows: int, reached: int) -> None:
+        """On the first shards only, where its caller dies halfway; what is less than before is refused."""
+        for shard in range(reached):
+            future: Future[Any] = Future()
+            extend = functools.partial(self.shards[shard].extend_table, num_rows=num_rows)
+            commit_group(self.shards[shard].batch, [(extend, future)])
+            if num_rows < self.num_rows[shard]:
+                assert type(future.exception()) is InvalidRequestError
+            else:
+                assert future.result() is (num_rows > self.num_rows[shard])
+                self.extend_model(shard, num_rows)
+                self.changed.add(shard)
+
     # ---- calls
 
     def begin(self, session: Session, kind: str, fate: str, rows: list[int] | None = None, **arguments: Any) -> None:
         by_shard = {
-            shard: [row for row in mine if rows is None or row in rows] for shard, mine in enumerate(self.rows_of)
+            shard: [row for row in model.rows if rows is None or row in rows] for shard, model in enumerate(self.models)
         }
         by_shard = {shard: mine for shard, mine in by_shard.items() if mine}
         call = Call(len(self.calls), session, kind, by_shard, **arguments)
@@ -319,10 +350,11 @@ class Machine(RuleBasedStateMachine):
     @rule(which=picks, fate=fates, rows=some_rows, step=steps, value=values)
     def push(self, which: int, fate: str, rows: list[int], step: int, value: int) -> None:
         if session := self.writer(which):
-            self.begin(session, "push", fate, rows, step=step, value=float(value))
+            self.begin(session, "push", fate, self.there(rows), step=step, value=float(value))
 
     @rule(which=picks, fate=fates, rows=some_rows, ahead=st.integers(-1, 2), value=values)
     def write(self, which: int, fate: str, rows: list[int], ahead: int, value: int) -> None:
+        rows = self.there(rows)
         seen = max(model.rows[row].last_step for model in self.models for row in rows if row in model.rows)
         if session := self.writer(which):
             self.begin(session, "write", fate, rows, step=min(max(seen + ahead, 0), HORIZON), value=float(value))

@@ -74,6 +74,11 @@ class Dataset:
     """Side of an image's centre that evaluation takes; None for all of it."""
 
     @property
+    def ranges(self) -> tuple[int, ...]:
+        """Numbers of images that came together, one after another."""
+        return self.range_sizes or (len(self.train_images),)
+
+    @property
     def labelled(self) -> bool:
         return len(self.train_labels) > 0
 
@@ -92,7 +97,7 @@ class Dataset:
                 f"the images are packed in the order of seed {self.order_seed}, not {order_seed}: "
                 f"give --order-seed {self.order_seed}, or pack them again"
             )
-        return RangesOrder(self.range_sizes or (len(self.train_images),), order_seed)
+        return RangesOrder(self.ranges, order_seed)
 
 
 def load_dataset(

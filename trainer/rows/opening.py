@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from trainer.checkpoint import roll_back, step_to_resume
+from trainer.checkpoint import note_history, roll_back, saved_history, step_to_resume
 from trainer.config import TrainConfig
 from trainer.distributed import Ranks
+from trainer.history import ImageHistory
 from trainer.rows.dense import DenseRows
 from trainer.rows.remote import RemoteRows
 from trainer.rows.resident import ResidentRows
@@ -27,6 +28,9 @@ class OpenRows:
     """A row store, and what its run begins with."""
 
     store: RowStore
+    history: ImageHistory
+    rates: Float32Array
+    """Learning rates of all updates, float32 [num_steps]."""
     client: WeightClient | None = None
     """Of the session; None with dense rows."""
     epoch: int = 0
@@ -37,25 +41,28 @@ class OpenRows:
 
 @contextmanager
 def open_rows(
-    config: TrainConfig, spec: TableSpec, rates: Float32Array, *, ranks: Ranks, device: torch.device
+    config: TrainConfig, spec: TableSpec, range_sizes: Sequence[int], *, ranks: Ranks, device: torch.device
 ) -> Iterator[OpenRows]:
     """The store of this rank's share of the rows: the blocks that `Sharding` deals to it.
 
-    A run that goes on finds its rows as they were at the newest checkpoint.
+    A run that goes on finds its rows as they were at the newest checkpoint, and with --extend those of images that were
+    added in ranges since: of all images there are `range_sizes`.
 
     Raises:
-        ValueError: settings that do not fit, or weight servers that another run used.
+        ValueError: settings or images that do not fit, or weight servers that another run used.
         WeightServerError: weight servers that cannot be reached or refuse.
     """
     if config.rows == "dense":
-        sharding = Sharding(spec.rows_per_block, ranks.world_size)
-        yield OpenRows(DenseRows(spec, rates, device=device, sharding=sharding, shard=ranks.rank))
+        sharding, history = Sharding(spec.rows_per_block, ranks.world_size), ImageHistory(((0, spec.num_rows),))
+        rates = history.learning_rates(config)
+        yield OpenRows(DenseRows(spec, rates, device=device, sharding=sharding, shard=ranks.rank), history, rates)
         return
     with ExitStack() as stack:
-        client, epoch, start_step = _join_session(config, spec, rates, ranks, stack)
+        client, epoch, start_step, history = _join_session(config, spec, range_sizes, ranks, stack)
+        rates = history.learning_rates(config)
         store = RemoteRows(client) if config.rows == "remote" else _resident(config, spec, rates, ranks, device, client)
         stack.callback(store.close)
-        yield OpenRows(store, client, epoch, start_step)
+        yield OpenRows(store, history, rates, client, epoch, start_step)
 
 
 def _resident(
@@ -76,11 +83,11 @@ def _resident(
 
 
 def _join_session(
-    config: TrainConfig, spec: TableSpec, rates: Float32Array, ranks: Ranks, stack: ExitStack
-) -> tuple[WeightClient, int, int]:
+    config: TrainConfig, spec: TableSpec, range_sizes: Sequence[int], ranks: Ranks, stack: ExitStack
+) -> tuple[WeightClient, int, int, ImageHistory]:
     """Rank 0 opens a session on the weight servers, which it starts where none are given, and the others join it.
 
-    Returns the session's epoch and the step at which the run begins too.
+    Returns the session's epoch, the step at which the run begins, and the history of its images too.
     """
     session: dict[str, Any] = {}
     failure: Exception | None = None
@@ -88,17 +95,22 @@ def _join_session(
         try:
             addresses = config.server_addresses or start_servers(config, ranks, stack)
             client = stack.enter_context(_client(config, addresses))
-            start_step = 0
+            start_step, history, files = 0, ImageHistory(((0, spec.num_rows),)), config.output / "checkpoints"
             if config.resume:
-                start_step = step_to_resume(config.output / "checkpoints", client)
+                start_step = step_to_resume(files, client)
+                before = saved_history(files, start_step) or _history_of_table(client) or history
+                history = before.going_on(start_step, range_sizes, extend=config.extend)
+                _open_table(client, replace(spec, num_rows=before.num_images))
             else:
                 _refuse_used_table(client)
-            client.create_table(spec)
+                client.create_table(spec)
             epoch = client.open_session(config.output.name)
             if config.resume:
-                roll_back(config.output / "checkpoints", client, start_step)
-            client.extend_schedule(0, rates)
-            session = {"addresses": addresses, "epoch": epoch, "start_step": start_step}
+                roll_back(files, client, start_step)
+                note_history(files, start_step, history)  # from now on --resume alone goes on with all images
+                _open_table(client, spec)
+            client.extend_schedule(0, history.learning_rates(config))
+            session = {"addresses": addresses, "epoch": epoch, "start_step": start_step, "images": history.to_json()}
         except (ValueError, OSError, WeightServerError) as error:
             failure, session = error, {"error": str(error)}
     session = json.loads(ranks.broadcast_text(json.dumps(session)))
@@ -109,7 +121,26 @@ def _join_session(
     if not ranks.is_first:
         client = stack.enter_context(_client(config, session["addresses"]))
         client.open_session(config.output.name, join=session["epoch"])
-    return client, session["epoch"], session["start_step"]
+    return client, session["epoch"], session["start_step"], ImageHistory.from_json(session["images"])
+
+
+def _history_of_table(client: WeightClient) -> ImageHistory | None:
+    """Of a run whose checkpoints do not tell it, because a version made them that could not add images."""
+    try:
+        return ImageHistory(((0, client.describe().spec.num_rows),))
+    except NoTableError:
+        return None
+
+
+def _open_table(client: WeightClient, spec: TableSpec) -> None:
+    """The table of a run that goes on, at least as large as `spec` says: a table stays large where a run goes back."""
+    try:
+        num_rows = client.extend_table(spec.num_rows).num_rows
+    except NoTableError:
+        num_rows = spec.num_rows
+    except ValueError:
+        num_rows = client.describe().spec.num_rows
+    client.create_table(replace(spec, num_rows=num_rows))  # which refuses any other
 
 
 def _client(config: TrainConfig, addresses: list[str]) -> WeightClient:

@@ -154,6 +154,20 @@ class CreateTableResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ExtendTableRequest(_message.Message):
+    __slots__ = ("num_rows", "epoch", "table")
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    num_rows: int
+    epoch: int
+    table: int
+    def __init__(self, num_rows: _Optional[int] = ..., epoch: _Optional[int] = ..., table: _Optional[int] = ...) -> None: ...
+
+class ExtendTableResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class DropTableRequest(_message.Message):
     __slots__ = ("epoch",)
     EPOCH_FIELD_NUMBER: _ClassVar[int]

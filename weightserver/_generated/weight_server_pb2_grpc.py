@@ -44,6 +44,11 @@ class WeightServerStub:
                 request_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableRequest.SerializeToString,
                 response_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableResponse.FromString,
                 _registered_method=True)
+        self.ExtendTable = channel.unary_unary(
+                '/pic.weightserver.v1.WeightServer/ExtendTable',
+                request_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ExtendTableRequest.SerializeToString,
+                response_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ExtendTableResponse.FromString,
+                _registered_method=True)
         self.DropTable = channel.unary_unary(
                 '/pic.weightserver.v1.WeightServer/DropTable',
                 request_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.DropTableRequest.SerializeToString,
@@ -118,6 +123,15 @@ class WeightServerServicer:
 
     def CreateTable(self, request, context):
         """CreateTable creates the table, or does nothing where the same one exists (ALREADY_EXISTS where another does).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExtendTable(self, request, context):
+        """ExtendTable gives the table more rows, behind those that it has, which stay as they are; the new ones begin as if they
+        had been there from the start. Nothing happens where it has as many (INVALID_ARGUMENT where it has more). Whoever
+        knows the table by the digest of its smaller spec goes on with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -227,6 +241,11 @@ def add_WeightServerServicer_to_server(servicer, server):
                     servicer.CreateTable,
                     request_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableRequest.FromString,
                     response_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableResponse.SerializeToString,
+            ),
+            'ExtendTable': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExtendTable,
+                    request_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ExtendTableRequest.FromString,
+                    response_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ExtendTableResponse.SerializeToString,
             ),
             'DropTable': grpc.unary_unary_rpc_method_handler(
                     servicer.DropTable,
@@ -343,6 +362,33 @@ class WeightServer:
             '/pic.weightserver.v1.WeightServer/CreateTable',
             pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableRequest.SerializeToString,
             pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExtendTable(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pic.weightserver.v1.WeightServer/ExtendTable',
+            pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ExtendTableRequest.SerializeToString,
+            pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ExtendTableResponse.FromString,
             options,
             channel_credentials,
             insecure,

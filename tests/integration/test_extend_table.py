@@ -1,0 +1,256 @@
+"""A table that grows while it is served: old rows stay to the bit, new ones are as if they had been there all along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.comparing import rows_in, same
+from tests.helpers.dense_sgd import Oracle, schedule
+from weightserver import (
+    ClusterError,
+    FencedError,
+    LocalCluster,
+    NoTableError,
+    RowState,
+    ShardUnavailableError,
+    TableMismatchError,
+    TableSpec,
+    WeightClient,
+)
+from weightserver import backup as backups
+from weightserver.backup import backup, read_backup, restore
+from weightserver.cli import main
+from weightserver.compact import compact
+from weightserver.export import export_rows
+from weightserver.initial import initial_rows
+from weightserver.inspect import inspect_directory
+from weightserver.reshard import reshard
+from weightserver.verify import verify_directory
+
+SPEC = TableSpec(num_rows=100, dim=6, momentum=0.9, weight_decay=1e-3, rows_per_block=7, seed=4)
+LARGER = replace(SPEC, num_rows=263)  # neither ends with a block
+OLD, ALL = np.arange(SPEC.num_rows), np.arange(LARGER.num_rows)
+NUM_STEPS, GROWN_AT = 60, 20
+RATES = schedule(NUM_STEPS)
+
+
+def open_table(client: WeightClient, spec: TableSpec) -> int:
+    client.create_table(spec)
+    client.extend_schedule(0, RATES)
+    return client.open_session("test")
+
+
+def gradients(step: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Some of the rows, and float32 [n, D]."""
+    generator = np.random.default_rng(step)
+    rows = np.sort(generator.choice(num_rows, 20, replace=False))
+    return rows, generator.standard_normal((20, SPEC.dim), dtype=np.float32)
+
+
+def push(client: WeightClient, step: int, num_rows: int) -> None:
+    rows, values = gradients(step, num_rows)
+    client.push_gradients(rows, values, step=step)
+
+
+def in_one_line(command: list[object], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command that fails complains of."""
+    with pytest.raises(SystemExit) as stopped:
+        main([str(argument) for argument in command])
+    error = capsys.readouterr().err
+    assert (stopped.value.code, error.count("\n")) == (1, 1), error
+    return error
+
+
+def does(command: list[object], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        main([str(argument) for argument in command])
+    said = capsys.readouterr()
+    assert stopped.value.code == 0, said.err
+    return said.out
+
+
+def kill(cluster: LocalCluster, *shards: int) -> None:
+    for shard in shards:
+        cluster.processes[shard].kill()
+        cluster.processes[shard].wait()
+
+
+def directories(parent: Path, num_shards: int = 2) -> list[Path]:
+    return [parent / f"shard-{shard}" for shard in range(num_shards)]
+
+
+def test_a_grown_table_is_what_a_larger_one_would_have_been(client: WeightClient, cluster: LocalCluster) -> None:
+    """Beside dense SGD over all rows, and, to the bit, a table that was created with them."""
+    oracle = Oracle(LARGER, RATES)
+    epoch = open_table(client, SPEC)
+    with WeightClient(cluster.addresses) as small:  # knows the smaller table, and goes on with it
+        small.open_session("test", join=epoch)
+        for step in range(NUM_STEPS):
+            if step == GROWN_AT:
+                before = client.fetch_state(OLD)
+                assert client.extend_table(263) == LARGER
+                assert client.extend_table(263) == LARGER, "the same again is no error"
+                assert same(client.fetch_state(OLD), before)
+                new = client.fetch_state(ALL[100:])
+                assert np.array_equal(new.weight, initial_rows(LARGER, ALL[100:]))
+                assert not new.last_step.any()
+                assert client.describe().spec == LARGER
+            num_rows = 100 if step < GROWN_AT or step % 2 else 263
+            push(small if step % 2 else client, step, num_rows)
+            rows, values = gradients(step, num_rows)
+            dense = np.zeros((263, SPEC.dim))
+            dense[rows] = values
+            oracle.step(step, dense)
+        oracle.assert_equals(client.fetch_state(ALL, step=NUM_STEPS))
+        grown = client.fetch_state(ALL)
+        assert same(small.fetch_state(OLD), RowState(**{name: array[:100] for name, array in vars(grown).items()}))
+        assert np.array_equal(small.fetch([262], step=NUM_STEPS), client.fetch([262], step=NUM_STEPS)), "it asks anew"
+    client.push_gradients([200], np.ones((1, SPEC.dim), np.float32), step=GROWN_AT - 5)  # late, of before it was there
+    late = client.fetch_state([200])
+
+    client.drop_table()
+    open_table(client, LARGER)
+    for step in range(NUM_STEPS):
+        push(client, step, 100 if step < GROWN_AT or step % 2 else 263)
+    assert same(client.fetch_state(ALL), grown)
+    client.push_gradients([200], np.ones((1, SPEC.dim), np.float32), step=GROWN_AT - 5)
+    assert same(client.fetch_state([200]), late)
+
+
+def test_what_cannot_be_extended(client: WeightClient) -> None:
+    with pytest.raises(NoTableError, match="shard 0 holds no table"):
+        client.extend_table(10)
+    client.create_table(SPEC)
+    for wrong, message in ((99, "has 100 rows and can only become larger, not 99"), (2**48 + 1, "num_rows must lie")):
+        with pytest.raises(ValueError, match=message):
+            client.extend_table(wrong)
+    with pytest.raises(TypeError, match="num_rows must be an integer"):
+        client.extend_table(263.0)  # type: ignore[arg-type]
+    with pytest.raises(TableMismatchError, match=r"shard 0 has 100 rows, not 263: extend_table\(263\) makes it larger"):
+        client.create_table(LARGER)
+    assert client.describe().spec == SPEC
+
+
+def test_a_superseded_session_extends_nothing(client: WeightClient, cluster: LocalCluster) -> None:
+    open_table(client, SPEC)
+    with WeightClient(cluster.addresses) as newer, WeightClient(cluster.addresses) as nobody:
+        epoch = newer.open_session("new")
+        with pytest.raises(FencedError, match=r"was superseded by epoch \d+ \(run 'new'\)"):
+            client.extend_table(263)
+        assert newer.describe().spec == SPEC
+        nobody.extend_table(150)  # without a session, as the command does: whoever writes goes on
+        assert newer.describe().epoch == epoch
+        push(newer, 0, 100)
+        newer.extend_table(263)
+        push(newer, 1, 263)
+        describe = nobody._describe_shards
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(nobody, "_describe_shards", lambda: [describe(), newer.open_session("a moment later")][0])
+            with pytest.raises(FencedError, match="was superseded by epoch"):
+                nobody.extend_table(300)
+
+
+def test_growth_that_a_killed_shard_cut_short_is_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with LocalCluster(2, tmp_path) as cluster, WeightClient(cluster.addresses) as c:
+        open_table(c, SPEC)
+        push(c, 0, 100)
+        with WeightClient(cluster.addresses, retry_seconds=0.3) as hasty, pytest.MonkeyPatch.context() as patch:
+            describe = hasty._describe_shards
+
+            def describe_then_die() -> object:
+                answers = describe()
+                kill(cluster, 1)
+                return answers
+
+            patch.setattr(hasty, "_describe_shards", describe_then_die)
+            with pytest.raises(ShardUnavailableError, match="shard 1"):
+                hasty.extend_table(263)
+        cluster.restart(1)
+        halfway = r"shard 0 has 263 rows, that of shard 1 100, as after .* failed halfway: repeat extend_table\(263\)"
+        push(c, 1, 100)  # the old rows are there as before
+        with WeightClient(cluster.addresses) as new:
+            for call in (lambda: c.fetch([200], step=0), new.describe, lambda: new.fetch([5], step=2)):
+                with pytest.raises(ClusterError, match=halfway):
+                    call()
+        with pytest.raises(ValueError, match="has 263 rows and can only become larger, not 150"):
+            c.extend_table(150)
+        before = c.fetch_state(OLD)
+        kill(cluster, 0, 1)
+        with pytest.raises(ValueError, match=r"tables of 263 and 100 rows, as after .*: serve them and repeat"):
+            reshard([tmp_path / "shard-0", tmp_path / "shard-1"], [tmp_path / "new"], current=True)
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(cluster.restart, range(2)))
+        assert does(["extend", *cluster.addresses, "--num-rows", 263], capsys) == "the table has 263 rows\n"
+        kill(cluster, 1)  # what was acknowledged is on the disk
+        cluster.restart(1)
+        assert c.describe().spec == LARGER
+        assert same(c.fetch_state(OLD), before)
+        assert np.array_equal(c.fetch([262], step=0), initial_rows(LARGER, ALL[262:]))
+        assert "can only become larger" in in_one_line(["extend", *cluster.addresses, "--num-rows", 262], capsys)
+
+
+def stopped_at(shard: int, copy: Callable[..., Any]) -> Callable[..., Any]:
+    def copy_or_stop(client: WeightClient, directory: Path, number: int, *more: object) -> Any:
+        if number == shard:
+            raise KeyboardInterrupt
+        return copy(client, directory, number, *more)
+
+    return copy_or_stop
+
+
+def test_what_operators_do_with_a_grown_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Checkpoints and backups of before and after, a rollback, an export, a reshard, a compaction, a lost shard."""
+    with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
+        open_table(client, SPEC)
+        push(client, 0, 100)
+        client.checkpoint("before", step=1)
+        before = client.fetch_state(OLD)
+        backup(client, tmp_path / "small")
+        with pytest.MonkeyPatch.context() as patch:  # one that is stopped, and goes on with the larger table
+            patch.setattr(backups, "_copy_shard", stopped_at(1, backups._copy_shard))
+            with pytest.raises(KeyboardInterrupt):
+                backup(client, tmp_path / "stopped")
+        client.extend_table(263)
+        for step in range(1, 5):
+            push(client, step, 263)
+        client.checkpoint("after", step=5)
+        after = client.fetch_state(ALL)
+        assert backup(client, tmp_path / "stopped").spec == LARGER
+        backup(client, tmp_path / "large")
+        export_rows(client, tmp_path / "export", checkpoint="before")
+
+        kept = client.fetch_state(ALL, checkpoint="before")
+        assert same(RowState(**{name: array[:100] for name, array in vars(kept).items()}), before)
+        assert np.array_equal(kept.weight[100:], initial_rows(LARGER, ALL[100:]))
+        push(client, 5, 263)
+        client.rollback("after")
+        assert same(client.fetch_state(ALL), after)
+    assert [read_backup(tmp_path / name).spec.num_rows for name in ("small", "stopped", "large")] == [100, 263, 263]
+
+    old, copied, three = (directories(tmp_path / name, n) for name, n in (("old", 2), ("copied", 2), ("three", 3)))
+    assert [inspect_directory(directory)["spec"]["num_rows"] for directory in old] == [263, 263]
+    assert [verify_directory(directory).problems for directory in old] == [[], []]
+    reshard(old, three, rows_per_block=4)
+    assert same(rows_in(three), after)
+    for name, expected in (("small", before), ("stopped", kept), ("large", after)):
+        restored = directories(tmp_path / f"{name}-new")
+        for shard, directory in enumerate(restored):
+            restore(tmp_path / name, directory, shard=shard)
+        assert same(rows_in(restored), expected)
+    compact(old[0], copied[0])
+    restore(tmp_path / "small", copied[1], shard=1)  # it was lost
+    with LocalCluster(2, tmp_path / "copied") as cluster, WeightClient(cluster.addresses) as client:
+        rollback = ["rollback", "before", *cluster.addresses, "--yes"]
+        assert "has 263 rows, that of shard 1 100" in in_one_line(rollback, capsys)
+        does(["extend", *cluster.addresses, "--num-rows", 263], capsys)
+        does(rollback, capsys)
+        assert client.describe().spec == LARGER, "a rollback shrinks nothing"
+        assert same(client.fetch_state(ALL), kept)
+        assert client.describe().rows_stored == 20

@@ -1,0 +1,251 @@
+"""A run that goes on with more images: what it had stays what it was, and wherever it is stopped it goes on."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from tests.helpers import dying_run
+from tests.helpers.dying_run import NUM_SHARDS, _after, _before, _between_shards
+from tests.helpers.image_tree import plain_tree
+from tests.helpers.small_run import EVERY, losses, small_run
+from trainer.checkpoint import Checkpoints, saved_steps
+from trainer.config import TrainConfig
+from trainer.data.pack import PackOptions, pack
+from trainer.export import main as export
+from trainer.history import ImageHistory
+from trainer.loop import train
+from trainer.recency import RecentRows
+from trainer.rows import opening
+from trainer.schedule import VisitSchedule, learning_rates
+from weightserver import LocalCluster, RowState, WeightClient
+from weightserver.connection import ShardConnection
+from weightserver.initial import initial_rows
+
+OLD, ALL = 100, 160
+NUM_STEPS, ALL_STEPS = 25, 40  # four visits for each image
+EXTENDED_AT = EVERY  # the newest checkpoint of the run with the old images
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packed images: `old`, and `all`, the same with more behind them."""
+    root = tmp_path_factory.mktemp("images")
+    pack(plain_tree(root / "tree", OLD), root / "old", PackOptions())
+    shutil.copytree(root / "old", root / "all")
+    pack(plain_tree(root / "tree", ALL - OLD, first=OLD), root / "all", PackOptions(extend=True))
+    return root
+
+
+def run(output: Path, data_dir: Path, **changes: Any) -> TrainConfig:
+    settings = {"dataset": "packed", "data_dir": data_dir, "num_images": None, "steps": None, "epochs": 4.0}
+    return small_run(output, **settings | {"window_size": 48, "window_stride": 6, "keep_checkpoints": 9} | changes)
+
+
+@pytest.fixture(scope="module")
+def before(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with the old images."""
+    output = tmp_path_factory.mktemp("before") / "run"
+    train(run(output, images / "old"))
+    assert len(losses(output)) == NUM_STEPS
+    return output
+
+
+@pytest.fixture(scope="module")
+def extended(before: Path, images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, gone on with all images, never stopped again."""
+    output = shutil.copytree(before, tmp_path_factory.mktemp("extended") / "run")
+    train(run(output, images / "all", resume=True, extend=True))
+    return output
+
+
+@pytest.fixture
+def output(before: Path, tmp_path: Path) -> Path:
+    """A copy of the run with the old images."""
+    return shutil.copytree(before, tmp_path / "run")
+
+
+def rates(num_images: int) -> np.ndarray:
+    num_steps = num_images * 4 // 16
+    return learning_rates(num_steps=num_steps, base=0.2, warmup_steps=round(0.1 * num_steps))
+
+
+def test_old_rows_are_the_oracles_and_new_ones_are_trained(
+    before: Path, extended: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside SGD without a gradient for all rows that were not active, with the rates of the time."""
+    assert len(losses(extended)) == ALL_STEPS
+    assert losses(extended)[:EXTENDED_AT] == losses(before)[:EXTENDED_AT]
+    assert losses(extended)[EXTENDED_AT + 1] != losses(before)[EXTENDED_AT + 1], "other rates"
+    known = np.concatenate([rates(OLD)[:EXTENDED_AT], rates(ALL)[EXTENDED_AT:]])
+    schedule = VisitSchedule(num_rows=ALL, window_size=48, window_stride=6, seed=0)
+    recent = RecentRows(schedule, num_active=64, batch_size=16)
+    active = np.unique(np.concatenate([recent.active(step).rows for step in range(EXTENDED_AT, ALL_STEPS)]))
+    idle = np.setdiff1d(np.arange(OLD), active)
+    with LocalCluster(NUM_SHARDS, extended / "servers") as cluster, WeightClient(cluster.addresses) as client:
+        spec = client.describe().spec
+        assert spec.num_rows == ALL
+        kept = client.fetch_state(idle, step=EXTENDED_AT, checkpoint=f"step-{EXTENDED_AT:012d}")
+        assert_drifted(client.fetch_state(idle, step=ALL_STEPS), kept.weight, kept.momentum_buffer, known[EXTENDED_AT:])
+        new = np.arange(OLD, ALL)
+        assert 15 < np.isin(new, active).sum() < 60
+        start, end = initial_rows(spec, new), client.fetch_state(new, step=ALL_STEPS)
+        untouched = new[~np.isin(new, active)]
+        assert_drifted(client.fetch_state(untouched, step=ALL_STEPS), initial_rows(spec, untouched), None, known)
+        moved = np.linalg.norm(end.weight - start, axis=1) > 0.1 * np.linalg.norm(start, axis=1)
+        assert np.array_equal(moved, np.isin(new, active))
+    with pytest.raises(SystemExit) as stopped:
+        export(["rows", str(extended), "--output", str(tmp_path / "rows"), "--format", "npz"])
+    assert stopped.value.code == 1, "the settings name the pack of before"
+    assert "has 160 images" in capsys.readouterr().err
+
+
+def assert_drifted(state: RowState, weight: np.ndarray, momentum_buffer: np.ndarray | None, rates: np.ndarray) -> None:
+    """From `weight` (float32 [n, D]) by updates without a gradient."""
+    weight = weight.astype(np.float64)
+    momentum = np.zeros_like(weight) if momentum_buffer is None else momentum_buffer.astype(np.float64)
+    assert len(weight) > 3
+    for rate in rates.astype(np.float64):
+        momentum = 0.9 * momentum + 1e-4 * weight
+        weight = weight - rate * momentum
+    np.testing.assert_allclose(state.weight, weight, rtol=0, atol=1e-5 * np.abs(weight).max())
+    np.testing.assert_allclose(state.momentum_buffer, momentum, rtol=0, atol=1e-5 * np.abs(weight).max())
+
+
+def test_the_same_with_remote_rows_and_files_that_tell_no_history(output: Path, extended: Path, images: Path) -> None:
+    """As a version made them that could not add images."""
+    for path in (output / "checkpoints").iterdir():
+        with safe_open(path, "pt") as file:
+            metadata = dict(file.metadata())
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        assert metadata.pop("images") == f"[[0, {OLD}]]"
+        save_file(tensors, path, metadata=metadata)
+    train(run(output, images / "all", resume=True, extend=True, rows="remote"))
+    assert losses(output) == losses(extended)
+
+
+POINTS: dict[str, tuple[Any, str, Callable[..., Any], bool]] = {
+    # where it is stopped, and whether it is a run with all images by then
+    "before it is noted": (opening, "note_history", _before(1), False),
+    "before the table": (opening, "_open_table", _before(2), True),
+    "between two shards of the table": (ShardConnection, "call", _between_shards("ExtendTable", 1), True),
+    "before the schedule": (WeightClient, "extend_schedule", _before(1), True),
+    "between two shards of the schedule": (ShardConnection, "call", _between_shards("ExtendSchedule", 1), True),
+    "before the first step": (Checkpoints, "__init__", _before(1), True),
+    "behind a checkpoint": (Checkpoints, "save", _after(1), True),
+}
+QUICK = ("between two shards of the table", "behind a checkpoint")
+
+
+@pytest.mark.parametrize(
+    "point", [pytest.param(point, marks=[] if point in QUICK else pytest.mark.slow) for point in POINTS]
+)
+def test_a_run_that_fails_while_it_is_extended_goes_on(
+    point: str, output: Path, extended: Path, images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By plain --resume from the moment on that its newest checkpoint tells of all images."""
+
+    def fail() -> None:
+        raise OSError("the power went out")
+
+    monkeypatch.setattr(dying_run, "die", fail)
+    owner, name, patch, noted = POINTS[point]
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, patch(getattr(owner, name)))
+        with pytest.raises(OSError, match="power"):
+            train(run(output, images / "all", resume=True, extend=True))
+    if not noted:
+        with pytest.raises(ValueError, match="give --extend to go on with all of them"):
+            train(run(output, images / "all", resume=True))
+    train(run(output, images / "all", resume=True, extend=not noted))
+    assert losses(output) == losses(extended)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", POINTS)
+def test_a_run_that_is_killed_while_it_is_extended_goes_on(
+    point: str, output: Path, extended: Path, images: Path
+) -> None:
+    command = [sys.executable, "-m", "tests.trainer.test_extend", str(output), str(images / "all"), point]
+    assert subprocess.run(command, timeout=120, check=False).returncode == -signal.SIGKILL
+    noted = POINTS[point][3]
+    train(run(output, images / "all", resume=True, extend=not noted, rows="remote"))
+    assert losses(output) == losses(extended)
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_back_behind_its_extension(before: Path, extended: Path, images: Path, tmp_path: Path) -> None:
+    """Its checkpoint is of the old images, the table stays large: it is extended there, or goes on without."""
+    output = shutil.copytree(extended, tmp_path / "run")
+    for step in saved_steps(output / "checkpoints")[1:]:
+        (output / "checkpoints" / f"step-{step:012d}.safetensors").unlink()
+    with pytest.raises(ValueError, match="the run has 100 images, the data set 160: give --extend"):
+        train(run(output, images / "all", resume=True))
+    again = shutil.copytree(output, tmp_path / "again")
+    train(run(output, images / "all", resume=True, extend=True))
+    fresh = tmp_path / "fresh"
+    train(run(fresh, images / "all"))
+    assert losses(output) == losses(fresh), "from step 0 on it has all images"
+    train(run(again, images / "old", resume=True))
+    assert losses(again) == losses(before)
+
+
+def test_more_images_wait_for_extend(output: Path, images: Path) -> None:
+    with pytest.raises(ValueError, match="has 100 images, the data set 160: give --extend to go on with all of them"):
+        train(run(output, images / "all", resume=True))
+    with pytest.raises(ValueError, match="--extend adds images to a run that goes on: give --resume too"):
+        train(run(output.parent / "new", images / "all", extend=True))
+
+
+@pytest.mark.parametrize(
+    ("range_sizes", "message"),
+    [
+        ([70], "the run has 100 images, the data set only 70: give it all that it had"),
+        ([40, 30], "the run has 100 images, the data set only 70: give it all that it had"),
+        ([160], "the run has 100 images, the data set 160, and others may have other rows by now: add images by"),
+        ([90, 70], "the run has 100 images, the data set 160, and others may have other rows by now: add images by"),
+    ],
+)
+def test_other_images_are_refused(range_sizes: list[int], message: str) -> None:
+    for extend in (False, True):
+        with pytest.raises(ValueError, match=message):
+            ImageHistory(((0, OLD),)).going_on(13, range_sizes, extend=extend)
+
+
+def test_each_extension_counts_from_its_own_step() -> None:
+    config = run(Path("unused"), Path("unused"))
+    history = ImageHistory(((0, OLD),))
+    assert history.going_on(13, [OLD], extend=True) == history
+    once = history.going_on(13, [OLD, 60], extend=True)
+    twice = once.going_on(30, [OLD, 60, 80], extend=True)
+    assert twice == ImageHistory(((0, 100), (13, 160), (30, 240)))
+    assert once.going_on(13, [OLD, 60, 80], extend=True) == ImageHistory(((0, 100), (13, 240)))
+    assert ImageHistory.from_json(twice.to_json()) == twice
+    expected = np.concatenate([rates(100)[:13], rates(160)[13:30], rates(240)[30:]])
+    assert np.array_equal(twice.learning_rates(config), expected)
+
+
+if __name__ == "__main__":
+    owner, name, patch, _ = POINTS[sys.argv[3]]
+    setattr(owner, name, patch(getattr(owner, name)))
+    torch.set_num_threads(1)
+    train(run(Path(sys.argv[1]), Path(sys.argv[2]), resume=True, extend=True))
