@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -18,6 +18,24 @@ from weightserver.addresses import is_loopback
 from weightserver.logs import LogFormat
 from weightserver.security import ClientSecurity
 from weightserver.wire import MAX_STEPS
+
+Resume = bool | Literal["auto"]
+
+
+def _resume(words: list[str]) -> Resume:
+    if words not in ([], ["auto"]):
+        raise ValueError(f"--resume stands alone or with 'auto', not with {' '.join(words)!r}")
+    return "auto" if words else True
+
+
+# A flag, as it always was, that may be followed by a word.
+_RESUME_OPTION = tyro.constructors.PrimitiveConstructorSpec(
+    nargs="*",
+    metavar="[auto]",
+    instance_from_str=_resume,
+    is_instance=lambda value: value in (False, True, "auto"),
+    str_from_instance=lambda value: [str(value)],
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +78,9 @@ class TrainConfig:
     """File with the token of --servers; without one it is WEIGHTSERVER_TOKEN, if that is set."""
     insecure: bool = False
     """Take --servers on other machines without TLS."""
-    resume: bool = False
-    """Go on with the run in --output from its newest checkpoint, as if it had never stopped."""
+    resume: Annotated[Resume, _RESUME_OPTION] = False
+    """Go on with the run in --output from its newest checkpoint, as if it had never stopped. auto: do so where a run is
+    there, and start a new one where none is."""
     checkpoint_every: int = 1_000
     """Steps between checkpoints; 0 for none but those of step 0 and of a run that SIGTERM or SIGINT ends. Dense rows
     live and die with the trainer: with them there are no checkpoints."""
@@ -152,7 +171,7 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raises ValueError for settings that contradict each other, or that this version cannot do."""
-        if self.resume and self.rows == "dense":
+        if self.resume is True and self.rows == "dense":
             raise ValueError("--rows dense leaves no checkpoints: there is nothing to --resume")
         if self.checkpoint_every < 0:
             raise ValueError(f"--checkpoint-every must not be negative, got {self.checkpoint_every}")

@@ -31,8 +31,8 @@ class OpenRows:
     """Of the session; None with dense rows."""
     epoch: int = 0
     """Of the session; 0 without one."""
-    start_step: int = 0
-    """Finished updates of the rows: more than 0 where a run goes on."""
+    checkpoint_step: int | None = None
+    """Finished updates of the checkpoint that the run goes on from; None where there is none, and it begins."""
 
 
 @contextmanager
@@ -52,10 +52,10 @@ def open_rows(
         yield OpenRows(DenseRows(spec, rates, device=device, sharding=sharding, shard=ranks.rank))
         return
     with ExitStack() as stack:
-        client, epoch, start_step = _join_session(config, spec, rates, ranks, stack)
+        client, epoch, checkpoint_step = _join_session(config, spec, rates, ranks, stack)
         store = RemoteRows(client) if config.rows == "remote" else _resident(config, spec, rates, ranks, device, client)
         stack.callback(store.close)
-        yield OpenRows(store, client, epoch, start_step)
+        yield OpenRows(store, client, epoch, checkpoint_step)
 
 
 def _resident(
@@ -77,10 +77,10 @@ def _resident(
 
 def _join_session(
     config: TrainConfig, spec: TableSpec, rates: Float32Array, ranks: Ranks, stack: ExitStack
-) -> tuple[WeightClient, int, int]:
+) -> tuple[WeightClient, int, int | None]:
     """Rank 0 opens a session on the weight servers, which it starts where none are given, and the others join it.
 
-    Returns the session's epoch and the step at which the run begins too.
+    Returns the session's epoch and the step of the checkpoint that the run goes on from too.
     """
     session: dict[str, Any] = {}
     failure: Exception | None = None
@@ -88,17 +88,17 @@ def _join_session(
         try:
             addresses = config.server_addresses or start_servers(config, ranks, stack)
             client = stack.enter_context(_client(config, addresses))
-            start_step = 0
+            step = None
             if config.resume:
-                start_step = step_to_resume(config.output / "checkpoints", client)
+                step = step_to_resume(config.output / "checkpoints", client)
             else:
                 _refuse_used_table(client)
             client.create_table(spec)
             epoch = client.open_session(config.output.name)
             if config.resume:
-                roll_back(config.output / "checkpoints", client, start_step)
+                roll_back(config.output / "checkpoints", client, step)
             client.extend_schedule(0, rates)
-            session = {"addresses": addresses, "epoch": epoch, "start_step": start_step}
+            session = {"addresses": addresses, "epoch": epoch, "checkpoint_step": step}
         except (ValueError, OSError, WeightServerError) as error:
             failure, session = error, {"error": str(error)}
     session = json.loads(ranks.broadcast_text(json.dumps(session)))
@@ -109,7 +109,7 @@ def _join_session(
     if not ranks.is_first:
         client = stack.enter_context(_client(config, session["addresses"]))
         client.open_session(config.output.name, join=session["epoch"])
-    return client, session["epoch"], session["start_step"]
+    return client, session["epoch"], session["checkpoint_step"]
 
 
 def _client(config: TrainConfig, addresses: list[str]) -> WeightClient:
