@@ -42,6 +42,7 @@ FREE_SETTINGS = frozenset(
         "token_file",
         "insecure",
         "retry_seconds",
+        "rank_timeout_seconds",
         "compile",
         "channels_last",
         "rows",

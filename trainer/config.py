@@ -68,6 +68,9 @@ class TrainConfig:
     """Local weight servers to start where no --servers are given; their rows are kept in the run's directory."""
     retry_seconds: float = 300.0
     """How long a weight server that is away is tried again before the run stops."""
+    rank_timeout_seconds: float = 600.0
+    """How long ranks wait for one that is gone without a word (a machine without power), on top of --retry-seconds,
+    before the run stops. All wait for rank 0 while it evaluates by --knn-every: give more than that takes."""
     tls_ca: Path | None = None
     """Call --servers over TLS; the CA that signed their certificates, PEM."""
     tls_cert: Path | None = None
@@ -195,9 +198,10 @@ class TrainConfig:
         for name in ("num_shards", "batch_size", "accumulate", "views", "log_every", "dim", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        for name in ("epochs", "temperature"):
+        for name in ("epochs", "temperature", "rank_timeout_seconds"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"--{name} must be positive and finite, got {getattr(self, name)}")
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag} must be positive and finite, got {getattr(self, name)}")
         for name in ("learning_rate", "knn_every", "retry_seconds"):
             if not 0 <= getattr(self, name) < math.inf:
                 flag = name.replace("_", "-")

@@ -39,8 +39,6 @@ from weightserver.sharding import Int64Array, Sharding
 
 _log = logging.getLogger(__name__)
 
-_RANK_TIMEOUT_SECONDS = 600.0
-"""How long ranks wait for one that is not itself waiting for a weight server."""
 _NUM_WATCHED = 10_000
 """Training images that the kNN evaluations during training use."""
 
@@ -84,7 +82,7 @@ def train(config: TrainConfig) -> TrainResult:
         )
     if config.evaluate or config.knn_every:
         dataset.check_labelled(tested=config.evaluate)
-    with process_group(device, timeout_seconds=_RANK_TIMEOUT_SECONDS + config.retry_seconds) as ranks:
+    with process_group(device, timeout_seconds=config.rank_timeout_seconds + config.retry_seconds) as ranks:
         model, summary = _train_rank(with_resume_decided(config, ranks), dataset, device, ranks)
     summary["train_seconds"] = time.perf_counter() - started
     results: dict[str, ProbeResult] = {}
