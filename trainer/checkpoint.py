@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ FREE_SETTINGS = frozenset(
         "token_file",
         "insecure",
         "retry_seconds",
+        "rank_timeout_seconds",
         "compile",
         "channels_last",
         "rows",
@@ -104,17 +106,19 @@ class Checkpoints:
         self._ranks.barrier()
         if self._ranks.is_first:
             self._client.checkpoint(_name(step), step=step)
-        self._ranks.barrier()  # nobody writes rows of later steps before that
-        if self._ranks.is_first:
-            (kept,) = (known for known in self._client.checkpoints() if known.name == _name(step))
-            try:
+        try:
+            self._ranks.barrier()  # nobody writes rows of later steps before that
+            if self._ranks.is_first:
+                (kept,) = (known for known in self._client.checkpoints() if known.name == _name(step))
                 _write(_path(self._directory, step), kept, self._client, self._history, model, optimizer)
-            except OSError:
-                self._client.release(kept.name)  # it is no use without its file
-                raise
-            self._forget_old()
-            _log.info("checkpoint saved", extra={"checkpoint": kept.name, "step": step})
+        except (OSError, RuntimeError):  # a disk that is full, a rank that is gone
+            if self._ranks.is_first:
+                self._client.release(_name(step))  # it is no use without its file
+            raise
         self._on_saved()
+        if self._ranks.is_first:
+            self._forget_old()
+            _log.info("checkpoint saved", extra={"checkpoint": _name(step), "step": step})
 
     def _forget_old(self) -> None:
         assert self._client is not None
@@ -127,6 +131,19 @@ class Checkpoints:
             _path(self._directory, step).unlink()
 
 
+def with_resume_decided(config: TrainConfig, ranks: Ranks) -> TrainConfig:
+    """`config` with True or False for `--resume auto`, on every rank what rank 0 finds in the run's directory.
+
+    Whatever stands in the way of going on with a run that is there is found later, and refused then: only a directory
+    that no run has claimed makes a new one. Dense rows cannot go on with any.
+    """
+    if config.resume != "auto":
+        return config
+    found = ranks.is_first and config.rows != "dense" and (config.output / "config.json").exists()
+    (goes_on,) = ranks.max_over_ranks([float(found)])
+    return replace(config, resume=bool(goes_on))
+
+
 def check_same_run(config: TrainConfig) -> None:
     """Raises ValueError unless the run in config.output is the one that `config` describes."""
     path = config.output / "config.json"
@@ -135,8 +152,12 @@ def check_same_run(config: TrainConfig) -> None:
     num_local = len(list((config.output / "servers").glob("shard-*/")))
     if not config.servers and num_local not in (0, config.num_shards):
         raise ValueError(f"{config.output / 'servers'} holds {num_local} shards: give --num-shards {num_local}")
+    try:
+        stored = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError):
+        raise ValueError(f"{path} is no run's config.json: put it back, or choose another --output") from None
     wanted, defaults = json.loads(config.to_json()), json.loads(TrainConfig().to_json())
-    stored = _with_defaults(json.loads(path.read_text()), defaults)
+    stored = _with_defaults(stored, defaults)
     for name in wanted.keys() - FREE_SETTINGS:
         if stored[name] != wanted[name]:
             raise ValueError(
@@ -153,10 +174,10 @@ def _with_defaults(stored: dict[str, Any], defaults: dict[str, Any]) -> dict[str
     }
 
 
-def step_to_resume(directory: Path, client: WeightClient) -> int:
+def step_to_resume(directory: Path, client: WeightClient) -> int | None:
     """The newest step of which there are a file in `directory` and its checkpoint on all shards.
 
-    A run that has died before its first begins at 0.
+    None for a run that has died before its first.
 
     Raises:
         ValueError: there is none, or they are of another run.
@@ -167,7 +188,7 @@ def step_to_resume(directory: Path, client: WeightClient) -> int:
         if (_name(step), _metadata(_path(directory, step)).get("checkpoint")) in known:
             return step
     if not steps and _is_untouched(client):
-        return 0
+        return None
     raise ValueError(
         f"there is no checkpoint to go on from: {directory} has files for steps {steps}, the weight servers keep "
         f"{[checkpoint.name for checkpoint in kept]}, and none of them belong together: are these the run's servers?"
@@ -182,13 +203,13 @@ def _is_untouched(client: WeightClient) -> bool:
     return info.clock == 0 and info.rows_stored == 0
 
 
-def roll_back(directory: Path, client: WeightClient, step: int) -> None:
-    """Takes the rows back to a checkpoint's, and forgets the files of later steps."""
-    if saved_steps(directory):
+def roll_back(directory: Path, client: WeightClient, step: int | None) -> None:
+    """Takes the rows back to the checkpoint of `step`, where there is one, and forgets the files of later ones."""
+    if step is not None:
         client.rollback(_name(step))
-    for later in saved_steps(directory):
-        if later > step:
-            _path(directory, later).unlink()
+        for later in saved_steps(directory):
+            if later > step:
+                _path(directory, later).unlink()
     for partial in directory.glob("*.partial"):
         partial.unlink()
 
@@ -221,8 +242,8 @@ def load(directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Op
         ValueError: the file is damaged, or of another format or model.
     """
     path = _path(directory, step)
-    if step == 0 and not path.exists():  # the run has died before its first
-        return
+    if not path.exists():
+        raise ValueError(f"{path} is not on this machine: all ranks of a run that goes on need its directory")
     metadata = _metadata(path)
     if (metadata.get("format"), metadata.get("step")) != (_FORMAT, str(step)):
         raise ValueError(f"{path} is no checkpoint of step {step} in format {_FORMAT}")

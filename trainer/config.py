@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -18,6 +18,24 @@ from weightserver.addresses import is_loopback
 from weightserver.logs import LogFormat
 from weightserver.security import ClientSecurity
 from weightserver.wire import MAX_STEPS
+
+Resume = bool | Literal["auto"]
+
+
+def _resume(words: list[str]) -> Resume:
+    if words not in ([], ["auto"]):
+        raise ValueError(f"--resume stands alone or with 'auto', not with {' '.join(words)!r}")
+    return "auto" if words else True
+
+
+# A flag, as it always was, that may be followed by a word.
+_RESUME_OPTION = tyro.constructors.PrimitiveConstructorSpec(
+    nargs="*",
+    metavar="[auto]",
+    instance_from_str=_resume,
+    is_instance=lambda value: value in (False, True, "auto"),
+    str_from_instance=lambda value: [str(value)],
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +68,9 @@ class TrainConfig:
     """Local weight servers to start where no --servers are given; their rows are kept in the run's directory."""
     retry_seconds: float = 300.0
     """How long a weight server that is away is tried again before the run stops."""
+    rank_timeout_seconds: float = 600.0
+    """How long ranks wait for one that is gone without a word (a machine without power), on top of --retry-seconds,
+    before the run stops. All wait for rank 0 while it evaluates by --knn-every: give more than that takes."""
     tls_ca: Path | None = None
     """Call --servers over TLS; the CA that signed their certificates, PEM."""
     tls_cert: Path | None = None
@@ -60,8 +81,9 @@ class TrainConfig:
     """File with the token of --servers; without one it is WEIGHTSERVER_TOKEN, if that is set."""
     insecure: bool = False
     """Take --servers on other machines without TLS."""
-    resume: bool = False
-    """Go on with the run in --output from its newest checkpoint, as if it had never stopped."""
+    resume: Annotated[Resume, _RESUME_OPTION] = False
+    """Go on with the run in --output from its newest checkpoint, as if it had never stopped. auto: do so where a run is
+    there, and start a new one where none is."""
     extend: bool = False
     """With --resume: images that were packed with 'pack --extend' since take part from now on. --epochs then counts
     visits for each of all images, and the learning rates from now on are those of the longer run."""
@@ -170,7 +192,7 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raises ValueError for settings that contradict each other, or that this version cannot do."""
-        if self.resume and self.rows == "dense":
+        if self.resume is True and self.rows == "dense":
             raise ValueError("--rows dense leaves no checkpoints: there is nothing to --resume")
         if self.extend and not self.resume:
             raise ValueError("--extend adds images to a run that goes on: give --resume too, or leave it away")
@@ -203,9 +225,10 @@ class TrainConfig:
                 raise ValueError(
                     f"--{name.replace('_', '-')} must be {known[0]} or {known[1]}, got {getattr(self, name)}"
                 )
-        for name in ("epochs", "temperature"):
+        for name in ("epochs", "temperature", "rank_timeout_seconds"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"--{name} must be positive and finite, got {getattr(self, name)}")
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag} must be positive and finite, got {getattr(self, name)}")
         for name in ("learning_rate", "knn_every", "retry_seconds"):
             if not 0 <= getattr(self, name) < math.inf:
                 flag = name.replace("_", "-")

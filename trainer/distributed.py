@@ -109,17 +109,19 @@ def process_group(device: torch.device, *, timeout_seconds: float = 600) -> Iter
         if ranks.local_world_size > num_gpus:
             raise ValueError(f"{ranks.local_world_size} ranks on a machine with {num_gpus} GPUs: start one per GPU")
         torch.cuda.set_device(ranks.local_rank)
-        dist.init_process_group("nccl", timeout=timeout, device_id=torch.device("cuda", ranks.local_rank))
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
     try:
+        if device.type == "cuda":
+            dist.init_process_group("nccl", timeout=timeout, device_id=torch.device("cuda", ranks.local_rank))
+        else:
+            dist.init_process_group("gloo", timeout=timeout)
         yield ranks
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo has no class of errors
             raise RankLostError("another rank failed or stays away: what it said last tells why") from error
         raise
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _device() -> torch.device:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.checkpoint import Checkpoints, load
+from trainer.checkpoint import Checkpoints, load, with_resume_decided
 from trainer.config import TrainConfig
 from trainer.data import Dataset, load_dataset
 from trainer.data.ahead import batches_ahead
@@ -40,8 +40,6 @@ from weightserver.sharding import Int64Array, Sharding
 
 _log = logging.getLogger(__name__)
 
-_RANK_TIMEOUT_SECONDS = 600.0
-"""How long ranks wait for one that is not itself waiting for a weight server."""
 _NUM_WATCHED = 10_000
 """Training images that the kNN evaluations during training use."""
 
@@ -85,8 +83,8 @@ def train(config: TrainConfig) -> TrainResult:
         )
     if config.evaluate or config.knn_every:
         dataset.check_labelled(tested=config.evaluate)
-    with process_group(device, timeout_seconds=_RANK_TIMEOUT_SECONDS + config.retry_seconds) as ranks:
-        model, summary = _train_rank(config, dataset, device, ranks)
+    with process_group(device, timeout_seconds=config.rank_timeout_seconds + config.retry_seconds) as ranks:
+        model, summary = _train_rank(with_resume_decided(config, ranks), dataset, device, ranks)
     summary["train_seconds"] = time.perf_counter() - started
     results: dict[str, ProbeResult] = {}
     if ranks.is_first:
@@ -139,12 +137,12 @@ def _train_rank(
     with ExitStack() as stack:
         report = stack.enter_context(Report(config, num_steps, ranks, device))
         opened = stack.enter_context(open_rows(config, spec, dataset.ranges, ranks=ranks, device=device))
-        rows, start_step, rates = opened.store, opened.start_step, opened.rates
+        rows, rates, start_step = opened.store, opened.rates, opened.checkpoint_step or 0
         checkpoints = Checkpoints(config, ranks, rows, opened.client, opened.history, on_saved=report.checkpoint_saved)
-        if config.resume:
-            load(config.output / "checkpoints", start_step, model, optimizer)
-        if start_step == 0:
+        if opened.checkpoint_step is None:
             checkpoints.save(0, model, optimizer)  # from now on the servers are this run's
+        else:
+            load(config.output / "checkpoints", opened.checkpoint_step, model, optimizer)
         report.follow(rows.counters, start_step)
         signals = stack.enter_context(stop_signals())
         if ranks.is_first:

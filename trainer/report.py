@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -31,8 +30,8 @@ _HELD = ("resident_rows", "prefetch_pending_rows", "write_back_pending_rows")
 class Report:
     """Measures one rank's training between two logged steps, and lets rank 0 tell what all did.
 
-    A context manager; `follow` tells whose counters are read. A run that fails before its first step lets go of its
-    directory, so that it can be tried again.
+    A context manager; `follow` tells whose counters are read. A run that fails before its first checkpoint and step
+    lets go of its directory, so that it can be tried again.
 
     Raises:
         ValueError: a directory that another run used, or that cannot be written.
@@ -51,6 +50,7 @@ class Report:
             device=device,
         )
         self._next_step = 0
+        self._has_begun = False
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -58,7 +58,8 @@ class Report:
                 if self._config.resume:
                     check_same_run(self._config)
                 else:
-                    stack.enter_context(_claimed_output(self._config))
+                    _claim_output(self._config)
+                    stack.push(self._let_go)
             if self._config.metrics_port is not None:
                 port = self._config.metrics_port and self._config.metrics_port + self._ranks.local_rank
                 address, stop = self._metrics.serve(port, self._config.metrics_host)
@@ -72,8 +73,13 @@ class Report:
     ) -> None:
         self._stack.__exit__(kind, error, traceback)
 
+    def _let_go(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not self._has_begun:
+            _claim(self._config).unlink(missing_ok=True)
+
     def follow(self, counters: RowCounters, start_step: int) -> None:
         """Begins the first interval, of steps from `start_step` on, which `counters` belong to."""
+        self._has_begun = True
         self._counters = counters
         self._next_step = start_step
         if self._ranks.is_first:
@@ -106,6 +112,7 @@ class Report:
         self._clock.enter(name)
 
     def checkpoint_saved(self) -> None:
+        self._has_begun = True
         self._metrics.checkpoint_saved()
 
     def measure(self, step: int, loss: float, learning_rate: float, active_rows: int) -> dict[str, Any]:
@@ -167,10 +174,13 @@ def _forget_from(path: Path, step: int) -> None:
     partial.replace(path)
 
 
-@contextmanager
-def _claimed_output(config: TrainConfig) -> Iterator[None]:
+def _claim(config: TrainConfig) -> Path:
+    return config.output / "config.json"
+
+
+def _claim_output(config: TrainConfig) -> None:
     """Makes the run's directory and writes config.json."""
-    claim = config.output / "config.json"
+    claim = _claim(config)
     try:
         config.output.mkdir(parents=True, exist_ok=True)
         with claim.open("x") as file:
@@ -181,9 +191,3 @@ def _claimed_output(config: TrainConfig) -> Iterator[None]:
         raise ValueError(
             f"--output {config.output} cannot be used ({error.strerror}): choose another directory"
         ) from None
-    try:
-        yield
-    except BaseException:
-        if not (config.output / "metrics.jsonl").exists():
-            claim.unlink(missing_ok=True)
-        raise

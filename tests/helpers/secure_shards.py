@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +23,18 @@ class Served:
 
 
 @contextmanager
-def served(options: dict[str, list[str]], environment: dict[str, str] | None = None) -> Iterator[dict[str, Served]]:
-    """One shard of one for each list of options, all at a time; each on a free port, with an empty directory."""
+def served(
+    options: dict[str, list[str]], environment: dict[str, str] | None = None, inside: Sequence[str] = ()
+) -> Iterator[dict[str, Served]]:
+    """One shard of one for each list of options, all at a time; each on a free port, with an empty directory.
+
+    `inside` are the first words of the command that starts it elsewhere.
+    """
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         processes = {}
         for name, own in options.items():
-            command = [sys.executable, "-m", "weightserver", "serve", "--announce", "--stop-with-parent"]
+            command = [*inside, sys.executable, "-m", "weightserver", "serve", "--announce", "--stop-with-parent"]
             command += ["--data-dir", str(directory / name), "--listen", "127.0.0.1:0", "--metrics-port", "0", *own]
             log = stack.enter_context((directory / f"{name}.log").open("w"))
             process = subprocess.Popen(

@@ -7,10 +7,10 @@ import urllib.request
 from collections.abc import Callable
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+def wait_until(condition: Callable[[], bool], *, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "nothing happened for 20 s"
+        assert time.monotonic() < deadline, f"nothing happened for {seconds} s"
         time.sleep(0.02)
 
 

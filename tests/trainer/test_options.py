@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from tests.helpers.small_run import EVERY, losses, small_run
 from trainer.checkpoint import saved_steps
+from trainer.config import parse_config
 from trainer.data.augment import AugmentationConfig
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_model
@@ -180,6 +182,17 @@ def test_weights_that_overflowed_are_not_kept(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ValueError, match=rf"weights overflowed before step {2 * EVERY}, which is not kept"):
         train(small_run(tmp_path / "run", log_every=1000, steps=100))
     assert saved_steps(tmp_path / "run" / "checkpoints") == [0, EVERY]
+
+
+def test_resume_is_a_flag_that_a_word_may_follow(capsys: pytest.CaptureFixture[str]) -> None:
+    cases = {"": False, "--resume": True, "--resume auto": "auto", "--resume=auto": "auto", "--resume --seed 3": True}
+    for words, expected in cases.items():
+        assert parse_config(["synthetic", *words.split()]).resume == expected, words
+    with pytest.raises(SystemExit):
+        parse_config(["synthetic", "--resume", "never"])
+    assert "--resume stands alone or with 'auto', not with 'never'" in " ".join(
+        re.split(r"[│\s]+", capsys.readouterr().err)
+    )
 
 
 @pytest.mark.parametrize(

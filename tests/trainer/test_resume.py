@@ -25,7 +25,8 @@ from tests.helpers import dying_run
 from tests.helpers.dying_run import POINTS
 from tests.helpers.small_run import EVERY, NUM_STEPS, losses, small_run
 from trainer.__main__ import main
-from trainer.checkpoint import saved_steps
+from trainer.checkpoint import Checkpoints, saved_steps
+from trainer.distributed import Ranks
 from trainer.loop import train
 from trainer.model import load_encoder
 from trainer.stopping import Stopped
@@ -89,7 +90,7 @@ def test_a_run_that_is_killed_at_any_point_of_a_checkpoint_goes_on(
 def assert_goes_on(output: Path, undisturbed: Path, **changes: Any) -> None:
     """To the undisturbed run's end, and leaves no checkpoint behind on any shard but the last."""
     assert len(losses(output)) == EVERY
-    train(small_run(output, keep_checkpoints=1, resume=True, **changes))
+    train(small_run(output, **{"keep_checkpoints": 1, "resume": True} | changes))
     assert_same(output, undisturbed)
     last = [f"step-{saved_steps(output / 'checkpoints')[-1]:012d}"]
     assert [inspect_directory(shard)["checkpoints"] for shard in (output / "servers").glob("shard-*/")] == [last, last]
@@ -264,6 +265,37 @@ def test_resumes_that_cannot_be(
         train(small_run(undisturbed if there else tmp_path / "none", resume=True, **changes))
 
 
+def test_one_command_starts_a_run_and_goes_on_with_it(
+    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("the power went out")
+
+    run = small_run(tmp_path / "run", resume="auto", keep_checkpoints=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(Checkpoints, "_forget_old", fail)
+        for _ in range(2):  # at the checkpoint of step 0, which is not taken again, and at the next
+            with pytest.raises(OSError, match="power"):
+                train(run)
+    assert_goes_on(tmp_path / "run", undisturbed, resume="auto")
+
+
+def test_going_on_by_itself_overwrites_nothing(tmp_path: Path, undisturbed: Path) -> None:
+    with pytest.raises(ValueError, match=r"whose temperature is 0\.2, not 0\.3: give the same settings"):
+        train(small_run(undisturbed, resume="auto", temperature=0.3))
+    with pytest.raises(ValueError, match=r"holds another run: choose another --output"):
+        train(small_run(undisturbed, resume="auto", rows="dense"))
+    output = shutil.copytree(undisturbed, tmp_path / "damaged")
+    (output / "config.json").write_text("")
+    with pytest.raises(ValueError, match=r"config\.json is no run's config\.json: put it back, or choose another"):
+        train(small_run(output, resume="auto"))
+    output = shutil.copytree(undisturbed, tmp_path / "unclaimed")
+    (output / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"the weight servers hold the rows of run 'run' up to step 40: go on with it"):
+        train(small_run(output, resume="auto"))
+    assert not (output / "config.json").exists()
+
+
 def test_servers_of_another_run_are_refused_untouched(tmp_path: Path, undisturbed: Path) -> None:
     """Of the same settings, with checkpoints of the same names."""
     with LocalCluster(2) as cluster, WeightClient(cluster.addresses) as client:
@@ -307,15 +339,26 @@ def test_a_run_that_was_rolled_back_keeps_its_own_checkpoints(
 def test_a_run_that_fails_before_its_first_file_can_be_started_again(
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its disk is full, then a rank is gone when the shards have taken the checkpoint."""
+
     def fail(*_: Any, **__: Any) -> None:
         raise SafetensorError("no space")
 
-    with LocalCluster(2) as cluster, monkeypatch.context() as patched:
+    def lose_a_rank(_: Ranks, calls: list[None] = []) -> None:  # noqa: B006
+        calls.append(None)
+        if len(calls) == 2:
+            raise RuntimeError("gloo: Connection closed by peer")
+
+    with LocalCluster(2) as cluster:
         run = small_run(tmp_path / "run", servers=",".join(cluster.addresses))
-        patched.setattr(trainer.checkpoint, "save_file", fail)
-        with pytest.raises(OSError, match=r"step-000000000000\..*partial cannot be written \(no space\)"):
-            train(run)
-        patched.undo()
+        with monkeypatch.context() as patched:
+            patched.setattr(trainer.checkpoint, "save_file", fail)
+            with pytest.raises(OSError, match=r"step-000000000000\..*partial cannot be written \(no space\)"):
+                train(run)
+        with monkeypatch.context() as patched:
+            patched.setattr(Ranks, "barrier", lose_a_rank)
+            with pytest.raises(RuntimeError, match="closed by peer"):
+                train(run)
         train(run)
     assert_same(tmp_path / "run", undisturbed)
 
@@ -335,9 +378,10 @@ def test_a_run_that_is_killed_before_its_first_file_goes_on(tmp_path: Path, undi
 
 def test_a_run_without_a_checkpoint_goes_on_from_its_start(tmp_path: Path) -> None:
     train(small_run(tmp_path / "run", steps=3, checkpoint_every=0))
-    before = losses(tmp_path / "run")
+    first = tmp_path / "run" / "checkpoints" / "step-000000000000.safetensors"
+    before = losses(tmp_path / "run"), first.read_bytes()
     train(small_run(tmp_path / "run", steps=3, checkpoint_every=0, resume=True))
-    assert losses(tmp_path / "run") == before
+    assert (losses(tmp_path / "run"), first.read_bytes()) == before, "the checkpoint is not taken again"
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     with pytest.raises(ValueError, match=r"no checkpoint to go on from: .* has files for steps \[\]"):
         train(small_run(tmp_path / "run", steps=3, checkpoint_every=0, resume=True))

@@ -300,6 +300,7 @@ BAD_COMMAND_LINES = {
     "no steps": (["--steps", "0"], r"--steps must be at least 1, got 0"),
     "epochs": (["--epochs", "-1"], r"--epochs must be positive and finite, got -1"),
     "temperature": (["--temperature", "0"], r"--temperature must be positive and finite, got 0"),
+    "rank timeout": (["--rank-timeout-seconds", "0"], r"--rank-timeout-seconds must be positive and finite, got 0"),
     "warm-up": (["--warmup-fraction", "2"], r"--warmup-fraction must lie in 0\.\.1, got 2"),
     "momentum": (["--momentum", "1"], r"momentum must lie in \[0, 1\), got 1"),
     "encoder": (["--encoder.name", "resnet9999"], r"unknown encoder 'resnet9999'"),

@@ -25,8 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         path = options.run / ENCODER_FILE if options.run else options.encoder
-        dataset_name = options.dataset or _dataset_of_run(options.run)
-        name, features = _features(path, dataset_name, options.data_dir)
+        dataset_name, directory = (options.dataset, None) if options.dataset else _data_of_run(options.run)
+        name, features = _features(path, dataset_name, options.data_dir or directory)
         result = PROTOCOLS[options.protocol](features)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -45,22 +45,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dataset", choices=sorted([*DATASETS, *DECODED]), help="default: the run's, else fashion-mnist"
     )
-    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="the folder that holds the data set")
+    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="the folder that holds it; default: the run's")
     return parser
 
 
-def _dataset_of_run(run: Path | None) -> str:
-    """The data set named in a run's config.json; fashion-mnist where there is none."""
+def _data_of_run(run: Path | None) -> tuple[str, Path | None]:
+    """The data set named in a run's config.json and its folder; fashion-mnist where there is none."""
     config = run / "config.json" if run else None
     if config is None or not config.is_file():
-        return "fashion-mnist"
+        return "fashion-mnist", None
     try:
-        name = json.loads(config.read_text()).get("dataset", "fashion-mnist")
+        settings = json.loads(config.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{config} is not JSON ({error.msg}): name the data set by --dataset") from error
+    name, directory = settings.get("dataset", "fashion-mnist"), settings.get("data_dir")
     if name == SYNTHETIC:
         raise ValueError(f"{run} was trained on generated images, which have no labels: name a data set by --dataset")
-    return str(name)
+    return str(name), Path(directory) if directory else None
 
 
 def _features(encoder_path: Path | None, dataset_name: str, directory: Path | None) -> tuple[str, FeatureSet]:

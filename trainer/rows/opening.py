@@ -35,8 +35,8 @@ class OpenRows:
     """Of the session; None with dense rows."""
     epoch: int = 0
     """Of the session; 0 without one."""
-    start_step: int = 0
-    """Finished updates of the rows: more than 0 where a run goes on."""
+    checkpoint_step: int | None = None
+    """Finished updates of the checkpoint that the run goes on from; None where there is none, and it begins."""
 
 
 @contextmanager
@@ -58,11 +58,11 @@ def open_rows(
         yield OpenRows(DenseRows(spec, rates, device=device, sharding=sharding, shard=ranks.rank), history, rates)
         return
     with ExitStack() as stack:
-        client, epoch, start_step, history = _join_session(config, spec, range_sizes, ranks, stack)
+        client, epoch, checkpoint_step, history = _join_session(config, spec, range_sizes, ranks, stack)
         rates = history.learning_rates(config)
         store = RemoteRows(client) if config.rows == "remote" else _resident(config, spec, rates, ranks, device, client)
         stack.callback(store.close)
-        yield OpenRows(store, history, rates, client, epoch, start_step)
+        yield OpenRows(store, history, rates, client, epoch, checkpoint_step)
 
 
 def _resident(
@@ -84,10 +84,10 @@ def _resident(
 
 def _join_session(
     config: TrainConfig, spec: TableSpec, range_sizes: Sequence[int], ranks: Ranks, stack: ExitStack
-) -> tuple[WeightClient, int, int, ImageHistory]:
+) -> tuple[WeightClient, int, int | None, ImageHistory]:
     """Rank 0 opens a session on the weight servers, which it starts where none are given, and the others join it.
 
-    Returns the session's epoch, the step at which the run begins, and the history of its images too.
+    Returns the session's epoch, the step of the checkpoint that the run goes on from, and its images' history too.
     """
     session: dict[str, Any] = {}
     failure: Exception | None = None
@@ -95,22 +95,22 @@ def _join_session(
         try:
             addresses = config.server_addresses or start_servers(config, ranks, stack)
             client = stack.enter_context(_client(config, addresses))
-            start_step, history, files = 0, ImageHistory(((0, spec.num_rows),)), config.output / "checkpoints"
+            step, history, files = None, ImageHistory(((0, spec.num_rows),)), config.output / "checkpoints"
             if config.resume:
-                start_step = step_to_resume(files, client)
-                before = saved_history(files, start_step) or _history_of_table(client) or history
-                history = before.going_on(start_step, range_sizes, extend=config.extend)
+                step = step_to_resume(files, client)
+                before = saved_history(files, step or 0) or _history_of_table(client) or history
+                history = before.going_on(step or 0, range_sizes, extend=config.extend)
                 _open_table(client, replace(spec, num_rows=before.num_images))
             else:
                 _refuse_used_table(client)
                 client.create_table(spec)
             epoch = client.open_session(config.output.name)
             if config.resume:
-                roll_back(files, client, start_step)
-                note_history(files, start_step, history)  # from now on --resume alone goes on with all images
+                roll_back(files, client, step)
+                note_history(files, step or 0, history)  # from now on --resume alone goes on with all images
                 _open_table(client, spec)
             client.extend_schedule(0, history.learning_rates(config))
-            session = {"addresses": addresses, "epoch": epoch, "start_step": start_step, "images": history.to_json()}
+            session = {"addresses": addresses, "epoch": epoch, "checkpoint_step": step, "images": history.to_json()}
         except (ValueError, OSError, WeightServerError) as error:
             failure, session = error, {"error": str(error)}
     session = json.loads(ranks.broadcast_text(json.dumps(session)))
@@ -121,7 +121,7 @@ def _join_session(
     if not ranks.is_first:
         client = stack.enter_context(_client(config, session["addresses"]))
         client.open_session(config.output.name, join=session["epoch"])
-    return client, session["epoch"], session["start_step"], ImageHistory.from_json(session["images"])
+    return client, session["epoch"], session["checkpoint_step"], ImageHistory.from_json(session["images"])
 
 
 def _history_of_table(client: WeightClient) -> ImageHistory | None:

@@ -44,6 +44,9 @@ def test_prints_one_json_object(
 ) -> None:
     assert main([protocol, "--run", str(run_dir), "--data-dir", str(data_dir)]) == 0
     of_run = json.loads(capsys.readouterr().out)
+    (run_dir / "config.json").write_text(json.dumps({"dataset": "idx", "data_dir": str(data_dir)}))
+    assert main([protocol, "--run", str(run_dir)]) == 0
+    assert json.loads(capsys.readouterr().out) == of_run
     encoder = str(run_dir / "encoder.safetensors")
     assert main([protocol, "--encoder", encoder, "--dataset", "idx", "--data-dir", str(data_dir)]) == 0
     assert json.loads(capsys.readouterr().out) == of_run

@@ -1,0 +1,144 @@
+"""Runs on several nodes: torchrun on each, weight servers on another, and what happens when one of them is lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import pytest
+
+from tests.helpers.nodes import Node, connected_nodes
+from tests.helpers.secure_shards import served
+from tests.helpers.small_run import losses
+from tests.helpers.watching import wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+TRAINER = "-m trainer synthetic --num-images 500 --steps 60 --batch-size 16 --num-negatives 64 --window-size 96 "
+TRAINER += "--window-stride 24 --rows-per-block 5 --dim 16 --log-every 1 --learning-rate 0.3 --checkpoint-every 10 "
+TRAINER += "--encoder.image-size 16 --encoder.width 8 --encoder.norm group"  # BatchNorm would see a rank's slice alone
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Two nodes for ranks, and weight servers that ask for TLS and a token on a third."""
+
+    nodes: list[Node]
+    trainer: list[str]
+    """A run on those servers."""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    certificates = tmp_path / "certificates"
+    with connected_nodes(3) as (*nodes, third):
+        certify = [sys.executable, "-m", "weightserver", "certs", str(certificates), "--host", third.address]
+        subprocess.run(certify, check=True, capture_output=True)
+        serve = ["--listen", f"{third.address}:0", "--token-file", f"{certificates}/token", "--num-shards", "2"]
+        serve += ["--tls-cert", f"{certificates}/server.pem", "--tls-key", f"{certificates}/server-key.pem"]
+        shards = {str(shard): [*serve, "--shard", str(shard)] for shard in range(2)}
+        with served(shards, inside=third.inside) as serving:
+            trainer = [*TRAINER.split(), "--servers", ",".join(shard.address for shard in serving.values())]
+            trainer += ["--tls-ca", f"{certificates}/ca.pem", "--token-file", f"{certificates}/token"]
+            yield Cluster(nodes, [*trainer, "--output", str(tmp_path / "run")])
+
+
+@pytest.fixture(scope="module")
+def on_one_node(tmp_path_factory: pytest.TempPathFactory) -> npt.NDArray[np.float64]:
+    """The losses of two ranks."""
+    output = tmp_path_factory.mktemp("one") / "run"
+    command = [*TORCHRUN, "2", "--standalone", *TRAINER.split(), "--output", str(output)]
+    subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return np.array(losses(output))
+
+
+class Torchrun:
+    """torchrun on one of several nodes, of which `host` holds the rendezvous. Ranks are in the order of addresses."""
+
+    def __init__(self, cluster: Cluster, index: int, number: str, host: int, log: Path, *more: str) -> None:
+        node, meeting = cluster.nodes[index], cluster.nodes[host].address
+        command = [*node.inside, *TORCHRUN, "1", "--nnodes", number, "--rdzv-backend", "c10d", "--rdzv-id", "run"]
+        command += ["--rdzv-endpoint", f"{meeting}:29400", "--local-addr", node.address, "--max-restarts", "3"]
+        # Both nodes have the host's name, by which torchrun looks who shall hold the rendezvous.
+        command += ["--rdzv-conf", f"is_host={int(index == host)},last_call_timeout=10,keep_alive_interval=1"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # see docs/deployment.md
+        with log.open("a") as file:
+            self.process = subprocess.Popen(
+                [*command, *cluster.trainer, *more], stdout=file, stderr=file, env=environment
+            )
+        self.log = log
+
+    def kill(self) -> None:
+        """With -9, its ranks too."""
+        if self.process.poll() is None:
+            torchrun = psutil.Process(self.process.pid)
+            for process in [torchrun, *torchrun.children(recursive=True)]:
+                process.kill()
+
+    def wait(self) -> None:
+        assert self.process.wait(240) == 0, self.log.read_text()[-10_000:]
+
+
+@contextmanager
+def on_all_nodes(cluster: Cluster, number: str, directory: Path, *more: str, host: int = 0) -> Iterator[list[Torchrun]]:
+    started: list[Torchrun] = []
+    try:
+        for index in range(len(cluster.nodes)):
+            started.append(Torchrun(cluster, index, number, host, directory / f"node-{index}.log", *more))
+        yield started
+    finally:
+        for torchrun in started:
+            torchrun.kill()
+            torchrun.process.wait()
+
+
+def assert_same(output: Path, expected: npt.NDArray[np.float64]) -> None:
+    assert expected[-5:].mean() < expected[:5].mean() - 0.05, "nothing was learned: this shows nothing"
+    assert np.abs(np.array(losses(output)) / expected - 1).max() <= 1e-4
+
+
+def test_two_nodes_train_like_one(cluster: Cluster, on_one_node: npt.NDArray[np.float64], tmp_path: Path) -> None:
+    with on_all_nodes(cluster, "2", tmp_path) as running:
+        for torchrun in running:
+            torchrun.wait()
+    assert_same(tmp_path / "run", on_one_node)
+
+
+@pytest.mark.parametrize(
+    ("loss", "lost", "num_ranks"), [("killed", 0, 1), ("unplugged", 1, 1), ("killed and started again", 0, 2)]
+)
+def test_a_run_goes_on_by_itself_when_a_node_is_lost(
+    loss: str, lost: int, num_ranks: int, cluster: Cluster, on_one_node: npt.NDArray[np.float64], tmp_path: Path
+) -> None:
+    """torchrun starts the other node's rank again, alone or with a new one; it goes on from the last checkpoint."""
+    options, other = ["--resume", "auto", "--rank-timeout-seconds", "5", "--retry-seconds", "5"], 1 - lost
+    with on_all_nodes(cluster, "1:2", tmp_path, *options, host=other) as running:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 25, seconds=120)
+        if loss == "unplugged":
+            cluster.nodes[lost].unplug()
+        else:
+            running[lost].kill()
+        if loss == "killed and started again":
+            running.append(Torchrun(cluster, lost, "1:2", other, running[lost].log, *options))
+            running[-1].wait()
+        running[other].wait()
+        said = running[other].log.read_text()
+    assert "trainer: another rank failed or stays away" in said
+    logs = "".join(log.read_text() for log in tmp_path.glob("node-*.log"))
+    begun = sorted(re.findall(r"^\S+Z \[info\] training begins .*", logs, re.MULTILINE))
+    first, again = (dict(re.findall(r"(\w+)=(\d+)", line)) for line in begun)
+    assert (first["step"], first["ranks"]) == ("0", "2")
+    assert again["ranks"] == str(num_ranks)
+    assert int(again["step"]) in (20, 30, 40, 50)
+    assert_same(tmp_path / "run", on_one_node)
