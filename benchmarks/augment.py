@@ -115,7 +115,7 @@ def main() -> None:
                 batches = pool.map(images.__getitem__, map(torch.from_numpy, ids))
                 done([augment(batch, own) for batch, own in zip(batches, numbers, strict=True)])
 
-        calls: dict[str, Callable[[], None]] = {
+        calls: dict[str, Callable[[], object]] = {
             "ours": lambda: done(list(views_ahead(images, visits, [augment], device))),
             "squares": squares,
             "torchvision, 2 processes": peer,

@@ -177,9 +177,9 @@ def _train_rank(
             optimizer.zero_grad()
             weight: Tensor | None = None
             loss = torch.zeros((), device=device)
+            labels = torch.split(torch.from_numpy(active.labels).to(device), part_size)  # each (B / accumulate,)
             for part, view in parts:
                 report.stage("data")
-                labels = torch.from_numpy(active.labels[part * part_size :][:part_size]).to(device)  # (B / accumulate,)
                 seen = next(views).contiguous(memory_format=memory_format)  # (b, C, side, side)
 
                 with averaging_gradients(parallel, (part, view) == parts[-1]):
@@ -190,7 +190,7 @@ def _train_rank(
                         weight = rows.weights(active.rows, step=step).to(device).requires_grad_()  # (K of this rank, D)
                         report.stage("forward")
                     classes = weight if view < config.views else weight.detach()  # small crops move no row
-                    part_loss = instance_loss(features, classes, labels, ranks=ranks) / len(parts)
+                    part_loss = instance_loss(features, classes, labels[part], ranks=ranks) / len(parts)
                     report.stage("backward")
                     part_loss.backward()  # type: ignore[no-untyped-call]
                 loss += part_loss.detach()
