@@ -33,7 +33,7 @@ protos: $(INSTALLED)
 	$(BIN)/python protos/generate.py
 
 benchmark: $(INSTALLED)
-	for name in rows wire steps head scale checkpoints checksums measuring; do $(BIN)/python -m benchmarks.$$name || exit 1; done
+	for name in rows wire steps head scale checkpoints checksums measuring augment; do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from trainer.data.augment import Augmentation, AugmentationConfig
+from trainer.data.augment import Augmentation, AugmentationConfig, Unchanged
 from trainer.model import EncoderConfig
 from weightserver.addresses import is_loopback
 from weightserver.logs import LogFormat
@@ -284,6 +284,8 @@ class TrainConfig:
         """
         smallest, largest = self.small_crop_scale
         small = replace(self.augmentation, min_scale=smallest, max_scale=largest)
+        if self.encoder.name == "none":  # what is measured then is the rows' path
+            return [Unchanged(self.encoder.image_size)] * (self.views + self.small_crops)
         return [
             *[Augmentation(self.augmentation, self.side_of_views)] * self.views,
             *[Augmentation(small, self.small_crop_size)] * self.small_crops,

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.checkpoint import Checkpoints, load, with_resume_decided
 from trainer.config import TrainConfig
 from trainer.data import Dataset, load_dataset
-from trainer.data.ahead import batches_ahead
-from trainer.data.augment import Augmentation, normalise
+from trainer.data.ahead import Visits, views_ahead
+from trainer.data.augment import Augmentation
 from trainer.distributed import Ranks, averaging_gradients, process_group
 from trainer.evaluate import ProbeResult, encoder_features, evaluate_features
 from trainer.evaluate.knn import held_out_knn_top1
@@ -36,7 +36,7 @@ from trainer.rows.opening import open_rows
 from trainer.schedule import RangesOrder, VisitSchedule, visit_uniforms
 from trainer.stopping import Stopped, stop_signals
 from weightserver import TableSpec
-from weightserver.sharding import Int64Array, Sharding
+from weightserver.sharding import Sharding
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +121,6 @@ def _train_rank(
     part_size = batch_size // config.accumulate
     mine = ranks.share(part_size)  # this rank's slice of each part of a batch
     augmentations = config.augmentations()
-    only_rows = config.encoder.name == "none"  # what is measured then is the rows' path
     instance_loss = (
         softmax_loss if config.softmax == "plain" else partial(cosine_softmax_loss, temperature=config.temperature)
     )
@@ -155,47 +154,36 @@ def _train_rank(
         memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
         parts = list(itertools.product(range(config.accumulate), range(len(augmentations))))
 
-        def visits_of(step: int, part: int) -> Int64Array:
-            """This rank's in a part of a step's batch: int64 (b,)."""
-            return (step * batch_size + part * part_size + np.arange(part_size))[mine]
-
-        def images_of(step: int, part: int) -> Tensor:
-            visits = visits_of(step, part)
-            return torch.from_numpy(order.images(schedule.visits(visits[0], visits[-1] + 1))).to(device)
-
-        def seen(batch: Tensor, visits: Int64Array, view: int) -> Tensor:
-            """One of the views that these visits have of a batch (b, C, H, W), uint8: float32 (b, C, side, side)."""
-            if only_rows:
-                return normalise(batch)
-            uniforms = visit_uniforms(config.seed, visits * len(augmentations) + view, Augmentation.num_uniforms)
-            augmented = augmentations[view](batch, torch.from_numpy(uniforms).to(device))
-            return augmented.contiguous(memory_format=memory_format)
+        def visits_of(step: int, part: int) -> Visits:
+            """This rank's in a part of a step's batch."""
+            visits = (step * batch_size + part * part_size + np.arange(part_size))[mine]  # (b,)
+            views = np.add.outer(np.arange(len(augmentations)), visits * len(augmentations))  # (V, b)
+            return Visits(
+                order.images(schedule.visits(visits[0], visits[-1] + 1)),
+                visit_uniforms(config.seed, views, Augmentation.num_uniforms),
+            )
 
         steps = range(start_step, num_steps)
-        visited = itertools.product(steps, range(config.accumulate))
-        batches = stack.enter_context(closing(batches_ahead(images, itertools.starmap(images_of, visited))))
+        visits = itertools.starmap(visits_of, itertools.product(steps, range(config.accumulate)))
+        views = stack.enter_context(closing(views_ahead(images, visits, augmentations, device)))
         for step, active in zip(steps, announced(active_share, rows, steps), strict=True):
             optimizer.zero_grad()
             weight: Tensor | None = None
             loss = torch.zeros((), device=device)
+            labels = torch.split(torch.from_numpy(active.labels).to(device), part_size)  # each (B / accumulate,)
             for part, view in parts:
                 report.stage("data")
-                if view == 0:
-                    batch = next(batches)
-                    labels = torch.from_numpy(active.labels[part * part_size :][:part_size]).to(
-                        device
-                    )  # (B / accumulate,)
-                views = seen(batch, visits_of(step, part), view)
+                seen = next(views).contiguous(memory_format=memory_format)  # (b, C, side, side)
 
                 with averaging_gradients(parallel, (part, view) == parts[-1]):
                     report.stage("forward")
-                    features = parallel(views)  # (b, D)
+                    features = parallel(seen)  # (b, D)
                     if weight is None:  # behind the encoder's work, while they may still come
                         report.stage("rows")
                         weight = rows.weights(active.rows, step=step).to(device).requires_grad_()  # (K of this rank, D)
                         report.stage("forward")
                     classes = weight if view < config.views else weight.detach()  # small crops move no row
-                    part_loss = instance_loss(features, classes, labels, ranks=ranks) / len(parts)
+                    part_loss = instance_loss(features, classes, labels[part], ranks=ranks) / len(parts)
                     report.stage("backward")
                     part_loss.backward()  # type: ignore[no-untyped-call]
                 loss += part_loss.detach()

@@ -143,7 +143,7 @@ class VisitSchedule:
 
 
 def visit_uniforms(seed: int, visits: Int64Array, count: int) -> Float32Array:
-    """`count` uniform numbers in [0, 1) for each visit (int64 [n]): float32 [n, count], a function of (seed, visit)."""
+    """`count` uniform numbers in [0, 1) a visit (int64 [...]): float32 [..., count], functions of (seed, visit)."""
     first = visits.astype(np.uint64) * np.uint64(count)
     counter: npt.NDArray[np.uint64] = np.add.outer(first, np.arange(count, dtype=np.uint64))
     bits = splitmix64(_derive(seed, _AUGMENTATION), counter) >> np.uint64(40)

@@ -1,35 +1,62 @@
-"""The next batch's images are decoded while a step computes."""
+"""The views of the next batches are decoded while a step computes."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from trainer.data.augment import Augmentation
 from trainer.data.datasets import TrainImages
 from trainer.data.stored import DecodedImages
+from trainer.schedule import Float32Array
+from weightserver.sharding import Int64Array
 
 _BATCHES_AHEAD = 2
 
 
-def batches_ahead(images: TrainImages, ids: Iterable[Tensor]) -> Generator[Tensor, None, None]:
-    """The images uint8 [b, C, H, W] of each of `ids` (int64 [b]), in turn; two batches ahead where they are decoded.
+@dataclass(frozen=True)
+class Visits:
+    """Visits of b images, each of which is seen V times."""
 
-    `ids` are drawn in the caller's thread. What a batch raises is raised in its turn. Close it to end the thread.
+    images: Int64Array
+    """int64 [b]."""
+    uniforms: Float32Array
+    """What each view is made by: float32 [V, b, Augmentation.num_uniforms]."""
+
+
+def views_ahead(
+    images: TrainImages, visits: Iterable[Visits], augmentations: Sequence[Augmentation], device: torch.device | str
+) -> Generator[Tensor, None, None]:
+    """Of each of `visits`, in turn, the view by each augmentation: float32 [b, C, image_size, image_size] on `device`.
+
+    Where images are decoded, each is once a visit, two batches ahead. `visits` are drawn in the caller's thread. What a
+    batch raises is raised in its turn. Close it to end the thread.
     """
     if not isinstance(images, DecodedImages):
-        yield from map(images.__getitem__, ids)
+        for visited in visits:
+            batch = images[torch.from_numpy(visited.images).to(device)]
+            for augment, uniforms in zip(augmentations, torch.from_numpy(visited.uniforms).to(device), strict=True):
+                yield augment(batch, uniforms)
         return
-    ahead: deque[Future[Tensor]] = deque()
+
+    def finished(visited: Visits, cropped: Future[list[Tensor]]) -> Generator[Tensor, None, None]:
+        numbers = torch.from_numpy(visited.uniforms).to(device)
+        for augment, crops, uniforms in zip(augmentations, cropped.result(), numbers, strict=True):
+            yield augment.finish(crops, uniforms)
+
+    ahead: deque[tuple[Visits, Future[list[Tensor]]]] = deque()
     with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
         try:
-            for batch in ids:
-                ahead.append(pool.submit(images.__getitem__, batch))
+            for visited in visits:
+                ahead.append((visited, pool.submit(images.crops, visited.images, augmentations, visited.uniforms)))
                 if len(ahead) > _BATCHES_AHEAD:
-                    yield ahead.popleft().result()
+                    yield from finished(*ahead.popleft())
             while ahead:
-                yield ahead.popleft().result()
+                yield from finished(*ahead.popleft())
         finally:
             pool.shutdown(cancel_futures=True)

@@ -3,15 +3,21 @@
 A view is a pure function of (image, uniforms): nothing is drawn here, so a visit looks the same whatever batch, rank
 or restart it falls into. The image mathematics is torch's and kornia's.
 
+Images in memory are cropped on the device. Those that are decoded for each visit are cropped and flipped as they are
+decoded (`trainer.data.decode`), by the same box, so that what follows is all there is to do on the device.
+
 Differences from torchvision's transforms (SimCLR, MoCo v2), all deliberate: a crop that would stick out of the image is
-clamped to it instead of being redrawn; the colour operations come in one fixed order; crops are resampled bilinearly
-without antialiasing, which matters only where a crop is larger than `image_size` (never at 28 px).
+cut to what the image has of a shape in range instead of being redrawn, and is not rounded to whole pixels; the colour
+operations come in one fixed order; on the device crops are resampled bilinearly without antialiasing, which matters
+only where a crop is larger than `image_size` (never at 28 px).
 """
 
 import math
 from dataclasses import dataclass
 from enum import IntEnum, auto
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from kornia.color import rgb_to_grayscale
@@ -23,6 +29,9 @@ from kornia.enhance import (
 )
 from kornia.filters import gaussian_blur2d
 from torch import Tensor
+
+from trainer.data.decode import Box, centre
+from trainer.schedule import Float32Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +127,50 @@ class Augmentation:
 
     @torch.no_grad()
     def __call__(self, images: Tensor, uniforms: Tensor) -> Tensor:
+        return self._recolour(self._crop_and_flip(images.float() / 255, uniforms), uniforms)
+
+    @torch.no_grad()
+    def finish(self, crops: Tensor, uniforms: Tensor) -> Tensor:
+        """The views of images that are cut to their `box` already: uint8 [B, C, image_size, image_size]."""
+        return self._recolour(crops.float() / 255, uniforms)
+
+    def box(self, uniforms: Float32Array, width: int, height: int) -> Box:
+        """Crop and flip of an image of that size, in pixels; uniforms float32 [num_uniforms]."""
+        x, y, half_width, half_height = (float(number) for number in self._boxes(np, uniforms, height, width))
+        half_width, flipped = abs(half_width), half_width < 0
+        left, top = max(0.0, 1 + x - half_width), max(0.0, 1 + y - half_height)
+        right, bottom = min(2.0, 1 + x + half_width), min(2.0, 1 + y + half_height)
+        return Box(left / 2 * width, top / 2 * height, right / 2 * width, bottom / 2 * height, flipped)
+
+    def _boxes(self, xp: Any, uniforms: Any, height: int, width: int) -> tuple[Any, Any, Any, Any]:
+        """Crops' centres, x and y, and half their sides, float32 [...], where the image spans -1..1 both ways.
+
+        A width is negative where the crop is flipped. `xp` is the library, torch or NumPy, of uniforms
+        [..., num_uniforms]: one image's numbers are torch's slowest.
+        """
+        smallest, largest, max_ratio = self.config.min_scale, self.config.max_scale, self.config.max_aspect_ratio
+        area = smallest + (largest - smallest) * uniforms[..., _Column.AREA]
+        log_ratio = (2 * uniforms[..., _Column.ASPECT] - 1) * math.log(max_ratio)
+        # Sides as parts of the image's: the ratio is one of pixels, so a wide image's shape enters it.
+        ratio = xp.exp(log_ratio) * (height / width)
+        crop_width = xp.clip(xp.sqrt(area * ratio), None, min(1, max_ratio * height / width))
+        crop_height = xp.clip(xp.sqrt(area / ratio), None, min(1, max_ratio * width / height))
+        # A crop's centre may lie within 1 - side of the image's.
+        x = (2 * uniforms[..., _Column.LEFT] - 1) * (1 - crop_width)
+        y = (2 * uniforms[..., _Column.TOP] - 1) * (1 - crop_height)
+        flipped = uniforms[..., _Column.FLIP] < self.config.flip_probability
+        return x, y, xp.where(flipped, -crop_width, crop_width), crop_height
+
+    def _crop_and_flip(self, images: Tensor, uniforms: Tensor) -> Tensor:
+        x, y, width, height = self._boxes(torch, uniforms, *images.shape[-2:])
+        zero = torch.zeros_like(x)
+        theta = torch.stack([width, zero, x, zero, height, y], dim=1).view(-1, 2, 3)
+        grid = F.affine_grid(theta, [*images.shape[:2], self.image_size, self.image_size], align_corners=False)
+        return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
+
+    def _recolour(self, views: Tensor, uniforms: Tensor) -> Tensor:
+        """Colour jitter, grey and blur of float32 in 0..1, and then -1..1."""
         config = self.config
-        views = self._crop_and_flip(images.float() / 255, uniforms)  # (B, C, S, S)
         if not config.strong:
             return views * 2 - 1
         if config.jitter_probability > 0:
@@ -132,26 +183,6 @@ class Augmentation:
             chosen = uniforms[:, _Column.BLUR] < config.blur_probability
             views = _where(chosen, self._blur(views, uniforms), views)
         return views * 2 - 1
-
-    def _crop_and_flip(self, images: Tensor, uniforms: Tensor) -> Tensor:
-        height, width = images.shape[-2:]
-        smallest, largest = self.config.min_scale, self.config.max_scale
-        area = smallest + (largest - smallest) * uniforms[:, _Column.AREA]
-        log_ratio = (2 * uniforms[:, _Column.ASPECT] - 1) * math.log(self.config.max_aspect_ratio)
-        # Sides as parts of the image's: the ratio is one of pixels, so a wide image's shape enters it.
-        ratio = torch.exp(log_ratio) * (height / width)
-        crop_width = torch.sqrt(area * ratio).clamp(max=1)
-        crop_height = torch.sqrt(area / ratio).clamp(max=1)
-        # grid_sample's coordinates run from -1 to 1, so a crop's centre may lie within 1 - side of 0.
-        centre_x = (2 * uniforms[:, _Column.LEFT] - 1) * (1 - crop_width)
-        centre_y = (2 * uniforms[:, _Column.TOP] - 1) * (1 - crop_height)
-        flipped = uniforms[:, _Column.FLIP] < self.config.flip_probability
-        zero = torch.zeros_like(area)
-        theta = torch.stack(
-            [torch.where(flipped, -crop_width, crop_width), zero, centre_x, zero, crop_height, centre_y], dim=1
-        ).view(-1, 2, 3)
-        grid = F.affine_grid(theta, [*images.shape[:2], self.image_size, self.image_size], align_corners=False)
-        return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
 
     def _jitter(self, views: Tensor, uniforms: Tensor) -> Tensor:
         def factor(column: _Column, strength: float) -> Tensor:
@@ -172,6 +203,22 @@ class Augmentation:
         kernel_size = max(3, self.image_size // 10 // 2 * 2 + 1)
         blurred: Tensor = gaussian_blur2d(views, kernel_size, torch.stack([sigma, sigma], dim=1))
         return blurred
+
+
+class Unchanged(Augmentation):
+    """Images as they are, or the centre squares of those that are decoded: to measure everything else."""
+
+    def __init__(self, image_size: int) -> None:
+        super().__init__(AugmentationConfig(strong=False), image_size)
+
+    def __call__(self, images: Tensor, uniforms: Tensor) -> Tensor:
+        return normalise(images)
+
+    def finish(self, crops: Tensor, uniforms: Tensor) -> Tensor:
+        return normalise(crops)
+
+    def box(self, uniforms: Float32Array, width: int, height: int) -> Box:
+        return centre(width, height)
 
 
 def _where(chosen: Tensor, changed: Tensor, unchanged: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class Dataset:
     """Images and, but for generated ones, their labels. Training never reads a label; evaluation does."""
 
     train_images: TrainImages
-    """uint8 [N, C, H, W]."""
+    """uint8 [N, C, H, W]; of those that are decoded, the centre squares."""
     train_labels: Tensor
     """int64 [N]; [0] where there are no labels, and then no test images either."""
     test_images: TrainImages
@@ -112,7 +112,7 @@ def load_dataset(
     num_images is refused elsewhere, and seed means nothing there.
     folder: images in `directory`, a folder or a list of them, or in its train/ with test images in test/ or val/.
     packed: what `python -m trainer.data pack` made in `directory`, with test images packed in its test/.
-    These two are decoded when they are asked for, as colour squares from which crops of `image_size` are taken.
+    These two are decoded when they are asked for, in colour: crops of the whole image to train on, centres to evaluate.
     Raises DataNotFoundError (a ValueError) in one line that says what was tried and what to do.
     """
     if name == SYNTHETIC:

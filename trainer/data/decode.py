@@ -1,16 +1,20 @@
-"""Encoded images as pixels: whatever Pillow reads, as colour squares of one size.
+"""Encoded images as pixels: whatever Pillow reads, as colour squares, each cut out and resized in one antialiased step.
 
-The centre square of the upright image is resized in one step, which is "shorter side to `side`, then centre crop"
-without a long side that could fill the memory.
+The centre square is "shorter side to `side`, then centre crop" without a long side that could fill the memory. Other
+than torchvision's resized_crop, resizing looks at the pixels around a box too, as resizing all and cropping then does.
 """
 
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 _SUFFIX_OF_FORMAT = {
     "JPEG": "jpg",
@@ -34,51 +38,99 @@ class BrokenImageError(ValueError):
     """Bytes that are no image, or not a whole one; the message says why, in one line."""
 
 
+class Box(NamedTuple):
+    """A part of an image, in pixels of the upright image, and whether it is flipped horizontally."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+    flipped: bool = False
+
+
+@dataclass(frozen=True)
+class Crop:
+    """A square to make of an image."""
+
+    side: int
+    """In pixels."""
+    box: Callable[[int, int], Box]
+    """Which part of it, by the image's width and height."""
+
+
+def centre(width: int, height: int) -> Box:
+    """The largest square in the middle of an image."""
+    shorter = min(width, height)
+    left, top = (width - shorter) / 2, (height - shorter) / 2
+    return Box(left, top, left + shorter, top + shorter)
+
+
 def decoded_side(image_size: int) -> int:
-    """Side of the squares from which crops of `image_size` are taken: 256 for 224, and so in proportion."""
+    """Side of the squares of whose centres evaluation takes `image_size`: 256 for 224, and so in proportion."""
     return round(image_size * 256 / 224)
 
 
 def check(content: bytes) -> str:
     """Decodes all of an encoded image and returns its format's suffix, such as 'jpg'; BrokenImageError otherwise."""
-    image = _load(content, None)
+    with _foreign():
+        image = _open(content)
+        ImageOps.exif_transpose(image, in_place=True)
     return _SUFFIX_OF_FORMAT[image.format or ""]
 
 
-def decode(content: bytes, side: int) -> NDArray[np.uint8]:
-    """The centre square of an encoded image as uint8 [3, side, side].
+def decode(content: bytes, crops: Sequence[Crop]) -> list[NDArray[np.uint8]]:
+    """Squares of an encoded image, which is decoded once: uint8 [3, side, side] each.
 
     Turned upright by its EXIF orientation; grey, palette, CMYK and 16-bit images become RGB, transparency is dropped. A
-    JPEG is decoded at the smallest eighth of its size whose shorter side is not below `side`.
+    JPEG is decoded at an eighth, a quarter or half of its size where no crop needs more pixels.
 
     Raises:
         BrokenImageError: no image, or not a whole one.
     """
-    image = _rgb(_load(content, side))
-    width, height = image.size
-    shorter = min(width, height)
-    left, top = (width - shorter) / 2, (height - shorter) / 2
-    square = image.resize((side, side), Image.Resampling.BILINEAR, box=(left, top, left + shorter, top + shorter))
-    return np.ascontiguousarray(np.asarray(square).transpose(2, 0, 1))
+    with _foreign():
+        image = _open(content)
+        size = _upright_size(image)
+    boxes = [crop.box(*size) for crop in crops]
+    spare = min(min(b.right - b.left, b.bottom - b.top) / crop.side for crop, b in zip(crops, boxes, strict=True))
+    reduction = next((factor for factor in (8, 4, 2) if factor <= spare), 1)
+    with _foreign():
+        if image.draft(None, (image.width // reduction, image.height // reduction)) is None:
+            reduction = 1  # it is no JPEG
+        ImageOps.exif_transpose(image, in_place=True)
+        pixels = _rgb(image)
+        return [_cut(pixels, box, crop.side, reduction) for crop, box in zip(crops, boxes, strict=True)]
 
 
-def _load(content: bytes, side: int | None) -> Image.Image:
+def _cut(image: Image.Image, box: Box, side: int, reduction: int) -> NDArray[np.uint8]:
+    left, top, right, bottom = (edge / reduction for edge in box[:4])
+    square = np.asarray(image.resize((side, side), Image.Resampling.BILINEAR, box=(left, top, right, bottom)))
+    return (square[:, ::-1] if box.flipped else square).transpose(2, 0, 1)
+
+
+def _open(content: bytes) -> Image.Image:
     if not content:
         raise BrokenImageError("the file is empty")
+    return Image.open(io.BytesIO(content), formats=_OPENED)
+
+
+def _upright_size(image: Image.Image) -> tuple[int, int]:
+    """Width and height of an image that is opened and not loaded, as they are once it is upright."""
+    width, height = image.size
+    lies = image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+    return (height, width) if lies and image.format != "TIFF" else (width, height)  # Pillow turns TIFFs itself
+
+
+@contextmanager
+def _foreign() -> Iterator[None]:
+    """Whatever a decoder raises, because of bytes that may be anything, is a BrokenImageError."""
     try:
-        image = Image.open(io.BytesIO(content), formats=_OPENED)
-        if side is not None:
-            image.draft(None, (side, side))
-        image.load()
-        upright = ImageOps.exif_transpose(image)
-        upright.format = image.format
-    except MemoryError:
+        yield
+    except (MemoryError, BrokenImageError):
         raise
     except UnidentifiedImageError:
         raise BrokenImageError("no image of a known format") from None
     except Exception as error:  # noqa: BLE001 - foreign bytes can make a decoder raise anything
         raise BrokenImageError(" ".join(str(error).split()) or type(error).__name__) from None
-    return upright
 
 
 def _rgb(image: Image.Image) -> Image.Image:
@@ -86,4 +138,4 @@ def _rgb(image: Image.Image) -> Image.Image:
         return Image.fromarray((np.asarray(image) / 256).clip(0, 255).astype(np.uint8)).convert("RGB")
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
+from trainer.data.ahead import Visits, views_ahead
 from trainer.data.augment import AUGMENTATIONS, Augmentation
 from trainer.data.datasets import TrainImages
 from trainer.schedule import visit_uniforms
@@ -20,7 +21,7 @@ _HEADING = 18
 def write_preview(
     images: TrainImages, path: Path, *, image_size: int, num_images: int = 4, num_views: int = 8, seed: int = 0
 ) -> None:
-    """Writes a PNG: for each augmentation a heading and a row an image, the image itself first, then views of it.
+    """Writes a PNG: for each augmentation a heading and a row an image, its centre first, then views as in training.
 
     The images lie at even distances by id, so that of a folder of classes each is of another. The views of both
     augmentations are of the same uniform numbers.
@@ -35,21 +36,26 @@ def write_preview(
         if number < 1:
             raise ValueError(f"--{name} must be at least 1, got {number}")
     num_images = min(num_images, len(images))
-    batch = images[torch.arange(num_images) * len(images) // num_images]  # uint8 (n, C, H, W)
-    visits = np.arange(num_images * num_views)
-    uniforms = torch.from_numpy(visit_uniforms(seed, visits, Augmentation.num_uniforms))
-    side = max(image_size, batch.shape[-1])
+    ids = torch.arange(num_images) * len(images) // num_images
+    centres = images[ids]  # uint8 (n, C, H, W)
+    uniforms = visit_uniforms(seed, np.arange(num_images * num_views), Augmentation.num_uniforms)
+    uniforms = uniforms.reshape(num_images, num_views, -1).swapaxes(0, 1)  # (V, n, num_uniforms)
+    augmentations = [Augmentation(config, image_size) for config in AUGMENTATIONS.values() for _ in range(num_views)]
+    visits = Visits(ids.numpy(), np.concatenate([uniforms] * len(AUGMENTATIONS)))
+    views = [
+        ((view + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)  # (n, C, S, S)
+        for view in views_ahead(images, [visits], augmentations, "cpu")
+    ]
+    side = max(image_size, centres.shape[-1])
     cell = side + _GAP
     block = _HEADING + num_images * cell
     picture = Image.new("RGB", (_GAP + (num_views + 1) * cell, len(AUGMENTATIONS) * block + _GAP), "white")
     draw = ImageDraw.Draw(picture)
-    for number, (name, config) in enumerate(AUGMENTATIONS.items()):
-        views = Augmentation(config, image_size)(batch.repeat_interleave(num_views, 0), uniforms)
-        pixels = ((views + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+    for number, name in enumerate(AUGMENTATIONS):
         top = number * block
-        draw.text((_GAP, top + _GAP), f"{name}: the image, and {num_views} views of {image_size} px", fill="black")
+        draw.text((_GAP, top + _GAP), f"{name}: the centre, and {num_views} views of {image_size} px", fill="black")
         for row in range(num_images):
-            shown = [batch[row], *pixels[row * num_views : (row + 1) * num_views]]
+            shown = [centres[row], *(view[row] for view in views[number * num_views :][:num_views])]
             for column, one in enumerate(shown):
                 left, above = _GAP + column * cell, top + _HEADING + row * cell
                 picture.paste(Image.fromarray(_as_rgb(one)), (left, above))

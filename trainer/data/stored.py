@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.data.decode import BrokenImageError, decode
+from trainer.data.augment import Augmentation
+from trainer.data.decode import BrokenImageError, Crop, centre, decode
+from trainer.schedule import Float32Array
 from weightserver.sharding import Int64Array
 
 _log = logging.getLogger(__name__)
@@ -37,7 +41,7 @@ class EncodedImages(Protocol):
 
 
 class DecodedImages:
-    """The centre squares of encoded images, uint8 [n, 3, side, side], decoded by threads for each batch.
+    """Encoded images, decoded by threads for each batch: their centre squares to evaluate on, crops to train on.
 
     Nothing is kept but the batch. An image that is broken, or cannot be read, is logged and shown as the next intact
     one by id, after the last the first: what packing does with it too.
@@ -63,33 +67,57 @@ class DecodedImages:
         return torch.Size((len(self), NUM_CHANNELS, self._side, self._side))
 
     def __getitem__(self, ids: Tensor | slice) -> Tensor:
-        """Images uint8 [n, 3, side, side] of `ids`, int64 [n] in 0..N-1, any order; ValueError where all are broken."""
+        """Centre squares uint8 [n, 3, side, side] of `ids`, int64 [n] in 0..N-1, any order.
+
+        Raises:
+            ValueError: none of the images can be read.
+        """
         if isinstance(ids, slice):
             ids = torch.arange(*ids.indices(len(self)))
-        images = ids.cpu().numpy()
+        (squares,) = self._squares(ids.cpu().numpy(), [self._side], lambda _: [Crop(self._side, centre)])
+        return squares
+
+    def crops(self, images: Int64Array, augmentations: Sequence[Augmentation], uniforms: Float32Array) -> list[Tensor]:
+        """What each augmentation cuts out of images (int64 [n]): uint8 [n, 3, image_size, image_size] each.
+
+        `uniforms` are float32 [augmentations, n, num_uniforms]. Each image is decoded once. Raises as above.
+        """
+
+        def wanted(place: int) -> list[Crop]:
+            numbered = zip(augmentations, uniforms[:, place], strict=True)
+            return [Crop(augment.image_size, partial(augment.box, numbers)) for augment, numbers in numbered]
+
+        return self._squares(images, [augment.image_size for augment in augmentations], wanted)
+
+    def _squares(self, images: Int64Array, sides: list[int], wanted: Callable[[int], list[Crop]]) -> list[Tensor]:
+        """The crops wanted of images[place], for every place: uint8 [n, 3, side, side] for each of `sides`."""
         if len(images) and not 0 <= images.min() <= images.max() < len(self):
             raise IndexError(f"images are asked for by ids in 0..{len(self) - 1}")
         # What is copied to a GPU goes from pinned memory, while this thread goes on.
-        batch = torch.empty((len(images), *self.shape[1:]), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        pixels = batch.numpy()
+        pinned = self._device.type == "cuda"
+        batches = [
+            torch.empty((len(images), NUM_CHANNELS, side, side), dtype=torch.uint8, pin_memory=pinned) for side in sides
+        ]
+        pixels = [batch.numpy() for batch in batches]
         order = np.argsort(self._images.positions(images), kind="stable")
 
         def fill(place: int) -> None:
-            pixels[place] = self._decode(int(images[place]))
+            for batch, square in zip(pixels, self._decode(int(images[place]), wanted(place)), strict=True):
+                batch[place] = square
 
         for _ in self._pool.map(fill, order.tolist()):
             pass
-        return batch.to(self._device, non_blocking=True)
+        return [batch.to(self._device, non_blocking=True) for batch in batches]
 
     def to(self, device: torch.device) -> DecodedImages:
         return DecodedImages(self._images, self._side, threads=self._threads, device=device)
 
-    def _decode(self, image: int) -> NDArray[np.uint8]:
+    def _decode(self, image: int, crops: list[Crop]) -> list[NDArray[np.uint8]]:
         num_tried = min(len(self), _MAX_TRIED)
         for distance in range(num_tried):
             shown = (image + distance) % len(self)
             try:
-                return decode(self._images.read(shown), self._side)
+                return decode(self._images.read(shown), crops)
             except (BrokenImageError, OSError) as error:
                 _log.warning(
                     "broken image", extra={"image": shown, "path": self._images.name(shown), "why": str(error)}

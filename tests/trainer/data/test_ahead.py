@@ -1,4 +1,4 @@
-"""Batches that are decoded ahead are the batches, in turn, and no more of them are made than two."""
+"""Views that are decoded ahead are those of the visits, in turn, and no more of them are made than two batches."""
 
 from __future__ import annotations
 
@@ -7,43 +7,74 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from tests.helpers.image_tree import plain_tree
 from trainer.data import load_dataset
-from trainer.data.ahead import batches_ahead
+from trainer.data.ahead import Visits, views_ahead
+from trainer.data.augment import Augmentation, AugmentationConfig, Unchanged, normalise
+from trainer.schedule import visit_uniforms
+
+AUGMENTATIONS = [
+    Augmentation(AugmentationConfig(), 16),
+    Augmentation(AugmentationConfig(), 16),
+    Augmentation(AugmentationConfig(min_scale=0.05, max_scale=0.14), 8),
+]
 
 
-def test_batches_are_those_of_the_ids_and_few_are_ahead(tmp_path: Path) -> None:
+def visits(*images: int) -> Visits:
+    numbered = np.add.outer(1000 * np.arange(len(AUGMENTATIONS)), np.array(images))
+    return Visits(np.array(images), visit_uniforms(0, numbered, Augmentation.num_uniforms))
+
+
+def test_views_are_those_of_the_visits_and_few_are_ahead(tmp_path: Path) -> None:
     images = load_dataset("folder", plain_tree(tmp_path, 30), image_size=16).train_images
+    everything = list(views_ahead(images, [visits(*range(30))], AUGMENTATIONS, "cpu"))
+    assert [view.shape for view in everything] == [(30, 3, 16, 16), (30, 3, 16, 16), (30, 3, 8, 8)]
+    assert not torch.equal(everything[0], everything[1])
     drawn = 0
 
-    def ids() -> Iterator[torch.Tensor]:
+    def batches() -> Iterator[Visits]:
         nonlocal drawn
         for start in range(0, 30, 3):
             drawn += 1
-            yield torch.arange(start, start + 3)
+            yield visits(*range(start, start + 3))
 
-    with closing(batches_ahead(images, ids())) as batches:
-        for number, batch in enumerate(batches):
-            assert torch.equal(batch, images[3 * number : 3 * number + 3])
-            assert drawn <= number + 3
-    assert drawn == number + 1 == 10
+    with closing(views_ahead(images, batches(), AUGMENTATIONS, "cpu")) as views:
+        for number, view in enumerate(views):
+            batch, augmentation = divmod(number, 3)
+            torch.testing.assert_close(view, everything[augmentation][3 * batch :][:3], rtol=0, atol=1e-6)
+            assert drawn <= batch + 3
+    assert drawn == batch + 1 == 10
 
 
 def test_in_memory_there_is_nothing_to_do_ahead() -> None:
-    images = torch.arange(24, dtype=torch.uint8).view(6, 1, 2, 2)
-    ids = [torch.tensor([5, 0]), torch.tensor([1])]
-    assert [batch.tolist() for batch in batches_ahead(images, ids)] == [images[one].tolist() for one in ids]
+    images = torch.randint(0, 256, (6, 3, 20, 20), dtype=torch.uint8)
+    batches = [visits(5, 0), visits(1)]
+    views = list(views_ahead(images, batches, AUGMENTATIONS, "cpu"))
+    expected = [
+        augment(images[batch.images], torch.from_numpy(uniforms))
+        for batch in batches
+        for augment, uniforms in zip(AUGMENTATIONS, batch.uniforms, strict=True)
+    ]
+    assert all(map(torch.equal, views, expected))
+    assert len(views) == len(expected)
+
+
+def test_unchanged_images_are_centres(tmp_path: Path) -> None:
+    images = load_dataset("folder", plain_tree(tmp_path, 3), image_size=14).train_images  # squares of 16
+    (view,) = views_ahead(images, [Visits(np.arange(3), visits(0, 1, 2).uniforms[:1])], [Unchanged(16)], "cpu")
+    assert torch.equal(view, normalise(images[:]))
 
 
 def test_the_thread_ends_and_failures_are_told_in_turn(tmp_path: Path) -> None:
     images = load_dataset("folder", plain_tree(tmp_path, 3), image_size=16).train_images
     before = threading.active_count()
-    with closing(batches_ahead(images, [torch.tensor([0]), torch.tensor([10**6])])) as batches:
-        assert next(batches).shape[0] == 1
+    with closing(views_ahead(images, [visits(0), visits(10**6)], AUGMENTATIONS, "cpu")) as views:
+        assert [len(next(views)) for _ in AUGMENTATIONS] == [1, 1, 1]
         with pytest.raises(IndexError):
-            next(batches)
+            next(views)
     assert not any(thread.name.startswith("batches") for thread in threading.enumerate())
     assert threading.active_count() <= before + 2

@@ -2,12 +2,16 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
+from tests.helpers.image_tree import encoded
 from trainer.data.augment import Augmentation, AugmentationConfig, _Column, normalise
+from trainer.data.decode import Crop, decode
 
 PAPER = AugmentationConfig()
 EVERYTHING = AugmentationConfig(jitter_probability=1, grey_probability=0.5, blur_probability=1)
@@ -86,6 +90,43 @@ def test_crop_sides_have_the_stated_area_and_ratio() -> None:
     assert ratio.max() <= 4 / 3 * 1.05
     assert ratio.min() >= 3 / 4 / 1.05
     assert abs(ratio.log().mean()) < 0.05
+
+
+@pytest.mark.parametrize("size", [(500, 375), (375, 500), (224, 224), (900, 100)])
+def test_boxes_have_the_stated_area_and_ratio(size: tuple[int, int]) -> None:
+    """And lie within the image, and reach each of its edges, whatever its shape."""
+    width, height = size
+    numbers = uniforms(2_000)
+    boxes = [Augmentation(PAPER, 224).box(row, width, height) for row in numbers.numpy()]
+    left, top, right, bottom = np.array([box[:4] for box in boxes]).T
+    ratio = (right - left) / (bottom - top)
+    assert ratio.min() > 3 / 4 - 1e-5
+    assert ratio.max() < 4 / 3 + 1e-5
+    assert min(left.min(), top.min()) >= 0
+    assert right.max() <= width
+    assert bottom.max() <= height
+    assert max(left.min(), top.min(), width - right.max(), height - bottom.max()) < 1
+    whole = (right - left < 0.999 * width) & (bottom - top < 0.999 * height)  # not cut
+    drawn = 0.2 + 0.8 * numbers[:, _Column.AREA].numpy()
+    np.testing.assert_allclose(((right - left) * (bottom - top) / (width * height))[whole], drawn[whole], rtol=1e-5)
+    if width < 2 * height:  # in a wider one most of the areas drawn have no room
+        assert ratio.min() < 0.77
+        assert ratio.max() > 1.3
+        assert whole.mean() > 0.6
+    assert [box.flipped for box in boxes] == (numbers[:, _Column.FLIP] < 0.5).tolist()
+
+
+def test_a_view_is_the_same_from_memory_and_from_a_file() -> None:
+    """Crops that are enlarged: there antialiasing makes no difference, but for Pillow's rounding."""
+    augment, numbers = Augmentation(AugmentationConfig(strong=False), 64), uniforms(20)
+    batch = images(20, 3, height=30, width=44)
+    files = [encoded(Image.fromarray(one.permute(1, 2, 0).numpy()), "PNG") for one in batch]
+    crops = [
+        decode(content, [Crop(64, lambda *size, row=row: augment.box(row, *size))])[0]
+        for content, row in zip(files, numbers.numpy(), strict=True)
+    ]
+    views = augment.finish(torch.from_numpy(np.stack(crops)), numbers)
+    torch.testing.assert_close(views, augment(batch, numbers), rtol=0, atol=2 / 127.5)
 
 
 def test_jitter_is_per_sample_and_follows_the_definitions() -> None:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 from tests.helpers.image_tree import BROKEN, ORIENTATION, encoded, odd_tree, piece
-from trainer.data.decode import BrokenImageError, check, decode, decoded_side
+from trainer.data.decode import Box, BrokenImageError, Crop, centre, check, decode, decoded_side
+from trainer.torchvision_compat import import_module
+
+
+def square(content: bytes, side: int) -> NDArray[np.uint8]:
+    """The centre square, uint8 [3, side, side]."""
+    (pixels,) = decode(content, [Crop(side, centre)])
+    return pixels
 
 
 def resized_and_cropped(image: Image.Image, side: int) -> Image.Image:
@@ -22,7 +32,7 @@ def resized_and_cropped(image: Image.Image, side: int) -> Image.Image:
 @pytest.mark.parametrize("size", [(60, 48), (48, 60), (50, 50)])
 def test_the_centre_square_is_resized(size: tuple[int, int]) -> None:
     image = piece(1, width=size[0], height=size[1])
-    pixels = decode(encoded(image, "PNG"), 32)
+    pixels = square(encoded(image, "PNG"), 32)
     assert pixels.shape == (3, 32, 32)
     assert pixels.dtype == np.uint8
     expected = np.asarray(resized_and_cropped(image, 32)).transpose(2, 0, 1)
@@ -31,21 +41,67 @@ def test_the_centre_square_is_resized(size: tuple[int, int]) -> None:
 
 def test_nothing_changes_at_the_size_itself() -> None:
     image = piece(2, width=48, height=48)
-    assert np.array_equal(decode(encoded(image, "PNG"), 48), np.asarray(image).transpose(2, 0, 1))
+    assert np.array_equal(square(encoded(image, "PNG"), 48), np.asarray(image).transpose(2, 0, 1))
 
 
 def test_exif_orientation_is_obeyed() -> None:
     image, exif = piece(3, width=48, height=48), Image.Exif()
-    upright = decode(encoded(image), 48)
+    upright = square(encoded(image), 48)
     for orientation, turned in ((6, np.rot90(upright, -1, (1, 2))), (3, np.rot90(upright, 2, (1, 2)))):
         exif[ORIENTATION] = orientation
-        assert np.array_equal(decode(encoded(image, exif=exif), 48), turned)
+        assert np.array_equal(square(encoded(image, exif=exif), 48), turned)
 
 
 def test_a_large_jpeg_is_decoded_small() -> None:
     image = piece(4, width=600, height=400)
     near = np.asarray(resized_and_cropped(image, 48)).transpose(2, 0, 1)
-    assert np.abs(decode(encoded(image, quality=95), 48).astype(int) - near).mean() < 3
+    assert np.abs(square(encoded(image, quality=95), 48).astype(int) - near).mean() < 3
+
+
+@pytest.mark.parametrize(
+    ("box", "tolerance"),
+    [
+        pytest.param(Box(500, 300, 600, 400), 1, id="all of the JPEG"),
+        pytest.param(Box(13, 20, 313, 260), 30, id="half of it"),
+        pytest.param(Box(0, 0, 600, 400), 30, id="a quarter of it"),
+    ],
+)
+def test_a_crop_is_torchvisions(box: Box, tolerance: int) -> None:
+    """But for a JPEG's own scaling, and along the edge, where pixels around a box are looked at."""
+    content = encoded(piece(8, width=600, height=400), quality=95)
+    plain, flipped = decode(content, [Crop(96, lambda *_: box), Crop(96, lambda *_: box._replace(flipped=True))])
+    assert np.array_equal(flipped, plain[:, :, ::-1])
+    left, top, right, bottom, _ = (int(edge) for edge in box)
+    image = torch.from_numpy(np.asarray(Image.open(io.BytesIO(content))).transpose(2, 0, 1).copy())
+    resized_crop = import_module("torchvision.transforms.v2.functional").resized_crop
+    expected = resized_crop(image, top, left, bottom - top, right - left, [96, 96], antialias=True).numpy()
+    difference = np.abs(plain.astype(int) - expected)[:, 1:-1, 1:-1]
+    assert difference.max() <= tolerance
+    assert difference.mean() < 2
+
+
+def test_a_box_is_one_of_the_upright_image_at_any_scale() -> None:
+    """Its top left quarter, large and small: a JPEG is decoded at a quarter for the small one alone."""
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    lying = piece(9, width=608, height=400)
+    upright = lying.transpose(Image.Transpose.ROTATE_270)
+    sizes = []
+
+    def quarter(width: int, height: int) -> Box:
+        sizes.append((width, height))
+        return Box(0, 0, width / 2, height / 2)
+
+    expected = upright.resize((48, 48), Image.Resampling.BILINEAR, box=(0, 0, 200, 304))
+    for file_format in ("JPEG", "PNG", "TIFF", "WEBP"):
+        content = encoded(lying, file_format, exif=exif, **({"quality": 95} if file_format in ("JPEG", "WEBP") else {}))
+        (small,) = decode(content, [Crop(48, quarter)])
+        large, also_small = decode(content, [Crop(240, quarter), Crop(48, quarter)])
+        for pixels in (small, also_small):
+            assert np.abs(pixels.transpose(1, 2, 0).astype(int) - np.asarray(expected)).mean() < 2, file_format
+        assert large.shape == (3, 240, 240)
+        assert (file_format == "JPEG") == (not np.array_equal(small, also_small))
+    assert set(sizes) == {(400, 608)}
 
 
 @pytest.mark.parametrize("mode", ["L", "CMYK", "P", "I;16"])
@@ -62,7 +118,7 @@ def test_every_mode_becomes_colour(mode: str) -> None:
         case _:
             content = encoded(Image.fromarray(grey.astype(np.uint16) * 256), "PNG")
             expected = np.stack([grey] * 3, -1)
-    pixels = decode(content, 48).transpose(1, 2, 0).astype(int)
+    pixels = square(content, 48).transpose(1, 2, 0).astype(int)
     assert np.abs(pixels - expected).mean() < (3 if mode == "CMYK" else 1e-9)
 
 
@@ -70,14 +126,14 @@ def test_of_all_odd_files_only_the_broken_ones_are_refused(tmp_path: Path) -> No
     odd_tree(tmp_path, num_images=3)
     for path in sorted(tmp_path.rglob("[!.]*.[jpw][pne]*g*")) + sorted(tmp_path.rglob("*.webp")):
         if str(path.relative_to(tmp_path)) in BROKEN:
-            for call in (check, lambda content: decode(content, 16)):
+            for call in (check, lambda content: square(content, 16)):
                 with pytest.raises(BrokenImageError) as caught:
                     call(path.read_bytes())
                 assert "\n" not in str(caught.value)
                 assert "0x" not in str(caught.value)
         else:
             check(path.read_bytes())
-            assert decode(path.read_bytes(), 16).shape == (3, 16, 16)
+            assert square(path.read_bytes(), 16).shape == (3, 16, 16)
 
 
 def test_the_suffix_is_of_the_format_and_not_of_the_name() -> None:
@@ -98,7 +154,7 @@ def test_every_cut_of_a_file_is_refused_or_whole() -> None:
         flipped = damaged.copy()
         flipped[random.integers(0, len(whole), 4)] ^= 0x5A
         try:
-            decode(flipped.tobytes(), 16)
+            square(flipped.tobytes(), 16)
         except BrokenImageError:
             continue
 

@@ -10,22 +10,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.helpers.image_tree import odd_tree, plain_tree
 from tests.helpers.small_run import ONLY_ROWS, losses, small_run
 from trainer.data import DataNotFoundError, load_dataset, packed
-from trainer.data.decode import BrokenImageError, decode
+from trainer.data.augment import Augmentation, AugmentationConfig
+from trainer.data.decode import BrokenImageError, Crop, centre, decode
 from trainer.data.pack import PackOptions, pack
 from trainer.data.packed import PackedImages
+from trainer.data.stored import DecodedImages
 from trainer.evaluate import encoder_features
 from trainer.evaluate.table import PROTOCOLS
 from trainer.export import main as export_rows
 from trainer.loop import train
-from trainer.schedule import RangesOrder
+from trainer.schedule import RangesOrder, visit_uniforms
 
 NUM_IMAGES = 290
 SIDE = 18
-"""Of what crops of 16 are taken from."""
+"""Of the squares whose centres of 16 are evaluated."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,10 +72,37 @@ def test_a_batch_is_its_images_in_any_order(directory: Path) -> None:
     assert torch.equal(images[ids], everything[ids])
     assert images[ids[:0]].shape == (0, 3, SIDE, SIDE)
     source = PackedImages(directory)
-    assert np.array_equal(everything[7].numpy(), decode(source.read(7), SIDE))
+    assert np.array_equal(everything[7].numpy(), decode(source.read(7), [Crop(SIDE, centre)])[0])
     with ThreadPoolExecutor(4) as pool:
         for batch in pool.map(lambda start: images[start : start + 20], range(0, 200, 20)):
             assert batch.shape == (20, 3, SIDE, SIDE)
+
+
+def test_a_view_depends_on_no_other_image_and_no_thread(directory: Path) -> None:
+    source = PackedImages(directory)
+    augmentations = [Augmentation(AugmentationConfig(), 16), Augmentation(AugmentationConfig(min_scale=0.05), 8)]
+    ids = np.random.default_rng(0).integers(0, len(source), 40)
+    uniforms = visit_uniforms(3, np.arange(80).reshape(2, 40), Augmentation.num_uniforms)
+    crops = DecodedImages(source, SIDE, threads=4).crops(ids, augmentations, uniforms)
+    assert [crop.shape for crop in crops] == [(40, 3, 16, 16), (40, 3, 8, 8)]
+    alone = DecodedImages(source, SIDE, threads=1)
+    for place in range(40):
+        one = slice(place, place + 1)
+        found = alone.crops(ids[one], augmentations, uniforms[:, one])
+        assert all(torch.equal(crop, all_crops[one]) for crop, all_crops in zip(found, crops, strict=True))
+
+
+def test_the_corners_of_an_image_are_seen_in_training_alone(tmp_path: Path) -> None:
+    pixels = np.zeros((64, 96, 3), np.uint8)
+    pixels[:8, :8] = pixels[:8, -8:] = pixels[-8:, :8] = pixels[-8:, -8:] = 255
+    Image.fromarray(pixels).save(tmp_path / "corners.png")
+    images = load_dataset("folder", tmp_path, image_size=28).train_images
+    assert isinstance(images, DecodedImages)
+    assert not images[:].any()
+    augment = Augmentation(AugmentationConfig(), 28)
+    uniforms = visit_uniforms(0, np.arange(200)[None], Augmentation.num_uniforms)
+    (crops,) = images.crops(np.zeros(200, np.int64), [augment], uniforms)
+    assert all(crops[:, 0, y, x].max() == 255 for y in (0, -1) for x in (0, -1))
 
 
 def run(output: Path, dataset: str, data_dir: Path, **changes: Any) -> list[float]:
@@ -84,6 +114,8 @@ def run(output: Path, dataset: str, data_dir: Path, **changes: Any) -> list[floa
 def test_packed_and_plain_images_train_to_the_same_losses(folder: Path, directory: Path, tmp_path: Path) -> None:
     plain = run(tmp_path / "plain", "folder", folder)
     assert run(tmp_path / "packed", "packed", directory) == plain
+    several = {"views": 2, "view_size": 12, "small_crops": 1, "small_crop_size": 8, "accumulate": 2, "steps": 5}
+    assert run(tmp_path / "a", "folder", folder, **several) == run(tmp_path / "b", "packed", directory, **several)
     with pytest.raises(ValueError, match="packed in the order of seed 0, not 3: give --order-seed 0"):
         run(tmp_path / "other", "packed", directory, order_seed=3)
 
@@ -155,10 +187,10 @@ def test_an_image_that_breaks_later_is_logged_and_shown_as_the_next(
     expected, source = images[4:6], PackedImages(directory)
     fourth = source.read(4)
 
-    def breaking(content: bytes, side: int) -> Any:
+    def breaking(content: bytes, crops: list[Crop]) -> Any:
         if content == fourth:
             raise BrokenImageError("it broke")
-        return decode(content, side)
+        return decode(content, crops)
 
     monkeypatch.setattr("trainer.data.stored.decode", breaking)
     assert torch.equal(images[4:6], expected[[1, 1]])
