@@ -95,7 +95,7 @@ def outcome(cluster: LocalCluster, output: Path, rows: Any, steps: int) -> tuple
     [
         pytest.param("resident", 600, 5, id="resident", marks=pytest.mark.slow),
         pytest.param("remote", 300, 10, id="remote"),
-        pytest.param("resident", 12_000, 100, id="resident, long", marks=LONG),
+        pytest.param("resident", 5_000, 100, id="resident, long", marks=LONG),
         pytest.param("remote", 4_000, 100, id="remote, long", marks=LONG),
     ],
 )
@@ -111,7 +111,7 @@ def test_killed_shards_lose_nothing(rows: Any, steps: int, kills: int, tmp_path:
         assert np.array_equal(getattr(killed_state, name), getattr(state, name)), name
 
 
-@pytest.mark.parametrize(("steps", "num_deaths"), [(200, 4), pytest.param(12_000, 100, marks=LONG, id="long")])
+@pytest.mark.parametrize(("steps", "num_deaths"), [(200, 4), pytest.param(6_000, 100, marks=LONG, id="long")])
 def test_shards_that_die_at_points_of_a_commit_lose_nothing(steps: int, num_deaths: int, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     with LocalCluster(2, tmp_path / "undisturbed") as cluster:
