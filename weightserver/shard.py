@@ -618,11 +618,12 @@ class Shard:
     def _admit(self, batch: Batch, header: WriteHeader) -> bool:
         """Fences old sessions and recognises duplicates."""
         self._check_epoch(batch.state, header.epoch)
-        writer = WriterState.unpack(get_record(batch.txn, "writers", header.writer))
-        if not writer.admit(header.sequence, header.settled_before):
-            return False
-        put_record(batch.txn, "writers", header.writer, writer.pack())
-        return True
+        stored = get_record(batch.txn, "writers", header.writer)
+        writer = WriterState.unpack(stored)
+        admitted = writer.admit(header.sequence, header.settled_before)
+        if writer.pack() != stored:  # a duplicate too may tell what its writer gave up
+            put_record(batch.txn, "writers", header.writer, writer.pack())
+        return admitted
 
     def _check_epoch(self, state: State, epoch: int) -> None:
         if epoch < state.epoch:

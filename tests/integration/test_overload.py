@@ -52,6 +52,7 @@ class Crowd:
         self._stubs = [WeightServerStub(channel) for channel in self._channels]
         self._calls: list[Any] = []
         self.end = threading.Event()
+        self._left = threading.Event()
         self.peak = 0
         self._sampler = threading.Thread(target=self._sample)
         self._sampler.start()
@@ -89,24 +90,24 @@ class Crowd:
         """Writes that stop after the first of two messages."""
         half = rows_to_proto(np.arange(num_rows // 2))
 
-        def messages(number: int) -> Iterator[pb.PushGradientsRequest]:
+        def messages(number: int, left: threading.Event) -> Iterator[pb.PushGradientsRequest]:
             gradients = bytes(2 * num_rows * SPEC.dim)
             yield pb.PushGradientsRequest(header=self.header(number, num_rows), rows=half, gradients=gradients)
-            self.end.wait()
+            left.wait()
 
-        self._calls += [self.stub(number).PushGradients.future(messages(number)) for number in range(count)]
+        self._calls += [self.stub(number).PushGradients.future(messages(number, self._left)) for number in range(count)]
 
     def send_no_message(self, count: int) -> None:
         """Calls of one message that never bring it."""
 
-        def nothing() -> Iterator[bytes]:
-            self.end.wait()
+        def nothing(left: threading.Event) -> Iterator[bytes]:
+            left.wait()
             yield b""
 
         for number in range(count):
             channel = self.channel(number)
             method = ("pic.weightserver.v1.WeightServer/Describe", "grpc.health.v1.Health/Check")[number % 2]
-            self._calls.append(channel.stream_unary(f"/{method}").future(nothing()))
+            self._calls.append(channel.stream_unary(f"/{method}").future(nothing(self._left)))
 
     def work(self, rounds: int) -> float:
         """Seconds that the good client takes for fetches and pushes."""
@@ -121,10 +122,12 @@ class Crowd:
         self._calls += calls
 
     def leave(self) -> list[Any]:
-        """The calls, cancelled where they go on."""
+        """The calls, cancelled where they go on; the threads that fed them end."""
         calls, self._calls = self._calls, []
         for call in calls:
             call.cancel()
+        self._left.set()
+        self._left = threading.Event()
         return calls
 
     def close(self) -> None:
