@@ -50,9 +50,11 @@ class Groups:
             future.exception(10)
         return futures
 
-    def push(self, step: int) -> Callable[[Batch], object]:
-        self.sequence += 1
-        header = WriteHeader(1, b"w" * 16, self.sequence, 0, step)
+    def push(self, step: int, *, sequence: int | None = None, settled_before: int = 0) -> Callable[[Batch], object]:
+        """With the next sequence number, where none is given."""
+        if sequence is None:
+            self.sequence = sequence = self.sequence + 1
+        header = WriteHeader(1, b"w" * 16, sequence, settled_before, step)
         return lambda batch: self.shard.push_gradients(batch, header, ROW, ONES)
 
     def extend(self, start: int, *rates: float) -> Callable[[Batch], object]:
@@ -158,6 +160,18 @@ def test_a_failed_write_is_recognised_as_long_as_the_window_reaches() -> None:
     again = session.begin([0], lambda: b"lost")
     assert again == lost
     assert shard.admit(again[0], session.settled_before(0)) is False
+
+
+def test_a_repeated_write_too_tells_what_its_writer_gave_up(groups: Groups) -> None:
+    """Write 2 was given up, which write 3 tells when it is sent again; whatever comes of write 2 later is too late."""
+    first, third = groups.push(0, sequence=1), groups.push(0, sequence=3)
+    groups.commit(groups.create, groups.open_session, groups.extend(0, 1.0), first, third)
+    (again,) = groups.commit(groups.push(0, sequence=3, settled_before=3))
+    assert again.result() is False
+    weight = groups.weight()
+    (late,) = groups.commit(groups.push(0, sequence=2))
+    assert late.result() is False
+    assert groups.weight() == weight
 
 
 def test_a_write_that_is_given_up_while_it_runs_is_taken_back(groups: Groups) -> None:
