@@ -31,8 +31,8 @@ from weightserver.wire import rows_to_proto
 SPEC = TableSpec(num_rows=200_000, dim=32)
 
 
-def health(address: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "weightserver", "health", address, "--timeout-seconds", "2"]
+def health(address: str, timeout_seconds: float = 2) -> tuple[int, str]:
+    command = [sys.executable, "-m", "weightserver", "health", address, "--timeout-seconds", str(timeout_seconds)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     return done.returncode, done.stdout.strip()
 
@@ -74,7 +74,8 @@ def test_sigterm_lets_a_running_fetch_end(tmp_path: Path) -> None:
             answer = WeightServerStub(channel).Fetch(pb.FetchRequest(rows=rows_to_proto(rows), step=1), timeout=30)
             messages = [next(answer).weight]
             cluster.processes[0].send_signal(signal.SIGTERM)
-            wait_until(lambda: health(cluster.addresses[0])[0] == 1)
+            wait_until(lambda: "draining" in (tmp_path / "shard-0.log").read_text())
+            assert health(cluster.addresses[0], timeout_seconds=0.5)[0] == 1
             with pytest.raises(ShardUnavailableError):
                 client.fetch([1], step=0)
             assert cluster.processes[0].poll() is None, "the running fetch was cut off"
