@@ -54,7 +54,7 @@ class PackOptions:
     on_rows: Callable[[int, int], None] = lambda done, count: None
     """Called with the rows of the range that are packed, and how many it has."""
     on_broken: Callable[[str], None] = lambda line: None
-    """Called with a line for each broken image."""
+    """Called with a line for each image that is broken or left out."""
 
     def __post_init__(self) -> None:
         if (self.shard_bytes is not None and self.shard_bytes < 1) or self.threads < 1 or (self.max_broken or 0) < 0:

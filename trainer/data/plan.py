@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-import xxhash
-
-from trainer.data.listing import ImageSource, Listing, listing_lines
+from trainer.data.listing import ImageSource, Listing, image_hash, listing_lines
 from trainer.data.manifest import Manifest, Range, is_packed, listing_path
 from weightserver.files import write_whole
 
@@ -30,6 +28,9 @@ class PackRequest(Protocol):
 
     @property
     def extend(self) -> bool: ...
+
+    @property
+    def on_broken(self) -> Callable[[str], None]: ...
 
 
 def planned(source: Path, output: Path, request: PackRequest) -> Manifest:
@@ -73,8 +74,8 @@ def _with_new_range(manifest: Manifest, source: Path, output: Path, request: Pac
     def write(path: Path) -> None:
         nonlocal count
         with path.open("wb") as file:
-            new = (entry for entry in found.entries() if _hash(found.root / entry.path, entry.member) not in known)
-            for count, line in enumerate(listing_lines(new), 1):  # noqa: B007 - how many there were
+            new = (entry for entry in found.entries() if image_hash(found.root / entry.path, entry.member) not in known)
+            for count, line in enumerate(listing_lines(new, request.on_broken), 1):  # noqa: B007 - how many there were
                 file.write(line)
 
     write_whole(listing_path(output, first), write)
@@ -94,9 +95,5 @@ def _known(manifest: Manifest, output: Path) -> set[int]:
     known = set()
     for part in manifest.ranges:
         listing = Listing.open(listing_path(output, part.first), Path(part.root))
-        known |= {_hash(Path(part.root) / entry.path, entry.member) for entry in listing.entries()}
+        known |= {image_hash(Path(part.root) / entry.path, entry.member) for entry in listing.entries()}
     return known
-
-
-def _hash(path: Path, member: str) -> int:
-    return xxhash.xxh3_64_intdigest(os.fsencode(f"{path}\0{member}"))

@@ -241,6 +241,14 @@ def test_bad_input(tree: Path, packed: Path, tmp_path: Path) -> None:
             pack(source, output, options(**changes))
 
 
+def test_a_list_that_is_refused_leaves_no_pack(tmp_path: Path) -> None:
+    (tmp_path / "list.txt").write_text(f"a.jpg 1\nb.jpg {2**64}\n")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="line 2"):
+            pack(tmp_path / "list.txt", tmp_path / "out", options())
+        assert list((tmp_path / "out").iterdir()) == []
+
+
 def test_two_packers_do_not_mix(tree: Path, tmp_path: Path) -> None:
     with pack_module._only_packer(tmp_path), pytest.raises(OSError, match="another process is packing into"):
         pack(tree, tmp_path, options())
