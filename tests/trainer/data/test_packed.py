@@ -173,11 +173,21 @@ def test_without_labels_or_test_images_one_line_says_so(tmp_path: Path) -> None:
             run(tmp_path / "run", "packed", tmp_path / directory, evaluate=True)
 
 
-def test_the_classes_of_test_images_have_to_be_the_same(tmp_path: Path) -> None:
-    pack(plain_tree(tmp_path / "tree", 9), tmp_path / "packed", PackOptions())
+def test_test_images_of_the_first_classes_stay_when_one_is_added(tmp_path: Path) -> None:
     pack(plain_tree(tmp_path / "two", 2), tmp_path / "packed/test", PackOptions())
-    with pytest.raises(ValueError, match="are not those of the training images"):
-        load_dataset("packed", tmp_path / "packed")
+    pack(plain_tree(tmp_path / "tree", 9), tmp_path / "packed", PackOptions())
+    dataset = load_dataset("packed", tmp_path / "packed", image_size=16)
+    assert dataset.test_labels.tolist() == [0, 1]
+    assert dataset.test_images.shape[0] == 2
+
+
+def test_test_images_of_other_classes_are_in_the_way_of_evaluation_alone(tmp_path: Path) -> None:
+    (plain_tree(tmp_path / "other", 3) / "a").rename(tmp_path / "other/d")
+    pack(plain_tree(tmp_path / "tree", 100), tmp_path / "packed", PackOptions())
+    pack(tmp_path / "other", tmp_path / "packed/test", PackOptions())
+    assert len(run(tmp_path / "run", "packed", tmp_path / "packed", steps=2)) == 2
+    with pytest.raises(ValueError, match=r"packed/test are not those of the training images: train with --no-evaluate"):
+        run(tmp_path / "tested", "packed", tmp_path / "packed", evaluate=True)
 
 
 def test_an_image_that_breaks_later_is_logged_and_shown_as_the_next(
