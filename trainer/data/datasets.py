@@ -1,12 +1,13 @@
 """The data sets the trainer knows, and where it looks for each."""
 
+import itertools
 import os
 import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.error import URLError
@@ -91,6 +92,18 @@ class Dataset:
             raise ValueError(f"{kind} images have no labels: train without evaluations, or choose another --dataset")
         if tested and not len(self.test_images):
             raise ValueError(f"{self.untested}: train with --no-evaluate, or add some that fit")
+
+    def first(self, num_images: int) -> "Dataset":
+        """The images of the first ranges, as before others were added; all where no ranges have as many."""
+        ends = list(itertools.accumulate(self.range_sizes))
+        if num_images not in ends or not isinstance(self.train_images, DecodedImages):
+            return self
+        return replace(
+            self,
+            train_images=self.train_images.first(num_images),
+            train_labels=self.train_labels[:num_images],
+            range_sizes=self.range_sizes[: ends.index(num_images) + 1],
+        )
 
     def order(self, order_seed: int) -> RangesOrder:
         """Which row belongs to which image. Raises ValueError where the images are stored in another seed's order."""

@@ -46,21 +46,30 @@ class DecodedImages:
     Nothing is kept but the batch. An image that is broken, or cannot be read, is logged and shown as the next intact
     one by id, after the last the first: what packing does with it too.
 
+    `num_images` are the first of `images`, without it all.
+
     Raises:
         ValueError: side below 1.
     """
 
     def __init__(
-        self, images: EncodedImages, side: int, *, threads: int | None = None, device: torch.device | str = "cpu"
+        self,
+        images: EncodedImages,
+        side: int,
+        *,
+        num_images: int | None = None,
+        threads: int | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         if side < 1:
             raise ValueError(f"the side of images must be at least 1, got {side}")
         self._images, self._side, self._device = images, side, torch.device(device)
+        self._num_images = len(images) if num_images is None else num_images
         self._threads = threads or min(_MAX_THREADS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="decode")
 
     def __len__(self) -> int:
-        return len(self._images)
+        return self._num_images
 
     @property
     def shape(self) -> torch.Size:
@@ -110,7 +119,14 @@ class DecodedImages:
         return [batch.to(self._device, non_blocking=True) for batch in batches]
 
     def to(self, device: torch.device) -> DecodedImages:
-        return DecodedImages(self._images, self._side, threads=self._threads, device=device)
+        return self._like(num_images=len(self), device=device)
+
+    def first(self, num_images: int) -> DecodedImages:
+        """The first of these images."""
+        return self._like(num_images=num_images, device=self._device)
+
+    def _like(self, *, num_images: int, device: torch.device) -> DecodedImages:
+        return DecodedImages(self._images, self._side, num_images=num_images, threads=self._threads, device=device)
 
     def _decode(self, image: int, crops: list[Crop]) -> list[NDArray[np.uint8]]:
         num_tried = min(len(self), _MAX_TRIED)

@@ -190,7 +190,8 @@ def test_extending_adds_a_range_and_changes_no_old_byte(tmp_path: Path) -> None:
     assert contents(directory) == after
 
 
-def test_an_extension_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_extension_that_was_ended_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And until its end the images of before are all there are."""
     first, second = plain_tree(tmp_path / "first", 10), plain_tree(tmp_path / "second", 30, first=10)
     for name in ("whole", "halved"):
         pack(first, tmp_path / name, options())
@@ -200,14 +201,29 @@ def test_an_extension_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest
         if done == 25:
             raise Killed
 
+    old = PackedImages(tmp_path / "halved")
     with pytest.raises(Killed):
         pack(second, tmp_path / "halved", options(extend=True, on_rows=dying))
-    with pytest.raises(ValueError, match="is not packed to its end"):
-        PackedImages(tmp_path / "halved")
+    halved = PackedImages(tmp_path / "halved")
+    assert "without 30 images that are being added" in caplog.text
+    assert list(halved.rows(0, 10)) == list(old.rows(0, len(old)))
+    assert np.array_equal(halved.labels(), old.labels())
     with pytest.raises(ValueError, match="go on with those first"):
         pack(first, tmp_path / "halved", options(extend=True))
     pack(second, tmp_path / "halved", options(extend=True))
     assert contents(tmp_path / "halved") == contents(tmp_path / "whole")
+
+
+def test_a_pack_that_was_ended_is_none_yet(tmp_path: Path) -> None:
+    def dying(done: int, count: int) -> None:
+        if done == 15:
+            raise Killed
+
+    with pytest.raises(Killed):
+        pack(plain_tree(tmp_path / "tree", 20), tmp_path / "packed", options(on_rows=dying))
+    assert Manifest.load(tmp_path / "packed").shards
+    with pytest.raises(ValueError, match="is not packed to its end"):
+        PackedImages(tmp_path / "packed")
 
 
 def test_too_many_broken_images_end_the_pack(tree: Path, tmp_path: Path) -> None:
