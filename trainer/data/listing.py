@@ -67,6 +67,7 @@ class ImageSource:
         names = [name.removesuffix(".tar") for name in folders] if self.labelled else []
         self.classes = [*classes, *sorted(set(names) - set(classes))]
         """Names of the classes by number; none for a list, whose labels are numbers."""
+        self.kind = kind_of_labels(self.labelled, names)
 
     def entries(self) -> Iterator[Entry]:
         """The images in the order of their ids. Raises ValueError for what cannot be listed."""
@@ -82,6 +83,11 @@ class ImageSource:
             else:
                 for path in _walk(child, ()):
                     yield Entry(label, -1, -1, os.path.relpath(path, self.root), "")
+
+
+def kind_of_labels(labelled: bool, classes: Sequence[str]) -> str:
+    """What a message calls the labels of images."""
+    return ("labels by name" if classes else "labels by number") if labelled else "no labels"
 
 
 class Listing:

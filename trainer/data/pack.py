@@ -86,6 +86,8 @@ def pack(source: Path, output: Path, options: PackOptions) -> Manifest:
     """
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is not a directory: give another")
+    if source.is_dir() and output.resolve().is_relative_to(source.resolve()):
+        raise ValueError(f"{output} lies in {source}, whose folders may be classes: give a directory beside it")
     output.mkdir(parents=True, exist_ok=True)
     with _only_packer(output):
         manifest = planned(source, output, options)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from trainer.data.listing import ImageSource, Listing, image_hash, listing_lines
+from trainer.data.listing import ImageSource, Listing, image_hash, kind_of_labels, listing_lines
 from trainer.data.manifest import Manifest, Range, is_packed, listing_path
 from weightserver.files import write_whole
 
@@ -60,6 +60,10 @@ def planned(source: Path, output: Path, request: PackRequest) -> Manifest:
     if last.source != str(source) and (not manifest.complete or not request.extend):
         do = "give --extend to add these" if manifest.complete else "go on with those first"
         raise ValueError(f"{output} holds images of {last.source}: {do}, or give another directory")
+    if not request.labelled and manifest.labelled:
+        raise ValueError(f"{output} keeps labels: leave --no-labels away, or give another directory")
+    if request.labelled and not last.labelled and source.exists() and ImageSource(source).labelled:
+        raise ValueError(f"{output} keeps no labels: give --no-labels, or another directory")
     if manifest.complete and request.extend:
         return _with_new_range(manifest, source, output, request)
     return manifest
@@ -68,6 +72,9 @@ def planned(source: Path, output: Path, request: PackRequest) -> Manifest:
 def _with_new_range(manifest: Manifest, source: Path, output: Path, request: PackRequest) -> Manifest:
     """Lists the source's images that are in no range yet, and names them in the manifest; unchanged without any."""
     found = ImageSource(source, labelled=request.labelled, classes=manifest.classes)
+    kind = kind_of_labels(manifest.labelled, manifest.classes)
+    if manifest.ranges and found.kind != kind:
+        raise ValueError(f"{source} has {found.kind}, {output} {kind}: add images of the same kind, or pack them apart")
     known = _known(manifest, output)
     first, count = manifest.num_images, 0
 

@@ -252,9 +252,42 @@ def test_bad_input(tree: Path, packed: Path, tmp_path: Path) -> None:
         (tree, packed, {"order_seed": 6}, "in the order of seed 5, not 6"),
         (tree, packed, {"shard_bytes": 7}, "has tars of up to 20,000 bytes"),
         (tmp_path / "empty", packed, {}, "give --extend to add these"),
+        (tree, tree, {}, "whose folders may be classes: give a directory beside it"),
+        (tree, tree / "packed", {}, "whose folders may be classes: give a directory beside it"),
+        (tree, packed, {"labelled": False}, "keeps labels: leave --no-labels away"),
     ):
+        before = contents(packed)
         with pytest.raises(ValueError, match=message):
             pack(source, output, options(**changes))
+        assert contents(packed) == before
+    assert not (tree / "packed").exists()
+
+
+def test_extended_images_have_the_same_kind_of_labels(tmp_path: Path) -> None:
+    """Of folders, of lists with numbers, and of images without any: none goes into a pack of another."""
+    sources = {
+        "labels by name": plain_tree(tmp_path / "named", 6),
+        "no labels": plain_tree(tmp_path / "flat/x", 3) / "a",
+    }
+    (tmp_path / "list").write_text("named/a/0000.jpg 98\nnamed/b/0001.jpg 99\n")
+    sources["labels by number"] = tmp_path / "list"
+    for kind, source in sources.items():
+        output = tmp_path / f"packed {kind}"
+        pack(source, output, options())
+        pack(source, output, options(extend=True))
+        for other in sources.keys() - {kind}:
+            with pytest.raises(
+                ValueError, match=f"has {other}, .* {kind}: add images|keeps no labels: give --no-labels"
+            ):
+                pack(sources[other], output, options(extend=True))
+        assert Manifest.load(output).sizes == ({"labels by name": 6, "no labels": 1, "labels by number": 2}[kind],)
+    named, unlabelled = sources["labels by name"], tmp_path / "unlabelled"
+    pack(named, unlabelled, options(labelled=False))
+    with pytest.raises(ValueError, match="keeps no labels: give --no-labels"):
+        pack(named, unlabelled, options())
+    pack(named, unlabelled, options(labelled=False))
+    manifest = pack(tmp_path / "list", tmp_path / "packed no labels", options(labelled=False, extend=True))
+    assert (manifest.sizes, manifest.labelled) == ((1, 2), False)
 
 
 def test_a_list_that_is_refused_leaves_no_pack(tmp_path: Path) -> None:
