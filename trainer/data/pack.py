@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data.decode import BrokenImageError, check
+from trainer.data.decode import BrokenImageError, check, max_broken
 from trainer.data.listing import NO_LABEL, Listing
 from trainer.data.manifest import INDEX, Manifest, Shard, Substitute, index_path, listing_path, tar_path
 from trainer.data.plan import planned
@@ -133,7 +133,7 @@ class _Packer:
         if len(listing) != self._part.count:
             raise ValueError(f"{listing_path(output, self._part.first)} is not the list that the manifest counts")
         limit = options.max_broken
-        self._max_broken = max(100, self._part.count // 100) if limit is None else limit
+        self._max_broken = max_broken(self._part.count) if limit is None else limit
         self._num_broken = sum(len(shard.substitutes) for shard in self._part.shards)
 
     def run(self) -> Manifest:

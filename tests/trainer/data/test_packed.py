@@ -203,10 +203,35 @@ def test_an_image_that_breaks_later_is_logged_and_shown_as_the_next(
         return decode(content, crops)
 
     monkeypatch.setattr("trainer.data.stored.decode", breaking)
-    assert torch.equal(images[4:6], expected[[1, 1]])
-    (record,) = caplog.records
+    for _ in range(2):
+        assert torch.equal(images[4:6], expected[[1, 1]])
+    (record,) = caplog.records  # once
     assert (record.image, record.why) == (4, "it broke")  # type: ignore[attr-defined]
-    assert re.search(r"row \d+ in .*\.tar", record.path)  # type: ignore[attr-defined]
+    assert re.fullmatch(r"broken image: row \d+ in .*\.tar \(it broke\)", record.getMessage())
+    assert record.path in record.getMessage()  # type: ignore[attr-defined]
+
+
+def test_training_on_a_damaged_pack_ends(tmp_path: Path) -> None:
+    """Where more images are broken than packing would bear with, however often each is visited."""
+    tree, packed = plain_tree(tmp_path / "tree", 1), tmp_path / "packed"
+    for number in range(250):
+        (tree / f"a/{number:04d}.jpg").write_bytes((tree / "a/0000.jpg").read_bytes())
+    pack(tree, packed, PackOptions())
+    (tar,) = packed.glob("*.tar")
+    records = np.load(tar.with_suffix(".npy"))
+    kept = tar.read_bytes()
+    for num_broken in (100, 101):
+        content = bytearray(kept)
+        for record in records[:num_broken]:
+            content[record["offset"] : record["offset"] + 2] = b"no"
+        tar.write_bytes(content)
+        settings = {"steps": 40, "num_negatives": 64, "window_size": 250, "window_stride": 250}
+        if num_broken == 100:
+            assert len(run(tmp_path / "borne", "packed", packed, **settings)) == 40
+            continue
+        with pytest.raises(ValueError, match=r"more than 100 of 250 images are broken, .* row \d+ in .*") as ended:
+            run(tmp_path / "ended", "packed", packed, **settings)
+        assert "\n" not in str(ended.value)
 
 
 def test_files_are_closed_again(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
