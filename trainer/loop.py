@@ -32,7 +32,7 @@ from trainer.metrics import peak_gpu_bytes
 from trainer.model import PICModel, build_model, check_image_size, load_encoder, save_encoder
 from trainer.recency import ActiveRows, RecentRows, announced
 from trainer.report import Report
-from trainer.rows.opening import open_rows
+from trainer.rows.opening import images_of_run, open_rows
 from trainer.schedule import RangesOrder, VisitSchedule, visit_uniforms
 from trainer.stopping import Stopped, stop_signals
 from weightserver import TableSpec
@@ -84,7 +84,9 @@ def train(config: TrainConfig) -> TrainResult:
     if config.evaluate or config.knn_every:
         dataset.check_labelled(tested=config.evaluate)
     with process_group(device, timeout_seconds=config.rank_timeout_seconds + config.retry_seconds) as ranks:
-        model, summary = _train_rank(with_resume_decided(config, ranks), dataset, device, ranks)
+        config = with_resume_decided(config, ranks)
+        dataset = images_of_run(config, dataset, ranks)
+        model, summary = _train_rank(config, dataset, device, ranks)
     summary["train_seconds"] = time.perf_counter() - started
     results: dict[str, ProbeResult] = {}
     if ranks.is_first:

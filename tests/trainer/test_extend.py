@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.helpers.image_tree import plain_tree
 from tests.helpers.small_run import EVERY, losses, small_run
 from trainer.checkpoint import Checkpoints, saved_steps
 from trainer.config import TrainConfig
+from trainer.data.manifest import Manifest
 from trainer.data.pack import PackOptions, pack
 from trainer.export import main as export
 from trainer.history import ImageHistory
@@ -173,9 +175,6 @@ def test_a_run_that_fails_while_it_is_extended_goes_on(
         patched.setattr(owner, name, patch(getattr(owner, name)))
         with pytest.raises(OSError, match="power"):
             train(run(output, images / "all", resume=True, extend=True))
-    if not noted:
-        with pytest.raises(ValueError, match="give --extend to go on with all of them"):
-            train(run(output, images / "all", resume=True))
     train(run(output, images / "all", resume=True, extend=not noted))
     assert losses(output) == losses(extended)
 
@@ -198,20 +197,32 @@ def test_a_run_that_goes_back_behind_its_extension(before: Path, extended: Path,
     output = shutil.copytree(extended, tmp_path / "run")
     for step in saved_steps(output / "checkpoints")[1:]:
         (output / "checkpoints" / f"step-{step:012d}.safetensors").unlink()
-    with pytest.raises(ValueError, match="the run has 100 images, the data set 160: give --extend"):
-        train(run(output, images / "all", resume=True))
     again = shutil.copytree(output, tmp_path / "again")
     train(run(output, images / "all", resume=True, extend=True))
     fresh = tmp_path / "fresh"
     train(run(fresh, images / "all"))
     assert losses(output) == losses(fresh), "from step 0 on it has all images"
-    train(run(again, images / "old", resume=True))
+    train(run(again, images / "all", resume=True))
     assert losses(again) == losses(before)
 
 
-def test_more_images_wait_for_extend(output: Path, images: Path) -> None:
-    with pytest.raises(ValueError, match="has 100 images, the data set 160: give --extend to go on with all of them"):
-        train(run(output, images / "all", resume=True))
+def test_more_images_wait_for_extend(
+    before: Path, extended: Path, images: Path, output: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run that goes on without it has the images of before, also where others are being added."""
+    shutil.copytree(images / "all", growing := output.parent / "growing")
+    manifest = Manifest.load(growing)
+    unpacked = replace(manifest.ranges[1], shards=())
+    replace(manifest, ranges=(manifest.ranges[0], unpacked)).save(growing)
+    for data_dir, message in (("growing", "without 60 images"), (images / "all", "going on with 100 of 160 images")):
+        shutil.copytree(output, again := output.parent / Path(data_dir).name / "run")
+        caplog.clear()
+        result = train(run(again, output.parent / data_dir, resume=True))
+        assert len(result.dataset.train_images) == len(result.dataset.train_labels) == OLD
+        assert losses(again) == losses(before)
+        assert message in caplog.text
+    train(run(again, images / "all", resume=True, extend=True))
+    assert losses(again) == losses(extended)
     with pytest.raises(ValueError, match="--extend adds images to a run that goes on: give --resume too"):
         train(run(output.parent / "new", images / "all", extend=True))
 

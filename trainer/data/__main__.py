@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     packing.add_argument("--order-seed", type=int, metavar="SEED", help="the trainer's --order-seed (default 0)")
     packing.add_argument("--extend", action="store_true", help="add the images that are not packed yet, as new ids")
     packing.add_argument("--no-labels", action="store_true", help="keep no labels")
-    packing.add_argument("--shard-mib", type=float, metavar="MIB", help="largest tar (default 256)")
+    packing.add_argument("--shard-mib", type=_mib, dest="shard_bytes", metavar="MIB", help="largest tar (default 256)")
     packing.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="that decode (default one a core)")
     packing.add_argument(
         "--max-broken",
@@ -68,6 +68,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _mib(text: str) -> int:
+    """Bytes."""
+    try:
+        return round(float(text) * 2**20)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text} is no number of MiB") from None
+
+
 def _pack(options: argparse.Namespace) -> None:
     columns = (BarColumn(), TaskProgressColumn(), MofNCompleteColumn(), TextColumn("images"), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -77,7 +85,7 @@ def _pack(options: argparse.Namespace) -> None:
             options.output,
             PackOptions(
                 order_seed=options.order_seed,
-                shard_bytes=None if options.shard_mib is None else round(options.shard_mib * 2**20),
+                shard_bytes=options.shard_bytes,
                 labelled=not options.no_labels,
                 extend=options.extend,
                 threads=options.threads,

@@ -1,14 +1,15 @@
 """The data sets the trainer knows, and where it looks for each."""
 
+import itertools
 import os
 import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.error import URLError
 
 import torch
@@ -72,6 +73,8 @@ class Dataset:
     """Seed of the order in which the images are stored; None where any order is as good."""
     evaluated_side: int | None = None
     """Side of an image's centre that evaluation takes; None for all of it."""
+    untested: str = "these images have no test images beside them"
+    """Why there are no test images, where there are none."""
 
     @property
     def ranges(self) -> tuple[int, ...]:
@@ -88,7 +91,19 @@ class Dataset:
             kind = "generated" if isinstance(self.train_images, SyntheticImages) else "these"
             raise ValueError(f"{kind} images have no labels: train without evaluations, or choose another --dataset")
         if tested and not len(self.test_images):
-            raise ValueError("these images have no test images beside them: train with --no-evaluate, or add some")
+            raise ValueError(f"{self.untested}: train with --no-evaluate, or add some that fit")
+
+    def first(self, num_images: int) -> "Dataset":
+        """The images of the first ranges, as before others were added; all where no ranges have as many."""
+        ends = list(itertools.accumulate(self.range_sizes))
+        if num_images not in ends or not isinstance(self.train_images, DecodedImages):
+            return self
+        return replace(
+            self,
+            train_images=self.train_images.first(num_images),
+            train_labels=self.train_labels[:num_images],
+            range_sizes=self.range_sizes[: ends.index(num_images) + 1],
+        )
 
     def order(self, order_seed: int) -> RangesOrder:
         """Which row belongs to which image. Raises ValueError where the images are stored in another seed's order."""
@@ -113,6 +128,7 @@ def load_dataset(
     folder: images in `directory`, a folder or a list of them, or in its train/ with test images in test/ or val/.
     packed: what `python -m trainer.data pack` made in `directory`, with test images packed in its test/.
     These two are decoded when they are asked for, in colour: crops of the whole image to train on, centres to evaluate.
+    Their test images have to be of the first of the training images' classes, and are left away otherwise.
     Raises DataNotFoundError (a ValueError) in one line that says what was tried and what to do.
     """
     if name == SYNTHETIC:
@@ -143,57 +159,57 @@ def _make_synthetic(directory: Path | None, num_images: int | None, image_size: 
 
 
 def _load_folder(directory: Path, image_size: int) -> Dataset:
-    side, stored = decoded_side(image_size), {"evaluated_side": image_size}
+    side = decoded_side(image_size)
     train = directory / "train" if (directory / "train").is_dir() else directory
     test = next((path for name in ("test", "val") if train != directory and (path := directory / name).is_dir()), None)
-    train_images, train_labels, classes = _listed(train, side)
-    if test is None:
-        test_images, test_labels = train_images[:0], train_labels[:0]
-        return _decoded(train_images, train_labels, test_images, test_labels, **stored)
-    tested, test_labels, test_classes = _listed(test, side)
-    _check_classes(classes, test_classes, test)
-    return _decoded(train_images, train_labels, tested, test_labels, **stored)
+    return _decoded(_listed(train, side), _listed(test, side) if test else None, test, evaluated_side=image_size)
 
 
-def _listed(source: Path, side: int) -> tuple[DecodedImages, Tensor, tuple[str, ...]]:
+class _Labelled(NamedTuple):
+    images: DecodedImages
+    labels: Tensor
+    classes: tuple[str, ...]
+
+
+def _listed(source: Path, side: int) -> _Labelled:
     found = ImageSource(source)
     content = b"".join(listing_lines(found.entries()))
     if not content:
         raise DataNotFoundError(f"no images in {source}: give a folder or a list of images by --data-dir")
     listing = Listing(content, found.root)
-    return DecodedImages(listing, side), torch.from_numpy(listing.labels()), tuple(found.classes)
+    return _Labelled(DecodedImages(listing, side), torch.from_numpy(listing.labels()), tuple(found.classes))
 
 
 def _load_packed(directory: Path, image_size: int) -> Dataset:
-    side, packed = decoded_side(image_size), PackedImages(directory)
-    train_images, train_labels = DecodedImages(packed, side), torch.from_numpy(packed.labels())
-    stored = {
-        "range_sizes": packed.manifest.sizes,
-        "order_seed": packed.manifest.order_seed,
-        "evaluated_side": image_size,
-    }
-    if not is_packed(directory / "test"):
-        return _decoded(train_images, train_labels, train_images[:0], train_labels[:0], **stored)
-    tested = PackedImages(directory / "test")
-    _check_classes(packed.manifest.classes, tested.manifest.classes, tested.directory)
+    side, packed, test = decoded_side(image_size), PackedImages(directory), directory / "test"
     return _decoded(
-        train_images, train_labels, DecodedImages(tested, side), torch.from_numpy(tested.labels()), **stored
+        _packed(packed, side),
+        _packed(PackedImages(test), side) if is_packed(test) else None,
+        test,
+        evaluated_side=image_size,
+        range_sizes=packed.manifest.sizes,
+        order_seed=packed.manifest.order_seed,
     )
 
 
-def _check_classes(train: tuple[str, ...], test: tuple[str, ...], directory: Path) -> None:
-    if train != test:
-        raise ValueError(f"the classes of the test images in {directory} are not those of the training images")
+def _packed(images: PackedImages, side: int) -> _Labelled:
+    return _Labelled(DecodedImages(images, side), torch.from_numpy(images.labels()), images.manifest.classes)
 
 
-def _decoded(
-    train_images: TrainImages, train_labels: Tensor, test_images: TrainImages, test_labels: Tensor, **stored: Any
-) -> Dataset:
-    """A data set in which an image without a label makes all unlabelled, and leaves nothing to test."""
+def _decoded(train: _Labelled, test: _Labelled | None, test_directory: Path | None, **stored: Any) -> Dataset:
+    """A data set in which an image without a label makes all unlabelled, and leaves nothing to test.
+
+    Test images of other classes than the first of the training images' are left away, until they are asked for.
+    """
+    if test and (train.classes[: len(test.classes)] != test.classes or bool(train.classes) != bool(test.classes)):
+        stored["untested"] = f"the classes of the test images in {test_directory} are not those of the training images"
+        test = None
+    test_images, test_labels = (test.images, test.labels) if test else (train.images[:0], train.labels[:0])
+    train_labels = train.labels
     if bool((train_labels < 0).any() | (test_labels < 0).any()):
-        train_labels, test_images, test_labels = train_labels[:0], train_images[:0], test_labels[:0]
+        train_labels, test_images, test_labels = train_labels[:0], train.images[:0], test_labels[:0]
     return Dataset(
-        train_images=train_images, train_labels=train_labels, test_images=test_images, test_labels=test_labels, **stored
+        train_images=train.images, train_labels=train_labels, test_images=test_images, test_labels=test_labels, **stored
     )
 
 

@@ -7,6 +7,7 @@ than torchvision's resized_crop, resizing looks at the pixels around a box too, 
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,10 +33,11 @@ IMAGE_SUFFIXES = frozenset(
     (".jpg", ".jpeg", ".jpe", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm")
 )
 """Endings, in lower case, of the files that are taken for images."""
+warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # at twice as many pixels an image is refused
 
 
 class BrokenImageError(ValueError):
-    """Bytes that are no image, or not a whole one; the message says why, in one line."""
+    """Bytes that are no image, not a whole one, or of pixels without a range; the message says why, in one line."""
 
 
 class Box(NamedTuple):
@@ -56,6 +58,11 @@ class Crop:
     """In pixels."""
     box: Callable[[int, int], Box]
     """Which part of it, by the image's width and height."""
+
+
+def max_broken(num_images: int) -> int:
+    """Broken images to bear with: 100, or a hundredth of them where that is more."""
+    return max(100, num_images // 100)
 
 
 def centre(width: int, height: int) -> Box:
@@ -110,7 +117,10 @@ def _cut(image: Image.Image, box: Box, side: int, reduction: int) -> NDArray[np.
 def _open(content: bytes) -> Image.Image:
     if not content:
         raise BrokenImageError("the file is empty")
-    return Image.open(io.BytesIO(content), formats=_OPENED)
+    image = Image.open(io.BytesIO(content), formats=_OPENED)
+    if image.mode == "F" or (image.mode == "I" and image.format == "TIFF"):
+        raise BrokenImageError(f"pixels of mode {image.mode}, whose range nothing says: store 8 or 16 bits a channel")
+    return image
 
 
 def _upright_size(image: Image.Image) -> tuple[int, int]:
@@ -134,7 +144,7 @@ def _foreign() -> Iterator[None]:
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I") or image.mode == "F":  # 16 bits a pixel
+    if image.mode.startswith("I"):  # 16 bits a pixel
         return Image.fromarray((np.asarray(image) / 256).clip(0, 255).astype(np.uint8)).convert("RGB")
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")

@@ -6,20 +6,25 @@ stand in it, a list's lines as they stand there.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from trainer.data.decode import IMAGE_SUFFIXES
 from weightserver.sharding import Int64Array
 
+_log = logging.getLogger(__name__)
 NO_LABEL = -1
+_MAX_DIGITS = 18
+"""Of a label, which is an int64."""
 _SCANNED_BYTES = 1 << 26
 
 
@@ -44,7 +49,8 @@ class ImageSource:
     Where a folder has only folders and tars in it, each of them is a class, by its name (without .tar), as in
     ImageNet-1K and in ImageNet-11K/22K's folders or tars of synsets; where it has images, they have no labels. A list's
     lines are `path`, or `path<tab or blank>label` with a label of 0 or more, all of one kind; paths are relative to the
-    list's folder. `labelled` False leaves labels away. `classes` are those known before, whose numbers stay.
+    list's folder, and one that stands there again is left out. `labelled` False leaves labels away. `classes` are those
+    known before, whose numbers stay.
 
     Raises:
         ValueError: no such file or folder.
@@ -61,6 +67,7 @@ class ImageSource:
         names = [name.removesuffix(".tar") for name in folders] if self.labelled else []
         self.classes = [*classes, *sorted(set(names) - set(classes))]
         """Names of the classes by number; none for a list, whose labels are numbers."""
+        self.kind = kind_of_labels(self.labelled, names)
 
     def entries(self) -> Iterator[Entry]:
         """The images in the order of their ids. Raises ValueError for what cannot be listed."""
@@ -76,6 +83,11 @@ class ImageSource:
             else:
                 for path in _walk(child, ()):
                     yield Entry(label, -1, -1, os.path.relpath(path, self.root), "")
+
+
+def kind_of_labels(labelled: bool, classes: Sequence[str]) -> str:
+    """What a message calls the labels of images."""
+    return ("labels by name" if classes else "labels by number") if labelled else "no labels"
 
 
 class Listing:
@@ -137,12 +149,19 @@ class Listing:
         return np.fromiter((entry.label for entry in self.entries()), np.int64, len(self))
 
 
-def listing_lines(entries: Iterable[Entry]) -> Iterator[bytes]:
-    """The lines of a listing. Raises ValueError for a name that no line can hold."""
+def listing_lines(entries: Iterable[Entry], on_left_out: Callable[[str], object] = _log.warning) -> Iterator[bytes]:
+    """The lines of a listing. An entry whose name no line can hold is left out, and a line about it handed on."""
     for entry in entries:
-        if any(mark in text for text in (entry.path, entry.member) for mark in "\t\n\r"):
-            raise ValueError(f"{entry.path!r} {entry.member!r} has a tab or a line break in its name: rename it")
-        yield os.fsencode("\t".join(map(str, entry)) + "\n")
+        name = f"{entry.path}:{entry.member}" if entry.member else entry.path
+        if any(mark in name for mark in "\t\n\r"):
+            on_left_out(f"left out: {name!r} has a tab or a line break in its name: rename it and add it later")
+        else:
+            yield os.fsencode("\t".join(map(str, entry)) + "\n")
+
+
+def image_hash(path: Path, member: str) -> int:
+    """What an image is known by, 64 bits."""
+    return xxhash.xxh3_64_intdigest(os.fsencode(f"{path}\0{member}"))
 
 
 def _classes(root: Path) -> list[str]:
@@ -193,8 +212,10 @@ def _tar_entries(path: Path, name: str, label: int) -> Iterator[Entry]:
 
 
 def _list_lines(path: Path) -> Iterator[tuple[int, str]]:
-    with path.open(errors="surrogateescape") as lines:
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:  # without the mark that editors put first
         for number, line in enumerate(lines, 1):
+            if line.startswith("#"):
+                raise ValueError(f"{path}, line {number}: a list has no comments: take it out, or write ./# for a file")
             if line.strip():
                 yield number, line.strip()
 
@@ -213,11 +234,16 @@ def _list_has_labels(path: Path) -> bool:
 
 
 def _list_entries(path: Path, labelled: bool) -> Iterator[Entry]:
+    known = set()
     for number, line in _list_lines(path):
         name, label = _split(line)
         if labelled and not label.isdecimal():
             raise ValueError(f"{path}, line {number}: {label or 'no label'}: give a number of 0 or more to all or none")
-        yield Entry(int(label) if labelled else NO_LABEL, -1, -1, name, "")
+        if labelled and len(label) > _MAX_DIGITS:
+            raise ValueError(f"{path}, line {number}: {label[:30]}: give labels of at most {_MAX_DIGITS} digits")
+        if (key := image_hash(path.parent / name, "")) not in known:
+            known.add(key)
+            yield Entry(int(label) if labelled else NO_LABEL, -1, -1, name, "")
 
 
 def _line_ends(content: bytes | mmap.mmap) -> NDArray[np.int64]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,12 @@ class Manifest:
 
     @property
     def complete(self) -> bool:
-        return all(part.rows_packed == part.count for part in self.ranges)
+        return self.finished == self
+
+    @property
+    def finished(self) -> Manifest:
+        """That of the ranges that are packed to their end: all but the one that is being added."""
+        return replace(self, ranges=tuple(part for part in self.ranges if part.rows_packed == part.count))
 
     def save(self, directory: Path) -> None:
         """Writes manifest.json, whole or not at all."""

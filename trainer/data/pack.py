@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data.decode import BrokenImageError, check
+from trainer.data.decode import BrokenImageError, check, max_broken
 from trainer.data.listing import NO_LABEL, Listing
 from trainer.data.manifest import INDEX, Manifest, Shard, Substitute, index_path, listing_path, tar_path
 from trainer.data.plan import planned
@@ -54,7 +54,7 @@ class PackOptions:
     on_rows: Callable[[int, int], None] = lambda done, count: None
     """Called with the rows of the range that are packed, and how many it has."""
     on_broken: Callable[[str], None] = lambda line: None
-    """Called with a line for each broken image."""
+    """Called with a line for each image that is broken or left out."""
 
     def __post_init__(self) -> None:
         if (self.shard_bytes is not None and self.shard_bytes < 1) or self.threads < 1 or (self.max_broken or 0) < 0:
@@ -86,6 +86,8 @@ def pack(source: Path, output: Path, options: PackOptions) -> Manifest:
     """
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is not a directory: give another")
+    if source.is_dir() and output.resolve().is_relative_to(source.resolve()):
+        raise ValueError(f"{output} lies in {source}, whose folders may be classes: give a directory beside it")
     output.mkdir(parents=True, exist_ok=True)
     with _only_packer(output):
         manifest = planned(source, output, options)
@@ -131,7 +133,7 @@ class _Packer:
         if len(listing) != self._part.count:
             raise ValueError(f"{listing_path(output, self._part.first)} is not the list that the manifest counts")
         limit = options.max_broken
-        self._max_broken = max(100, self._part.count // 100) if limit is None else limit
+        self._max_broken = max_broken(self._part.count) if limit is None else limit
         self._num_broken = sum(len(shard.substitutes) for shard in self._part.shards)
 
     def run(self) -> Manifest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
 from collections import OrderedDict
@@ -16,6 +17,7 @@ from trainer.data.manifest import INDEX, Manifest, index_path, tar_path
 from trainer.schedule import RangesOrder
 from weightserver.sharding import Int64Array
 
+_log = logging.getLogger(__name__)
 _OPEN_FILES = 256
 _SEGMENT_BYTES = 1 << 23
 """What is read ahead around the first row of it that is asked for."""
@@ -29,16 +31,23 @@ class PackedImages:
 
     The window moves over contiguous rows, so the first row of a segment of 8 MiB that is asked for has the whole
     segment read ahead, sequentially; the system's cache keeps it while the window lies there. Indexes are mapped.
+    Images that are being added are not there until all of them are.
 
     Raises:
-        ValueError: no packed images, not all of them, or an index that does not fit the manifest.
+        ValueError: no packed images, not all of the first range, or an index that does not fit the manifest.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.manifest = Manifest.load(directory)
-        if not self.manifest.complete:
+        manifest = Manifest.load(directory)
+        self.manifest = manifest.finished
+        if not self.manifest.ranges:
             raise ValueError(f"{directory} is not packed to its end: repeat the command that packs it")
+        if not manifest.complete:
+            added = manifest.num_images - len(self)
+            _log.warning(
+                "%s without %d images that are being added: repeat the command that adds them", directory, added
+            )
         self.order = RangesOrder(self.manifest.sizes, self.manifest.order_seed)
         self._firsts = np.array([shard.first for shard in self.manifest.shards])
         self._indexes = [self._index(shard.first, shard.count) for shard in self.manifest.shards]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-import xxhash
-
-from trainer.data.listing import ImageSource, Listing, listing_lines
+from trainer.data.listing import ImageSource, Listing, image_hash, kind_of_labels, listing_lines
 from trainer.data.manifest import Manifest, Range, is_packed, listing_path
 from weightserver.files import write_whole
 
@@ -30,6 +28,9 @@ class PackRequest(Protocol):
 
     @property
     def extend(self) -> bool: ...
+
+    @property
+    def on_broken(self) -> Callable[[str], None]: ...
 
 
 def planned(source: Path, output: Path, request: PackRequest) -> Manifest:
@@ -59,6 +60,10 @@ def planned(source: Path, output: Path, request: PackRequest) -> Manifest:
     if last.source != str(source) and (not manifest.complete or not request.extend):
         do = "give --extend to add these" if manifest.complete else "go on with those first"
         raise ValueError(f"{output} holds images of {last.source}: {do}, or give another directory")
+    if not request.labelled and manifest.labelled:
+        raise ValueError(f"{output} keeps labels: leave --no-labels away, or give another directory")
+    if request.labelled and not last.labelled and source.exists() and ImageSource(source).labelled:
+        raise ValueError(f"{output} keeps no labels: give --no-labels, or another directory")
     if manifest.complete and request.extend:
         return _with_new_range(manifest, source, output, request)
     return manifest
@@ -67,14 +72,17 @@ def planned(source: Path, output: Path, request: PackRequest) -> Manifest:
 def _with_new_range(manifest: Manifest, source: Path, output: Path, request: PackRequest) -> Manifest:
     """Lists the source's images that are in no range yet, and names them in the manifest; unchanged without any."""
     found = ImageSource(source, labelled=request.labelled, classes=manifest.classes)
+    kind = kind_of_labels(manifest.labelled, manifest.classes)
+    if manifest.ranges and found.kind != kind:
+        raise ValueError(f"{source} has {found.kind}, {output} {kind}: add images of the same kind, or pack them apart")
     known = _known(manifest, output)
     first, count = manifest.num_images, 0
 
     def write(path: Path) -> None:
         nonlocal count
         with path.open("wb") as file:
-            new = (entry for entry in found.entries() if _hash(found.root / entry.path, entry.member) not in known)
-            for count, line in enumerate(listing_lines(new), 1):  # noqa: B007 - how many there were
+            new = (entry for entry in found.entries() if image_hash(found.root / entry.path, entry.member) not in known)
+            for count, line in enumerate(listing_lines(new, request.on_broken), 1):  # noqa: B007 - how many there were
                 file.write(line)
 
     write_whole(listing_path(output, first), write)
@@ -94,9 +102,5 @@ def _known(manifest: Manifest, output: Path) -> set[int]:
     known = set()
     for part in manifest.ranges:
         listing = Listing.open(listing_path(output, part.first), Path(part.root))
-        known |= {_hash(Path(part.root) / entry.path, entry.member) for entry in listing.entries()}
+        known |= {image_hash(Path(part.root) / entry.path, entry.member) for entry in listing.entries()}
     return known
-
-
-def _hash(path: Path, member: str) -> int:
-    return xxhash.xxh3_64_intdigest(os.fsencode(f"{path}\0{member}"))

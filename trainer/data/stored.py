@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.data.augment import Augmentation
-from trainer.data.decode import BrokenImageError, Crop, centre, decode
+from trainer.data.decode import BrokenImageError, Crop, centre, decode, max_broken
 from trainer.schedule import Float32Array
 from weightserver.sharding import Int64Array
 
@@ -43,24 +44,35 @@ class EncodedImages(Protocol):
 class DecodedImages:
     """Encoded images, decoded by threads for each batch: their centre squares to evaluate on, crops to train on.
 
-    Nothing is kept but the batch. An image that is broken, or cannot be read, is logged and shown as the next intact
-    one by id, after the last the first: what packing does with it too.
+    Nothing is kept but the batch. An image that is broken, or cannot be read, is logged once and shown as the next
+    intact one by id, after the last the first: what packing does with it too, and with no more of them.
+
+    `num_images` are the first of `images`, without it all.
 
     Raises:
         ValueError: side below 1.
     """
 
     def __init__(
-        self, images: EncodedImages, side: int, *, threads: int | None = None, device: torch.device | str = "cpu"
+        self,
+        images: EncodedImages,
+        side: int,
+        *,
+        num_images: int | None = None,
+        threads: int | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         if side < 1:
             raise ValueError(f"the side of images must be at least 1, got {side}")
         self._images, self._side, self._device = images, side, torch.device(device)
+        self._num_images = len(images) if num_images is None else num_images
+        self._broken: set[int] = set()
+        self._lock = threading.Lock()
         self._threads = threads or min(_MAX_THREADS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="decode")
 
     def __len__(self) -> int:
-        return len(self._images)
+        return self._num_images
 
     @property
     def shape(self) -> torch.Size:
@@ -70,7 +82,7 @@ class DecodedImages:
         """Centre squares uint8 [n, 3, side, side] of `ids`, int64 [n] in 0..N-1, any order.
 
         Raises:
-            ValueError: none of the images can be read.
+            ValueError: too many of the images cannot be read.
         """
         if isinstance(ids, slice):
             ids = torch.arange(*ids.indices(len(self)))
@@ -110,7 +122,14 @@ class DecodedImages:
         return [batch.to(self._device, non_blocking=True) for batch in batches]
 
     def to(self, device: torch.device) -> DecodedImages:
-        return DecodedImages(self._images, self._side, threads=self._threads, device=device)
+        return self._like(num_images=len(self), device=device)
+
+    def first(self, num_images: int) -> DecodedImages:
+        """The first of these images."""
+        return self._like(num_images=num_images, device=self._device)
+
+    def _like(self, *, num_images: int, device: torch.device) -> DecodedImages:
+        return DecodedImages(self._images, self._side, num_images=num_images, threads=self._threads, device=device)
 
     def _decode(self, image: int, crops: list[Crop]) -> list[NDArray[np.uint8]]:
         num_tried = min(len(self), _MAX_TRIED)
@@ -119,8 +138,19 @@ class DecodedImages:
             try:
                 return decode(self._images.read(shown), crops)
             except (BrokenImageError, OSError) as error:
-                _log.warning(
-                    "broken image", extra={"image": shown, "path": self._images.name(shown), "why": str(error)}
-                )
+                self._note_broken(shown, error)
         name = self._images.name(image)
         raise ValueError(f"{name} and all {num_tried} images from it on are broken: is their disk there?")
+
+    def _note_broken(self, image: int, error: Exception) -> None:
+        with self._lock:
+            if image in self._broken:
+                return
+            self._broken.add(image)
+            num_broken = len(self._broken)
+        name = self._images.name(image)
+        _log.warning("broken image: %s (%s)", name, error, extra={"image": image, "path": name, "why": str(error)})
+        if num_broken > (limit := max_broken(len(self))):
+            raise ValueError(
+                f"more than {limit} of {len(self)} images are broken, the last of them {name} ({error}): see to them"
+            )

@@ -66,9 +66,12 @@ def _data_of_run(run: Path | None) -> tuple[str, Path | None]:
 
 def _features(encoder_path: Path | None, dataset_name: str, directory: Path | None) -> tuple[str, FeatureSet]:
     if encoder_path is None:
-        return "raw pixels", pixel_features(load_dataset(dataset_name, directory))
+        dataset = load_dataset(dataset_name, directory)
+        dataset.check_labelled(tested=True)
+        return "raw pixels", pixel_features(dataset)
     encoder, config = load_encoder(encoder_path)
     dataset = load_dataset(dataset_name, directory, image_size=config.image_size)
+    dataset.check_labelled(tested=True)
     channels, side = dataset.test_images.shape[1], dataset.evaluated_side or dataset.test_images.shape[-1]
     if (channels, side) != (config.in_channels, config.image_size):
         raise ValueError(

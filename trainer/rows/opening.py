@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -10,8 +11,9 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint import note_history, roll_back, saved_history, step_to_resume
+from trainer.checkpoint import note_history, roll_back, saved_history, saved_steps, step_to_resume
 from trainer.config import TrainConfig
+from trainer.data import Dataset
 from trainer.distributed import Ranks
 from trainer.history import ImageHistory
 from trainer.rows.dense import DenseRows
@@ -21,6 +23,8 @@ from trainer.rows.store import RowStore
 from trainer.schedule import Float32Array
 from weightserver import LocalCluster, NoTableError, TableSpec, WeightClient, WeightServerError
 from weightserver.sharding import Sharding
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,19 @@ class OpenRows:
     """Of the session; 0 without one."""
     checkpoint_step: int | None = None
     """Finished updates of the checkpoint that the run goes on from; None where there is none, and it begins."""
+
+
+def images_of_run(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> Dataset:
+    """The images to train on: of a run that goes on without --extend those that it had, whatever was added since."""
+    if not config.resume or config.extend:
+        return dataset
+    files = config.output / "checkpoints"
+    history = saved_history(files, steps[-1]) if ranks.is_first and (steps := saved_steps(files)) else None
+    had = int(ranks.broadcast_text(str(history.num_images if history else 0)))
+    before = dataset.first(had)
+    if ranks.is_first and len(before.train_images) < len(dataset.train_images):
+        _log.warning("going on with %d of %d images: --extend takes in all", had, len(dataset.train_images))
+    return before
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import runpy
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tests.helpers.image_tree import BROKEN, ORIENTATION, encoded, odd_tree, piece
+from trainer.data import decode as decode_module
 from trainer.data.decode import Box, BrokenImageError, Crop, centre, check, decode, decoded_side
 from trainer.torchvision_compat import import_module
 
@@ -120,6 +123,33 @@ def test_every_mode_becomes_colour(mode: str) -> None:
             expected = np.stack([grey] * 3, -1)
     pixels = square(content, 48).transpose(1, 2, 0).astype(int)
     assert np.abs(pixels - expected).mean() < (3 if mode == "CMYK" else 1e-9)
+
+
+@pytest.mark.parametrize("mode", ["F", "I"])
+def test_pixels_without_a_range_are_refused(mode: str) -> None:
+    """They would all be black."""
+    content = encoded(piece(5).convert("L").convert(mode), "TIFF")
+    for call in (check, lambda content: square(content, 16)):
+        with pytest.raises(BrokenImageError, match=f"pixels of mode {mode}, .*: store 8 or 16 bits a channel"):
+            call(content)
+
+
+def test_a_pgm_of_16_bits_is_grey() -> None:
+    """Although Pillow calls it one of 32."""
+    grey = np.asarray(piece(5, width=48, height=48).convert("L"))
+    content = b"P5 48 48 65535 " + (grey.astype(np.uint16) * 256).astype(">u2").tobytes()
+    assert np.abs(square(content, 48) - grey.astype(int)).max() <= 1
+
+
+def test_a_large_image_is_taken_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = encoded(piece(1), "PNG")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 60 * 48 - 1)
+    with pytest.warns(Image.DecompressionBombWarning):
+        Image.open(io.BytesIO(content))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert runpy.run_path(decode_module.__file__)["check"](content) == "png"
+    assert not warned
 
 
 def test_of_all_odd_files_only_the_broken_ones_are_refused(tmp_path: Path) -> None:

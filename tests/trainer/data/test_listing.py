@@ -91,11 +91,29 @@ def test_lists(tmp_path: Path) -> None:
     assert paths(listing) == ["tree/b/0001.jpg", "tree/a/with blanks.jpg"]
 
 
-@pytest.mark.parametrize("line", ["a.jpg", "a.jpg\tcat", "a.jpg\t-1"])
-def test_a_list_with_labels_has_them_in_all_lines(tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("a.jpg", "give a number"),
+        ("a.jpg\tcat", "give a number"),
+        ("a.jpg\t-1", "give a number"),
+        (f"a.jpg {'9' * 20}", "give labels of at most 18 digits"),
+        (f"a.jpg {'9' * 5_000}", "give labels of at most 18 digits"),
+        ("# a.jpg 1", "a list has no comments"),
+    ],
+)
+def test_a_lists_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     (tmp_path / "list.txt").write_text(f"b.jpg 1\n{line}\n")
-    with pytest.raises(ValueError, match=r"list.txt, line 2: .*: give a number"):
+    with pytest.raises(ValueError, match=f"list.txt, line 2: .*{message}") as caught:
         listed(tmp_path / "list.txt")
+    assert len(str(caught.value)) < len(str(tmp_path)) + 120
+
+
+def test_a_list_with_a_byte_order_mark_and_a_line_again(tmp_path: Path) -> None:
+    (tmp_path / "list.txt").write_text("\ufeffa.jpg 3\nb.jpg 4\n./a.jpg 3\na.jpg 3\n")
+    listing, _ = listed(tmp_path / "list.txt")
+    assert paths(listing) == ["a.jpg", "b.jpg"]
+    assert listing.labels().tolist() == [3, 4]
 
 
 def test_links_in_circles_end(tmp_path: Path) -> None:
@@ -113,8 +131,12 @@ def test_names_of_any_bytes(tmp_path: Path) -> None:
     listing, _ = listed(tmp_path)
     assert listing.read(0) == b"x"
     (tmp_path / "two\nlines.jpg").write_bytes(b"x")
-    with pytest.raises(ValueError, match="a line break in its name"):
-        listed(tmp_path)
+    left_out: list[str] = []
+    for other in ("a\ttab.jpg", "y.jpg"):
+        (tmp_path / other).write_bytes(b"x")
+    lines = list(listing_lines(ImageSource(tmp_path).entries(), left_out.append))
+    assert [line.split(b"\t")[3] for line in lines] == [os.fsencode(name), b"y.jpg"]
+    assert [line.split(": ")[1].split(" has ")[0] for line in left_out] == ["'a\\ttab.jpg'", "'two\\nlines.jpg'"]
 
 
 def test_what_is_no_source(tmp_path: Path) -> None:

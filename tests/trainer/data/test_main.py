@@ -57,6 +57,12 @@ def test_bad_input_is_one_line(
     assert line.startswith("trainer.data: ")
 
 
+@pytest.mark.parametrize("size", ["nan", "inf", "big"])
+def test_a_tars_size_is_a_number(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("pack", plain_tree(tmp_path / "tree", 3), tmp_path / "packed", "--shard-mib", size) == 2
+    assert f"argument --shard-mib: {size} is no number of MiB" in capsys.readouterr().err
+
+
 def test_preview(tmp_path: Path) -> None:
     tree, picture = plain_tree(tmp_path / "tree", 6), tmp_path / "preview.png"
     assert call("preview", tree, "--output", picture, "--image-size", 28, "--images", 2, "--views", 3) == 0

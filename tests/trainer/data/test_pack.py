@@ -190,7 +190,8 @@ def test_extending_adds_a_range_and_changes_no_old_byte(tmp_path: Path) -> None:
     assert contents(directory) == after
 
 
-def test_an_extension_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_extension_that_was_ended_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And until its end the images of before are all there are."""
     first, second = plain_tree(tmp_path / "first", 10), plain_tree(tmp_path / "second", 30, first=10)
     for name in ("whole", "halved"):
         pack(first, tmp_path / name, options())
@@ -200,14 +201,29 @@ def test_an_extension_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest
         if done == 25:
             raise Killed
 
+    old = PackedImages(tmp_path / "halved")
     with pytest.raises(Killed):
         pack(second, tmp_path / "halved", options(extend=True, on_rows=dying))
-    with pytest.raises(ValueError, match="is not packed to its end"):
-        PackedImages(tmp_path / "halved")
+    halved = PackedImages(tmp_path / "halved")
+    assert "without 30 images that are being added" in caplog.text
+    assert list(halved.rows(0, 10)) == list(old.rows(0, len(old)))
+    assert np.array_equal(halved.labels(), old.labels())
     with pytest.raises(ValueError, match="go on with those first"):
         pack(first, tmp_path / "halved", options(extend=True))
     pack(second, tmp_path / "halved", options(extend=True))
     assert contents(tmp_path / "halved") == contents(tmp_path / "whole")
+
+
+def test_a_pack_that_was_ended_is_none_yet(tmp_path: Path) -> None:
+    def dying(done: int, count: int) -> None:
+        if done == 15:
+            raise Killed
+
+    with pytest.raises(Killed):
+        pack(plain_tree(tmp_path / "tree", 20), tmp_path / "packed", options(on_rows=dying))
+    assert Manifest.load(tmp_path / "packed").shards
+    with pytest.raises(ValueError, match="is not packed to its end"):
+        PackedImages(tmp_path / "packed")
 
 
 def test_too_many_broken_images_end_the_pack(tree: Path, tmp_path: Path) -> None:
@@ -236,9 +252,50 @@ def test_bad_input(tree: Path, packed: Path, tmp_path: Path) -> None:
         (tree, packed, {"order_seed": 6}, "in the order of seed 5, not 6"),
         (tree, packed, {"shard_bytes": 7}, "has tars of up to 20,000 bytes"),
         (tmp_path / "empty", packed, {}, "give --extend to add these"),
+        (tree, tree, {}, "whose folders may be classes: give a directory beside it"),
+        (tree, tree / "packed", {}, "whose folders may be classes: give a directory beside it"),
+        (tree, packed, {"labelled": False}, "keeps labels: leave --no-labels away"),
     ):
+        before = contents(packed)
         with pytest.raises(ValueError, match=message):
             pack(source, output, options(**changes))
+        assert contents(packed) == before
+    assert not (tree / "packed").exists()
+
+
+def test_extended_images_have_the_same_kind_of_labels(tmp_path: Path) -> None:
+    """Of folders, of lists with numbers, and of images without any: none goes into a pack of another."""
+    sources = {
+        "labels by name": plain_tree(tmp_path / "named", 6),
+        "no labels": plain_tree(tmp_path / "flat/x", 3) / "a",
+    }
+    (tmp_path / "list").write_text("named/a/0000.jpg 98\nnamed/b/0001.jpg 99\n")
+    sources["labels by number"] = tmp_path / "list"
+    for kind, source in sources.items():
+        output = tmp_path / f"packed {kind}"
+        pack(source, output, options())
+        pack(source, output, options(extend=True))
+        for other in sources.keys() - {kind}:
+            with pytest.raises(
+                ValueError, match=f"has {other}, .* {kind}: add images|keeps no labels: give --no-labels"
+            ):
+                pack(sources[other], output, options(extend=True))
+        assert Manifest.load(output).sizes == ({"labels by name": 6, "no labels": 1, "labels by number": 2}[kind],)
+    named, unlabelled = sources["labels by name"], tmp_path / "unlabelled"
+    pack(named, unlabelled, options(labelled=False))
+    with pytest.raises(ValueError, match="keeps no labels: give --no-labels"):
+        pack(named, unlabelled, options())
+    pack(named, unlabelled, options(labelled=False))
+    manifest = pack(tmp_path / "list", tmp_path / "packed no labels", options(labelled=False, extend=True))
+    assert (manifest.sizes, manifest.labelled) == ((1, 2), False)
+
+
+def test_a_list_that_is_refused_leaves_no_pack(tmp_path: Path) -> None:
+    (tmp_path / "list.txt").write_text(f"a.jpg 1\nb.jpg {2**64}\n")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="line 2"):
+            pack(tmp_path / "list.txt", tmp_path / "out", options())
+        assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_two_packers_do_not_mix(tree: Path, tmp_path: Path) -> None:

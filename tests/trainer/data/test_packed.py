@@ -173,11 +173,21 @@ def test_without_labels_or_test_images_one_line_says_so(tmp_path: Path) -> None:
             run(tmp_path / "run", "packed", tmp_path / directory, evaluate=True)
 
 
-def test_the_classes_of_test_images_have_to_be_the_same(tmp_path: Path) -> None:
-    pack(plain_tree(tmp_path / "tree", 9), tmp_path / "packed", PackOptions())
+def test_test_images_of_the_first_classes_stay_when_one_is_added(tmp_path: Path) -> None:
     pack(plain_tree(tmp_path / "two", 2), tmp_path / "packed/test", PackOptions())
-    with pytest.raises(ValueError, match="are not those of the training images"):
-        load_dataset("packed", tmp_path / "packed")
+    pack(plain_tree(tmp_path / "tree", 9), tmp_path / "packed", PackOptions())
+    dataset = load_dataset("packed", tmp_path / "packed", image_size=16)
+    assert dataset.test_labels.tolist() == [0, 1]
+    assert dataset.test_images.shape[0] == 2
+
+
+def test_test_images_of_other_classes_are_in_the_way_of_evaluation_alone(tmp_path: Path) -> None:
+    (plain_tree(tmp_path / "other", 3) / "a").rename(tmp_path / "other/d")
+    pack(plain_tree(tmp_path / "tree", 100), tmp_path / "packed", PackOptions())
+    pack(tmp_path / "other", tmp_path / "packed/test", PackOptions())
+    assert len(run(tmp_path / "run", "packed", tmp_path / "packed", steps=2)) == 2
+    with pytest.raises(ValueError, match=r"packed/test are not those of the training images: train with --no-evaluate"):
+        run(tmp_path / "tested", "packed", tmp_path / "packed", evaluate=True)
 
 
 def test_an_image_that_breaks_later_is_logged_and_shown_as_the_next(
@@ -193,10 +203,35 @@ def test_an_image_that_breaks_later_is_logged_and_shown_as_the_next(
         return decode(content, crops)
 
     monkeypatch.setattr("trainer.data.stored.decode", breaking)
-    assert torch.equal(images[4:6], expected[[1, 1]])
-    (record,) = caplog.records
+    for _ in range(2):
+        assert torch.equal(images[4:6], expected[[1, 1]])
+    (record,) = caplog.records  # once
     assert (record.image, record.why) == (4, "it broke")  # type: ignore[attr-defined]
-    assert re.search(r"row \d+ in .*\.tar", record.path)  # type: ignore[attr-defined]
+    assert re.fullmatch(r"broken image: row \d+ in .*\.tar \(it broke\)", record.getMessage())
+    assert record.path in record.getMessage()  # type: ignore[attr-defined]
+
+
+def test_training_on_a_damaged_pack_ends(tmp_path: Path) -> None:
+    """Where more images are broken than packing would bear with, however often each is visited."""
+    tree, packed = plain_tree(tmp_path / "tree", 1), tmp_path / "packed"
+    for number in range(250):
+        (tree / f"a/{number:04d}.jpg").write_bytes((tree / "a/0000.jpg").read_bytes())
+    pack(tree, packed, PackOptions())
+    (tar,) = packed.glob("*.tar")
+    records = np.load(tar.with_suffix(".npy"))
+    kept = tar.read_bytes()
+    for num_broken in (100, 101):
+        content = bytearray(kept)
+        for record in records[:num_broken]:
+            content[record["offset"] : record["offset"] + 2] = b"no"
+        tar.write_bytes(content)
+        settings = {"steps": 40, "num_negatives": 64, "window_size": 250, "window_stride": 250}
+        if num_broken == 100:
+            assert len(run(tmp_path / "borne", "packed", packed, **settings)) == 40
+            continue
+        with pytest.raises(ValueError, match=r"more than 100 of 250 images are broken, .* row \d+ in .*") as ended:
+            run(tmp_path / "ended", "packed", packed, **settings)
+        assert "\n" not in str(ended.value)
 
 
 def test_files_are_closed_again(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.helpers.image_tree import plain_tree
 from trainer.evaluate.__main__ import main
 from trainer.model import EncoderConfig, build_model, save_encoder
 
@@ -62,6 +63,8 @@ def test_prints_one_json_object(
         (["knn", "--pixels", "--data-dir", "/no/such/folder"], "no such folder: /no/such/folder"),
         (["knn", "--run", "{run}", "--data-dir", "/no/such/folder"], "no such folder: /no/such/folder"),
         (["knn", "--encoder", "{colour}", "--dataset", "idx"], "is for 3-channel 28 px images"),
+        (["knn", "--pixels", "--dataset", "folder", "--data-dir", "{tree}"], "no test images beside them"),
+        (["knn", "--encoder", "{colour}", "--dataset", "folder", "--data-dir", "{tree}"], "no test images beside them"),
     ],
 )
 def test_bad_input_gives_one_line_and_status_2(
@@ -75,7 +78,8 @@ def test_bad_input_gives_one_line_and_status_2(
     colour = tmp_path / "colour.safetensors"
     config = EncoderConfig(width=4, blocks=(1,), in_channels=3)
     save_encoder(build_model(config, seed=0).encoder, config, colour)
-    filled = [argument.format(run=run_dir, data=data_dir, colour=colour) for argument in arguments]
+    tree = plain_tree(tmp_path / "tree", 3)
+    filled = [argument.format(run=run_dir, data=data_dir, colour=colour, tree=tree) for argument in arguments]
     if "--data-dir" not in filled:
         filled += ["--data-dir", str(data_dir)]
     assert main(filled) == 2
