@@ -97,7 +97,7 @@ class TrainConfig:
     epochs: float = 6.0
     """Length of the run: visits for each image, on average."""
     steps: int | None = None
-    """Length of the run in updates, instead of epochs."""
+    """Length of the run in updates; --epochs means nothing then."""
 
     # ---- instance classification
     batch_size: int = 128
@@ -202,8 +202,6 @@ class TrainConfig:
             raise ValueError("--rows dense keeps the rows in the trainer: leave --servers away, or use --rows resident")
         if self.capacity is not None and self.rows != "resident":
             raise ValueError(f"--capacity is for --rows resident, not {self.rows}: leave it away")
-        if self.batch_size < (world_size := int(os.environ.get("WORLD_SIZE", "1"))):
-            raise ValueError(f"--batch-size {self.batch_size} leaves some of {world_size} ranks without images")
         if self.prefetch_steps < 0:
             raise ValueError(f"--prefetch-steps must not be negative, got {self.prefetch_steps}")
         security = self.security
@@ -249,6 +247,11 @@ class TrainConfig:
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"--batch-size {self.batch_size} is no multiple of --accumulate {self.accumulate}: parts must be equal"
+            )
+        if (part_size := self.batch_size // self.accumulate) < (world_size := int(os.environ.get("WORLD_SIZE", "1"))):
+            raise ValueError(
+                f"--batch-size {self.batch_size} in {self.accumulate} parts (--accumulate) leaves some of {world_size} "
+                f"ranks without images in a part of {part_size}: give larger batches, fewer parts or fewer ranks"
             )
         if self.learning_rate_batch is not None and self.learning_rate_batch < 1:
             raise ValueError(f"--learning-rate-batch must be at least 1, got {self.learning_rate_batch}")

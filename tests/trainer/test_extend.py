@@ -137,7 +137,7 @@ def test_the_same_with_remote_rows_and_files_that_tell_no_history(output: Path, 
         with safe_open(path, "pt") as file:
             metadata = dict(file.metadata())
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        assert metadata.pop("images") == f"[[0, {OLD}]]"
+        assert ImageHistory.from_json(metadata.pop("images")).parts == ((0, OLD),)
         save_file(tensors, path, metadata=metadata)
     train(run(output, images / "all", resume=True, extend=True, rows="remote"))
     assert losses(output) == losses(extended)
@@ -229,6 +229,31 @@ def test_other_images_are_refused(range_sizes: list[int], message: str) -> None:
     for extend in (False, True):
         with pytest.raises(ValueError, match=message):
             ImageHistory(((0, OLD),)).going_on(13, range_sizes, extend=extend)
+
+
+def test_as_many_other_images_are_refused(output: Path, images: Path, tmp_path: Path) -> None:
+    """Extended or not; nothing is written then."""
+    others = tmp_path / "others"
+    pack(plain_tree(tmp_path / "tree", OLD, first=ALL), others, PackOptions())
+    files = {path: path.read_bytes() for path in output.glob("*.json")}
+    with pytest.raises(ValueError, match=r"images are not those of the run, .* give --data-dir with those, packed as"):
+        train(run(output, others, resume=True))
+    pack(plain_tree(tmp_path / "tree", ALL - OLD, first=0), others, PackOptions(extend=True))
+    with pytest.raises(ValueError, match="images are not those of the run"):
+        train(run(output, others, resume=True, extend=True))
+    assert {path: path.read_bytes() for path in output.glob("*.json")} == files
+
+
+def test_images_are_known_by_the_ranges_that_the_run_had() -> None:
+    history = ImageHistory(((0, OLD),), ("a",))
+    assert history.going_on(13, [OLD, 60], ["a", "b"], extend=True) == ImageHistory(((0, 100), (13, 160)), ("a", "b"))
+    assert history.going_on(13, [OLD], ["a"], extend=False) == history
+    assert ImageHistory.from_json(history.to_json()) == history
+    older = ImageHistory.from_json(f"[[0, {OLD}]]")
+    assert older.going_on(13, [OLD], ["a"], extend=False) == history
+    for digests in (["b"], ["b", "a"], []):
+        with pytest.raises(ValueError, match="images are not those of the run"):
+            history.going_on(13, [OLD, 60][: len(digests) or 1], digests, extend=True)
 
 
 def test_each_extension_counts_from_its_own_step() -> None:

@@ -1,5 +1,6 @@
 """The data sets the trainer knows, and where it looks for each."""
 
+import hashlib
 import os
 import shutil
 import socket
@@ -28,6 +29,8 @@ SYSTEM_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")
 CACHE_DIRECTORY = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pic-weightserver"
 DEBIAN_PACKAGE = "dataset-fashion-mnist"
 CONNECT_TIMEOUT_SECONDS = 10.0
+_DIGESTED_IMAGES = 1_000
+"""Training images in memory, spread over all, of which a digest is taken."""
 
 # File, number of axes, MD5 of the decompressed Fashion-MNIST file (the same for every way of packing it).
 _FILES = {
@@ -68,6 +71,8 @@ class Dataset:
     """int64 [M]."""
     range_sizes: tuple[int, ...] = ()
     """Numbers of images that were added one after another; empty where all came at once."""
+    digests: tuple[str, ...] = ()
+    """One for each of `ranges`, which tells its images from others; empty where settings alone make them."""
     order_seed: int | None = None
     """Seed of the order in which the images are stored; None where any order is as good."""
     evaluated_side: int | None = None
@@ -143,25 +148,27 @@ def _make_synthetic(directory: Path | None, num_images: int | None, image_size: 
 
 
 def _load_folder(directory: Path, image_size: int) -> Dataset:
-    side, stored = decoded_side(image_size), {"evaluated_side": image_size}
+    side = decoded_side(image_size)
     train = directory / "train" if (directory / "train").is_dir() else directory
     test = next((path for name in ("test", "val") if train != directory and (path := directory / name).is_dir()), None)
-    train_images, train_labels, classes = _listed(train, side)
+    train_images, train_labels, classes, digest = _listed(train, side)
+    stored = {"evaluated_side": image_size, "digests": (digest,)}
     if test is None:
         test_images, test_labels = train_images[:0], train_labels[:0]
         return _decoded(train_images, train_labels, test_images, test_labels, **stored)
-    tested, test_labels, test_classes = _listed(test, side)
+    tested, test_labels, test_classes, _ = _listed(test, side)
     _check_classes(classes, test_classes, test)
     return _decoded(train_images, train_labels, tested, test_labels, **stored)
 
 
-def _listed(source: Path, side: int) -> tuple[DecodedImages, Tensor, tuple[str, ...]]:
+def _listed(source: Path, side: int) -> tuple[DecodedImages, Tensor, tuple[str, ...], str]:
+    """Images, labels, names of the classes, and a digest of the listing."""
     found = ImageSource(source)
     content = b"".join(listing_lines(found.entries()))
     if not content:
         raise DataNotFoundError(f"no images in {source}: give a folder or a list of images by --data-dir")
     listing = Listing(content, found.root)
-    return DecodedImages(listing, side), torch.from_numpy(listing.labels()), tuple(found.classes)
+    return DecodedImages(listing, side), torch.from_numpy(listing.labels()), tuple(found.classes), _digest(content)
 
 
 def _load_packed(directory: Path, image_size: int) -> Dataset:
@@ -169,6 +176,7 @@ def _load_packed(directory: Path, image_size: int) -> Dataset:
     train_images, train_labels = DecodedImages(packed, side), torch.from_numpy(packed.labels())
     stored = {
         "range_sizes": packed.manifest.sizes,
+        "digests": tuple(_digest(*(shard.sha256.encode() for shard in part.shards)) for part in packed.manifest.ranges),
         "order_seed": packed.manifest.order_seed,
         "evaluated_side": image_size,
     }
@@ -244,12 +252,18 @@ def _read_directory(directory: Path, *, verify: bool) -> Dataset:
     for images, labels, kind in ((train_images, train_labels, "training"), (test_images, test_labels, "test")):
         if len(images) != len(labels) or len(images) == 0:
             raise DataNotFoundError(f"{directory} has {len(images)} {kind} images and {len(labels)} labels for them")
+    some = train_images[:: -(-len(train_images) // _DIGESTED_IMAGES)]
     return Dataset(
+        digests=(_digest(some.numpy().tobytes()),),
         train_images=train_images[:, None],
         train_labels=train_labels.long(),
         test_images=test_images[:, None],
         test_labels=test_labels.long(),
     )
+
+
+def _digest(*contents: bytes) -> str:
+    return hashlib.sha256(b"".join(contents)).hexdigest()
 
 
 def _download() -> None:
