@@ -109,9 +109,9 @@ class VisitSchedule:
 
     def __init__(self, *, num_rows: int, window_size: int, window_stride: int, seed: int) -> None:
         if not 1 <= window_size <= num_rows:
-            raise ValueError(f"window_size must lie in 1..{num_rows}, the number of images, got {window_size}")
+            raise ValueError(f"--window-size must lie in 1..{num_rows}, the number of images, got {window_size}")
         if not 1 <= window_stride <= window_size:
-            raise ValueError(f"window_stride must lie in 1..{window_size}, the window_size, got {window_stride}")
+            raise ValueError(f"--window-stride must lie in 1..{window_size}, the window size, got {window_stride}")
         self.num_rows = num_rows
         self.window_size = window_size
         self.window_stride = window_stride

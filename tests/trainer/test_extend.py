@@ -22,6 +22,7 @@ from tests.helpers.image_tree import plain_tree
 from tests.helpers.small_run import EVERY, losses, small_run
 from trainer.checkpoint import Checkpoints, saved_steps
 from trainer.config import TrainConfig
+from trainer.data import load_dataset
 from trainer.data.pack import PackOptions, pack
 from trainer.export import main as export
 from trainer.history import ImageHistory
@@ -254,6 +255,18 @@ def test_images_are_known_by_the_ranges_that_the_run_had() -> None:
     for digests in (["b"], ["b", "a"], []):
         with pytest.raises(ValueError, match="images are not those of the run"):
             history.going_on(13, [OLD, 60][: len(digests) or 1], digests, extend=True)
+
+
+def test_images_are_the_same_wherever_they_lie(images: Path, tmp_path: Path) -> None:
+    old, extended = (load_dataset("packed", images / name).digests for name in ("old", "all"))
+    assert (len(old), len(extended)) == (1, 2)
+    assert extended[:1] == old
+    assert load_dataset("packed", shutil.copytree(images / "old", tmp_path / "packed")).digests == old
+    tree = plain_tree(tmp_path / "tree", 9)
+    digests = load_dataset("folder", tree).digests
+    assert load_dataset("folder", tree.rename(tmp_path / "moved")).digests == digests
+    (tmp_path / "moved" / "a" / "0000.jpg").rename(tmp_path / "moved" / "a" / "0009.jpg")
+    assert load_dataset("folder", tmp_path / "moved").digests != digests
 
 
 def test_each_extension_counts_from_its_own_step() -> None:
