@@ -91,7 +91,7 @@ def rates(num_images: int) -> np.ndarray:
 
 
 def test_old_rows_are_the_oracles_and_new_ones_are_trained(
-    before: Path, extended: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    before: Path, extended: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Beside SGD without a gradient for all rows that were not active, with the rates of the time."""
     assert len(losses(extended)) == ALL_STEPS
@@ -114,9 +114,13 @@ def test_old_rows_are_the_oracles_and_new_ones_are_trained(
         assert_drifted(client.fetch_state(untouched, step=ALL_STEPS), initial_rows(spec, untouched), None, known)
         moved = np.linalg.norm(end.weight - start, axis=1) > 0.1 * np.linalg.norm(start, axis=1)
         assert np.array_equal(moved, np.isin(new, active))
+    moved = shutil.copytree(extended, tmp_path / "moved")
+    settings = (moved / "config.json").read_text()
+    assert str(images / "all") in settings, "the run notes where its images are now"
+    (moved / "config.json").write_text(settings.replace(str(images / "all"), str(images / "old")))
     with pytest.raises(SystemExit) as stopped:
-        export(["rows", str(extended), "--output", str(tmp_path / "rows"), "--format", "npz"])
-    assert stopped.value.code == 1, "the settings name the pack of before"
+        export(["rows", str(moved), "--output", str(tmp_path / "rows"), "--format", "npz"])
+    assert stopped.value.code == 1
     assert "has 160 images" in capsys.readouterr().err
 
 
