@@ -20,7 +20,7 @@ from trainer.distributed import Ranks
 from trainer.history import ImageHistory
 from trainer.rows import RowStore
 from weightserver import Checkpoint, FencedError, NoTableError, WeightClient
-from weightserver.files import sync, write_whole
+from weightserver.files import sync, write_synced, write_whole
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ FREE_SETTINGS = frozenset(
         "capacity",
         "prefetch_steps",
         "device",
-        "data_dir",
+        "data_dir",  # the images themselves are compared: `ImageHistory`
         "log_every",
         "knn_every",
         "metrics_port",
@@ -65,6 +65,8 @@ FREE_SETTINGS = frozenset(
         "keep_checkpoints",
     ]
 )
+_OF_ONE_START = frozenset(["resume", "extend", "init_encoder"])
+"""What tells how a run was started, and not what it is."""
 
 
 class Checkpoints:
@@ -139,31 +141,47 @@ def with_resume_decided(config: TrainConfig, ranks: Ranks) -> TrainConfig:
     """
     if config.resume != "auto":
         return config
-    found = ranks.is_first and config.rows != "dense" and (config.output / "config.json").exists()
+    found = ranks.is_first and config.rows != "dense" and claim(config).exists()
     (goes_on,) = ranks.max_over_ranks([float(found)])
     return replace(config, resume=bool(goes_on))
 
 
 def check_same_run(config: TrainConfig) -> None:
     """Raises ValueError unless the run in config.output is the one that `config` describes."""
-    path = config.output / "config.json"
+    path = claim(config)
     if not path.exists():
         raise ValueError(f"{config.output} holds no run to go on with: leave --resume away, or name another --output")
     num_local = len(list((config.output / "servers").glob("shard-*/")))
     if not config.servers and num_local not in (0, config.num_shards):
         raise ValueError(f"{config.output / 'servers'} holds {num_local} shards: give --num-shards {num_local}")
-    try:
-        stored = dict(json.loads(path.read_text()))
-    except (ValueError, TypeError):
-        raise ValueError(f"{path} is no run's config.json: put it back, or choose another --output") from None
     wanted, defaults = json.loads(config.to_json()), json.loads(TrainConfig().to_json())
-    stored = _with_defaults(stored, defaults)
-    for name in wanted.keys() - FREE_SETTINGS:
+    stored = _with_defaults(_settings(path), defaults)
+    begins = not saved_steps(config.output / "checkpoints")  # it was killed before its first
+    for name in wanted.keys() - FREE_SETTINGS - (set() if begins else {"init_encoder"}):
         if stored[name] != wanted[name]:
             raise ValueError(
                 f"--resume goes on with the run in {config.output}, whose {name} is {stored[name]}, "
                 f"not {wanted[name]}: give the same settings"
             )
+
+
+def note_settings(config: TrainConfig) -> None:
+    """Makes the config.json of a run that goes on say where its data and servers are now, and what else may differ."""
+    stored, now = _settings(claim(config)), json.loads(config.to_json())
+    settings = stored | {name: now[name] for name in FREE_SETTINGS - _OF_ONE_START}
+    write_whole(claim(config), lambda path: path.write_text(json.dumps(settings, indent=2) + "\n"))
+
+
+def claim(config: TrainConfig) -> Path:
+    """The file by which a run claims its directory."""
+    return config.output / "config.json"
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError):
+        raise ValueError(f"{path} is no run's config.json: put it back, or choose another --output") from None
 
 
 def _with_defaults(stored: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -307,10 +325,9 @@ def _write(
     metadata = {"format": _FORMAT, "step": str(kept.step), "checkpoint": kept.identity.hex()}
     metadata[_HISTORY] = history.to_json()
     try:
-        save_file(tensors, partial, metadata=metadata)
-    except SafetensorError as error:
+        write_synced(partial, lambda new: save_file(tensors, new, metadata=metadata))
+    except OSError as error:
         raise OSError(f"{partial} cannot be written ({error})") from None
-    sync(partial)
     if kept.identity not in {known.identity for known in client.checkpoints()}:
         partial.unlink(missing_ok=True)
         raise FencedError(f"checkpoint {kept.name} was undone: another trainer goes on with this run")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -15,7 +17,7 @@ import tyro
 from trainer.data.augment import Augmentation, AugmentationConfig, Unchanged
 from trainer.model import EncoderConfig
 from weightserver.addresses import is_loopback
-from weightserver.logs import LogFormat
+from weightserver.logs import LogFormat, complain
 from weightserver.security import ClientSecurity
 from weightserver.wire import MAX_STEPS
 
@@ -97,7 +99,7 @@ class TrainConfig:
     epochs: float = 6.0
     """Length of the run: visits for each image, on average."""
     steps: int | None = None
-    """Length of the run in updates, instead of epochs."""
+    """Length of the run in updates; --epochs means nothing then."""
 
     # ---- instance classification
     batch_size: int = 128
@@ -202,8 +204,6 @@ class TrainConfig:
             raise ValueError("--rows dense keeps the rows in the trainer: leave --servers away, or use --rows resident")
         if self.capacity is not None and self.rows != "resident":
             raise ValueError(f"--capacity is for --rows resident, not {self.rows}: leave it away")
-        if self.batch_size < (world_size := int(os.environ.get("WORLD_SIZE", "1"))):
-            raise ValueError(f"--batch-size {self.batch_size} leaves some of {world_size} ranks without images")
         if self.prefetch_steps < 0:
             raise ValueError(f"--prefetch-steps must not be negative, got {self.prefetch_steps}")
         security = self.security
@@ -250,6 +250,11 @@ class TrainConfig:
             raise ValueError(
                 f"--batch-size {self.batch_size} is no multiple of --accumulate {self.accumulate}: parts must be equal"
             )
+        if (part_size := self.batch_size // self.accumulate) < (world_size := int(os.environ.get("WORLD_SIZE", "1"))):
+            raise ValueError(
+                f"--batch-size {self.batch_size} in {self.accumulate} parts (--accumulate) leaves some of {world_size} "
+                f"ranks without images in a part of {part_size}: give larger batches, fewer parts or fewer ranks"
+            )
         if self.learning_rate_batch is not None and self.learning_rate_batch < 1:
             raise ValueError(f"--learning-rate-batch must be at least 1, got {self.learning_rate_batch}")
         if self.steps is not None and self.steps < 1:
@@ -261,6 +266,21 @@ class TrainConfig:
             raise ValueError(f"--seed must lie in 0..2^64-1, got {self.seed}")
         if not 0 <= self.warmup_fraction <= 1:
             raise ValueError(f"--warmup-fraction must lie in 0..1, got {self.warmup_fraction}")
+        if not self.resume:  # a run that goes on keeps the settings that it has
+            self._check_used()
+
+    def _check_used(self) -> None:
+        """Raises ValueError for an option that means nothing beside the others."""
+        means_something = {
+            "temperature": (self.softmax == "cosine", "--softmax cosine"),
+            "small_crop_size": (self.small_crops > 0, "--small-crops"),
+            "small_crop_scale": (self.small_crops > 0, "--small-crops"),
+            "token_file": (bool(self.servers), "--servers"),
+        }
+        for name, (used, wanted) in means_something.items():
+            if not used and getattr(self, name) != getattr(TrainConfig, name):
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} {getattr(self, name)} is for {wanted}: leave it away, or give {wanted} too")
 
     @property
     def security(self) -> ClientSecurity:
@@ -386,6 +406,23 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
 
 def parse_config(arguments: Sequence[str] | None = None) -> TrainConfig:
     """The config that a command line, PRESET --OPTIONS, asks for; exits where it cannot be parsed."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    preset = arguments[0] if arguments else ""
+    if preset in PRESETS:
+        description, default = PRESETS[preset]
+        return tyro.cli(
+            TrainConfig,
+            prog=f"python -m trainer {preset}",
+            description=description,
+            args=arguments[1:],
+            default=default,
+            config=(tyro.conf.AvoidSubcommands,),
+        )
+    if preset and not preset.startswith("-"):
+        near = difflib.get_close_matches(preset, [*PRESETS, "report"], n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(PRESETS)}"
+        complain(f"trainer: there is no preset {preset!r}: {hint}")
+        sys.exit(2)
     config: TrainConfig = tyro.extras.overridable_config_cli(
         PRESETS,
         prog="python -m trainer",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.checkpoint import Checkpoints, load, with_resume_decided
+from trainer.checkpoint import Checkpoints, load, saved_steps, with_resume_decided
 from trainer.config import TrainConfig
 from trainer.data import Dataset, load_dataset
 from trainer.data.ahead import Visits, views_ahead
@@ -33,15 +33,19 @@ from trainer.model import PICModel, build_model, check_image_size, load_encoder,
 from trainer.recency import ActiveRows, RecentRows, announced
 from trainer.report import Report
 from trainer.rows.opening import images_of_run, open_rows
-from trainer.schedule import RangesOrder, VisitSchedule, visit_uniforms
+from trainer.runs import ENCODER_FILE, SUMMARY_FILE
+from trainer.schedule import RangesOrder, VisitSchedule, forward_seed, visit_uniforms
 from trainer.stopping import Stopped, stop_signals
 from weightserver import TableSpec
+from weightserver.files import write_whole
 from weightserver.sharding import Sharding
 
 _log = logging.getLogger(__name__)
 
 _NUM_WATCHED = 10_000
 """Training images that the kNN evaluations during training use."""
+_SIGNAL_STEPS = 4
+"""Steps between those at which several ranks tell each other of signals; one rank looks at each."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +94,13 @@ def train(config: TrainConfig) -> TrainResult:
     summary["train_seconds"] = time.perf_counter() - started
     results: dict[str, ProbeResult] = {}
     if ranks.is_first:
-        save_encoder(model.encoder, config.encoder, config.output / "encoder.safetensors")
+        save_encoder(model.encoder, config.encoder, config.output / ENCODER_FILE)
         if config.evaluate:
             results = evaluate_features(encoder_features(model.encoder, dataset))
         summary |= {f"{protocol}_top1": result.top1 for protocol, result in results.items()}
         summary["seconds"] = time.perf_counter() - started
-        (config.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        text = json.dumps(summary, indent=2) + "\n"
+        write_whole(config.output / SUMMARY_FILE, lambda path: path.write_text(text))
     return TrainResult(dataset, model, summary, results, is_first=ranks.is_first)
 
 
@@ -103,14 +108,14 @@ def _train_rank(
     config: TrainConfig, dataset: Dataset, device: torch.device, ranks: Ranks
 ) -> tuple[PICModel, dict[str, Any]]:
     """One rank's part of the training: a slice of every batch, and a share of the rows."""
-    torch.manual_seed(config.seed)
     torch.use_deterministic_algorithms(config.deterministic)
     images = dataset.train_images.to(device)  # uint8 (N, C, H, W)
     num_images, batch_size = len(images), config.batch_size
     num_steps = config.num_steps(num_images)
     spec = _table_spec(config, num_images)
 
-    # Everything random is a function of seeds and the visit index: the step number is all the state there is.
+    # Everything random is a function of seeds and the visit index, or of seed, step and rank where an encoder draws:
+    # the step number is all the state there is.
     order = dataset.order(config.order_seed)
     schedule = VisitSchedule(
         num_rows=num_images,
@@ -137,7 +142,9 @@ def _train_rank(
 
     with ExitStack() as stack:
         report = stack.enter_context(Report(config, num_steps, ranks, device))
-        opened = stack.enter_context(open_rows(config, spec, dataset.ranges, ranks=ranks, device=device))
+        opened = stack.enter_context(
+            open_rows(config, spec, dataset.ranges, dataset.digests, ranks=ranks, device=device)
+        )
         rows, rates, start_step = opened.store, opened.rates, opened.checkpoint_step or 0
         checkpoints = Checkpoints(config, ranks, rows, opened.client, opened.history, on_saved=report.checkpoint_saved)
         if opened.checkpoint_step is None:
@@ -169,6 +176,7 @@ def _train_rank(
         visits = itertools.starmap(visits_of, itertools.product(steps, range(config.accumulate)))
         views = stack.enter_context(closing(views_ahead(images, visits, augmentations, device)))
         for step, active in zip(steps, announced(active_share, rows, steps), strict=True):
+            _seed_generators(forward_seed(config.seed, step, ranks.rank), device)
             optimizer.zero_grad()
             weight: Tensor | None = None
             loss = torch.zeros((), device=device)
@@ -207,8 +215,9 @@ def _train_rank(
                 if not math.isfinite(record["loss"]):
                     raise ValueError(f"the loss is {record['loss']} at step {step}: try a lower --learning-rate")
                 report.write(record)
+            if not last and (ranks.world_size == 1 or (step + 1) % _SIGNAL_STEPS == 0):
                 (signalled,) = ranks.max_over_ranks([max(signals, default=0)])  # ranks hear of it at different steps
-                if signalled and not last:
+                if signalled:
                     checkpoints.save(step + 1, model, optimizer)
                     hint = "--resume goes on there" if opened.client else "dense rows leave no checkpoint"
                     raise Stopped(int(signalled), f"stopped by a signal after {step + 1} steps: {hint}")
@@ -236,7 +245,8 @@ def _model(config: TrainConfig, device: torch.device) -> PICModel:
     model = build_model(config.encoder, config.dim, seed=config.seed, head_layers=config.head_layers)
     for side in {augmentation.image_size for augmentation in config.augmentations()}:
         check_image_size(model.encoder, config.encoder, side)
-    if config.init_encoder is not None:
+    begins = not (config.resume and saved_steps(config.output / "checkpoints"))
+    if begins and config.init_encoder is not None:
         encoder, found = load_encoder(config.init_encoder)
         if found != config.encoder:
             raise ValueError(f"--init-encoder {config.init_encoder} holds {found}, not {config.encoder}")
@@ -248,6 +258,14 @@ def _model(config: TrainConfig, device: torch.device) -> PICModel:
     if config.compile:
         model.encoder.compile(dynamic=False)  # one program for each size of view
     return model
+
+
+def _seed_generators(seed: int, device: torch.device) -> None:
+    """As torch.manual_seed, but those alone that the encoder may draw from: that of the CPU and of `device`."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
 
 
 def _table_spec(config: TrainConfig, num_images: int) -> TableSpec:

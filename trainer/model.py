@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.torchvision_compat import import_module
+from weightserver.files import write_whole
 
 _FORMAT = "pic-encoder-1"
 
@@ -243,11 +244,10 @@ class TorchvisionEncoder(nn.Module):
 
 
 def save_encoder(encoder: nn.Module, config: EncoderConfig, path: Path) -> None:
-    """Writes an encoder and its config as one safetensors file, atomically."""
+    """Writes an encoder and its config as one safetensors file, whole or not at all."""
     tensors = {name: tensor.contiguous() for name, tensor in encoder.state_dict().items()}
-    temporary = path.with_name(path.name + ".tmp")
-    save_file(tensors, temporary, metadata={"format": _FORMAT, "encoder": json.dumps(asdict(config))})
-    temporary.replace(path)
+    metadata = {"format": _FORMAT, "encoder": json.dumps(asdict(config))}
+    write_whole(path, lambda partial: save_file(tensors, partial, metadata=metadata))
 
 
 def load_encoder(path: Path) -> tuple[nn.Module, EncoderConfig]:

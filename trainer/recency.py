@@ -52,10 +52,12 @@ class RecentRows:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if num_active > schedule.num_rows:
-            raise ValueError(f"num_negatives is {num_active}, there are only {schedule.num_rows} images: choose fewer")
+            raise ValueError(
+                f"--num-negatives is {num_active}, there are only {schedule.num_rows} images: choose fewer"
+            )
         if num_active < min(batch_size, schedule.num_rows):
             raise ValueError(
-                f"num_negatives is {num_active}, a batch alone may hold {batch_size} classes: choose at least as many"
+                f"--num-negatives is {num_active}, a batch alone may hold {batch_size} classes: choose at least as many"
             )
         self._schedule = schedule
         self._num_active = num_active

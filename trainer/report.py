@@ -13,12 +13,13 @@ from typing import Any, Self
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from trainer.checkpoint import check_same_run
+from trainer.checkpoint import check_same_run, claim, note_settings
 from trainer.config import TrainConfig
 from trainer.distributed import Ranks
 from trainer.metrics import STAGES, TrainerMetrics
 from trainer.progress import TrainingProgress
 from trainer.rows import RowCounters
+from trainer.runs import ENCODER_FILE, SUMMARY_FILE
 from trainer.weights_and_biases import weights_and_biases
 from weightserver.timing import StageClock
 
@@ -75,7 +76,7 @@ class Report:
 
     def _let_go(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and not self._has_begun:
-            _claim(self._config).unlink(missing_ok=True)
+            claim(self._config).unlink(missing_ok=True)
 
     def follow(self, counters: RowCounters, start_step: int) -> None:
         """Begins the first interval, of steps from `start_step` on, which `counters` belong to."""
@@ -84,6 +85,10 @@ class Report:
         self._next_step = start_step
         if self._ranks.is_first:
             output = self._config.output
+            if self._config.resume:
+                note_settings(self._config)
+                for end in (SUMMARY_FILE, ENCODER_FILE):  # there is another to come
+                    (output / end).unlink(missing_ok=True)
             _forget_from(output / "metrics.jsonl", start_step)
             self._lines = self._stack.enter_context((output / "metrics.jsonl").open("a"))
             self._board = self._stack.enter_context(SummaryWriter(str(output / "tensorboard"), purge_step=start_step))
@@ -174,19 +179,15 @@ def _forget_from(path: Path, step: int) -> None:
     partial.replace(path)
 
 
-def _claim(config: TrainConfig) -> Path:
-    return config.output / "config.json"
-
-
 def _claim_output(config: TrainConfig) -> None:
     """Makes the run's directory and writes config.json."""
-    claim = _claim(config)
+    path = claim(config)
     try:
         config.output.mkdir(parents=True, exist_ok=True)
-        with claim.open("x") as file:
+        with path.open("x") as file:
             file.write(config.to_json())
     except OSError as error:
-        if isinstance(error, FileExistsError) and claim.exists():
+        if isinstance(error, FileExistsError) and path.exists():
             raise ValueError(f"{config.output} holds another run: choose another --output, or delete it") from None
         raise ValueError(
             f"--output {config.output} cannot be used ({error.strerror}): choose another directory"

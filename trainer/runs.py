@@ -12,6 +12,8 @@ from trainer.checkpoint import encoder_tensors, saved_steps
 from trainer.model import EncoderConfig, encoder_from_tensors, load_encoder
 
 ENCODER_FILE = "encoder.safetensors"
+SUMMARY_FILE = "summary.json"
+"""These two are there where a run has ended, and not while it goes on."""
 
 
 def read_config(run: Path) -> dict[str, Any]:
@@ -30,7 +32,7 @@ def read_config(run: Path) -> dict[str, Any]:
 
 def read_summary(run: Path) -> dict[str, Any]:
     """What the run ended with; empty where it has not ended. ValueError, in one line, for a broken file."""
-    path = run / "summary.json"
+    path = run / SUMMARY_FILE
     if not path.exists():
         return {}
     try:

@@ -21,7 +21,7 @@ Float32Array = npt.NDArray[np.float32]
 _NUM_ROUNDS = 6
 _KEPT_WINDOWS = 8
 # What a seed's numbers are for, so that no two uses share any.
-_ORDER, _WINDOWS, _AUGMENTATION, _RANGES = 1, 2, 3, 4
+_ORDER, _WINDOWS, _AUGMENTATION, _RANGES, _FORWARD = 1, 2, 3, 4, 5
 
 
 class RowOrder:
@@ -109,9 +109,9 @@ class VisitSchedule:
 
     def __init__(self, *, num_rows: int, window_size: int, window_stride: int, seed: int) -> None:
         if not 1 <= window_size <= num_rows:
-            raise ValueError(f"window_size must lie in 1..{num_rows}, the number of images, got {window_size}")
+            raise ValueError(f"--window-size must lie in 1..{num_rows}, the number of images, got {window_size}")
         if not 1 <= window_stride <= window_size:
-            raise ValueError(f"window_stride must lie in 1..{window_size}, the window_size, got {window_stride}")
+            raise ValueError(f"--window-stride must lie in 1..{window_size}, the window size, got {window_stride}")
         self.num_rows = num_rows
         self.window_size = window_size
         self.window_stride = window_stride
@@ -148,6 +148,11 @@ def visit_uniforms(seed: int, visits: Int64Array, count: int) -> Float32Array:
     counter: npt.NDArray[np.uint64] = np.add.outer(first, np.arange(count, dtype=np.uint64))
     bits = splitmix64(_derive(seed, _AUGMENTATION), counter) >> np.uint64(40)
     return bits.astype(np.float32) * np.float32(2.0**-24)
+
+
+def forward_seed(seed: int, step: int, rank: int) -> int:
+    """What a rank's generators begin a step with, in 0..2⁶⁴−1, for encoders that draw (dropout)."""
+    return _derive(_derive(_derive(seed, _FORWARD), step), rank)
 
 
 def learning_rates(*, num_steps: int, base: float, warmup_steps: int, start_fraction: float = 0.01) -> Float32Array:

@@ -24,18 +24,30 @@ def write_whole(path: Path, write: Callable[[Path], object], *, mode: int = 0o66
     """
     partial = path.with_name(f"{path.name}.partial")
     try:
-        partial.unlink(missing_ok=True)
-        partial.touch(mode)
-        left = partial.stat().st_mode
-        write(partial)  # safetensors makes a file of its own, which nobody else may read
-        partial.chmod(left)
-        sync(partial)
+        write_synced(partial, write, mode=mode)
         partial.replace(path)
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
         raise OSError(f"{path} cannot be written ({error})") from None
     finally:
         partial.unlink(missing_ok=True)
     sync(path.parent)
+
+
+def write_synced(path: Path, write: Callable[[Path], object], *, mode: int = 0o666) -> None:
+    """Has `write` fill a new file in place of `path` and syncs it, with what the umask leaves of `mode`.
+
+    Raises:
+        OSError: it cannot be written, as when the disk is full.
+    """
+    path.unlink(missing_ok=True)
+    path.touch(mode)
+    left = path.stat().st_mode
+    try:
+        write(path)  # safetensors makes a file of its own, which nobody else may read
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
+    path.chmod(left)
+    sync(path)
 
 
 def sync(path: Path) -> None:

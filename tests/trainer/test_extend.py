@@ -23,6 +23,7 @@ from tests.helpers.image_tree import plain_tree
 from tests.helpers.small_run import EVERY, losses, small_run
 from trainer.checkpoint import Checkpoints, saved_steps
 from trainer.config import TrainConfig
+from trainer.data import load_dataset
 from trainer.data.manifest import Manifest
 from trainer.data.pack import PackOptions, pack
 from trainer.export import main as export
@@ -92,7 +93,7 @@ def rates(num_images: int) -> np.ndarray:
 
 
 def test_old_rows_are_the_oracles_and_new_ones_are_trained(
-    before: Path, extended: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    before: Path, extended: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Beside SGD without a gradient for all rows that were not active, with the rates of the time."""
     assert len(losses(extended)) == ALL_STEPS
@@ -115,9 +116,13 @@ def test_old_rows_are_the_oracles_and_new_ones_are_trained(
         assert_drifted(client.fetch_state(untouched, step=ALL_STEPS), initial_rows(spec, untouched), None, known)
         moved = np.linalg.norm(end.weight - start, axis=1) > 0.1 * np.linalg.norm(start, axis=1)
         assert np.array_equal(moved, np.isin(new, active))
+    moved = shutil.copytree(extended, tmp_path / "moved")
+    settings = (moved / "config.json").read_text()
+    assert str(images / "all") in settings, "the run notes where its images are now"
+    (moved / "config.json").write_text(settings.replace(str(images / "all"), str(images / "old")))
     with pytest.raises(SystemExit) as stopped:
-        export(["rows", str(extended), "--output", str(tmp_path / "rows"), "--format", "npz"])
-    assert stopped.value.code == 1, "the settings name the pack of before"
+        export(["rows", str(moved), "--output", str(tmp_path / "rows"), "--format", "npz"])
+    assert stopped.value.code == 1
     assert "has 160 images" in capsys.readouterr().err
 
 
@@ -139,7 +144,7 @@ def test_the_same_with_remote_rows_and_files_that_tell_no_history(output: Path, 
         with safe_open(path, "pt") as file:
             metadata = dict(file.metadata())
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        assert metadata.pop("images") == f"[[0, {OLD}]]"
+        assert ImageHistory.from_json(metadata.pop("images")).parts == ((0, OLD),)
         save_file(tensors, path, metadata=metadata)
     train(run(output, images / "all", resume=True, extend=True, rows="remote"))
     assert losses(output) == losses(extended)
@@ -240,6 +245,43 @@ def test_other_images_are_refused(range_sizes: list[int], message: str) -> None:
     for extend in (False, True):
         with pytest.raises(ValueError, match=message):
             ImageHistory(((0, OLD),)).going_on(13, range_sizes, extend=extend)
+
+
+def test_as_many_other_images_are_refused(output: Path, images: Path, tmp_path: Path) -> None:
+    """Extended or not; nothing is written then."""
+    others = tmp_path / "others"
+    pack(plain_tree(tmp_path / "tree", OLD, first=ALL), others, PackOptions())
+    files = {path: path.read_bytes() for path in output.glob("*.json")}
+    with pytest.raises(ValueError, match=r"images are not those of the run, .* give --data-dir with those, packed as"):
+        train(run(output, others, resume=True))
+    pack(plain_tree(tmp_path / "tree", ALL - OLD, first=0), others, PackOptions(extend=True))
+    with pytest.raises(ValueError, match="images are not those of the run"):
+        train(run(output, others, resume=True, extend=True))
+    assert {path: path.read_bytes() for path in output.glob("*.json")} == files
+
+
+def test_images_are_known_by_the_ranges_that_the_run_had() -> None:
+    history = ImageHistory(((0, OLD),), ("a",))
+    assert history.going_on(13, [OLD, 60], ["a", "b"], extend=True) == ImageHistory(((0, 100), (13, 160)), ("a", "b"))
+    assert history.going_on(13, [OLD], ["a"], extend=False) == history
+    assert ImageHistory.from_json(history.to_json()) == history
+    older = ImageHistory.from_json(f"[[0, {OLD}]]")
+    assert older.going_on(13, [OLD], ["a"], extend=False) == history
+    for digests in (["b"], ["b", "a"], []):
+        with pytest.raises(ValueError, match="images are not those of the run"):
+            history.going_on(13, [OLD, 60][: len(digests) or 1], digests, extend=True)
+
+
+def test_images_are_the_same_wherever_they_lie(images: Path, tmp_path: Path) -> None:
+    old, extended = (load_dataset("packed", images / name).digests for name in ("old", "all"))
+    assert (len(old), len(extended)) == (1, 2)
+    assert extended[:1] == old
+    assert load_dataset("packed", shutil.copytree(images / "old", tmp_path / "packed")).digests == old
+    tree = plain_tree(tmp_path / "tree", 9)
+    digests = load_dataset("folder", tree).digests
+    assert load_dataset("folder", tree.rename(tmp_path / "moved")).digests == digests
+    (tmp_path / "moved" / "a" / "0000.jpg").rename(tmp_path / "moved" / "a" / "0009.jpg")
+    assert load_dataset("folder", tmp_path / "moved").digests != digests
 
 
 def test_each_extension_counts_from_its_own_step() -> None:

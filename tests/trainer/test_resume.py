@@ -23,12 +23,14 @@ from safetensors import SafetensorError
 import trainer.checkpoint
 from tests.helpers import dying_run
 from tests.helpers.dying_run import POINTS
-from tests.helpers.small_run import EVERY, NUM_STEPS, losses, small_run
+from tests.helpers.small_run import EVERY, NUM_STEPS, ONLY_ROWS, losses, small_run
 from trainer.__main__ import main
 from trainer.checkpoint import Checkpoints, saved_steps
 from trainer.distributed import Ranks
 from trainer.loop import train
-from trainer.model import load_encoder
+from trainer.model import EncoderConfig, load_encoder
+from trainer.report import Report
+from trainer.runs import read_config, read_encoder, read_summary
 from trainer.stopping import Stopped
 from weightserver import LocalCluster, WeightClient
 from weightserver.connection import ShardConnection
@@ -139,21 +141,121 @@ def test_a_signal_ends_a_run_behind_a_checkpoint(tmp_path: Path, undisturbed: Pa
     assert_same(output, undisturbed)
 
 
-def test_a_signal_behind_the_last_logged_step_ends_the_run_too(tmp_path: Path, undisturbed: Path) -> None:
+def test_a_signal_is_seen_between_logged_steps(tmp_path: Path) -> None:
     output = tmp_path / "run"
 
     def signal_soon() -> None:
-        while not (output / "checkpoints" / f"step-{EVERY:012d}.safetensors").exists():
+        while len(saved_steps(output / "checkpoints")) < 2:
             time.sleep(0.005)
         os.kill(os.getpid(), signal.SIGTERM)
 
     killer = threading.Thread(target=signal_soon)
     killer.start()
-    with pytest.raises(Stopped, match="behind its last step: --resume ends the run"):
-        train(small_run(output, log_every=NUM_STEPS))
+    with pytest.raises(Stopped, match=r"after \d+ steps: --resume goes on there"):
+        train(small_run(output, log_every=100_000, steps=100_000, encoder=ONLY_ROWS))
     killer.join()
+    assert losses(output) == []
+
+
+@pytest.mark.slow
+def test_ranks_see_a_signal_in_the_same_step(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer"]
+    command += ["synthetic", "--num-images", "300", "--encoder.name", "none", "--steps", "1000000", "--batch-size"]
+    command += ["16", "--num-negatives", "64", "--window-size", "96", "--window-stride", "24", "--log-every", "1000000"]
+    files, environment = tmp_path / "run" / "checkpoints", os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [*command, "--checkpoint-every", "18", "--output", str(files.parent)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        while len(saved_steps(files)) < 2:
+            assert process.poll() is None, "it ended by itself"
+            time.sleep(0.05)
+        process.terminate()
+        try:
+            errors = process.communicate(timeout=25)[1]  # torchrun kills after 30
+        finally:
+            process.kill()
+    stopped = saved_steps(files)[-1]
+    assert errors.count(f"stopped by a signal after {stopped} steps: --resume goes on there") == 2
+
+
+def test_a_signal_behind_the_last_step_ends_the_run_too(
+    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, write = tmp_path / "run", Report.write
+
+    def write_and_signal(self: Report, record: dict[str, Any]) -> None:
+        write(self, record)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Report, "write", write_and_signal)
+        with pytest.raises(Stopped, match="behind its last step: --resume ends the run"):
+            train(small_run(output, log_every=NUM_STEPS))
     train(small_run(output, log_every=NUM_STEPS, resume=True))
     assert json.loads((output / "metrics.jsonl").read_text())["loss"] == losses(undisturbed)[-1]
+
+
+def test_an_encoder_that_draws_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    """With dropout, from its last checkpoint before the end."""
+    encoder = EncoderConfig(name="mobilenet_v3_small", in_channels=3, image_size=32)
+    run = small_run(tmp_path / "run", encoder=encoder, steps=3, checkpoint_every=2)
+    train(run)
+    before = losses(run.output)
+    train(replace(run, resume=True))
+    assert losses(run.output) == before
+
+
+def test_a_run_that_goes_on_has_not_ended(tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed before its first step; it goes on to the same end."""
+    output = shutil.copytree(undisturbed, tmp_path / "run")
+    with monkeypatch.context() as patched:
+        patched.setattr("trainer.loop.views_ahead", lambda *_: die("the power went out"))
+        with pytest.raises(OSError, match="power"):
+            train(small_run(output, resume=True))
+    assert read_summary(output) == {}
+    with pytest.raises(ValueError, match=r"has not ended and has no encoder\.safetensors"):
+        read_encoder(output)
+    train(small_run(output, resume=True))
+    assert_same(output, undisturbed)
+    assert read_summary(output)["steps"] == NUM_STEPS
+
+
+def test_a_run_says_where_its_data_is_now(tmp_path: Path, undisturbed: Path) -> None:
+    output = shutil.copytree(undisturbed, tmp_path / "run")
+    train(small_run(output, resume=True, log_every=20))
+    before, after = read_config(undisturbed), read_config(output)
+    assert after == before | {"output": str(output), "log_every": 20}
+
+
+def test_what_a_run_began_with_is_needed_no_more(tmp_path: Path) -> None:
+    first = small_run(tmp_path / "first", steps=1, rows="dense")
+    train(first)
+    begun = first.output / "encoder.safetensors"
+    run = small_run(tmp_path / "run", steps=4, checkpoint_every=2, init_encoder=begun)
+    train(run)
+    before = losses(run.output)
+    begun.unlink()
+    train(replace(run, resume=True))
+    train(replace(run, resume=True, init_encoder=None))
+    assert losses(run.output) == before
+    assert read_config(run.output)["init_encoder"] == str(begun)
+    for path in (run.output / "checkpoints").iterdir():  # as if it had been killed before its first
+        path.unlink()
+    with pytest.raises(ValueError, match=r"whose init_encoder is .*, not None: give the same settings"):
+        train(replace(run, resume=True, init_encoder=None))
+
+
+def test_all_may_read_what_the_umask_lets_them(undisturbed: Path) -> None:
+    files = [path for path in undisturbed.rglob("*") if path.is_file() and "servers" not in path.parts]
+    assert {path.suffix for path in files} >= {".json", ".jsonl", ".safetensors"}
+    assert {path.stat().st_mode for path in files} == {(undisturbed / "config.json").stat().st_mode}
+
+
+def die(reason: str) -> None:
+    raise OSError(reason)
 
 
 def signal_after(metrics: Path, num_lines: int) -> None:

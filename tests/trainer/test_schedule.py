@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.schedule import RangesOrder, RowOrder, VisitSchedule, learning_rates, visit_uniforms
+from trainer.schedule import RangesOrder, RowOrder, VisitSchedule, forward_seed, learning_rates, visit_uniforms
 
 
 @given(st.integers(1, 3_000), st.integers(0, 2**64 - 1))
@@ -92,7 +92,7 @@ def test_windows_are_shuffled_each_in_its_own_way() -> None:
 
 @pytest.mark.parametrize(("window_size", "stride"), [(0, 1), (101, 1), (10, 0), (10, 11)])
 def test_impossible_windows_are_refused(window_size: int, stride: int) -> None:
-    with pytest.raises(ValueError, match=r"window_(size|stride) must lie in 1\.\."):
+    with pytest.raises(ValueError, match=r"--window-(size|stride) must lie in 1\.\."):
         VisitSchedule(num_rows=100, window_size=window_size, window_stride=stride, seed=0)
 
 
@@ -107,6 +107,12 @@ def test_uniforms_belong_to_the_visit_alone() -> None:
     assert abs(many.mean() - 0.5) < 0.005
     assert np.abs(np.corrcoef(many.T) - np.eye(13)).max() < 0.03
     assert np.abs(np.corrcoef(many.ravel(), visit_uniforms(4, np.arange(20_000), 13).ravel())[0, 1]) < 0.01
+
+
+def test_each_step_of_each_rank_draws_other_numbers() -> None:
+    seeds = {forward_seed(seed, step, rank) for seed in (0, 1) for step in range(20) for rank in range(20)}
+    assert len(seeds) == 2 * 20 * 20
+    assert all(0 <= seed < 2**64 for seed in seeds)
 
 
 def test_learning_rates() -> None:

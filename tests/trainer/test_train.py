@@ -5,11 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shutil
 import struct
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +197,20 @@ def test_a_used_directory_is_refused(data_dir: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
+def test_as_many_other_images_in_memory_are_refused(data_dir: Path, tmp_path: Path) -> None:
+    others = shutil.copytree(data_dir, tmp_path / "others")
+    path = others / "train-images-idx3-ubyte.gz"
+    content = gzip.decompress(path.read_bytes())
+    path.write_bytes(gzip.compress(content[:16] + bytes(255 - pixel for pixel in content[16:])))
+    run = config(data_dir, tmp_path / "run", steps=3)
+    train(run)
+    with pytest.raises(ValueError, match="images are not those of the run"):
+        train(replace(run, data_dir=others, resume=True))
+    moved = shutil.copytree(data_dir, tmp_path / "moved")
+    train(replace(run, data_dir=moved, resume=True))
+    assert json.loads((run.output / "config.json").read_text())["data_dir"] == str(moved)
+
+
 def test_a_run_that_never_began_can_be_tried_again(data_dir: Path, tmp_path: Path) -> None:
     with LocalCluster(1) as cluster:
         output, servers = tmp_path / "run", cluster.addresses[0]
@@ -290,12 +306,15 @@ BAD_COMMAND_LINES = {
     "dense with servers": (["--rows", "dense", "--servers", "127.0.0.1:1"], r"leave --servers away"),
     "no such folder": (["--data-dir", "/nonexistent"], r"no such folder: /nonexistent"),
     "unknown data set": (["--dataset", "mnist-9"], r"unknown data set 'mnist-9': choose one of"),
-    "K above N": (["--num-negatives", "100000"], r"only 160 images: choose fewer"),
-    "K below B": (["--num-negatives", "8", "--batch-size", "16"], r"a batch alone may hold 16 classes"),
-    "W above N": (["--window-size", "1000"], r"window_size must lie in 1\.\.160, .* got 1000"),
+    "K above N": (["--num-negatives", "100000"], r"--num-negatives is 100000, there are only 160 images: choose fewer"),
+    "K below B": (
+        ["--num-negatives", "8", "--batch-size", "16"],
+        r"--num-negatives is 8, a batch alone may hold 16 classes",
+    ),
+    "W above N": (["--window-size", "1000"], r"--window-size must lie in 1\.\.160, .* got 1000"),
     "S above W": (
         ["--window-size", "100", "--window-stride", "101"],
-        r"window_stride must lie in 1\.\.100, .* got 101",
+        r"--window-stride must lie in 1\.\.100, .* got 101",
     ),
     "no steps": (["--steps", "0"], r"--steps must be at least 1, got 0"),
     "epochs": (["--epochs", "-1"], r"--epochs must be positive and finite, got -1"),

@@ -1,5 +1,6 @@
 """The data sets the trainer knows, and where it looks for each."""
 
+import hashlib
 import itertools
 import os
 import shutil
@@ -29,6 +30,8 @@ SYSTEM_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")
 CACHE_DIRECTORY = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pic-weightserver"
 DEBIAN_PACKAGE = "dataset-fashion-mnist"
 CONNECT_TIMEOUT_SECONDS = 10.0
+_DIGESTED_IMAGES = 1_000
+"""Training images in memory, spread over all, of which a digest is taken."""
 
 # File, number of axes, MD5 of the decompressed Fashion-MNIST file (the same for every way of packing it).
 _FILES = {
@@ -69,6 +72,8 @@ class Dataset:
     """int64 [M]."""
     range_sizes: tuple[int, ...] = ()
     """Numbers of images that were added one after another; empty where all came at once."""
+    digests: tuple[str, ...] = ()
+    """One for each of `ranges`, which tells its images from others; empty where settings alone make them."""
     order_seed: int | None = None
     """Seed of the order in which the images are stored; None where any order is as good."""
     evaluated_side: int | None = None
@@ -103,6 +108,7 @@ class Dataset:
             train_images=self.train_images.first(num_images),
             train_labels=self.train_labels[:num_images],
             range_sizes=self.range_sizes[: ends.index(num_images) + 1],
+            digests=self.digests[: ends.index(num_images) + 1],
         )
 
     def order(self, order_seed: int) -> RangesOrder:
@@ -169,6 +175,8 @@ class _Labelled(NamedTuple):
     images: DecodedImages
     labels: Tensor
     classes: tuple[str, ...]
+    digests: tuple[str, ...]
+    """Of each range of images."""
 
 
 def _listed(source: Path, side: int) -> _Labelled:
@@ -177,7 +185,8 @@ def _listed(source: Path, side: int) -> _Labelled:
     if not content:
         raise DataNotFoundError(f"no images in {source}: give a folder or a list of images by --data-dir")
     listing = Listing(content, found.root)
-    return _Labelled(DecodedImages(listing, side), torch.from_numpy(listing.labels()), tuple(found.classes))
+    labels = torch.from_numpy(listing.labels())
+    return _Labelled(DecodedImages(listing, side), labels, tuple(found.classes), (_digest(content),))
 
 
 def _load_packed(directory: Path, image_size: int) -> Dataset:
@@ -193,7 +202,8 @@ def _load_packed(directory: Path, image_size: int) -> Dataset:
 
 
 def _packed(images: PackedImages, side: int) -> _Labelled:
-    return _Labelled(DecodedImages(images, side), torch.from_numpy(images.labels()), images.manifest.classes)
+    digests = tuple(_digest(*(shard.sha256.encode() for shard in part.shards)) for part in images.manifest.ranges)
+    return _Labelled(DecodedImages(images, side), torch.from_numpy(images.labels()), images.manifest.classes, digests)
 
 
 def _decoded(train: _Labelled, test: _Labelled | None, test_directory: Path | None, **stored: Any) -> Dataset:
@@ -209,7 +219,12 @@ def _decoded(train: _Labelled, test: _Labelled | None, test_directory: Path | No
     if bool((train_labels < 0).any() | (test_labels < 0).any()):
         train_labels, test_images, test_labels = train_labels[:0], train.images[:0], test_labels[:0]
     return Dataset(
-        train_images=train.images, train_labels=train_labels, test_images=test_images, test_labels=test_labels, **stored
+        train_images=train.images,
+        train_labels=train_labels,
+        test_images=test_images,
+        test_labels=test_labels,
+        digests=train.digests,
+        **stored,
     )
 
 
@@ -260,12 +275,18 @@ def _read_directory(directory: Path, *, verify: bool) -> Dataset:
     for images, labels, kind in ((train_images, train_labels, "training"), (test_images, test_labels, "test")):
         if len(images) != len(labels) or len(images) == 0:
             raise DataNotFoundError(f"{directory} has {len(images)} {kind} images and {len(labels)} labels for them")
+    some = train_images[:: -(-len(train_images) // _DIGESTED_IMAGES)]
     return Dataset(
+        digests=(_digest(some.numpy().tobytes()),),
         train_images=train_images[:, None],
         train_labels=train_labels.long(),
         test_images=test_images[:, None],
         test_labels=test_labels.long(),
     )
+
+
+def _digest(*contents: bytes) -> str:
+    return hashlib.sha256(b"".join(contents)).hexdigest()
 
 
 def _download() -> None:

@@ -58,12 +58,18 @@ def images_of_run(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> Datase
 
 @contextmanager
 def open_rows(
-    config: TrainConfig, spec: TableSpec, range_sizes: Sequence[int], *, ranks: Ranks, device: torch.device
+    config: TrainConfig,
+    spec: TableSpec,
+    range_sizes: Sequence[int],
+    digests: Sequence[str] = (),
+    *,
+    ranks: Ranks,
+    device: torch.device,
 ) -> Iterator[OpenRows]:
     """The store of this rank's share of the rows: the blocks that `Sharding` deals to it.
 
     A run that goes on finds its rows as they were at the newest checkpoint, and with --extend those of images that were
-    added in ranges since: of all images there are `range_sizes`.
+    added in ranges since: of all images there are `range_sizes`, and `digests` that tell the ranges from others.
 
     Raises:
         ValueError: settings or images that do not fit, or weight servers that another run used.
@@ -75,7 +81,7 @@ def open_rows(
         yield OpenRows(DenseRows(spec, rates, device=device, sharding=sharding, shard=ranks.rank), history, rates)
         return
     with ExitStack() as stack:
-        client, epoch, checkpoint_step, history = _join_session(config, spec, range_sizes, ranks, stack)
+        client, epoch, checkpoint_step, history = _join_session(config, spec, range_sizes, digests, ranks, stack)
         rates = history.learning_rates(config)
         store = RemoteRows(client) if config.rows == "remote" else _resident(config, spec, rates, ranks, device, client)
         stack.callback(store.close)
@@ -100,7 +106,12 @@ def _resident(
 
 
 def _join_session(
-    config: TrainConfig, spec: TableSpec, range_sizes: Sequence[int], ranks: Ranks, stack: ExitStack
+    config: TrainConfig,
+    spec: TableSpec,
+    range_sizes: Sequence[int],
+    digests: Sequence[str],
+    ranks: Ranks,
+    stack: ExitStack,
 ) -> tuple[WeightClient, int, int | None, ImageHistory]:
     """Rank 0 opens a session on the weight servers, which it starts where none are given, and the others join it.
 
@@ -112,11 +123,12 @@ def _join_session(
         try:
             addresses = config.server_addresses or start_servers(config, ranks, stack)
             client = stack.enter_context(_client(config, addresses))
-            step, history, files = None, ImageHistory(((0, spec.num_rows),)), config.output / "checkpoints"
+            step, files = None, config.output / "checkpoints"
+            history = ImageHistory(((0, spec.num_rows),), tuple(digests))
             if config.resume:
                 step = step_to_resume(files, client)
                 before = saved_history(files, step or 0) or _history_of_table(client) or history
-                history = before.going_on(step or 0, range_sizes, extend=config.extend)
+                history = before.going_on(step or 0, range_sizes, digests, extend=config.extend)
                 _open_table(client, replace(spec, num_rows=before.num_images))
             else:
                 _refuse_used_table(client)
