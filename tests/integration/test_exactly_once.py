@@ -643,6 +643,7 @@ def test_every_old_request_again_changes_nothing(cluster: LocalCluster, client: 
 
         create(writer)
         push()
+        writer.extend_table(SPEC.num_rows + 100)  # not of the table that comes next
         writer.drop_table()
         writer.create_table(SPEC)
         writer.extend_schedule(0, RATES[:FIRST_HORIZON])
@@ -651,6 +652,7 @@ def test_every_old_request_again_changes_nothing(cluster: LocalCluster, client: 
         writer.open_session(RUN)
         writer.extend_schedule(FIRST_HORIZON, others)
         writer.extend_schedule(FIRST_HORIZON, rates)
+        writer.extend_table(SPEC.num_rows + 5)
         push()
         writer.checkpoint("first", step=1)
         write()

@@ -273,7 +273,7 @@ def victims() -> Iterator[LocalCluster]:
 
 def test_histories_are_linearizable(victims: LocalCluster, tmp_path: Path) -> None:
     outcomes = Counter[tuple[str, str]]()
-    for seed in range(2):
+    for seed in range(1):
         outcomes += history(victims, tmp_path / f"history-{seed}.jsonl", seed).outcomes
     for kind in ("push_gradients", "fetch_state", "open_session", "checkpoint", "rollback"):
         assert outcomes[kind, "done"], f"no {kind} was ever answered"

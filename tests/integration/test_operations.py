@@ -543,7 +543,9 @@ def assert_goes_on(
         assert same(client.fetch_state(np.arange(NUM_IMAGES)), state)
 
 
-@pytest.mark.parametrize("lost", [[1], [0, 1]], ids=["one shard", "all shards"])
+@pytest.mark.parametrize(
+    "lost", [pytest.param([1], id="one shard"), pytest.param([0, 1], id="all shards", marks=pytest.mark.slow)]
+)
 def test_lost_shards_are_restored_and_the_run_goes_on(
     lost: list[int], undisturbed: tuple[list[float], RowState], weightserver: Weightserver, tmp_path: Path
 ) -> None:

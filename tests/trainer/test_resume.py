@@ -98,7 +98,9 @@ def assert_goes_on(output: Path, undisturbed: Path, **changes: Any) -> None:
     assert [inspect_directory(shard)["checkpoints"] for shard in (output / "servers").glob("shard-*/")] == [last, last]
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    "after", [pytest.param(False, id="before", marks=pytest.mark.slow), pytest.param(True, id="after")]
+)
 def test_a_shard_that_is_killed_during_a_checkpoint_changes_nothing(
     after: bool, tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

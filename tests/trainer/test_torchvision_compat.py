@@ -6,7 +6,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("module", ["torchvision.models", "timm"])
+@pytest.mark.parametrize("module", [pytest.param("torchvision.models", marks=pytest.mark.slow), "timm"])
 def test_imports_in_a_fresh_process(module: str) -> None:
     code = f"from trainer.torchvision_compat import import_module; import_module({module!r})"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
