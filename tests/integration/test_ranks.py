@@ -269,7 +269,7 @@ def num_steps(output: Path) -> int:
     ("num_ranks", "resumed_on", "options"),
     [
         pytest.param(2, 1, [], id="2 ranks, then 1", marks=pytest.mark.slow),
-        pytest.param(3, None, ["--softmax", "plain"], id="3 ranks", marks=pytest.mark.slow),
+        pytest.param(3, None, [], id="3 ranks", marks=pytest.mark.slow),
         pytest.param(1, 3, ["--small-crops", "2", "--small-crop-size", "12"], id="1, then 3", marks=pytest.mark.slow),
     ],
 )

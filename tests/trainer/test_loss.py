@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from trainer.loss import cosine_softmax_loss
+from trainer.loss import cosine_softmax_loss, softmax_loss
 
 
 def test_loss_and_gradients_equal_the_formula() -> None:
@@ -29,3 +29,12 @@ def test_loss_and_gradients_equal_the_formula() -> None:
 def test_chance_is_log_k() -> None:
     loss = cosine_softmax_loss(torch.eye(4, 40)[:2], torch.eye(40)[10:], torch.tensor([0, 7]), temperature=0.2)
     assert math.isclose(loss.item(), math.log(30), rel_tol=1e-6)
+
+
+def test_plain_logits_are_products() -> None:
+    generator = torch.Generator().manual_seed(0)
+    features, weight = torch.randn(6, 5, generator=generator), torch.randn(9, 5, generator=generator)
+    labels = torch.tensor([0, 8, 3, 3, 5, 1])
+    products = features.double() @ weight.double().T
+    expected = (torch.logsumexp(products, dim=1) - products[torch.arange(6), labels]).mean()
+    torch.testing.assert_close(softmax_loss(features, weight, labels).double(), expected, rtol=1e-6, atol=0)
