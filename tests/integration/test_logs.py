@@ -143,6 +143,7 @@ def test_a_shard_whose_log_nobody_reads_goes_on(tmp_path: Path) -> None:
         shard.stdout.close()
 
 
+@pytest.mark.slow
 def test_every_line_is_json_where_that_is_asked_for(cluster: LocalCluster, tmp_path: Path) -> None:
     """Of a shard that cannot start, and of a run that trains and then cannot go on."""
     secret = tmp_path / "token"

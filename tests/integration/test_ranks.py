@@ -204,6 +204,7 @@ def test_all_stores_and_schedules_over_ranks_train_like_one(cluster: LocalCluste
     assert_equal_over_ranks(cluster, tmp_path, cases, steps=2_000)
 
 
+@pytest.mark.slow
 def test_ranks_that_lose_one_end_with_a_line(tmp_path: Path) -> None:
     """The port of rank 1's metrics is taken; rank 0 waits for it in vain."""
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -294,6 +294,7 @@ def test_a_killed_run_goes_on(kills: list[tuple[int, str]], tmp_path: Path, undi
     assert_same(output, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_trainer_that_was_only_stopped_is_fenced(tmp_path: Path, undisturbed: Path) -> None:
     """SIGSTOP, another one goes on with the run, SIGCONT: every write of the first is refused, and it says so."""
     output = tmp_path / "run"
