@@ -239,6 +239,12 @@ def saved_history(directory: Path, step: int) -> ImageHistory | None:
     return ImageHistory.from_json(stored) if stored else None
 
 
+def newest_history(directory: Path) -> ImageHistory | None:
+    """`saved_history` of the newest checkpoint file; None without any."""
+    steps = saved_steps(directory)
+    return saved_history(directory, steps[-1]) if steps else None
+
+
 def note_history(directory: Path, step: int, history: ImageHistory) -> None:
     """Makes the file of a checkpoint say what images the run goes on with from there."""
     path = _path(directory, step)

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainer.checkpoint import saved_history, saved_steps
+from trainer.checkpoint import newest_history
 from trainer.data.packed import PackedImages
 from trainer.encoder_export import LIBRARIES, export_encoder
 from trainer.runs import read_config
@@ -99,8 +99,7 @@ def _export_rows(options: argparse.Namespace) -> list[Path]:
 def _order(run: Path, num_rows: int, config: dict[str, Any]) -> tuple[RangesOrder, int]:
     """Which row belongs to which image: packed images say it themselves, where more were added later. And how many of
     the table's rows are images of the run."""
-    files = run / "checkpoints"
-    history = saved_history(files, steps[-1]) if (steps := saved_steps(files)) else None
+    history = newest_history(run / "checkpoints")
     num_images = history.num_images if history else num_rows
     if config.get("dataset") != "packed":
         return RangesOrder((num_images,), config["order_seed"]), num_images

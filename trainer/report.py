@@ -94,10 +94,8 @@ class Report:
             self._board = self._stack.enter_context(SummaryWriter(str(output / "tensorboard"), purge_step=start_step))
             chance = math.log(self._config.num_negatives)
             shown = self._config.log_format == "text"  # among lines of JSON there is no other
-            self._loggers = []
-            if self._config.wandb_project is not None:
-                logger = weights_and_biases(self._config, self._config.wandb_project)
-                self._loggers.append(self._stack.enter_context(logger))
+            project = self._config.wandb_project
+            self._log_there = self._stack.enter_context(weights_and_biases(self._config, project)) if project else None
             self._progress = self._stack.enter_context(TrainingProgress(self._num_steps, chance=chance, shown=shown))
         self._begin()
 
@@ -165,8 +163,8 @@ class Report:
         self._lines.flush()
         for name in record.keys() - {"step"}:
             self._board.add_scalar(name, record[name], record["step"])
-        for log in self._loggers:
-            log(record)
+        if self._log_there is not None:
+            self._log_there(record)
         self._progress.update(record)
 
 

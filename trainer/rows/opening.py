@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint import note_history, roll_back, saved_history, saved_steps, step_to_resume
+from trainer.checkpoint import newest_history, note_history, roll_back, saved_history, step_to_resume
 from trainer.config import TrainConfig
 from trainer.data import Dataset
 from trainer.distributed import Ranks
@@ -47,8 +47,7 @@ def images_of_run(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> Datase
     """The images to train on: of a run that goes on without --extend those that it had, whatever was added since."""
     if not config.resume or config.extend:
         return dataset
-    files = config.output / "checkpoints"
-    history = saved_history(files, steps[-1]) if ranks.is_first and (steps := saved_steps(files)) else None
+    history = newest_history(config.output / "checkpoints") if ranks.is_first else None
     had = int(ranks.broadcast_text(str(history.num_images if history else 0)))
     before = dataset.first(had)
     if ranks.is_first and len(before.train_images) < len(dataset.train_images):
