@@ -24,6 +24,17 @@ def _logging() -> Iterator[None]:
     root.handlers[:], root.level = handlers, level
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny networks gain nothing from more, and busy machines lose much."""
+    import torch  # a weight server's tests need none
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[LocalCluster]:
     """Two real shard processes; tests may not stop them."""
