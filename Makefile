@@ -5,7 +5,7 @@ PIP_FLAGS ?=
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
-.PHONY: demo test test-all lint dashboards protos benchmark clean
+.PHONY: demo test test-guard test-all lint dashboards protos benchmark clean
 
 # The main job on real images, with embedded weight servers. EPOCHS, DATA_DIR (Fashion-MNIST's files) and OUTPUT may be given.
 demo: $(INSTALLED)
@@ -14,6 +14,10 @@ demo: $(INSTALLED)
 # Two tests at a time, of one thread each: most wait for a disk or a process more than they compute.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(PYTEST_FLAGS)
+
+# The longer tests that guard the promises, which .ci/run runs beside the quick ones.
+test-guard: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m guard $(PYTEST_FLAGS)
 
 # Every test that this machine can run, the slow ones too; those that lack a GPU or Docker are skipped with the reason.
 test-all: lint
