@@ -17,7 +17,7 @@ test: $(INSTALLED)
 
 # The longer tests that guard the promises, which .ci/run runs beside the quick ones.
 test-guard: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m guard $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "guard and not (slow or docker or gpu or soak)" $(PYTEST_FLAGS)
 
 # Every test that this machine can run, the slow ones too; those that lack a GPU or Docker are skipped with the reason.
 test-all: lint

@@ -351,6 +351,7 @@ def assert_fails(message: str, *arguments: str | Path) -> None:
     assert re.search(message, lines[0]), errors
 
 
+@pytest.mark.guard
 def test_serve_refuses_what_it_cannot_serve(cluster: LocalCluster, tmp_path: Path) -> None:
     first, served = cluster.addresses[0], cluster.directory / "shard-0"
     free = ("--listen", "127.0.0.1:0")
@@ -389,6 +390,7 @@ def test_serve_refuses_what_it_cannot_serve(cluster: LocalCluster, tmp_path: Pat
     assert_fails("file is a file: give a directory", "serve", "--data-dir", tmp_path / "file", *free)
 
 
+@pytest.mark.guard
 def test_serve_refuses_the_data_of_another_shard(tmp_path: Path) -> None:
     with LocalCluster(2, tmp_path):
         pass
@@ -408,6 +410,7 @@ def test_serve_refuses_the_data_of_another_shard(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.guard
 def test_the_other_commands_refuse(client: WeightClient, cluster: LocalCluster, tmp_path: Path) -> None:
     assert_fails("holds no weight server data: give the --data-dir of a shard", "inspect", tmp_path)
     assert_fails("holds no weight server data", "inspect", tmp_path / "missing")

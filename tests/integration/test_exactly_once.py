@@ -574,11 +574,12 @@ def long(seed: int) -> Load:
 @pytest.mark.parametrize(
     "load",
     [
-        pytest.param(quick(1), id="seed 1"),
-        *(pytest.param(quick(seed), id=f"seed {seed}", marks=pytest.mark.slow) for seed in range(2, 8)),
+        *(pytest.param(quick(seed), id=f"seed {seed}") for seed in range(1, 4)),
+        *(pytest.param(quick(seed), id=f"seed {seed}", marks=pytest.mark.slow) for seed in range(4, 8)),
         pytest.param(long(8), id="seed 8, 20,000 writes", marks=[pytest.mark.slow, pytest.mark.timeout(1_200)]),
     ],
 )
+@pytest.mark.guard
 def test_every_call_counts_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weightserver.client, "CHUNK_BYTES", BYTES_PER_MESSAGE)
     with contextlib.ExitStack() as stack:

@@ -22,6 +22,7 @@ def open_table(client: WeightClient, spec: TableSpec, rates: npt.NDArray[np.floa
     return client.open_session("test")
 
 
+@pytest.mark.guard
 def test_random_subsets_of_several_writers_in_any_order(client: WeightClient, cluster: LocalCluster) -> None:
     """250 steps: repeats within a step, two writers of one epoch, pushes held back and sent late, shuffled."""
     spec = TableSpec(num_rows=400, dim=12, momentum=0.9, weight_decay=1e-3, rows_per_block=5, seed=3)

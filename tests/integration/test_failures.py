@@ -152,6 +152,7 @@ def run_under_kills(pushes: list[tuple[Rows, Gradients]], num_kills: int) -> tup
         return client.fetch_state(ROWS), info.clock, info.rows_stored
 
 
+@pytest.mark.guard
 def test_kills_at_any_time_change_no_bit() -> None:
     """40 pushes while shards are killed under them, against the same pushes undisturbed."""
     generator = np.random.default_rng(1)

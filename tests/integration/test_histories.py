@@ -271,6 +271,7 @@ def victims() -> Iterator[LocalCluster]:
         yield cluster
 
 
+@pytest.mark.guard
 def test_histories_are_linearizable(victims: LocalCluster, tmp_path: Path) -> None:
     outcomes = Counter[tuple[str, str]]()
     for seed in range(1):

@@ -93,12 +93,13 @@ def outcome(cluster: LocalCluster, output: Path, rows: Any, steps: int) -> tuple
 @pytest.mark.parametrize(
     ("rows", "steps", "kills"),
     [
-        pytest.param("resident", 600, 5, id="resident", marks=pytest.mark.slow),
+        pytest.param("resident", 600, 5, id="resident"),
         pytest.param("remote", 250, 10, id="remote"),
         pytest.param("resident", 5_000, 100, id="resident, long", marks=LONG),
         pytest.param("remote", 4_000, 100, id="remote, long", marks=LONG),
     ],
 )
+@pytest.mark.guard
 def test_killed_shards_lose_nothing(rows: Any, steps: int, kills: int, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     with LocalCluster(2, tmp_path / "undisturbed") as cluster:
@@ -112,6 +113,7 @@ def test_killed_shards_lose_nothing(rows: Any, steps: int, kills: int, tmp_path:
 
 
 @pytest.mark.parametrize(("steps", "num_deaths"), [(200, 4), pytest.param(6_000, 100, marks=LONG, id="long")])
+@pytest.mark.guard
 def test_shards_that_die_at_points_of_a_commit_lose_nothing(steps: int, num_deaths: int, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     with LocalCluster(2, tmp_path / "undisturbed") as cluster:

@@ -26,6 +26,7 @@ def lines(cluster: LocalCluster, shard: int = 0) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (cluster.directory / f"shard-{shard}.log").read_text().splitlines()]
 
 
+@pytest.mark.guard
 def test_a_shard_logs_each_event_once_and_no_rows(tmp_path: Path) -> None:
     with LocalCluster(2, tmp_path, serve_options=["--log-format", "json"]) as cluster:
         with WeightClient(cluster.addresses) as client, WeightClient(cluster.addresses) as late:

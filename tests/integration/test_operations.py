@@ -182,6 +182,7 @@ def test_a_backup_is_one_checkpoint_while_training_goes_on(
         assert same(client.fetch_state(ROWS), kept)
 
 
+@pytest.mark.guard
 def test_a_backup_of_a_large_table_is_small_and_ends(tmp_path: Path) -> None:
     """Rows that nobody wrote take no space and no time, those written behind the checkpoint neither."""
     spec = TableSpec(num_rows=10**9, dim=16)
@@ -546,6 +547,7 @@ def assert_goes_on(
 @pytest.mark.parametrize(
     "lost", [pytest.param([1], id="one shard"), pytest.param([0, 1], id="all shards", marks=pytest.mark.slow)]
 )
+@pytest.mark.guard
 def test_lost_shards_are_restored_and_the_run_goes_on(
     lost: list[int], undisturbed: tuple[list[float], RowState], weightserver: Weightserver, tmp_path: Path
 ) -> None:
@@ -580,6 +582,7 @@ def test_lost_shards_are_restored_and_the_run_goes_on(
         assert_goes_on(cluster, output, undisturbed)
 
 
+@pytest.mark.guard
 def test_the_documented_backup_of_a_run_lacks_nothing(
     undisturbed: tuple[list[float], RowState], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -993,6 +996,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_to_be_taken_for_whole(
 # ---- rolling restart
 
 
+@pytest.mark.guard
 def test_shards_are_restarted_in_turn_while_a_run_trains(
     undisturbed: tuple[list[float], RowState], tmp_path: Path
 ) -> None:

@@ -155,6 +155,7 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crowd]:
         yield crowd
 
 
+@pytest.mark.guard
 def test_silent_callers_stop_nobody(crowd: Crowd) -> None:
     """Ten times as many as there are places read nothing, send halves of writes or no message at all."""
     crowd.work(3)
@@ -382,6 +383,7 @@ def test_a_waiting_write_ends_with_its_caller(tmp_path: Path) -> None:
     storage.close()
 
 
+@pytest.mark.guard
 def test_sigterm_under_load_ends_in_time_and_loses_nothing(tmp_path: Path) -> None:
     """Writers each count up a row of their own while others read nothing and send halves."""
     num_writers, grace = 6, 0.5
@@ -432,6 +434,7 @@ def push_much(crowd: Crowd, end: float, counts: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("num_writers", "seconds"), [(16, 0.1), pytest.param(40, 30.0, marks=pytest.mark.slow)])
+@pytest.mark.guard
 def test_ten_times_the_load_keeps_the_ceiling(crowd: Crowd, num_writers: int, seconds: float) -> None:
     """Four of the writers fit at a time. Every write succeeds in the end; afterwards the shard is as fast as before."""
     quiet, pushed = min(crowd.work(10) for _ in range(2)), list[int]()

@@ -89,6 +89,7 @@ def test_sigterm_lets_a_running_fetch_end(tmp_path: Path) -> None:
         assert "Traceback" not in log
 
 
+@pytest.mark.guard
 def test_a_shard_that_may_not_drain_still_ends_well(tmp_path: Path) -> None:
     """Without grace calls are cut off while they read; closing waits for the reads, whose memory it unmaps."""
     command = [sys.executable, "-m", "weightserver", "serve", "--data-dir", str(tmp_path), "--listen", "127.0.0.1:0"]
@@ -135,6 +136,7 @@ def test_shards_stop_when_their_parent_dies(tmp_path: Path) -> None:
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
+@pytest.mark.guard
 def test_a_cluster_that_cannot_start_says_why(tmp_path: Path) -> None:
     with (
         LocalCluster(1, tmp_path),
@@ -179,6 +181,7 @@ def test_sigterm_ends_a_large_write_within_the_grace_period(tmp_path: Path) -> N
         assert client.describe().rows_stored == 10
 
 
+@pytest.mark.guard
 def test_sigterm_waits_for_no_disk_beyond_the_grace_period(tmp_path: Path) -> None:
     """A commit that the disk does not take in time is cut as by a kill: it is not there, and nobody was told that."""
     row, gradient = np.array([5]), np.ones((1, 32), np.float32)

@@ -176,6 +176,7 @@ def assert_equal_over_ranks(
             assert recorded["held"].max() <= even / world_size + 2 * SPEC.rows_per_block, case
 
 
+@pytest.mark.guard
 def test_ranks_train_like_one(cluster: LocalCluster, tmp_path: Path) -> None:
     """Batches of 10 over three ranks do not divide."""
     assert_equal_over_ranks(cluster, tmp_path, [(3, "resident", "epoch")], steps=100)

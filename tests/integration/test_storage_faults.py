@@ -147,6 +147,7 @@ def test_an_old_copy_is_noticed(data: Path) -> None:
         np.testing.assert_array_equal(client.fetch_state(ROWS).weight, values(2))
 
 
+@pytest.mark.guard
 def test_no_flipped_byte_goes_unseen(data: Path) -> None:
     """Any byte of the file: verify finds it, or the shard refuses to start, or nothing depends on it."""
     path, log = data / "data.mdb", data.parent / "shard-0.log"

@@ -90,9 +90,8 @@ def assert_goes_on(output: Path, undisturbed: Path, **changes: Any) -> None:
     assert [inspect_directory(shard)["checkpoints"] for shard in (output / "servers").glob("shard-*/")] == [last, last]
 
 
-@pytest.mark.parametrize(
-    "after", [pytest.param(False, id="before", marks=pytest.mark.slow), pytest.param(True, id="after")]
-)
+@pytest.mark.parametrize("after", [pytest.param(False, id="before"), pytest.param(True, id="after")])
+@pytest.mark.guard
 def test_a_shard_that_is_killed_during_a_checkpoint_changes_nothing(
     after: bool, tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,11 +261,10 @@ def signal_after(metrics: Path, num_lines: int) -> None:
     "kills",
     [
         pytest.param([(15, "resident")], id="once"),
-        pytest.param(
-            [(15, "resident"), (20, "remote"), (30, "resident")], id="again and again", marks=pytest.mark.slow
-        ),
+        pytest.param([(15, "resident"), (20, "remote"), (30, "resident")], id="again and again"),
     ],
 )
+@pytest.mark.guard
 def test_a_killed_run_goes_on(kills: list[tuple[int, str]], tmp_path: Path, undisturbed: Path) -> None:
     """kill -9 of the trainer wherever it is after so many steps; resumed with other stores and settings."""
     output = tmp_path / "run"

@@ -539,7 +539,12 @@ class Machine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    "num_schedules", [100, pytest.param(5_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+    "num_schedules",
+    [
+        100,
+        pytest.param(1_000, marks=pytest.mark.guard),
+        pytest.param(5_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
+    ],
 )
 def test_any_schedule(num_schedules: int) -> None:
     run_state_machine_as_test(
