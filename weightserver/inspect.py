@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weightserver.records import FORMAT, State, read_identity, read_records, read_schedule, read_spec, read_state
-from weightserver.storage import LmdbStorage, block_key_parts
+from weightserver.storage import LmdbStorage
 
 
 def inspect_directory(directory: Path) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def inspect_directory(directory: Path) -> dict[str, Any]:
         identity = read_identity(txn)
         filled = identity is not None and not identity.unfinished
         spec, state = (read_spec(txn), read_state(txn)) if filled else (None, State())
-        versions = Counter(block_key_parts(key)[1] for key, _ in txn.items("blocks"))
+        versions = Counter(generation for _, generation in txn.block_versions())
         return {
             "directory": str(directory),
             "format": FORMAT,

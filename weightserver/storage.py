@@ -70,6 +70,7 @@ class Transaction(Protocol):
     def get(self, database: str, key: bytes) -> memoryview | None: ...
     def put(self, database: str, key: bytes, value: bytes | bytearray) -> None: ...
     def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]: ...
+    def block_versions(self) -> Iterator[tuple[int, int]]: ...
     def clear(self, database: str) -> None: ...
     def newest_block(self, block: int, *, up_to: int = NEWEST) -> memoryview | None: ...
     def next_block(self, first: int) -> int | None: ...
@@ -97,6 +98,11 @@ class _LmdbTransaction:
     def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]:
         for key, value in self._txn.cursor(self._databases[database]):
             yield bytes(key), memoryview(value)
+
+    def block_versions(self) -> Iterator[tuple[int, int]]:
+        """(block, generation) of every stored version, whose values stay unread."""
+        with self._txn.cursor(self._databases["blocks"]) as cursor:
+            yield from map(block_key_parts, map(bytes, cursor.iternext(values=False)))
 
     def clear(self, database: str) -> None:
         self._txn.drop(self._databases[database], delete=False)
@@ -306,14 +312,14 @@ class LmdbStorage:
             self._grow()
 
     def _grow(self) -> None:
-        """Doubles the map. What reads look at is the map, so they are waited for; new ones wait."""
-        map_bytes = 2 * self._env.info()["map_size"]
+        """Doubles the map, or adds what address space allows. Reads use it: running ones end first, new ones wait."""
+        map_bytes = self._env.info()["map_size"]
         with _translated(self.directory), self._idle:
-            mmap.mmap(-1, map_bytes, prot=mmap.PROT_READ).close()  # where this fails, LMDB would have lost its map
+            added_bytes = _spare_address_space(map_bytes, least=2 * self._room_bytes)
             self._growing = True
             try:
                 self._idle.wait_for(lambda: self._num_reading == 0)
-                self._env.set_mapsize(map_bytes)
+                self._env.set_mapsize(map_bytes + added_bytes)
             finally:
                 self._growing = False
                 self._idle.notify_all()
@@ -518,6 +524,27 @@ def _check_newest(directory: Path, env: lmdb.Environment, last_transaction: int)
             f"{directory}: data.mdb lacks transactions that it had, as after damage of its first pages or "
             "when an old copy was put back: restore it, or remove owner.lock to serve it as it is"
         )
+
+
+def _spare_address_space(wanted: int, *, least: int) -> int:
+    """Bytes of address space that the process can still take: `wanted`, or a half, a quarter, ... of it, or `least`.
+
+    LMDB unmaps the file before it maps more of it, and has lost its map where that fails: so this tries first. Linux
+    counts shared memory without a file against RAM and swap, which a shard may exceed. A private mapping that is only
+    read takes addresses alone, as LMDB's map of the file does, whatever vm.overcommit_memory says.
+
+    Raises:
+        OSError: not even `least` bytes are left (ENOMEM).
+    """
+    while True:
+        try:  # a little more: other threads may take some before LMDB does
+            mmap.mmap(-1, wanted + _ROOM_BYTES, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ).close()
+        except OSError:
+            if wanted <= least:
+                raise
+            wanted = max(least, wanted // 2)
+        else:
+            return wanted
 
 
 def _used_bytes(env: lmdb.Environment) -> int:

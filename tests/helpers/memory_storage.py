@@ -54,6 +54,9 @@ class MemoryTransaction:
         for key, value in sorted(self.databases[database].items()):  # type: ignore[type-var]
             yield key, memoryview(value)  # type: ignore[misc]
 
+    def block_versions(self) -> Iterator[tuple[int, int]]:
+        yield from sorted(self._blocks, key=lambda version: (version[0], -version[1]))  # type: ignore[index, operator]
+
     def clear(self, database: str) -> None:
         self.databases[database].clear()
 

@@ -329,7 +329,7 @@ def test_a_full_map_grows_under_readers(tmp_path: Path) -> None:
     assert (failures, reads[0] > 0) == ([], True)
     assert storage._env.info()["map_size"] > 6_000_000 > before
     with storage.read() as txn:
-        assert sum(1 for _ in txn.items("blocks")) == 103
+        assert sum(1 for _ in txn.block_versions()) == 103
     storage.close()
     assert LmdbStorage(tmp_path / "shard", readonly=True)
 

@@ -33,7 +33,7 @@ from weightserver.inspect import inspect_directory
 from weightserver.records import read_state, write_state
 from weightserver.session import MAX_FAILED, Session
 from weightserver.shard import MAX_EARLIER_SIZES, Batch, Shard, WriteHeader
-from weightserver.storage import LmdbStorage, block_key_parts
+from weightserver.storage import LmdbStorage
 from weightserver.wire import spec_digest
 
 SPEC = TableSpec(num_rows=100, dim=4, rows_per_block=6)
@@ -245,7 +245,7 @@ def test_the_newest_version_of_a_block_is_found(tmp_path: Path) -> None:
         assert txn.newest_block(4) is None
         assert txn.newest_block(2) is None
         assert txn.newest_block(6) is None
-        keys = [block_key_parts(key) for key, _ in txn.items("blocks")]
+        keys = list(txn.block_versions())
     assert keys == [(3, 70_000), (3, 2), (3, 0), (5, 9)]
     storage.close()
 

@@ -1,0 +1,232 @@
+"""The packages as they are installed: built from the sources, into an empty environment, in every Python at hand."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+import trainer
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGES = ("weightserver", "trainer")
+OTHER_PYTHONS = [version for version in ("3.11", "3.12", "3.13", "3.14") if not sys.version.startswith(f"{version}.")]
+NEEDS_TRAINER = {"torch", "torchvision", "trainer", "benchmarks"}
+USE = """
+import numpy as np, weightserver
+from weightserver import LocalCluster, TableSpec, WeightClient
+with LocalCluster(2) as cluster, WeightClient(cluster.addresses) as client:
+    client.create_table(TableSpec(num_rows=1000, dim=8))
+    client.extend_schedule(0, np.full(10, 0.1, np.float32))
+    client.open_session("run")
+    rows = np.arange(0, 1000, 7)
+    before = client.fetch(rows, step=0)
+    client.push_gradients(rows, np.ones((len(rows), 8), np.float32), step=0)
+    moved = client.fetch(rows, step=1) - before
+    assert np.allclose(moved, -0.1, atol=1e-4), moved
+    assert client.describe().rows_stored == len(rows)
+print(weightserver.__file__)
+"""
+IMPORT_ALL = """
+import importlib, pkgutil, weightserver
+for module in pkgutil.walk_packages(weightserver.__path__, "weightserver."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+"""
+
+
+def run(*command: object, ok: bool = True, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Without what would lead Python to the sources."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, check=False, cwd=cwd, env=environment
+    )
+    assert (done.returncode == 0) == ok, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def python_of(version: str) -> Path | None:
+    """An interpreter of that version on the PATH or in pyenv."""
+    found = [shutil.which(f"python{version}")]
+    found += sorted(map(str, (Path.home() / ".pyenv/versions").glob(f"{version}.*/bin/python3")), reverse=True)
+    for path in filter(None, found):
+        code = "import sys, ensurepip; print('%d.%d' % sys.version_info[:2])"
+        done = subprocess.run([path, "-c", code], capture_output=True, text=True, check=False)
+        if done.stdout.strip() == version:  # pyenv's shims are there for versions that it does not run
+            return Path(path)
+    return None
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the source archive and, made from it, the wheel."""
+    directory = tmp_path_factory.mktemp("built")
+    sources, tools, built = directory / "sources", directory / "tools", directory / "dist"
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*", "runs", "data-*", "build")
+    for name in ("weightserver", "trainer", "tests", "benchmarks", "deploy", "docs", "protos"):
+        shutil.copytree(ROOT / name, sources / name, ignore=ignore)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, sources / name)
+    (backend,) = PROJECT["build-system"]["requires"]
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    fetched = subprocess.run([*pip, "install", "-q", "--target", tools, backend], capture_output=True, check=False)
+    if fetched.returncode:
+        pytest.skip(f"no package index to install {backend} from")
+    make = (
+        f"import os, sys; sys.path.insert(0, {str(tools)!r})\n"
+        "from setuptools import build_meta\n"
+        f"os.makedirs({str(built)!r}); build_meta.build_sdist({str(built)!r})\n"
+    )
+    run(sys.executable, "-c", make, cwd=sources)
+    (archive,) = built.glob("*.tar.gz")
+    run(*pip, "wheel", "-q", "--no-deps", "-w", built, archive)
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    (wheel,) = built.glob("*.whl")
+    return wheel
+
+
+def environment(directory: Path, python: Path, *packages: object) -> Path:
+    """The folder of the programs of a new environment with these packages."""
+    run(python, "-m", "venv", directory)
+    pip = (directory / "bin" / "python", "-m", "pip", "--disable-pip-version-check")
+    run(*pip, "install", "-q", "-c", ROOT / "constraints.txt", *packages)
+    run(*pip, "check")
+    return directory / "bin"
+
+
+def check_weight_server(programs: Path, elsewhere: Path) -> None:
+    """What a weight server needs works without torch, and the trainer's commands tell how to get theirs."""
+    installed = run(programs / "python", "-c", "import importlib.util as u; print(u.find_spec('torch'))", cwd=elsewhere)
+    assert installed.stdout.strip() == "None"
+    run(programs / "python", "-W", "error", "-c", IMPORT_ALL, cwd=elsewhere)
+    used = run(programs / "python", "-W", "error", "-c", USE, cwd=elsewhere).stdout
+    assert Path(used.strip()).is_relative_to(programs.parent), used
+    assert "serve" in run(programs / "weightserver", "--help", cwd=elsewhere).stdout
+    message = "pip install 'pic-weightserver[trainer]'"
+    commands: list[list[object]] = [[programs / name] for name in ("pic-train", "pic-evaluate", "pic-data")]
+    commands += [[programs / "python", "-m", name] for name in ("trainer", "trainer.evaluate", "trainer.data")]
+    for command in commands:
+        (line,) = run(*command, "--help", ok=False, cwd=elsewhere).stderr.splitlines()
+        assert "the trainer needs" in line, line
+        assert message in line, line
+    *_, last = run(programs / "python", "-c", "import trainer", ok=False, cwd=elsewhere).stderr.splitlines()
+    assert last.startswith("ModuleNotFoundError: the trainer needs "), last
+    assert message in last
+
+
+# ---- what is declared
+
+
+def names(requirements: list[str]) -> set[str]:
+    """Normalised names of the packages that are required."""
+    found = (re.match(r"[\w.-]+", requirement) for requirement in requirements)
+    return {re.sub(r"[-_.]+", "-", match.group()).lower() for match in found if match}
+
+
+def modules(path: Path) -> set[str]:
+    """Full names of all modules that a file imports, and of all else that it imports by name."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def imported(package: str) -> set[str]:
+    """Packages, as they are declared, that its modules import wherever they do."""
+    found = {name.partition(".")[0] for path in (ROOT / package).rglob("*.py") for name in modules(path)}
+    others = found - sys.stdlib_module_names - {*PACKAGES, "google"}  # whose package is protobuf
+    return names([providers()[name][0] for name in others if name in providers()])
+
+
+@functools.cache
+def providers() -> Mapping[str, list[str]]:
+    """Which package a module was installed by."""
+    return importlib.metadata.packages_distributions()
+
+
+def test_what_is_imported_is_declared() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    server = names(PROJECT["project"]["dependencies"])
+    assert imported("weightserver") <= server
+    assert imported("trainer") <= server | names(extras["trainer"]) | names(extras["wandb"])
+    assert names([providers()[name][0] for name in trainer.NEEDED]) == names(extras["trainer"])
+
+
+# ---- what is installed
+
+
+@pytest.mark.guard
+def test_the_wheel_holds_the_packages(wheel: Path) -> None:
+    contents = zipfile.ZipFile(wheel).namelist()
+    wanted = {
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for pattern in ("*.py", "*.pyi", "*.html", "py.typed")
+        for path in (ROOT / package).rglob(pattern)
+    }
+    assert wanted == {name for name in contents if ".dist-info/" not in name}
+    (entries,) = [name for name in contents if name.endswith("entry_points.txt")]
+    scripts = zipfile.ZipFile(wheel).read(entries).decode()
+    for name, target in PROJECT["project"]["scripts"].items():
+        assert f"{name} = {target}" in scripts
+
+
+@pytest.mark.guard
+@pytest.mark.timeout(600)
+def test_a_weight_server_is_installed_without_the_trainer(wheel: Path, tmp_path: Path) -> None:
+    check_weight_server(environment(tmp_path / "venv", Path(sys.executable), wheel), tmp_path)
+
+
+@pytest.fixture(params=OTHER_PYTHONS)
+def other_python(request: pytest.FixtureRequest) -> Path:
+    path = python_of(request.param)
+    if path is None:
+        pytest.skip(f"there is no Python {request.param} with venv on the PATH or in pyenv")
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_other_pythons(wheel: Path, other_python: Path, tmp_path: Path) -> None:
+    """Installed as above; then the quick tests that need no trainer, from the sources."""
+    programs = environment(tmp_path / "venv", other_python, wheel)
+    check_weight_server(programs, tmp_path)
+    needed = ["hypothesis", "psutil", "pytest", "pytest-timeout", "PyYAML", "scipy"]
+    run(programs / "python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", *needed)
+    chosen = [
+        path.relative_to(ROOT)
+        for folder in ("weightserver", "integration")
+        for path in sorted((ROOT / "tests" / folder).glob("test_*.py"))
+        if not needs_trainer(path)
+    ]
+    assert len(chosen) > 20
+    done = run(programs / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, cwd=ROOT)
+    assert " passed" in done.stdout
+
+
+def needs_trainer(path: Path) -> bool:
+    """Whether a test, or a helper that it imports, needs what the extra installs."""
+    found = modules(path)
+    helpers = [ROOT / f"{name.replace('.', '/')}.py" for name in found if name.startswith("tests.")]
+    return bool({name.partition(".")[0] for name in found} & NEEDS_TRAINER) or any(
+        needs_trainer(helper) for helper in helpers if helper.exists()
+    )
