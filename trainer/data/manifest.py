@@ -16,7 +16,7 @@ rows-FIRST.npy. A pack of that format gets the new form before anything is added
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -120,8 +120,10 @@ class Manifest:
         write_whole(directory / "manifest.json", lambda path: path.write_text(text))
 
     @classmethod
-    def load(cls, directory: Path) -> Manifest:
+    def load(cls, directory: Path, *, substitutes: bool = True) -> Manifest:
         """Reads what `save` and `add_shard` wrote, or a manifest of format 1.
+
+        Without `substitutes`, which may be many and which only packing needs, there are none in it.
 
         Raises ValueError where there is none, or not one of these formats.
         """
@@ -130,13 +132,18 @@ class Manifest:
             content = json.loads(path.read_text())
             if (form := content.pop("format")) not in (1, FORMAT):
                 raise ValueError(f"{path} is of another version of this program: pack the images again")
-            ranges = tuple(
-                Range(**part | {"shards": _listed(directory, part) if form == FORMAT else _shards(part["shards"])})
-                for part in content.pop("ranges")
-            )
+            ranges = []
+            for part in content.pop("ranges"):
+                if form == FORMAT:
+                    shards = _listed(directory, part, substitutes)
+                else:
+                    shards = tuple(_shard(shard, substitutes) for shard in part["shards"])
+                ranges.append(Range(**part | {"shards": shards}))
             if any(part.rows_packed < part.count for part in ranges[:-1]):
                 raise ValueError(f"{path} names a range that is not whole before its last: pack the images again")
-            return cls(classes=tuple(content.pop("classes")), ranges=ranges, indexed_by_tar=form != FORMAT, **content)
+            return cls(
+                classes=tuple(content.pop("classes")), ranges=tuple(ranges), indexed_by_tar=form != FORMAT, **content
+            )
         except OSError:
             raise ValueError(f"{directory} holds no packed images: python -m trainer.data pack makes them") from None
         except (TypeError, KeyError, AttributeError, UnicodeError, json.JSONDecodeError) as error:
@@ -183,14 +190,12 @@ def _line(shard: Shard) -> bytes:
     return json.dumps(asdict(shard), ensure_ascii=True).encode() + b"\n"
 
 
-def _shards(contents: Iterable[Mapping[str, Any]]) -> tuple[Shard, ...]:
-    return tuple(
-        Shard(**dict(shard) | {"substitutes": tuple(Substitute(**one) for one in shard["substitutes"])})
-        for shard in contents
-    )
+def _shard(content: Mapping[str, Any], substitutes: bool) -> Shard:
+    kept = tuple(Substitute(**one) for one in content["substitutes"]) if substitutes else ()
+    return Shard(**dict(content) | {"substitutes": kept})
 
 
-def _listed(directory: Path, part: Mapping[str, Any]) -> tuple[Shard, ...]:
+def _listed(directory: Path, part: Mapping[str, Any], substitutes: bool) -> tuple[Shard, ...]:
     """The tars that a range's own file names. A last line that was not written to its end is left out."""
     path = shards_path(directory, part["first"])
     try:
@@ -201,7 +206,7 @@ def _listed(directory: Path, part: Mapping[str, Any]) -> tuple[Shard, ...]:
     row, end = part["first"], part["first"] + part["count"]
     for number, line in enumerate(lines, 1):
         try:
-            (shard,) = _shards([json.loads(line)])
+            shard = _shard(json.loads(line), substitutes)
             if shard.first != row or not row < row + shard.count <= end:
                 raise ValueError(f"rows {shard.first} and on")
         except (ValueError, TypeError, KeyError) as error:

@@ -44,7 +44,7 @@ class PackedImages:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        manifest = Manifest.load(directory)
+        manifest = Manifest.load(directory, substitutes=False)
         self.manifest = manifest.finished
         if not self.manifest.ranges:
             raise ValueError(f"{directory} is not packed to its end: repeat the command that packs it")
