@@ -52,6 +52,7 @@ FREE_SETTINGS = frozenset(
         "rows",
         "capacity",
         "prefetch_steps",
+        "decode_threads",
         "device",
         "data_dir",  # the images themselves are compared: `ImageHistory`
         "log_every",

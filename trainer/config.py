@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from trainer.data import DECODED
 from trainer.data.augment import Augmentation, AugmentationConfig, Unchanged
 from trainer.model import EncoderConfig
 from weightserver.addresses import is_loopback
@@ -51,6 +52,9 @@ class TrainConfig:
     """N, where the data set is synthetic: as many as you like, up to 10⁹."""
     data_dir: Path | None = None
     """Folder with the data set's files; without one they are looked for, and downloaded where need be."""
+    decode_threads: int | None = None
+    """Threads of each rank that decode images; without it the rank's share of the cores that the machine, the process's
+    affinity and its cgroup allow, at most 16."""
     output: Path = Path("runs/fashion-mnist")
     """The run's own directory: config.json, metrics.jsonl, summary.json, tensorboard/, encoder.safetensors."""
 
@@ -255,6 +259,8 @@ class TrainConfig:
                 f"--batch-size {self.batch_size} in {self.accumulate} parts (--accumulate) leaves some of {world_size} "
                 f"ranks without images in a part of {part_size}: give larger batches, fewer parts or fewer ranks"
             )
+        if self.decode_threads is not None and self.decode_threads < 1:
+            raise ValueError(f"--decode-threads must be at least 1, got {self.decode_threads}")
         if self.learning_rate_batch is not None and self.learning_rate_batch < 1:
             raise ValueError(f"--learning-rate-batch must be at least 1, got {self.learning_rate_batch}")
         if self.steps is not None and self.steps < 1:
@@ -276,6 +282,7 @@ class TrainConfig:
             "small_crop_size": (self.small_crops > 0, "--small-crops"),
             "small_crop_scale": (self.small_crops > 0, "--small-crops"),
             "token_file": (bool(self.servers), "--servers"),
+            "decode_threads": (self.dataset in DECODED, "--dataset packed or folder"),
         }
         for name, (used, wanted) in means_something.items():
             if not used and getattr(self, name) != getattr(TrainConfig, name):

@@ -78,6 +78,7 @@ def train(config: TrainConfig) -> TrainResult:
         num_images=config.num_images,
         image_size=config.encoder.image_size,
         seed=config.seed,
+        decode_threads=config.decode_threads,
     )
     channels = dataset.test_images.shape[1]
     if channels != config.encoder.in_channels:

@@ -50,6 +50,18 @@ def write_synced(path: Path, write: Callable[[Path], object], *, mode: int = 0o6
     sync(path)
 
 
+def append_synced(path: Path, content: bytes) -> None:
+    """Adds `content` to the end of a file and syncs it. What a process that dies meanwhile leaves is a part of it.
+
+    Raises:
+        OSError: it cannot be written, as when the disk is full.
+    """
+    with path.open("ab") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def sync(path: Path) -> None:
     """Makes a file's contents, or a directory's entries, survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -221,7 +221,7 @@ def test_more_images_wait_for_extend(
         assert len(result.dataset.train_images) == len(result.dataset.train_labels) == OLD
         assert losses(again) == losses(before)
         assert message in caplog.text
-    train(run(again, images / "all", resume=True, extend=True))
+    train(run(again, images / "all", resume=True, extend=True, decode_threads=1))
     assert losses(again) == losses(extended)
     with pytest.raises(ValueError, match="--extend adds images to a run that goes on: give --resume too"):
         train(run(output.parent / "new", images / "all", extend=True))

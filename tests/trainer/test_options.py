@@ -211,6 +211,8 @@ def test_resume_is_a_flag_that_a_word_may_follow(capsys: pytest.CaptureFixture[s
         ({"softmax": "plain", "temperature": 0.5}, "--temperature 0.5 is for --softmax cosine: leave it away, or give"),
         ({"small_crop_size": 12}, "--small-crop-size 12 is for --small-crops: leave it away, or give --small-crops"),
         ({"small_crop_scale": (0.1, 0.2)}, r"--small-crop-scale \(0.1, 0.2\) is for --small-crops: leave it away"),
+        ({"decode_threads": 0}, "--decode-threads must be at least 1, got 0"),
+        ({"decode_threads": 2}, "--decode-threads 2 is for --dataset packed or folder: leave it away, or give"),
         ({"token_file": Path("token")}, "--token-file token is for --servers: leave it away, or give --servers too"),
     ],
 )

@@ -9,7 +9,6 @@ python -m trainer.data preview images/train --output preview.png
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -17,6 +16,7 @@ from typing import NoReturn
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from trainer.cores import usable_cores
 from trainer.data.datasets import load_dataset
 from trainer.data.manifest import is_packed
 from trainer.data.pack import PackOptions, pack, verify
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     packing.add_argument("--extend", action="store_true", help="add the images that are not packed yet, as new ids")
     packing.add_argument("--no-labels", action="store_true", help="keep no labels")
     packing.add_argument("--shard-mib", type=_mib, dest="shard_bytes", metavar="MIB", help="largest tar (default 256)")
-    packing.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="that decode (default one a core)")
+    packing.add_argument("--threads", type=int, default=usable_cores(), help="that decode (default one a core)")
     packing.add_argument(
         "--max-broken",
         type=int,

@@ -1,6 +1,7 @@
 """The data sets the trainer knows, and where it looks for each."""
 
 import hashlib
+import io
 import itertools
 import os
 import shutil
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from trainer.data.decode import decoded_side
 from trainer.data.idx import DataNotFoundError, find_idx, read_idx
+from trainer.data.labels import LabelsField, StoredLabels
 from trainer.data.listing import ImageSource, Listing, listing_lines
 from trainer.data.manifest import is_packed
 from trainer.data.packed import PackedImages
@@ -64,11 +66,11 @@ class Dataset:
 
     train_images: TrainImages
     """uint8 [N, C, H, W]; of those that are decoded, the centre squares."""
-    train_labels: Tensor
-    """int64 [N]; [0] where there are no labels, and then no test images either."""
+    train_labels: LabelsField = LabelsField()  # noqa: RUF009 - a descriptor
+    """int64 [N]; [0] where there are no labels, and then no test images either. Stored ones are read when needed."""
     test_images: TrainImages
     """uint8 [M, C, H, W]; nothing is ever chosen on these."""
-    test_labels: Tensor
+    test_labels: LabelsField = LabelsField()  # noqa: RUF009 - a descriptor
     """int64 [M]."""
     range_sizes: tuple[int, ...] = ()
     """Numbers of images that were added one after another; empty where all came at once."""
@@ -88,7 +90,7 @@ class Dataset:
 
     @property
     def labelled(self) -> bool:
-        return len(self.train_labels) > 0
+        return len(vars(self)["train_labels"]) > 0  # without reading those that are stored
 
     def check_labelled(self, *, tested: bool = False) -> None:
         """Raises ValueError where there are no labels to evaluate with, or, if `tested`, no test images."""
@@ -106,7 +108,8 @@ class Dataset:
         return replace(
             self,
             train_images=self.train_images.first(num_images),
-            train_labels=self.train_labels[:num_images],
+            train_labels=StoredLabels(num_images if self.labelled else 0, lambda: self.train_labels[:num_images]),
+            test_labels=vars(self)["test_labels"],  # without reading them
             range_sizes=self.range_sizes[: ends.index(num_images) + 1],
             digests=self.digests[: ends.index(num_images) + 1],
         )
@@ -122,7 +125,13 @@ class Dataset:
 
 
 def load_dataset(
-    name: str, directory: Path | None = None, *, num_images: int | None = None, image_size: int = 32, seed: int = 0
+    name: str,
+    directory: Path | None = None,
+    *,
+    num_images: int | None = None,
+    image_size: int = 32,
+    seed: int = 0,
+    decode_threads: int | None = None,
 ) -> Dataset:
     """Loads a data set by name, from `directory` when given, else from wherever the name says it may be had.
 
@@ -133,7 +142,8 @@ def load_dataset(
     num_images is refused elsewhere, and seed means nothing there.
     folder: images in `directory`, a folder or a list of them, or in its train/ with test images in test/ or val/.
     packed: what `python -m trainer.data pack` made in `directory`, with test images packed in its test/.
-    These two are decoded when they are asked for, in colour: crops of the whole image to train on, centres to evaluate.
+    These two are decoded when they are asked for, in colour: crops of the whole image to train on, centres to evaluate;
+    by `decode_threads`, or this rank's share of the cores (`trainer.cores`).
     Their test images have to be of the first of the training images' classes, and are left away otherwise.
     Raises DataNotFoundError (a ValueError) in one line that says what was tried and what to do.
     """
@@ -147,7 +157,7 @@ def load_dataset(
     if name in DECODED:
         if directory is None:
             raise DataNotFoundError(f"data set {name!r} needs a folder: name the one with the images by --data-dir")
-        return DECODED[name](directory, image_size)
+        return DECODED[name](directory, image_size, decode_threads)
     return DATASETS[name](directory)
 
 
@@ -164,36 +174,42 @@ def _make_synthetic(directory: Path | None, num_images: int | None, image_size: 
     )
 
 
-def _load_folder(directory: Path, image_size: int) -> Dataset:
+def _load_folder(directory: Path, image_size: int, threads: int | None) -> Dataset:
     side = decoded_side(image_size)
     train = directory / "train" if (directory / "train").is_dir() else directory
     test = next((path for name in ("test", "val") if train != directory and (path := directory / name).is_dir()), None)
-    return _decoded(_listed(train, side), _listed(test, side) if test else None, test, evaluated_side=image_size)
+    test_images = _listed(test, side, threads) if test else None
+    return _decoded(_listed(train, side, threads), test_images, test, evaluated_side=image_size)
 
 
-class _Labelled(NamedTuple):
+_NO_LABELS = StoredLabels(0, lambda: torch.empty(0, dtype=torch.int64))
+
+
+class _Stored(NamedTuple):
     images: DecodedImages
-    labels: Tensor
+    labels: StoredLabels
+    """As many as images, or none."""
     classes: tuple[str, ...]
     digests: tuple[str, ...]
     """Of each range of images."""
 
 
-def _listed(source: Path, side: int) -> _Labelled:
+def _listed(source: Path, side: int, threads: int | None) -> _Stored:
     found = ImageSource(source)
-    content = b"".join(listing_lines(found.entries()))
-    if not content:
+    lines = io.BytesIO()
+    lines.writelines(listing_lines(found.entries()))
+    if not (content := lines.getvalue()):
         raise DataNotFoundError(f"no images in {source}: give a folder or a list of images by --data-dir")
     listing = Listing(content, found.root)
-    labels = torch.from_numpy(listing.labels())
-    return _Labelled(DecodedImages(listing, side), labels, tuple(found.classes), (_digest(content),))
+    labels = _labels_of(listing, found.labelled)
+    return _Stored(DecodedImages(listing, side, threads=threads), labels, tuple(found.classes), (_digest(content),))
 
 
-def _load_packed(directory: Path, image_size: int) -> Dataset:
+def _load_packed(directory: Path, image_size: int, threads: int | None) -> Dataset:
     side, packed, test = decoded_side(image_size), PackedImages(directory), directory / "test"
     return _decoded(
-        _packed(packed, side),
-        _packed(PackedImages(test), side) if is_packed(test) else None,
+        _packed(packed, side, threads),
+        _packed(PackedImages(test), side, threads) if is_packed(test) else None,
         test,
         evaluated_side=image_size,
         range_sizes=packed.manifest.sizes,
@@ -201,28 +217,31 @@ def _load_packed(directory: Path, image_size: int) -> Dataset:
     )
 
 
-def _packed(images: PackedImages, side: int) -> _Labelled:
+def _packed(images: PackedImages, side: int, threads: int | None) -> _Stored:
     digests = tuple(_digest(*(shard.sha256.encode() for shard in part.shards)) for part in images.manifest.ranges)
-    return _Labelled(DecodedImages(images, side), torch.from_numpy(images.labels()), images.manifest.classes, digests)
+    labels = _labels_of(images, images.manifest.labelled)
+    return _Stored(DecodedImages(images, side, threads=threads), labels, images.manifest.classes, digests)
 
 
-def _decoded(train: _Labelled, test: _Labelled | None, test_directory: Path | None, **stored: Any) -> Dataset:
-    """A data set in which an image without a label makes all unlabelled, and leaves nothing to test.
+def _labels_of(images: Listing | PackedImages, labelled: bool) -> StoredLabels:
+    return StoredLabels(len(images) if labelled else 0, lambda: torch.from_numpy(images.labels()))
+
+
+def _decoded(train: _Stored, test: _Stored | None, test_directory: Path | None, **stored: Any) -> Dataset:
+    """A data set in which images without labels make all unlabelled, and leave nothing to test.
 
     Test images of other classes than the first of the training images' are left away, until they are asked for.
     """
     if test and (train.classes[: len(test.classes)] != test.classes or bool(train.classes) != bool(test.classes)):
         stored["untested"] = f"the classes of the test images in {test_directory} are not those of the training images"
         test = None
-    test_images, test_labels = (test.images, test.labels) if test else (train.images[:0], train.labels[:0])
-    train_labels = train.labels
-    if bool((train_labels < 0).any() | (test_labels < 0).any()):
-        train_labels, test_images, test_labels = train_labels[:0], train.images[:0], test_labels[:0]
+    if not train.labels or (test and not test.labels):
+        train, test = train._replace(labels=_NO_LABELS), None
     return Dataset(
         train_images=train.images,
-        train_labels=train_labels,
-        test_images=test_images,
-        test_labels=test_labels,
+        train_labels=train.labels,
+        test_images=test.images if test else train.images[:0],
+        test_labels=test.labels if test else _NO_LABELS,
         digests=train.digests,
         **stored,
     )
@@ -320,6 +339,6 @@ def _one_line(error: BaseException) -> str:
 
 DATASETS: dict[str, Callable[[Path | None], Dataset]] = {"fashion-mnist": _load_fashion_mnist, "idx": _load_idx}
 """The labelled ones that are in memory."""
-DECODED: dict[str, Callable[[Path, int], Dataset]] = {"folder": _load_folder, "packed": _load_packed}
+DECODED: dict[str, Callable[[Path, int, int | None], Dataset]] = {"folder": _load_folder, "packed": _load_packed}
 """Those that are decoded when they are asked for."""
 SYNTHETIC = "synthetic"

@@ -76,8 +76,9 @@ class ImageSource:
             return
         numbers = {name: number for number, name in enumerate(self.classes)}
         for child in _sorted(self.root):
-            name = child.name.removesuffix(".tar")
-            label = numbers[name] if self.labelled and name in numbers else NO_LABEL
+            label = numbers.get(child.name.removesuffix(".tar"), NO_LABEL) if self.labelled else NO_LABEL
+            if self.labelled and label == NO_LABEL:
+                continue  # a folder that came after the classes were listed, or no folder
             if _is_tar(child):
                 yield from _tar_entries(Path(child.path), child.name, label)
             else:

@@ -1,11 +1,16 @@
-"""What a packed directory holds, as its manifest.json says; the names of its files and the form of its indexes.
+"""What a packed directory holds, as its manifest says, and the names of its files.
 
-    manifest.json                   ranges, shards with their checksums, order_seed, classes
+    manifest.json                   order_seed, classes and the ranges
+    shards-FIRST.jsonl              a range's tars with their checksums, a line each, added when the tar is finished
+    index-FIRST.npy                 a range's index, one record a row (`index.py`), grown tar by tar
     images-FIRST.tsv                a range's images by id: label, offset and length in a tar, path, member
     rows-FIRST.tar                  a shard: rows FIRST ... in webdataset's form, KEY.jpg (or png, ...) and KEY.cls
-    rows-FIRST.npy                  its index, one record a row (`INDEX`)
 
-What is not in the manifest is not there: files are put in place first, then named.
+What is not in the manifest is not there: files are put in place and synced first, then named. A process that dies while
+it adds a line leaves a part of it, which counts for nothing.
+
+Format 1, of earlier versions, is read too: its manifest.json lists the tars, and each tar has an index of its own,
+rows-FIRST.npy. A pack of that format gets the new form before anything is added to it (`format_1.py`).
 """
 
 from __future__ import annotations
@@ -13,17 +18,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from weightserver.files import append_synced, write_whole
 
-from weightserver.files import write_whole
-
-FORMAT = 1
-INDEX = np.dtype([("offset", "<i8"), ("length", "<i8"), ("image", "<i8"), ("shown", "<i8"), ("label", "<i8")])
-"""Of a row: where its image's bytes are in the tar, the image's id, the id of the image that they are (another one
-where the image is broken), and the class of that one (−1 without)."""
+FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,7 @@ class Shard:
     bytes: int
     sha256: str
     index_sha256: str
+    """Of its records in the range's index; in format 1 of its own index, the file."""
     substitutes: tuple[Substitute, ...]
 
 
@@ -65,7 +67,7 @@ class Range:
 
     @property
     def rows_packed(self) -> int:
-        return sum(shard.count for shard in self.shards)
+        return self.shards[-1].first + self.shards[-1].count - self.first if self.shards else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,8 @@ class Manifest:
     classes: tuple[str, ...]
     """Names by number; empty where labels are numbers alone, or there are none."""
     ranges: tuple[Range, ...]
+    indexed_by_tar: bool = False
+    """Whether each tar has an index of its own, as in format 1."""
 
     @property
     def num_images(self) -> int:
@@ -105,24 +109,51 @@ class Manifest:
         return replace(self, ranges=tuple(part for part in self.ranges if part.rows_packed == part.count))
 
     def save(self, directory: Path) -> None:
-        """Writes manifest.json, whole or not at all."""
-        text = json.dumps({"format": FORMAT} | asdict(self), indent=1, ensure_ascii=True) + "\n"
+        """Writes all of it, each file whole or not at all: the lists of tars first, then manifest.json."""
+        assert not self.indexed_by_tar, "format 1 is read, not written"
+        for part in self.ranges:
+            lines = b"".join(map(_line, part.shards))
+            write_whole(shards_path(directory, part.first), partial(Path.write_bytes, data=lines))
+        content = {"format": FORMAT} | _without(vars(self), "indexed_by_tar")
+        content["ranges"] = [_without(vars(part), "shards") for part in self.ranges]
+        text = json.dumps(content, indent=1, ensure_ascii=True) + "\n"
         write_whole(directory / "manifest.json", lambda path: path.write_text(text))
 
     @classmethod
-    def load(cls, directory: Path) -> Manifest:
-        """Reads manifest.json. Raises ValueError where there is none, or not one of this version."""
+    def load(cls, directory: Path, *, substitutes: bool = True) -> Manifest:
+        """Reads what `save` and `add_shard` wrote, or a manifest of format 1.
+
+        Without `substitutes`, which may be many and which only packing needs, there are none in it.
+
+        Raises ValueError where there is none, or not one of these formats.
+        """
         path = directory / "manifest.json"
         try:
             content = json.loads(path.read_text())
-            if content.pop("format") != FORMAT:
+            if (form := content.pop("format")) not in (1, FORMAT):
                 raise ValueError(f"{path} is of another version of this program: pack the images again")
-            ranges = tuple(_range(part) for part in content.pop("ranges"))
-            return cls(classes=tuple(content.pop("classes")), ranges=ranges, **content)
+            ranges = []
+            for part in content.pop("ranges"):
+                if form == FORMAT:
+                    shards = _listed(directory, part, substitutes)
+                else:
+                    shards = tuple(_shard(shard, substitutes) for shard in part["shards"])
+                ranges.append(Range(**part | {"shards": shards}))
+            if any(part.rows_packed < part.count for part in ranges[:-1]):
+                raise ValueError(f"{path} names a range that is not whole before its last: pack the images again")
+            return cls(
+                classes=tuple(content.pop("classes")), ranges=tuple(ranges), indexed_by_tar=form != FORMAT, **content
+            )
         except OSError:
             raise ValueError(f"{directory} holds no packed images: python -m trainer.data pack makes them") from None
-        except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
+        except (TypeError, KeyError, AttributeError, UnicodeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is damaged ({error}): pack the images again") from None
+
+
+def add_shard(directory: Path, part: Range, shard: Shard) -> Range:
+    """Names a tar of a range, whose files are in place, in the manifest; returns the range with it."""
+    append_synced(shards_path(directory, part.first), _line(shard))
+    return replace(part, shards=(*part.shards, shard))
 
 
 def is_packed(directory: Path) -> bool:
@@ -139,12 +170,49 @@ def tar_path(directory: Path, first: int) -> Path:
 
 
 def index_path(directory: Path, first: int) -> Path:
+    return directory / f"index-{first:012d}.npy"
+
+
+def tar_index_path(directory: Path, first: int) -> Path:
+    """That of a tar in format 1."""
     return directory / f"rows-{first:012d}.npy"
 
 
-def _range(content: Mapping[str, Any]) -> Range:
-    shards = tuple(
-        Shard(**dict(shard) | {"substitutes": tuple(Substitute(**one) for one in shard["substitutes"])})
-        for shard in content["shards"]
-    )
-    return Range(**dict(content) | {"shards": shards})
+def shards_path(directory: Path, first: int) -> Path:
+    return directory / f"shards-{first:012d}.jsonl"
+
+
+def _without(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in content.items() if key != name}
+
+
+def _line(shard: Shard) -> bytes:
+    return json.dumps(asdict(shard), ensure_ascii=True).encode() + b"\n"
+
+
+def _shard(content: Mapping[str, Any], substitutes: bool) -> Shard:
+    kept = tuple(Substitute(**one) for one in content["substitutes"]) if substitutes else ()
+    return Shard(**dict(content) | {"substitutes": kept})
+
+
+def _listed(directory: Path, part: Mapping[str, Any], substitutes: bool) -> tuple[Shard, ...]:
+    """The tars that a range's own file names. A last line that was not written to its end is left out."""
+    path = shards_path(directory, part["first"])
+    try:
+        *lines, rest = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error}): pack the images again") from None
+    shards: list[Shard] = []
+    row, end = part["first"], part["first"] + part["count"]
+    for number, line in enumerate(lines, 1):
+        try:
+            shard = _shard(json.loads(line), substitutes)
+            if shard.first != row or not row < row + shard.count <= end:
+                raise ValueError(f"rows {shard.first} and on")
+        except (ValueError, TypeError, KeyError) as error:
+            if number == len(lines) and not rest:
+                break
+            raise ValueError(f"{path} is damaged in line {number} ({error}): pack the images again") from None
+        shards.append(shard)
+        row += shard.count
+    return tuple(shards)

@@ -9,6 +9,7 @@ function of the listing, the order's seed and the tars' size: a pack that was ki
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import io
 import os
 import tarfile
@@ -16,15 +17,28 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
+from trainer.cores import usable_cores
 from trainer.data.decode import BrokenImageError, check, max_broken
+from trainer.data.format_1 import in_present_form
+from trainer.data.index import INDEX, add_records, cut_index, read_records
 from trainer.data.listing import NO_LABEL, Listing
-from trainer.data.manifest import INDEX, Manifest, Shard, Substitute, index_path, listing_path, tar_path
+from trainer.data.manifest import (
+    Manifest,
+    Range,
+    Shard,
+    Substitute,
+    add_shard,
+    index_path,
+    listing_path,
+    tar_index_path,
+    tar_path,
+)
 from trainer.data.plan import planned
 from trainer.schedule import RangesOrder
 from weightserver.files import sha256, write_whole
@@ -47,8 +61,8 @@ class PackOptions:
     """Whether to keep labels where the source has any."""
     extend: bool = False
     """Whether to add the source's images that are not packed yet to those that are."""
-    threads: int = 4
-    """That read and decode."""
+    threads: int = field(default_factory=usable_cores)
+    """That read and decode; without it one for each core that this process may use."""
     max_broken: int | None = None
     """Broken images at which to give up; without one 100, or a hundredth of the images where that is more."""
     on_rows: Callable[[int, int], None] = lambda done, count: None
@@ -98,17 +112,37 @@ def pack(source: Path, output: Path, options: PackOptions) -> Manifest:
 
 def verify(directory: Path) -> list[str]:
     """Compares the packed files with the manifest's checksums; returns a line for each that differs."""
-    wrong = []
-    for shard in Manifest.load(directory).shards:
-        for path, expected in (
-            (tar_path(directory, shard.first), shard.sha256),
-            (index_path(directory, shard.first), shard.index_sha256),
-        ):
-            if not path.is_file():
-                wrong.append(f"{path} is missing")
-            elif sha256(path) != expected:
-                wrong.append(f"{path} is damaged")
-    return wrong
+    manifest = Manifest.load(directory)
+    return [line for part in manifest.ranges for line in _damage(directory, part, by_tar=manifest.indexed_by_tar)]
+
+
+def _damage(directory: Path, part: Range, *, by_tar: bool) -> Iterator[str]:
+    for shard in part.shards:
+        yield from _file_damage(tar_path(directory, shard.first), shard.sha256)
+        if by_tar:
+            yield from _file_damage(tar_index_path(directory, shard.first), shard.index_sha256)
+    if by_tar or not part.shards:
+        return
+    path = index_path(directory, part.first)
+    if not path.is_file():
+        yield f"{path} is missing"
+        return
+    for shard in part.shards:
+        start = shard.first - part.first
+        try:
+            records = read_records(path, part.count, start, start + shard.count)
+        except ValueError:
+            yield f"{path} is damaged"
+            return
+        if hashlib.sha256(records).hexdigest() != shard.index_sha256:
+            yield f"{path} is damaged in rows {shard.first}..{shard.first + shard.count - 1}"
+
+
+def _file_damage(path: Path, expected: str) -> Iterator[str]:
+    if not path.is_file():
+        yield f"{path} is missing"
+    elif sha256(path) != expected:
+        yield f"{path} is damaged"
 
 
 @contextmanager
@@ -138,19 +172,26 @@ class _Packer:
 
     def run(self) -> Manifest:
         """Packs shard after shard, each named in the manifest when its files are in place."""
+        if self._part.rows_packed < self._part.count:
+            self._cut_what_is_not_named()
         made = self._samples(self._part.rows_packed)
         samples: Iterator[_Sample] = made
         try:
             while (packed := self._part.rows_packed) < self._part.count:
                 self._options.on_rows(packed, self._part.count)
                 shard, samples = self._write_shard(self._part.first + packed, samples)
-                self._part = replace(self._part, shards=(*self._part.shards, shard))
-                self._manifest = replace(self._manifest, ranges=(*self._manifest.ranges[:-1], self._part))
-                self._manifest.save(self._output)
+                self._part = add_shard(self._output, self._part, shard)
         finally:
             made.close()
         self._options.on_rows(self._part.count, self._part.count)
-        return self._manifest
+        return replace(self._manifest, ranges=(*self._manifest.ranges[:-1], self._part))
+
+    def _cut_what_is_not_named(self) -> None:
+        """Cuts the files that are added to where the manifest ends: a pack that was killed may have left more."""
+        self._manifest = in_present_form(self._manifest, self._output)
+        self._part = self._manifest.ranges[-1]
+        self._manifest.save(self._output)
+        cut_index(index_path(self._output, self._part.first), self._part.count, self._part.rows_packed)
 
     def _write_shard(self, first: int, samples: Iterator[_Sample]) -> tuple[Shard, Iterator[_Sample]]:
         """Writes the shard of row `first` and on; returns it and the samples that are left."""
@@ -174,15 +215,14 @@ class _Packer:
                         substitutes.append(self._substitute(sample))
                     self._options.on_rows(first - self._part.first + len(index), self._part.count)
 
-        tar, indexed = tar_path(self._output, first), index_path(self._output, first)
+        tar = tar_path(self._output, first)
         write_whole(tar, write)
-        write_whole(indexed, lambda path: _save_index(path, index))
         shard = Shard(
             first=first,
             count=len(index),
             bytes=tar.stat().st_size,
             sha256=sha256(tar),
-            index_sha256=sha256(indexed),
+            index_sha256=add_records(index_path(self._output, self._part.first), np.array(index, INDEX)),
             substitutes=tuple(substitutes),
         )
         return shard, chain(left, samples)
@@ -245,8 +285,3 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     info = tarfile.TarInfo(name)
     info.size = len(content)
     tar.addfile(info, io.BytesIO(content))
-
-
-def _save_index(path: Path, index: list[tuple[int, int, int, int, int]]) -> None:
-    with path.open("wb") as file:
-        np.save(file, np.array(index, INDEX))

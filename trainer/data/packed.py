@@ -5,22 +5,25 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import resource
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.manifest import INDEX, Manifest, index_path, tar_path
+from trainer.data.index import INDEX, map_index
+from trainer.data.manifest import Manifest, Range, Shard, index_path, tar_index_path, tar_path
 from trainer.schedule import RangesOrder
 from weightserver.sharding import Int64Array
 
 _log = logging.getLogger(__name__)
 _OPEN_FILES = 256
+_OPEN_INDEXES = 64
 _SEGMENT_BYTES = 1 << 23
-"""What is read ahead around the first row of it that is asked for."""
+"""What is read ahead where rows are asked for."""
 _ADVICE_BYTES = 1 << 17
 """Linux reads no more ahead for one piece of advice than a device's read-ahead."""
 _REMEMBERED_SEGMENTS = 1 << 11
@@ -29,9 +32,11 @@ _REMEMBERED_SEGMENTS = 1 << 11
 class PackedImages:
     """The images of a packed directory, encoded, by id or by row. Thread-safe.
 
-    The window moves over contiguous rows, so the first row of a segment of 8 MiB that is asked for has the whole
-    segment read ahead, sequentially; the system's cache keeps it while the window lies there. Indexes are mapped.
-    Images that are being added are not there until all of them are.
+    The window moves over contiguous rows, so the second row of a segment of 8 MiB that is asked for has the whole
+    segment read ahead, sequentially; the system's cache keeps it while the window lies there. Indexes are mapped when
+    they are first read. However many tars and ranges there are, few are open: at most a fifth of the files that the
+    process may open, and one more for each thread that reads. Images that are being added are not there until all of
+    them are.
 
     Raises:
         ValueError: no packed images, not all of the first range, or an index that does not fit the manifest.
@@ -39,7 +44,7 @@ class PackedImages:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        manifest = Manifest.load(directory)
+        manifest = Manifest.load(directory, substitutes=False)
         self.manifest = manifest.finished
         if not self.manifest.ranges:
             raise ValueError(f"{directory} is not packed to its end: repeat the command that packs it")
@@ -50,9 +55,16 @@ class PackedImages:
             )
         self.order = RangesOrder(self.manifest.sizes, self.manifest.order_seed)
         self._firsts = np.array([shard.first for shard in self.manifest.shards])
-        self._indexes = [self._index(shard.first, shard.count) for shard in self.manifest.shards]
-        self._open = functools.lru_cache(_OPEN_FILES)(_Descriptor)
-        self._advised: OrderedDict[tuple[int, int], None] = OrderedDict()
+        by_tar = self.manifest.indexed_by_tar
+        indexed: Sequence[Shard | Range] = self.manifest.shards if by_tar else self.manifest.ranges
+        self._index_firsts = np.array([part.first for part in indexed])
+        self._index_counts = [part.count for part in indexed]
+        self._index_path = tar_index_path if by_tar else index_path
+        self._check_indexes()
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._map_index = functools.lru_cache(_share(limit, 16, _OPEN_INDEXES))(map_index)
+        self._open = functools.lru_cache(_share(limit, 8, _OPEN_FILES))(_Descriptor)
+        self._segments: OrderedDict[tuple[int, int], bool] = OrderedDict()  # whether they are read ahead by now
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -64,7 +76,8 @@ class PackedImages:
 
     def read_row(self, row: int) -> bytes:
         """The encoded bytes of row 0..N-1. Raises OSError where they cannot be read."""
-        shard, record = self._record(row)
+        shard = self._shard(row)
+        (record,) = self._records(row, row + 1)
         path = tar_path(self.directory, int(self._firsts[shard]))
         file = self._open(path)
         offset, length = int(record["offset"]), int(record["length"])
@@ -77,9 +90,9 @@ class PackedImages:
         Raises IndexError for rows that are not there, OSError where they cannot be read.
         """
         while start < stop:
-            shard, _ = self._record(start)
+            shard = self._shard(start)
             first = int(self._firsts[shard])
-            index = self._indexes[shard][start - first : stop - first]
+            index = self._records(start, min(stop, first + self.manifest.shards[shard].count))
             ends = index["offset"] + index["length"]
             begin = int(index["offset"][0])
             together = max(1, int(np.searchsorted(ends, begin + _SEGMENT_BYTES)))
@@ -96,7 +109,7 @@ class PackedImages:
     def name(self, image: int) -> str:
         """What a message calls an image."""
         row = int(self.order.rows(np.array([image]))[0])
-        shard, _ = self._record(row)
+        shard = self._shard(row)
         return f"row {row} in {tar_path(self.directory, int(self._firsts[shard]))}"
 
     def shown(self) -> Int64Array:
@@ -109,34 +122,40 @@ class PackedImages:
 
     def _by_image(self, field: str) -> Int64Array:
         values = np.empty(len(self), np.int64)
-        for index in self._indexes:
-            values[index["image"]] = index[field]
+        for shard in self.manifest.shards:
+            records = self._records(shard.first, shard.first + shard.count)
+            values[records["image"]] = records[field]
         return values
 
-    def _record(self, row: int) -> tuple[int, np.void]:
+    def _shard(self, row: int) -> int:
+        """The number of the tar that a row is in."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} is none of 0..{len(self) - 1}")
-        shard = int(np.searchsorted(self._firsts, row, side="right")) - 1
-        record: np.void = self._indexes[shard][row - self._firsts[shard]]
-        return shard, record
+        return int(np.searchsorted(self._firsts, row, side="right")) - 1
 
-    def _index(self, first: int, count: int) -> NDArray[np.void]:
-        path = index_path(self.directory, first)
-        try:
-            index: NDArray[np.void] = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path} cannot be read ({error}): pack the images again") from None
-        if index.dtype != INDEX or index.shape != (count,):
-            raise ValueError(f"{path} is not the index of {count} rows: pack the images again")
-        return index
+    def _records(self, start: int, stop: int) -> NDArray[np.void]:
+        """The records of rows start … stop−1, all of one tar."""
+        number = int(np.searchsorted(self._index_firsts, start, side="right")) - 1
+        first = int(self._index_firsts[number])
+        index = self._map_index(self._index_path(self.directory, first), self._index_counts[number])
+        return index[start - first : stop - first]
+
+    def _check_indexes(self) -> None:
+        """By their sizes alone; an index is read when its rows are."""
+        for first, count in zip(self._index_firsts.tolist(), self._index_counts, strict=True):
+            path = self._index_path(self.directory, first)
+            header = path.stat().st_size - count * INDEX.itemsize if path.is_file() else 0
+            if header <= 0 or header % np.lib.format.ARRAY_ALIGN:
+                raise ValueError(f"{path} is not the index of {count} rows: pack the images again")
 
     def _read_ahead(self, file: _Descriptor, shard: int, segment: int) -> None:
+        """Has the rest of a segment read when a second row of it is asked for: of rows in random order few are."""
         with self._lock:
-            known = (shard, segment) in self._advised
-            self._advised[shard, segment] = None
-            if len(self._advised) > _REMEMBERED_SEGMENTS:
-                self._advised.popitem(last=False)
-        if not known and hasattr(os, "posix_fadvise"):
+            asked_for = self._segments.get((shard, segment))
+            self._segments[shard, segment] = asked_for is not None
+            if len(self._segments) > _REMEMBERED_SEGMENTS:
+                self._segments.popitem(last=False)
+        if asked_for is False and hasattr(os, "posix_fadvise"):
             for start in range(segment * _SEGMENT_BYTES, (segment + 1) * _SEGMENT_BYTES, _ADVICE_BYTES):
                 os.posix_fadvise(file.number, start, _ADVICE_BYTES, os.POSIX_FADV_WILLNEED)
 
@@ -146,6 +165,11 @@ def _pread(file: _Descriptor, length: int, offset: int, path: Path) -> bytes:
     if len(content) != length:
         raise OSError(f"{path} is cut off")
     return content
+
+
+def _share(limit: int, parts: int, most: int) -> int:
+    """How many files of a kind to keep open where a process may open `limit`; at most `most`."""
+    return most if limit == resource.RLIM_INFINITY else max(1, min(most, limit // parts))
 
 
 class _Descriptor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainer.cores import decode_threads
 from trainer.data.augment import Augmentation
 from trainer.data.decode import BrokenImageError, Crop, centre, decode, max_broken
 from trainer.schedule import Float32Array
@@ -23,7 +23,6 @@ from weightserver.sharding import Int64Array
 _log = logging.getLogger(__name__)
 NUM_CHANNELS = 3
 _MAX_TRIED = 1_000
-_MAX_THREADS = 16
 
 
 class EncodedImages(Protocol):
@@ -47,7 +46,7 @@ class DecodedImages:
     Nothing is kept but the batch. An image that is broken, or cannot be read, is logged once and shown as the next
     intact one by id, after the last the first: what packing does with it too, and with no more of them.
 
-    `num_images` are the first of `images`, without it all.
+    `num_images` are the first of `images`, without it all; `threads` are without it this rank's share of the cores.
 
     Raises:
         ValueError: side below 1.
@@ -68,7 +67,7 @@ class DecodedImages:
         self._num_images = len(images) if num_images is None else num_images
         self._broken: set[int] = set()
         self._lock = threading.Lock()
-        self._threads = threads or min(_MAX_THREADS, os.cpu_count() or 1)
+        self._threads = threads or decode_threads()
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="decode")
 
     def __len__(self) -> int:

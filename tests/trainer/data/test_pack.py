@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
+import itertools
+import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -15,13 +17,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.dying_pack import Killed, contents, die_at
 from tests.helpers.image_tree import BROKEN, odd_tree, plain_tree
+from trainer.data import index as index_module
+from trainer.data import manifest as manifest_module
 from trainer.data import pack as pack_module
+from trainer.data.index import INDEX
 from trainer.data.listing import ImageSource, Listing, listing_lines
-from trainer.data.manifest import Manifest
+from trainer.data.manifest import Manifest, tar_path
 from trainer.data.pack import PackOptions, pack, verify
 from trainer.data.packed import PackedImages
 from trainer.schedule import RangesOrder, RowOrder
+from weightserver.files import append_synced
 
 SHARD_BYTES = 20_000
 ROOT = Path(__file__).parents[3]
@@ -29,10 +36,6 @@ ROOT = Path(__file__).parents[3]
 
 def options(**changes: Any) -> PackOptions:
     return PackOptions(**{"order_seed": 5, "shard_bytes": SHARD_BYTES, "threads": 2} | changes)
-
-
-def contents(directory: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +105,10 @@ def test_tars_are_what_tarfile_reads(packed: Path) -> None:
 
 
 def test_a_window_is_contiguous(packed: Path) -> None:
-    for path in packed.glob("*.npy"):
-        index = np.load(path)
-        assert (index["offset"][1:] > index["offset"][:-1] + index["length"][:-1]).all()
+    index = np.load(packed / "index-000000000000.npy")
+    for shard in Manifest.load(packed).shards:
+        records = index[shard.first : shard.first + shard.count]
+        assert (records["offset"][1:] > records["offset"][:-1] + records["length"][:-1]).all()
 
 
 def test_packing_twice_gives_the_same_bytes_whatever_the_threads(packed: Path, tree: Path, tmp_path: Path) -> None:
@@ -114,39 +118,79 @@ def test_packing_twice_gives_the_same_bytes_whatever_the_threads(packed: Path, t
     assert contents(tmp_path) == contents(packed)
 
 
-class Killed(BaseException):
-    pass
-
-
-@pytest.mark.parametrize("fatal", range(1, 12))
-@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize(
+    ("fatal", "moment"),
+    [
+        *itertools.product(range(1, 8), ["before", "after"]),  # list, manifest twice, index, first tar
+        *itertools.product([8, 9, 11, 12], ["half", "after"]),  # what is added for the first two tars
+    ],
+)
 def test_a_pack_that_ends_anywhere_goes_on_to_the_same_bytes(
-    packed: Path, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fatal: int, behind: bool
+    packed: Path, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fatal: int, moment: str
 ) -> None:
-    """Where a file is put in place, before it or behind it; and once more a few files later."""
-    replace, calls, last = Path.replace, 0, 0
-
-    def replace_or_die(path: Path, target: Path) -> Path:
-        nonlocal calls
-        calls += 1
-        if calls == last and not behind:
-            raise Killed
-        result = replace(path, target)
-        if calls == last:
-            raise Killed
-        return result
-
-    monkeypatch.setattr(Path, "replace", replace_or_die)
-    for last in (fatal, 5):  # noqa: B007 - replace_or_die reads it
-        calls = 0
+    """Where a file is put in place or added to; and once more a few files later."""
+    for last in (fatal, 5):
+        die_at(last, moment, monkeypatch)
         with pytest.raises(Killed):
             pack(tree, tmp_path, options())
-    monkeypatch.undo()
+        monkeypatch.undo()
     pack(tree, tmp_path, options())
     assert contents(tmp_path) == contents(packed)
 
 
-@pytest.mark.slow
+def test_a_torn_line_counts_for_nothing(packed: Path, tree: Path, tmp_path: Path) -> None:
+    """Wherever the last line of the tars' list ends; one before it that is no line is damage."""
+    directory = shutil.copytree(packed, tmp_path / "packed")
+    path = directory / "shards-000000000000.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    whole = b"".join(lines[:-1])
+    shards = Manifest.load(packed).shards
+    for torn in (lines[-1][:length] for length in range(0, len(lines[-1]), 9)):
+        path.write_bytes(whole + torn)
+        assert Manifest.load(directory).shards == shards[:-1]
+    path.write_bytes(whole + b"\0" * 100 + b"\n")
+    assert Manifest.load(directory).shards == shards[:-1]
+    with pytest.raises(ValueError, match="is not packed to its end: repeat the command"):
+        PackedImages(directory)
+    pack(tree, directory, options())
+    assert contents(directory) == contents(packed)
+    for damaged in ([lines[1], *lines[1:]], [lines[0], lines[1][:50] + b"\n", *lines[2:]], [lines[0], *lines[2:]]):
+        path.write_bytes(b"".join(damaged))
+        with pytest.raises(ValueError, match=r"shards-0+\.jsonl is damaged in line [12] "):
+            Manifest.load(directory)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"shards-0+\.jsonl cannot be read"):
+        PackedImages(directory)
+
+
+def test_what_is_written_for_a_tar_does_not_grow_with_their_number(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Besides the tars themselves: a line and a tar's records each."""
+    added: dict[str, list[int]] = {".npy": [], ".jsonl": []}
+    replace, replaced = Path.replace, list[str]()
+
+    def add(path: Path, content: bytes) -> None:
+        added[path.suffix].append(len(content))
+        append_synced(path, content)
+
+    def put(path: Path, target: Path) -> Path:
+        replaced.append(target.name)
+        return replace(path, target)
+
+    for module in (index_module, manifest_module):
+        monkeypatch.setattr(module, "append_synced", add)
+    monkeypatch.setattr(Path, "replace", put)
+    manifest = pack(tree, tmp_path, options())
+    assert added[".npy"] == [shard.count * INDEX.itemsize for shard in manifest.shards]
+    lines = (tmp_path / "shards-000000000000.jsonl").read_bytes().splitlines(keepends=True)
+    assert added[".jsonl"] == list(map(len, lines))
+    assert [json.loads(line)["count"] for line in lines] == [shard.count for shard in manifest.shards]
+    first = next(number for number, name in enumerate(replaced) if name.endswith(".tar"))
+    assert replaced[first:] == [tar_path(tmp_path, shard.first).name for shard in manifest.shards]
+
+
+@pytest.mark.guard
 def test_kill_minus_nine(packed: Path, tree: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from trainer.data.pack import PackOptions, pack\n"
@@ -311,14 +355,41 @@ def test_damage_is_found(tree: Path, tmp_path: Path) -> None:
     content[700] ^= 1
     tars[0].write_bytes(content)
     tars[1].unlink()
-    assert verify(tmp_path) == [f"{tars[0]} is damaged", f"{tars[1]} is missing"]
+    index = tmp_path / "index-000000000000.npy"
+    records = bytearray(index.read_bytes())
+    records[-1] ^= 1
+    index.write_bytes(records)
+    shards = Manifest.load(tmp_path).shards
+    tar_lines = [f"{tars[0]} is damaged", f"{tars[1]} is missing"]
+    assert verify(tmp_path) == [*tar_lines, f"{index} is damaged in rows {shards[-1].first}..52"]
     os.truncate(tars[2], 600)
-    row = Manifest.load(tmp_path).shards[2].first + 1
     with pytest.raises(OSError, match="is cut off"):
-        PackedImages(tmp_path).read_row(row)
+        PackedImages(tmp_path).read_row(shards[2].first + 1)
+    os.truncate(index, len(records) - 64)
+    assert verify(tmp_path)[-1] == f"{index} is damaged in rows {shards[-1].first}..52"
+    with pytest.raises(ValueError, match=f"{index} cannot be read"):
+        PackedImages(tmp_path).read_row(0)
+    for size, line in ((3, f"{index} is damaged"), (None, f"{index} is missing")):
+        index.unlink() if size is None else os.truncate(index, size)
+        assert verify(tmp_path)[3:] == [line]
+        with pytest.raises(ValueError, match=f"{index} is not the index of 53 rows: pack the images again"):
+            PackedImages(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", '{"format": 2}', '{"format": 1, "ranges": 3, "classes": []}'])
+def test_an_index_that_is_cut_off_is_not_added_to(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    die_at(15, "before", monkeypatch)
+    with pytest.raises(Killed):
+        pack(tree, tmp_path, options())
+    monkeypatch.undo()
+    index = tmp_path / "index-000000000000.npy"
+    os.truncate(index, 300)  # behind the second record
+    with pytest.raises(ValueError, match=f"{index} is cut off: pack the images again"):
+        pack(tree, tmp_path, options())
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", "[]", '{"format": 3}', '{"format": 2}', '{"format": 1, "ranges": 3, "classes": []}']
+)
 def test_a_damaged_manifest(tmp_path: Path, content: str) -> None:
     (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(ValueError, match=r"manifest\.json is"):

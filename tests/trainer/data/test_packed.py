@@ -17,6 +17,7 @@ from tests.helpers.small_run import ONLY_ROWS, losses, small_run
 from trainer.data import DataNotFoundError, load_dataset, packed
 from trainer.data.augment import Augmentation, AugmentationConfig
 from trainer.data.decode import BrokenImageError, Crop, centre, decode
+from trainer.data.listing import Listing
 from trainer.data.pack import PackOptions, pack
 from trainer.data.packed import PackedImages
 from trainer.data.stored import DecodedImages
@@ -113,6 +114,26 @@ def test_packed_and_plain_images_train_to_the_same_losses(folder: Path, director
     assert run(tmp_path / "a", "folder", folder, **several) == run(tmp_path / "b", "packed", directory, **several)
     with pytest.raises(ValueError, match="packed in the order of seed 0, not 3: give --order-seed 0"):
         run(tmp_path / "other", "packed", directory, order_seed=3)
+
+
+@pytest.mark.parametrize("name", ["folder", "packed"])
+def test_labels_are_read_when_they_are_asked_for(
+    folder: Path, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """By evaluation: to train, and to know whether there are any, none is read."""
+    read, source = [], {"folder": Listing, "packed": PackedImages}[name]
+    labels = source.labels
+    monkeypatch.setattr(source, "labels", lambda images: read.append(len(images)) or labels(images))
+    data_dir = {"folder": folder, "packed": directory}[name]
+    dataset = load_dataset(name, data_dir, image_size=16)
+    dataset.check_labelled(tested=True)
+    assert dataset.labelled
+    assert len(dataset.first(len(dataset.train_images)).test_images) == 30
+    assert len(run(tmp_path, name, data_dir, steps=2)) == 2
+    assert read == []
+    assert dataset.train_labels is dataset.train_labels
+    assert sorted(dataset.test_labels.tolist()) == 10 * [0] + 10 * [1] + 10 * [2]
+    assert read == [len(dataset.train_images), 30], "once each"
 
 
 def test_an_encoder_is_evaluated_on_packed_images(directory: Path, tmp_path: Path) -> None:
@@ -213,7 +234,7 @@ def test_training_on_a_damaged_pack_ends(tmp_path: Path) -> None:
         (tree / f"a/{number:04d}.jpg").write_bytes((tree / "a/0000.jpg").read_bytes())
     pack(tree, packed, PackOptions())
     (tar,) = packed.glob("*.tar")
-    records = np.load(tar.with_suffix(".npy"))
+    records = np.load(packed / "index-000000000000.npy")
     kept = tar.read_bytes()
     for num_broken in (100, 101):
         content = bytearray(kept)
@@ -237,8 +258,40 @@ def test_files_are_closed_again(directory: Path, monkeypatch: pytest.MonkeyPatch
     before = len(list(Path("/proc/self/fd").iterdir()))
     with ThreadPoolExecutor(4) as pool:
         once = list(pool.map(source.read_row, range(len(source))))
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 2 + 4
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 2 + 1  # and the index
     assert list(source.rows(0, len(source))) == once
+
+
+def test_a_segment_is_read_ahead_when_it_is_read_from_again(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, whichever thread reads; a single row of it, as in epoch order, brings no more than that row."""
+    advised = []
+    monkeypatch.setattr("os.posix_fadvise", lambda number, start, length, advice: advised.append((start, length)))
+    source = PackedImages(directory)
+    first, second, *_ = source.manifest.shards
+    assert min(first.count, second.count) > 2
+    for row in (first.first, second.first):
+        source.read_row(row)
+    assert advised == []
+    segment = [(start, 1 << 17) for start in range(0, 1 << 23, 1 << 17)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(source.read_row, range(first.count)))
+    assert advised == segment
+    source.read_row(second.first + 1)
+    assert advised == 2 * segment
+
+
+@pytest.mark.parametrize("name", ["folder", "packed"])
+def test_decode_threads_are_those_that_are_asked_for(
+    folder: Path, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def unasked() -> int:
+        raise AssertionError("the cores' number")
+
+    monkeypatch.setattr("trainer.data.stored.decode_threads", unasked)
+    data_dir = {"folder": folder, "packed": directory}[name]
+    assert len(run(tmp_path, name, data_dir, steps=2, decode_threads=2)) == 2
+    with pytest.raises(AssertionError, match="the cores' number"):
+        load_dataset(name, data_dir)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,70 @@
+"""Packs of any size that are made and not packed: sparse tars, and real indexes and manifests."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from trainer.data.index import INDEX, create_index
+from trainer.data.manifest import Manifest, Range, Shard, Substitute, index_path, tar_path
+from trainer.schedule import RowOrder
+
+LENGTH = 1_000
+"""Bytes of an image."""
+_STRIDE = 1 << 17
+"""From one image to the next in a tar, with its header and label."""
+
+
+def make_pack(directory: Path, *, num_images: int, num_tars: int, num_classes: int = 1_000) -> Path:
+    """Fills `directory` with as many images in as many tars, equally many in each; image i is of class i mod n.
+
+    The tars are holes, but for the first eight bytes of their first and last image: the row's number. A hundredth of
+    the images is broken, as many as packing bears with: the next one by id is in the place of each.
+    """
+    each, rest = divmod(num_images, num_tars)
+    assert not rest
+    assert num_images % 100 == 0
+    directory.mkdir(parents=True)
+    order = RowOrder(num_images, 0)
+    offsets = 1_024 + np.arange(each) * _STRIDE
+    shards: list[Shard] = []
+
+    def records() -> Iterator[bytes]:
+        for first in range(0, num_images, each):
+            index = np.zeros(each, INDEX)
+            index["offset"], index["length"] = offsets, LENGTH
+            index["image"] = images = order.images(np.arange(first, first + each))
+            broken = images[images % 100 == 0]
+            index["shown"] = images + (images % 100 == 0)
+            index["label"] = index["shown"] % num_classes
+            content = index.tobytes()
+            size = 1_024 + each * _STRIDE
+            descriptor = os.open(tar_path(directory, first), os.O_WRONLY | os.O_CREAT)
+            os.truncate(descriptor, size)
+            for row in (0, each - 1):
+                os.pwrite(descriptor, (first + row).to_bytes(8), int(offsets[row]))
+            os.close(descriptor)
+            shards.append(
+                Shard(
+                    first=first,
+                    count=each,
+                    bytes=size,
+                    sha256=hashlib.sha256(first.to_bytes(8)).hexdigest(),
+                    index_sha256=hashlib.sha256(content).hexdigest(),
+                    substitutes=tuple(
+                        Substitute(image=image, shown=image + 1, path=f"/made/{image:012d}.jpg", reason="made so")
+                        for image in broken.tolist()
+                    ),
+                )
+            )
+            yield content
+
+    create_index(index_path(directory, 0), num_images, records())
+    part = Range(first=0, count=num_images, source="/made", root="/made", labelled=True, shards=tuple(shards))
+    classes = tuple(f"class {number:06d}" for number in range(num_classes))
+    Manifest(order_seed=0, shard_bytes=1 << 28, classes=classes, ranges=(part,)).save(directory)
+    return directory

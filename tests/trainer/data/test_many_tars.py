@@ -1,0 +1,101 @@
+"""Packs of more tars than a process may have files open, and of ten million images: made, not packed."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.helpers.format_1 import in_format_1
+from tests.helpers.made_pack import LENGTH, make_pack
+from trainer.data.packed import PackedImages
+
+ROOT = Path(__file__).parents[3]
+OPEN_AND_READ = """
+import json, os, resource, sys, time
+from pathlib import Path
+import numpy as np
+from trainer.data import load_dataset
+from trainer.data.packed import PackedImages
+
+def memory():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+directory, each, seconds, opened, before = Path(sys.argv[1]), int(sys.argv[2]), [], [], memory()
+for _ in range(5):
+    start = time.perf_counter()
+    opened = [load_dataset("packed", directory, image_size=224)]
+    seconds.append(time.perf_counter() - start)
+mib = memory() - before
+images = PackedImages(directory)
+for row in np.random.default_rng(0).permutation(len(images) // each)[:1_000] * each:
+    assert images.read_row(int(row)).startswith(int(row).to_bytes(8))
+window = list(images.rows(each - 1, 2 * each + 1))
+assert [content[:8] for content in (window[0], window[1], window[-1])] == [
+    row.to_bytes(8) for row in (each - 1, each, 2 * each)
+]
+files = len(os.listdir("/proc/self/fd"))
+labels = opened[0].train_labels.numpy()
+ids = np.arange(len(labels))
+print(json.dumps({
+    "seconds": min(seconds), "mib": mib, "files": files, "images": len(labels), "digests": opened[0].digests,
+    "labels_right": bool((labels == (ids + (ids % 100 == 0)) % 1_000).all()),
+}))
+"""
+
+
+@pytest.fixture
+def few_files() -> Iterator[int]:
+    """This process may open a hundred files more than it has open; yields how many it has."""
+    before, (soft, hard) = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 100, hard))
+    yield before
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("of_before", [False, True])
+def test_more_tars_than_files_may_be_open(few_files: int, tmp_path: Path, of_before: bool) -> None:
+    """Read by more threads than tars stay open, each row from another tar than the one before."""
+    directory = make_pack(tmp_path / "made", num_images=2_200, num_tars=1_100)
+    if of_before:
+        in_format_1(directory)
+    images = PackedImages(directory)
+    rows = np.random.default_rng(0).permutation(2_200).tolist()
+    with ThreadPoolExecutor(32) as pool:
+        contents = list(pool.map(images.read_row, rows))
+    assert [content[:8] for content in contents] == [row.to_bytes(8) for row in rows]
+    assert {len(content) for content in contents} == {LENGTH}
+    assert list(images.rows(0, 2_200)) == [images.read_row(row) for row in range(2_200)]
+    ids = np.arange(2_200)
+    shown = ids + (ids % 100 == 0)
+    assert np.array_equal(images.shown(), shown)
+    assert np.array_equal(images.labels(), shown % 1_000)
+    assert len(os.listdir("/proc/self/fd")) < few_files + 50
+
+
+@pytest.mark.guard
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="memory is read as Linux tells it")
+def test_ten_million_images_in_five_thousand_tars(tmp_path: Path) -> None:
+    """Opened by a rank in under a second and 100 MB more than its imports take, with 256 files."""
+    directory = make_pack(tmp_path / "made", num_images=10_000_000, num_tars=5_000)
+    ran = subprocess.run(
+        [sys.executable, "-c", OPEN_AND_READ, directory, "2000"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    found = json.loads(ran.stdout)
+    assert found["seconds"] < 1
+    assert found["mib"] < 100
+    assert found["files"] < 100
+    assert found["images"] == 10_000_000
+    assert found["labels_right"]
+    for path in directory.iterdir():
+        path.unlink()  # 400 MB would stay until pytest forgets the directory

@@ -1,0 +1,65 @@
+"""How many processor cores a process may use: by its affinity and its cgroups' quotas, not by what the machine has."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_MAX_DECODE_THREADS = 16
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may use, at least 1; a quota of one and a half counts as one.
+
+    `root` is where /proc/self/cgroup and /sys/fs/cgroup are looked for.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        cores: float = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return max(1, math.floor(min([cores, *_quotas(root)])))
+
+
+def decode_threads(root: Path = Path("/")) -> int:
+    """Threads to decode images by: this rank's share of the cores, at least 1 and at most 16.
+
+    torchrun says how many ranks are on the machine (LOCAL_WORLD_SIZE).
+    """
+    return min(_MAX_DECODE_THREADS, max(1, usable_cores(root) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Cores' worth of time that each cgroup around this process gives it, of version 2 or 1; none without a limit."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    mount = root / "sys/fs/cgroup"
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if not controllers:
+            for folder in _around(mount, path):
+                yield from _quota(_numbers(folder / "cpu.max"))
+        elif "cpu" in controllers.split(","):
+            for folder in _around(mount / "cpu", path):
+                yield from _quota(_numbers(folder / "cpu.cfs_quota_us") + _numbers(folder / "cpu.cfs_period_us"))
+
+
+def _around(mount: Path, path: str) -> list[Path]:
+    """A cgroup's folder and those of the cgroups around it; a container sees its own as the mount itself."""
+    parts = Path(path).parts[1:]
+    return [mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+
+
+def _numbers(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
+
+
+def _quota(numbers: list[str]) -> Iterator[float]:
+    """From quota and period in microseconds; 'max' and −1 are no limit."""
+    if len(numbers) == 2 and numbers[0] not in ("max", "-1"):
+        yield int(numbers[0]) / int(numbers[1])

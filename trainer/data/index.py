@@ -1,0 +1,100 @@
+"""The index of a range of packed rows: an .npy file of records, of which a tar's are added when the tar is finished."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightserver.files import append_synced, sync, write_whole
+
+INDEX = np.dtype([("offset", "<i8"), ("length", "<i8"), ("image", "<i8"), ("shown", "<i8"), ("label", "<i8")])
+"""Of a row: where its image's bytes are in the tar, the image's id, the id of the image that they are (another one
+where the image is broken), and the class of that one (−1 without)."""
+
+
+def create_index(path: Path, count: int, records: Iterable[bytes] = ()) -> None:
+    """Writes the index of a range of `count` rows, with the records that there are so far."""
+
+    def write(partial: Path) -> None:
+        with partial.open("wb") as file:
+            file.write(_header(count))
+            file.writelines(records)
+
+    write_whole(path, write)
+
+
+def add_records(path: Path, records: NDArray[np.void]) -> str:
+    """Adds the records of a tar, `INDEX` [n], and syncs them; returns their SHA-256."""
+    content = records.tobytes()
+    append_synced(path, content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def cut_index(path: Path, count: int, num_packed: int) -> None:
+    """Leaves the first `num_packed` records of an index of `count` rows, before others are added.
+
+    Raises:
+        ValueError: they are not there.
+    """
+    if num_packed == 0 and not path.exists():
+        create_index(path, count)
+    size = _records_start(path, count) + num_packed * INDEX.itemsize
+    if path.stat().st_size < size:
+        raise ValueError(f"{path} is cut off: pack the images again")
+    os.truncate(path, size)
+    sync(path)
+
+
+def map_index(path: Path, count: int) -> NDArray[np.void]:
+    """The records of an index of `count` rows, `INDEX` [count], as the file's own pages: nothing is read yet.
+
+    Raises:
+        ValueError: it cannot be read, or is not the index of so many rows.
+    """
+    try:
+        index: NDArray[np.void] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): pack the images again") from None
+    if index.dtype != INDEX or index.shape != (count,):
+        raise ValueError(f"{path} is not the index of {count} rows: pack the images again")
+    return index
+
+
+def read_records(path: Path, count: int, start: int, stop: int) -> bytes:
+    """Records start … stop−1 of an index of `count` rows, those of them that are there.
+
+    Raises:
+        ValueError: it cannot be read, or is not the index of so many rows.
+    """
+    start, stop = (_records_start(path, count) + record * INDEX.itemsize for record in (start, stop))
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(stop - start)
+
+
+def _header(count: int) -> bytes:
+    """That of an .npy file of `count` records."""
+    header = io.BytesIO()
+    descr = np.lib.format.dtype_to_descr(INDEX)
+    np.lib.format.write_array_header_1_0(header, {"descr": descr, "fortran_order": False, "shape": (count,)})
+    return header.getvalue()
+
+
+def _records_start(path: Path, count: int) -> int:
+    """Size in bytes of the header of an index of `count` rows."""
+    try:
+        with path.open("rb") as file:
+            np.lib.format.read_magic(file)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+            size = file.tell()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): pack the images again") from None
+    if dtype != INDEX or shape != (count,):
+        raise ValueError(f"{path} is not the index of {count} rows: pack the images again")
+    return size
