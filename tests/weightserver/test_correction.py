@@ -325,6 +325,13 @@ def test_single_rate_coefficients_are_powers(momentum: float, weight_decay: floa
         assert alone[0].tobytes() == matrix.tobytes(), "a power depends on its gap alone"
 
 
+def test_one_idle_update_is_the_papers_two_matrices() -> None:
+    """The appendix's deduction: weight decay and momentum first, then the step with what they made of u."""
+    momentum, weight_decay, rate = 0.875, 0.25, 0.5  # exact in binary
+    step, decay = np.array([[1, -rate], [0, 1]]), np.array([[1, 0], [weight_decay, momentum]])
+    assert np.array_equal(single_rate_coefficients(momentum, weight_decay, rate, np.array([1]))[0], step @ decay)
+
+
 def test_the_papers_correction_takes_the_rate_of_the_last_finished_update() -> None:
     exact_one = realistic(1_000, weight_decay=0.01)
     paper = Schedule(
