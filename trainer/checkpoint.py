@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from trainer.config import TrainConfig
 from trainer.distributed import Ranks
+from trainer.earlier import in_todays_terms
 from trainer.history import ImageHistory
 from trainer.rows import RowStore
 from weightserver import Checkpoint, FencedError, NoTableError, WeightClient
@@ -156,9 +157,10 @@ def check_same_run(config: TrainConfig) -> None:
     if not config.servers and num_local not in (0, config.num_shards):
         raise ValueError(f"{config.output / 'servers'} holds {num_local} shards: give --num-shards {num_local}")
     wanted, defaults = json.loads(config.to_json()), json.loads(TrainConfig().to_json())
-    stored = _with_defaults(_settings(path), defaults)
+    stored = _with_defaults(in_todays_terms(_settings(path)), defaults)
     begins = not saved_steps(config.output / "checkpoints")  # it was killed before its first
-    for name in wanted.keys() - FREE_SETTINGS - (set() if begins else {"init_encoder"}):
+    free = FREE_SETTINGS | config.unused_settings().keys() | (set() if begins else {"init_encoder"})
+    for name in sorted(wanted.keys() - free):
         if stored[name] != wanted[name]:
             raise ValueError(
                 f"--resume goes on with the run in {config.output}, whose {name} is {stored[name]}, "

@@ -16,6 +16,7 @@ import tyro
 
 from trainer.data import DECODED
 from trainer.data.augment import Augmentation, AugmentationConfig, Unchanged
+from trainer.earlier import began_earlier, earlier_defaults
 from trainer.model import EncoderConfig
 from weightserver.addresses import is_loopback
 from weightserver.logs import LogFormat, complain
@@ -23,6 +24,9 @@ from weightserver.security import ClientSecurity
 from weightserver.wire import MAX_STEPS
 
 Resume = bool | Literal["auto"]
+
+_DEFAULT_WARMUP_FRACTION = 0.1
+_CORRECTION_OF_FLAG: dict[object, str] = {True: "exact", False: "none"}
 
 
 def _resume(words: list[str]) -> Resume:
@@ -116,12 +120,16 @@ class TrainConfig:
     view_size: int | None = None
     """Side of a view in pixels, where it is not --encoder.image-size, which evaluations take."""
     small_crops: int = 0
-    """Small crops of each image in an update beside its views (multi-crop: 3 beside one view of 160 px). Their losses
-    are averaged with those of the views, and move the encoder but no row."""
+    """Small crops of each image in an update beside its views: multi-crop, which the paper does not have. The recipe of
+    the authors' released code is --view-size 160 --small-crops 3. The losses of small crops are averaged with those of
+    the views, and move the encoder but no row."""
     small_crop_size: int = 96
     """Side of a small crop in pixels."""
-    small_crop_scale: tuple[float, float] = (0.05, 0.14)
-    """Smallest and largest area of a small crop, as parts of the image's (SwAV's, 2006.09882)."""
+    small_crop_scale: tuple[float, float] = (0.08, 0.14)
+    """Smallest and largest area of a small crop, as parts of the image's (the authors' code; SwAV's: 0.05 and 0.14)."""
+    view_scale: tuple[float, float] | None = (0.14, 1.0)
+    """Smallest and largest area of a view that has small crops beside it (the authors' code). None: those of views
+    without small crops, --augmentation.min-scale and --augmentation.max-scale."""
     num_negatives: int = 1024
     """K, the most recently visited rows, which are the classes of a step; the batch's own are among them."""
     window_size: int = 1024
@@ -132,16 +140,22 @@ class TrainConfig:
     """Logits: cosines of row and embedding, or their products (plain: Table 1's comparison)."""
     temperature: float = 0.2
     """τ, by which cosines are divided; products are not."""
-    correction: bool = True
-    """Whether rows that are not active follow momentum and weight decay (no: the paper's ablation)."""
+    correction: Literal["exact", "paper", "none"] = "exact"
+    """How rows that are not active follow momentum and weight decay: exact, with the learning rate of each step; paper,
+    with one learning rate for all steps since they were active; none, or --no-correction: they stand still (Table 2's
+    comparison). From Python True and False are exact and none."""
 
     # ---- optimisation: one SGD for encoder, head and rows
     learning_rate: float = 0.1
     """Base learning rate η, reached after the warm-up; then a cosine to 0, step by step."""
     learning_rate_batch: int | None = None
     """Batch size that --learning-rate is for, where B is another: η is then scaled by B over this (linear rule)."""
-    warmup_fraction: float = 0.1
-    """Part of the run in which the learning rate rises linearly from η/100 to η (paper: 5 of 200 epochs)."""
+    warmup_epochs: float | None = None
+    """Epochs in which the learning rate rises linearly from η/100 to η, however long the run is (paper: 5). An epoch is
+    one of the images that the run begins with."""
+    warmup_fraction: float | None = None
+    """The same as a part of the run. Without either it is a tenth of the run; a preset's own gives way to the one that
+    is given."""
     momentum: float = 0.9
     """m."""
     weight_decay: float = 1e-4
@@ -196,6 +210,9 @@ class TrainConfig:
     evaluate: bool = True
     """Whether to end with the kNN and linear evaluations."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "correction", _CORRECTION_OF_FLAG.get(self.correction, self.correction))
+
     def check(self) -> None:
         """Raises ValueError for settings that contradict each other, or that this version cannot do."""
         if self.resume is True and self.rows == "dense":
@@ -206,6 +223,11 @@ class TrainConfig:
             raise ValueError(f"--checkpoint-every must not be negative, got {self.checkpoint_every}")
         if self.rows == "dense" and self.servers:
             raise ValueError("--rows dense keeps the rows in the trainer: leave --servers away, or use --rows resident")
+        if self.rows == "dense" and self.correction == "paper":
+            raise ValueError(
+                "--correction paper is for rows that wait to be corrected, --rows dense moves all in each step: "
+                "use --rows resident or --rows remote"
+            )
         if self.capacity is not None and self.rows != "resident":
             raise ValueError(f"--capacity is for --rows resident, not {self.rows}: leave it away")
         if self.prefetch_steps < 0:
@@ -224,10 +246,15 @@ class TrainConfig:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if self.side_of_views < 1:
             raise ValueError(f"--view-size must be at least 1, got {self.view_size}")
-        for name, known in (("softmax", ("cosine", "plain")), ("head_layers", (1, 2))):
+        for name, known in (
+            ("softmax", ("cosine", "plain")),
+            ("head_layers", (1, 2)),
+            ("correction", ("exact", "paper", "none")),
+        ):
             if getattr(self, name) not in known:
+                *most, last = map(str, known)
                 raise ValueError(
-                    f"--{name.replace('_', '-')} must be {known[0]} or {known[1]}, got {getattr(self, name)}"
+                    f"--{name.replace('_', '-')} must be {', '.join(most)} or {last}, got {getattr(self, name)}"
                 )
         for name in ("epochs", "temperature", "rank_timeout_seconds"):
             if not 0 < getattr(self, name) < math.inf:
@@ -241,10 +268,11 @@ class TrainConfig:
             raise ValueError(f"--small-crops must not be negative, got {self.small_crops}")
         if self.small_crop_size < 1:
             raise ValueError(f"--small-crop-size must be at least 1, got {self.small_crop_size}")
-        try:
-            self.augmentations()
-        except ValueError as error:
-            raise ValueError(f"--small-crop-scale: {error}") from None
+        for name in ("small_crop_scale", "view_scale"):
+            try:
+                self._cropped_to(getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"--{name.replace('_', '-')}: {error}") from None
         if self.small_crops and self.small_crop_size >= self.side_of_views:
             raise ValueError(
                 f"--small-crop-size {self.small_crop_size} is not below the {self.side_of_views} px of a view: "
@@ -270,24 +298,36 @@ class TrainConfig:
             raise ValueError(f"--metrics-port must lie in 0..{last_port}, got {self.metrics_port}")
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"--seed must lie in 0..2^64-1, got {self.seed}")
-        if not 0 <= self.warmup_fraction <= 1:
+        if self.warmup_epochs is not None and self.warmup_fraction is not None:
+            raise ValueError(
+                f"--warmup-epochs {self.warmup_epochs} and --warmup-fraction {self.warmup_fraction} both give the "
+                "length of the warm-up: give one of them"
+            )
+        if self.warmup_epochs is not None and not 0 <= self.warmup_epochs < math.inf:
+            raise ValueError(f"--warmup-epochs must be finite and not negative, got {self.warmup_epochs}")
+        if not 0 <= self._warmup_fraction <= 1:
             raise ValueError(f"--warmup-fraction must lie in 0..1, got {self.warmup_fraction}")
         if not self.resume:  # a run that goes on keeps the settings that it has
             self._check_used()
 
     def _check_used(self) -> None:
         """Raises ValueError for an option that means nothing beside the others."""
-        means_something = {
+        for name, wanted in self.unused_settings().items():
+            if getattr(self, name) != getattr(TrainConfig, name):
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} {getattr(self, name)} is for {wanted}: leave it away, or give {wanted} too")
+
+    def unused_settings(self) -> dict[str, str]:
+        """Settings that mean nothing beside the others, and the option each of them is for."""
+        wanted_by = {
             "temperature": (self.softmax == "cosine", "--softmax cosine"),
             "small_crop_size": (self.small_crops > 0, "--small-crops"),
             "small_crop_scale": (self.small_crops > 0, "--small-crops"),
+            "view_scale": (self.small_crops > 0, "--small-crops"),
             "token_file": (bool(self.servers), "--servers"),
             "decode_threads": (self.dataset in DECODED, "--dataset packed or folder"),
         }
-        for name, (used, wanted) in means_something.items():
-            if not used and getattr(self, name) != getattr(TrainConfig, name):
-                flag = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{flag} {getattr(self, name)} is for {wanted}: leave it away, or give {wanted} too")
+        return {name: wanted for name, (used, wanted) in wanted_by.items() if not used}
 
     @property
     def security(self) -> ClientSecurity:
@@ -309,14 +349,19 @@ class TrainConfig:
         Raises:
             ValueError: sizes or areas that are none.
         """
-        smallest, largest = self.small_crop_scale
-        small = replace(self.augmentation, min_scale=smallest, max_scale=largest)
         if self.encoder.name == "none":  # what is measured then is the rows' path
             return [Unchanged(self.encoder.image_size)] * (self.views + self.small_crops)
+        of_views = self._cropped_to(self.view_scale if self.small_crops else None)
         return [
-            *[Augmentation(self.augmentation, self.side_of_views)] * self.views,
-            *[Augmentation(small, self.small_crop_size)] * self.small_crops,
+            *[Augmentation(of_views, self.side_of_views)] * self.views,
+            *[Augmentation(self._cropped_to(self.small_crop_scale), self.small_crop_size)] * self.small_crops,
         ]
+
+    def _cropped_to(self, scale: tuple[float, float] | None) -> AugmentationConfig:
+        """The augmentation with crops of the smallest and largest area in `scale`, or of its own."""
+        return (
+            self.augmentation if scale is None else replace(self.augmentation, min_scale=scale[0], max_scale=scale[1])
+        )
 
     @property
     def base_learning_rate(self) -> float:
@@ -329,6 +374,26 @@ class TrainConfig:
         if steps > MAX_STEPS:
             raise ValueError(f"the run would take {steps:.3g} steps, at most {MAX_STEPS:,} are possible: choose fewer")
         return steps
+
+    @property
+    def _warmup_fraction(self) -> float:
+        """Of a run whose warm-up is not told in epochs."""
+        return _DEFAULT_WARMUP_FRACTION if self.warmup_fraction is None else self.warmup_fraction
+
+    def warmup_steps(self, num_images: int, num_steps: int) -> int:
+        """Updates of the warm-up of a run that begins with `num_images` and takes `num_steps` updates.
+
+        It may be longer than the run, which then ends within it. ValueError where it is longer than any run.
+        """
+        if self.warmup_epochs is None:
+            return round(self._warmup_fraction * num_steps)
+        steps = self.warmup_epochs * num_images / self.batch_size
+        if steps > MAX_STEPS:
+            raise ValueError(
+                f"--warmup-epochs {self.warmup_epochs:g} would take {steps:.3g} steps, at most {MAX_STEPS:,} are "
+                "possible: choose fewer"
+            )
+        return round(steps)
 
     def resident_rows(self, num_images: int) -> int:
         """Rows to keep resident, on all ranks together.
@@ -353,15 +418,20 @@ class TrainConfig:
         return min(num_images, default if self.capacity is None else self.capacity)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2, default=str) + "\n"
+        settings = asdict(self)
+        if self.warmup_epochs is None:
+            settings["warmup_fraction"] = self._warmup_fraction  # also where it is the default
+        return json.dumps(settings, indent=2, default=str) + "\n"
 
 
-# The paper's settings for ImageNet-1K (section 4 and its appendix); its eight GPUs share a batch of 512.
+# The paper's settings for ImageNet-1K (Section 4.1, and Experimental Settings in its appendix), eight GPUs sharing a
+# batch of 512; for ImageNet-11K "the same pre-training setting [...] with only dataset changed".
+# docs/paper-to-code.md has them one by one.
 _IMAGENET = TrainConfig(
     dataset="packed",
     output=Path("runs/imagenet-1k"),
     epochs=200.0,
-    warmup_fraction=5 / 200,
+    warmup_epochs=5.0,
     batch_size=512,
     num_negatives=65_536,
     window_size=131_072,
@@ -389,8 +459,9 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
         _IMAGENET,
     ),
     "imagenet-11k": (
-        "packed ImageNet-11K or 22K, or any other large set: the same recipe; give --data-dir",
-        replace(_IMAGENET, output=Path("runs/imagenet-11k")),
+        "packed ImageNet-11K or 22K, or any other large set: the same recipe for 100 epochs, the paper's longest for "
+        "ImageNet-11K (the others: --epochs 25, --epochs 50); give --data-dir",
+        replace(_IMAGENET, output=Path("runs/imagenet-11k"), epochs=100.0),
     ),
     "synthetic": (
         "generated images without labels, any number of them: to measure rows at scale",
@@ -413,27 +484,57 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
 
 def parse_config(arguments: Sequence[str] | None = None) -> TrainConfig:
     """The config that a command line, PRESET --OPTIONS, asks for; exits where it cannot be parsed."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = _with_correction_named(sys.argv[1:] if arguments is None else arguments)
     preset = arguments[0] if arguments else ""
     if preset in PRESETS:
         description, default = PRESETS[preset]
-        return tyro.cli(
-            TrainConfig,
-            prog=f"python -m trainer {preset}",
-            description=description,
-            args=arguments[1:],
-            default=default,
-            config=(tyro.conf.AvoidSubcommands,),
-        )
+
+        def parsed(default: TrainConfig) -> TrainConfig:
+            return tyro.cli(
+                TrainConfig,
+                prog=f"python -m trainer {preset}",
+                description=description,
+                args=arguments[1:],
+                default=_without_other_warmup(default, arguments),
+                config=(tyro.conf.AvoidSubcommands,),
+            )
+
+        config = parsed(default)
+        if config.resume and began_earlier(config.output):  # with the defaults of its time
+            config = parsed(replace(default, **earlier_defaults(preset)))
+        return config
     if preset and not preset.startswith("-"):
         near = difflib.get_close_matches(preset, [*PRESETS, "report"], n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(PRESETS)}"
         complain(f"trainer: there is no preset {preset!r}: {hint}")
         sys.exit(2)
-    config: TrainConfig = tyro.extras.overridable_config_cli(
+    anything: TrainConfig = tyro.extras.overridable_config_cli(
         PRESETS,
         prog="python -m trainer",
         description="Train an encoder by instance classification; 'report RUN' makes a page about a run.",
         args=arguments,
     )
-    return config
+    return anything
+
+
+def _with_correction_named(arguments: Sequence[str]) -> list[str]:
+    """--correction and --no-correction alone, which were flags, as what they meant."""
+    named = []
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+        flag = argument.replace("_", "-")
+        if flag == "--no-correction":
+            argument = "--correction=none"
+        elif flag == "--correction" and following.startswith("-"):
+            argument = "--correction=exact"
+        named.append(argument)
+    return named
+
+
+def _without_other_warmup(default: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
+    """A preset without the warm-up that it tells in another unit than the command line does."""
+    given = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
+    if "--warmup-fraction" in given:
+        default = replace(default, warmup_epochs=None)
+    if "--warmup-epochs" in given:
+        default = replace(default, warmup_fraction=None)
+    return default

@@ -61,12 +61,18 @@ class ImageHistory:
             )
 
     def learning_rates(self, config: TrainConfig) -> Float32Array:
-        """One for each update, float32: in each part those of a run of as many images."""
+        """One for each update, float32: in each part those of a run of as many images.
+
+        A warm-up in epochs counts those of the images that the run began with, so images that are added later neither
+        lengthen it nor bring it back. A run that is shorter than its warm-up ends within it.
+        """
         rates = np.zeros(0, np.float32)
         for first_step, num_images in self.parts:
             num_steps = config.num_steps(num_images)
-            warmup_steps = round(config.warmup_fraction * num_steps)
-            part = learning_rates(num_steps=num_steps, base=config.base_learning_rate, warmup_steps=warmup_steps)
+            warmup_steps = config.warmup_steps(self.parts[0][1], num_steps)
+            part = learning_rates(
+                num_steps=max(num_steps, warmup_steps), base=config.base_learning_rate, warmup_steps=warmup_steps
+            )[:num_steps]
             rates = np.concatenate([rates[:first_step], part[first_step:]])
         return rates
 

@@ -3,7 +3,7 @@
 Encoders: "small", our ResNet for 28–64 px images; "timm:NAME"; "torchvision:NAME", or a bare NAME as short for it;
 "none", which hands on a few pixels at next to no cost, to measure everything else.
 All start from random weights and take normalised float32 images [B, C, H, W] (`trainer.data.augment.normalise`).
-BatchNorm is local to a rank, as in the paper (section 4.1); evaluate in eval mode.
+BatchNorm is local to a rank, as in the paper (appendix, Experimental Settings); evaluate in eval mode.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Recent negative sampling: which K rows are the classes of a step (Section 3.2 of the paper)."""
+"""Recent negative sampling: which K rows are the classes of a step (Section 2.3 of the paper)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which image is visited when: pure functions of seeds and the visit index (Section 3.3 of the paper).
+"""Which image is visited when: pure functions of seeds and the visit index (Section 2.2 of the paper).
 
 The N images stand in a fixed random order; a row of the classifier is an image's position in it. A window is W
 consecutive positions (modulo N); each window is visited once, in a shuffled order, then the window moves by S. Visit i

@@ -206,9 +206,11 @@ class WeightClient:
                 f"shard {', '.join(used)} holds rows of a table that other shards lack, as after a drop_table() that "
                 "failed halfway: repeat drop_table() first"
             )
+        # An older shard knows no single learning rate: it refuses the call, where it would overlook a field.
+        method = "CreateSingleRateTable" if spec.correction == "paper" else "CreateTable"
         self._in_parallel(
             lambda connection, answer: connection.call(
-                "CreateTable", pb.CreateTableRequest(spec=spec_to_proto(spec), epoch=answer.epoch)
+                method, pb.CreateTableRequest(spec=spec_to_proto(spec), epoch=answer.epoch)
             ),
             zip(self._connect(), answers, strict=True),
         )
@@ -426,8 +428,9 @@ class WeightClient:
     def push_gradients(self, rows: npt.ArrayLike, gradients: npt.ArrayLike, *, step: int) -> None:
         """Applies update `step` with `gradients` (float32 [n, D]) to `rows` (int64 [n]); returns when durable.
 
-        Pushes for one step add up, whoever sends them, and may arrive in any order (Section 3.2 of the paper: an update
-        is linear in its gradient). With correction=False they must arrive before a row's next update.
+        Pushes for one step add up, whoever sends them, and may arrive in any order, because an update is linear in its
+        gradient (docs/design.md, section 2). With correction=False or "paper" they must arrive before a row's next
+        update.
 
         Raises:
             FencedError: no session, or a superseded one; StepError: no learning rate is known for `step`.

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 MAX_ROWS = 2**48
 MAX_DIM = 65_536
 MAX_ROWS_PER_BLOCK = 2_048
 MAX_BLOCK_BYTES = 32 << 20
 """So that a message, which holds at least one block's rows, stays within what gRPC is told to take."""
+_CORRECTIONS: dict[bool | str, bool | str] = {
+    True: True,
+    False: False,
+    "exact": True,
+    "paper": "paper",
+    "none": False,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +42,18 @@ class TableSpec:
     """Seed of the initial weights, in [0, 2⁶⁴)."""
     rows_per_block: int = 63
     """Rows stored together as one value; 63 rows of D = 128 just fit 16 pages of 4 KiB."""
-    correction: bool = True
-    """Whether untouched rows follow momentum and weight decay (False: the paper's ablation, they stand still)."""
+    correction: bool | Literal["exact", "paper", "none"] = True
+    """Whether untouched rows follow momentum and weight decay. True, "exact": with the learning rate of each step.
+    "paper": the paper's closed form, with one learning rate for all steps of a gap. False, "none": they stand still
+    (the paper's ablation). Read back it is True, "paper" or False."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type == "bool":
-                if not isinstance(value, bool):
-                    raise TypeError(f"{field.name} must be a bool, got {value!r}")
+            if field.name == "correction":
+                if not isinstance(value, bool | str) or value not in _CORRECTIONS:
+                    raise TypeError(f"correction must be a bool, got {value!r}: True (exact), 'paper' or False (none)")
+                object.__setattr__(self, field.name, _CORRECTIONS[value])
             elif field.type == "int":
                 if isinstance(value, bool) or not hasattr(value, "__index__"):
                     raise TypeError(f"{field.name} must be an integer, got {value!r}")

@@ -6,7 +6,8 @@ rate η_t in update t. It is linear: without a gradient, update t is
     M_t = [[1 − η_t·λ, −η_t·m], [λ, m]]        transfer(s, t) = M_{t−1} ··· M_s
 
 and a gradient g adds the impulse (−η_t·g, g). So an untouched row is brought up to date by one product of 2×2 matrices,
-and the gradients of a row may arrive in any order.
+and the gradients of a row may arrive in any order. The paper's correction takes one learning rate for all steps of a
+gap instead, `single_rate_coefficients`; it is there to compare with.
 
 NumPy only, no I/O.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from weightserver.config import TableSpec
 from weightserver.errors import StepError
 
 Float32Array = npt.NDArray[np.float32]
@@ -56,13 +58,35 @@ class Schedule:
       to instability, η·λ → 2(1+m). M_t itself is badly conditioned there, and products of products lose 3 digits more.
 
     Threads: any number may read while one extends; `extend` replaces one reference to tables that never change.
+
+    Args:
+        single_rate: whether a gap is corrected as in the paper, with one learning rate for all its steps; see
+            `coefficients`. `transfer` stays the exact product.
     """
 
-    def __init__(self, *, momentum: float, weight_decay: float, learning_rates: npt.ArrayLike = ()) -> None:
+    def __init__(
+        self,
+        *,
+        momentum: float,
+        weight_decay: float,
+        learning_rates: npt.ArrayLike = (),
+        single_rate: bool = False,
+    ) -> None:
         self.momentum = momentum
         self.weight_decay = weight_decay
+        self.single_rate = single_rate
         self._tables = _Tables(momentum, weight_decay)
         self.extend(0, learning_rates)
+
+    @classmethod
+    def of_table(cls, spec: TableSpec, learning_rates: npt.ArrayLike = ()) -> Schedule:
+        """That by which a table's rows are corrected."""
+        return cls(
+            momentum=spec.momentum,
+            weight_decay=spec.weight_decay,
+            learning_rates=learning_rates,
+            single_rate=spec.correction == "paper",
+        )
 
     @property
     def horizon(self) -> int:
@@ -108,8 +132,13 @@ class Schedule:
     def coefficients(self, last_step: Int64Array, stop: int) -> Float32Array:
         """What `correct` multiplies rows of last_step (int64 [n]) by to bring them to `stop`: float32 [n, 2, 2].
 
-        The one definition of that arithmetic: transfer products, rounded once.
+        The one definition of that arithmetic: transfer products, rounded once. With `single_rate` they are powers of
+        M(η), η the learning rate of the last finished update, stop − 1: the newest of the gap, so that a gap of one
+        step, or of equal learning rates, is corrected exactly, and it is known wherever a row may be fetched.
         """
+        if self.single_rate:
+            rate = float(self.learning_rates[stop - 1]) if stop else 0.0
+            return single_rate_coefficients(self.momentum, self.weight_decay, rate, stop - last_step)
         return _to_float32(self.transfer(last_step, stop))
 
 
@@ -250,6 +279,32 @@ def _clip(matrices: Matrices, limit: np.floating) -> Matrices:
     return np.maximum(matrices, -limit, out=matrices)
 
 
+def single_rate_coefficients(
+    momentum: float, weight_decay: float, learning_rate: float, gaps: Int64Array
+) -> Float32Array:
+    """M(η)^t' for each gap t' ≥ 0 (int64 [n], any order, repeats): float32 [n, 2, 2]. Section 2.3 of the paper.
+
+    By squaring, in float64 products and sums that are rounded one by one, so the same on every processor; rounded once
+    more. A power depends on its gap alone.
+    """
+    distinct, position = np.unique(gaps, return_inverse=True)
+    power = np.array([[1 - learning_rate * weight_decay, -learning_rate * momentum], [weight_decay, momentum]])
+    product = np.repeat(np.eye(2)[None], len(distinct), axis=0)
+    for bit in range(int(distinct.max(initial=0)).bit_length()):
+        chosen = (distinct >> bit & 1).astype(bool)
+        product[chosen] = _product_float64(power, product[chosen])
+        power = _product_float64(power, power)
+    return _to_float32(product)[position]
+
+
+def _product_float64(left: Float64Array, right: Float64Array) -> Float64Array:
+    """[..., 2, 2], without the fused multiply-adds of a matrix product; saturates as `_product` does."""
+    limit = np.sqrt(np.finfo(np.float64).max) / 2
+    with np.errstate(under="ignore"):
+        terms = left[..., :, :, None] * right[..., None, :, :]
+        return np.clip(terms[..., 0, :] + terms[..., 1, :], -limit, limit)
+
+
 def _to_float32(coefficients: Float64Array) -> Float32Array:
     """Rounds once; what float32 cannot hold becomes its largest number."""
     largest = float(np.finfo(np.float32).max)
@@ -288,19 +343,20 @@ def apply_push(
 
     A row that has not seen the update yet is corrected to it and takes one step of SGD. To one that has, the gradient
     arrives late: what it would have become by now is added, which is exact because the system is linear. Without
-    `correction` rows that get no gradient stand still, and a late gradient has a defined effect only if the row has
-    seen no later update. `step` < schedule.horizon; `rows` (int64 [n]) only names rows in messages.
+    `correction` rows that get no gradient stand still; with a schedule's `single_rate` two corrections are not the one
+    over both gaps. In both cases a late gradient has a defined effect only if the row has seen no later update.
+    `step` < schedule.horizon; `rows` (int64 [n]) only names rows in messages.
 
     Raises:
-        StepError: too late without correction; then nothing was changed.
+        StepError: too late without correction, or with that of a single learning rate; then nothing was changed.
     """
     late = np.flatnonzero(last_step > step)
-    if not correction and len(late) and last_step[late].max() > step + 1:
+    if (schedule.single_rate or not correction) and len(late) and last_step[late].max() > step + 1:
         first = int((last_step > step + 1).argmax())
+        how = "with the paper's correction" if correction else "without correction"
         raise StepError(
-            f"row {first if rows is None else rows[first]} has already seen update {last_step[first] - 1}: without "
-            f"correction a gradient of update {step} comes too late for it, push every update's gradients before the "
-            "next update's"
+            f"row {first if rows is None else rows[first]} has already seen update {last_step[first] - 1}: {how} "
+            f"a gradient of update {step} comes too late for it, push every update's gradients before the next update's"
         )
     if not len(late):
         _apply_on_time(schedule, correction, step, last_step, weight, momentum_buffer, gradient)

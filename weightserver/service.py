@@ -95,7 +95,19 @@ class WeightServerService:
             )
 
     def CreateTable(self, request: pb.CreateTableRequest, context: grpc.ServicerContext) -> pb.CreateTableResponse:
-        with self._answering("CreateTable", context):
+        return self._create_table("CreateTable", request, context, single_rate=False)
+
+    def CreateSingleRateTable(
+        self, request: pb.CreateTableRequest, context: grpc.ServicerContext
+    ) -> pb.CreateTableResponse:
+        return self._create_table("CreateSingleRateTable", request, context, single_rate=True)
+
+    def _create_table(
+        self, method: str, request: pb.CreateTableRequest, context: grpc.ServicerContext, *, single_rate: bool
+    ) -> pb.CreateTableResponse:
+        with self._answering(method, context):
+            if request.spec.single_rate != single_rate:
+                raise ValueError("CreateSingleRateTable is for specs with single_rate, CreateTable for all others")
             spec, before = spec_from_proto(request.spec), self._shard.spec
             epoch = request.epoch if request.HasField("epoch") else None
             self._commit(context, lambda batch: self._shard.create_table(batch, spec, epoch))

@@ -459,7 +459,7 @@ class Shard:
             with np.errstate(over="ignore", invalid="ignore"):  # looked for below
                 apply_push(
                     table.schedule,
-                    table.spec.correction,
+                    bool(table.spec.correction),
                     header.step,
                     last_step,
                     weight,
@@ -642,8 +642,7 @@ def _unneeded(generations: list[int], checkpoints: tuple[Checkpoint, ...]) -> li
 
 
 def _open_table(spec: TableSpec, earlier_sizes: tuple[int, ...] = ()) -> Table:
-    schedule = Schedule(momentum=spec.momentum, weight_decay=spec.weight_decay)
-    return Table(spec, BlockCodec(spec), schedule, earlier_sizes)
+    return Table(spec, BlockCodec(spec), Schedule.of_table(spec), earlier_sizes)
 
 
 def _session(state: State) -> str:

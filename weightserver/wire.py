@@ -42,7 +42,8 @@ Float32Array = npt.NDArray[np.float32]
 
 
 def spec_to_proto(spec: TableSpec) -> pb.TableSpec:
-    return pb.TableSpec(**asdict(spec))
+    named = asdict(spec)
+    return pb.TableSpec(**named | {"correction": bool(spec.correction), "single_rate": spec.correction == "paper"})
 
 
 def spec_digest(spec: TableSpec) -> int:
@@ -52,7 +53,12 @@ def spec_digest(spec: TableSpec) -> int:
 
 def spec_from_proto(spec: pb.TableSpec) -> TableSpec:
     """Raises ValueError for a spec that no table can have."""
-    return TableSpec(**{field.name: getattr(spec, field.name) for field in pb.TableSpec.DESCRIPTOR.fields})
+    named = {field.name: getattr(spec, field.name) for field in pb.TableSpec.DESCRIPTOR.fields}
+    if named.pop("single_rate"):
+        if not spec.correction:
+            raise ValueError("single_rate is a way to correct: it must not be set where correction is not")
+        named["correction"] = "paper"
+    return TableSpec(**named)
 
 
 def rows_to_proto(rows: Int64Array) -> pb.Rows:

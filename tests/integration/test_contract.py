@@ -16,6 +16,7 @@ from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
 from weightserver.wire import MAX_ROWS, MAX_WRITE_ROWS, spec_to_proto
 
 SPEC = TableSpec(num_rows=40, dim=2, rows_per_block=5)  # shard 0 has rows 0..4, 10..14, 20..24, 30..34
+SINGLE_RATE = TableSpec(num_rows=40, dim=2, rows_per_block=5, correction="paper")
 HORIZON = 6
 SERVICE = "/pic.weightserver.v1.WeightServer"
 
@@ -253,6 +254,23 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
         ),
         grpc.StatusCode.ALREADY_EXISTS,
         "another table exists, num_rows 40 there and 41 here",
+    ),
+    "table: one learning rate in a call that an older shard takes": (
+        lambda s: s.stub.CreateTable(pb.CreateTableRequest(spec=spec_to_proto(SINGLE_RATE)), timeout=10),
+        INVALID,
+        "CreateSingleRateTable is for specs with single_rate, CreateTable for all others",
+    ),
+    "table: each learning rate in the other": (
+        lambda s: s.stub.CreateSingleRateTable(pb.CreateTableRequest(spec=spec_to_proto(SPEC)), timeout=10),
+        INVALID,
+        "CreateSingleRateTable is for specs with single_rate, CreateTable for all others",
+    ),
+    "table: one learning rate, and no correction": (
+        lambda s: s.stub.CreateSingleRateTable(
+            pb.CreateTableRequest(spec=pb.TableSpec(num_rows=40, dim=2, rows_per_block=5, single_rate=True)), timeout=10
+        ),
+        INVALID,
+        "single_rate is a way to correct: it must not be set where correction is not",
     ),
     "table: fewer rows": (lambda s: s.grow(39), INVALID, "the table has 40 rows, and can only become larger, not 39"),
     "table: too many rows": (lambda s: s.grow(2**62), INVALID, r"num_rows must lie in 1\.\."),

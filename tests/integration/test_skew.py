@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,15 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_tools import protoc
 
-from weightserver import ClusterError, LocalCluster, StepError, TableSpec, WeightClient
+from weightserver import (
+    ClusterError,
+    LocalCluster,
+    NoTableError,
+    StepError,
+    TableMismatchError,
+    TableSpec,
+    WeightClient,
+)
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.cli import main
 
@@ -183,9 +192,31 @@ def test_an_older_shard_is_named_where_it_cannot_do_what_is_asked(
         with pytest.raises(ClusterError, match=r"shard 0 at .* does not know this call: it runs an older version"):
             skewed.extend_table(501)
         assert skewed.describe().spec == SPEC
+    client.drop_table()
+    with between(cluster, older, forget) as addresses, WeightClient(addresses, retry_seconds=1) as skewed:
+        with pytest.raises(ClusterError, match=r"does not know this call: it runs an older version"):
+            skewed.create_table(replace(SPEC, correction="paper"))
+        with pytest.raises(NoTableError):  # nor was another made
+            skewed.describe()
+    everything(client)
+    client.checkpoint("kept", step=1)
     with pytest.raises(SystemExit) as stopped:  # when the shards are updated, the same command goes on
         main(["backup", *cluster.addresses, "--output", str(tmp_path / "backup")])
     assert stopped.value.code == 0
+
+
+def test_an_older_client_cannot_mistake_the_papers_correction(
+    older: FileDescriptor, client: WeightClient, cluster: LocalCluster
+) -> None:
+    """It sees a table that is corrected, and knows it by another digest."""
+    client.create_table(replace(SPEC, correction="paper"))
+    client.extend_schedule(0, [0.1, 0.2])
+    with between(cluster, older, forget) as addresses, WeightClient(addresses, retry_seconds=1) as skewed:
+        assert skewed.describe().spec == SPEC
+        with pytest.raises(TableMismatchError, match="another table exists, correction paper there and True here"):
+            skewed.create_table(SPEC)
+        with pytest.raises(TableMismatchError, match=r"the table was replaced, it is now .*correction='paper'"):
+            skewed.fetch(ROWS, step=1)
 
 
 def test_a_newer_shard_can_be_backed_up(

@@ -292,6 +292,17 @@ def test_each_extension_counts_from_its_own_step() -> None:
     assert np.array_equal(twice.learning_rates(config), expected)
 
 
+@pytest.mark.parametrize("step", [3, 6, 20])
+def test_an_extension_does_not_bring_the_warm_up_back(step: int) -> None:
+    """Within it, at its end and later: it takes as many steps as it was to take."""
+    config = run(Path("unused"), Path("unused"), warmup_epochs=1.0)
+    extended = ImageHistory(((0, OLD),)).going_on(step, [OLD, 300], extend=True).learning_rates(config)
+    old, new = (learning_rates(num_steps=n, base=0.2, warmup_steps=6) for n in (NUM_STEPS, 100))
+    assert np.array_equal(extended, np.concatenate([old[:step], new[step:]]))
+    assert (np.diff(extended[:7]) > 0).all()
+    assert (extended[7:] < extended[6]).all()
+
+
 if __name__ == "__main__":
     owner, name, patch, _ = POINTS[sys.argv[3]]
     setattr(owner, name, patch(getattr(owner, name)))

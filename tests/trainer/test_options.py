@@ -14,7 +14,7 @@ import torch
 
 from tests.helpers.small_run import EVERY, losses, small_run
 from trainer.checkpoint import saved_steps
-from trainer.config import parse_config
+from trainer.config import TrainConfig, parse_config
 from trainer.data.augment import AugmentationConfig
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_model
@@ -95,7 +95,7 @@ def test_small_crops_move_the_encoder_but_no_row(tmp_path: Path, monkeypatch: py
         apply(self, rows, gradients, step=step)
 
     monkeypatch.setattr(DenseRows, "apply_gradients", record)
-    small = {"small_crops": 3, "small_crop_size": 8}
+    small = {"small_crops": 3, "small_crop_size": 8, "view_scale": None}
     encoders = []
     for name, changes in (
         ("view", {}),
@@ -194,9 +194,18 @@ def test_resume_is_a_flag_that_a_word_may_follow(capsys: pytest.CaptureFixture[s
     )
 
 
+def test_correction_is_named_and_may_be_a_flag_as_it_was() -> None:
+    cases = {"": "exact", "--correction paper": "paper", "--correction=none": "none", "--no-correction": "none"}
+    cases |= {"--no_correction --seed 3": "none", "--correction": "exact", "--correction --seed 3": "exact"}
+    for words, expected in cases.items():
+        assert parse_config(["synthetic", *words.split()]).correction == expected, words
+    assert [TrainConfig(correction=flag).correction for flag in (True, False)] == ["exact", "none"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"correction": "later"}, "--correction must be exact, paper or none, got later"),
         ({"accumulate": 3}, "--batch-size 16 is no multiple of --accumulate 3"),
         ({"accumulate": 0}, "--accumulate must be at least 1, got 0"),
         ({"views": 0}, "--views must be at least 1, got 0"),
@@ -206,6 +215,8 @@ def test_resume_is_a_flag_that_a_word_may_follow(capsys: pytest.CaptureFixture[s
         ({"small_crops": 1, "small_crop_size": 0}, "--small-crop-size must be at least 1, got 0"),
         ({"view_size": 0}, "--view-size must be at least 1, got 0"),
         ({"small_crop_scale": (0.5, 0.1)}, "--small-crop-scale: min_scale and max_scale are 0.5 and 0.1: give 0 < min"),
+        ({"view_scale": (0.0, 1.0)}, "--view-scale: min_scale and max_scale are 0.0 and 1.0: give 0 < min"),
+        ({"view_scale": (0.3, 1.0)}, r"--view-scale \(0.3, 1.0\) is for --small-crops: leave it away, or give"),
         ({"head_layers": 3}, "--head-layers must be 1 or 2, got 3"),
         ({"softmax": "linear"}, "--softmax must be cosine or plain, got linear"),
         ({"softmax": "plain", "temperature": 0.5}, "--temperature 0.5 is for --softmax cosine: leave it away, or give"),

@@ -4,33 +4,118 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from trainer.config import PRESETS, parse_config
+from trainer.history import ImageHistory
+
+NUM_IMAGES = 1_281_167
+"""N of ImageNet-1K."""
 
 
-@pytest.mark.parametrize("preset", ["imagenet-1k", "imagenet-11k"])
-def test_imagenet_is_trained_as_in_the_paper(preset: str) -> None:
+@pytest.mark.parametrize(("preset", "epochs"), [("imagenet-1k", 200), ("imagenet-11k", 100)])
+def test_imagenet_is_trained_as_in_the_paper(preset: str, epochs: int) -> None:
     config = parse_config([preset, "--data-dir", "packed"])
     recipe = {
         "batch_size": 512,
         "learning_rate": 0.06,
+        "warmup_epochs": 5,
         "weight_decay": 1e-4,
         "momentum": 0.9,
         "temperature": 0.2,
         "num_negatives": 65_536,
         "window_size": 131_072,
         "window_stride": 16_384,
-        "epochs": 200,
+        "epochs": epochs,
         "views": 1,
+        "small_crops": 0,
+        "correction": "exact",
+        "softmax": "cosine",
+        "head_layers": 2,
     }
     assert {name: getattr(config, name) for name in recipe} == recipe
-    assert config.warmup_fraction * config.epochs == pytest.approx(5)
     assert (config.encoder.name, config.encoder.image_size, config.data_dir) == ("resnet50", 224, Path("packed"))
     assert config.augmentation.min_scale == 0.2
     assert config.base_learning_rate == config.learning_rate
     half = parse_config([preset, "--batch-size", "256", "--learning-rate-batch", "512"])
     assert half.base_learning_rate == 0.03
+
+
+@pytest.mark.parametrize("length", [[], ["--epochs", "50"], ["--epochs", "1600"], ["--steps", "100000"]])
+def test_the_warm_up_is_five_epochs_at_any_length(length: list[str]) -> None:
+    """Experimental Settings: "For different training epochs, we all adopt a 5-epoch linear warm-up period"."""
+    rates = rates_of(["imagenet-1k", *length])
+    assert int(rates.argmax()) == round(5 * NUM_IMAGES / 512) == 12_511
+    assert rates.max() == np.float32(0.06)
+    assert np.allclose(rates[:12_512], np.linspace(0.0006, 0.06, 12_512), rtol=2**-23, atol=0), "linear"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "peak"),
+    [
+        (["imagenet-1k", "--steps", "100000", "--warmup-fraction", "0.25"], 25_000),
+        (["imagenet-1k", "--steps", "100000", "--warmup-epochs", "2.5"], 6_256),
+        (["imagenet-1k", "--steps", "100000", "--warmup-epochs", "None"], 10_000),
+        (["imagenet-1k", "--steps", "100000", "--warmup-epochs=0"], 0),
+        (["synthetic", "--steps", "100000"], 10_000),
+        (["synthetic", "--steps", "100000", "--warmup_epochs", "1"], 2_502),
+        (["synthetic", "--steps", "100000", "--warmup-fraction=0.5"], 50_000),
+    ],
+)
+def test_the_warm_up_that_is_given_takes_the_place_of_the_presets(arguments: list[str], peak: int) -> None:
+    config = parse_config(arguments)
+    config.check()
+    assert int(rates_of(arguments).argmax()) == peak
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["imagenet-1k", "--warmup-epochs", "5", "--warmup-fraction", "0.1"],
+            r"--warmup-epochs 5\.0 and --warmup-fraction 0\.1 both give the length of the warm-up: give one of them",
+        ),
+        (["synthetic", "--warmup-epochs", "-1"], r"--warmup-epochs must be finite and not negative, got -1"),
+        (["synthetic", "--warmup-epochs", "inf"], r"--warmup-epochs must be finite and not negative, got inf"),
+        (["synthetic", "--warmup-epochs", "1e9"], r"--warmup-epochs 1e\+09 would take 2\.5e\+12 steps, at most"),
+    ],
+)
+def test_warm_ups_that_cannot_be(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        checked_warmup_steps(arguments)
+
+
+def checked_warmup_steps(arguments: list[str]) -> int:
+    config = parse_config(arguments)
+    config.check()
+    return config.warmup_steps(NUM_IMAGES, 1_000)
+
+
+def test_a_run_may_end_within_its_warm_up() -> None:
+    """As a trial of a few steps does; it warns (tests/trainer/test_train.py)."""
+    rates = rates_of(["imagenet-1k", "--steps", "1000"])
+    assert len(rates) == 1_000
+    assert np.array_equal(rates, rates_of(["imagenet-1k"])[:1_000])
+
+
+def rates_of(arguments: list[str]) -> np.ndarray:
+    return ImageHistory(((0, NUM_IMAGES),)).learning_rates(parse_config(arguments))
+
+
+def test_multi_crop_has_the_areas_of_the_authors_code() -> None:
+    """github.com/bl0/PIC; the paper has one view of 0.2 to 1 of the image."""
+
+    def areas(*arguments: str) -> list[tuple[int, float, float]]:
+        augmentations = parse_config(["imagenet-1k", *arguments]).augmentations()
+        return [(made.image_size, made.config.min_scale, made.config.max_scale) for made in augmentations]
+
+    recipe = ("--view-size", "160", "--small-crops", "3")
+    assert areas(*recipe) == [(160, 0.14, 1.0), *[(96, 0.08, 0.14)] * 3]
+    assert areas(*recipe, "--view-scale", "None")[0] == (160, 0.2, 1.0)
+    assert areas(*recipe, "--view-scale", "0.3", "0.9")[0] == (160, 0.3, 0.9)
+    assert areas() == [(224, 0.2, 1.0)]
+    assert areas("--views", "2") == [(224, 0.2, 1.0)] * 2
 
 
 @pytest.mark.parametrize("preset", PRESETS)

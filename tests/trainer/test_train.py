@@ -140,6 +140,17 @@ def test_the_ablation_changes_training(data_dir: Path, tmp_path: Path) -> None:
     assert np.abs(with_it - without).max() > 1e-5
 
 
+def test_a_run_that_ends_within_its_warm_up_says_so(
+    data_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for epochs, highest in ((1.0, 10), (3.0, 19)):
+        output = tmp_path / str(epochs)
+        train(config(data_dir, output, rows="dense", steps=20, warmup_epochs=epochs))
+        rates = [json.loads(line)["learning_rate"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+        assert int(np.argmax(rates)) == highest
+    assert caplog.text.count("the run's 20 steps end within its warm-up of 30: give fewer --warmup-epochs") == 1
+
+
 def test_what_a_run_leaves_behind(data_dir: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     result = train(config(data_dir, output, steps=25, log_every=10, knn_every=1.0, evaluate=True, rows="remote"))
@@ -314,6 +325,10 @@ BAD_COMMAND_LINES = {
     "temperature": (["--temperature", "0"], r"--temperature must be positive and finite, got 0"),
     "rank timeout": (["--rank-timeout-seconds", "0"], r"--rank-timeout-seconds must be positive and finite, got 0"),
     "warm-up": (["--warmup-fraction", "2"], r"--warmup-fraction must lie in 0\.\.1, got 2"),
+    "no gap": (
+        ["--correction", "paper", "--rows", "dense"],
+        r"--correction paper is for rows that wait .*: use --rows resident or --rows remote",
+    ),
     "momentum": (["--momentum", "1"], r"momentum must lie in \[0, 1\), got 1"),
     "encoder": (["--encoder.name", "resnet9999"], r"unknown encoder 'resnet9999'"),
     "device": (["--device", "abacus"], r"--device 'abacus' is unknown: give cpu, cuda"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from weightserver.wire import (
     encode_fetch_response,
     rows_from_proto,
     rows_to_proto,
+    spec_digest,
     spec_from_proto,
     spec_to_proto,
 )
@@ -185,8 +187,26 @@ def test_garbage_in_an_answer_is_one_kind_of_error(message: bytes) -> None:
 
 
 def test_specs_survive_the_wire() -> None:
-    spec = TableSpec(num_rows=10**12, dim=7, momentum=0.123, weight_decay=0.0, seed=2**64 - 1, correction=False)
-    assert spec_from_proto(pb.TableSpec.FromString(spec_to_proto(spec).SerializeToString())) == spec
+    for correction in (True, False, "paper", "exact", "none"):
+        spec = TableSpec(
+            num_rows=10**12, dim=7, momentum=0.123, weight_decay=0.0, seed=2**64 - 1, correction=correction
+        )  # type: ignore[arg-type]
+        assert spec_from_proto(pb.TableSpec.FromString(spec_to_proto(spec).SerializeToString())) == spec
+    impossible = spec_to_proto(replace(spec, correction=False))
+    impossible.single_rate = True
+    with pytest.raises(ValueError, match="single_rate is a way to correct: it must not be set where correction is not"):
+        spec_from_proto(impossible)
+
+
+def test_tables_are_known_and_stored_as_they_were() -> None:
+    """By version 0.1: a newer shard's directory too is one that it can serve, unless it corrects as it cannot."""
+    spec = TableSpec(num_rows=500, dim=8, rows_per_block=6)
+    assert spec_digest(spec) == spec_digest(replace(spec, correction="exact")) == 3540172461242493746
+    assert spec_digest(replace(spec, correction=False)) == 7089296013916876613
+    assert spec_digest(replace(spec, correction="paper")) not in (3540172461242493746, 7089296013916876613)
+    stored = [json.dumps(asdict(replace(spec, correction=how))) for how in ("exact", "none", "paper")]
+    assert [text.rpartition(": ")[2] for text in stored] == ["true}", "false}", '"paper"}']
+    assert TableSpec(**json.loads(stored[2])) == replace(spec, correction="paper")
 
 
 def test_all_finite() -> None:

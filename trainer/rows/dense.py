@@ -34,6 +34,7 @@ class DenseRows:
         sharding: Sharding | None = None,
         shard: int = 0,
     ) -> None:
+        assert spec.correction != "paper", "all rows are moved in each step: there is no gap to correct"
         self.counters = RowCounters()
         self._spec = spec
         self._learning_rates = learning_rates

@@ -76,15 +76,28 @@ def open_rows(
     """
     if config.rows == "dense":
         sharding, history = Sharding(spec.rows_per_block, ranks.world_size), ImageHistory(((0, spec.num_rows),))
-        rates = history.learning_rates(config)
+        rates = _learning_rates(config, history, ranks)
         yield OpenRows(DenseRows(spec, rates, device=device, sharding=sharding, shard=ranks.rank), history, rates)
         return
     with ExitStack() as stack:
         client, epoch, checkpoint_step, history = _join_session(config, spec, range_sizes, digests, ranks, stack)
-        rates = history.learning_rates(config)
+        rates = _learning_rates(config, history, ranks)
         store = RemoteRows(client) if config.rows == "remote" else _resident(config, spec, rates, ranks, device, client)
         stack.callback(store.close)
         yield OpenRows(store, history, rates, client, epoch, checkpoint_step)
+
+
+def _learning_rates(config: TrainConfig, history: ImageHistory, ranks: Ranks) -> Float32Array:
+    rates = history.learning_rates(config)
+    warmup_steps = config.warmup_steps(history.parts[0][1], len(rates))
+    if ranks.is_first and warmup_steps > len(rates):
+        _log.warning(
+            "the run's %d steps end within its warm-up of %d: give fewer --warmup-epochs to reach --learning-rate %g",
+            len(rates),
+            warmup_steps,
+            config.base_learning_rate,
+        )
+    return rates
 
 
 def _resident(

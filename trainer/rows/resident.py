@@ -59,7 +59,7 @@ class ResidentRows:
         self.prefetch_steps = prefetch_steps
         self._client = client
         self._spec = spec
-        self._schedule = Schedule(momentum=spec.momentum, weight_decay=spec.weight_decay, learning_rates=learning_rates)
+        self._schedule = Schedule.of_table(spec, learning_rates)
         self._device = device
         self._slots = SlotMap(capacity)
         self._weight = torch.zeros(capacity, spec.dim, device=device)

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class TableSpec(_message.Message):
-    __slots__ = ("num_rows", "dim", "momentum", "weight_decay", "init_std", "seed", "rows_per_block", "correction")
+    __slots__ = ("num_rows", "dim", "momentum", "weight_decay", "init_std", "seed", "rows_per_block", "correction", "single_rate")
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     DIM_FIELD_NUMBER: _ClassVar[int]
     MOMENTUM_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class TableSpec(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     ROWS_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
     CORRECTION_FIELD_NUMBER: _ClassVar[int]
+    SINGLE_RATE_FIELD_NUMBER: _ClassVar[int]
     num_rows: int
     dim: int
     momentum: float
@@ -24,7 +25,8 @@ class TableSpec(_message.Message):
     seed: int
     rows_per_block: int
     correction: bool
-    def __init__(self, num_rows: _Optional[int] = ..., dim: _Optional[int] = ..., momentum: _Optional[float] = ..., weight_decay: _Optional[float] = ..., init_std: _Optional[float] = ..., seed: _Optional[int] = ..., rows_per_block: _Optional[int] = ..., correction: _Optional[bool] = ...) -> None: ...
+    single_rate: bool
+    def __init__(self, num_rows: _Optional[int] = ..., dim: _Optional[int] = ..., momentum: _Optional[float] = ..., weight_decay: _Optional[float] = ..., init_std: _Optional[float] = ..., seed: _Optional[int] = ..., rows_per_block: _Optional[int] = ..., correction: _Optional[bool] = ..., single_rate: _Optional[bool] = ...) -> None: ...
 
 class Rows(_message.Message):
     __slots__ = ("ids", "ranges")

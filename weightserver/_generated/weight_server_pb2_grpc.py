@@ -44,6 +44,11 @@ class WeightServerStub:
                 request_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableRequest.SerializeToString,
                 response_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableResponse.FromString,
                 _registered_method=True)
+        self.CreateSingleRateTable = channel.unary_unary(
+                '/pic.weightserver.v1.WeightServer/CreateSingleRateTable',
+                request_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableRequest.SerializeToString,
+                response_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableResponse.FromString,
+                _registered_method=True)
         self.ExtendTable = channel.unary_unary(
                 '/pic.weightserver.v1.WeightServer/ExtendTable',
                 request_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ExtendTableRequest.SerializeToString,
@@ -123,6 +128,14 @@ class WeightServerServicer:
 
     def CreateTable(self, request, context):
         """CreateTable creates the table, or does nothing where the same one exists (ALREADY_EXISTS where another does).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateSingleRateTable(self, request, context):
+        """CreateSingleRateTable is CreateTable for a spec with single_rate (INVALID_ARGUMENT for one without). It is a call of
+        its own because an older shard would overlook that field: it refuses this one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -239,6 +252,11 @@ def add_WeightServerServicer_to_server(servicer, server):
             ),
             'CreateTable': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateTable,
+                    request_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableRequest.FromString,
+                    response_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableResponse.SerializeToString,
+            ),
+            'CreateSingleRateTable': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateSingleRateTable,
                     request_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableRequest.FromString,
                     response_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableResponse.SerializeToString,
             ),
@@ -360,6 +378,33 @@ class WeightServer:
             request,
             target,
             '/pic.weightserver.v1.WeightServer/CreateTable',
+            pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableRequest.SerializeToString,
+            pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateSingleRateTable(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pic.weightserver.v1.WeightServer/CreateSingleRateTable',
             pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableRequest.SerializeToString,
             pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableResponse.FromString,
             options,

@@ -1,0 +1,123 @@
+"""The paper's own correction, one learning rate for a whole gap, through the servers and in the trainer's stores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tests.helpers.dense_sgd import schedule
+from tests.helpers.single_rate import SingleRateRows
+from tests.helpers.small_run import losses, small_run
+from tests.integration.test_stores import (
+    DIM,
+    NUM_ROWS,
+    assert_alike,
+    assert_same_bits,
+    relative,
+    remote,
+    replay,
+    resident,
+)
+from trainer.loop import train
+from trainer.schedule import learning_rates
+from weightserver import LocalCluster, StepError, TableMismatchError, TableSpec, WeightClient
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def assert_rows(actual: npt.NDArray[np.float32], expected: npt.NDArray[np.float64]) -> None:
+    """‖Δ‖ ≤ 1e-5 of the row: hundreds of updates in float32, each rounded by at most 2⁻²³ of it."""
+    error = np.linalg.norm(actual - expected, axis=1)
+    assert (error <= 1e-5 * np.linalg.norm(expected, axis=1)).all(), error.max()
+
+
+@pytest.mark.parametrize("num_shards", [pytest.param(1, marks=pytest.mark.guard), 3])
+def test_rows_follow_the_papers_closed_form(num_shards: int, tmp_path: Path) -> None:
+    """Random rows of two writers in each step, gaps of up to hundreds of steps, fetches of steps to come, a restart."""
+    spec = TableSpec(num_rows=200, dim=6, weight_decay=1e-2, rows_per_block=5, correction="paper", seed=2)
+    num_steps = 150
+    rates = schedule(num_steps)
+    generator = np.random.default_rng(num_shards)
+    oracle, everything = SingleRateRows(spec, rates), np.arange(spec.num_rows)
+    with LocalCluster(num_shards, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
+        client.create_table(spec)
+        client.extend_schedule(0, rates)
+        epoch = client.open_session("one")
+        with WeightClient(cluster.addresses) as other:
+            other.open_session("one", join=epoch)
+            for step in range(num_steps):
+                often = generator.choice(40, 8, replace=False)
+                seldom = 40 + generator.choice(150, 2, replace=False)  # 190.. are never pushed
+                rows = np.sort(np.concatenate([often, seldom]))
+                gradients = generator.standard_normal((2, 10, 6)).astype(np.float32)
+                for writer, part in zip((client, other), gradients, strict=True):
+                    writer.push_gradients(rows, part, step=step)
+                oracle.update(rows, gradients.astype(np.float64).sum(axis=0), step)
+                if step % 60 == 59:
+                    for later in (step + 1, step + 2, num_steps):  # a fetch changes nothing for the next
+                        assert_rows(client.fetch(everything, step=later), oracle.at(everything, later)[0])
+                if step == 70:
+                    cluster.restart(0)
+        state = client.fetch_state(everything, step=num_steps)
+        weight, momentum_buffer = oracle.at(everything, num_steps)
+        assert_rows(state.weight, weight)
+        assert_rows(state.momentum_buffer, momentum_buffer)
+        gaps = num_steps - oracle.last_step
+        assert gaps.max() == num_steps
+        assert len(np.unique(gaps)) > 50
+
+        assert client.describe().spec.correction == "paper"
+        with pytest.raises(TableMismatchError, match="holds another table"):
+            client.create_table(TableSpec(**vars(spec) | {"correction": "exact"}))
+        touched = np.flatnonzero(oracle.last_step == num_steps)[:1]
+        with pytest.raises(StepError, match=r"with the paper's correction a gradient of update 148 comes too late"):
+            client.push_gradients(touched, np.ones((1, 6), np.float32), step=num_steps - 2)
+        again = client.fetch_state(everything, step=num_steps)
+        assert np.array_equal(again.weight, state.weight), "nothing was written"
+
+
+def stored(correction: str) -> TableSpec:
+    return TableSpec(num_rows=NUM_ROWS, dim=DIM, weight_decay=3e-3, rows_per_block=7, correction=correction)  # type: ignore[arg-type]
+
+
+def test_resident_and_remote_rows_train_like_each_row_for_itself(cluster: LocalCluster) -> None:
+    """The window passes over all images several times; where a row waited changes no bit of it."""
+    num_steps, spec = 200, stored("paper")
+    rates = learning_rates(num_steps=num_steps, base=0.5, warmup_steps=20)
+    expected = replay(SingleRateRows(spec, rates), 60, num_steps)
+    with remote(cluster, spec, rates) as store:
+        fetched = replay(store, 60, num_steps)
+    assert_alike(fetched, expected)
+    with resident(cluster, spec, rates, capacity=100, prefetch_steps=4, delays=3) as store:
+        kept = replay(store, 60, num_steps)
+    assert_same_bits(kept, fetched)
+    with remote(cluster, stored("exact"), rates) as store:
+        exact = replay(store, 60, num_steps)
+    assert relative(fetched.rows.weight, exact.rows.weight) > 1e-3, "it is another correction"
+
+
+@pytest.mark.guard
+def test_with_one_learning_rate_it_is_the_exact_correction(cluster: LocalCluster) -> None:
+    rates = np.full(250, 0.3, np.float32)
+    found = []
+    for correction in ("paper", "exact"):
+        with remote(cluster, stored(correction), rates) as store:
+            found.append(replay(store, 60, 250))
+    assert relative(found[0].rows.weight, found[1].rows.weight) <= 1e-5
+    assert np.abs(found[0].losses / found[1].losses - 1).max() <= 1e-5
+
+
+@pytest.mark.guard
+def test_a_run_with_the_papers_correction_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    settings = {"correction": "paper", "weight_decay": 0.05, "steps": 30}
+    for name, more in (("remote", {"rows": "remote"}), ("resident", {}), ("exact", {"correction": "exact"})):
+        train(small_run(tmp_path / name, **settings | more))
+    assert losses(tmp_path / "resident") == losses(tmp_path / "remote")
+    assert losses(tmp_path / "resident") != losses(tmp_path / "exact")
+    train(small_run(tmp_path / "resident", resume=True, **settings))
+    assert losses(tmp_path / "resident") == losses(tmp_path / "remote")
+    with pytest.raises(ValueError, match="whose correction is paper, not exact: give the same settings"):
+        train(small_run(tmp_path / "resident", resume=True, **settings | {"correction": "exact"}))

@@ -1,0 +1,81 @@
+"""docs/paper-to-code.md names files, functions, fields, options and tests: all of them exist."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from trainer.config import PRESETS, parse_config
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "docs" / "paper-to-code.md").read_text()
+NAMED = sorted(set(re.findall(r"`([^`\n]+)`", TEXT)))
+PLACES = [name for name in NAMED if re.match(r"[\w/]+\.py\b", name)]
+OPTIONS = [name for name in NAMED if name.startswith("--")]
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def defined(body: list[ast.stmt]) -> dict[str, ast.stmt]:
+    """What a module or class defines by name."""
+    found: dict[str, ast.stmt] = {}
+    for node in body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                found[name] = node
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                found[name] = node
+    return found
+
+
+def exists(place: str) -> bool:
+    """Whether there is a `file.py`, `file.py:name`, `file.py:Class.name` or `tests/file.py::test`."""
+    file, _, name = place.replace("::", ":").partition(":")
+    if not (ROOT / file).exists():
+        return False
+    body = parsed(ROOT / file).body
+    for part in name.split(".") if name else []:
+        node = defined(body).get(part)
+        if node is None:
+            return False
+        body = getattr(node, "body", [])
+    return True
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_place_that_is_named_exists(place: str) -> None:
+    assert exists(place)
+    assert ("::" in place) == place.startswith("tests/")
+
+
+def test_what_does_not_exist_is_noticed() -> None:
+    for place in ("trainer/none.py", "trainer/loss.py:none", "trainer/config.py:TrainConfig.none", "tests/none.py::t"):
+        assert not exists(place)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_that_is_named_can_be_given(option: str) -> None:
+    words = option.split()
+    needs_value = not (words[-1].isalnum() or "no-" in words[-1])
+    parse_config(["imagenet-1k", *words, *(["7"] if needs_value else [])])
+
+
+def test_every_row_of_settings_names_code_and_a_test() -> None:
+    settings = TEXT.partition("## Other on purpose")[0]
+    rows = [line.split("|")[1:-1] for line in settings.splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if row[0].strip() != "the paper"]
+    assert len(rows) > 35
+    for stated, here, held in rows:
+        assert re.search(r"`(--|\w+/\S+\.py)|preset `", here), stated
+        assert re.search(r"`tests/\S+\.py::test_\w+`", held), stated
+
+
+def test_every_preset_of_the_paper_is_named() -> None:
+    assert {name for name in PRESETS if f"`{name}`" in TEXT} == {"imagenet-1k", "imagenet-11k"}

@@ -1,0 +1,91 @@
+"""Runs that version 0.1 began go on with its settings, though defaults have changed since."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.small_run import losses, small_run
+from trainer.checkpoint import check_same_run, note_settings
+from trainer.config import TrainConfig, parse_config
+from trainer.history import ImageHistory
+from trainer.loop import train
+from trainer.schedule import learning_rates
+
+CONFIGS: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parent.parent / "golden" / "configs_0.1.json").read_text()
+)
+"""Command line to the config.json that version 0.1 wrote for it."""
+NUM_IMAGES = 1_281_167
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def resumed(command: str, output: Path, *more: str) -> TrainConfig:
+    """The config of the same command with --resume, beside the config.json that it wrote."""
+    (output / "config.json").write_text(json.dumps(CONFIGS[command] | {"output": str(output)}))
+    return parse_config([*command.split(), "--output", str(output), "--resume", *more])
+
+
+@pytest.mark.parametrize("command", CONFIGS)
+def test_the_same_command_goes_on_with_the_same_run(command: str, tmp_path: Path) -> None:
+    config, was = resumed(command, tmp_path), CONFIGS[command]
+    config.check()
+    check_same_run(config)
+    note_settings(config)
+    check_same_run(resumed(command, tmp_path))  # also from then on
+    num_steps = config.num_steps(NUM_IMAGES)
+    assert num_steps == was["steps"] or num_steps == round(was["epochs"] * NUM_IMAGES / was["batch_size"])
+    warmup_steps = round(was["warmup_fraction"] * num_steps)
+    expected = learning_rates(num_steps=num_steps, base=was["learning_rate"], warmup_steps=warmup_steps)
+    assert np.array_equal(ImageHistory(((0, NUM_IMAGES),)).learning_rates(config), expected)
+    views, crops = config.augmentations()[: config.views], config.augmentations()[config.views :]
+    assert json.loads(json.dumps(asdict(views[0].config))).items() >= was["augmentation"].items()
+    for crop in crops:
+        assert [crop.config.min_scale, crop.config.max_scale] == was["small_crop_scale"]
+
+
+@pytest.mark.parametrize(
+    ("command", "more", "message"),
+    [
+        ("imagenet-1k --data-dir packed", ["--warmup-epochs", "5"], "whose warmup_epochs is None, not 5.0: give the"),
+        ("imagenet-1k --data-dir packed", ["--warmup-fraction", "0.1"], "whose warmup_fraction is 0.025, not 0.1"),
+        ("imagenet-11k --data-dir packed", ["--epochs", "100"], "whose epochs is 200.0, not 100.0"),
+        ("imagenet-1k --data-dir packed", ["--small-crops", "3"], "whose small_crops is 0, not 3"),
+        ("fashion-mnist", ["--correction", "paper"], "whose correction is exact, not paper"),
+    ],
+)
+def test_what_is_given_must_be_the_runs(command: str, more: list[str], message: str, tmp_path: Path) -> None:
+    config = resumed(command, tmp_path, *more)
+    with pytest.raises(ValueError, match=message):
+        check_same_run(config)
+
+
+def test_a_run_of_before_trains_on_as_it_did(tmp_path: Path) -> None:
+    """Its config.json as 0.1 wrote it: to the end that an undisturbed run has, bit for bit on a CPU."""
+    train(small_run(tmp_path / "whole", steps=20, checkpoint_every=10))
+    run = small_run(tmp_path / "run", steps=20, checkpoint_every=10)
+    train(run)
+    settings = json.loads((run.output / "config.json").read_text())
+    was = {name: value for name, value in settings.items() if name in CONFIGS["fashion-mnist"]}
+    assert len(was) == len(CONFIGS["fashion-mnist"])
+    assert was["warmup_fraction"] == 0.1
+    (run.output / "config.json").write_text(json.dumps(was | {"correction": True, "small_crop_scale": [0.05, 0.14]}))
+    train(small_run(run.output, steps=20, checkpoint_every=10, resume=True))
+    assert losses(run.output) == losses(tmp_path / "whole")
+
+
+def test_new_runs_say_what_they_do(tmp_path: Path) -> None:
+    """A config.json has numbers where the command line has defaults, and the next version need not know these."""
+    (tmp_path / "config.json").write_text(parse_config(["fashion-mnist"]).to_json())
+    assert json.loads((tmp_path / "config.json").read_text())["warmup_fraction"] == 0.1
+    arguments = ["fashion-mnist", "--output", str(tmp_path), "--resume"]
+    check_same_run(parse_config(arguments))
+    check_same_run(parse_config([*arguments, "--warmup-fraction", "0.1"]))
+    with pytest.raises(ValueError, match=r"whose warmup_epochs is None, not 2\.0"):
+        check_same_run(parse_config([*arguments, "--warmup-epochs", "2"]))
