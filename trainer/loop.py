@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import resource
 import sys
 import time
@@ -90,7 +91,7 @@ def train(config: TrainConfig) -> TrainResult:
     with process_group(device, timeout_seconds=config.rank_timeout_seconds + config.retry_seconds) as ranks:
         config = with_resume_decided(config, ranks)
         dataset = images_of_run(config, dataset, ranks)
-        model, summary = _train_rank(config, dataset, device, ranks)
+        model, summary = _train_rank(config, dataset, ranks)
     summary["train_seconds"] = time.perf_counter() - started
     results: dict[str, ProbeResult] = {}
     if ranks.is_first:
@@ -104,11 +105,12 @@ def train(config: TrainConfig) -> TrainResult:
     return TrainResult(dataset, model, summary, results, is_first=ranks.is_first)
 
 
-def _train_rank(
-    config: TrainConfig, dataset: Dataset, device: torch.device, ranks: Ranks
-) -> tuple[PICModel, dict[str, Any]]:
+def _train_rank(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> tuple[PICModel, dict[str, Any]]:
     """One rank's part of the training: a slice of every batch, and a share of the rows."""
+    device = ranks.device
     torch.use_deterministic_algorithms(config.deterministic)
+    if config.deterministic:  # what cuBLAS needs for it, and reads when it starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     images = dataset.train_images.to(device)  # uint8 (N, C, H, W)
     num_images, batch_size = len(images), config.batch_size
     num_steps = config.num_steps(num_images)
