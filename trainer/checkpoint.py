@@ -278,7 +278,8 @@ def load(directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Op
     momentum = _tensors(path, _MOMENTUM)
     for name, parameter in model.named_parameters():
         if name in momentum:
-            optimizer.state[parameter]["momentum_buffer"] = momentum[name].to(parameter.device)
+            # With the strides of the weights, which files do not keep and CUDA's fused SGD insists on.
+            optimizer.state[parameter]["momentum_buffer"] = torch.empty_like(parameter.detach()).copy_(momentum[name])
 
 
 def encoder_tensors(directory: Path, name: str) -> dict[str, Tensor]:
