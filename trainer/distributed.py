@@ -129,12 +129,12 @@ def _device_of_rank(device: torch.device, ranks: Ranks) -> torch.device:
         return device
     if ranks.world_size > 1:
         num_gpus = torch.cuda.device_count()
-        if device.index is not None:
+        if device != torch.device("cuda"):
             raise ValueError(f"--device {device} is one GPU and each rank takes its own: give --device cuda")
         if ranks.local_world_size > num_gpus:
             raise ValueError(f"{ranks.local_world_size} ranks on a machine with {num_gpus} GPUs: start one per GPU")
         device = torch.device("cuda", ranks.local_rank)
-    elif device.index is None:
+    elif device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.set_device(device)
     return device

@@ -5,6 +5,7 @@ python -m tests.helpers.gpu_runs OUT SERVERS IMAGES PORT,PORT,... SCENARIO,SCENA
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -98,6 +99,7 @@ def main(out: Path, servers: str, images: Path, ports: list[str], scenarios: lis
     import torch
     import torch._dynamo
 
+    faulthandler.dump_traceback_later(15)  # before whoever waits for this process loses patience
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     recorded = {}

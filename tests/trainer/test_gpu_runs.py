@@ -57,8 +57,8 @@ def run_ranks(num_ranks: int, out: Path, servers: str, images: Path, scenarios: 
             [sys.executable, "-m", "tests.helpers.gpu_runs", *arguments],
             env=os.environ
             | {name: str(value) for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stdout=None,
+            stderr=None,
             text=True,
         )
         for rank in range(num_ranks)
