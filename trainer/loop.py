@@ -90,7 +90,8 @@ def train(config: TrainConfig) -> TrainResult:
         )
     if config.evaluate or config.knn_every:
         dataset.check_labelled(tested=config.evaluate)
-    with process_group(device, timeout_seconds=config.rank_timeout_seconds + config.retry_seconds) as ranks:
+    timeout_seconds = config.rank_timeout_seconds + config.retry_seconds
+    with process_group(device, timeout_seconds=timeout_seconds, agreed=(Stopped,)) as ranks:
         config = with_resume_decided(config, ranks)
         dataset = images_of_run(config, dataset, ranks)
         model, summary = _train_rank(config, dataset, ranks)
