@@ -20,6 +20,7 @@ from trainer.distributed import Ranks
 from trainer.earlier import in_todays_terms
 from trainer.history import ImageHistory
 from trainer.rows import RowStore
+from trainer.transfer import HostCopy
 from weightserver import Checkpoint, FencedError, NoTableError, WeightClient
 from weightserver.files import sync, write_synced, write_whole
 
@@ -102,7 +103,7 @@ class Checkpoints:
         """Keeps what `step` finished updates made; every rank calls it. With dense rows it does nothing."""
         if self._client is None:
             return
-        if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
+        if not torch.stack([tensor.isfinite().all() for tensor in model.state_dict().values()]).all():
             raise ValueError(
                 f"the encoder's weights overflowed before step {step}, which is not kept: try a lower --learning-rate"
             )
@@ -281,7 +282,8 @@ def load(directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Op
     momentum = _tensors(path, _MOMENTUM)
     for name, parameter in model.named_parameters():
         if name in momentum:
-            optimizer.state[parameter]["momentum_buffer"] = momentum[name].to(parameter.device)
+            # With the strides of the weights, which files do not keep and CUDA's fused SGD insists on.
+            optimizer.state[parameter]["momentum_buffer"] = torch.empty_like(parameter.detach()).copy_(momentum[name])
 
 
 def encoder_tensors(directory: Path, name: str) -> dict[str, Tensor]:
@@ -324,11 +326,13 @@ def _write(
     optimizer: torch.optim.Optimizer,
 ) -> None:
     """Writes the file of the shards' checkpoint `kept`, whole or not at all."""
-    tensors = {_MODEL + name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    tensors = {_MODEL + name: tensor.detach() for name, tensor in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         momentum_buffer = optimizer.state[parameter].get("momentum_buffer")
         if momentum_buffer is not None:
-            tensors[_MOMENTUM + name] = momentum_buffer.detach().cpu().contiguous()
+            tensors[_MOMENTUM + name] = momentum_buffer.detach()
+    copies = HostCopy(list(tensors.values())).wait()
+    tensors = {name: copy.contiguous() for name, copy in zip(tensors, copies, strict=True)}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{kept.identity.hex()}.partial")
     metadata = {"format": _FORMAT, "step": str(kept.step), "checkpoint": kept.identity.hex()}

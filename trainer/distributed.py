@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from trainer.liveness import ending_together
+
+_CPU = torch.device("cpu")
 
 
 class RankLostError(Exception):
@@ -28,6 +32,8 @@ class Ranks:
     """Which of the ranks on this machine."""
     local_world_size: int = 1
     """How many ranks are on this machine."""
+    device: torch.device = _CPU
+    """Where this rank computes. A GPU has its index: without one it would be whichever a thread has as its current."""
 
     @property
     def is_first(self) -> bool:
@@ -39,8 +45,7 @@ class Ranks:
 
     def barrier(self) -> None:
         """Returns when all ranks are here."""
-        if self.world_size > 1:
-            dist.barrier()
+        self.sum_over_ranks([0.0])  # torch's own barrier would have NCCL, hence the GPU, take part
 
     def broadcast_text(self, text: str | None) -> str:
         """Rank 0's text; what other ranks give is ignored."""
@@ -48,9 +53,9 @@ class Ranks:
             assert text is not None, "rank 0 has the text"
             return text
         data = list((text or "").encode()) if self.is_first else []
-        length = torch.tensor(len(data), device=_device())
+        length = torch.tensor(len(data))
         dist.broadcast(length, src=0)
-        content = torch.zeros(int(length), dtype=torch.uint8, device=length.device)
+        content = torch.zeros(int(length), dtype=torch.uint8)
         if self.is_first:
             content.copy_(torch.tensor(data, dtype=torch.uint8))
         dist.broadcast(content, src=0)
@@ -67,7 +72,7 @@ class Ranks:
     def _reduced(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         if self.world_size == 1:
             return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64, device=_device())
+        tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, operation)
         return [float(value) for value in tensor.tolist()]
 
@@ -80,13 +85,19 @@ def averaging_gradients(parallel: nn.Module, wanted: bool) -> AbstractContextMan
 
 
 @contextmanager
-def process_group(device: torch.device, *, timeout_seconds: float = 600) -> Iterator[Ranks]:
-    """Connects the ranks that torchrun started, with gloo or, on CUDA, NCCL; makes `device` a GPU for each rank.
+def process_group(
+    device: torch.device, *, timeout_seconds: float = 600, agreed: tuple[type[BaseException], ...] = ()
+) -> Iterator[Ranks]:
+    """Connects the ranks that torchrun started, with gloo and, on CUDA, NCCL; gives each its GPU.
 
-    A process that torchrun did not start, or that it started alone, is one rank and connects to nobody.
+    Tensors on the CPU, among them all that ranks tell each other, travel over gloo, which makes no GPU wait. Where one
+    rank fails or is killed, the processes of all end (`trainer.liveness`).
+
+    A process that torchrun did not start, or that it started alone, is one rank and connects to no other.
 
     Args:
         timeout_seconds: for how long a rank waits in a collective for the others.
+        agreed: errors that all ranks raise together, as an end that they agreed on.
 
     Raises:
         RankLostError: another rank failed, or did not come within the timeout.
@@ -98,32 +109,41 @@ def process_group(device: torch.device, *, timeout_seconds: float = 600) -> Iter
         local_rank=int(os.environ.get("LOCAL_RANK", 0)),
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
     )
+    ranks = replace(ranks, device=_device_of_rank(device, ranks))
     if ranks.world_size == 1:
         yield ranks
         return
     timeout = timedelta(seconds=timeout_seconds)
-    if device.type == "cuda":
-        num_gpus = torch.cuda.device_count()
-        if device != torch.device("cuda"):
-            raise ValueError(f"--device {device} is one GPU and each rank takes its own: give --device cuda")
-        if ranks.local_world_size > num_gpus:
-            raise ValueError(f"{ranks.local_world_size} ranks on a machine with {num_gpus} GPUs: start one per GPU")
-        torch.cuda.set_device(ranks.local_rank)
     try:
-        if device.type == "cuda":
-            dist.init_process_group("nccl", timeout=timeout, device_id=torch.device("cuda", ranks.local_rank))
+        if ranks.device.type == "cuda":
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=ranks.device)
         else:
             dist.init_process_group("gloo", timeout=timeout)
-        yield ranks
+        with ending_together(ranks.rank, ranks.world_size, ranks.broadcast_text, agreed):
+            yield ranks
+        dist.destroy_process_group()
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo has no class of errors
             raise RankLostError("another rank failed or stays away: what it said last tells why") from error
         raise
     finally:
-        if dist.is_initialized():
+        # After a failure NCCL would wait for what is under way, which other ranks may never join.
+        if dist.is_initialized() and ranks.device.type != "cuda":
             dist.destroy_process_group()
 
 
-def _device() -> torch.device:
-    """Where the process group takes its tensors from."""
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+def _device_of_rank(device: torch.device, ranks: Ranks) -> torch.device:
+    """The device that `--device` means on this rank, a GPU with its index, which becomes this thread's current one."""
+    if device.type != "cuda":
+        return device
+    if ranks.world_size > 1:
+        num_gpus = torch.cuda.device_count()
+        if device != torch.device("cuda"):
+            raise ValueError(f"--device {device} is one GPU and each rank takes its own: give --device cuda")
+        if ranks.local_world_size > num_gpus:
+            raise ValueError(f"{ranks.local_world_size} ranks on a machine with {num_gpus} GPUs: start one per GPU")
+        device = torch.device("cuda", ranks.local_rank)
+    elif device == torch.device("cuda"):
+        device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.set_device(device)
+    return device

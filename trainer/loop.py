@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import resource
 import sys
 import time
@@ -16,9 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.background import computed_ahead
 from trainer.checkpoint import Checkpoints, load, saved_steps, with_resume_decided
 from trainer.config import TrainConfig
 from trainer.data import Dataset, load_dataset
@@ -27,7 +29,7 @@ from trainer.data.augment import Augmentation
 from trainer.distributed import Ranks, averaging_gradients, process_group
 from trainer.evaluate import ProbeResult, encoder_features, evaluate_features
 from trainer.evaluate.knn import held_out_knn_top1
-from trainer.loss import cosine_softmax_loss, softmax_loss
+from trainer.loss import cosine_softmax_loss, padded, padded_rows, softmax_loss
 from trainer.metrics import peak_gpu_bytes
 from trainer.model import PICModel, build_model, check_image_size, load_encoder, save_encoder
 from trainer.recency import ActiveRows, RecentRows, announced
@@ -36,6 +38,7 @@ from trainer.rows.opening import images_of_run, open_rows
 from trainer.runs import ENCODER_FILE, SUMMARY_FILE
 from trainer.schedule import RangesOrder, VisitSchedule, forward_seed, visit_uniforms
 from trainer.stopping import Stopped, stop_signals
+from trainer.transfer import to_device
 from weightserver import TableSpec
 from weightserver.files import write_whole
 from weightserver.sharding import Sharding
@@ -88,10 +91,11 @@ def train(config: TrainConfig) -> TrainResult:
         )
     if config.evaluate or config.knn_every:
         dataset.check_labelled(tested=config.evaluate)
-    with process_group(device, timeout_seconds=config.rank_timeout_seconds + config.retry_seconds) as ranks:
+    timeout_seconds = config.rank_timeout_seconds + config.retry_seconds
+    with process_group(device, timeout_seconds=timeout_seconds, agreed=(Stopped,)) as ranks:
         config = with_resume_decided(config, ranks)
         dataset = images_of_run(config, dataset, ranks)
-        model, summary = _train_rank(config, dataset, device, ranks)
+        model, summary = _train_rank(config, dataset, ranks)
     summary["train_seconds"] = time.perf_counter() - started
     results: dict[str, ProbeResult] = {}
     if ranks.is_first:
@@ -105,11 +109,12 @@ def train(config: TrainConfig) -> TrainResult:
     return TrainResult(dataset, model, summary, results, is_first=ranks.is_first)
 
 
-def _train_rank(
-    config: TrainConfig, dataset: Dataset, device: torch.device, ranks: Ranks
-) -> tuple[PICModel, dict[str, Any]]:
+def _train_rank(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> tuple[PICModel, dict[str, Any]]:
     """One rank's part of the training: a slice of every batch, and a share of the rows."""
+    device = ranks.device
     torch.use_deterministic_algorithms(config.deterministic)
+    if config.deterministic:  # what cuBLAS needs for it, and reads when it starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     images = dataset.train_images.to(device)  # uint8 (N, C, H, W)
     num_images, batch_size = len(images), config.batch_size
     num_steps = config.num_steps(num_images)
@@ -128,12 +133,15 @@ def _train_rank(
     sharding = Sharding(spec.rows_per_block, ranks.world_size)
     part_size = batch_size // config.accumulate
     mine = ranks.share(part_size)  # this rank's slice of each part of a batch
+    head_rows = padded_rows(config.num_negatives, spec.rows_per_block, ranks) if device.type == "cuda" else 0
     augmentations = config.augmentations()
     instance_loss = (
         softmax_loss if config.softmax == "plain" else partial(cosine_softmax_loss, temperature=config.temperature)
     )
     model = _model(config, device)
-    parallel = DistributedDataParallel(model, forward_sync_buffers=False) if ranks.world_size > 1 else model
+    parallel: nn.Module = model
+    if ranks.world_size > 1:
+        parallel = DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(
         model.parameters(),
         momentum=config.momentum,
@@ -175,13 +183,15 @@ def _train_rank(
 
         steps = range(start_step, num_steps)
         visits = itertools.starmap(visits_of, itertools.product(steps, range(config.accumulate)))
-        views = stack.enter_context(closing(views_ahead(images, visits, augmentations, device)))
-        for step, active in zip(steps, announced(active_share, rows, steps), strict=True):
+        visits_ahead = stack.enter_context(closing(computed_ahead(visits, ahead=2 * config.accumulate, name="visits")))
+        views = stack.enter_context(closing(views_ahead(images, visits_ahead, augmentations, device)))
+        upcoming = stack.enter_context(closing(announced(active_share, rows, steps)))
+        for step, active in zip(steps, upcoming, strict=True):
             _seed_generators(forward_seed(config.seed, step, ranks.rank), device)
             optimizer.zero_grad()
             weight: Tensor | None = None
             loss = torch.zeros((), device=device)
-            labels = torch.split(torch.from_numpy(active.labels).to(device), part_size)  # each (B / accumulate,)
+            labels = torch.split(to_device(active.labels, device), part_size)  # each (B / accumulate,)
             for part, view in parts:
                 report.stage("data")
                 seen = next(views).contiguous(memory_format=memory_format)  # (b, C, side, side)
@@ -191,10 +201,12 @@ def _train_rank(
                     features = parallel(seen)  # (b, D)
                     if weight is None:  # behind the encoder's work, while they may still come
                         report.stage("rows")
-                        weight = rows.weights(active.rows, step=step).to(device).requires_grad_()  # (K of this rank, D)
+                        weight = padded(rows.weights(active.rows, step=step), head_rows)  # (K of this rank, D)
+                        weight.requires_grad_()
                         report.stage("forward")
                     classes = weight if view < config.views else weight.detach()  # small crops move no row
-                    part_loss = instance_loss(features, classes, labels[part], ranks=ranks) / len(parts)
+                    part_loss = instance_loss(features, classes, labels[part], ranks=ranks, num_rows=len(active.rows))
+                    part_loss /= len(parts)
                     report.stage("backward")
                     part_loss.backward()  # type: ignore[no-untyped-call]
                 loss += part_loss.detach()
@@ -202,7 +214,7 @@ def _train_rank(
             assert weight is not None
             assert weight.grad is not None
             report.stage("rows")
-            rows.apply_gradients(active.rows, weight.grad, step=step)
+            rows.apply_gradients(active.rows, weight.grad[: len(active.rows)], step=step)
             report.stage("optimizer")
             optimizer.param_groups[0]["lr"] = float(rates[step])
             optimizer.step()

@@ -12,17 +12,41 @@ from torch import Tensor
 
 from trainer.distributed import Ranks
 
+_LARGEST_SPREAD = 80.0
+"""Logits that differ by less than this need no maximum subtracted: e⁻⁸⁰ is a normal float32, 1.8e-35."""
+
 
 def cosine_softmax_loss(
-    features: Tensor, weight: Tensor, labels: Tensor, *, temperature: float, ranks: Ranks | None = None
+    features: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float,
+    ranks: Ranks | None = None,
+    num_rows: int | None = None,
 ) -> Tensor:
     """`softmax_loss` of logits cos(w_i, z)/τ: features and weight are L2-normalised here, in float32."""
     with torch.autocast(features.device.type, enabled=False):
-        return softmax_loss(F.normalize(features), F.normalize(weight), labels, temperature=temperature, ranks=ranks)
+        return softmax_loss(
+            F.normalize(features),
+            F.normalize(weight),
+            labels,
+            temperature=temperature,
+            ranks=ranks,
+            num_rows=num_rows,
+            largest_logit=1 / temperature if 2 / temperature < _LARGEST_SPREAD else None,
+        )
 
 
 def softmax_loss(
-    features: Tensor, weight: Tensor, labels: Tensor, *, temperature: float = 1.0, ranks: Ranks | None = None
+    features: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    ranks: Ranks | None = None,
+    num_rows: int | None = None,
+    largest_logit: float | None = None,
 ) -> Tensor:
     """Mean cross-entropy of logits w_i·z/τ over the whole batch, a scalar.
 
@@ -33,6 +57,10 @@ def softmax_loss(
     of the K rows, of any size; labels are those of the whole batch, -1 where another rank has the row. All ranks call
     it, and its backward; each gets the same loss and exactly dLoss/dweight. Features get dLoss/dfeatures times
     world_size, so that an encoder whose gradients are averaged over ranks (DistributedDataParallel) trains like one.
+
+    Only the first `num_rows` rows of weight are classes where that is given; the others, which `padded` added, change
+    neither the loss nor a gradient. `largest_logit` is what no logit exceeds, where that is known and small enough that
+    it can be subtracted from all; otherwise the ranks find each image's largest.
     """
     with torch.autocast(features.device.type, enabled=False):
         if ranks is None or ranks.world_size == 1:
@@ -41,14 +69,38 @@ def softmax_loss(
 
         whole: Tensor = _WholeBatch.apply(features, len(labels), ranks)  # type: ignore[no-untyped-call]
         logits = whole @ weight.T / temperature  # (B, D) times (D, K of this rank)
-        peak = logits.detach().amax(dim=1) if len(weight) else logits.new_full(labels.shape, -math.inf)  # (B,)
-        dist.all_reduce(peak, dist.ReduceOp.MAX)
-        logits = logits - peak[:, None]  # leaves the softmax as it is, and exp in range
+        if num_rows is not None and num_rows < len(weight):
+            logits = logits.masked_fill(torch.arange(len(weight), device=logits.device) >= num_rows, -math.inf)
+        # What is subtracted leaves the softmax as it is, and exp in range.
+        logits = logits - (_largest_of_each(logits) if largest_logit is None else largest_logit)
         positive = -F.nll_loss(logits, labels, reduction="none", ignore_index=-1)  # (B,), 0 where another rank has it
         parts = torch.stack([logits.exp().sum(dim=1), positive])  # (2, B)
         total, positive = _SumOverRanks.apply(parts)  # type: ignore[no-untyped-call]
         loss: Tensor = (total.log() - positive).mean()
         return loss
+
+
+def _largest_of_each(logits: Tensor) -> Tensor:
+    """Of each image, over the rows of all ranks: (B, K of this rank) to (B, 1)."""
+    largest = logits.detach().amax(dim=1) if logits.shape[1] else logits.new_full(logits.shape[:1], -math.inf)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest[:, None]
+
+
+def padded_rows(num_active: int, rows_per_block: int, ranks: Ranks) -> int:
+    """How many rows a rank's share of K is padded to, so that a GPU meets the same shapes in nearly every step.
+
+    Blocks are dealt evenly, the active rows among them by chance: 4 standard deviations and a block more than the mean.
+    """
+    if ranks.world_size == 1:
+        return num_active
+    mean = num_active / ranks.world_size
+    return min(num_active, math.ceil(mean + rows_per_block + 4 * math.sqrt(mean)))
+
+
+def padded(weight: Tensor, num_rows: int) -> Tensor:
+    """Rows (K of this rank, D), with zeros after them where they are fewer than `num_rows`."""
+    return F.pad(weight, (0, 0, 0, num_rows - len(weight))) if len(weight) < num_rows else weight
 
 
 class _WholeBatch(torch.autograd.Function):

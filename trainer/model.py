@@ -6,6 +6,7 @@ All start from random weights and take normalised float32 images [B, C, H, W] (`
 BatchNorm is local to a rank, as in the paper (appendix, Experimental Settings); evaluate in eval mode.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -180,7 +182,7 @@ class SmallResNet(nn.Module):
                 layers.append(_BasicBlock(in_width, out_width, 2 if stage > 0 and block == 0 else 1, norm))
                 in_width = out_width
         self.stages = nn.Sequential(*layers)
-        self.pool = nn.AdaptiveAvgPool2d(config.pool_size)
+        self.pool = _GridOfAverages(config.pool_size)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -192,6 +194,41 @@ class SmallResNet(nn.Module):
         maps = self.stages(images)  # (B, width·2^(stages-1), side, side)
         pooled: Tensor = self.pool(maps)
         return pooled.flatten(1)
+
+
+class _GridOfAverages(nn.Module):
+    """nn.AdaptiveAvgPool2d, also with deterministic algorithms, for which CUDA's has no backward; the same bits."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, maps: Tensor) -> Tensor:
+        if self.size > 1 and torch.are_deterministic_algorithms_enabled():
+            averages: Tensor = _DeterministicAverages.apply(maps, self.size)  # type: ignore[no-untyped-call]
+            return averages
+        return F.adaptive_avg_pool2d(maps, self.size)
+
+
+class _DeterministicAverages(torch.autograd.Function):
+    """F.adaptive_avg_pool2d with a backward that adds the parts' gradients one after another, as the CPU's does."""
+
+    @staticmethod
+    def forward(ctx: Any, maps: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(maps)
+        return F.adaptive_avg_pool2d(maps, size)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (maps,) = ctx.saved_tensors  # (B, C, height, width)
+        size, result = gradients[0].shape[-1], torch.zeros_like(maps)
+        height, width = maps.shape[-2:]
+        for row, column in itertools.product(range(size), repeat=2):
+            top, bottom = row * height // size, -(-(row + 1) * height // size)
+            left, right = column * width // size, -(-(column + 1) * width // size)
+            share = gradients[0][:, :, row, column] / (bottom - top) / (right - left)  # (B, C)
+            result[:, :, top:bottom, left:right] += share[:, :, None, None]
+        return result, None
 
 
 class _BasicBlock(nn.Module):
@@ -245,7 +282,7 @@ class TorchvisionEncoder(nn.Module):
 
 def save_encoder(encoder: nn.Module, config: EncoderConfig, path: Path) -> None:
     """Writes an encoder and its config as one safetensors file, whole or not at all."""
-    tensors = {name: tensor.contiguous() for name, tensor in encoder.state_dict().items()}
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in encoder.state_dict().items()}
     metadata = {"format": _FORMAT, "encoder": json.dumps(asdict(config))}
     write_whole(path, lambda partial: save_file(tensors, partial, metadata=metadata))
 

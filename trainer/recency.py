@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
 
+from trainer.background import computed_ahead
 from trainer.rows.store import RowStore
 from trainer.schedule import VisitSchedule
 from weightserver.sharding import Int64Array, Sharding
+
+_COMPUTED_AHEAD = 2
+"""Steps whose active rows are known before the store is told them."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +32,19 @@ class ActiveRows:
         return ActiveRows(self.rows[mine], position[self.labels])
 
 
-def announced(active: Callable[[int], ActiveRows], store: RowStore, steps: range) -> Iterator[ActiveRows]:
-    """The active rows of each step, each announced to the store `store.prefetch_steps` steps before it is due."""
+def announced(active: Callable[[int], ActiveRows], store: RowStore, steps: range) -> Generator[ActiveRows, None, None]:
+    """The active rows of each step, each announced to the store `store.prefetch_steps` steps before it is due.
+
+    A thread computes them, by `active` in the order of the steps; the store is called here. Close it to end the thread.
+    """
     upcoming: deque[ActiveRows] = deque()
-    for step in steps:
-        while len(upcoming) <= store.prefetch_steps and step + len(upcoming) in steps:
-            ahead = step + len(upcoming)
-            upcoming.append(active(ahead))
-            store.prefetch(upcoming[-1].rows, step=ahead)
-        yield upcoming.popleft()
+    with closing(computed_ahead(map(active, steps), ahead=_COMPUTED_AHEAD, name="active-rows")) as computed:
+        for step in steps:
+            while len(upcoming) <= store.prefetch_steps and step + len(upcoming) in steps:
+                ahead = step + len(upcoming)
+                upcoming.append(next(computed))
+                store.prefetch(upcoming[-1].rows, step=ahead)
+            yield upcoming.popleft()
 
 
 class RecentRows:

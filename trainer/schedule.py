@@ -8,6 +8,7 @@ of the endless stream lies in window i div W; the stream extends to negative ind
 from __future__ import annotations
 
 import math
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
@@ -101,7 +102,7 @@ class RangesOrder:
 
 
 class VisitSchedule:
-    """The sliding-window stream of visits. Epoch order is window_stride = window_size = num_rows.
+    """The sliding-window stream of visits. Epoch order is window_stride = window_size = num_rows. Thread-safe.
 
     Raises:
         ValueError: unless 1 ≤ window_stride ≤ window_size ≤ num_rows.
@@ -117,6 +118,7 @@ class VisitSchedule:
         self.window_stride = window_stride
         self._seed = _derive(seed, _WINDOWS)
         self._windows: OrderedDict[int, Int64Array] = OrderedDict()
+        self._lock = threading.Lock()
 
     def visits(self, start: int, stop: int) -> Int64Array:
         """Rows visited by visits start … stop−1, which may be negative: int64 [stop − start]."""
@@ -124,7 +126,8 @@ class VisitSchedule:
         parts = []
         while start < stop:
             window, offset = divmod(start, self.window_size)
-            part = self._window(window)[offset : offset + stop - start]
+            with self._lock:
+                part = self._window(window)[offset : offset + stop - start]
             parts.append(part)
             start += len(part)
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)

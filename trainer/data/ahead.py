@@ -14,6 +14,7 @@ from trainer.data.augment import Augmentation
 from trainer.data.datasets import TrainImages
 from trainer.data.stored import DecodedImages
 from trainer.schedule import Float32Array
+from trainer.transfer import to_device
 from weightserver.sharding import Int64Array
 
 _BATCHES_AHEAD = 2
@@ -37,15 +38,17 @@ def views_ahead(
     Where images are decoded, each is once a visit, two batches ahead. `visits` are drawn in the caller's thread. What a
     batch raises is raised in its turn. Close it to end the thread.
     """
+    device = torch.device(device)
     if not isinstance(images, DecodedImages):
         for visited in visits:
-            batch = images[torch.from_numpy(visited.images).to(device)]
-            for augment, uniforms in zip(augmentations, torch.from_numpy(visited.uniforms).to(device), strict=True):
+            ids = torch.from_numpy(visited.images)
+            batch = images[to_device(ids, device) if isinstance(images, Tensor) else ids]
+            for augment, uniforms in zip(augmentations, to_device(visited.uniforms, device), strict=True):
                 yield augment(batch, uniforms)
         return
 
     def finished(visited: Visits, cropped: Future[list[Tensor]]) -> Generator[Tensor, None, None]:
-        numbers = torch.from_numpy(visited.uniforms).to(device)
+        numbers = to_device(visited.uniforms, device)
         for augment, crops, uniforms in zip(augmentations, cropped.result(), numbers, strict=True):
             yield augment.finish(crops, uniforms)
 

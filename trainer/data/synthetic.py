@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainer.transfer import to_device
 from weightserver.initial import splitmix64
 
 MAX_IMAGES = 10**9
@@ -55,7 +56,7 @@ class SyntheticImages:
         """Images uint8 [n, 3, image_size, image_size] of `ids`, int64 [n] in 0..N-1, any order."""
         if isinstance(ids, slice):
             ids = torch.arange(*ids.indices(self.num_images))
-        return torch.from_numpy(self._generate(ids.cpu().numpy())).to(self.device)
+        return to_device(self._generate(ids.cpu().numpy()), torch.device(self.device))
 
     def to(self, device: torch.device) -> SyntheticImages:
         return replace(self, device=device)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from trainer.rows.store import RowCounters
 from trainer.schedule import Float32Array
+from trainer.transfer import to_device
 from weightserver import RowState, TableSpec
 from weightserver.initial import initial_rows
 from weightserver.sharding import Int64Array, Sharding
@@ -45,6 +46,7 @@ class DenseRows:
         self._weight = torch.nn.Parameter(weight)
         self._weight.grad = torch.zeros_like(weight)
         self._momentum_buffer = torch.zeros_like(weight)  # only used without correction
+        self._active = (np.zeros(0, np.int64), torch.zeros(0, dtype=torch.int64))  # rows, and where they are here
         self._optimizer = torch.optim.SGD(
             [self._weight], lr=0.0, momentum=spec.momentum, weight_decay=spec.weight_decay
         )
@@ -56,7 +58,10 @@ class DenseRows:
         return self._weight.detach()[self._positions(rows)]
 
     def _positions(self, rows: Int64Array) -> Tensor:
-        return torch.from_numpy(self._sharding.local(rows)).to(self._weight.device)
+        """Of the rows in the matrix; those of a step, for which it is asked twice, go to the device once."""
+        if rows is not self._active[0]:
+            self._active = rows, to_device(self._sharding.local(rows), self._weight.device)
+        return self._active[1]
 
     def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int) -> None:
         learning_rate = float(self._learning_rates[step])

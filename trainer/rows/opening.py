@@ -82,7 +82,11 @@ def open_rows(
     with ExitStack() as stack:
         client, epoch, checkpoint_step, history = _join_session(config, spec, range_sizes, digests, ranks, stack)
         rates = _learning_rates(config, history, ranks)
-        store = RemoteRows(client) if config.rows == "remote" else _resident(config, spec, rates, ranks, device, client)
+        store = (
+            RemoteRows(client, device)
+            if config.rows == "remote"
+            else _resident(config, spec, rates, ranks, device, client)
+        )
         stack.callback(store.close)
         yield OpenRows(store, history, rates, client, epoch, checkpoint_step)
 

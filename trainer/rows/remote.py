@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from trainer.rows.store import RowCounters
+from trainer.transfer import HostCopy, to_device
 from weightserver import RowState, WeightClient
 from weightserver.sharding import Int64Array
+
+_CPU = torch.device("cpu")
 
 
 class RemoteRows:
@@ -19,14 +22,16 @@ class RemoteRows:
 
     Args:
         client: with a table, its schedule and an open session; closed by its owner.
+        device: where `weights` are wanted.
     """
 
     prefetch_steps = 0
     """A step's rows can be fetched only after the push of the step before."""
 
-    def __init__(self, client: WeightClient) -> None:
+    def __init__(self, client: WeightClient, device: torch.device = _CPU) -> None:
         self.counters = RowCounters()
         self._client = client
+        self._device = device
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="remote-rows")
         self._fetched: tuple[int, Future[Tensor]] | None = None
         self._pushed: Future[None] | None = None
@@ -45,7 +50,7 @@ class RemoteRows:
 
     def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int) -> None:
         self._raise_push_error()
-        self._pushed = self._thread.submit(self._push, rows, gradients.detach().cpu(), step)
+        self._pushed = self._thread.submit(self._push, rows, HostCopy([gradients.detach()]), step)
 
     def read_state(self, rows: Int64Array, *, step: int) -> RowState:
         return self._thread.submit(lambda: self._client.fetch_state(rows, step=step)).result()
@@ -58,11 +63,12 @@ class RemoteRows:
 
     def _fetch(self, rows: Int64Array, step: int) -> Tensor:
         with self.counters.fetching():
-            weight = torch.from_numpy(self._client.fetch(rows, step=step))
+            weight = self._client.fetch(rows, step=step)
         self.counters.fetched(len(rows), weight.nbytes)
-        return weight
+        return to_device(weight, self._device)
 
-    def _push(self, rows: Int64Array, gradients: Tensor, step: int) -> None:
+    def _push(self, rows: Int64Array, copied: HostCopy, step: int) -> None:
+        (gradients,) = copied.wait()
         self._client.push_gradients(rows, gradients.numpy(), step=step)
         self.counters.pushed(len(rows), gradients.nbytes)
 

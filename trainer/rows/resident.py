@@ -11,8 +11,9 @@ from torch import Tensor
 
 from trainer.rows.slots import SlotMap
 from trainer.rows.store import RowCounters
-from trainer.rows.write_back import WriteBack
+from trainer.rows.write_back import LeavingRows, WriteBack
 from trainer.schedule import Float32Array
+from trainer.transfer import HostCopy, to_device
 from weightserver import RowState, TableSpec, WeightClient
 from weightserver.correction import Schedule
 from weightserver.sharding import Int64Array
@@ -69,6 +70,7 @@ class ResidentRows:
         self._next_step = 0  # the first whose gradients were not applied
         self._announced: dict[int, Int64Array] = {}  # step -> slots of its rows
         self._active = np.zeros(0, np.int64)  # slots of the current step's rows
+        self._active_on_device = torch.zeros(0, dtype=torch.int64, device=device)  # the same
         self._wanted: list[tuple[Int64Array, Int64Array]] = []  # rows and slots still to be asked for
         self._wanted_from = 0  # the first step that needs one of them
         self._coming: deque[tuple[int, Int64Array, Future[RowState]]] = deque()  # first step, slots, values
@@ -108,16 +110,12 @@ class ResidentRows:
         return slots
 
     def _leave(self, slots: Int64Array) -> None:
-        """Sends rows on their way back."""
+        """Sends rows on their way back, in the state that they have now; a GPU copies them while training continues."""
         for start in range(0, len(slots), _ROWS_PER_PART):
             part = slots[start : start + _ROWS_PER_PART]
             chosen = self._tensor(part)
-            state = RowState(
-                weight=self._weight[chosen].cpu().numpy(),
-                momentum_buffer=self._momentum_buffer[chosen].cpu().numpy(),
-                last_step=self._last_step[part],
-            )
-            self._write_back.add(self._slots.row[part], state)
+            values = HostCopy([self._weight[chosen], self._momentum_buffer[chosen]])
+            self._write_back.add(self._slots.row[part], LeavingRows(values, self._last_step[part]))
 
     def _ask(self) -> None:
         """Starts one fetch of all rows that are wanted."""
@@ -159,7 +157,8 @@ class ResidentRows:
         idle = self._active[self._last_step[self._active] < step]
         if self._spec.correction and len(idle):
             self._correct(idle, step)
-        return self._weight[self._tensor(self._active)]
+        self._active_on_device = self._tensor(self._active)
+        return self._weight[self._active_on_device]
 
     def _correct(self, slots: Int64Array, step: int) -> None:
         """Brings idle rows to `step`: the same bits as weightserver.correction.correct, product by product."""
@@ -173,7 +172,7 @@ class ResidentRows:
 
     @torch.no_grad()
     def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int) -> None:
-        active = self._tensor(self._active)
+        active = self._active_on_device
         weight, momentum_buffer = self._weight[active], self._momentum_buffer[active]
         momentum_buffer *= self._spec.momentum
         momentum_buffer += weight * self._spec.weight_decay + gradients
@@ -184,7 +183,7 @@ class ResidentRows:
         self._next_step = step + 1
 
     def _tensor(self, array: Int64Array | Float32Array) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return to_device(array, self._device)
 
     def flush(self) -> None:
         held = self._slots.held()

@@ -8,8 +8,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from trainer.rows.store import RowCounters
+from trainer.transfer import HostCopy
 from weightserver import RowState, WeightClient
 from weightserver.sharding import Int64Array
+
+
+class LeavingRows:
+    """The raw state of n rows that leave; on a GPU its copy to the host may still be under way."""
+
+    def __init__(self, values: HostCopy, last_step: Int64Array) -> None:
+        self._values = values  # weight and momentum_buffer, float32 [n, dim] each
+        self._last_step = last_step
+
+    def state(self) -> RowState:
+        """Waits for the copy; in any thread."""
+        weight, momentum_buffer = self._values.wait()
+        return RowState(weight=weight.numpy(), momentum_buffer=momentum_buffer.numpy(), last_step=self._last_step)
 
 
 class WriteBack:
@@ -26,20 +40,20 @@ class WriteBack:
         self._max_rows = max_rows
         self._counters = counters
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="write-back")
-        self._gathered: list[tuple[Int64Array, RowState]] = []
+        self._gathered: list[tuple[Int64Array, LeavingRows]] = []
         self._num_gathered = 0
-        self._writes: deque[tuple[list[tuple[Int64Array, RowState]], Future[None]]] = deque()
-        self._newest: dict[int, tuple[RowState, int]] = {}  # row -> where its newest state on the way is
+        self._writes: deque[tuple[list[tuple[Int64Array, LeavingRows]], Future[None]]] = deque()
+        self._newest: dict[int, tuple[LeavingRows, int]] = {}  # row -> where its newest state on the way is
 
     def __len__(self) -> int:
         """Rows on their way."""
         return self._num_gathered + sum(len(rows) for parts, _ in self._writes for rows, _ in parts)
 
-    def add(self, rows: Int64Array, state: RowState) -> None:
+    def add(self, rows: Int64Array, leaving: LeavingRows) -> None:
         """Sends distinct rows (int64 [n]) with their raw state on their way."""
-        self._gathered.append((rows, state))
+        self._gathered.append((rows, leaving))
         self._num_gathered += len(rows)
-        self._newest.update((row, (state, index)) for index, row in enumerate(rows.tolist()))
+        self._newest.update((row, (leaving, index)) for index, row in enumerate(rows.tolist()))
         if self._num_gathered >= self._batch_rows:
             self._write()
         with self._counters.waiting():
@@ -52,10 +66,11 @@ class WriteBack:
         found = [(position, *self._newest[row]) for position, row in enumerate(rows.tolist()) if row in self._newest]
         if not found:
             return np.zeros(0, np.int64), None
+        states = [(leaving.state(), index) for _, leaving, index in found]
         state = RowState(
-            weight=np.stack([state.weight[index] for _, state, index in found]),
-            momentum_buffer=np.stack([state.momentum_buffer[index] for _, state, index in found]),
-            last_step=np.stack([state.last_step[index] for _, state, index in found]),
+            weight=np.stack([state.weight[index] for state, index in states]),
+            momentum_buffer=np.stack([state.momentum_buffer[index] for state, index in states]),
+            last_step=np.stack([state.last_step[index] for state, index in states]),
         )
         return np.array([position for position, _, _ in found]), state
 
@@ -82,14 +97,14 @@ class WriteBack:
             self._writes.append((self._gathered, self._thread.submit(self._send, self._gathered)))
             self._gathered, self._num_gathered = [], 0
 
-    def _send(self, parts: list[tuple[Int64Array, RowState]]) -> None:
+    def _send(self, parts: list[tuple[Int64Array, LeavingRows]]) -> None:
         """One write; of a row that left several times meanwhile only its newest state."""
-        rows = np.concatenate([part for part, _ in parts])
+        rows, states = np.concatenate([part for part, _ in parts]), [leaving.state() for _, leaving in parts]
         distinct, from_end = np.unique(rows[::-1], return_index=True)
         chosen = len(rows) - 1 - from_end
         weight, momentum_buffer, last_step = (
             np.concatenate(arrays)[chosen]
-            for arrays in zip(*((s.weight, s.momentum_buffer, s.last_step) for _, s in parts), strict=True)
+            for arrays in zip(*((s.weight, s.momentum_buffer, s.last_step) for s in states), strict=True)
         )
         self._client.write_state(distinct, weight, momentum_buffer, last_step)
         self._counters.pushed(len(distinct), weight.nbytes + momentum_buffer.nbytes + last_step.nbytes)
@@ -99,7 +114,7 @@ class WriteBack:
         parts, write = self._writes[0]
         write.result()
         self._writes.popleft()
-        for rows, state in parts:
+        for rows, leaving in parts:
             for row in rows.tolist():
-                if (newest := self._newest.get(row)) is not None and newest[0] is state:
+                if (newest := self._newest.get(row)) is not None and newest[0] is leaving:
                     del self._newest[row]

@@ -1,0 +1,131 @@
+"""One rank of runs on pretended GPUs, each beside the same run on the CPU; as a program it writes down what they did.
+
+python -m tests.helpers.gpu_runs OUT SERVERS IMAGES PORT,PORT,... SCENARIO,SCENARIO,...      (RANK and so on are set)
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.helpers.pretended_gpu import load, observed, pretended_gpus
+
+if TYPE_CHECKING:
+    from trainer.config import TrainConfig
+
+NUM_STEPS = 12
+NUM_IMAGES = 128
+LOG_EVERY = 4
+MANY = ("accumulate", "small_crops")
+"""Settings with which a step augments more than once."""
+_IN_MEMORY: dict[str, Any] = {"dataset": "idx"}
+_GENERATED: dict[str, Any] = {"dataset": "synthetic", "num_images": NUM_IMAGES}
+_DECODED: dict[str, Any] = {"dataset": "folder"}
+_SMALL_CROPS: dict[str, Any] = {"small_crops": 1, "small_crop_size": 12, "small_crop_scale": (0.05, 0.5)}
+_RESUMED: dict[str, Any] = {"checkpoint_every": 5}
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "in memory, resident": _IN_MEMORY | {"capacity": 56},
+    "in memory, remote": _IN_MEMORY | _SMALL_CROPS | {"rows": "remote", "accumulate": 2},
+    "in memory, dense": _IN_MEMORY | {"rows": "dense", "precision": "bfloat16", "knn_every": 0.5},
+    "in memory, deterministic": _IN_MEMORY | {"deterministic": True, "knn_every": 0.5},
+    "in memory, resumed": _IN_MEMORY | _RESUMED,
+    "generated, resident": _GENERATED | {"precision": "bfloat16", "softmax": "plain"},
+    "generated, low temperature": _GENERATED | {"temperature": 0.01},
+    "decoded, resident": _DECODED | {"capacity": 56},
+    "decoded, resident, all options": _DECODED | _SMALL_CROPS | {"accumulate": 2, "precision": "bfloat16"},
+    "decoded, remote": _DECODED | {"rows": "remote", "precision": "bfloat16", "knn_every": 0.5},
+    "decoded, dense": _DECODED | {"rows": "dense", "accumulate": 2, "deterministic": True},
+    "decoded, resumed": _DECODED | _RESUMED | {"precision": "bfloat16", "accumulate": 2},
+    "decoded, remote, resumed": _DECODED | _RESUMED | {"rows": "remote"},
+}
+
+
+def config(scenario: str, output: Path, servers: str, images: Path, device: str) -> TrainConfig:
+    from trainer.config import TrainConfig
+    from trainer.model import EncoderConfig
+
+    settings = SCENARIOS[scenario]
+    dataset, dense = settings["dataset"], settings.get("rows") == "dense"
+    grey = dataset == "idx"
+    fixed: dict[str, Any] = {
+        "data_dir": None if dataset == "synthetic" else images / dataset,
+        "output": output,
+        "servers": None if dense else servers,
+        "device": device,
+        "steps": NUM_STEPS,
+        "log_every": LOG_EVERY,
+        "batch_size": 8,
+        "num_negatives": 32,
+        "window_size": 16,
+        "window_stride": 16,
+        "rows_per_block": 2,
+        "prefetch_steps": 3,
+        "dim": 16,
+        "learning_rate": 0.05,
+        "encoder": EncoderConfig(
+            in_channels=1 if grey else 3, image_size=28 if grey else 16, width=8, stem_stride=2, pool_size=3
+        ),
+        "evaluate": False,
+        "rank_timeout_seconds": 20,
+        "retry_seconds": 10,
+    }
+    return TrainConfig(**fixed | settings)
+
+
+def run(settings: TrainConfig, port: str) -> list[float]:
+    """Trains and returns the losses of rank 0's metrics.jsonl; a run with checkpoints is resumed from the newest."""
+    from trainer.loop import train
+    from weightserver import WeightClient
+
+    is_first = os.environ.get("RANK", "0") == "0"
+    os.environ["MASTER_PORT"] = port
+    if is_first and settings.servers:
+        with WeightClient(settings.server_addresses) as client:
+            client.drop_table()
+    train(settings)
+    if settings.checkpoint_every < NUM_STEPS:
+        train(replace(settings, resume=True))
+    if not is_first:
+        return []
+    return [json.loads(line)["loss"] for line in (settings.output / "metrics.jsonl").read_text().splitlines()]
+
+
+def main(out: Path, servers: str, images: Path, ports: list[str], scenarios: list[str]) -> None:
+    load()
+    import torch
+    import torch._dynamo
+
+    faulthandler.dump_traceback_later(200)  # before whoever waits for this process loses patience
+    torch.set_num_threads(1)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    recorded = {}
+    for number, scenario in enumerate(scenarios):
+        losses = {}
+        for device in ("cpu", "cuda"):
+            port = ports[2 * number + (device == "cuda")]
+            output = out / f"{world_size}-{number}-{device}"
+            observed.clear()
+            with pretended_gpus(world_size) if device == "cuda" else nullcontext():
+                losses[device] = run(config(scenario, output, servers, images, device), port)
+        recorded[scenario] = {
+            "cpu": losses["cpu"],
+            "cuda": losses["cuda"],
+            "steps": observed.steps,
+            "waits": [observed.waits_of_step(step) for step in range(observed.steps)],
+            "shapes": [sorted(observed.shapes[step]) for step in range(observed.steps)],
+            "memory_asked": sorted(observed.memory_asked),
+            "copies": dict(observed.copies),
+            "launches": sum(observed.launches.values()) / max(1, observed.steps),
+        }
+        (out / f"{rank}.json").write_text(json.dumps(recorded, indent=1))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4].split(","), sys.argv[5].split(";"))

@@ -1,0 +1,49 @@
+"""Copies between the host and a GPU for which the program does not wait. On a CPU there is nothing to copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def to_device(array: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
+    """The array on `device`: by way of pinned memory on a GPU; on a CPU it is the array itself, not a copy.
+
+    Any thread may call it; what the GPU is given to do next comes after the copy.
+    """
+    tensor = array if isinstance(array, Tensor) else torch.from_numpy(array)
+    if device.type != "cuda" or tensor.device == device:
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class HostCopy:
+    """Copies of tensors to the host that are under way. On a CPU they are the tensors, which must stay as they are."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._copies = [_host_copy(tensor) for tensor in tensors]
+        self._done = [_event(device) for device in {tensor.device for tensor in tensors} if device.type == "cuda"]
+
+    def wait(self) -> list[Tensor]:
+        """The copies, once they are whole; any thread may wait, and more than once."""
+        for event in self._done:
+            event.synchronize()
+        return self._copies
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cuda":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _event(device: torch.device) -> torch.cuda.Event:
+    """What is done when all is that `device` was given to do so far."""
+    with torch.cuda.device(device):
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+    return event
