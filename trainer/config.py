@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -171,7 +172,7 @@ class TrainConfig:
     channels_last: bool = True
     """Whether images lie in memory pixel by pixel, which convolutions like."""
     compile: bool = False
-    """Whether torch.compile makes the encoder faster, after a minute or more."""
+    """Whether torch.compile makes encoder and augmentation faster, after a minute or more; it needs a C compiler."""
     deterministic: bool = False
     """Whether operations that may differ from run to run are refused; on a CPU none does."""
     device: str = "auto"
@@ -305,10 +306,11 @@ class TrainConfig:
         smallest, largest = self.small_crop_scale
         small = replace(self.augmentation, min_scale=smallest, max_scale=largest)
         if self.encoder.name == "none":  # what is measured then is the rows' path
-            return [Unchanged(self.encoder.image_size)] * (self.views + self.small_crops)
+            return [Unchanged(self.encoder.image_size, self.encoder.pixels)] * (self.views + self.small_crops)
+        make = partial(Augmentation, pixels=self.encoder.pixels, compiled=self.compile)
         return [
-            *[Augmentation(self.augmentation, self.side_of_views)] * self.views,
-            *[Augmentation(small, self.small_crop_size)] * self.small_crops,
+            *[make(self.augmentation, self.side_of_views)] * self.views,
+            *[make(small, self.small_crop_size)] * self.small_crops,
         ]
 
     @property

@@ -40,13 +40,12 @@ def views_ahead(
     if not isinstance(images, DecodedImages):
         for visited in visits:
             batch = images[torch.from_numpy(visited.images).to(device)]
-            for augment, uniforms in zip(augmentations, torch.from_numpy(visited.uniforms).to(device), strict=True):
+            for augment, uniforms in zip(augmentations, visited.uniforms, strict=True):
                 yield augment(batch, uniforms)
         return
 
     def finished(visited: Visits, cropped: Future[list[Tensor]]) -> Generator[Tensor, None, None]:
-        numbers = torch.from_numpy(visited.uniforms).to(device)
-        for augment, crops, uniforms in zip(augmentations, cropped.result(), numbers, strict=True):
+        for augment, crops, uniforms in zip(augmentations, cropped.result(), visited.uniforms, strict=True):
             yield augment.finish(crops, uniforms)
 
     ahead: deque[tuple[Visits, Future[list[Tensor]]]] = deque()
