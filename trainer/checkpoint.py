@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.config import TrainConfig
+from trainer.data import Dataset
 from trainer.distributed import Ranks
 from trainer.earlier import in_todays_terms
 from trainer.history import ImageHistory
+from trainer.model import load_encoder
 from trainer.rows import RowStore
 from trainer.transfer import HostCopy
 from weightserver import Checkpoint, FencedError, NoTableError, WeightClient
@@ -147,6 +149,36 @@ def with_resume_decided(config: TrainConfig, ranks: Ranks) -> TrainConfig:
     found = ranks.is_first and config.rows != "dense" and claim(config).exists()
     (goes_on,) = ranks.max_over_ranks([float(found)])
     return replace(config, resume=bool(goes_on))
+
+
+def with_pixel_scale(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> TrainConfig:
+    """`config` with a mean and deviation of pixels where it leaves them to be found, the same on every rank.
+
+    They are those of the run that is resumed; else those of --init-encoder, whose weights expect them; else the images'
+    own.
+    """
+    if config.encoder.pixel_mean is not None:
+        return config
+    found: dict[str, Any] = {}
+    if ranks.is_first:
+        found = _pixel_scale(config, dataset)
+    found = json.loads(ranks.broadcast_text(json.dumps(found)))
+    numbers: dict[str, Any] = {name: value and tuple(value) for name, value in found.items()}
+    return replace(config, encoder=replace(config.encoder, **numbers))
+
+
+def _pixel_scale(config: TrainConfig, dataset: Dataset) -> dict[str, Sequence[float] | None]:
+    """pixel_mean and pixel_std as a config.json has them; None, which is -1..1, for runs of before."""
+    names = ("pixel_mean", "pixel_std")
+    if config.resume and claim(config).exists():
+        stored = _settings(claim(config)).get("encoder", {})
+        if names[0] not in stored:
+            _log.warning("the run began with an earlier version: from now on its crops and colours are drawn otherwise")
+        return {name: stored.get(name) for name in names}
+    if config.init_encoder is not None:
+        encoder = load_encoder(config.init_encoder)[1]
+        return {name: getattr(encoder, name) for name in names}
+    return dict(zip(names, dataset.pixels, strict=True))
 
 
 def check_same_run(config: TrainConfig) -> None:

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -189,7 +190,7 @@ class TrainConfig:
     channels_last: bool = True
     """Whether images lie in memory pixel by pixel, which convolutions like."""
     compile: bool = False
-    """Whether torch.compile makes the encoder faster, after a minute or more."""
+    """Whether torch.compile makes encoder and augmentation faster, after a minute or more; it needs a C compiler."""
     deterministic: bool = False
     """Whether operations that may differ from run to run are refused; on a CPU none does."""
     device: str = "auto"
@@ -350,11 +351,12 @@ class TrainConfig:
             ValueError: sizes or areas that are none.
         """
         if self.encoder.name == "none":  # what is measured then is the rows' path
-            return [Unchanged(self.encoder.image_size)] * (self.views + self.small_crops)
+            return [Unchanged(self.encoder.image_size, self.encoder.pixels)] * (self.views + self.small_crops)
+        make = partial(Augmentation, pixels=self.encoder.pixels, compiled=self.compile)
         of_views = self._cropped_to(self.view_scale if self.small_crops else None)
         return [
-            *[Augmentation(of_views, self.side_of_views)] * self.views,
-            *[Augmentation(self._cropped_to(self.small_crop_scale), self.small_crop_size)] * self.small_crops,
+            *[make(of_views, self.side_of_views)] * self.views,
+            *[make(self._cropped_to(self.small_crop_scale), self.small_crop_size)] * self.small_crops,
         ]
 
     def _cropped_to(self, scale: tuple[float, float] | None) -> AugmentationConfig:

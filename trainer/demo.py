@@ -46,10 +46,10 @@ def run(epochs: float | None, seed: int, data_dir: Path | None, output: Path) ->
         config, epochs=epochs, seed=seed, order_seed=seed, data_dir=data_dir, output=output, knn_every=epochs / 10
     )
     result = train(config)
-    untrained = untrained_encoder(config.encoder, result.dataset, config.seed)
+    untrained = untrained_encoder(result.model.config, result.dataset, config.seed)
     results = {
         "trained encoder": result.results,
-        "untrained encoder": evaluate_features(encoder_features(untrained, result.dataset)),
+        "untrained encoder": evaluate_features(encoder_features(untrained, result.dataset, result.model.config.pixels)),
         "raw pixels": evaluate_features(pixel_features(result.dataset)),
     }
     print_table(results)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.background import computed_ahead
-from trainer.checkpoint import Checkpoints, load, saved_steps, with_resume_decided
+from trainer.checkpoint import Checkpoints, load, saved_steps, with_pixel_scale, with_resume_decided
 from trainer.config import TrainConfig
 from trainer.data import Dataset, load_dataset
 from trainer.data.ahead import Visits, views_ahead
@@ -95,13 +95,14 @@ def train(config: TrainConfig) -> TrainResult:
     with process_group(device, timeout_seconds=timeout_seconds, agreed=(Stopped,)) as ranks:
         config = with_resume_decided(config, ranks)
         dataset = images_of_run(config, dataset, ranks)
+        config = with_pixel_scale(config, dataset, ranks)
         model, summary = _train_rank(config, dataset, ranks)
     summary["train_seconds"] = time.perf_counter() - started
     results: dict[str, ProbeResult] = {}
     if ranks.is_first:
         save_encoder(model.encoder, config.encoder, config.output / ENCODER_FILE)
         if config.evaluate:
-            results = evaluate_features(encoder_features(model.encoder, dataset))
+            results = evaluate_features(encoder_features(model.encoder, dataset, config.encoder.pixels))
         summary |= {f"{protocol}_top1": result.top1 for protocol, result in results.items()}
         summary["seconds"] = time.perf_counter() - started
         text = json.dumps(summary, indent=2) + "\n"
@@ -311,7 +312,7 @@ def _watch(model: PICModel, dataset: Dataset, order: RangesOrder) -> float:
         test_images=dataset.test_images[:1],
         test_labels=dataset.test_labels[:1],
     )
-    features = encoder_features(model.encoder, watched)
+    features = encoder_features(model.encoder, watched, model.config.pixels)
     return held_out_knn_top1(features.train, features.train_labels)
 
 

@@ -2,7 +2,7 @@
 
 Encoders: "small", our ResNet for 28–64 px images; "timm:NAME"; "torchvision:NAME", or a bare NAME as short for it;
 "none", which hands on a few pixels at next to no cost, to measure everything else.
-All start from random weights and take normalised float32 images [B, C, H, W] (`trainer.data.augment.normalise`).
+All start from random weights and take normalised float32 images [B, C, H, W] (`trainer.data.pixels.normalise`).
 BatchNorm is local to a rank, as in the paper (appendix, Experimental Settings); evaluate in eval mode.
 """
 
@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from trainer.data.pixels import MINUS_ONE_TO_ONE, PixelScale
 from trainer.torchvision_compat import import_module
 from weightserver.files import write_whole
 
@@ -55,6 +56,11 @@ class EncoderConfig:
     """Features of "small" are averages over a grid of pool_size × pool_size parts of the image; 1: over all of it."""
     norm: Literal["batch", "group"] = "batch"
     """Normalisation in "small": BatchNorm, or GroupNorm, with which an image's features depend on no other image."""
+    pixel_mean: tuple[float, ...] | None = None
+    """Mean that is taken off pixels in 0..1, a number for each channel or one for all. None: that of the training
+    images (of those that are decoded ImageNet's); encoders of versions before this setting have 0.5."""
+    pixel_std: tuple[float, ...] | None = None
+    """Standard deviation by which pixels are then divided; given with --encoder.pixel-mean."""
 
     def __post_init__(self) -> None:
         if self.in_channels not in (1, 3):
@@ -68,6 +74,25 @@ class EncoderConfig:
             raise ValueError(f"norm is {self.norm!r}: give {' or '.join(_NORMS)}")
         if self.norm != "batch" and self.name not in ("small", "none"):
             raise ValueError(f"encoder {self.name!r} has its own normalisation, not {self.norm!r}: choose small for it")
+        mean, std = self.pixel_mean, self.pixel_std
+        if (mean is None) != (std is None):
+            raise ValueError(f"pixel_mean is {mean} and pixel_std is {std}: give both or neither")
+        if mean is None or std is None:
+            return
+        if not {len(mean), len(std)} <= {1, self.in_channels}:
+            raise ValueError(
+                f"pixel_mean {mean} and pixel_std {std} are not for {self.in_channels} channels: "
+                "give one number for each channel, or one for all"
+            )
+        if not all(0 <= number <= 1 for number in mean) or not all(0 < number < math.inf for number in std):
+            raise ValueError(f"pixel_mean is {mean} and pixel_std is {std}: give means of 0 to 1 and stds above 0")
+
+    @property
+    def pixels(self) -> PixelScale:
+        """The scale on which the encoder is given pixels."""
+        if self.pixel_mean is None or self.pixel_std is None:
+            return MINUS_ONE_TO_ONE
+        return PixelScale(self.pixel_mean, self.pixel_std)
 
 
 class PICModel(nn.Module):
@@ -313,7 +338,10 @@ def encoder_from_tensors(tensors: dict[str, Tensor], options: Any, path: Path) -
     Raises ValueError, in one line that names `path`, where they do not fit each other.
     """
     try:
-        config = EncoderConfig(**options | {"blocks": tuple(options["blocks"])})
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in dict(options).items()
+        }
+        config = EncoderConfig(**fields)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} names an encoder that cannot be built ({error}): give another") from error
     encoder = build_encoder(config)

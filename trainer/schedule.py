@@ -22,7 +22,9 @@ Float32Array = npt.NDArray[np.float32]
 _NUM_ROUNDS = 6
 _KEPT_WINDOWS = 8
 # What a seed's numbers are for, so that no two uses share any.
-_ORDER, _WINDOWS, _AUGMENTATION, _RANGES, _FORWARD = 1, 2, 3, 4, 5
+_ORDER, _WINDOWS, _AUGMENTATION, _RANGES, _FORWARD, _FURTHER = 1, 2, 3, 4, 5, 6
+_COLUMNS = 13
+"""Numbers of a visit in each of its streams: as many as the first version had, for good."""
 
 
 class RowOrder:
@@ -146,11 +148,19 @@ class VisitSchedule:
 
 
 def visit_uniforms(seed: int, visits: Int64Array, count: int) -> Float32Array:
-    """`count` uniform numbers in [0, 1) a visit (int64 [...]): float32 [..., count], functions of (seed, visit)."""
-    first = visits.astype(np.uint64) * np.uint64(count)
-    counter: npt.NDArray[np.uint64] = np.add.outer(first, np.arange(count, dtype=np.uint64))
-    bits = splitmix64(_derive(seed, _AUGMENTATION), counter) >> np.uint64(40)
-    return bits.astype(np.float32) * np.float32(2.0**-24)
+    """`count` uniform numbers in [0, 1) a visit (int64 [...]): float32 [..., count].
+
+    A number is a function of (seed, visit, column), whatever `count` is: each 13 columns are a stream of their own, so
+    that a version that needs more of them draws the others as before.
+    """
+    bits = []
+    for stream, first in enumerate(range(0, count, _COLUMNS)):
+        key = _derive(seed, _AUGMENTATION) if stream == 0 else _derive(_derive(seed, _FURTHER), stream)
+        counter: npt.NDArray[np.uint64] = np.add.outer(
+            visits.astype(np.uint64) * np.uint64(_COLUMNS), np.arange(min(_COLUMNS, count - first), dtype=np.uint64)
+        )
+        bits.append(splitmix64(key, counter) >> np.uint64(40))
+    return np.concatenate(bits, axis=-1).astype(np.float32) * np.float32(2.0**-24)
 
 
 def forward_seed(seed: int, step: int, rank: int) -> int:

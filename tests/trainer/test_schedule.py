@@ -109,6 +109,21 @@ def test_uniforms_belong_to_the_visit_alone() -> None:
     assert np.abs(np.corrcoef(many.ravel(), visit_uniforms(4, np.arange(20_000), 13).ravel())[0, 1]) < 0.01
 
 
+def test_more_columns_leave_the_others_as_they_are() -> None:
+    """A version that draws more numbers a visit resumes earlier runs with the same ones; all are pinned."""
+    visits = np.array([-3, 0, 7, 2**40])
+    many = visit_uniforms(3, visits, 32)
+    assert many.shape == (4, 32)
+    for count in (1, 12, 13, 14, 26, 27):
+        assert np.array_equal(many[:, :count], visit_uniforms(3, visits, count))
+    long = visit_uniforms(3, np.arange(20_000), 32)
+    assert np.abs(np.corrcoef(long.T) - np.eye(32)).max() < 0.03
+    assert np.abs(np.corrcoef(long[1:, :19].ravel(), long[:-1, 13:].ravel())[0, 1]) < 0.01
+    assert hashlib.sha256(long.astype("<f4").tobytes()).hexdigest() == (
+        "2786967135a1cbaa36f4ac647661e174ef355dcf77aeb0397dc5b6b60733ce0c"
+    )
+
+
 def test_each_step_of_each_rank_draws_other_numbers() -> None:
     seeds = {forward_seed(seed, step, rank) for seed in (0, 1) for step in range(20) for rank in range(20)}
     assert len(seeds) == 2 * 20 * 20

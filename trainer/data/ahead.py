@@ -43,13 +43,12 @@ def views_ahead(
         for visited in visits:
             ids = torch.from_numpy(visited.images)
             batch = images[to_device(ids, device) if isinstance(images, Tensor) else ids]
-            for augment, uniforms in zip(augmentations, to_device(visited.uniforms, device), strict=True):
+            for augment, uniforms in zip(augmentations, visited.uniforms, strict=True):
                 yield augment(batch, uniforms)
         return
 
     def finished(visited: Visits, cropped: Future[list[Tensor]]) -> Generator[Tensor, None, None]:
-        numbers = to_device(visited.uniforms, device)
-        for augment, crops, uniforms in zip(augmentations, cropped.result(), numbers, strict=True):
+        for augment, crops, uniforms in zip(augmentations, cropped.result(), visited.uniforms, strict=True):
             yield augment.finish(crops, uniforms)
 
     ahead: deque[tuple[Visits, Future[list[Tensor]]]] = deque()

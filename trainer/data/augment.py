@@ -1,37 +1,34 @@
 """Per-sample augmentation of a batch, on any device, from given uniform numbers.
 
 A view is a pure function of (image, uniforms): nothing is drawn here, so a visit looks the same whatever batch, rank
-or restart it falls into. The image mathematics is torch's and kornia's.
+or restart it falls into. All numbers that a view is made by (its box, factors, blur) are found on the host, in NumPy,
+and reach the device as one array; there a batch is a fixed sequence of torch operations that never waits for the host
+and that torch.compile takes whole.
 
 Images in memory are cropped on the device. Those that are decoded for each visit are cropped and flipped as they are
-decoded (`trainer.data.decode`), by the same box, so that what follows is all there is to do on the device.
+decoded (`trainer.data.decode`), by the same box, so that colour and blur are all that is left to do on the device.
 
-Differences from torchvision's transforms (SimCLR, MoCo v2), all deliberate: a crop that would stick out of the image is
-cut to what the image has of a shape in range instead of being redrawn, and is not rounded to whole pixels; the colour
-operations come in one fixed order; on the device crops are resampled bilinearly without antialiasing, which matters
-only where a crop is larger than `image_size` (never at 28 px).
+The transforms are torchvision's (as of SimCLR and MoCo v2), with their distributions: RandomResizedCrop,
+RandomHorizontalFlip, ColorJitter, RandomGrayscale, GaussianBlur. Two differences are deliberate: on the device crops
+are resampled bilinearly without antialiasing, which matters only where a crop is larger than `image_size` (never at 28
+px); and resampling sees the pixels around a crop, as resizing the whole image and cropping then does.
 """
 
-import math
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, auto
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from kornia.color import rgb_to_grayscale
-from kornia.enhance import (
-    adjust_brightness_accumulative,
-    adjust_contrast_with_mean_subtraction,
-    adjust_hue,
-    adjust_saturation_with_gray_subtraction,
-)
-from kornia.filters import gaussian_blur2d
 from torch import Tensor
 
-from trainer.data.decode import Box, centre
+from trainer.data.crops import NUM_TRIES, Centre, ChosenBox, draw_crops
+from trainer.data.decode import Box
+from trainer.data.pixels import MINUS_ONE_TO_ONE, PixelScale, normalise
 from trainer.schedule import Float32Array
+from trainer.transfer import to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,122 +102,241 @@ class _Column(IntEnum):
     GREY = auto()
     BLUR = auto()
     BLUR_SIGMA = auto()
+    ORDER = auto()
+    """Of the colour jitter's four parts."""
+    FURTHER_AREAS = auto()
+    """The first column of the crop's further tries: their areas, then their ratios."""
 
 
-def normalise(images: Tensor) -> Tensor:
-    """Maps pixels uint8 [B, C, H, W] to float32 in -1..1: the one convention for what every encoder is given."""
-    return images.float() / 127.5 - 1
+_FURTHER = NUM_TRIES - 1
+_NUM_COLUMNS = _Column.FURTHER_AREAS + 2 * _FURTHER
+_AREAS = [_Column.AREA, *range(_Column.FURTHER_AREAS, _Column.FURTHER_AREAS + _FURTHER)]
+_RATIOS = [_Column.ASPECT, *range(_Column.FURTHER_AREAS + _FURTHER, _NUM_COLUMNS)]
+
+_LUMA = (0.299, 0.587, 0.114)
+"""ITU-R 601-2, as Pillow turns colour into grey."""
+_PLACES = np.array([np.argsort(order) for order in itertools.permutations(range(4))])
+"""Of each order of the colour jitter's parts: the places of brightness, contrast, saturation and hue, int64 [24, 4]."""
+_CONTRAST, _SATURATION, _HUE = 1, 2, 3
 
 
 class Augmentation:
     """Augments uint8 [B, C, H, W] to normalised float32 [B, C, image_size, image_size]; C is 1 or 3.
 
-    `uniforms` is float32 [B, num_uniforms] in [0, 1), one row an image, on the images' device. Row i of the result
-    depends on row i of the arguments alone. Stateless, hence thread-safe.
+    `uniforms` are float32 [B, num_uniforms] in [0, 1), one row an image; on the host, so that nothing waits for a
+    device. Row i of the result depends on row i of the arguments alone. With `compiled` torch.compile makes one program
+    for each shape of batch; views are the same up to rounding. Stateless, hence thread-safe.
     """
 
-    num_uniforms = len(_Column)
+    num_uniforms = _NUM_COLUMNS
 
-    def __init__(self, config: AugmentationConfig, image_size: int) -> None:
+    def __init__(
+        self,
+        config: AugmentationConfig,
+        image_size: int,
+        pixels: PixelScale = MINUS_ONE_TO_ONE,
+        *,
+        compiled: bool = False,
+    ) -> None:
         self.config = config
         self.image_size = image_size
+        self.pixels = pixels
+        self._views = torch.compile(_views, fullgraph=True, dynamic=False) if compiled else _views
 
-    @torch.no_grad()
-    def __call__(self, images: Tensor, uniforms: Tensor) -> Tensor:
-        return self._recolour(self._crop_and_flip(images.float() / 255, uniforms), uniforms)
+    def __call__(self, images: Tensor, uniforms: Tensor | Float32Array) -> Tensor:
+        numbers = _on_host(uniforms)
+        height, width = images.shape[-2:]
+        boxes = [crop.box(width, height) for crop in self.crops(numbers)]
+        return self._render(images, numbers, _in_image(boxes, width, height))
 
-    @torch.no_grad()
-    def finish(self, crops: Tensor, uniforms: Tensor) -> Tensor:
+    def finish(self, crops: Tensor, uniforms: Tensor | Float32Array) -> Tensor:
         """The views of images that are cut to their `box` already: uint8 [B, C, image_size, image_size]."""
-        return self._recolour(crops.float() / 255, uniforms)
+        return self._render(crops, _on_host(uniforms))
+
+    def crops(self, uniforms: Float32Array) -> Sequence[ChosenBox]:
+        """Crop and flip of each image, float32 [B, num_uniforms], which give a box once the image's size is known."""
+        config = self.config
+        return draw_crops(
+            uniforms[:, _AREAS],
+            uniforms[:, _RATIOS],
+            uniforms[:, _Column.LEFT],
+            uniforms[:, _Column.TOP],
+            uniforms[:, _Column.FLIP] < config.flip_probability,
+            scale=(config.min_scale, config.max_scale),
+            max_ratio=config.max_aspect_ratio,
+        )
 
     def box(self, uniforms: Float32Array, width: int, height: int) -> Box:
         """Crop and flip of an image of that size, in pixels; uniforms float32 [num_uniforms]."""
-        x, y, half_width, half_height = (float(number) for number in self._boxes(np, uniforms, height, width))
-        half_width, flipped = abs(half_width), half_width < 0
-        left, top = max(0.0, 1 + x - half_width), max(0.0, 1 + y - half_height)
-        right, bottom = min(2.0, 1 + x + half_width), min(2.0, 1 + y + half_height)
-        return Box(left / 2 * width, top / 2 * height, right / 2 * width, bottom / 2 * height, flipped)
+        (crop,) = self.crops(uniforms[None])
+        return crop.box(width, height)
 
-    def _boxes(self, xp: Any, uniforms: Any, height: int, width: int) -> tuple[Any, Any, Any, Any]:
-        """Crops' centres, x and y, and half their sides, float32 [...], where the image spans -1..1 both ways.
-
-        A width is negative where the crop is flipped. `xp` is the library, torch or NumPy, of uniforms
-        [..., num_uniforms]: one image's numbers are torch's slowest.
-        """
-        smallest, largest, max_ratio = self.config.min_scale, self.config.max_scale, self.config.max_aspect_ratio
-        area = smallest + (largest - smallest) * uniforms[..., _Column.AREA]
-        log_ratio = (2 * uniforms[..., _Column.ASPECT] - 1) * math.log(max_ratio)
-        # Sides as parts of the image's: the ratio is one of pixels, so a wide image's shape enters it.
-        ratio = xp.exp(log_ratio) * (height / width)
-        crop_width = xp.clip(xp.sqrt(area * ratio), None, min(1, max_ratio * height / width))
-        crop_height = xp.clip(xp.sqrt(area / ratio), None, min(1, max_ratio * width / height))
-        # A crop's centre may lie within 1 - side of the image's.
-        x = (2 * uniforms[..., _Column.LEFT] - 1) * (1 - crop_width)
-        y = (2 * uniforms[..., _Column.TOP] - 1) * (1 - crop_height)
-        flipped = uniforms[..., _Column.FLIP] < self.config.flip_probability
-        return x, y, xp.where(flipped, -crop_width, crop_width), crop_height
-
-    def _crop_and_flip(self, images: Tensor, uniforms: Tensor) -> Tensor:
-        x, y, width, height = self._boxes(torch, uniforms, *images.shape[-2:])
-        zero = torch.zeros_like(x)
-        theta = torch.stack([width, zero, x, zero, height, y], dim=1).view(-1, 2, 3)
-        grid = F.affine_grid(theta, [*images.shape[:2], self.image_size, self.image_size], align_corners=False)
-        return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
-
-    def _recolour(self, views: Tensor, uniforms: Tensor) -> Tensor:
-        """Colour jitter, grey and blur of float32 in 0..1, and then -1..1."""
-        config = self.config
-        if not config.strong:
-            return views * 2 - 1
-        if config.jitter_probability > 0:
-            chosen = uniforms[:, _Column.JITTER] < config.jitter_probability
-            views = _where(chosen, self._jitter(views, uniforms), views)
-        if config.grey_probability > 0 and views.shape[1] == 3:
-            chosen = uniforms[:, _Column.GREY] < config.grey_probability
-            views = _where(chosen, rgb_to_grayscale(views).expand_as(views), views)
-        if config.blur_probability > 0:
-            chosen = uniforms[:, _Column.BLUR] < config.blur_probability
-            views = _where(chosen, self._blur(views, uniforms), views)
-        return views * 2 - 1
-
-    def _jitter(self, views: Tensor, uniforms: Tensor) -> Tensor:
-        def factor(column: _Column, strength: float) -> Tensor:
-            return (1 + strength * (2 * uniforms[:, column] - 1)).clamp(min=0)
-
-        views = adjust_brightness_accumulative(views, factor(_Column.BRIGHTNESS, self.config.brightness))
-        views = adjust_contrast_with_mean_subtraction(views, factor(_Column.CONTRAST, self.config.contrast))
-        if views.shape[1] == 3:
-            views = adjust_saturation_with_gray_subtraction(views, factor(_Column.SATURATION, self.config.saturation))
-            turn = (2 * uniforms[:, _Column.HUE] - 1) * self.config.hue
-            views = adjust_hue(views, turn * (2 * math.pi))
+    @torch.no_grad()
+    def _render(self, images: Tensor, uniforms: Float32Array, boxes: Float32Array | None = None) -> Tensor:
+        """Views of uint8 images, cropped to `boxes` where they are not cut already."""
+        parts = [_nothing(uniforms) if boxes is None else boxes, *self._colour(uniforms, images.shape[1])]
+        numbers = to_device(np.concatenate(parts, axis=1), images.device)
+        widths = [part.shape[1] for part in parts]
+        views: Tensor = self._views(images, numbers, *self.pixels.factors(images.device), widths, self.image_size)
         return views
 
-    def _blur(self, views: Tensor, uniforms: Tensor) -> Tensor:
+    def _colour(self, uniforms: Float32Array, channels: int) -> tuple[Float32Array, ...]:
+        """Blends before the turn of the hue, the turn, blends after it, and the blur, as `_views` takes them.
+
+        Brightness, contrast and saturation come in the visit's order and the hue once, so there is a place for each of
+        the three on either side of it. A place that a visit does not need leaves the image as it is.
+        """
+        config, rows = self.config, np.arange(len(uniforms))
+        if not config.strong:
+            return (_nothing(uniforms),) * 4
+        jitters = config.jitter_probability > 0
+        strengths = [config.brightness, config.contrast, *[config.saturation] * (channels == 3)] if jitters else []
+        turns = jitters and channels == 3 and config.hue > 0
+        jittered = uniforms[:, _Column.JITTER] < config.jitter_probability
+        order = _PLACES[(uniforms[:, _Column.ORDER].astype(np.float64) * len(_PLACES)).astype(np.int64)]
+        blends = np.zeros((len(rows), len(strengths) * (1 + turns) + (channels == 3), 3), np.float32)
+        blends[..., 0] = 1
+        for part, strength in enumerate(strengths):
+            factor = np.maximum(1 + strength * _symmetric(uniforms[:, _Column.BRIGHTNESS + part]), 0)
+            place = (order[:, : len(strengths)] < order[:, [part]]).sum(axis=1)
+            place += len(strengths) * (turns & (order[:, part] > order[:, _HUE]))
+            blend = np.stack([factor, (1 - factor) * (part == _SATURATION), (1 - factor) * (part == _CONTRAST)], axis=1)
+            blends[rows[jittered], place[jittered]] = blend[jittered]
+        if channels == 3:
+            blends[uniforms[:, _Column.GREY] < config.grey_probability, -1] = 0, 1, 0
+        turn = np.where(jittered, config.hue * _symmetric(uniforms[:, _Column.HUE]), 0)[:, None]
+        before = len(strengths) if turns else 0
+        return (
+            blends[:, :before].reshape(len(rows), -1),
+            turn if turns else _nothing(uniforms),
+            blends[:, before:].reshape(len(rows), -1),
+            self._taps(uniforms) if config.blur_probability > 0 else _nothing(uniforms),
+        )
+
+    def _taps(self, uniforms: Float32Array) -> Float32Array:
+        """Weights of the blur, float32 [B, taps]; where there is none, 1 in the middle."""
         low, high = self.config.blur_sigma
-        sigma = low + (high - low) * uniforms[:, _Column.BLUR_SIGMA]
-        # SimCLR's kernel: a tenth of the side, odd, at least 3.
-        kernel_size = max(3, self.image_size // 10 // 2 * 2 + 1)
-        blurred: Tensor = gaussian_blur2d(views, kernel_size, torch.stack([sigma, sigma], dim=1))
-        return blurred
+        radius = max(1, self.image_size // 10 // 2)  # SimCLR's: the kernel is a tenth of the side
+        sigma = low + (high - low) * uniforms[:, [_Column.BLUR_SIGMA]].astype(np.float64)
+        distance = np.arange(-radius, radius + 1)
+        weights = np.exp(-0.5 * (distance / sigma) ** 2)
+        chosen = uniforms[:, [_Column.BLUR]] < self.config.blur_probability
+        taps: Float32Array = np.where(chosen, weights / weights.sum(axis=1, keepdims=True), distance == 0).astype("f4")
+        return taps
 
 
 class Unchanged(Augmentation):
     """Images as they are, or the centre squares of those that are decoded: to measure everything else."""
 
-    def __init__(self, image_size: int) -> None:
-        super().__init__(AugmentationConfig(strong=False), image_size)
+    def __init__(self, image_size: int, pixels: PixelScale = MINUS_ONE_TO_ONE) -> None:
+        super().__init__(AugmentationConfig(strong=False), image_size, pixels)
 
-    def __call__(self, images: Tensor, uniforms: Tensor) -> Tensor:
-        return normalise(images)
+    def __call__(self, images: Tensor, uniforms: Tensor | Float32Array) -> Tensor:
+        return normalise(images, self.pixels)
 
-    def finish(self, crops: Tensor, uniforms: Tensor) -> Tensor:
-        return normalise(crops)
+    def finish(self, crops: Tensor, uniforms: Tensor | Float32Array) -> Tensor:
+        return normalise(crops, self.pixels)
 
-    def box(self, uniforms: Float32Array, width: int, height: int) -> Box:
-        return centre(width, height)
+    def crops(self, uniforms: Float32Array) -> Sequence[ChosenBox]:
+        return [Centre()] * len(uniforms)
 
 
-def _where(chosen: Tensor, changed: Tensor, unchanged: Tensor) -> Tensor:
-    """Per sample, `changed` where `chosen` (bool [B]) is true."""
-    return torch.where(chosen[:, None, None, None], changed, unchanged)
+def _on_host(uniforms: Tensor | Float32Array) -> Float32Array:
+    return uniforms.cpu().numpy() if isinstance(uniforms, Tensor) else uniforms
+
+
+def _nothing(uniforms: Float32Array) -> Float32Array:
+    return np.zeros((len(uniforms), 0), np.float32)
+
+
+def _symmetric(uniforms: Float32Array) -> Float32Array:
+    """Uniform in [-1, 1)."""
+    numbers: Float32Array = 2 * uniforms - 1
+    return numbers
+
+
+def _in_image(boxes: Sequence[Box], width: int, height: int) -> Float32Array:
+    """Centres, x and y, and half the sides of boxes: float32 [B, 4], where the image spans -1..1 both ways.
+
+    A half width is negative where the box is flipped.
+    """
+    left, top, right, bottom, flipped = np.array(boxes, np.float64).reshape(-1, 5).T
+    half_width = np.where(flipped, left - right, right - left) / width
+    return np.stack(
+        [(left + right) / width - 1, (top + bottom) / height - 1, half_width, (bottom - top) / height], axis=1
+    ).astype(np.float32)
+
+
+# ---- on the device: no shape depends on a value, and nothing is asked back
+
+
+def _views(images: Tensor, numbers: Tensor, scale: Tensor, shift: Tensor, widths: list[int], image_size: int) -> Tensor:
+    """Normalised views of uint8 images [B, C, H, W], made by `numbers` float32 [B, sum(widths)].
+
+    These are in turn: a box (4, see `_in_image`), blends (3 each), a turn of the hue (1), blends, weights of a blur;
+    each part may be missing.
+    """
+    boxes, before, turn, after, taps = torch.split(numbers, widths, dim=1)
+    views = images.float() / 255
+    if boxes.shape[1]:
+        views = _crop(views, boxes, image_size)
+    views = _blend(views, before)
+    if turn.shape[1]:
+        views = _turn_hue(views, turn[:, :, None, None])
+    views = _blend(views, after)
+    if taps.shape[1]:
+        views = _blur(views, taps)
+    return views * scale + shift
+
+
+def _crop(images: Tensor, boxes: Tensor, side: int) -> Tensor:
+    """Each image's box as side × side pixels, bilinearly."""
+    x, y, half_width, half_height = boxes[:, :, None].unbind(dim=1)  # (B, 1) each
+    pixels = (2 * torch.arange(side, device=images.device) + 1) / side - 1  # centres, where the box spans -1..1
+    columns, rows = x + half_width * pixels, y + half_height * pixels  # (B, side) each
+    grid = torch.stack(
+        [columns[:, None, :].expand(-1, side, -1), rows[:, :, None].expand(-1, -1, side)], dim=-1
+    )  # (B, side, side, 2)
+    return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
+
+
+def _blend(views: Tensor, blends: Tensor) -> Tensor:
+    """Sums, cut to 0..1, of an image, its grey and the mean of its grey, by three weights; one blend after another.
+
+    Brightness, contrast, saturation and greyness are such sums (torchvision's _blend).
+    """
+    for start in range(0, blends.shape[1], 3):
+        own, grey, mean = blends[:, start : start + 3, None, None, None].unbind(dim=1)  # (B, 1, 1, 1) each
+        luma = views
+        if views.shape[1] == 3:
+            red, green, blue = torch.split(views, 1, dim=1)
+            luma = _LUMA[0] * red + _LUMA[1] * green + _LUMA[2] * blue
+        views = (own * views).add_(grey * luma + mean * luma.mean(dim=(1, 2, 3), keepdim=True)).clamp_(0, 1)
+    return views
+
+
+def _turn_hue(views: Tensor, turn: Tensor) -> Tensor:
+    """Turns the hue of colour images in 0..1 by parts of the circle [B, 1, 1, 1]; value and saturation stay.
+
+    HSV as of Smith (SIGGRAPH 1978), in sixths of the circle: a channel is the value less the chroma times a trapezium
+    of the hue's distance from the channel's own, which is 0 for red, 2 for green and 4 for blue.
+    """
+    red, green, blue = torch.split(views, 1, dim=1)
+    value = views.amax(dim=1, keepdim=True)
+    chroma = value - views.amin(dim=1, keepdim=True)
+    raw = torch.where(
+        value == red, green - blue, torch.where(value == green, blue - red + 2 * chroma, red - green + 4 * chroma)
+    )
+    hue = raw / torch.where(chroma > 0, chroma, 1) + 6 * turn
+    distance = hue - 2 * torch.arange(3, device=views.device).view(-1, 1, 1)  # (B, 3, H, W)
+    distance = (distance - 6 * torch.round(distance / 6)).abs()  # within half the circle
+    return value - chroma * (distance - 1).clamp(0, 1)
+
+
+def _blur(views: Tensor, taps: Tensor) -> Tensor:
+    """Each image convolved with its weights [B, taps] both ways; what lies outside is mirrored at the edges."""
+    radius = taps.shape[1] // 2
+    planes = F.pad(views, (radius,) * 4, mode="reflect").transpose(0, 1)  # a group for each image: (C, B, H, W)
+    planes = F.conv2d(planes, taps[:, None, None, :], groups=len(taps))
+    planes = F.conv2d(planes, taps[:, None, :, None], groups=len(taps))
+    return planes.transpose(0, 1)

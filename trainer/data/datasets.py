@@ -23,6 +23,7 @@ from trainer.data.labels import LabelsField, StoredLabels
 from trainer.data.listing import ImageSource, Listing, listing_lines
 from trainer.data.manifest import is_packed
 from trainer.data.packed import PackedImages
+from trainer.data.pixels import IMAGENET, MINUS_ONE_TO_ONE, PixelScale, measured
 from trainer.data.stored import DecodedImages
 from trainer.data.synthetic import NUM_CHANNELS, SyntheticImages
 from trainer.schedule import RangesOrder
@@ -87,6 +88,13 @@ class Dataset:
     def ranges(self) -> tuple[int, ...]:
         """Numbers of images that came together, one after another."""
         return self.range_sizes or (len(self.train_images),)
+
+    @property
+    def pixels(self) -> PixelScale:
+        """The scale for encoders of these images: their own where they are in memory, ImageNet's for decoded ones."""
+        if isinstance(self.train_images, Tensor):
+            return measured(self.train_images)
+        return MINUS_ONE_TO_ONE if isinstance(self.train_images, SyntheticImages) else IMAGENET
 
     @property
     def labelled(self) -> bool:

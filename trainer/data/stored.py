@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -94,9 +93,12 @@ class DecodedImages:
         `uniforms` are float32 [augmentations, n, num_uniforms]. Each image is decoded once. Raises as above.
         """
 
+        chosen = [augment.crops(own) for augment, own in zip(augmentations, uniforms, strict=True)]
+
         def wanted(place: int) -> list[Crop]:
-            numbered = zip(augmentations, uniforms[:, place], strict=True)
-            return [Crop(augment.image_size, partial(augment.box, numbers)) for augment, numbers in numbered]
+            return [
+                Crop(augment.image_size, boxes[place].box) for augment, boxes in zip(augmentations, chosen, strict=True)
+            ]
 
         return self._squares(images, [augment.image_size for augment in augmentations], wanted)
 

@@ -78,7 +78,7 @@ def _features(encoder_path: Path | None, dataset_name: str, directory: Path | No
             f"{encoder_path} is for {config.in_channels}-channel {config.image_size} px images, the data set has "
             f"{channels}-channel {side} px ones: choose another --dataset"
         )
-    return str(encoder_path), encoder_features(encoder, dataset)
+    return str(encoder_path), encoder_features(encoder, dataset, config.pixels)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data import Dataset, TrainImages
-from trainer.data.augment import normalise
+from trainer.data.pixels import MINUS_ONE_TO_ONE, PixelScale, normalise
 from trainer.model import EncoderConfig, build_model
 
 _BATCH_SIZE = 500
@@ -27,16 +27,18 @@ class FeatureSet:
     """int64 [M]."""
 
 
-def encoder_features(encoder: nn.Module, dataset: Dataset) -> FeatureSet:
+def encoder_features(encoder: nn.Module, dataset: Dataset, pixels: PixelScale = MINUS_ONE_TO_ONE) -> FeatureSet:
     """Features of an encoder in eval mode (BatchNorm by its running statistics); the encoder's mode is kept.
+
+    `pixels` is the encoder's scale (`EncoderConfig.pixels`), here and below.
 
     Raises ValueError for a data set without labels.
     """
     dataset.check_labelled()
     return FeatureSet(
-        train=encode(encoder, dataset.train_images, dataset.evaluated_side),
+        train=encode(encoder, dataset.train_images, dataset.evaluated_side, pixels),
         train_labels=dataset.train_labels,
-        test=encode(encoder, dataset.test_images, dataset.evaluated_side),
+        test=encode(encoder, dataset.test_images, dataset.evaluated_side, pixels),
         test_labels=dataset.test_labels,
     )
 
@@ -54,11 +56,13 @@ def pixel_features(dataset: Dataset) -> FeatureSet:
 
 def untrained_encoder(config: EncoderConfig, dataset: Dataset, seed: int) -> nn.Module:
     """The encoder that training with `seed` starts from, its BatchNorm statistics calibrated on training images."""
-    return calibrate_batch_norm(build_model(config, seed=seed).encoder, dataset.train_images)
+    return calibrate_batch_norm(build_model(config, seed=seed).encoder, dataset.train_images, pixels=config.pixels)
 
 
 @torch.no_grad()
-def calibrate_batch_norm(encoder: nn.Module, images: TrainImages, num_images: int = 5_000) -> nn.Module:
+def calibrate_batch_norm(
+    encoder: nn.Module, images: TrainImages, num_images: int = 5_000, pixels: PixelScale = MINUS_ONE_TO_ONE
+) -> nn.Module:
     """Returns a copy of `encoder` whose BatchNorm statistics are the averages over the first `num_images` images.
 
     Images uint8 [N, C, H, W]. For an untrained encoder this is the fairer peer: the statistics it is born with
@@ -70,23 +74,25 @@ def calibrate_batch_norm(encoder: nn.Module, images: TrainImages, num_images: in
             module.reset_running_stats()
             module.momentum = None  # cumulative average
     for batch in torch.split(images[:num_images], _BATCH_SIZE):
-        encoder(_prepare(encoder, batch))
+        encoder(_prepare(encoder, batch, pixels))
     return encoder.eval()
 
 
 @torch.no_grad()
-def encode(encoder: nn.Module, images: TrainImages, side: int | None = None) -> Tensor:
+def encode(
+    encoder: nn.Module, images: TrainImages, side: int | None = None, pixels: PixelScale = MINUS_ONE_TO_ONE
+) -> Tensor:
     """Features float32 [N, d], on the CPU, of images uint8 [N, C, H, W], or of the centres of that side."""
     edge = 0 if side is None else (images.shape[-1] - side) // 2
     centre = slice(edge, None if side is None else edge + side)
     was_training = encoder.training
     encoder.eval()
     batches = (images[start : start + _BATCH_SIZE] for start in range(0, max(1, len(images)), _BATCH_SIZE))
-    features = [encoder(_prepare(encoder, batch[..., centre, centre])).float().cpu() for batch in batches]
+    features = [encoder(_prepare(encoder, batch[..., centre, centre], pixels)).float().cpu() for batch in batches]
     encoder.train(was_training)
     return torch.cat(features)
 
 
-def _prepare(encoder: nn.Module, images: Tensor) -> Tensor:
+def _prepare(encoder: nn.Module, images: Tensor, pixels: PixelScale) -> Tensor:
     device = next(encoder.parameters()).device
-    return normalise(images.to(device)).contiguous(memory_format=torch.channels_last)
+    return normalise(images.to(device), pixels).contiguous(memory_format=torch.channels_last)

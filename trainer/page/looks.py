@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from trainer.data import Dataset
-from trainer.data.augment import normalise
+from trainer.data.pixels import MINUS_ONE_TO_ONE, PixelScale
 from trainer.evaluate.features import encode
 from trainer.model import EncoderConfig
 
@@ -67,13 +67,13 @@ def look(encoder: nn.Module, config: EncoderConfig, dataset: Dataset, *, bank: i
         raise ValueError(
             f"the encoder takes {config.in_channels}-channel images, the data set has {images.shape[1]}-channel ones"
         )
-    features = F.normalize(encode(encoder, images))  # (N, d)
+    features = F.normalize(encode(encoder, images, pixels=config.pixels))  # (N, d)
     generator = torch.Generator().manual_seed(seed)
     samples = torch.randperm(len(images), generator=generator)[:_NUM_SAMPLES]
     similarity = features[samples] @ features.T  # (samples, N)
     similarity[torch.arange(len(samples)), samples] = -torch.inf  # not itself
     nearest = similarity.topk(min(_NUM_NEIGHBOURS, len(images) - 1))
-    maps = saliency(encoder, images[samples], generator)
+    maps = saliency(encoder, images[samples], generator, config.pixels)
     labels = [str(label) for label in dataset.train_labels[: len(images)].tolist()]
 
     def picture(index: int, cosine: float = 1.0, sample: int | None = None) -> Picture:
@@ -88,19 +88,22 @@ def look(encoder: nn.Module, config: EncoderConfig, dataset: Dataset, *, bank: i
     return Looks(looks, len(images), dataset.labelled)
 
 
-def saliency(encoder: nn.Module, images: Tensor, generator: torch.Generator) -> Tensor:
+def saliency(
+    encoder: nn.Module, images: Tensor, generator: torch.Generator, pixels: PixelScale = MINUS_ONE_TO_ONE
+) -> Tensor:
     """How much each pixel changes the length of the feature vector: float32 [n, H, W] in 0..1, of uint8 [n, C, H, W].
 
     The largest |gradient| over channels of ‖features‖, averaged over noisy copies of the image (SmoothGrad, Smilkov et
-    al., 1706.03825) and over a few pixels around, in parts of the image's 99th percentile. It needs the encoder alone,
-    no row.
+    al., 1706.03825) and over a few pixels around, in parts of the image's 99th percentile. It needs the encoder, whose
+    scale is `pixels`, and no row.
     """
     encoder.eval()
     maps = []
-    for image in normalise(images):
-        noise = torch.randn(_NOISY_COPIES, *image.shape, generator=generator) * (2 * _NOISE)
+    scale, shift = pixels.factors(images.device)
+    for image in images.float() / 255:
+        noise = torch.randn(_NOISY_COPIES, *image.shape, generator=generator) * _NOISE
         views = (image + noise).requires_grad_()
-        (gradient,) = torch.autograd.grad(encoder(views).norm(dim=1).sum(), views)
+        (gradient,) = torch.autograd.grad(encoder(views * scale + shift).norm(dim=1).sum(), views)
         heat = gradient.abs().mean(dim=0).amax(dim=0)[None]  # (1, H, W)
         smooth = image.shape[-1] // 28 * 2 + 1  # strides leave a pattern of their own
         heat = F.avg_pool2d(heat, smooth, stride=1, padding=smooth // 2, count_include_pad=False)[0]

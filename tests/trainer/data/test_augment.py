@@ -1,6 +1,12 @@
 """Augmentation: against a plain reference, per sample, and independent of the batch."""
 
+import dataclasses
+import importlib
+import itertools
 import math
+import shutil
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,10 +14,14 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.image_tree import encoded
-from trainer.data.augment import Augmentation, AugmentationConfig, _Column, normalise
+from trainer.data.augment import Augmentation, AugmentationConfig, _Column
 from trainer.data.decode import Crop, decode
+from trainer.data.pixels import normalise
+from trainer.schedule import visit_uniforms
+from trainer.torchvision_compat import import_module
 
 PAPER = AugmentationConfig()
 EVERYTHING = AugmentationConfig(jitter_probability=1, grey_probability=0.5, blur_probability=1)
@@ -67,55 +77,6 @@ def test_crop_against_slicing_and_interpolate(left: float, top: float) -> None:
     )
 
 
-def test_crop_sides_have_the_stated_area_and_ratio() -> None:
-    """On an image whose pixels are their own coordinates, a crop's extent can be read off."""
-    side = 64
-    ramp = torch.arange(side, dtype=torch.uint8)
-    column_image = ramp[None, :].expand(side, side)[None, None].expand(500, 1, side, side)
-    row_image = column_image.transpose(-1, -2)
-    config = AugmentationConfig(strong=False, min_scale=0.1, max_scale=0.6)
-    augment, numbers = Augmentation(config, side), uniforms(500)
-    numbers[:, _Column.FLIP] = 1 - 1e-6
-
-    def extent(coordinates: Tensor) -> Tensor:
-        values = (augment(coordinates, numbers) + 1) * 127.5
-        spread = values.amax(dim=(1, 2, 3)) - values.amin(dim=(1, 2, 3))
-        return spread * side / (side - 1)  # between the centres of the first and last pixels
-
-    width, height = extent(column_image), extent(row_image)
-    inside = (width < 0.9 * side) & (height < 0.9 * side)  # not clamped to the image
-    area, ratio = (width * height / side**2)[inside], (width / height)[inside]
-    expected = config.min_scale + (config.max_scale - config.min_scale) * numbers[inside, _Column.AREA]
-    torch.testing.assert_close(area, expected, rtol=0.05, atol=0)
-    assert ratio.max() <= 4 / 3 * 1.05
-    assert ratio.min() >= 3 / 4 / 1.05
-    assert abs(ratio.log().mean()) < 0.05
-
-
-@pytest.mark.parametrize("size", [(500, 375), (375, 500), (224, 224), (900, 100)])
-def test_boxes_have_the_stated_area_and_ratio(size: tuple[int, int]) -> None:
-    """And lie within the image, and reach each of its edges, whatever its shape."""
-    width, height = size
-    numbers = uniforms(2_000)
-    boxes = [Augmentation(PAPER, 224).box(row, width, height) for row in numbers.numpy()]
-    left, top, right, bottom = np.array([box[:4] for box in boxes]).T
-    ratio = (right - left) / (bottom - top)
-    assert ratio.min() > 3 / 4 - 1e-5
-    assert ratio.max() < 4 / 3 + 1e-5
-    assert min(left.min(), top.min()) >= 0
-    assert right.max() <= width
-    assert bottom.max() <= height
-    assert max(left.min(), top.min(), width - right.max(), height - bottom.max()) < 1
-    whole = (right - left < 0.999 * width) & (bottom - top < 0.999 * height)  # not cut
-    drawn = 0.2 + 0.8 * numbers[:, _Column.AREA].numpy()
-    np.testing.assert_allclose(((right - left) * (bottom - top) / (width * height))[whole], drawn[whole], rtol=1e-5)
-    if width < 2 * height:  # in a wider one most of the areas drawn have no room
-        assert ratio.min() < 0.77
-        assert ratio.max() > 1.3
-        assert whole.mean() > 0.6
-    assert [box.flipped for box in boxes] == (numbers[:, _Column.FLIP] < 0.5).tolist()
-
-
 def test_a_view_is_the_same_from_memory_and_from_a_file() -> None:
     """Crops that are enlarged: there antialiasing makes no difference, but for Pillow's rounding."""
     augment, numbers = Augmentation(AugmentationConfig(strong=False), 64), uniforms(20)
@@ -141,6 +102,103 @@ def test_jitter_is_per_sample_and_follows_the_definitions() -> None:
     mean = pixels[1].mean()
     expected = torch.stack([0.6 * pixels[0], mean + 0.6 * (pixels[1] - mean)]) * 2 - 1
     torch.testing.assert_close(augment(batch, numbers), expected, rtol=0, atol=1e-5)
+
+
+STRONGEST = AugmentationConfig(jitter_probability=1, grey_probability=0, blur_probability=0)
+
+
+def in_order(pixels: Tensor, order: Sequence[int], factors: Sequence[float]) -> Tensor:
+    """torchvision's functions, in the order of its ColorJitter."""
+    functional = import_module("torchvision.transforms.functional")
+    parts = [
+        functional.adjust_brightness,
+        functional.adjust_contrast,
+        functional.adjust_saturation,
+        functional.adjust_hue,
+    ]
+    for part in order:
+        pixels = parts[part](pixels, factors[part])
+    return pixels
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_each_order_of_the_jitter_is_torchvisions(channels: int) -> None:
+    """Within one grey level, for all 24 orders, with factors that often cut."""
+    orders = list(itertools.permutations(range(4)))
+    batch, numbers = images(10 * len(orders), channels), uniforms(10 * len(orders))
+    numbers[:, _Column.ORDER] = (torch.arange(len(batch)) % 24 + 0.5) / 24
+    views = (Augmentation(STRONGEST, 28).finish(batch, numbers) + 1) / 2
+    strengths = torch.tensor([0.8, 0.8, 0.8, 0.2])
+    factors = strengths * (2 * numbers[:, _Column.BRIGHTNESS : _Column.HUE + 1] - 1) + torch.tensor([1.0, 1, 1, 0])
+    differences = torch.tensor(
+        [
+            [
+                (view - in_order(image, order, own)).abs().max()
+                for order in (orders[number % 24], orders[23 - number % 24])
+            ]
+            for number, (view, image, own) in enumerate(zip(views, batch.float() / 255, factors.tolist(), strict=True))
+        ]
+    )
+    assert differences[:, 0].max() < 1 / 255
+    reverse = (differences[:, 1] > 5 / 255).float().mean()  # of grey images most do not tell, as long as nothing is cut
+    assert reverse > {1: 0.1, 3: 0.5}[channels]
+
+
+def test_orders_are_uniform_and_parts_without_strength_do_nothing() -> None:
+    numbers = torch.from_numpy(visit_uniforms(0, np.arange(24_000), Augmentation.num_uniforms))
+    counts = torch.bincount((numbers[:, _Column.ORDER].double() * 24).long(), minlength=24)
+    assert ((counts - 1_000).float() ** 2 / 1_000).sum() < 60  # chi-square of 23 degrees of freedom: 49.7 at 0.001
+    still = dataclasses.replace(STRONGEST, brightness=0.0, contrast=0.0, saturation=0.0, hue=0.0)
+    batch = images(48, 3)
+    torch.testing.assert_close(Augmentation(still, 28).finish(batch, numbers[:48]), normalise(batch), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("side", [28, 224])
+def test_the_blur_is_torchvisions(side: int) -> None:
+    """With SimCLR's kernel, a tenth of the side (3 and 23 pixels), within a hundredth of a grey level."""
+    config = AugmentationConfig(jitter_probability=0, grey_probability=0, blur_probability=0.6)
+    batch, numbers = images(8, 3, side, side), uniforms(8)
+    numbers[:, _Column.BLUR] = torch.arange(8) / 8
+    views = (Augmentation(config, side).finish(batch, numbers) + 1) / 2
+    blur = import_module("torchvision.transforms.functional").gaussian_blur
+    kernel = {28: 3, 224: 23}[side]
+    for number, (view, image) in enumerate(zip(views, batch.float() / 255, strict=True)):
+        sigma = 0.1 + 1.9 * float(numbers[number, _Column.BLUR_SIGMA])
+        expected = blur(image, [kernel, kernel], [sigma, sigma]) if number / 8 < 0.6 else image
+        torch.testing.assert_close(view, expected, rtol=0, atol=0.01 / 255)
+
+
+@pytest.mark.guard
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch.compile's own
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_whole_augmentation_compiles(channels: int) -> None:
+    """As one graph of few kernels, whose views are those of eager execution.
+
+    In the scale -1..1 they differ by rounding alone, a few 2⁻²⁴. A crop's coordinates are rounded too, to a few 2⁻²⁴
+    of the side; a pixel's value changes by as much of a pixel's distance, at most, in each direction.
+    """
+    metrics = importlib.import_module("torch._inductor.metrics")
+    side = 32
+    batch, numbers = images(16, channels, side, side), uniforms(16)
+    eager, compiled = Augmentation(PAPER, side), Augmentation(PAPER, side, compiled=True)
+    with Launches() as launches:
+        expected = eager.finish(batch, numbers)
+    metrics.reset()
+    torch.testing.assert_close(compiled.finish(batch, numbers), expected, rtol=0, atol=2e-6)
+    assert metrics.generated_kernel_count <= {1: 6, 3: 27}[channels] < launches.count / 4
+    weak = [Augmentation(dataclasses.replace(PAPER, strong=False), side, compiled=way) for way in (False, True)]
+    torch.testing.assert_close(*(augment(batch, numbers) for augment in weak), rtol=0, atol=2 * 8 * side * 2**-24)
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that compute something: each is a launch on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not function.is_view
+        return function(*args, **(kwargs or {}))
 
 
 def test_probabilities_select_samples() -> None:
