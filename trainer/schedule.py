@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from weightserver.double_double import cosine
 from weightserver.initial import splitmix64
 from weightserver.sharding import Int64Array
 
@@ -169,13 +170,16 @@ def forward_seed(seed: int, step: int, rank: int) -> int:
 
 
 def learning_rates(*, num_steps: int, base: float, warmup_steps: int, start_fraction: float = 0.01) -> Float32Array:
-    """Linear warm-up from base·start_fraction to base, then a cosine to 0, step by step: float32 [num_steps]."""
+    """Linear warm-up from base·start_fraction to base, then a cosine to 0, step by step: float32 [num_steps].
+
+    The same bits on every machine: rows are corrected by them wherever a run goes on.
+    """
     if not 0 <= warmup_steps <= num_steps:
         raise ValueError(f"warm-up must take 0..{num_steps} steps, the length of the run, got {warmup_steps}")
     step = np.arange(num_steps, dtype=np.float64)
     warmup = start_fraction + (1 - start_fraction) * step / max(1, warmup_steps)
-    cosine = 0.5 * (1 + np.cos(math.pi * (step - warmup_steps) / max(1, num_steps - warmup_steps)))
-    return (base * np.where(step < warmup_steps, warmup, cosine)).astype(np.float32)
+    angle = math.pi * (step[warmup_steps:] - warmup_steps) / max(1, num_steps - warmup_steps)
+    return (base * np.concatenate([warmup[:warmup_steps], 0.5 * (1 + cosine(angle))])).astype(np.float32)
 
 
 def _derive(seed: int, purpose: int) -> int:

@@ -14,42 +14,52 @@ NumPy only, no I/O.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from fractions import Fraction
+
 import numpy as np
 import numpy.typing as npt
 
 from weightserver.config import TableSpec
+from weightserver.double_double import Float64Array, Pair, matmul, pair, pieces, times, two_sum
 from weightserver.errors import StepError
 
 Float32Array = npt.NDArray[np.float32]
-Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
-Matrices = npt.NDArray[np.longdouble]
-"""[..., 2, 2]"""
 
 _LEAF = 16
 """Steps in the smallest stored product; shorter ones are multiplied when needed. Bounds the tables' size."""
-_CHUNK = 1_024
-"""Leaves multiplied at a time, so that their 1 MiB of matrices stays in the cache."""
+_CHUNK = 256
+"""Products made at a time, so that they stay in the cache."""
 _RECENT_PRODUCTS = 131_072
 """How many results are remembered, 40 bytes each."""
 _RECENT_OVERHEAD = 128
 """What remembering one more stop counts for, so that there are never more than about a thousand."""
-_LIMIT = np.sqrt(np.finfo(np.longdouble).max) / 2
-"""A sum of two products of numbers up to this is finite: diverging schedules saturate and never give inf or NaN."""
+_LIMIT = 2.0**480
+"""A product of two numbers up to this is far from infinite: diverging schedules saturate and never give inf or NaN."""
+_LARGEST_KAPPA = Fraction(2**240)
+_TAME = 2.0**30
+"""Where no entry of a step is beyond this, 16 steps stay below the limit."""
 
 
 class Schedule:
     """Learning rates of a run and the transfer products of its rows.
 
-    Products over aligned segments of 16·2^k steps are kept, about 12 bytes a step with the learning rates (inverting
+    Products over aligned segments of 16·2^k steps are kept, about 13 bytes a step with the learning rates (inverting
     prefix products instead would lose everything: det M = m). Which segments make up a product depends on (start,
     stop) alone, so neither other rows of a call nor the way in which the schedule grew can change a bit.
 
+    The bits are the same on every processor: IEEE float64 additions and multiplications make them, each a NumPy call of
+    its own (no long double, no BLAS, no fused multiply-add).
+
     Two things keep max|error| / max|product| below 1e-12 over 50,000 steps (see tests/weightserver/test_correction.py):
 
-    - Products are formed in long double. With one learning rate throughout, every step makes the same rounding error,
-      and in float64 they add up to more. Also 1 − η·λ, which may nearly vanish, is then known to 5e-20. Where the
-      platform's long double is a double, errors are about 2,000 times larger.
+    - Products are formed in double-double numbers (`double_double`). With one learning rate throughout, every step
+      makes the same rounding error, and in float64 they add up to more. Also 1 − η·κ, which may nearly vanish, is known
+      to 1e-31.
     - They are formed in the coordinates (w, z), z = u + κ·w with κ = λ/(1+m). With cos θ = 1 − η·κ, update t is then
 
           [[cos θ, −η·m], [κ·(1 + cos θ), m·cos θ]]
@@ -120,14 +130,16 @@ class Schedule:
             first = int(bad.argmax())
             raise ValueError(f"learning rates must be finite and ≥ 0, got {rates[first]} for step {start_step + first}")
         if len(rates):
-            self._tables = self._tables.extended(start_step, rates)
+            with np.errstate(over="ignore", under="ignore"):
+                self._tables = self._tables.extended(start_step, rates)
 
     def transfer(self, start: Int64Array, stop: int) -> Float64Array:
         """M_{stop−1} ··· M_start for each start (int64 [n], any order, repeats): float64 [n, 2, 2].
 
         0 ≤ start ≤ stop ≤ horizon. Beyond float64's range a product is 0 or its largest number, silently.
         """
-        return self._tables.transfer(start, stop)
+        with np.errstate(over="ignore", under="ignore"):
+            return self._tables.transfer(start, stop)
 
     def coefficients(self, last_step: Int64Array, stop: int) -> Float32Array:
         """What `correct` multiplies rows of last_step (int64 [n]) by to bring them to `stop`: float32 [n, 2, 2].
@@ -142,16 +154,109 @@ class Schedule:
         return _to_float32(self.transfer(last_step, stop))
 
 
+@dataclass(frozen=True)
+class _Nodes:
+    """Products of updates in (w, z), in double-double, divided by powers of two so that none leaves float64's range."""
+
+    high: Float64Array
+    low: Float64Array
+    """[2, 2, n] each, the largest entry in [1/2, 1)."""
+    exponent: Int64Array
+    """[n]: of what they were divided by."""
+
+    @classmethod
+    def scaled(cls, product: Pair, exponent: Int64Array | int = 0) -> _Nodes:
+        """From products [2, 2, n] of any size, divided by 2^exponent before."""
+        high, low = product
+        more = _power_of_two(high)
+        return cls(np.ldexp(high, -more), np.ldexp(low, -more), more + np.int64(exponent))
+
+    @classmethod
+    def joined(cls, parts: Sequence[_Nodes]) -> _Nodes:
+        high, low = (np.concatenate([getattr(part, name) for part in parts], axis=2) for name in ("high", "low"))
+        return cls(high, low, np.concatenate([part.exponent for part in parts]))
+
+    def __len__(self) -> int:
+        return len(self.exponent)
+
+    def __getitem__(self, some: slice) -> _Nodes:
+        return _Nodes(self.high[..., some], self.low[..., some], self.exponent[some])
+
+    def halved(self) -> _Nodes:
+        """Each two neighbours multiplied."""
+        earlier, later = self[0::2], self[1::2]
+        product = matmul((later.high, later.low), (earlier.high, earlier.low))
+        return _Nodes.scaled(product, earlier.exponent + later.exponent)
+
+
+_IDENTITY = _Nodes(np.eye(2)[..., None], np.zeros((2, 2, 1)), np.zeros(1, np.int64))
+
+
+class _Steps:
+    """Single updates as matrices in (w, z), for any learning rates of one momentum and weight decay."""
+
+    def __init__(self, momentum: float, weight_decay: float) -> None:
+        kappa = min(Fraction(weight_decay) / (1 + Fraction(momentum)), _LARGEST_KAPPA)
+        self._kappa, self._kappa_pieces = pair(kappa), pieces(kappa, 4)
+        self._momentum, self._momentum_pieces = pair(Fraction(momentum)), pieces(Fraction(momentum), 2)
+
+    def are_tame(self, rates: Float32Array) -> bool:
+        """Whether products of 16 of them need no clipping."""
+        (kappa, _), largest = self._kappa, float(rates.max(initial=0))
+        return bool((1 + kappa) * (1 + largest) * (2 + largest * kappa) < _TAME)
+
+    def exact(self, rates: Float32Array) -> Pair:
+        """Updates of these learning rates (float32 [...]) in double-double, [2, 2, ...]."""
+        rate = rates.astype(np.float64)
+        cosine, one_more = self._cosines(rate)
+        high, low = np.empty((2, 2, *rate.shape)), np.empty((2, 2, *rate.shape))
+        high[0, 0], low[0, 0] = cosine
+        high[0, 1], low[0, 1] = two_sum(*(rate * -piece for piece in self._momentum_pieces))
+        high[1, 0], low[1, 0] = times(self._kappa, one_more)
+        high[1, 1], low[1, 1] = times(self._momentum, cosine)
+        return high, low
+
+    def rounded(self, rates: Float32Array) -> Float64Array:
+        """The same in float64, each entry within 2^-52 of itself."""
+        rate = rates.astype(np.float64)
+        (cosine, _), (one_more, _) = self._cosines(rate)
+        matrices = np.empty((2, 2, *rate.shape))
+        matrices[0, 0] = cosine
+        np.multiply(rate, -self._momentum[0], out=matrices[0, 1])
+        np.multiply(one_more, self._kappa[0], out=matrices[1, 0])
+        np.multiply(cosine, self._momentum[0], out=matrices[1, 1])
+        return matrices
+
+    def _cosines(self, rate: Float64Array) -> tuple[Pair, Pair]:
+        """cos θ = 1 − η·κ and 1 + cos θ."""
+        parts = [np.minimum(rate * piece, _LIMIT) for piece in self._kappa_pieces]  # exact
+
+        def less_parts(whole: float) -> Pair:
+            """whole − η·κ; in this order a difference that nearly vanishes keeps its relative precision."""
+            total, low = two_sum(whole, -parts[0])
+            total, more = two_sum(total, -parts[1])
+            return two_sum(total, low + more - parts[2] - parts[3])
+
+        return less_parts(1), less_parts(2)
+
+    def in_u(self, product: Float64Array) -> Float64Array:
+        """A product in (w, z), [2, 2, n], in (w, u); in place."""
+        kappa = self._kappa[0]
+        product[:, 0] += kappa * product[:, 1]
+        product[1] -= kappa * product[0]
+        return product
+
+
 class _Tables:
     """One immutable state of a schedule; only the memory of recent results changes, by replacement."""
 
     def __init__(self, momentum: float, weight_decay: float) -> None:
-        self._momentum = np.longdouble(momentum)
-        self._weight_decay = np.longdouble(weight_decay)
-        self._kappa = self._weight_decay / (1 + self._momentum)  # κ in `Schedule`
+        self._steps = _Steps(momentum, weight_decay)
+        self._tame = True
         self.horizon = 0
         self._rates = np.zeros(_LEAF, np.float32)  # zeros from the horizon to the end of its leaf
-        self._levels: list[Matrices] = []  # node j of level k: product of the leaves [j·2^k, (j+1)·2^k), in (w, z)
+        self._firsts: list[int] = []  # where each level begins in `_nodes`
+        self._nodes = _IDENTITY  # node j of level k: product of the leaves [j·2^k, (j+1)·2^k); at last the identity
         # stop -> starts in ascending order and their products. A fetch of many rows asks for a few hundred distinct
         # (start, stop) thousands of times, block by block.
         self._recent: dict[int, tuple[Int64Array, Float64Array]] = {}
@@ -164,32 +269,48 @@ class _Tables:
 
     @property
     def num_bytes(self) -> int:
-        return self._rates.nbytes + sum(level.nbytes for level in self._levels)
+        return sum(array.nbytes for array in (self._rates, self._nodes.high, self._nodes.low, self._nodes.exponent))
 
     def extended(self, start: int, rates: Float32Array) -> _Tables:
         """Tables with `rates` from step `start` on; products of the segments they do not touch are copied."""
         stop = start + len(rates)
-        tables = _Tables(float(self._momentum), float(self._weight_decay))
+        tables = copy(self)
+        tables._recent = {}
         tables.horizon = horizon = max(self.horizon, stop)
         tables._rates = np.zeros((horizon // _LEAF + 1) * _LEAF, np.float32)
         tables._rates[: self.horizon] = self._rates[: self.horizon]
         tables._rates[start:stop] = rates
+        tables._tame = self._tame and self._steps.are_tame(rates)
+        levels: list[_Nodes] = []
         size = _LEAF
         while size <= horizon:
-            old = self._levels[len(tables._levels)] if size <= self.horizon else np.empty((0, 2, 2), np.longdouble)
-            nodes = np.empty((horizon // size, 2, 2), np.longdouble)
-            first, last = start // size, min(-(-stop // size), len(nodes))
-            nodes[:first] = old[:first]
-            nodes[last:] = old[last:]
-            if size == _LEAF:
-                every_leaf = np.arange(first, last) * _LEAF
-                nodes[first:last] = tables._leaf_products(every_leaf, every_leaf + _LEAF)
-            else:
-                halves = tables._levels[-1][2 * first : 2 * last]
-                nodes[first:last] = _product(halves[1::2], halves[0::2])
-            tables._levels.append(nodes)
+            first, last = start // size, min(-(-stop // size), horizon // size)
+            new = [
+                tables._leaves(i, min(i + _CHUNK, last))
+                if size == _LEAF
+                else levels[-1][2 * i : 2 * min(i + _CHUNK, last)].halved()
+                for i in range(first, last, _CHUNK)
+            ]
+            old = (
+                self._nodes[self._firsts[len(levels)] :][: self.horizon // size]
+                if size <= self.horizon
+                else _IDENTITY[:0]
+            )
+            levels.append(_Nodes.joined([old[:first], *new, old[last:]]))
             size *= 2
+        tables._firsts = [0, *itertools.accumulate(len(level) for level in levels[:-1])] if levels else []
+        tables._nodes = _Nodes.joined([*levels, _IDENTITY])
         return tables
+
+    def _leaves(self, first: int, last: int) -> _Nodes:
+        """Products of the whole leaves first … last−1."""
+        high, low = self._steps.exact(self._rates[first * _LEAF : last * _LEAF].reshape(-1, _LEAF).T)
+        while high.shape[2] > 1:
+            high, low = matmul((high[:, :, 1::2], low[:, :, 1::2]), (high[:, :, 0::2], low[:, :, 0::2]))
+            if not self._tame:
+                low[np.abs(high) > _LIMIT] = 0
+                _clip(high, _LIMIT)
+        return _Nodes.scaled((high[:, :, 0], low[:, :, 0]))
 
     def transfer(self, start: Int64Array, stop: int) -> Float64Array:
         """As `Schedule.transfer`, each distinct start computed once."""
@@ -217,63 +338,77 @@ class _Tables:
         self._recent = recent
 
     def _products(self, start: Int64Array, stop: int) -> Float64Array:
-        """transfer(start, stop) for distinct starts (int64 [n]): climb to ever larger nodes, then descend to stop."""
-        leaf, last_leaf = -(-start // _LEAF), stop // _LEAF  # the whole leaves between
-        ends = self._leaf_products(np.append(start, last_leaf * _LEAF), np.append(np.minimum(leaf * _LEAF, stop), stop))
-        product, tail = ends[:-1], ends[-1]
-        past = leaf > last_leaf  # start and stop lie in one leaf: the first product is all
-        leaf[past] = last_leaf
+        """transfer(start, stop) for distinct starts (int64 [n], ascending): [n, 2, 2].
 
-        # The descent, shared by all starts: descent[k] goes from last_leaf with its lowest k bits cleared to stop.
-        # A start joins it below the highest bit in which its leaf and last_leaf differ.
-        joins = np.maximum(np.frexp((leaf ^ last_leaf).astype(np.float64))[1] - 1, 0)
-        descent = [tail]
-        for level in range(joins.max()):
-            node = last_leaf >> level
-            descent.append(_product(descent[-1], self._levels[level][node - 1]) if node & 1 else descent[-1])
+        From a start to the end of its leaf, over whole leaves, and from the beginning of stop's leaf to stop.
+        """
+        leaf, last_leaf = start // _LEAF, stop // _LEAF
+        leaves = np.unique(np.append(leaf, last_leaf))
+        ends = self._to_end_of_leaf(leaves, stop)
+        to_stop, exponent = np.empty((2, 2, len(leaves))), np.zeros(len(leaves), np.int64)
+        between, exponent[:-1] = self._between(leaves[:-1] + 1, last_leaf)
+        to_stop[..., :-1] = _product(ends[:, :, 0, -1:], between)
+        to_stop[..., -1] = np.eye(2)  # whatever lies in stop's leaf has come to stop already
+        place = np.searchsorted(leaves, leaf)
+        product = self._steps.in_u(_product(to_stop[..., place], ends[:, :, start % _LEAF, place]))
+        product = _clip(np.ldexp(product, exponent[place]), np.finfo(np.float64).max)
+        return np.ascontiguousarray(np.moveaxis(product, -1, 0))
 
-        # The climb, from each start's first whole leaf to where it joins.
-        ahead = (last_leaf >> joins << joins) - leaf
-        for level in range(int(ahead.max()).bit_length()):
-            climbing = np.flatnonzero(ahead >> level & 1)
-            if len(climbing):
-                nodes = self._levels[level][leaf[climbing] >> level]
-                product[climbing] = _product(nodes, product[climbing])
-                leaf[climbing] += 1 << level
-
-        product = np.where(past[:, None, None], product, _product(np.stack(descent)[joins], product))
-        with np.errstate(under="ignore"):  # back from (w, z) to (w, u)
-            shift = self._kappa * product[:, :, 1]
-            product[:, :, 0] += shift
-            product[:, 1] -= self._kappa * product[:, 0]
-            return _clip(product, np.finfo(np.float64).max).astype(np.float64)
-
-    def _leaf_products(self, first: Int64Array, last: Int64Array) -> Matrices:
-        """Products in (w, z) of the steps first … last−1 (int64 [n], each pair within one leaf): [n, 2, 2]."""
-        products = np.empty((len(first), 2, 2), np.longdouble)
-        for chunk in (slice(i, i + _CHUNK) for i in range(0, len(first), _CHUNK)):
-            step = (first[chunk] // _LEAF * _LEAF)[:, None] + np.arange(_LEAF)
-            inside = (step >= first[chunk, None]) & (step < last[chunk, None])
-            rate = np.where(inside, self._rates[step], np.float32(0)).astype(np.longdouble)
-            matrix = np.empty((*step.shape, 2, 2), np.longdouble)  # the identity outside
-            # In this order a difference that nearly vanishes keeps its relative precision.
-            cosine = ((1 - rate * self._weight_decay) + self._momentum) / (1 + self._momentum)
-            matrix[..., 0, 0] = cosine
-            matrix[..., 0, 1] = -rate * self._momentum
-            matrix[..., 1, 0] = np.where(inside, self._kappa * (1 + cosine), 0)
-            matrix[..., 1, 1] = np.where(inside, self._momentum * cosine, 1)
-            while matrix.shape[1] > 1:
-                matrix = _product(matrix[:, 1::2], matrix[:, 0::2])
-            products[chunk] = matrix[:, 0]
+    def _to_end_of_leaf(self, leaf: Int64Array, stop: int) -> Float64Array:
+        """Products from each step of leaves (int64 [n]) to the leaf's end or to stop: [2, 2, 16, n]."""
+        step = leaf * _LEAF + np.arange(_LEAF)[:, None]
+        products = self._steps.rounded(self._rates[step])
+        products[:, :, step >= stop] = np.eye(2)[..., None]
+        distance = 1
+        while distance < _LEAF:  # each product reaches twice as far
+            products[:, :, :-distance] = _product(products[:, :, distance:], products[:, :, :-distance])
+            if not self._tame:
+                _clip(products, _LIMIT)
+            distance *= 2
         return products
 
+    def _between(self, leaf: Int64Array, last_leaf: int) -> tuple[Float64Array, Int64Array]:
+        """Products of the leaves from each (int64 [n], ≤ last_leaf) to last_leaf − 1, [2, 2, n], and exponents, [n].
 
-def _product(later: Matrices, earlier: Matrices) -> Matrices:
-    with np.errstate(under="ignore"):
-        return _clip(later @ earlier, _LIMIT)
+        Climbs to ever larger nodes as far as the highest bit in which the two differ, then descends.
+        """
+        highest = np.maximum(np.frexp((leaf ^ last_leaf).astype(np.float64))[1] - 1, 0)
+        summit = last_leaf >> highest << highest
+        ahead, beyond = summit - leaf, last_leaf - summit
+        num_levels = int((ahead | beyond).max(initial=1)).bit_length()
+        level = np.arange(1 << (num_levels - 1).bit_length())[:, None]
+        first, identity = np.zeros_like(level), len(self._nodes) - 1
+        firsts = self._firsts[:num_levels]  # none where not even a leaf is whole
+        first[: len(firsts), 0] = firsts
+        climb = np.where(ahead >> level & 1, first + (leaf + (ahead & (1 << level) - 1) >> level), identity)
+        descent = np.where(beyond >> level & 1, first + (last_leaf >> level) - 1, identity)
+        chosen = np.concatenate([climb, descent], axis=1)
+        products, exponent = self._nodes.high[:, :, chosen], self._nodes.exponent[chosen]
+        # Pairs of levels, then pairs of those: products that depend on the levels alone, not on their number. What is
+        # climbed comes in the order of the levels; what is descended in the opposite one, hence transposed.
+        products[..., len(leaf) :] = products[..., len(leaf) :].swapaxes(0, 1).copy()
+        while products.shape[2] > 1:
+            products = _product(products[:, :, 1::2], products[:, :, 0::2])
+            more = _power_of_two(products)
+            products, exponent = np.ldexp(products, -more), exponent[1::2] + exponent[0::2] + more
+        climbed, descended = products[:, :, 0, : len(leaf)], products[:, :, 0, len(leaf) :].swapaxes(0, 1)
+        return _product(descended, climbed), exponent[0, : len(leaf)] + exponent[0, len(leaf) :]
 
 
-def _clip(matrices: Matrices, limit: np.floating) -> Matrices:
+def _product(later: Float64Array, earlier: Float64Array) -> Float64Array:
+    """[2, 2, ...] each: product, product, sum, each rounded."""
+    product = later[:, 0, None] * earlier[None, 0]
+    product += later[:, 1, None] * earlier[None, 1]
+    return product
+
+
+def _power_of_two(matrices: Float64Array) -> npt.NDArray[np.int32]:
+    """By which to divide each, [2, 2, ...], so that its largest entry lies in [1/2, 1): [...]."""
+    exponent: npt.NDArray[np.int32] = np.frexp(np.abs(matrices).max(axis=(0, 1)))[1]
+    return exponent
+
+
+def _clip(matrices: Float64Array, limit: float | np.floating) -> Float64Array:
     """In place."""
     np.minimum(matrices, limit, out=matrices)
     return np.maximum(matrices, -limit, out=matrices)
@@ -365,7 +500,7 @@ def apply_push(
     for stop in np.unique(last_step[late]):
         some = late[last_step[late] == stop]
         transfer = schedule.transfer(np.array([step + 1]), int(stop))[0]
-        impulse = _to_float32(transfer @ np.array([-learning_rate, 1.0]))
+        impulse = _to_float32(transfer[:, 1] - learning_rate * transfer[:, 0])
         weight[some] += impulse[0] * gradient[some]
         momentum_buffer[some] += impulse[1] * gradient[some]
     on_time = np.flatnonzero(last_step <= step)

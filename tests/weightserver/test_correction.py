@@ -20,9 +20,6 @@ Float32Array = npt.NDArray[np.float32]
 Run = tuple[float, float, str, float, int]
 """momentum, weight decay, kind of schedule, highest learning rate, seed"""
 
-needs_long_double = pytest.mark.skipif(
-    np.finfo(np.longdouble).nmant < 63, reason="this platform's long double is a double: 1e-12 is out of reach"
-)
 
 # ---- schedules
 
@@ -58,17 +55,16 @@ def exact_products(
 ) -> dict[int, list[Fraction]]:
     """M_{stop−1} ··· M_0 for each stop, row by row, in integers with 400 binary places of the largest entry.
 
-    A sequential product in long double but for its rounding: at η·λ = 1 + m, say, where M_t² is nearly −m times the
-    identity, that alone reaches 1e-12 · η. Only 1 − η·λ is rounded to long double, as there.
+    A sequential product in float64 but for its rounding.
     """
     places = 400
 
-    def fixed(value: np.longdouble) -> int:
+    def fixed(value: float) -> int:
         numerator, denominator = value.as_integer_ratio()
         return (numerator << places) // denominator
 
-    m, decay = fixed(np.longdouble(momentum)), fixed(np.longdouble(weight_decay))
-    rates = learning_rates.astype(np.longdouble)
+    one, m, decay = 1 << places, fixed(momentum), fixed(weight_decay)
+    rates = [fixed(rate) for rate in learning_rates.tolist()]
     a, b, c, d, shift = 1 << places, 0, 0, 1 << places, places  # [[a, b], [c, d]] / 2^shift
     answers = {}
     for step in range(max(stops) + 1):
@@ -77,7 +73,7 @@ def exact_products(
             answers[step] = [Fraction(entry) / scale for entry in (a, b, c, d)]
         if step == max(stops):
             break
-        p, q = fixed(1 - rates[step] * np.longdouble(weight_decay)), -fixed(rates[step]) * m >> places
+        p, q = one - (rates[step] * decay >> places), -rates[step] * m >> places
         a, b, c, d = p * a + q * c, p * b + q * d, decay * a + m * c, decay * b + m * d
         spare = max(a.bit_length(), b.bit_length(), c.bit_length(), d.bit_length()) - places
         if spare > 0:
@@ -89,6 +85,11 @@ def exact_products(
 
 
 def check_accuracy(run: Run, offset: int, gaps: list[int]) -> None:
+    """max|error| ≤ 1e-12 · max|product|, learning rates up to 1.
+
+    Beyond, with the momentum buffer in a unit in which it moves as far as the weight, √(η/κ): a product may pass
+    through 0 where buffers move weights, and 1e-12 of its other entries says nothing about numbers of a million.
+    """
     momentum, weight_decay, kind, peak, seed = run
     rates = rates_of(kind, peak, offset + max(gaps), seed)
     with warnings.catch_warnings(), np.errstate(all="raise"):
@@ -97,12 +98,15 @@ def check_accuracy(run: Run, offset: int, gaps: list[int]) -> None:
         products = {gap: schedule.transfer(np.array([offset]), offset + gap)[0] for gap in gaps}
         rounded = [schedule.coefficients(np.array([offset]), offset + gap) for gap in gaps]
     assert np.isfinite(rounded).all()
+    unit = Fraction((peak * (1 + momentum) / weight_decay) ** 0.5 if peak > 1 and weight_decay > 1e-30 else 1.0)
+    units = (1, 1 / unit, unit, 1)
     for gap, expected in exact_products(momentum, weight_decay, rates[offset:], gaps).items():
         assert np.isfinite(products[gap]).all()
-        size = max(map(abs, expected))
-        if size > 1e300:  # random learning rates, each stable, may still make a row grow beyond any number
+        size = max(abs(entry) * factor for entry, factor in zip(expected, units, strict=True))
+        if max(map(abs, expected)) > 1e300:  # random learning rates, each stable, may still make a row grow for ever
             continue
-        error = max(abs(Fraction(float(got)) - entry) for got, entry in zip(products[gap].flat, expected, strict=True))
+        errors = [abs(Fraction(float(got)) - entry) for got, entry in zip(products[gap].flat, expected, strict=True)]
+        error = max(error * factor for error, factor in zip(errors, units, strict=True))
         assert error <= max(size, Fraction(1e-200)) / 10**12, (run, offset, gap, float(error / size), float(size))
 
 
@@ -111,8 +115,7 @@ several_gaps = st.lists(st.integers(0, 50_000) | st.integers(0, 100), min_size=1
 )
 
 
-@needs_long_double
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(run=runs(), offset=st.integers(0, 100), gaps=several_gaps)
 @example(run=(0.99, 1e-6, "constant", 1.99e6, 0), offset=0, gaps=[72, 50_000])
 def test_transfer_is_the_sequential_product(run: Run, offset: int, gaps: list[int]) -> None:
@@ -120,20 +123,19 @@ def test_transfer_is_the_sequential_product(run: Run, offset: int, gaps: list[in
 
 
 @pytest.mark.slow
-@needs_long_double
 @settings(max_examples=1_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(run=runs(), offset=st.integers(0, 100), gaps=several_gaps)
 def test_transfer_is_the_sequential_product_for_many_runs(run: Run, offset: int, gaps: list[int]) -> None:
     check_accuracy(run, offset, gaps)
 
 
-@needs_long_double
 @pytest.mark.parametrize(
     ("momentum", "weight_decay", "learning_rate"),
     [
         (0.0, 0.1, 10.0),
         (0.0, 0.1, 9.999),
         (0.0, 1e-9, 1.0),
+        (1e-17, 0.1, 10.0),
         (1e-12, 0.1, 10.0),
         (1e-12, 0.1, 15.0),
         (0.5, 2.0**-30, 1.5 * 2.0**30),
@@ -148,39 +150,6 @@ def test_transfer_is_the_sequential_product_for_many_runs(run: Run, offset: int,
 def test_longest_gap_of_adversarial_runs(momentum: float, weight_decay: float, learning_rate: float) -> None:
     """η·λ = 1 without momentum, tiny momentum, large η with small λ, the edge of stability, no weight decay."""
     check_accuracy((momentum, weight_decay, "constant", learning_rate, 0), 3, [1, 2, 3, 40, 999, 50_000])
-
-
-def exact(momentum: float, weight_decay: float, rates: Float32Array) -> list[list[Fraction]]:
-    m, decay = Fraction(momentum), Fraction(weight_decay)
-    rows = [[Fraction(1), Fraction(0)], [Fraction(0), Fraction(1)]]
-    for rate in rates:
-        eta = Fraction(float(rate))
-        w, u = rows
-        rows = [
-            [(1 - eta * decay) * a - eta * m * b for a, b in zip(w, u, strict=True)],
-            [decay * a + m * b for a, b in zip(w, u, strict=True)],
-        ]
-    return rows
-
-
-@needs_long_double
-@settings(max_examples=50, deadline=None)
-@given(run=runs(), gap=st.integers(0, 60))
-@example(run=(0.0, 0.1, "constant", 10.0, 0), gap=2)  # 1 − η·λ = −5.6e-17: float64 makes it 0
-@example(run=(0.0, 0.1, "constant", 10.0, 0), gap=12)
-@example(run=(1e-17, 0.1, "constant", 10.0, 0), gap=9)
-def test_transfer_is_the_exact_product(run: Run, gap: int) -> None:
-    """In rational numbers; what is below the rounding of 1 − η·λ in long double is allowed for."""
-    m, decay, kind, peak, seed = run
-    rates = rates_of(kind, peak, gap, seed)
-    got = Schedule(momentum=m, weight_decay=decay, learning_rates=rates).transfer(np.array([0]), gap)[0]
-    expected = exact(m, decay, rates)
-    size = max(abs(entry) for row in expected for entry in row)
-    nearest = min((abs(1 - Fraction(float(rate)) * Fraction(decay)) for rate in rates), default=Fraction(1))
-    known = 1e-12 if m > 1e-6 or nearest > 1e-7 else 1e-12 + gap * 2.0**-64 / max(float(nearest), 1e-17)
-    if size >= 1e-200:
-        error = max(abs(Fraction(float(got[i, j])) - expected[i][j]) for i in range(2) for j in range(2))
-        assert error <= Fraction(known) * size
 
 
 def test_diverging_schedules_saturate_silently() -> None:
