@@ -54,7 +54,7 @@ _LOCK_BYTES = 64 * (_MAX_READERS + 2)
 _BLOCK = struct.Struct(">Q")
 _BLOCK_KEY = struct.Struct(">QI")
 _CHANGE = struct.Struct(">IQ")
-_PREFETCH_SAMPLE = 32
+_PREFETCH_SAMPLE = 8
 _NODE_HEADER = struct.Struct("=IHH")
 """Of a key in LMDB's file: the value's length, flags, the key's length. The key follows, and then the value."""
 _LARGE_VALUE = 0x01
@@ -137,7 +137,7 @@ class _LmdbTransaction:
     def prefetch(self, blocks: Sequence[int], *, up_to: int = NEWEST) -> None:
         """Begins to read what `newest_block` will be asked for, all at once, unless it is in memory.
 
-        Every thirty-second block is looked for there: what is in memory costs next to nothing.
+        Every eighth block is looked for there: what is in memory costs little.
         """
         sample = self._extents(blocks[::_PREFETCH_SAMPLE], up_to)
         if not all(is_cached(self._data, offset + num_bytes - 1) for offset, num_bytes in sample):
