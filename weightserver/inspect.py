@@ -18,7 +18,7 @@ def inspect_directory(directory: Path) -> dict[str, Any]:
     Raises:
         StorageError: the directory holds no shard's data, or damaged data.
     """
-    with closing(LmdbStorage(directory, readonly=True, beside=True)) as storage, storage.read() as txn:
+    with closing(LmdbStorage(directory, readonly=True, beside=True, scattered=True)) as storage, storage.read() as txn:
         identity = read_identity(txn)
         filled = identity is not None and not identity.unfinished
         spec, state = (read_spec(txn), read_state(txn)) if filled else (None, State())

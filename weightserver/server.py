@@ -172,7 +172,7 @@ def serve(config: ServerConfig) -> None:
     else:
         port = server.add_secure_port(config.listen, tls.credentials)
 
-    storage = LmdbStorage(config.data_dir)
+    storage = LmdbStorage(config.data_dir, scattered=True)
     try:
         shard = Shard(
             storage,

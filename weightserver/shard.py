@@ -254,6 +254,7 @@ class Shard:
         absent: list[slice] = []  # never-written rows, neighbours together
         with self._storage.read() as txn:
             up_to = NEWEST if checkpoint is None else read_state(txn).checkpoint(checkpoint, identity).generation
+            txn.prefetch([run.block for run in runs], up_to=up_to)
             for block, slots, run in runs:
                 part = slice(run.start - first, run.stop - first)
                 stored = txn.newest_block(block, up_to=up_to)
@@ -290,6 +291,8 @@ class Shard:
         with self._storage.read() as txn:
             up_to = read_state(txn).checkpoint(checkpoint).generation
             block = txn.next_block(first)
+            if block is not None:
+                txn.prefetch(range(block, block + num_wanted * self.num_shards, self.num_shards), up_to=up_to)
             for _ in range(_MAX_SEEN_BLOCKS):  # those too that are newer than the checkpoint
                 if block is None or len(found) == num_wanted:
                     break
@@ -594,7 +597,7 @@ class Shard:
         if not self._admit(batch, header):
             return False
         rows_stored = 0
-        for run in block_runs(rows, table.spec.rows_per_block):
+        for run in _prefetched(block_runs(rows, table.spec.rows_per_block), batch.txn):
             if batch.given_up():  # the transaction is taken back, and the write's number with it: it may come again
                 raise CancelledError
             stored = batch.txn.newest_block(run.block)
@@ -630,6 +633,13 @@ class Shard:
             raise FencedError(f"session {epoch} was superseded by {_session(state)}: this writer must stop")
         if epoch > state.epoch or not state.opener:  # what was restored must not go on with the writers of before
             raise FencedError(f"session {epoch} is not known, the newest is {_session(state)}: open a session first")
+
+
+def _prefetched(runs: Iterator[BlockRun], txn: Transaction) -> Iterator[BlockRun]:
+    """The same runs; their blocks are read from disk a thousand at a time."""
+    while some := list(itertools.islice(runs, 1000)):
+        txn.prefetch([run.block for run in some])
+        yield from some
 
 
 def _unneeded(generations: list[int], checkpoints: tuple[Checkpoint, ...]) -> list[int]:

@@ -22,14 +22,16 @@ checksum: a directory's trees are walked before it is opened, or a wrong bit cou
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import struct
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,9 +39,11 @@ from typing import Any, Protocol
 
 import lmdb
 import lmdb.verify
+import numpy as np
 
 from weightserver.errors import MapGrownError, StorageError
 from weightserver.files import sync
+from weightserver.page_cache import begin_reading, is_cached, open_scattered
 
 DATABASES = ("meta", "schedule", "writers", "blocks", "changes")
 _ROOM_BYTES = 256 << 20
@@ -50,6 +54,12 @@ _LOCK_BYTES = 64 * (_MAX_READERS + 2)
 _BLOCK = struct.Struct(">Q")
 _BLOCK_KEY = struct.Struct(">QI")
 _CHANGE = struct.Struct(">IQ")
+_PREFETCH_SAMPLE = 8
+_NODE_HEADER = struct.Struct("=IHH")
+"""Of a key in LMDB's file: the value's length, flags, the key's length. The key follows, and then the value."""
+_LARGE_VALUE = 0x01
+"""Flag of a value that has pages of its own: the first one's number, u64, is in its place."""
+_PAGE_HEADER_BYTES = 16
 _OWNER_SECONDS = 5.0
 """How long a directory is waited for that another process still serves."""
 _READER_CHECK_SECONDS = 5.0
@@ -73,6 +83,7 @@ class Transaction(Protocol):
     def block_versions(self) -> Iterator[tuple[int, int]]: ...
     def clear(self, database: str) -> None: ...
     def newest_block(self, block: int, *, up_to: int = NEWEST) -> memoryview | None: ...
+    def prefetch(self, blocks: Sequence[int], *, up_to: int = NEWEST) -> None: ...
     def next_block(self, first: int) -> int | None: ...
     def generations(self, block: int) -> list[int]: ...
     def is_changed(self, first: int) -> bool: ...
@@ -82,10 +93,11 @@ class Transaction(Protocol):
 
 
 class _LmdbTransaction:
-    def __init__(self, directory: Path, txn: lmdb.Transaction, databases: dict[str, lmdb._Database]) -> None:
+    def __init__(self, directory: Path, txn: lmdb.Transaction, databases: dict[str, lmdb._Database], data: int) -> None:
         self.directory = directory
         self._txn = txn
         self._databases = databases
+        self._data = data
         self._blocks = txn.cursor(databases["blocks"])
 
     def get(self, database: str, key: bytes) -> memoryview | None:
@@ -100,7 +112,7 @@ class _LmdbTransaction:
             yield bytes(key), memoryview(value)
 
     def block_versions(self) -> Iterator[tuple[int, int]]:
-        """(block, generation) of every stored version, whose values stay unread."""
+        """(block, generation) of every stored version, of whose values no more than the first pages are read."""
         with self._txn.cursor(self._databases["blocks"]) as cursor:
             yield from map(block_key_parts, map(bytes, cursor.iternext(values=False)))
 
@@ -121,6 +133,34 @@ class _LmdbTransaction:
         if self._blocks.key()[:8] != _BLOCK.pack(block):
             return None
         return memoryview(self._blocks.value())
+
+    def prefetch(self, blocks: Sequence[int], *, up_to: int = NEWEST) -> None:
+        """Begins to read what `newest_block` will be asked for, all at once, unless it is in memory.
+
+        Every eighth block is looked for there: what is in memory costs little.
+        """
+        sample = self._extents(blocks[::_PREFETCH_SAMPLE], up_to)
+        if not all(is_cached(self._data, offset + num_bytes - 1) for offset, num_bytes in sample):
+            for offset, num_bytes in self._extents(blocks, up_to):
+                begin_reading(self._data, offset, num_bytes)
+
+    def _extents(self, blocks: Sequence[int], up_to: int) -> Iterator[tuple[int, int]]:
+        """(offset, bytes) in the data file of the newest versions, up to `up_to`, that have pages of their own.
+
+        LMDB tells of no page numbers, but the key that it shows is the file's own, beside which they are. To find a key
+        is to read its value's first page.
+        """
+        page_bytes = self._txn.stat(self._databases["blocks"])["psize"]
+        for block in blocks:
+            if not self._blocks.set_range(_BLOCK_KEY.pack(block, _MAX_GENERATION - up_to)):
+                continue
+            key = self._blocks.key()
+            address = np.frombuffer(key, np.uint8).__array_interface__["data"][0]
+            header = ctypes.string_at(address - _NODE_HEADER.size, _NODE_HEADER.size)
+            num_bytes, flags, key_bytes = _NODE_HEADER.unpack(header)
+            if key[:8] == _BLOCK.pack(block) and flags & _LARGE_VALUE:
+                page = int.from_bytes(ctypes.string_at(address + key_bytes, 8), sys.byteorder)
+                yield page * page_bytes, _PAGE_HEADER_BYTES + num_bytes
 
     def next_block(self, first: int) -> int | None:
         """The first block from number `first` on that has a version."""
@@ -192,6 +232,7 @@ class LmdbStorage:
     Args:
         beside: with `readonly`, whether another process may serve the directory.
         anew: begin an empty one where the data file of a directory that was served before is gone.
+        scattered: blocks are read anywhere, after `prefetch`: without the readahead of whoever reads all.
         room_bytes: address space to keep behind the file's pages.
 
     Raises:
@@ -205,6 +246,7 @@ class LmdbStorage:
         readonly: bool = False,
         beside: bool = False,
         anew: bool = False,
+        scattered: bool = False,
         room_bytes: int = _ROOM_BYTES,
     ) -> None:
         self.directory = directory
@@ -247,9 +289,12 @@ class LmdbStorage:
                 create=not readonly,
                 lock=served or not readonly,
                 max_readers=_MAX_READERS,
+                readahead=not scattered,
                 lib_version=0,
             )
             opened.callback(self._env.close)
+            self._data = open_scattered(data)
+            opened.callback(os.close, self._data)
             _check_newest(directory, self._env, last_transaction)
             create = not readonly and self._env.stat()["entries"] == 0  # one that is missing is no empty one
             with self._env.begin(write=True) if create else contextlib.nullcontext() as txn:
@@ -270,7 +315,7 @@ class LmdbStorage:
             self._num_reading += 1
         try:
             with _translated(self.directory, (lmdb.Error,)), self._env.begin(buffers=True) as txn:
-                yield _LmdbTransaction(self.directory, txn, self._databases)
+                yield _LmdbTransaction(self.directory, txn, self._databases, self._data)
         finally:
             with self._idle:
                 self._num_reading -= 1
@@ -291,7 +336,7 @@ class LmdbStorage:
         with _translated(self.directory, (lmdb.Error,)):
             try:
                 with self._env.begin(write=True, buffers=True) as txn:
-                    yield _LmdbTransaction(self.directory, txn, self._databases)
+                    yield _LmdbTransaction(self.directory, txn, self._databases, self._data)
             except lmdb.MapFullError:
                 self._grow()
                 raise MapGrownError(
@@ -367,11 +412,14 @@ class LmdbStorage:
     def close(self) -> None:
         """Waits for running reads: what they look at is memory that closing unmaps. Later ones are refused."""
         with self._idle:
+            if self._closed:
+                return
             self._closed = True
             self._idle.wait_for(lambda: self._num_reading == 0)
         if self._owner is not None and not self._readonly:
             self._note_last_transaction()
         self._env.close()
+        os.close(self._data)
         self._release()
 
     def _note_last_transaction(self) -> None:

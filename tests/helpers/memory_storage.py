@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from weightserver.storage import DATABASES, NEWEST, DiskUsage
@@ -63,6 +63,9 @@ class MemoryTransaction:
     def newest_block(self, block: int, *, up_to: int = NEWEST) -> memoryview | None:
         found = [generation for generation in self.generations(block) if generation <= up_to]
         return memoryview(self._blocks[block, found[0]]) if found else None
+
+    def prefetch(self, blocks: Sequence[int], *, up_to: int = NEWEST) -> None:
+        pass
 
     def next_block(self, first: int) -> int | None:
         return min((block for block, _ in self._blocks if block >= first), default=None)

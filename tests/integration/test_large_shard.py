@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
+import mmap
 import os
+import shutil
 import struct
 import subprocess
 import sys
+import time
 from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -122,3 +128,77 @@ def test_a_server_writes_beyond_memory(tmp_path: Path) -> None:
         assert client.describe().rows_stored == starts.stop
     assert (directory / "data.mdb").stat().st_size > MEMORY_BYTES + (256 << 20)
     assert inspect_directory(directory)["rows_stored"] == starts.stop
+
+
+def resident_bytes(path: Path) -> int:
+    """How much of a file is in memory."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        pages = np.zeros(-(-len(mapped) // PAGE_BYTES), np.uint8)
+        address = np.frombuffer(mapped, np.uint8).ctypes.data
+        found = ctypes.CDLL(None, use_errno=True).mincore(
+            ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), pages.ctypes.data_as(ctypes.c_void_p)
+        )
+        assert found == 0, os.strerror(ctypes.get_errno())
+    return int((pages & 1).sum()) * PAGE_BYTES
+
+
+def let_go(path: Path) -> None:
+    """Takes a file that no process maps out of memory."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def test_rows_anywhere_read_no_more_than_their_blocks(tmp_path: Path) -> None:
+    """From a file of which nothing is in memory, whatever the disk's readahead; fetched and pushed."""
+    spec, data = TableSpec(num_rows=63 * 300, dim=128), tmp_path / "shard-0" / "data.mdb"
+    weight, momentum = np.random.default_rng(0).standard_normal((2, spec.num_rows, spec.dim), dtype=np.float32)
+    with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
+        client.create_table(spec)
+        client.extend_schedule(0, np.zeros(1))
+        client.open_session("run")
+        client.write_state(np.arange(spec.num_rows), weight, momentum, 0)
+    let_go(data)
+    if resident_bytes(data) > data.stat().st_size / 10:
+        pytest.skip("the file system of the temporary directory keeps files in memory")
+    block_bytes = 16 * PAGE_BYTES
+    with closing(LmdbStorage(data.parent, readonly=True, scattered=True)) as storage, storage.read() as txn:
+        before = resident_bytes(data)
+        txn.prefetch(range(0, 300, 10))
+        for _ in range(100):  # it is begun, not waited for
+            prefetched = resident_bytes(data) - before
+            if prefetched >= 27 * block_bytes:
+                break
+            time.sleep(0.05)
+        assert 27 * block_bytes <= prefetched < 35 * block_bytes
+    let_go(data)
+    with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
+        client.open_session("run")
+        blocks = np.random.default_rng(1).choice(spec.num_blocks, 40, replace=False)
+        rows = np.sort(blocks * spec.rows_per_block + 5)
+        before = resident_bytes(data)
+        np.testing.assert_array_equal(client.fetch(rows[::2], step=0), weight[rows[::2]])
+        fetched = resident_bytes(data)
+        client.push_gradients(rows[1::2], np.ones((20, spec.dim), np.float32), step=0)
+        pushed = resident_bytes(data)
+    assert 10 * block_bytes < fetched - before < 25 * block_bytes
+    # The push writes as many again, and the tree's pages above them.
+    assert 20 * block_bytes < pushed - fetched < 50 * block_bytes
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_thirty_gigabytes(tmp_path: Path) -> None:
+    """The benchmark, which compares the rows that it reads with what it wrote: no stage takes more memory than another
+    shard takes (docs/guarantees.md)."""
+    if shutil.disk_usage(tmp_path).free < 40e9:
+        pytest.skip("needs 40 GB of free disk under the temporary directory (--basetemp)")
+    options = ["--rows", "32000000", "--directory", str(tmp_path / "data"), "--output", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "benchmarks.large_shard", *options], check=True)
+    results = json.loads((tmp_path / "large_shard.json").read_text())["results"]
+    *parts, last = results["fill"]["parts"]
+    assert last["file_bytes"] > 32e9
+    assert last["map_bytes"] > last["file_bytes"]
+    stages = [results["restart"], results["drop"], *results["commands"].values()]
+    stages += [stage for name in ("reads", "writes") for stage in results[name].values() if isinstance(stage, dict)]
+    assert max(stage["own_bytes"] for stage in [*parts, last, *stages]) < 384 << 20
+    assert not (tmp_path / "data").exists()

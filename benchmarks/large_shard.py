@@ -1,0 +1,423 @@
+"""Does a shard need to fit into memory? One that is larger: written, restarted, read at random, verified, dropped.
+
+python -m benchmarks.large_shard [--rows 32000000] [--directory DIR] [--output benchmarks/results]
+
+D = 128, one shard on this machine; 32 M rows take 33 GB of disk, under --directory, and are removed at the end. What is
+stopped leaves them and the results so far there; the same command continues. Rows are written through a client, in
+pieces of neighbours. Before the shard starts anew, the page cache lets go of its file.
+
+The peer of the reads is the disk: as many blocks, read from the file by pread, in turn with the fetches. Memory
+is the shard's own (RssAnon), looked at every 20 ms; what it maps of the file is page cache, which the kernel takes back
+when others need it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import numpy as np
+import psutil
+
+from benchmarks.measure import Timing, in_turn, timing, write_results
+from weightserver import LocalCluster, TableSpec, WeightClient
+from weightserver.allocator import keep_large_buffers
+from weightserver.blocks import BlockCodec
+
+DIM, NUM_STEPS = 128, 1_000
+PAGE_BYTES = 4096
+ROWS_PER_WRITE = 16_380
+NUM_PARTS = 10
+"""Of the fill, each with times and memory of its own."""
+VALUES = np.random.default_rng(0).standard_normal((2, 3 * ROWS_PER_WRITE, DIM), dtype=np.float32) * 0.01
+FETCHES = {"65,536 rows at random": (65_536, 1), "512 rows at random": (512, 1), "16,380 neighbours": (1, 16_380)}
+"""Name -> runs of neighbouring rows, and rows of each."""
+ROUNDS = {"65,536 rows at random": 3, "512 rows at random": 30, "16,380 neighbours": 30}
+
+
+def first_value(row: int) -> int:
+    """Which of VALUES a piece that begins with `row` is written with: not the same in neighbouring pieces."""
+    return row // ROWS_PER_WRITE * 977 % (2 * ROWS_PER_WRITE)
+
+
+class Memory:
+    """The most memory of its own that a child of this thread took, in bytes."""
+
+    def __init__(self) -> None:
+        self._children = Path(f"/proc/self/task/{threading.get_native_id()}/children")
+        self._most = 0
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(0.02):
+            for pid in self._children.read_text().split():
+                with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+                    found = [int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon")]
+                    self._most = max(self._most, *found, 0)
+
+    def most(self) -> int:
+        """Since it was last asked for."""
+        time.sleep(0.05)
+        most, self._most = self._most, 0
+        return most
+
+    def close(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+
+def seconds(call: Callable[..., object], *arguments: Any, **options: Any) -> float:
+    started = time.perf_counter()
+    call(*arguments, **options)
+    return time.perf_counter() - started
+
+
+def map_bytes(cluster: LocalCluster) -> int:
+    """How long the shard's map of its file is."""
+    with urllib.request.urlopen(f"http://{cluster.metrics_addresses[0]}/metrics") as page:
+        lines = page.read().decode().splitlines()
+    return next(int(float(line.split()[1])) for line in lines if line.startswith("weightserver_map_bytes "))
+
+
+def let_go(data: Path) -> None:
+    """Takes the file out of the page cache, which is possible where no process maps it."""
+    with data.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+class Benchmark:
+    """One shard's data, and the results so far, in `directory`."""
+
+    def __init__(self, directory: Path, num_rows: int) -> None:
+        self.directory, self.data = directory, directory / "shard-0" / "data.mdb"
+        self.spec = TableSpec(num_rows=num_rows, dim=DIM)
+        self.generator = np.random.default_rng(1)
+        self._path = directory / "results.json"
+        self.results: dict[str, Any] = json.loads(self._path.read_text()) if self._path.exists() else {}
+
+    def stage(self, name: str, measure: Callable[[], dict[str, Any]]) -> None:
+        """Measures what was not measured before."""
+        if name not in self.results:
+            print(f"{time.strftime('%H:%M:%S')} {name}", file=sys.stderr, flush=True)
+            self.results[name] = measure()
+            partial = self._path.with_suffix(".partial")
+            partial.write_text(json.dumps(self.results, default=vars))
+            partial.replace(self._path)
+
+    def run(self) -> None:
+        self.stage("fill", self.fill)
+        self.stage("restart", self.restart)
+        self.stage("reads", self.reads)
+        self.stage("writes", self.writes)
+        self.stage("readahead", self.readahead)
+        self.stage("commands", self.commands)
+        self.stage("drop", self.drop)
+
+    @contextmanager
+    def served(self) -> Iterator[tuple[LocalCluster, WeightClient, Memory]]:
+        with (
+            closing(Memory()) as memory,
+            LocalCluster(1, self.directory) as cluster,
+            WeightClient(cluster.addresses, timeout_seconds=200) as client,
+        ):
+            yield cluster, client, memory
+
+    # ---- what is measured
+
+    def fill(self) -> dict[str, Any]:
+        """Every row is written once; a fill that was stopped continues, and its results tell of the rest."""
+        parts = []
+        with self.served() as (cluster, client, memory):
+            client.create_table(self.spec)
+            client.extend_schedule(0, np.full(NUM_STEPS, 0.01, np.float32))
+            client.open_session("fill")
+            stored = client.describe().rows_stored
+            pieces = list(range(stored, self.spec.num_rows, ROWS_PER_WRITE))
+            for part in np.array_split(np.array(pieces), NUM_PARTS):
+                times = [seconds(self._write_piece, client, int(row)) for row in part]
+                parts.append(
+                    {
+                        "rows_stored": client.describe().rows_stored,
+                        "write": timing(times),
+                        "write_seconds_most": max(times),
+                        "seconds": sum(times),
+                        "own_bytes": memory.most(),
+                        "file_bytes": self.data.stat().st_size,
+                        "map_bytes": map_bytes(cluster),
+                    }
+                )
+                print(f"{parts[-1]}", file=sys.stderr, flush=True)
+        return {"rows_before": stored, "parts": parts}
+
+    def _write_piece(self, client: WeightClient, first: int) -> None:
+        rows = np.arange(first, min(first + ROWS_PER_WRITE, self.spec.num_rows))
+        start = first_value(first)
+        weight, momentum = VALUES[:, start : start + len(rows)]
+        client.write_state(rows, weight, momentum, 0)
+
+    def restart(self) -> dict[str, Any]:
+        """With nothing of the file in the page cache, then with all that a start needs."""
+        times = []
+        for cold in (True, False):
+            if cold:
+                let_go(self.data)
+            started = time.perf_counter()
+            with closing(Memory()) as memory, LocalCluster(1, self.directory):
+                times.append(time.perf_counter() - started)
+                own_bytes = memory.most()
+        return {"cold_seconds": times[0], "warm_seconds": times[1], "own_bytes": own_bytes}
+
+    def reads(self) -> dict[str, Any]:
+        """Fetches of rows anywhere, each looked at, beside the disk's own reads of such blocks."""
+        let_go(self.data)
+        results: dict[str, Any] = {}
+        with self.served() as (cluster, client, memory):
+            disk = os.open(self.data, os.O_RDONLY)
+            os.posix_fadvise(disk, 0, 0, os.POSIX_FADV_RANDOM)  # no more than is asked for
+            for name, (num_runs, length) in FETCHES.items():
+                num_blocks, read_before = [0], self._read_bytes(cluster)
+
+                def fetch(num_runs: int = num_runs, length: int = length, counted: list[int] = num_blocks) -> None:
+                    counted[0] = self._fetch(client, num_runs, length)
+
+                def pread(counted: list[int] = num_blocks, length: int = length) -> None:
+                    self._read_blocks(disk, counted[0], neighbours=length > 1)
+
+                times = in_turn({"fetch": fetch, "disk": pread}, rounds=ROUNDS[name], warm_up=1)
+                results[name] = times | {
+                    "rows": num_runs * length,
+                    "blocks": num_blocks[0],
+                    "read_bytes": (self._read_bytes(cluster) - read_before) / (ROUNDS[name] + 1),
+                    "own_bytes": memory.most(),
+                }
+            os.close(disk)
+            results["map_bytes"] = map_bytes(cluster)
+        return results
+
+    def _fetch(self, client: WeightClient, num_runs: int, length: int) -> int:
+        """Fetches runs of rows, compares them with what was written, and tells of how many blocks they are."""
+        starts = self.generator.integers(self.spec.num_rows - length, size=num_runs)
+        rows = np.unique(starts[:, None] + np.arange(length))
+        found = client.fetch(rows, step=0)
+        pieces = rows // ROWS_PER_WRITE
+        written = pieces * 977 % (2 * ROWS_PER_WRITE) + rows % ROWS_PER_WRITE
+        if not np.array_equal(found, VALUES[0, written]):
+            raise RuntimeError("rows are not what was written")
+        return len(np.unique(rows // self.spec.rows_per_block))
+
+    def _read_blocks(self, descriptor: int, count: int, *, neighbours: bool) -> None:
+        """As many blocks, anywhere or beside each other."""
+        num_bytes = BlockCodec(self.spec).num_bytes
+        most = self.data.stat().st_size // num_bytes - count
+        blocks = self.generator.integers(most) + np.arange(count) if neighbours else self.generator.choice(most, count)
+        for block in blocks.tolist():
+            os.pread(descriptor, num_bytes, block * num_bytes // PAGE_BYTES * PAGE_BYTES)
+
+    def _read_bytes(self, cluster: LocalCluster) -> int:
+        """What the shard had read from disk so far."""
+        lines = Path(f"/proc/{cluster.processes[0].pid}/io").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+
+    def writes(self) -> dict[str, Any]:
+        """Pushes anywhere, which read what they change."""
+        gradients = np.ones((ROWS_PER_WRITE, DIM), np.float32)
+        results: dict[str, Any] = {}
+        steps = itertools.count()
+        with self.served() as (_, client, memory):
+            client.open_session("push")
+            for name, (num_runs, length) in {"512 rows at random": (512, 1), "16,380 neighbours": (1, 16_380)}.items():
+
+                def push(num_runs: int = num_runs, length: int = length) -> None:
+                    starts = self.generator.integers(self.spec.num_rows - length, size=num_runs)
+                    rows = np.unique(starts[:, None] + np.arange(length))
+                    client.push_gradients(rows, gradients[: len(rows)], step=next(steps))
+
+                results[name] = in_turn({"push": push}, rounds=10, warm_up=1) | {"own_bytes": memory.most()}
+            results["file_bytes"] = self.data.stat().st_size
+        return results
+
+    def readahead(self, num_blocks: int = 2_000) -> dict[str, Any]:
+        """Blocks anywhere, read through LMDB's map with and without the kernel's readahead, beside the disk's reads."""
+        results: dict[str, Any] = {}
+        for _ in range(3):
+            for readahead in (True, False):
+                let_go(self.data)
+                with lmdb.open(
+                    str(self.data.parent),
+                    map_size=self.data.stat().st_size,
+                    max_dbs=5,
+                    readonly=True,
+                    lock=False,
+                    readahead=readahead,
+                    lib_version=0,
+                ) as environment:
+                    database = environment.open_db(b"blocks", create=False)
+                    keys = self.generator.choice(self.spec.num_blocks, num_blocks)
+                    with environment.begin(buffers=True) as txn, txn.cursor(database) as cursor:
+                        started = time.perf_counter()
+                        for key in keys.tolist():
+                            cursor.set_range(key.to_bytes(8, "big"))
+                            np.frombuffer(cursor.value(), np.uint8).max()
+                        name = "with readahead" if readahead else "without readahead"
+                        results.setdefault(name, []).append(time.perf_counter() - started)
+            let_go(self.data)
+            descriptor = os.open(self.data, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+            taken = seconds(self._read_blocks, descriptor, num_blocks, neighbours=False)
+            results.setdefault("pread", []).append(taken)
+            os.close(descriptor)
+        return {"blocks": num_blocks, "seconds": {name: timing(values) for name, values in results.items()}}
+
+    def commands(self) -> dict[str, Any]:
+        """The whole file looked at, by one who may take all the time."""
+        results = {}
+        for command in ("inspect", "verify"):
+            let_go(self.data)
+            started = time.perf_counter()
+            process = subprocess.Popen(
+                [sys.executable, "-m", "weightserver", command, str(self.data.parent)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            with closing(Memory()) as memory:
+                output, _ = process.communicate()
+                taken = time.perf_counter() - started
+                if process.returncode:
+                    raise RuntimeError(output)
+                results[command] = {"seconds": taken, "own_bytes": memory.most()}
+        return results
+
+    def drop(self) -> dict[str, Any]:
+        """The table goes, and a new one begins in its space."""
+        let_go(self.data)
+        with self.served() as (_, client, memory):
+            before = self.data.stat().st_size
+            taken = seconds(client.drop_table)
+            own_bytes = memory.most()
+            client.create_table(self.spec)
+            client.extend_schedule(0, np.full(NUM_STEPS, 0.01, np.float32))
+            client.open_session("again")
+            first = seconds(self._write_piece, client, 0)
+            times = timing([seconds(self._write_piece, client, k * ROWS_PER_WRITE) for k in range(1, 21)])
+            return {
+                "seconds": taken,
+                "own_bytes": own_bytes,
+                "first_write_seconds": first,
+                "write": times,
+                "own_bytes_after": memory.most(),
+                "grown_bytes": self.data.stat().st_size - before,
+            }
+
+
+def as_table(num_rows: int, results: dict[str, Any]) -> str:
+    parts, restart, drop = results["fill"]["parts"], results["restart"], results["drop"]
+    memory_bytes = psutil.virtual_memory().total + psutil.swap_memory().total
+    megabytes = "{:.0f} MB".format
+    lines = [
+        f"One shard of {num_rows:,} rows (D = {DIM}): {parts[-1]['file_bytes'] / 1e9:.1f} GB on a machine whose memory "
+        f"and swap are {memory_bytes / 1e9:.1f} GB; LMDB's map was {parts[-1]['map_bytes'] / 1e9:.1f} GB at the end. "
+        "Memory is the shard's own, at most; what it maps of the file is page cache.",
+        "",
+        f"Filled by writes of {ROWS_PER_WRITE:,} neighbouring rows:",
+        "",
+        "| rows stored | file | map | a write | slowest | rows a second | own memory |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    before = results["fill"]["rows_before"]
+    for part in parts:
+        rate = (part["rows_stored"] - before) / part["seconds"]
+        before = part["rows_stored"]
+        lines.append(
+            f"| {before:,} | {part['file_bytes'] / 1e9:.1f} GB | {part['map_bytes'] / 1e9:.1f} GB | {part['write']} | "
+            f"{1e3 * part['write_seconds_most']:.0f} ms | {rate:,.0f} | {megabytes(part['own_bytes'] / 1e6)} |"
+        )
+    lines += [
+        "",
+        f"Started anew: {restart['cold_seconds']:.1f} s with nothing of the file in the page cache, "
+        f"{restart['warm_seconds']:.1f} s right after that; own memory {megabytes(restart['own_bytes'] / 1e6)}.",
+        "",
+        "| fetch | blocks | time | the disk alone | ratio | read from disk, a fetch | own memory |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in FETCHES:
+        read = results["reads"][name]
+        lines.append(
+            f"| {name} | {read['blocks']:,} | {read['fetch']} | {read['disk']} | "
+            f"{read['fetch'].p50 / read['disk'].p50:.2f} | {megabytes(read['read_bytes'] / 1e6)} | "
+            f"{megabytes(read['own_bytes'] / 1e6)} |"
+        )
+    lines += ["", "| push | time | own memory |", "|---|---|---|"]
+    for name, written in results["writes"].items():
+        if isinstance(written, dict):
+            lines.append(f"| {name} | {written['push']} | {megabytes(written['own_bytes'] / 1e6)} |")
+    readahead = results["readahead"]
+    lines += [
+        "",
+        f"{readahead['blocks']:,} blocks anywhere, nothing cached, one after the other: "
+        + ", ".join(f"{name} {times.p50:.2f} s" for name, times in readahead["seconds"].items())
+        + ".",
+        "",
+        "| command, nothing cached | time | own memory |",
+        "|---|---|---|",
+    ]
+    for name, taken in [*results["commands"].items(), ("drop_table()", drop)]:
+        lines.append(f"| {name} | {taken['seconds']:.1f} s | {megabytes(taken['own_bytes'] / 1e6)} |")
+    lines += [
+        "",
+        f"After the drop the first write took {drop['first_write_seconds']:.2f} s, others {drop['write']}, the file "
+        f"grew by {megabytes(drop['grown_bytes'] / 1e6)}, and the shard's own memory was "
+        f"{megabytes(drop['own_bytes_after'] / 1e6)}.",
+    ]
+    return "\n".join(lines)
+
+
+def restored(value: Any) -> Any:
+    """Timings as they were before they went into a file."""
+    if isinstance(value, dict):
+        if value.keys() == {"p50", "p10", "p90", "num_calls"}:
+            return Timing(**value)
+        return {key: restored(item) for key, item in value.items()}
+    return [restored(item) for item in value] if isinstance(value, list) else value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=32_000_000)
+    parser.add_argument("--directory", type=Path, help="for the shard's data; a temporary one by default")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    arguments = parser.parse_args()
+    directory = arguments.directory or Path(tempfile.gettempdir()) / f"large-shard-{arguments.rows}"
+    directory.mkdir(parents=True, exist_ok=True)
+    benchmark = Benchmark(directory, arguments.rows)
+    there = benchmark.data.stat().st_blocks * 512 if benchmark.data.exists() else 0
+    wanted = round(1.1 * benchmark.spec.num_blocks * BlockCodec(benchmark.spec).num_bytes) - there
+    if shutil.disk_usage(directory).free < wanted:
+        sys.exit(f"{directory} needs {wanted / 1e9:.0f} GB of free disk: give another --directory, or fewer --rows")
+    keep_large_buffers()
+    benchmark.run()
+    results = restored(json.loads(json.dumps(benchmark.results, default=vars)))
+    command = f"python -m benchmarks.large_shard --rows {arguments.rows}"
+    write_results(arguments.output, "large_shard", command, results, as_table(arguments.rows, results))
+    shutil.rmtree(directory)
+
+
+if __name__ == "__main__":
+    main()
