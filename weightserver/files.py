@@ -56,10 +56,13 @@ def append_synced(path: Path, content: bytes) -> None:
     Raises:
         OSError: it cannot be written, as when the disk is full.
     """
-    with path.open("ab") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with path.open("ab") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(f"{path} cannot be written ({error})") from None
 
 
 def sync(path: Path) -> None:
