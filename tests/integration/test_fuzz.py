@@ -4,6 +4,7 @@ handlers, over a channel and at the bare port: each is refused or done, and the 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import socket
 import struct
@@ -11,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -33,6 +35,7 @@ from weightserver.shard import Shard
 from weightserver.wire import spec_digest, spec_to_proto
 
 SPEC = TableSpec(num_rows=60, dim=2, rows_per_block=5)
+SINGLE_RATE = replace(SPEC, correction="paper")
 METHODS = pb.DESCRIPTOR.services_by_name["WeightServer"].methods
 HORIZON = 6
 MEMORY_MIB = 64
@@ -46,6 +49,8 @@ class Inputs:
     def __init__(self, seed: int, epoch: int) -> None:
         self._random = random.Random(seed)
         self._epoch = epoch
+        self.table = spec_digest(SPEC)
+        """That they may name."""
 
     def request(self) -> tuple[Any, list[bytes]]:
         """A method of the contract and the messages of a call of it."""
@@ -93,7 +98,7 @@ class Inputs:
             if field.message_type is not None:
                 self._fill(getattr(message, field.name), first=first)
                 if field.name == "spec" and r.random() < 0.7:
-                    message.spec.CopyFrom(spec_to_proto(SPEC))
+                    message.spec.CopyFrom(spec_to_proto(r.choice([SPEC, SINGLE_RATE])))
             elif field.cpp_type == field.CPPTYPE_BOOL:
                 setattr(message, field.name, r.random() < 0.5)
             elif field.cpp_type == field.CPPTYPE_DOUBLE:
@@ -118,7 +123,7 @@ class Inputs:
 
     def _integer(self, name: str) -> int:
         r = self._random
-        right = {"epoch": self._epoch, "table": spec_digest(SPEC), "num_rows": 2, "settled_before": 0}
+        right = {"epoch": self._epoch, "table": self.table, "num_rows": 2, "settled_before": 0}
         if r.random() < 0.85 and name in right:
             return right[name]
         if r.random() < 0.7:
@@ -176,6 +181,7 @@ class InProcess:
 
     def __init__(self) -> None:
         self.shard = Shard(MemoryStorage(), shard=0, num_shards=2)
+        self._specs = itertools.cycle([SPEC, SINGLE_RATE])
         self.committer, self.memory = Committer(self.shard.batch), Memory(MEMORY_MIB << 20)
         service = WeightServerService(
             self.shard, self.committer, ShardMetrics(shard=0, num_shards=2, version="0"), self.memory
@@ -196,7 +202,8 @@ class InProcess:
             self.committer.submit(operation).result(10)
 
         if self.shard.spec is None:
-            do(lambda batch: self.shard.create_table(batch, SPEC))
+            spec = next(self._specs)
+            do(lambda batch: self.shard.create_table(batch, spec))
             do(
                 lambda batch: self.shard.extend_schedule(
                     batch, 0, np.full(HORIZON, 0.5, np.float32), 0, 0, self.shard.state.schedule_version
@@ -223,9 +230,10 @@ def test_handlers(count: int) -> None:
         inputs = Inputs(seed=1, epoch=0)
         for number in range(count):
             inputs._epoch = place.shard.state.epoch
-            if place.shard.spec != SPEC and (place.shard.spec is None or number % 50 == 0):
+            if place.shard.spec not in (SPEC, SINGLE_RATE) and (place.shard.spec is None or number % 50 == 0):
                 place.committer.submit(place.shard.drop_table).result(10)
                 place.prepare()
+            inputs.table = spec_digest(place.shard.spec) if place.shard.spec else 0
             method, messages = inputs.request()
             outcome = place.call(method, messages)
             assert outcome.status not in FORBIDDEN, (number, method.name, outcome.status, outcome.details, messages)
@@ -234,7 +242,7 @@ def test_handlers(count: int) -> None:
             answers[method.name, outcome.status] += 1
         succeeded = {method for method, status in answers if status == "OK"}
         assert succeeded == {method.name for method in METHODS}
-        if place.shard.spec == SPEC:
+        if place.shard.spec in (SPEC, SINGLE_RATE):
             rows = np.flatnonzero((np.arange(SPEC.num_rows) // SPEC.rows_per_block) % 2 == 0)
             for part in place.shard.fetch(rows, step=None, state=True):
                 assert np.isfinite(part.weight).all()

@@ -24,6 +24,7 @@ from tests.integration.test_stores import (
 from trainer.loop import train
 from trainer.schedule import learning_rates
 from weightserver import LocalCluster, StepError, TableMismatchError, TableSpec, WeightClient
+from weightserver.reshard import reshard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -77,6 +78,12 @@ def test_rows_follow_the_papers_closed_form(num_shards: int, tmp_path: Path) -> 
             client.push_gradients(touched, np.ones((1, 6), np.float32), step=num_steps - 2)
         again = client.fetch_state(everything, step=num_steps)
         assert np.array_equal(again.weight, state.weight), "nothing was written"
+    shards = [tmp_path / f"shard-{shard}" for shard in range(num_shards)]
+    reshard(shards, [tmp_path / "two" / f"shard-{shard}" for shard in range(2)], rows_per_block=9, current=True)
+    with LocalCluster(2, tmp_path / "two") as cluster, WeightClient(cluster.addresses) as client:
+        moved = client.fetch_state(everything, step=num_steps)
+        assert np.array_equal(moved.weight, state.weight)
+        assert np.array_equal(moved.momentum_buffer, state.momentum_buffer)
 
 
 def stored(correction: str) -> TableSpec:
