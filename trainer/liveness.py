@@ -67,8 +67,7 @@ def _connections(rank: int, world_size: int, broadcast_text: Callable[[str | Non
         connection.sendall(bytes.fromhex(token))
         connection.settimeout(None)
         return [connection]
-    is_local = master in ("localhost", "127.0.0.1")
-    with socket.create_server(("127.0.0.1" if is_local else "", 0)) as listener:
+    with _listener(master) as listener:
         listener.settimeout(_CONNECT_SECONDS)
         token = secrets.token_hex(_TOKEN_BYTES)
         broadcast_text(f"{listener.getsockname()[1]} {token}")
@@ -82,6 +81,15 @@ def _connections(rank: int, world_size: int, broadcast_text: Callable[[str | Non
             else:  # a stranger's
                 connection.close()
     return connections
+
+
+def _listener(master: str) -> socket.socket:
+    """On a free port of rank 0's machine, which others call `master`."""
+    if master in ("localhost", "127.0.0.1"):
+        return socket.create_server(("127.0.0.1", 0))
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
 
 
 class _Watch(threading.Thread):
