@@ -52,7 +52,7 @@ def ending_together(
         watch.say_goodbye()
         raise
     except BaseException:
-        watch.hang_up()
+        watch.fail()
         faulthandler.dump_traceback_later(GRACE_SECONDS, exit=True)  # whatever it waits for: threads, NCCL, a GPU
         raise
     watch.say_goodbye()
@@ -67,8 +67,7 @@ def _connections(rank: int, world_size: int, broadcast_text: Callable[[str | Non
         connection.sendall(bytes.fromhex(token))
         connection.settimeout(None)
         return [connection]
-    is_local = master in ("localhost", "127.0.0.1")
-    with socket.create_server(("127.0.0.1" if is_local else "", 0)) as listener:
+    with _listener(master) as listener:
         listener.settimeout(_CONNECT_SECONDS)
         token = secrets.token_hex(_TOKEN_BYTES)
         broadcast_text(f"{listener.getsockname()[1]} {token}")
@@ -82,6 +81,15 @@ def _connections(rank: int, world_size: int, broadcast_text: Callable[[str | Non
             else:  # a stranger's
                 connection.close()
     return connections
+
+
+def _listener(master: str) -> socket.socket:
+    """On a free port of rank 0's machine, which others call `master`."""
+    if master in ("localhost", "127.0.0.1"):
+        return socket.create_server(("127.0.0.1", 0))
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
 
 
 class _Watch(threading.Thread):
@@ -105,8 +113,12 @@ class _Watch(threading.Thread):
                         return
                     selector.unregister(key.fileobj)
 
-    def hang_up(self) -> None:
-        """Lets the other ranks know that this one has failed."""
+    def fail(self) -> None:
+        """Lets the other ranks know that this one has failed, which sees to its own end."""
+        self._is_over.set()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         for connection in self._connections:
             with suppress(OSError):  # it is gone already
                 connection.shutdown(socket.SHUT_RDWR)
@@ -123,7 +135,7 @@ class _Watch(threading.Thread):
 
     def _end(self) -> None:
         """Ends this process, unless it ends by itself."""
-        self.hang_up()
+        self._hang_up()
         if not self._is_over.wait(GRACE_SECONDS):
             complain(f"trainer: rank {self._rank} ends because another rank is gone: what it said last tells why")
             sys.stderr.flush()

@@ -20,6 +20,7 @@ from weightserver import LocalCluster
 
 pytestmark = [
     pytest.mark.guard,
+    pytest.mark.timeout(600),
     pytest.mark.skipif(pretended_gpu.unavailable() is not None, reason=str(pretended_gpu.unavailable())),
 ]
 RankRecords = list[dict[str, Any]]
@@ -62,7 +63,11 @@ def run_ranks(num_ranks: int, out: Path, servers: str, images: Path, scenarios: 
         )
         for rank in range(num_ranks)
     ]
-    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    try:
+        outputs = [process.communicate(timeout=500)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output[-5000:]
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(num_ranks)]
