@@ -107,7 +107,7 @@ def main() -> None:
         peer()  # its processes are forked before there are threads
         images = load_dataset("folder", Path(directory), image_size=SIDE).train_images.to(device)
         assert isinstance(images, DecodedImages)
-        numbers = [torch.from_numpy(one.uniforms[0]).to(device) for one in visits]
+        numbers = [one.uniforms[0] for one in visits]
         cropped = [images.crops(one.images, [augment], one.uniforms)[0] for one in visits]
 
         def squares() -> None:

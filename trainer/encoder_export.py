@@ -1,5 +1,8 @@
 """An encoder in the keys of torchvision, timm or detectron2: a safetensors file, its SHA-256 and a model card.
 
+How pixels are scaled is said where each library looks for it: timm's config.json, torchvision's transforms and
+detectron2's PIXEL_MEAN and PIXEL_STD.
+
 An architecture moves between torchvision and timm where both have a model of its name with the same keys and shapes
 (plain ResNets, ResNeXts and wide ResNets do); before anything is written the other library's model is given the
 weights, and its features must be the encoder's. detectron2 has its own names for a ResNet's parts; they follow its
@@ -8,6 +11,7 @@ tools/convert-torchvision-to-d2.py.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.checkpoint import FREE_SETTINGS
+from trainer.data.decode import decoded_side
+from trainer.data.pixels import PixelScale
 from trainer.model import EncoderConfig, TorchvisionEncoder, build_encoder
 from trainer.runs import flat, number, read_config, read_encoder, read_summary
 from weightserver.files import require_empty, sha256, write_whole
@@ -47,6 +53,8 @@ class LibraryEncoder:
     name: str
     """The architecture, by the library's name; for detectron2 by torchvision's."""
     in_channels: int
+    pixels: PixelScale
+    """A number for each of in_channels."""
     tensors: dict[str, Tensor]
     """The library's keys, without a classifier."""
     last: str = ""
@@ -59,7 +67,8 @@ def export_encoder(
     """Writes a run's encoder, of its end or of a checkpoint, into the new directory `output`; returns the files.
 
     NAME-LIBRARY-xxxxxxxx.safetensors has the first digits of its SHA-256 in its name; beside it lie the whole of that,
-    for `sha256sum -c`, and README.md, the model card.
+    for `sha256sum -c`, and README.md, the model card; for timm config.json too, by which timm takes the directory for a
+    model.
 
     Raises:
         ValueError: no run, no such checkpoint, an architecture that the library does not have, a directory in use.
@@ -73,7 +82,8 @@ def export_encoder(
     output.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.contiguous() for name, tensor in converted.tensors.items()}
     unnamed = output / "encoder.safetensors"
-    write_whole(unnamed, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    described = {"pixel_mean": json.dumps(converted.pixels.mean), "pixel_std": json.dumps(converted.pixels.std)}
+    write_whole(unnamed, lambda path: save_file(tensors, path, metadata={"format": "pt"} | described))
     digest = sha256(unnamed)
     weights = unnamed.rename(output / f"{converted.name}-{library}-{digest[:8]}.safetensors")
     checksum, card = weights.with_suffix(".sha256"), output / "README.md"
@@ -82,7 +92,12 @@ def export_encoder(
     )
     write_whole(checksum, lambda path: path.write_text(f"{digest}  {weights.name}\n"))
     write_whole(card, lambda path: path.write_text(text))
-    return [weights, checksum, card]
+    if library != "timm":
+        return [weights, checksum, card]
+    fields = output / "config.json"
+    content = json.dumps(_timm_config(converted, config), indent=2) + "\n"
+    write_whole(fields, lambda path: path.write_text(content))
+    return [weights, checksum, card, fields]
 
 
 def convert(encoder: nn.Module, config: EncoderConfig, library: str) -> LibraryEncoder:
@@ -94,19 +109,21 @@ def convert(encoder: nn.Module, config: EncoderConfig, library: str) -> LibraryE
         raise ValueError(f"encoder {config.name!r} is this trainer's own, no library has it: use load_encoder")
     home, tensors = family or "torchvision", _library_tensors(encoder)
     in_channels = 3 if home == "torchvision" else config.in_channels
+    pixels = config.pixels.channels(in_channels)
     last = encoder.last if isinstance(encoder, TorchvisionEncoder) else ""
     if library == home:
-        return LibraryEncoder(library, name, in_channels, tensors, last)
+        return LibraryEncoder(library, name, in_channels, pixels, tensors, last)
     name = name.partition(".")[0]  # timm: without the tag of pretrained weights
     if library != "timm" and in_channels != 3:
         raise ValueError(f"{library}'s {name} takes colour images, this encoder grey ones: choose timm")
     if library == "detectron2":
         if name not in _DETECTRON2:
             raise ValueError(f"detectron2 has no counterpart of {config.name!r}: it has {', '.join(_DETECTRON2)}")
-        return LibraryEncoder(library, name, in_channels, {detectron2_key(key): tensors[key] for key in tensors})
+        renamed = {detectron2_key(key): tensors[key] for key in tensors}
+        return LibraryEncoder(library, name, in_channels, pixels, renamed)
     counterpart = _counterpart(encoder, config, f"{library}:{name}", in_channels)
     last = counterpart.last if isinstance(counterpart, TorchvisionEncoder) else ""
-    return LibraryEncoder(library, name, in_channels, tensors, last)
+    return LibraryEncoder(library, name, in_channels, pixels, tensors, last)
 
 
 def detectron2_key(key: str) -> str:
@@ -186,10 +203,11 @@ output is one feature vector an image, to be compared by cosine similarity or gi
 
 ## How to load it
 
-{_loading(converted, file)}
+{_loading(converted, config.image_size, file)}
 
-Input: {channels} images float32 [B, {converted.in_channels}, H, W], pixels 0..255 mapped to -1..1 by
-`pixels / 127.5 - 1`; trained at {config.image_size} px.{grey}
+Input: {channels} images float32 [B, {converted.in_channels}, H, W]: pixels in 0..1 less their mean
+{_listed(converted.pixels.mean)}, divided by their standard deviation {_listed(converted.pixels.std)}; trained at
+{config.image_size} px.{grey}
 
 ## Results
 
@@ -209,21 +227,46 @@ Licence of the weights: {weights_licence}. What may be done with them may also d
 """
 
 
-def _loading(converted: LibraryEncoder, file: str) -> str:
+def _timm_config(converted: LibraryEncoder, config: EncoderConfig) -> dict[str, Any]:
+    """timm's description of a model, by whose pretrained_cfg its scripts prepare images."""
+    return {
+        "architecture": converted.name,
+        "num_classes": 0,
+        "model_args": {"in_chans": converted.in_channels},
+        "pretrained_cfg": {
+            "input_size": [converted.in_channels, config.image_size, config.image_size],
+            "crop_pct": config.image_size / decoded_side(config.image_size),
+            "interpolation": "bilinear",
+            "mean": list(converted.pixels.mean),
+            "std": list(converted.pixels.std),
+            "num_classes": 0,
+        },
+    }
+
+
+def _listed(numbers: tuple[float, ...]) -> str:
+    return "[" + ", ".join(f"{number:.6g}" for number in numbers) + "]"
+
+
+def _loading(converted: LibraryEncoder, image_size: int, file: str) -> str:
     if converted.library == "timm":
-        return f"""```python
+        return """```python
 import timm
-model = timm.create_model("{converted.name}", num_classes=0, in_chans={converted.in_channels},
-                          checkpoint_path="{file}").eval()
+model = timm.create_model("local-dir:.", pretrained=True).eval()  # the path of this directory
+preprocess = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
 ```"""
     if converted.library == "torchvision":
+        mean, std = map(_listed, converted.pixels)
         return f"""```python
 import torch, torchvision
 from safetensors.torch import load_file
+from torchvision.transforms import v2
 model = torchvision.models.get_model("{converted.name}", weights=None)
 model.{_attribute(converted.last)} = torch.nn.Identity()
 model.load_state_dict(load_file("{file}"))
 model.eval()
+preprocess = v2.Compose([v2.ToImage(), v2.RGB(), v2.Resize({decoded_side(image_size)}), v2.CenterCrop({image_size}),
+                         v2.ToDtype(torch.float32, scale=True), v2.Normalize({mean}, {std})])
 ```"""
     depth, groups, width = _DETECTRON2[converted.name]
     more = "\n    RES2_OUT_CHANNELS: 64" if depth < 50 else ""
@@ -236,8 +279,8 @@ torch.save({{"model": load_file("{file}")}}, "encoder.pth")  # detectron2 reads 
 ```yaml
 MODEL:
   WEIGHTS: encoder.pth
-  PIXEL_MEAN: [127.5, 127.5, 127.5]
-  PIXEL_STD: [127.5, 127.5, 127.5]
+  PIXEL_MEAN: {_listed(tuple(255 * number for number in converted.pixels.mean))}
+  PIXEL_STD: {_listed(tuple(255 * number for number in converted.pixels.std))}
   RESNETS:
     DEPTH: {depth}
     NUM_GROUPS: {groups}

@@ -14,15 +14,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
+from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.helpers.small_run import EVERY, small_run
 from trainer.data import load_dataset
-from trainer.data.augment import normalise
+from trainer.data.decode import decoded_side
+from trainer.data.pixels import IMAGENET, normalise
 from trainer.encoder_export import _DETECTRON2, detectron2_key
 from trainer.export import main
 from trainer.loop import train
@@ -47,7 +51,8 @@ def export(*arguments: object) -> int | str | None:
 
 def a_run(path: Path, name: str, in_channels: int = 3) -> Path:
     """A run's files, its encoder with weights and statistics that no library starts from."""
-    config = EncoderConfig(name=name, in_channels=in_channels, image_size=SIDE)
+    mean, std = IMAGENET if in_channels == 3 else ((0.286,), (0.353,))
+    config = EncoderConfig(name=name, in_channels=in_channels, image_size=SIDE, pixel_mean=mean, pixel_std=std)
     torch.manual_seed(1)
     encoder = build_encoder(config)
     for module in encoder.modules():
@@ -80,6 +85,10 @@ def features(run: Path, views: Tensor) -> Tensor:
 
 
 def loaded_as_the_card_says(directory: Path) -> Any:
+    return names_of_the_card(directory)["model"]
+
+
+def names_of_the_card(directory: Path) -> dict[str, Any]:
     """Runs the card's code in its directory."""
     (code,) = re.findall(r"```python\n(.*?)```", (directory / "README.md").read_text(), re.DOTALL)
     here, names = Path.cwd(), dict[str, Any]()
@@ -88,7 +97,7 @@ def loaded_as_the_card_says(directory: Path) -> Any:
         exec(code, names)
     finally:
         os.chdir(here)
-    return names["model"]
+    return names
 
 
 @pytest.mark.parametrize(
@@ -109,7 +118,7 @@ def test_the_library_gives_the_same_features(
 ) -> None:
     run = a_run(tmp_path / "run", name, in_channels)
     assert export(run, "--format", library, "--output", tmp_path / "out") == 0
-    assert capsys.readouterr().out == f"wrote 3 files to {tmp_path / 'out'}\n"
+    assert capsys.readouterr().out == f"wrote {4 if library == 'timm' else 3} files to {tmp_path / 'out'}\n"
     model = loaded_as_the_card_says(tmp_path / "out")
     views = normalise(images())
     views = views[:, :1].expand(-1, 3, -1, -1) if in_channels == 1 else views
@@ -118,6 +127,28 @@ def test_the_library_gives_the_same_features(
         found = model(views[:, :1] if name.startswith("timm:") and in_channels == 1 else views)
     assert expected.std() > 1e-3
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "in_channels", "library"),
+    [("resnet18", 1, "torchvision"), ("resnet18", 3, "timm"), ("timm:resnet18", 1, "timm")],
+)
+def test_the_libraries_scale_pixels_as_the_encoder_was_trained(
+    tmp_path: Path, name: str, in_channels: int, library: str
+) -> None:
+    """What the card makes of a picture is what evaluation makes of it, whose centre it is."""
+    run, out = a_run(tmp_path / "run", name, in_channels), tmp_path / "out"
+    assert export(run, "--format", library, "--output", out) == 0
+    pixels = real_images()[0].expand(3, -1, -1).permute(1, 2, 0).numpy()
+    picture = Image.fromarray(pixels).resize((decoded_side(SIDE),) * 2)
+    seen = names_of_the_card(out)["preprocess"](
+        picture if library == "torchvision" or in_channels == 3 else picture.convert("L")
+    )
+    edge = (decoded_side(SIDE) - SIDE) // 2
+    squares = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None, :, edge : edge + SIDE, edge : edge + SIDE]
+    config = load_encoder(run / "encoder.safetensors")[1]
+    expected = normalise(squares, config.pixels)[0, : len(seen)]
+    torch.testing.assert_close(seen, expected, rtol=0, atol=1e-5)
 
 
 def test_the_files_have_a_hash_and_a_card(tmp_path: Path) -> None:
@@ -201,6 +232,9 @@ def test_detectron2_gets_its_keys(tmp_path: Path, name: str) -> None:
         found = detectron2_features(tensors, parts, options[1], views)
     torch.testing.assert_close(found, features(run, views), rtol=1e-5, atol=1e-6)
     card = (out / "README.md").read_text()
+    detectron2 = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", card, re.DOTALL)[0])["MODEL"]
+    np.testing.assert_allclose(detectron2["PIXEL_MEAN"], [123.675, 116.28, 103.53])
+    np.testing.assert_allclose(detectron2["PIXEL_STD"], [58.395, 57.12, 57.375])
     for line in (f"DEPTH: {options[0]}", f"NUM_GROUPS: {options[1]}", f"WIDTH_PER_GROUP: {options[2]}", weights.name):
         assert line in card
 

@@ -1,0 +1,145 @@
+"""The scale of pixels: measured or known, kept with the encoder, the same in training and evaluation; old runs'."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.helpers.small_run import losses, small_run
+from trainer.config import PRESETS, TrainConfig
+from trainer.data import load_dataset
+from trainer.data.pixels import IMAGENET, MINUS_ONE_TO_ONE, PixelScale, measured, normalise
+from trainer.evaluate.__main__ import main as evaluate
+from trainer.loop import train
+from trainer.model import EncoderConfig, build_encoder, load_encoder, save_encoder
+from trainer.runs import read_encoder
+from trainer.torchvision_compat import import_module
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SMALL = EncoderConfig(width=8, stem_stride=2, blocks=(1,), image_size=16)
+OF_BEFORE = ("pixel_mean", "pixel_std")
+"""Settings that the version before did not have."""
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Dark grey images of 16 px, two kinds."""
+    directory, random = tmp_path_factory.mktemp("idx"), np.random.default_rng(0)
+    for name, count in (("train", 120), ("t10k", 40)):
+        labels = np.arange(count, dtype=np.uint8) % 2
+        images = random.integers(0, 60, (count, 16, 16)).astype(np.uint8)
+        images[labels == 1, :8] += 40
+        for kind, magic, data in (("images-idx3", 0x803, images), ("labels-idx1", 0x801, labels)):
+            header = struct.pack(f">{data.ndim + 1}i", magic, *data.shape)
+            (directory / f"{name}-{kind}-ubyte").write_bytes(header + data.tobytes())
+    return directory
+
+
+def a_run(data_dir: Path, output: Path, **changes: Any) -> TrainConfig:
+    settings = {"dataset": "idx", "data_dir": data_dir, "num_images": None, "encoder": SMALL, "evaluate": True}
+    return small_run(output, **settings | changes)
+
+
+def test_pixels_are_scaled_as_by_torchvision() -> None:
+    images = torch.randint(0, 256, (3, 3, 9, 9), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    expected = import_module("torchvision.transforms.functional").normalize(images / 255, *map(list, IMAGENET))
+    torch.testing.assert_close(normalise(images, IMAGENET), expected, rtol=0, atol=1e-6)
+    assert torch.equal(normalise(images), images.float() / 127.5 - 1)  # every bit, as before there was a choice
+
+
+def test_images_in_memory_are_measured() -> None:
+    images = torch.randint(0, 200, (11, 3, 5, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    found, pixels = measured(images), images.double() / 255
+    np.testing.assert_allclose(found.mean, pixels.mean(dim=(0, 2, 3)), atol=6e-5)
+    np.testing.assert_allclose(found.std, pixels.std(dim=(0, 2, 3), correction=0), atol=6e-5)
+    assert measured(torch.full((2, 1, 4, 4), 51, dtype=torch.uint8)) == PixelScale((0.2,), (round(1 / 255, 4),))
+
+
+def test_each_data_set_has_a_scale() -> None:
+    assert load_dataset("fashion-mnist").pixels == PixelScale((0.286,), (0.353,))
+    assert load_dataset("synthetic", num_images=10).pixels == MINUS_ONE_TO_ONE
+    assert all(config.encoder.pixel_mean is None for _, config in PRESETS.values())  # that of the images, whichever
+    colour = {"in_channels": 3, "image_size": 16, "name": "none"}
+    assert EncoderConfig(**colour, pixel_mean=IMAGENET.mean, pixel_std=IMAGENET.std).pixels == IMAGENET
+
+
+def test_training_and_evaluation_use_the_images_own_scale(
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = a_run(data_dir, tmp_path / "run", steps=8)
+    result = train(run)
+    scale = load_dataset("idx", data_dir).pixels
+    assert 0.15 < scale.mean[0] < 0.2
+    stored = json.loads((run.output / "config.json").read_text())["encoder"]
+    assert PixelScale(*(tuple(stored[name]) for name in OF_BEFORE)) == scale
+    assert load_encoder(run.output / "encoder.safetensors")[1].pixels == scale == result.model.config.pixels
+    step = json.loads((run.output / "summary.json").read_text())
+    assert evaluate(["linear", "--run", str(run.output)]) == 0
+    assert json.loads(capsys.readouterr().out)["top1"] == step["linear_top1"]
+    same, other = (
+        a_run(
+            data_dir, tmp_path / name, steps=8, evaluate=False, encoder=replace(SMALL, pixel_mean=mean, pixel_std=std)
+        )
+        for name, mean, std in (("same", *scale), ("other", (0.5,), (0.5,)))
+    )
+    train(same)
+    train(other)
+    assert losses(same.output) == losses(run.output)
+    assert losses(other.output) != losses(run.output)
+
+
+def test_a_run_of_before_keeps_its_scale(data_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its config.json and its encoder files say nothing of a scale; their encoders know pixels from -1 to 1."""
+    explicit = replace(SMALL, pixel_mean=(0.5,), pixel_std=(0.5,))
+    run = a_run(data_dir, tmp_path / "run", steps=20, checkpoint_every=8, encoder=explicit, evaluate=False)
+    train(run)
+    before = losses(run.output)
+    settings = json.loads((run.output / "config.json").read_text())
+    for name in OF_BEFORE:
+        del settings["encoder"][name]
+    (run.output / "config.json").write_text(json.dumps(settings))
+    (run.output / "checkpoints" / "step-000000000020.safetensors").unlink(missing_ok=True)
+    train(replace(run, encoder=SMALL, resume=True))
+    assert losses(run.output) == before
+    assert "the run began with an earlier version" in caplog.text
+    assert read_encoder(run.output)[1].pixels == MINUS_ONE_TO_ONE
+    assert read_encoder(run.output, "step-000000000016")[1].pixels == MINUS_ONE_TO_ONE
+    with pytest.raises(ValueError, match="whose encoder is"):
+        train(replace(run, encoder=replace(SMALL, pixel_mean=(0.2,), pixel_std=(0.2,)), resume=True))
+
+
+def test_an_encoder_file_keeps_its_scale_and_old_ones_have_none(data_dir: Path, tmp_path: Path) -> None:
+    config = replace(SMALL, pixel_mean=(0.2,), pixel_std=(0.3,))
+    path, old = tmp_path / "encoder.safetensors", tmp_path / "old.safetensors"
+    save_encoder(build_encoder(config), config, path)
+    assert load_encoder(path)[1] == config
+    options = {name: value for name, value in asdict(config).items() if name not in OF_BEFORE}
+    save_file(load_file(path), old, metadata={"format": "pic-encoder-1", "encoder": json.dumps(options)})
+    assert load_encoder(old)[1] == SMALL
+    for begun, scale in ((path, config.pixels), (old, MINUS_ONE_TO_ONE)):  # the weights expect it
+        run = a_run(data_dir, tmp_path / begun.stem / "run", steps=1, evaluate=False, init_encoder=begun)
+        assert train(run).model.config.pixels == scale
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pixel_mean": (0.5,)}, "give both or neither"),
+        ({"pixel_mean": (0.5, 0.5), "pixel_std": (0.5,)}, "not for 1 channels"),
+        ({"pixel_mean": (), "pixel_std": (0.5,)}, "not for 1 channels"),
+        ({"pixel_mean": (0.5,), "pixel_std": (0.0,)}, "stds above 0"),
+        ({"pixel_mean": (127.5,), "pixel_std": (127.5,)}, "means of 0 to 1"),
+        ({"pixel_mean": (float("nan"),), "pixel_std": (0.5,)}, "means of 0 to 1"),
+    ],
+)
+def test_impossible_scales(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EncoderConfig(**options)
