@@ -97,6 +97,7 @@ def test_each_error_has_a_status_of_its_own() -> None:
         ("extend_table", "num_rows"),
         ("drop_table", ""),
         ("extend_schedule", "start_step, learning_rates"),
+        ("learning_rates", "*, shard"),
         ("open_session", "name, *, join"),
         ("fetch", "rows, *, step"),
         ("fetch_state", "rows, *, step"),

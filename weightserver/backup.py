@@ -37,7 +37,7 @@ from weightserver.config import TableSpec
 from weightserver.errors import ClusterError, NoTableError, StorageError
 from weightserver.files import LOCK, alone_in, require_empty, sha256, write_whole
 from weightserver.records import HELD_PREFIX, KeptCheckpoint, chosen_checkpoint
-from weightserver.wire import Float32Array, float32_from_bytes, spec_digest
+from weightserver.wire import spec_digest
 
 _FORMAT = 1
 _MANIFEST, _UNFINISHED, _SCHEDULE = "manifest.json", "unfinished.json", "schedule.safetensors"
@@ -265,7 +265,7 @@ def _copy_shard(client: WeightClient, directory: Path, shard: int, spec: TableSp
         raise NoTableError(f"shard {shard} keeps the checkpoint no longer: begin anew in another directory")
     kept = described[name]
     codec, request = BlockCodec(spec), pb.ReadBlocksRequest(checkpoint=name, table=spec_digest(spec))
-    rates = _schedule(client, shard)
+    rates = client.learning_rates(shard=shard)
     write_whole(directory / _SCHEDULE, lambda path: save_file({"learning_rates": rates}, path))
     pieces, rows_stored = _sound_pieces(directory, codec)
     first = pieces[-1][1] if pieces else 0
@@ -294,16 +294,6 @@ def _copy_shard(client: WeightClient, directory: Path, shard: int, spec: TableSp
         "rows_stored": rows_stored,
         "files": files,
     }
-
-
-def _schedule(client: WeightClient, shard: int) -> Float32Array:
-    parts = [np.zeros(0, np.float32)]
-    while True:
-        request = pb.ReadScheduleRequest(start_step=sum(map(len, parts)))
-        part = float32_from_bytes(client.call_shard(shard, "ReadSchedule", request).learning_rates, "learning_rates")
-        if not len(part):
-            return np.concatenate(parts)
-        parts.append(part)
 
 
 def _read_piece(

@@ -55,6 +55,7 @@ from weightserver.wire import (
     MAX_WRITE_ROWS,
     Float32Array,
     all_finite,
+    float32_from_bytes,
     rows_to_proto,
     spec_digest,
     spec_from_proto,
@@ -304,6 +305,17 @@ class WeightClient:
                 for answer, connection in zip(answers, self._connect(), strict=True)
             ),
         )
+
+    def learning_rates(self, *, shard: int = 0) -> Float32Array:
+        """Those that rows are moved by, float32 [horizon of the shard]; all shards hold the same."""
+        parts = [np.zeros(0, np.float32)]
+        while True:
+            request = pb.ReadScheduleRequest(start_step=sum(map(len, parts)))
+            answer = self.call_shard(shard, "ReadSchedule", request)
+            part = float32_from_bytes(answer.learning_rates, "learning_rates")
+            if not len(part):
+                return np.concatenate(parts)
+            parts.append(part)
 
     def extend_schedule(self, start_step: int, learning_rates: npt.ArrayLike) -> None:
         """Appends learning rates (float32 [n]) from `start_step` on, or rewrites those that no write has reached.

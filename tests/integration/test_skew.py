@@ -191,6 +191,8 @@ def test_an_older_shard_is_named_where_it_cannot_do_what_is_asked(
     with between(cluster, older, forget) as addresses, WeightClient(addresses, retry_seconds=1) as skewed:
         with pytest.raises(ClusterError, match=r"shard 0 at .* does not know this call: it runs an older version"):
             skewed.extend_table(501)
+        with pytest.raises(ClusterError, match="does not know this call"):
+            skewed.learning_rates()  # which a trainer that resumes bears with
         assert skewed.describe().spec == SPEC
     client.drop_table()
     with between(cluster, older, forget) as addresses, WeightClient(addresses, retry_seconds=1) as skewed:

@@ -1,40 +1,76 @@
-"""The loss against its formula in float64."""
+"""The loss against its formula in float64, within what rounding explains."""
 
 from __future__ import annotations
 
 import math
 
+import pytest
 import torch
+from torch import Tensor
 
+from tests.helpers import numerics
 from trainer.loss import cosine_softmax_loss, softmax_loss
 
 
-def test_loss_and_gradients_equal_the_formula() -> None:
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Features (6, 5), small weight (9, 5), labels (6,)."""
     generator = torch.Generator().manual_seed(0)
-    features = torch.randn(6, 5, generator=generator, requires_grad=True)
-    weight = (torch.randn(9, 5, generator=generator) * 0.01).requires_grad_()
-    labels = torch.tensor([0, 8, 3, 3, 5, 1])
-    loss = cosine_softmax_loss(features, weight, labels, temperature=0.2)
-    loss.backward()
+    features, weight = torch.randn(6, 5, generator=generator), torch.randn(9, 5, generator=generator) * 0.01
+    return features.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), torch.tensor([0, 8, 3, 3, 5, 1])
 
-    z, w = features.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
-    cosine = (z @ w.T) / (z.norm(dim=1)[:, None] * w.norm(dim=1)[None])
-    expected = (torch.logsumexp(cosine / 0.2, dim=1) - cosine[torch.arange(6), labels] / 0.2).mean()
-    expected.backward()
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
-    torch.testing.assert_close(features.grad.double(), z.grad, rtol=1e-5, atol=1e-8)
-    torch.testing.assert_close(weight.grad.double(), w.grad, rtol=1e-5, atol=1e-6)
+
+@pytest.mark.parametrize("temperature", [0.2, 0.03])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_loss_and_gradients_equal_the_formula(temperature: float, dtype: torch.dtype) -> None:
+    features, weight, labels = inputs(dtype)
+    loss = cosine_softmax_loss(features, weight, labels, temperature=temperature)
+    loss.backward()
+    expected = numerics.softmax_loss(features, weight, labels, temperature=temperature)
+    expected.loss.assert_near(loss, "loss")
+    expected.features.assert_near(features.grad, "features")
+    expected.weight.assert_near(weight.grad, "weight")
+
+
+def test_the_formula_is_torchs_in_float64() -> None:
+    """Of the oracle, written out with its gradients: against autograd."""
+    features, weight, labels = inputs(torch.float64)
+    cosine = (features @ weight.T) / (features.norm(dim=1)[:, None] * weight.norm(dim=1)[None])
+    loss = (torch.logsumexp(cosine / 0.2, dim=1) - cosine[torch.arange(6), labels] / 0.2).mean()
+    loss.backward()
+    expected = numerics.softmax_loss(features, weight, labels, temperature=0.2)
+    expected.loss.assert_near(loss)
+    expected.features.assert_near(features.grad)
+    expected.weight.assert_near(weight.grad)
+    assert expected.loss.error < 1e-13
+
+
+def test_the_bounds_are_tight_enough_to_tell_faults() -> None:
+    """A temperature off by a thousandth, a label or the mean of one image too few."""
+    features, weight, labels = inputs()
+    expected = numerics.softmax_loss(features, weight, labels, temperature=0.2)
+    for wrong in (
+        cosine_softmax_loss(features, weight, labels, temperature=0.2001),
+        cosine_softmax_loss(features, weight, labels.clone().index_fill_(0, torch.tensor([2]), 4), temperature=0.2),
+        cosine_softmax_loss(features, weight, labels, temperature=0.2) + 1e-4,
+    ):
+        with pytest.raises(AssertionError, match="of which rounding explains"):
+            expected.loss.assert_near(wrong)
+    loss = cosine_softmax_loss(features, weight, labels, temperature=0.2001)
+    loss.backward()
+    with pytest.raises(AssertionError, match="of which rounding explains"):
+        expected.weight.assert_near(weight.grad)
+    assert expected.loss.error < 1e-5 * expected.loss.value
 
 
 def test_chance_is_log_k() -> None:
-    loss = cosine_softmax_loss(torch.eye(4, 40)[:2], torch.eye(40)[10:], torch.tensor([0, 7]), temperature=0.2)
-    assert math.isclose(loss.item(), math.log(30), rel_tol=1e-6)
+    features, weight, labels = torch.eye(4, 40)[:2], torch.eye(40)[10:], torch.tensor([0, 7])
+    loss = cosine_softmax_loss(features, weight, labels, temperature=0.2)
+    expected = numerics.softmax_loss(features, weight, labels, temperature=0.2)
+    assert math.isclose(expected.loss.value, math.log(30), rel_tol=1e-15)
+    expected.loss.assert_near(loss)
 
 
 def test_plain_logits_are_products() -> None:
-    generator = torch.Generator().manual_seed(0)
-    features, weight = torch.randn(6, 5, generator=generator), torch.randn(9, 5, generator=generator)
-    labels = torch.tensor([0, 8, 3, 3, 5, 1])
-    products = features.double() @ weight.double().T
-    expected = (torch.logsumexp(products, dim=1) - products[torch.arange(6), labels]).mean()
-    torch.testing.assert_close(softmax_loss(features, weight, labels).double(), expected, rtol=1e-6, atol=0)
+    features, weight, labels = inputs()
+    loss = softmax_loss(features, 100 * weight, labels)
+    numerics.softmax_loss(features, 100 * weight, labels, cosines=False).loss.assert_near(loss)

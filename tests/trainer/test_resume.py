@@ -15,11 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
 
 import trainer.checkpoint
+import trainer.history
 from tests.helpers import dying_run
 from tests.helpers.dying_run import POINTS
 from tests.helpers.small_run import EVERY, NUM_STEPS, ONLY_ROWS, losses, small_run
@@ -30,8 +32,9 @@ from trainer.loop import train
 from trainer.model import EncoderConfig, load_encoder
 from trainer.report import Report
 from trainer.runs import read_config, read_encoder, read_summary
+from trainer.schedule import learning_rates
 from trainer.stopping import Stopped
-from weightserver import LocalCluster, WeightClient
+from weightserver import LocalCluster, TableMismatchError, WeightClient
 from weightserver.connection import ShardConnection
 from weightserver.inspect import inspect_directory
 
@@ -333,6 +336,25 @@ def test_a_run_goes_on_elsewhere_from_an_older_checkpoint(
         (output / "checkpoints" / f"step-{step:012d}.safetensors").unlink()
     train(small_run(output, resume=True, device=device))
     assert losses(output) == pytest.approx(losses(undisturbed), rel=tolerance, abs=0)
+
+
+def test_learning_rates_that_the_servers_hold_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version before made them, on a machine whose cosine rounds otherwise: refused would be every resume."""
+    output, settings = tmp_path / "run", {"encoder": ONLY_ROWS, "keep_checkpoints": 9}
+    with monkeypatch.context() as elsewhere:
+        rounded_otherwise = lambda **shape: np.nextafter(learning_rates(**shape), np.float32(2))  # noqa: E731
+        elsewhere.setattr(trainer.history, "learning_rates", rounded_otherwise)
+        train(small_run(output, **settings))
+        expected, held = losses(output), trainer.history.ImageHistory(((0, 300),)).learning_rates(small_run(output))
+    for step in saved_steps(output / "checkpoints")[1:]:
+        (output / "checkpoints" / f"step-{step:012d}.safetensors").unlink()
+    train(small_run(output, resume=True, **settings))
+    assert losses(output) == expected
+    with LocalCluster(2, output / "servers") as cluster, WeightClient(cluster.addresses) as client:
+        assert np.array_equal(client.learning_rates(), held)
+    monkeypatch.setattr(trainer.history, "learning_rates", lambda **shape: learning_rates(**shape) * np.float32(1.001))
+    with pytest.raises(TableMismatchError, match="was used"):
+        train(small_run(output, resume=True, **settings))
 
 
 def test_old_checkpoints_are_forgotten(undisturbed: Path) -> None:

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from trainer.checkpoint import newest_history, note_history, roll_back, saved_history, step_to_resume
@@ -21,7 +22,7 @@ from trainer.rows.remote import RemoteRows
 from trainer.rows.resident import ResidentRows
 from trainer.rows.store import RowStore
 from trainer.schedule import Float32Array
-from weightserver import LocalCluster, NoTableError, TableSpec, WeightClient, WeightServerError
+from weightserver import ClusterError, LocalCluster, NoTableError, TableSpec, WeightClient, WeightServerError
 from weightserver.sharding import Sharding
 
 _log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ def open_rows(
         return
     with ExitStack() as stack:
         client, epoch, checkpoint_step, history = _join_session(config, spec, range_sizes, digests, ranks, stack)
-        rates = _learning_rates(config, history, ranks)
+        rates = _as_held(_learning_rates(config, history, ranks), client)  # the same on every rank
         store = (
             RemoteRows(client, device)
             if config.rows == "remote"
@@ -154,7 +155,7 @@ def _join_session(
                 roll_back(files, client, step)
                 note_history(files, step or 0, history)  # from now on --resume alone goes on with all images
                 _open_table(client, spec)
-            client.extend_schedule(0, history.learning_rates(config))
+            client.extend_schedule(0, _as_held(history.learning_rates(config), client))
             session = {"addresses": addresses, "epoch": epoch, "checkpoint_step": step, "images": history.to_json()}
         except (ValueError, OSError, WeightServerError) as error:
             failure, session = error, {"error": str(error)}
@@ -167,6 +168,19 @@ def _join_session(
         client = stack.enter_context(_client(config, session["addresses"]))
         client.open_session(config.output.name, join=session["epoch"])
     return client, session["epoch"], session["checkpoint_step"], ImageHistory.from_json(session["images"])
+
+
+def _as_held(rates: Float32Array, client: WeightClient) -> Float32Array:
+    """Learning rates where those that the servers hold differ by rounding alone: theirs, which rows were moved by.
+
+    Versions before took their cosine from NumPy, whose last bit depends on the processor: 2^-52 of the highest rate.
+    """
+    try:
+        held = client.learning_rates()[: len(rates)]
+    except ClusterError:  # shards of version 0.1 do not tell
+        return rates
+    same = np.abs(held - rates[: len(held)]) <= 2.0**-52 * rates.max(initial=0) + 2.0**-23 * held
+    return np.concatenate([np.where(same, held, rates[: len(held)]), rates[len(held) :]])
 
 
 def _history_of_table(client: WeightClient) -> ImageHistory | None:
