@@ -26,6 +26,7 @@ from tests.helpers import numerics
 from trainer.distributed import Ranks, process_group
 from trainer.loss import cosine_softmax_loss, padded, padded_rows
 
+ROOT = Path(__file__).parents[2]
 NUM_INPUTS, DIM, NUM_ROWS = 6, 5, 23
 LOW = 0.01
 """A temperature at which exp of a logit overflows."""
@@ -154,7 +155,8 @@ def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """What each rank got."""
     out = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
-    run = subprocess.run([*command, __file__, str(out)], capture_output=True, text=True, check=False, timeout=120)
+    command += ["-m", "tests.trainer.test_distributed", str(out)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert run.returncode == 0, run.stderr
     return [dict(np.load(out / f"{rank}.npz")) for rank in range(request.param)]
 
