@@ -68,7 +68,7 @@ def test_every_option_that_is_named_can_be_given(option: str) -> None:
 
 
 def test_every_row_of_settings_names_code_and_a_test() -> None:
-    settings = TEXT.partition("## Other on purpose")[0]
+    settings = TEXT.partition("## Different on purpose")[0]
     rows = [line.split("|")[1:-1] for line in settings.splitlines() if line.startswith("| ")]
     rows = [row for row in rows if row[0].strip() != "the paper"]
     assert len(rows) > 35
