@@ -55,6 +55,7 @@ class PackedImages:
             )
         self.order = RangesOrder(self.manifest.sizes, self.manifest.order_seed)
         self._firsts = np.array([shard.first for shard in self.manifest.shards])
+        self._ends = np.append(self._firsts[1:], len(self))
         by_tar = self.manifest.indexed_by_tar
         indexed: Sequence[Shard | Range] = self.manifest.shards if by_tar else self.manifest.ranges
         self._index_firsts = np.array([part.first for part in indexed])
@@ -92,7 +93,7 @@ class PackedImages:
         while start < stop:
             shard = self._shard(start)
             first = int(self._firsts[shard])
-            index = self._records(start, min(stop, first + self.manifest.shards[shard].count))
+            index = self._records(start, min(stop, int(self._ends[shard])))
             ends = index["offset"] + index["length"]
             begin = int(index["offset"][0])
             together = max(1, int(np.searchsorted(ends, begin + _SEGMENT_BYTES)))
