@@ -452,7 +452,8 @@ def correct(
 ) -> None:
     """Brings raw rows up to date in place: float32 [n, D] and coefficients float32 [n, 2, 2].
 
-    Product, product, sum, each rounded: no fused multiply-add, so that every place that corrects gets the same bits.
+    Product, product, sum, each rounded: no fused multiply-add, so that every place that corrects, on any
+    processor, gets the same bits.
     With `weight_only` the momentum buffer is left as it was.
     """
     scratch = np.multiply(coefficients[:, 0, 1, None], momentum_buffer)

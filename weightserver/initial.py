@@ -1,4 +1,4 @@
-"""Initial rows as a pure function of (seed, row), the same bits on every machine and NumPy version.
+"""Initial rows as a pure function of (seed, row), the same bits on every processor and with every NumPy version.
 
 Random bits come from SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), whose n-th output can be computed alone. Each
 32-bit half of an output gives one normal: two quantiles of N(0, 1) are looked up with 16 bits each and their sum is

@@ -18,6 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from weightserver import TableSpec
+
 Float64Array = npt.NDArray[np.float64]
 
 _FUNCTION = 4.0
@@ -86,6 +88,19 @@ class Rounded:
             f"{name} at {[int(i) for i in worst]}: {found[worst]} is {difference[worst]:.1e} from {expected[worst]}, "
             f"of which rounding explains {bound[worst]:.1e}"
         )
+
+
+def sgd_update(
+    weight: Rounded, momentum_buffer: Rounded, gradient: Rounded, *, learning_rate: float, spec: TableSpec
+) -> tuple[Rounded, Rounded]:
+    """torch.optim.SGD's, whose constants are rounded to float32: weight and momentum buffer."""
+
+    def constant(number: float) -> Rounded:
+        return Rounded(np.float64(number), np.float64(number * weight.unit), weight.unit)
+
+    decayed = gradient + weight * constant(spec.weight_decay)
+    momentum_buffer = momentum_buffer * constant(spec.momentum) + decayed
+    return weight - momentum_buffer * constant(learning_rate), momentum_buffer
 
 
 @dataclass(frozen=True)

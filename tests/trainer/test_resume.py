@@ -1,4 +1,6 @@
-"""A run that was stopped, killed or failed at any point goes on as if nothing had happened: every loss, bit for bit."""
+"""A run that was stopped, killed or failed at any point goes on as if nothing had happened: every loss, bit for bit
+between two runs on one machine with as many threads.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.numerics import Rounded, sgd_update
 from trainer.rows import DenseRows
 from weightserver import TableSpec
 from weightserver.initial import initial_rows
@@ -54,17 +55,25 @@ def test_without_correction_each_row_is_a_parameter_that_rests() -> None:
     weights = [torch.nn.Parameter(torch.from_numpy(row)) for row in initial_rows(spec, ALL)]
     optimizer = torch.optim.SGD(weights, lr=1.0, momentum=spec.momentum, weight_decay=spec.weight_decay)
     store = DenseRows(spec, RATES)
+    expected = [
+        (Rounded.exact(weight, torch.float32), Rounded.exact(np.zeros(DIM), torch.float32)) for weight in weights
+    ]
     for step, rows, gradients in updates():
         store.apply_gradients(rows, gradients, step=step)
         optimizer.zero_grad(set_to_none=True)
         for row, gradient in zip(rows, gradients, strict=True):
             weights[row].grad = gradient
+            given = Rounded.exact(gradient, torch.float32)
+            expected[row] = sgd_update(*expected[row], given, learning_rate=float(RATES[step]), spec=spec)
         optimizer.param_groups[0]["lr"] = float(RATES[step])
         optimizer.step()
     state = store.read_state(ALL, step=NUM_STEPS)
-    assert np.allclose(state.weight, torch.stack(weights).detach(), rtol=1e-5, atol=1e-7)
-    momentum_buffers = torch.stack([optimizer.state[weight]["momentum_buffer"] for weight in weights])
-    assert np.allclose(state.momentum_buffer, momentum_buffers, rtol=1e-5, atol=1e-6)
+    for row, (weight, momentum_buffer) in enumerate(expected):
+        weight.assert_near(state.weight[row], f"row {row}")
+        weight.assert_near(weights[row], f"parameter {row}")
+        momentum_buffer.assert_near(state.momentum_buffer[row], f"row {row}'s momentum buffer")
+        momentum_buffer.assert_near(optimizer.state[weights[row]]["momentum_buffer"], f"parameter {row}'s")
+        assert (weight.error < 1e-4 * np.abs(weight.value).max()).all(), "a missing term would show"
 
 
 @pytest.mark.parametrize("correction", [True, False])

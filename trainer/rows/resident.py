@@ -161,7 +161,7 @@ class ResidentRows:
         return self._weight[self._active_on_device]
 
     def _correct(self, slots: Int64Array, step: int) -> None:
-        """Brings idle rows to `step`: the same bits as weightserver.correction.correct, product by product."""
+        """Brings idle rows to `step`: on a CPU the same bits as weightserver.correction.correct, product by product."""
         coefficients = self._tensor(self._schedule.coefficients(self._last_step[slots], step))
         (ww, wu), (uw, uu) = coefficients[:, :, :, None].permute(1, 2, 0, 3)  # (n, 1) each
         chosen = self._tensor(slots)

@@ -1,4 +1,4 @@
-"""Packed and plain images give the same pixels and train to the same losses, bit for bit."""
+"""Packed and plain images give the same pixels and train to the same losses, bit for bit on one machine."""
 
 from __future__ import annotations
 
