@@ -224,7 +224,7 @@ def base_image(docker: Docker, wanted: str) -> str:
     else:
         tell(f"{wanted} cannot be pulled: a stand-in is made of Debian's packages")
         with tempfile.TemporaryDirectory() as directory:
-            packages = "--include=python3,python3-venv,ca-certificates"
+            packages = "--include=python3,python3-venv,ca-certificates,g++"
             subprocess.run(
                 ["debootstrap", "--variant=minbase", packages, "bookworm", f"{directory}/root"],
                 check=True,

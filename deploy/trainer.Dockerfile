@@ -22,7 +22,8 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=pip-c
 
 FROM ${BASE_IMAGE}
 # The compiler is for --compile.
-RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+RUN command -v g++ \
+    || (apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*)
 RUN useradd --uid 10001 --user-group --create-home pic && install -d -o pic -g pic /runs /certs
 COPY --from=build /opt/venv /opt/venv
 COPY deploy/train.sh /usr/local/bin/train.sh
