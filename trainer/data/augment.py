@@ -68,8 +68,8 @@ class AugmentationConfig:
             raise ValueError(
                 f"min_scale and max_scale are {self.min_scale} and {self.max_scale}: give 0 < min ≤ max ≤ 1"
             )
-        if self.max_aspect_ratio < 1:
-            raise ValueError(f"max_aspect_ratio is {self.max_aspect_ratio}: give a number of at least 1")
+        if not 1 <= self.max_aspect_ratio <= 1_000:
+            raise ValueError(f"max_aspect_ratio is {self.max_aspect_ratio}: give a number of 1 to 1000")
         for name in ("flip_probability", "jitter_probability", "grey_probability", "blur_probability"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a probability, 0 to 1")
@@ -327,7 +327,7 @@ def _turn_hue(views: Tensor, turn: Tensor) -> Tensor:
     raw = torch.where(
         value == red, green - blue, torch.where(value == green, blue - red + 2 * chroma, red - green + 4 * chroma)
     )
-    hue = raw / torch.where(chroma > 0, chroma, 1) + 6 * turn
+    hue = raw / (chroma + (chroma == 0)) + 6 * turn  # torch.where would wait until a GPU has a number of the host's
     distance = hue - 2 * torch.arange(3, device=views.device).view(-1, 1, 1)  # (B, 3, H, W)
     distance = (distance - 6 * torch.round(distance / 6)).abs()  # within half the circle
     return value - chroma * (distance - 1).clamp(0, 1)

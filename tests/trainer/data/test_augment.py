@@ -126,7 +126,8 @@ def test_each_order_of_the_jitter_is_torchvisions(channels: int) -> None:
     """Within one grey level, for all 24 orders, with factors that often cut."""
     orders = list(itertools.permutations(range(4)))
     batch, numbers = images(10 * len(orders), channels), uniforms(10 * len(orders))
-    numbers[:, _Column.ORDER] = (torch.arange(len(batch)) % 24 + 0.5) / 24
+    batch[::2] = batch[::2] // 64 * 85  # black, white, greys, and channels that are equal
+    numbers[:, _Column.ORDER] = (torch.arange(len(batch)) // 2 % 24 + 0.5) / 24
     views = (Augmentation(STRONGEST, 28).finish(batch, numbers) + 1) / 2
     strengths = torch.tensor([0.8, 0.8, 0.8, 0.2])
     factors = strengths * (2 * numbers[:, _Column.BRIGHTNESS : _Column.HUE + 1] - 1) + torch.tensor([1.0, 1, 1, 0])
@@ -134,7 +135,7 @@ def test_each_order_of_the_jitter_is_torchvisions(channels: int) -> None:
         [
             [
                 (view - in_order(image, order, own)).abs().max()
-                for order in (orders[number % 24], orders[23 - number % 24])
+                for order in (orders[number // 2 % 24], orders[23 - number // 2 % 24])
             ]
             for number, (view, image, own) in enumerate(zip(views, batch.float() / 255, factors.tolist(), strict=True))
         ]
@@ -186,9 +187,10 @@ def test_the_whole_augmentation_compiles(channels: int) -> None:
         expected = eager.finish(batch, numbers)
     metrics.reset()
     torch.testing.assert_close(compiled.finish(batch, numbers), expected, rtol=0, atol=2e-6)
-    assert metrics.generated_kernel_count <= {1: 6, 3: 27}[channels] < launches.count / 4
-    weak = [Augmentation(dataclasses.replace(PAPER, strong=False), side, compiled=way) for way in (False, True)]
-    torch.testing.assert_close(*(augment(batch, numbers) for augment in weak), rtol=0, atol=2 * 8 * side * 2**-24)
+    assert metrics.generated_kernel_count <= {1: 6, 3: 27}[channels] < launches.count / 3
+    if channels == 1:  # whatever the channels, a crop is the same
+        weak = [Augmentation(dataclasses.replace(PAPER, strong=False), side, compiled=way) for way in (False, True)]
+        torch.testing.assert_close(*(augment(batch, numbers) for augment in weak), rtol=0, atol=2 * 8 * side * 2**-24)
 
 
 class Launches(TorchDispatchMode):
@@ -228,6 +230,7 @@ def test_images_of_another_size_and_shape_are_resized() -> None:
         ({"min_scale": 0.0}, "min_scale and max_scale are 0.0 and 1.0"),
         ({"max_scale": 1.5}, "min_scale and max_scale are 0.2 and 1.5"),
         ({"max_aspect_ratio": 0.5}, "max_aspect_ratio is 0.5"),
+        ({"max_aspect_ratio": math.inf}, "max_aspect_ratio is inf"),
         ({"blur_probability": 1.5}, "blur_probability is 1.5"),
         ({"brightness": -1.0}, "brightness is -1.0"),
         ({"hue": 0.7}, "hue is 0.7"),
