@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,7 @@ _NOT_DETERMINISTIC = {
     "upsample_bicubic2d_backward",
 }
 _KEPT_UPLOADS = 200
+GPU_BYTES = 16 << 30
 
 
 @dataclass
@@ -121,8 +123,12 @@ def _wait(what: str) -> None:
 
 
 def _note_wait(what: str) -> None:
-    if devices.sync_debug_mode == "error":
-        raise RuntimeError(f"called a synchronizing CUDA operation: {what} at {where()}")
+    if devices.sync_debug_mode != "default" and what != "event":  # which CUDA's mode does not tell of
+        message = f"called a synchronizing CUDA operation: {what} at {where()}"
+        if devices.sync_debug_mode == "error":
+            raise RuntimeError(message)
+        file, _, line = where(1).rpartition(":")
+        warnings.warn_explicit(message, UserWarning, file, int(line) if line.isdecimal() else 0)
     with _lock:
         if threading.current_thread() is threading.main_thread():
             observed.waits[observed.steps, f"{what}: {where()}"] += 1
@@ -138,6 +144,7 @@ class PretendedTensor(Tensor):
     @staticmethod
     def __new__(cls, inside: Tensor, device: torch.device) -> PretendedTensor:
         num_bytes = inside.untyped_storage().nbytes()
+        observed.used.add(device.index)
         if num_bytes > devices.largest_tensor_bytes:
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} B. GPU {device.index} ...")
         made: PretendedTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
