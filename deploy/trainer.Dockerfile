@@ -21,10 +21,13 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=pip-c
     pip install --no-cache-dir --no-deps --force-reinstall .
 
 FROM ${BASE_IMAGE}
+# The compiler is for --compile.
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 RUN useradd --uid 10001 --user-group --create-home pic && install -d -o pic -g pic /runs /certs
 COPY --from=build /opt/venv /opt/venv
 COPY deploy/train.sh /usr/local/bin/train.sh
-ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 OUTPUT=/runs/run XDG_CACHE_HOME=/runs/.cache MPLCONFIGDIR=/tmp/matplotlib
+ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 OUTPUT=/runs/run XDG_CACHE_HOME=/runs/.cache \
+    TORCHINDUCTOR_CACHE_DIR=/runs/.cache/torchinductor MPLCONFIGDIR=/tmp/matplotlib
 WORKDIR /runs
 USER 10001:10001
 ENTRYPOINT ["train.sh"]

@@ -166,14 +166,15 @@ class TrainConfig:
     """Seed of the encoder, the initial rows, the order within windows and the augmentations."""
     order_seed: int = 0
     """Seed of the order of the images, in which the window slides."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """What the encoder computes in; head, loss and rows are float32."""
+    precision: Literal["float32", "tf32", "bfloat16"] = "float32"
+    """What the encoder computes in; head, loss and rows are float32. tf32: float32, whose mantissa a GPU's products cut
+    from 23 bits to 10, those of the head too."""
     channels_last: bool = True
     """Whether images lie in memory pixel by pixel, which convolutions like."""
     compile: bool = False
     """Whether torch.compile makes the encoder faster, after a minute or more."""
     deterministic: bool = False
-    """Whether operations that may differ from run to run are refused; on a CPU none does."""
+    """Whether operations that may differ from run to run are replaced, or refused; on a CPU none does."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto takes a GPU where there is one."""
     log_every: int = 10

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.liveness import ending_together
+
 _CPU = torch.device("cpu")
 
 
@@ -83,15 +85,19 @@ def averaging_gradients(parallel: nn.Module, wanted: bool) -> AbstractContextMan
 
 
 @contextmanager
-def process_group(device: torch.device, *, timeout_seconds: float = 600) -> Iterator[Ranks]:
+def process_group(
+    device: torch.device, *, timeout_seconds: float = 600, agreed: tuple[type[BaseException], ...] = ()
+) -> Iterator[Ranks]:
     """Connects the ranks that torchrun started, with gloo and, on CUDA, NCCL; gives each its GPU.
 
-    Tensors on the CPU, among them all that ranks tell each other, travel over gloo, which makes no GPU wait.
+    Tensors on the CPU, among them all that ranks tell each other, travel over gloo, which makes no GPU wait. Where one
+    rank fails or is killed, the processes of all end (`trainer.liveness`).
 
     A process that torchrun did not start, or that it started alone, is one rank and connects to no other.
 
     Args:
         timeout_seconds: for how long a rank waits in a collective for the others.
+        agreed: errors that all ranks raise together, as an end that they agreed on.
 
     Raises:
         RankLostError: another rank failed, or did not come within the timeout.
@@ -113,13 +119,16 @@ def process_group(device: torch.device, *, timeout_seconds: float = 600) -> Iter
             dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=ranks.device)
         else:
             dist.init_process_group("gloo", timeout=timeout)
-        yield ranks
+        with ending_together(ranks.rank, ranks.world_size, ranks.broadcast_text, agreed):
+            yield ranks
+        dist.destroy_process_group()
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo has no class of errors
             raise RankLostError("another rank failed or stays away: what it said last tells why") from error
         raise
     finally:
-        if dist.is_initialized():
+        # After a failure NCCL would wait for what is under way, which other ranks may never join.
+        if dist.is_initialized() and ranks.device.type != "cuda":
             dist.destroy_process_group()
 
 

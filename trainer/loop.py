@@ -32,7 +32,14 @@ from trainer.evaluate import ProbeResult, encoder_features, evaluate_features
 from trainer.evaluate.knn import held_out_knn_top1
 from trainer.loss import cosine_softmax_loss, padded, padded_rows, softmax_loss
 from trainer.metrics import peak_gpu_bytes
-from trainer.model import PICModel, build_model, check_image_size, load_encoder, save_encoder
+from trainer.model import (
+    PICModel,
+    build_model,
+    check_image_size,
+    load_encoder,
+    save_encoder,
+    set_precision_of_products,
+)
 from trainer.recency import ActiveRows, RecentRows, announced
 from trainer.report import Report
 from trainer.rows.opening import images_of_run, open_rows
@@ -93,7 +100,8 @@ def train(config: TrainConfig, *, on_step: Callable[[int], None] = lambda step: 
         )
     if config.evaluate or config.knn_every:
         dataset.check_labelled(tested=config.evaluate)
-    with process_group(device, timeout_seconds=config.rank_timeout_seconds + config.retry_seconds) as ranks:
+    timeout_seconds = config.rank_timeout_seconds + config.retry_seconds
+    with process_group(device, timeout_seconds=timeout_seconds, agreed=(Stopped,)) as ranks:
         config = with_resume_decided(config, ranks)
         dataset = images_of_run(config, dataset, ranks)
         model, summary = _train_rank(config, dataset, ranks, on_step)
@@ -115,6 +123,7 @@ def _train_rank(
 ) -> tuple[PICModel, dict[str, Any]]:
     """One rank's part of the training: a slice of every batch, and a share of the rows."""
     device = ranks.device
+    set_precision_of_products("tf32" if config.precision == "tf32" else "ieee")
     torch.use_deterministic_algorithms(config.deterministic)
     if config.deterministic:  # what cuBLAS needs for it, and reads when it starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

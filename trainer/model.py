@@ -280,6 +280,14 @@ class TorchvisionEncoder(nn.Module):
         return features
 
 
+def set_precision_of_products(precision: Literal["ieee", "tf32"]) -> None:
+    """What a GPU makes of float32 in convolutions and products of matrices from now on; torch's own choice is TF32 in
+    convolutions alone."""
+    backends: Any = torch.backends
+    for backend in (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul):
+        backend.fp32_precision = precision
+
+
 def save_encoder(encoder: nn.Module, config: EncoderConfig, path: Path) -> None:
     """Writes an encoder and its config as one safetensors file, whole or not at all."""
     tensors = {name: tensor.cpu().contiguous() for name, tensor in encoder.state_dict().items()}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
+
+import torch
 
 from trainer.distributed import RankLostError
 from weightserver import WeightServerError
@@ -50,10 +54,25 @@ def failures_in_one_line(command: str) -> Iterator[None]:
         yield
     except Stopped as stopped:
         complain(f"{command}: {stopped}")
-        sys.exit(stopped.exit_status)
+        _exit(stopped.exit_status)
     except MemoryError as error:
         complain(f"{command}: not enough memory for these settings: {error}")
-        sys.exit(1)
+        _exit(1)
+    except torch.OutOfMemoryError as error:
+        complain(
+            f"{command}: the GPU's memory is too small for these settings: give a lower --batch-size, a higher "
+            f"--accumulate, fewer --num-negatives or --precision bfloat16 ({'. '.join(str(error).split('. ')[:2])})"
+        )
+        _exit(1)
     except (ValueError, OSError, RankLostError, WeightServerError) as error:
         complain(f"{command}: {error}")
-        sys.exit(1)
+        _exit(1)
+
+
+def _exit(status: int) -> NoReturn:
+    """Ends the process; one of several ranks at once, because what NCCL and threads have under way may never end."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        sys.exit(status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -19,28 +19,27 @@ from tests.helpers.pretended_gpu import load, observed, pretended_gpus
 if TYPE_CHECKING:
     from trainer.config import TrainConfig
 
-NUM_STEPS = 12
-LOG_EVERY = 4
+NUM_STEPS = 9
+NUM_IMAGES = 128
+LOG_EVERY = 3
+MANY = ("accumulate", "small_crops")
+"""Settings with which a step augments more than once."""
 _IN_MEMORY: dict[str, Any] = {"dataset": "idx"}
-_GENERATED: dict[str, Any] = {"dataset": "synthetic", "num_images": 64}
+_GENERATED: dict[str, Any] = {"dataset": "synthetic", "num_images": NUM_IMAGES}
 _DECODED: dict[str, Any] = {"dataset": "folder"}
 _SMALL_CROPS: dict[str, Any] = {"small_crops": 1, "small_crop_size": 12, "small_crop_scale": (0.05, 0.5)}
 _RESUMED: dict[str, Any] = {"checkpoint_every": 5}
 
 SCENARIOS: dict[str, dict[str, Any]] = {
-    "in memory, resident": _IN_MEMORY,
+    "in memory, resident": _IN_MEMORY | {"capacity": 56},
+    "in memory, resident, resumed": _IN_MEMORY | _RESUMED | {"deterministic": True},
     "in memory, remote": _IN_MEMORY | _SMALL_CROPS | {"rows": "remote", "accumulate": 2},
-    "in memory, dense": _IN_MEMORY | {"rows": "dense", "precision": "bfloat16", "knn_every": 0.5},
-    "in memory, deterministic": _IN_MEMORY | {"deterministic": True, "knn_every": 0.5},
-    "in memory, resumed": _IN_MEMORY | _RESUMED,
-    "generated, resident": _GENERATED | {"precision": "bfloat16", "softmax": "plain"},
+    "in memory, dense": _IN_MEMORY | {"rows": "dense", "precision": "bfloat16", "knn_every": 0.05},
     "generated, low temperature": _GENERATED | {"temperature": 0.01},
-    "decoded, resident": _DECODED,
-    "decoded, resident, all options": _DECODED | _SMALL_CROPS | {"accumulate": 2, "precision": "bfloat16"},
-    "decoded, remote": _DECODED | {"rows": "remote", "precision": "bfloat16", "knn_every": 0.5},
-    "decoded, dense": _DECODED | {"rows": "dense", "accumulate": 2, "deterministic": True},
-    "decoded, resumed": _DECODED | _RESUMED | {"precision": "bfloat16", "accumulate": 2},
+    "decoded, resident": _DECODED | {"capacity": 56, "precision": "bfloat16"},
+    "decoded, resident, resumed": _DECODED | _RESUMED | _SMALL_CROPS | {"accumulate": 2, "precision": "bfloat16"},
     "decoded, remote, resumed": _DECODED | _RESUMED | {"rows": "remote"},
+    "decoded, dense": _DECODED | {"rows": "dense", "accumulate": 2, "deterministic": True, "knn_every": 0.05},
 }
 
 
@@ -60,9 +59,9 @@ def config(scenario: str, output: Path, servers: str, images: Path, device: str)
         "log_every": LOG_EVERY,
         "batch_size": 8,
         "num_negatives": 32,
-        "window_size": 40,
-        "window_stride": 8,
-        "rows_per_block": 4,
+        "window_size": 16,
+        "window_stride": 16,
+        "rows_per_block": 2,
         "prefetch_steps": 3,
         "dim": 16,
         "learning_rate": 0.05,
@@ -99,7 +98,7 @@ def main(out: Path, servers: str, images: Path, ports: list[str], scenarios: lis
     import torch
     import torch._dynamo
 
-    faulthandler.dump_traceback_later(15)  # before whoever waits for this process loses patience
+    faulthandler.dump_traceback_later(450)  # before whoever waits for this process loses patience
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     recorded = {}
@@ -118,6 +117,7 @@ def main(out: Path, servers: str, images: Path, ports: list[str], scenarios: lis
             "waits": [observed.waits_of_step(step) for step in range(observed.steps)],
             "shapes": [sorted(observed.shapes[step]) for step in range(observed.steps)],
             "memory_asked": sorted(observed.memory_asked),
+            "copies": dict(observed.copies),
             "launches": sum(observed.launches.values()) / max(1, observed.steps),
         }
         (out / f"{rank}.json").write_text(json.dumps(recorded, indent=1))

@@ -131,14 +131,15 @@ observed = Observed()
 """What this process's pretended GPUs saw."""
 
 
-def where(depth: int = 3) -> str:
+def where(depth: int = 5) -> str:
     """The lines of the trainer that asked for what happens, the innermost first."""
-    lines: list[str] = []
+    lines: list[str] = []  # such as loop.py:12 < ...
     frame = sys._getframe(1)
     while frame is not None and len(lines) < depth:
         for root in ("/trainer/", "/kornia/", "/benchmarks/"):
             if root in frame.f_code.co_filename:
-                lines.append(f"{frame.f_code.co_filename.rpartition(root)[2]}:{frame.f_lineno}")
+                file = frame.f_code.co_filename.rpartition(root)[2]
+                lines.append(f"{root.strip('/')}/{file}:{frame.f_lineno}")
         frame = frame.f_back  # type: ignore[assignment]
     return " < ".join(lines) or threading.current_thread().name
 

@@ -1,0 +1,47 @@
+"""One of several ranks of a training run, of which rank 1 fails in a step: it raises, or is killed, or sits there.
+
+torchrun ... -m tests.helpers.failing_rank HOW STEP TRAINER-ARGUMENTS
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import trainer.loop
+from trainer.__main__ import main
+
+FAILURE = "rank 1 cannot go on"
+
+
+def fail(how: str) -> None:
+    Path(os.environ["FAILED_AT"]).write_text(str(time.time()))
+    if how == "raises":
+        raise ValueError(FAILURE)
+    if how == "crashes":
+        raise RuntimeError(FAILURE)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def failing(how: str, at: int) -> Any:
+    """trainer.loop's `announced`, with which rank 1 fails."""
+    announced = trainer.loop.announced
+
+    def until_then(active: Any, store: Any, steps: range) -> Any:
+        for step, rows in zip(steps, announced(active, store, steps), strict=True):
+            if step == at and os.environ["RANK"] == "1":
+                fail(how)
+            if step == at and "deaf" in how:
+                time.sleep(1000)  # as one that waits in NCCL for rank 1
+            yield rows
+
+    return until_then
+
+
+if __name__ == "__main__":
+    trainer.loop.announced = failing(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[3:])

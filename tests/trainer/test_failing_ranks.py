@@ -1,0 +1,55 @@
+"""A rank that fails, or is killed, ends the others within half a minute, however deaf they are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers import pretended_gpu
+from tests.helpers.failing_rank import FAILURE
+
+pytestmark = pytest.mark.guard
+LIMIT_SECONDS = 30
+FAILING_STEP = 5
+SMALL = "--num-images 200 --batch-size 8 --num-negatives 32 --window-size 40 --window-stride 8 --dim 8 --no-evaluate"
+
+
+@pytest.mark.parametrize(
+    ("how", "device"),
+    [
+        ("raises", "cpu"),
+        ("crashes", "cuda"),
+        ("is killed while the others are deaf", "cuda"),
+    ],
+)
+def test_all_ranks_end_soon(how: str, device: str, tmp_path: Path) -> None:
+    if device == "cuda" and (why := pretended_gpu.unavailable()):
+        pytest.skip(why)
+    failed_at = tmp_path / "failed-at"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    if device == "cuda":
+        pretended_gpu.compile_library()
+        command += ["-m", "tests.helpers.pretended_gpu", "2"]
+    command += ["-m", "tests.helpers.failing_rank", how, str(FAILING_STEP), "synthetic", *SMALL.split()]
+    command += ["--encoder.name", "none", "--device", device, "--output", str(tmp_path / "run")]
+    environment = os.environ | {"FAILED_AT": str(failed_at), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        while not failed_at.exists():
+            assert process.poll() is None, process.stderr and process.stderr.read()
+            time.sleep(0.05)
+        ranks = [one for one in psutil.Process(process.pid).children() if one.is_running()]
+        errors = process.communicate(timeout=60)[1]
+    seconds = time.time() - float(failed_at.read_text())
+    assert seconds < LIMIT_SECONDS, errors
+    assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in ranks)
+    assert process.returncode != 0
+    if "killed" not in how:
+        assert FAILURE in errors
+    if "deaf" in how:
+        assert "rank 0 ends because another rank is gone" in errors

@@ -1,0 +1,145 @@
+"""Ranks notice at once when one of them is gone: a rank that fails, or is killed, must not leave the others waiting.
+
+A GPU that waits in NCCL for a rank that is gone waits until a timeout of many minutes, and the program with it, deaf to
+signals. So each rank holds a connection to rank 0 on which nothing is sent: the system closes it however a process
+ends. Rank 0 then closes all the others, and each rank ends its own process, after a moment in which it may find out by
+itself and say more.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from weightserver.logs import complain
+
+GRACE_SECONDS = 15.0
+"""How long a rank may take to end by itself: one that failed, and one that learns that another is gone."""
+_CONNECT_SECONDS = 60.0
+_GOODBYE = b"."
+"""What a rank sends when it has done its part."""
+_TOKEN_BYTES = 16
+
+
+@contextmanager
+def ending_together(
+    rank: int,
+    world_size: int,
+    broadcast_text: Callable[[str | None], str],
+    agreed: tuple[type[BaseException], ...] = (),
+) -> Iterator[None]:
+    """Around what ranks do together: where one leaves it by an error, or its process ends, all processes end.
+
+    Args:
+        broadcast_text: tells all ranks rank 0's text.
+        agreed: errors that all ranks raise together, at an end that they agreed on.
+
+    Raises:
+        OSError: rank 0 cannot be reached.
+    """
+    watch = _Watch(rank, _connections(rank, world_size, broadcast_text))
+    watch.start()
+    try:
+        yield
+    except agreed:
+        watch.say_goodbye()
+        raise
+    except BaseException:
+        watch.hang_up()
+        faulthandler.dump_traceback_later(GRACE_SECONDS, exit=True)  # whatever it waits for: threads, NCCL, a GPU
+        raise
+    watch.say_goodbye()
+
+
+def _connections(rank: int, world_size: int, broadcast_text: Callable[[str | None], str]) -> list[socket.socket]:
+    """One to rank 0, which has one to each of the others."""
+    master = os.environ["MASTER_ADDR"]
+    if rank > 0:
+        port, token = broadcast_text(None).split()
+        connection = socket.create_connection((master, int(port)), timeout=_CONNECT_SECONDS)
+        connection.sendall(bytes.fromhex(token))
+        connection.settimeout(None)
+        return [connection]
+    with _listener(master) as listener:
+        listener.settimeout(_CONNECT_SECONDS)
+        token = secrets.token_hex(_TOKEN_BYTES)
+        broadcast_text(f"{listener.getsockname()[1]} {token}")
+        connections: list[socket.socket] = []
+        while len(connections) < world_size - 1:
+            connection, _ = listener.accept()
+            connection.settimeout(_CONNECT_SECONDS)
+            if connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL).hex() == token:
+                connection.settimeout(None)
+                connections.append(connection)
+            else:  # a stranger's
+                connection.close()
+    return connections
+
+
+def _listener(master: str) -> socket.socket:
+    """On a free port of rank 0's machine, which others call `master`."""
+    if master in ("localhost", "127.0.0.1"):
+        return socket.create_server(("127.0.0.1", 0))
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+class _Watch(threading.Thread):
+    """Waits until each peer has said goodbye, or one is gone."""
+
+    def __init__(self, rank: int, connections: list[socket.socket]) -> None:
+        super().__init__(name="liveness", daemon=True)
+        self._rank = rank
+        self._connections = connections
+        self._is_over = threading.Event()
+
+    def run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for connection in self._connections:
+                selector.register(connection, selectors.EVENT_READ)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    assert isinstance(key.fileobj, socket.socket)
+                    if not _said_goodbye(key.fileobj):
+                        self._end()
+                        return
+                    selector.unregister(key.fileobj)
+
+    def hang_up(self) -> None:
+        """Lets the other ranks know that this one has failed."""
+        for connection in self._connections:
+            with suppress(OSError):  # it is gone already
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def say_goodbye(self) -> None:
+        """Returns when all ranks have."""
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.sendall(_GOODBYE)
+        self.join(GRACE_SECONDS)
+        self._is_over.set()
+        for connection in self._connections:
+            connection.close()
+
+    def _end(self) -> None:
+        """Ends this process, unless it ends by itself."""
+        self.hang_up()
+        if not self._is_over.wait(GRACE_SECONDS):
+            complain(f"trainer: rank {self._rank} ends because another rank is gone: what it said last tells why")
+            sys.stderr.flush()
+            os._exit(1)
+
+
+def _said_goodbye(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == _GOODBYE
+    except OSError:
+        return False
