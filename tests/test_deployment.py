@@ -99,6 +99,16 @@ def test_services_run_without_rights_and_reach_no_other_machine_unless_told() ->
             assert port.startswith(("127.0.0.1:", "${LISTEN:-127.0.0.1}:")), name
 
 
+def test_the_trainer_can_pin_memory_and_compile() -> None:
+    """For InfiniBand, and for --compile, whose programs need a folder that programs may be started from."""
+    service = COMPOSE["services"]["trainer"]
+    assert service["cap_add"] == container("Job")["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    assert service["ulimits"] == {"memlock": -1}
+    image = (DEPLOY / "trainer.Dockerfile").read_text().rpartition("FROM")[2]
+    assert "apt-get install --yes --no-install-recommends g++" in image
+    assert "TORCHINDUCTOR_CACHE_DIR=/runs/" in image
+
+
 # ---- images
 
 

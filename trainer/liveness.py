@@ -52,7 +52,7 @@ def ending_together(
         watch.say_goodbye()
         raise
     except BaseException:
-        watch.hang_up()
+        watch.fail()
         faulthandler.dump_traceback_later(GRACE_SECONDS, exit=True)  # whatever it waits for: threads, NCCL, a GPU
         raise
     watch.say_goodbye()
@@ -113,8 +113,12 @@ class _Watch(threading.Thread):
                         return
                     selector.unregister(key.fileobj)
 
-    def hang_up(self) -> None:
-        """Lets the other ranks know that this one has failed."""
+    def fail(self) -> None:
+        """Lets the other ranks know that this one has failed, which sees to its own end."""
+        self._is_over.set()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         for connection in self._connections:
             with suppress(OSError):  # it is gone already
                 connection.shutdown(socket.SHUT_RDWR)
@@ -131,7 +135,7 @@ class _Watch(threading.Thread):
 
     def _end(self) -> None:
         """Ends this process, unless it ends by itself."""
-        self.hang_up()
+        self._hang_up()
         if not self._is_over.wait(GRACE_SECONDS):
             complain(f"trainer: rank {self._rank} ends because another rank is gone: what it said last tells why")
             sys.stderr.flush()

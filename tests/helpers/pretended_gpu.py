@@ -14,7 +14,7 @@ the program until the GPU is done is counted, by the lines that asked for it:
   destination holds no values; memory that is copied from without waiting must not change meanwhile.
 
 Fused SGD computes what torch's plain SGD does, so that training gives the losses that it gives on the CPU, to the bit.
-What it cannot show: NCCL, several streams, cuDNN, Triton, memory, speed.
+What it cannot show: NCCL, several streams, cuDNN, Triton (torch.compile does nothing), memory, speed.
 
 The shim is C++, which torch must meet before it asks for CUDA: `load` is called before torch is imported for more than
 its headers, hence in a process of its own. It is compiled once a machine, torch and source.
@@ -93,7 +93,8 @@ def compile_library() -> Path:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The shim, in this process from now on."""
+    """The shim, in this process from now on; no code can be compiled for a GPU that is none."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     return ctypes.CDLL(str(compile_library()), mode=ctypes.RTLD_GLOBAL)
 
 

@@ -87,10 +87,10 @@ class _Uploads:
             self._check_first(len(self.under_way))
 
     def _check_first(self, number: int) -> None:
-        for source, was, line in self.under_way[:number]:
+        checked, self.under_way = self.under_way[:number], self.under_way[number:]
+        for source, was, line in checked:
             if not torch.equal(source.contiguous().view(torch.uint8), was.contiguous().view(torch.uint8)):
                 raise RuntimeError(f"memory was written while a copy from it was under way: {line}")
-        del self.under_way[:number]
 
 
 @dataclass

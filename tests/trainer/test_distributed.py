@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed import Ranks, process_group
-from trainer.loss import cosine_softmax_loss
+from trainer.loss import cosine_softmax_loss, padded, padded_rows
 
 NUM_INPUTS, DIM, NUM_ROWS = 6, 5, 23
 LOW = 0.01
@@ -95,11 +95,18 @@ def gradients(model: torch.nn.Module) -> Tensor:
 
 
 def loss_and_gradients(
-    features: Tensor, weight: Tensor, labels: Tensor, temperature: float, ranks: Ranks, *, autocast: bool = False
+    features: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float,
+    ranks: Ranks,
+    *,
+    autocast: bool = False,
+    num_rows: int | None = None,
 ) -> dict[str, Tensor]:
     features, weight = features.clone().requires_grad_(), weight.clone().requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        loss = cosine_softmax_loss(features, weight, labels, temperature=temperature, ranks=ranks)
+        loss = cosine_softmax_loss(features, weight, labels, temperature=temperature, ranks=ranks, num_rows=num_rows)
     loss.backward()
     return {"loss": loss.detach(), "features": features.grad, "weight": weight.grad}
 
@@ -119,6 +126,13 @@ def record_rank(out: Path) -> None:
             views = images(case)[ranks.share(case.batch_size)]
             cosine_softmax_loss(parallel(views), weight, labels, temperature=case.temperature, ranks=ranks).backward()
             recorded[f"{case}: encoder"] = gradients(model).numpy()
+
+            result = loss_and_gradients(
+                features, padded(weight, NUM_ROWS), labels, case.temperature, ranks, num_rows=len(weight)
+            )
+            assert not result["weight"][len(weight) :].any(), "rows that only fill up have a gradient"
+            result["weight"] = result["weight"][: len(weight)]
+            recorded |= {f"{case}: padded {name}": value.numpy() for name, value in result.items()}
 
             result = loss_and_gradients(features, weight, labels, case.temperature, ranks, autocast=True)
             recorded |= {f"{case}: autocast {name}": value.numpy() for name, value in result.items()}
@@ -165,8 +179,9 @@ def assert_near(case: Case, actual: Tensor, expected: Tensor, name: str) -> None
 def test_loss_and_gradients_are_those_of_one_rank(recorded: list[Recorded]) -> None:
     for case in CASES:
         one = loss_and_gradients(*case.inputs(), case.temperature, Ranks())
-        for name, value in of_whole(recorded, case).items():
-            assert_near(case, value, one[name], name)
+        for kind in ("", "padded "):  # with rows that fill up each rank's share too
+            for name, value in of_whole(recorded, case, kind).items():
+                assert_near(case, value, one[name], kind + name)
 
 
 def test_an_encoder_under_ddp_gets_the_gradients_of_one_process(recorded: list[Recorded]) -> None:
@@ -228,6 +243,19 @@ def test_shares_are_contiguous_and_even(num_items: int, world_size: int) -> None
     items = [list(range(num_items)[share]) for share in shares]
     assert list(chain(*items)) == list(range(num_items))
     assert max(map(len, items)) - min(map(len, items)) <= 1
+
+
+def test_nearly_every_share_of_the_active_rows_fits_into_what_it_is_padded_to() -> None:
+    """Blocks drawn at random, as the windows' order draws the most recent rows."""
+    generator = np.random.default_rng(0)
+    for num_active, rows_per_block, world_size in ((65_536, 63, 8), (1024, 63, 2), (4096, 1, 64)):
+        ranks = Ranks(world_size=world_size)
+        limit = padded_rows(num_active, rows_per_block, ranks)
+        active = (generator.choice(4 * num_active, num_active, replace=False) for _ in range(200))
+        shares = [np.bincount(rows // rows_per_block % world_size, minlength=world_size).max() for rows in active]
+        assert np.mean(np.array(shares) > limit) < 0.01
+        assert limit <= num_active
+    assert padded_rows(1000, 63, Ranks()) == 1000
 
 
 if __name__ == "__main__":

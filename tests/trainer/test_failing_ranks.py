@@ -53,3 +53,17 @@ def test_all_ranks_end_soon(how: str, device: str, tmp_path: Path) -> None:
         assert FAILURE in errors
     if "deaf" in how:
         assert "rank 0 ends because another rank is gone" in errors
+
+
+def test_a_gpu_without_memory_is_one_line_that_says_what_to_lower(tmp_path: Path) -> None:
+    if why := pretended_gpu.unavailable():
+        pytest.skip(why)
+    command = [*pretended_gpu.command(1), "-m", "trainer", "synthetic", *SMALL.split(), "--encoder.name", "none"]
+    command += ["--device", "cuda", "--output", str(tmp_path / "run"), "--log-format", "json", "--rows", "dense"]
+    environment = os.environ | {"PRETENDED_GPU_LARGEST_TENSOR_BYTES": "5000", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert ran.returncode == 1
+    (line,) = [line for line in ran.stderr.splitlines() if "memory" in line]
+    for option in ("--batch-size", "--accumulate", "--num-negatives", "--precision bfloat16"):
+        assert option in line
+    assert "Traceback" not in ran.stderr

@@ -14,10 +14,12 @@ from trainer.model import (
     EncoderConfig,
     SmallResNet,
     _BasicBlock,
+    _GridOfAverages,
     build_encoder,
     build_model,
     load_encoder,
     save_encoder,
+    set_precision_of_products,
 )
 
 SMALL = EncoderConfig(width=8, blocks=(1, 2), stem_stride=2, pool_size=2)
@@ -204,3 +206,31 @@ def test_a_wrong_encoder_file_gives_one_clear_line(tmp_path: Path, write: Any, m
 def test_impossible_encoders(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_model(EncoderConfig(**options))
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "size"), [(4, 4, 3), (7, 5, 3), (14, 14, 3), (3, 3, 3), (2, 2, 3), (9, 6, 1)]
+)
+def test_deterministic_pooling_has_the_bits_of_torchs(height: int, width: int, size: int) -> None:
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        generator = torch.Generator().manual_seed(0)
+        maps = torch.randn(3, 5, height, width, generator=generator).contiguous(memory_format=memory_format)
+        upstream = torch.randn(3, 5, size, size, generator=generator)
+        results = []
+        for deterministic in (False, True):
+            torch.use_deterministic_algorithms(deterministic)
+            leaf = maps.clone().requires_grad_()
+            pooled = _GridOfAverages(size)(leaf)
+            pooled.backward(upstream)
+            results.append((pooled.detach(), leaf.grad))
+        torch.use_deterministic_algorithms(False)
+        assert torch.equal(results[0][0], results[1][0])
+        assert torch.equal(results[0][1], results[1][1])
+
+
+def test_float32_is_no_tf32_unless_it_is_asked_for() -> None:
+    backends: Any = torch.backends
+    parts = (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul)
+    for precision in ("tf32", "ieee"):
+        set_precision_of_products(precision)
+        assert [part.fp32_precision for part in parts] == [precision] * 3
