@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 
@@ -19,7 +19,7 @@ def facts() -> dict[str, Any]:
     return {
         "gpus": [torch.cuda.get_device_name(index) for index in range(number)],
         "gpu_bytes": [torch.cuda.mem_get_info(index)[1] for index in range(number)],
-        "host_bytes": psutil.virtual_memory().total,
+        "host_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),

@@ -17,7 +17,7 @@ from benchmarks.gpu.jpegs import make_tree
 from benchmarks.gpu.runs import Run, RunFailedError, Runner
 
 RESIDENT_GOAL = 0.98
-PAPER = {
+PAPER: dict[str, dict[str, tuple[int, int | None]]] = {
     "ImageNet-1K": {"all N": (8690, 558), "K": (5460, 538)},
     "ImageNet-11K": {"all N": (17_675, None), "K": (5460, 3140)},
 }

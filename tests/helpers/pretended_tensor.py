@@ -89,8 +89,13 @@ class _Uploads:
     def _check_first(self, number: int) -> None:
         checked, self.under_way = self.under_way[:number], self.under_way[number:]
         for source, was, line in checked:
-            if not torch.equal(source.contiguous().view(torch.uint8), was.contiguous().view(torch.uint8)):
+            if not torch.equal(_bytes(source), _bytes(was)):
                 raise RuntimeError(f"memory was written while a copy from it was under way: {line}")
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """uint8, of any strides: NumPy's single elements may have 0."""
+    return tensor.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 @dataclass
