@@ -5,7 +5,7 @@ PIP_FLAGS ?=
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
-.PHONY: demo test test-guard test-all lint dashboards protos benchmark clean
+.PHONY: demo test test-guard test-all test-gpu lint dashboards protos benchmark bench-gpu clean
 
 # The main job on real images, with embedded weight servers. EPOCHS, DATA_DIR (Fashion-MNIST's files) and OUTPUT may be given.
 demo: $(INSTALLED)
@@ -24,6 +24,10 @@ test-all: lint
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[wandb]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak" $(PYTEST_FLAGS)
 
+# The tests that need GPUs, one at a time: each skips with what it needs where that is not there.
+test-gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -q -m gpu $(PYTEST_FLAGS)
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -38,6 +42,10 @@ protos: $(INSTALLED)
 
 benchmark: $(INSTALLED)
 	for name in rows wire steps head scale checkpoints checksums measuring augment; do $(BIN)/python -m benchmarks.$$name || exit 1; done
+
+# What a machine with GPUs does, in half an hour; BENCH_FLAGS="--quick" measures every section in 9 minutes.
+bench-gpu: $(INSTALLED)
+	$(BIN)/python -m benchmarks.gpu $(BENCH_FLAGS)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }

@@ -80,11 +80,17 @@ def draw_bars(path: Path, values: dict[str, float], label: str) -> None:
 
 def write_results(directory: Path, name: str, command: str, results: dict[str, Any], table: str) -> None:
     """Writes name.json and name.md, prints the table, and ends with one JSON line."""
+    text = save_results(directory, name, command, results, table)
+    print(table)
+    print(text)
+
+
+def save_results(directory: Path, name: str, command: str, results: dict[str, Any], table: str) -> str:
+    """Writes name.json and name.md; returns the JSON as one line."""
     directory.mkdir(parents=True, exist_ok=True)
     document: dict[str, Any] = {"command": command, "machine": machine(), "results": results}
     text = json.dumps(document, default=asdict)
     (directory / f"{name}.json").write_text(json.dumps(json.loads(text), indent=2) + "\n")
     facts = ", ".join(f"{key} {value}" for key, value in machine().items())
     (directory / f"{name}.md").write_text(f"# {name}\n\n`{command}`\n\nMachine: {facts}\n\n{table}\n")
-    print(table)
-    print(text)
+    return text

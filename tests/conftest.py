@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from weightserver import LocalCluster, WeightClient
+
+if TYPE_CHECKING:
+    from tests.helpers.gpus import Gpus
 
 # A busy machine is no failure.
 settings.register_profile("tests", deadline=None)
@@ -49,3 +53,22 @@ def client(cluster: LocalCluster) -> Iterator[WeightClient]:
         client.drop_table()
         yield client
         client.drop_table()
+
+
+@pytest.fixture
+def gpus(request: pytest.FixtureRequest) -> Gpus:
+    """Real GPUs for a test with the marker gpu, pretended ones for any other; skips where there are none."""
+    import torch  # a weight server's tests need none
+
+    from tests.helpers import pretended_gpu
+    from tests.helpers.gpus import NUM_PRETENDED, Gpus
+
+    if request.node.get_closest_marker("gpu") is None:
+        if (reason := pretended_gpu.unavailable()) is not None:
+            pytest.skip(reason)
+        pretended_gpu.compile_library()
+        return Gpus(NUM_PRETENDED, pretended=True)
+    number = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not number:
+        pytest.skip("needs a GPU, and torch finds none: see nvidia-smi, and whether torch is a CUDA build")
+    return Gpus(number, pretended=False)

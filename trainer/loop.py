@@ -10,6 +10,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -71,8 +72,10 @@ class TrainResult:
     """Whether this is the rank that tells."""
 
 
-def train(config: TrainConfig) -> TrainResult:
+def train(config: TrainConfig, *, on_step: Callable[[int], None] = lambda step: None) -> TrainResult:
     """Trains and evaluates as `config` says, on as many ranks as torchrun started; rank 0 fills the run's directory.
+
+    `on_step` is called with the number of each step before it begins, on every rank: for benchmarks and tests.
 
     Raises:
         ValueError: settings that do not fit the data, a directory or a table that another run used.
@@ -103,7 +106,7 @@ def train(config: TrainConfig) -> TrainResult:
         config = with_resume_decided(config, ranks)
         dataset = images_of_run(config, dataset, ranks)
         config = with_pixel_scale(config, dataset, ranks)
-        model, summary = _train_rank(config, dataset, ranks)
+        model, summary = _train_rank(config, dataset, ranks, on_step)
     summary["train_seconds"] = time.perf_counter() - started
     results: dict[str, ProbeResult] = {}
     if ranks.is_first:
@@ -117,7 +120,9 @@ def train(config: TrainConfig) -> TrainResult:
     return TrainResult(dataset, model, summary, results, is_first=ranks.is_first)
 
 
-def _train_rank(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> tuple[PICModel, dict[str, Any]]:
+def _train_rank(
+    config: TrainConfig, dataset: Dataset, ranks: Ranks, on_step: Callable[[int], None]
+) -> tuple[PICModel, dict[str, Any]]:
     """One rank's part of the training: a slice of every batch, and a share of the rows."""
     device = ranks.device
     set_precision_of_products("tf32" if config.precision == "tf32" else "ieee")
@@ -196,6 +201,7 @@ def _train_rank(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> tuple[PI
         views = stack.enter_context(closing(views_ahead(images, visits_ahead, augmentations, device)))
         upcoming = stack.enter_context(closing(announced(active_share, rows, steps)))
         for step, active in zip(steps, upcoming, strict=True):
+            on_step(step)
             _seed_generators(forward_seed(config.seed, step, ranks.rank), device)
             optimizer.zero_grad()
             weight: Tensor | None = None

@@ -53,6 +53,8 @@ def unavailable() -> str | None:
         return "pretended GPUs need Linux"
     if not _library().exists() and shutil.which("g++") is None:
         return "pretended GPUs need g++"
+    if (_torch_directory() / "lib" / "libtorch_cuda.so").exists():
+        return "pretended GPUs need torch's CPU build: this one is for real ones"
     return None
 
 
@@ -66,15 +68,19 @@ def _library() -> Path:
     return Path(tempfile.gettempdir()) / f"pretended-gpu-{os.getuid()}" / f"{key}.so"
 
 
+def _torch_directory() -> Path:
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
 def compile_library() -> Path:
     """Compiles the shim, about 15 s, where that was not done before."""
     library = _library()
     if library.exists():
         return library
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None
-    assert spec.origin is not None
-    torch_directory = Path(spec.origin).parent
+    torch_directory = _torch_directory()
     include = torch_directory / "include"
     library.parent.mkdir(mode=0o700, exist_ok=True)
     partial = library.with_suffix(f".{os.getpid()}")
@@ -112,6 +118,8 @@ class Observed:
     """Collectives of tensors on the GPU."""
     memory_asked: set[int] = field(default_factory=set)
     """GPUs whose memory was asked for."""
+    used: set[int] = field(default_factory=set)
+    """GPUs on which there were tensors."""
 
     def clear(self) -> None:
         self.__dict__.update(Observed().__dict__)
@@ -203,7 +211,8 @@ def _replacements(num_gpus: int) -> list[tuple[Any, str, Any]]:
         "get_sync_debug_mode": lambda: pretended.devices.sync_debug_mode,
         "memory_allocated": pretended.memory,
         "max_memory_allocated": pretended.memory,
-        "max_memory_reserved": pretended.memory,
+        "max_memory_reserved": lambda index: (index in observed.used) << 30,
+        "mem_get_info": lambda device=None: (pretended.GPU_BYTES, pretended.GPU_BYTES),
         "reset_peak_memory_stats": lambda device=None: None,
         "empty_cache": lambda: None,
     }

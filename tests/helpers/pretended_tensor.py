@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,7 @@ _NOT_DETERMINISTIC = {
     "upsample_bicubic2d_backward",
 }
 _KEPT_UPLOADS = 200
+GPU_BYTES = 16 << 30
 
 
 @dataclass
@@ -87,8 +89,13 @@ class _Uploads:
     def _check_first(self, number: int) -> None:
         checked, self.under_way = self.under_way[:number], self.under_way[number:]
         for source, was, line in checked:
-            if not torch.equal(source.contiguous().view(torch.uint8), was.contiguous().view(torch.uint8)):
+            if not torch.equal(_bytes(source), _bytes(was)):
                 raise RuntimeError(f"memory was written while a copy from it was under way: {line}")
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """uint8, of any strides: NumPy's single elements may have 0."""
+    return tensor.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 @dataclass
@@ -121,8 +128,12 @@ def _wait(what: str) -> None:
 
 
 def _note_wait(what: str) -> None:
-    if devices.sync_debug_mode == "error":
-        raise RuntimeError(f"called a synchronizing CUDA operation: {what} at {where()}")
+    if devices.sync_debug_mode != "default" and what != "event":  # which CUDA's mode does not tell of
+        message = f"called a synchronizing CUDA operation: {what} at {where()}"
+        if devices.sync_debug_mode == "error":
+            raise RuntimeError(message)
+        file, _, line = where(1).rpartition(":")
+        warnings.warn_explicit(message, UserWarning, file, int(line) if line.isdecimal() else 0)
     with _lock:
         if threading.current_thread() is threading.main_thread():
             observed.waits[observed.steps, f"{what}: {where()}"] += 1
@@ -138,6 +149,7 @@ class PretendedTensor(Tensor):
     @staticmethod
     def __new__(cls, inside: Tensor, device: torch.device) -> PretendedTensor:
         num_bytes = inside.untyped_storage().nbytes()
+        observed.used.add(device.index)
         if num_bytes > devices.largest_tensor_bytes:
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} B. GPU {device.index} ...")
         made: PretendedTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.multiprocessing
 
+from tests.helpers.gpus import Gpus
 from trainer.config import TrainConfig
 from trainer.distributed import Ranks, process_group
 from trainer.loss import cosine_softmax_loss
@@ -65,8 +66,8 @@ def replay(
     sharding = Sharding(SPEC.rows_per_block, world_size)
     centres = torch.randn(NUM_ROWS, DIM, generator=torch.Generator().manual_seed(1))
     noise = torch.Generator().manual_seed(2)
-    device = torch.device(device_name)
-    with process_group(device) as ranks, WeightClient(addresses) as client:
+    with process_group(torch.device(device_name)) as ranks, WeightClient(addresses) as client:
+        device = ranks.device
         rows = open_store(store, client, rates, capacity, rank, world_size, device)
         losses, feature_gradients, held = [], [], 0
         shares = announced(lambda step: recent.active(step).share(sharding, rank), rows, range(steps))
@@ -118,8 +119,18 @@ def open_store(
     return ResidentRows(client, SPEC, rates, capacity=share, prefetch_steps=3, write_back_rows=10, device=device)
 
 
+def replay_on_gpu(*arguments: Any) -> None:
+    replay(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["MASTER_PORT"]), *arguments, "cuda")
+
+
 def train(
-    cluster: LocalCluster, world_size: int, store: str, schedule: str, steps: int, directory: Path, device: str = "cpu"
+    cluster: LocalCluster,
+    world_size: int,
+    store: str,
+    schedule: str,
+    steps: int,
+    directory: Path,
+    gpus: Gpus | None = None,
 ) -> Recorded:
     """What all ranks together recorded, rows in the order of their ids."""
     with WeightClient(cluster.addresses) as client:
@@ -130,9 +141,11 @@ def train(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     out = directory / f"{store}-{schedule}-{world_size}"
-    torch.multiprocessing.spawn(
-        replay, (world_size, port, cluster.addresses, store, schedule, steps, str(out), device), nprocs=world_size
-    )
+    arguments = (cluster.addresses, store, schedule, steps, str(out))
+    if gpus:
+        gpus.run(replay_on_gpu, *arguments, directory=Path(f"{out}-logs"), num_ranks=world_size)
+    else:
+        torch.multiprocessing.spawn(replay, (world_size, port, *arguments, "cpu"), nprocs=world_size)
     parts = [dict(np.load(f"{out}-{rank}.npz")) for rank in range(world_size)]
     order = np.argsort(np.concatenate([part["rows"] for part in parts]))
     assert all(np.array_equal(part["losses"], parts[0]["losses"]) for part in parts), "ranks saw different losses"
@@ -157,15 +170,15 @@ def assert_equal_over_ranks(
     cases: list[tuple[int, str, str]],
     steps: int,
     *,
-    device: str = "cpu",
+    gpus: Gpus | None = None,
     tolerance: float = 1e-5,
 ) -> None:
-    """Each case (world size, store, schedule) on `device` against dense rows on one rank and the CPU."""
+    """Each case (world size, store, schedule), on GPUs or the CPU, against dense rows on one rank and the CPU."""
     alone = {
         schedule: train(cluster, 1, "dense", schedule, steps, directory) for schedule in {case[2] for case in cases}
     }
     for world_size, store, schedule in cases:
-        recorded = train(cluster, world_size, store, schedule, steps, directory, device)
+        recorded = train(cluster, world_size, store, schedule, steps, directory, gpus)
         expected = alone[schedule]
         case = f"{store}, {schedule} schedule, {world_size} ranks"
         assert np.abs(recorded["losses"] / expected["losses"] - 1).max() <= tolerance, case
@@ -182,13 +195,20 @@ def test_ranks_train_like_one(cluster: LocalCluster, tmp_path: Path) -> None:
     assert_equal_over_ranks(cluster, tmp_path, [(3, "resident", "epoch")], steps=100)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
-def test_gpus_train_like_a_cpu(cluster: LocalCluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("numbers", "stores", "steps"),
+    [
+        pytest.param(None, STORES, 150, id="GPUs", marks=pytest.mark.gpu),
+        pytest.param([2], ["resident"], 30, id="pretended", marks=pytest.mark.guard),
+    ],
+)
+def test_gpus_train_like_a_cpu(
+    numbers: list[int] | None, stores: list[str], steps: int, gpus: Gpus, cluster: LocalCluster, tmp_path: Path
+) -> None:
     """One rank a GPU, over NCCL where there are several. A GPU's sums are in another order: 1e-4."""
-    numbers = range(1, torch.cuda.device_count() + 1)
-    cases = [(number, store, "sliding") for number in numbers for store in STORES]
-    assert_equal_over_ranks(cluster, tmp_path, cases, steps=150, device="cuda", tolerance=1e-4)
+    numbers = numbers or list(range(1, gpus.number + 1))
+    cases = [(number, store, "sliding") for number in numbers for store in stores]
+    assert_equal_over_ranks(cluster, tmp_path, cases, steps, gpus=gpus, tolerance=1e-4)
 
 
 def test_several_machines_need_servers_that_all_can_reach(tmp_path: Path) -> None:

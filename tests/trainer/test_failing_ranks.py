@@ -13,8 +13,8 @@ import pytest
 
 from tests.helpers import pretended_gpu
 from tests.helpers.failing_rank import FAILURE
+from tests.helpers.gpus import Gpus
 
-pytestmark = pytest.mark.guard
 LIMIT_SECONDS = 30
 FAILING_STEP = 5
 SMALL = "--num-images 200 --batch-size 8 --num-negatives 32 --window-size 40 --window-stride 8 --dim 8 --no-evaluate"
@@ -23,19 +23,23 @@ SMALL = "--num-images 200 --batch-size 8 --num-negatives 32 --window-size 40 --w
 @pytest.mark.parametrize(
     ("how", "device"),
     [
-        ("raises", "cpu"),
-        ("crashes", "cuda"),
-        ("is killed while the others are deaf", "cuda"),
+        pytest.param("raises", "cpu", marks=pytest.mark.guard),
+        pytest.param("crashes", "cuda", marks=pytest.mark.guard),
+        pytest.param("is killed while the others are deaf", "cuda", marks=pytest.mark.guard),
+        pytest.param("raises", "cuda", marks=pytest.mark.gpu),
+        pytest.param("crashes", "cuda", marks=pytest.mark.gpu),
+        pytest.param("is killed", "cuda", marks=pytest.mark.gpu),  # NCCL itself makes the others deaf
     ],
 )
-def test_all_ranks_end_soon(how: str, device: str, tmp_path: Path) -> None:
-    if device == "cuda" and (why := pretended_gpu.unavailable()):
-        pytest.skip(why)
-    failed_at = tmp_path / "failed-at"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def test_all_ranks_end_soon(how: str, device: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    failed_at, num_ranks = tmp_path / "failed-at", 2
+    pretended = list[str]()
     if device == "cuda":
-        pretended_gpu.compile_library()
-        command += ["-m", "tests.helpers.pretended_gpu", "2"]
+        gpus: Gpus = request.getfixturevalue("gpus")
+        gpus.need(2)
+        num_ranks, pretended = gpus.number, gpus.python[1:]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command += pretended
     command += ["-m", "tests.helpers.failing_rank", how, str(FAILING_STEP), "synthetic", *SMALL.split()]
     command += ["--encoder.name", "none", "--device", device, "--output", str(tmp_path / "run")]
     environment = os.environ | {"FAILED_AT": str(failed_at), "OMP_NUM_THREADS": "1"}
@@ -55,6 +59,7 @@ def test_all_ranks_end_soon(how: str, device: str, tmp_path: Path) -> None:
         assert "rank 0 ends because another rank is gone" in errors
 
 
+@pytest.mark.guard
 def test_a_gpu_without_memory_is_one_line_that_says_what_to_lower(tmp_path: Path) -> None:
     if why := pretended_gpu.unavailable():
         pytest.skip(why)

@@ -316,28 +316,13 @@ def test_a_trainer_that_was_only_stopped_is_fenced(tmp_path: Path, undisturbed: 
     assert_same(output, undisturbed)
 
 
-@pytest.mark.parametrize(
-    ("device", "tolerance"),
-    [
-        pytest.param("cpu", 0.0, marks=pytest.mark.slow),
-        pytest.param(
-            "cuda",
-            1e-3,
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
-            ],
-        ),
-    ],
-)
-def test_a_run_goes_on_elsewhere_from_an_older_checkpoint(
-    device: str, tolerance: float, tmp_path: Path, undisturbed: Path
-) -> None:
+@pytest.mark.slow
+def test_a_run_goes_on_elsewhere_from_an_older_checkpoint(tmp_path: Path, undisturbed: Path) -> None:
     output = shutil.copytree(undisturbed, tmp_path / "run")
     for step in saved_steps(output / "checkpoints")[1:]:
         (output / "checkpoints" / f"step-{step:012d}.safetensors").unlink()
-    train(small_run(output, resume=True, device=device))
-    assert losses(output) == pytest.approx(losses(undisturbed), rel=tolerance, abs=0)
+    train(small_run(output, resume=True))
+    assert_same(output, undisturbed)
 
 
 def test_learning_rates_that_the_servers_hold_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

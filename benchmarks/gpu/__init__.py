@@ -1,0 +1,1 @@
+"""What a machine with GPUs does: `python -m benchmarks.gpu`, or `make bench-gpu`."""

@@ -1,0 +1,63 @@
+"""How long the collectives of a step take by themselves.
+
+torchrun ... -m benchmarks.gpu.collectives PRESET --OPTIONS: takes the trainer's arguments and writes extra.json into
+--output: for each kind its bytes, the time of one, and the bytes a second that each GPU sends and receives for it
+(2(n−1)/n of them in a ring of n ranks).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.measure import timing
+from trainer.config import parse_config
+from trainer.distributed import Ranks, process_group
+from trainer.model import build_model
+
+_ROUNDS, _CALLS = 7, 10
+
+
+def main(arguments: list[str] | None = None) -> None:
+    config = parse_config(arguments)
+    model = build_model(config.encoder, config.dim, head_layers=config.head_layers)
+    numbers = {
+        "gradients of encoder and head": sum(parameter.numel() for parameter in model.parameters()),
+        "features of the batch": config.batch_size * config.dim,
+        "sums of the softmax": 2 * config.batch_size,
+    }
+    with process_group(torch.device(config.device)) as ranks:
+        found = {name: measure(number, ranks) for name, number in numbers.items()}
+        if ranks.is_first:
+            config.output.mkdir(parents=True)
+            (config.output / "extra.json").write_text(json.dumps(found) + "\n")
+
+
+def measure(number: int, ranks: Ranks) -> dict[str, Any]:
+    """All-reduce of so many float32."""
+    tensor, seconds = torch.zeros(number, device=ranks.device), []
+    for _ in range(1 + _ROUNDS):
+        ranks.barrier()
+        _finish(ranks.device)
+        started = time.perf_counter()
+        for _ in range(_CALLS):
+            dist.all_reduce(tensor)
+        _finish(ranks.device)
+        seconds.append((time.perf_counter() - started) / _CALLS)
+    median = timing(seconds[1:]).p50
+    num_bytes = 4 * number
+    factor = 2 * (ranks.world_size - 1) / ranks.world_size
+    return {"bytes": num_bytes, "seconds": median, "bytes_per_second": factor * num_bytes / median}
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

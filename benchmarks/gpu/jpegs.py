@@ -1,0 +1,62 @@
+"""JPEGs to train on, made here, and how many of them threads decode and crop in a second.
+
+python -m benchmarks.gpu.jpegs DIRECTORY SIDE SECONDS THREADS[,THREADS...] OUT.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.augment import picture
+from trainer.data.augment import Augmentation, AugmentationConfig
+from trainer.data.listing import ImageSource, Listing, listing_lines
+from trainer.data.stored import DecodedImages
+from trainer.schedule import visit_uniforms
+
+_BATCH_SIZE = 128
+
+
+def make_tree(root: Path, num_files: int, num_images: int) -> None:
+    """`num_images` pictures of 500×375 pixels, of which `num_files` are files and the others lead to the same."""
+    files = root / "images" / "0000"
+    files.mkdir(parents=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(partial(_write, files), range(num_files)))
+    for copy in range(1, -(-num_images // num_files)):
+        (root / "images" / f"{copy:04d}").symlink_to(files, target_is_directory=True)
+
+
+def _write(directory: Path, number: int) -> None:
+    picture(number).save(directory / f"{number:05d}.jpg", quality=85)
+
+
+def rate(directory: Path, side: int, seconds: float, threads: int) -> float:
+    """Images a second that so many threads decode and crop for training."""
+    listing = Listing(b"".join(listing_lines(ImageSource(directory).entries())), directory)
+    images, augment = DecodedImages(listing, side, threads=threads), Augmentation(AugmentationConfig(), side)
+    batch = np.arange(min(_BATCH_SIZE, len(listing)))
+    uniforms = visit_uniforms(0, batch[None], Augmentation.num_uniforms)
+    images.crops(batch, [augment], uniforms)  # the threads start, and the files are cached
+    started, num_batches = time.perf_counter(), 0
+    while (taken := time.perf_counter() - started) < seconds:
+        images.crops(batch, [augment], uniforms)
+        num_batches += 1
+    return num_batches * len(batch) / taken
+
+
+def main() -> None:
+    directory, side, seconds, numbers, out = sys.argv[1:]
+    rates = {number: rate(Path(directory), int(side), float(seconds), int(number)) for number in numbers.split(",")}
+    Path(out).write_text(json.dumps(rates) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The peer: plain PyTorch, every row a parameter on the device beside the encoder's, one SGD for both.
+
+python -m benchmarks.gpu.plain PRESET --OPTIONS: takes the trainer's arguments, and writes metrics.jsonl and
+summary.json into --output as it does. The classes are the first --num-negatives images, all of them on each rank, as in
+the paper's comparison with all rows (Section 4); their gradients are averaged with the encoder's. There are no weight
+servers, no window and no checkpoints. The views are the trainer's, so that only the rows differ.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from contextlib import closing
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.config import TrainConfig, parse_config
+from trainer.data import load_dataset
+from trainer.data.ahead import Visits, views_ahead
+from trainer.data.augment import Augmentation
+from trainer.distributed import Ranks, process_group
+from trainer.loss import cosine_softmax_loss
+from trainer.metrics import peak_gpu_bytes
+from trainer.model import build_model, set_precision_of_products
+from trainer.schedule import visit_uniforms
+
+
+class PlainClassifier(nn.Module):
+    """Encoder, head and K rows; images and labels to the loss."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__()
+        self.model = build_model(config.encoder, config.dim, seed=config.seed, head_layers=config.head_layers)
+        self.model.encoder_in_bfloat16 = config.precision == "bfloat16"
+        self.rows = nn.Parameter(torch.randn(config.num_negatives, config.dim) * config.init_std)  # (K, D)
+        self.temperature = config.temperature
+
+    def forward(self, views: Tensor, labels: Tensor) -> Tensor:
+        return cosine_softmax_loss(self.model(views), self.rows, labels, temperature=self.temperature)
+
+
+def visits_of(config: TrainConfig, ranks: Ranks) -> list[Visits]:
+    """This rank's slice of each step's batch: random images of the first K."""
+    num_steps, share = config.num_steps(config.num_negatives), ranks.share(config.batch_size)
+    shape = (num_steps, config.batch_size)
+    images = np.random.default_rng(config.seed).integers(0, config.num_negatives, shape)[:, share]
+    uniforms = visit_uniforms(config.seed, np.arange(images.size).reshape(images.shape), Augmentation.num_uniforms)
+    return [Visits(*of_step) for of_step in zip(images, uniforms[:, None], strict=True)]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    config = parse_config(arguments)
+    with process_group(torch.device(config.device)) as ranks:
+        device = ranks.device
+        set_precision_of_products("tf32" if config.precision == "tf32" else "ieee")
+        dataset = load_dataset(
+            config.dataset,
+            config.data_dir,
+            num_images=config.num_images,
+            image_size=config.encoder.image_size,
+            seed=config.seed,
+        )
+        classifier = PlainClassifier(config).to(device)
+        classifier.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        parallel = (
+            DistributedDataParallel(classifier, broadcast_buffers=False, gradient_as_bucket_view=True)
+            if ranks.world_size > 1
+            else classifier
+        )
+        optimizer = torch.optim.SGD(
+            classifier.parameters(),
+            lr=config.learning_rate,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            fused=device.type == "cuda",
+        )
+        images, augmentations = dataset.train_images.to(device), config.augmentations()
+        visits = visits_of(config, ranks)
+        labels = torch.from_numpy(np.stack([batch.images for batch in visits])).to(device)  # (steps, b): nothing waits
+        records, started = [], time.perf_counter()
+        with closing(views_ahead(images, visits, augmentations, device)) as views:
+            for step, (seen, batch_labels) in enumerate(zip(views, labels, strict=True)):
+                optimizer.zero_grad()
+                loss = parallel(seen.contiguous(memory_format=torch.channels_last), batch_labels)
+                loss.backward()
+                optimizer.step()
+                if (step + 1) % config.log_every == 0:
+                    value, now = loss.item(), time.perf_counter()
+                    records.append({"step": step, "loss": value, "seconds": now - started})
+                    started = now
+        if ranks.is_first:
+            config.output.mkdir(parents=True)
+            (config.output / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+            peak = peak_gpu_bytes(device) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            (config.output / "summary.json").write_text(json.dumps({"peak_memory_bytes": peak}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Training on GPUs: each test runs on real ones with `pytest -m gpu`, and some cases of it on pretended ones in CI."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import gpu_scenarios
+from tests.helpers.gpus import Gpus
+from tests.helpers.image_tree import plain_tree
+from tests.helpers.small_run import NUM_IMAGES, small_run
+from trainer.loop import train
+from trainer.model import EncoderConfig
+
+ALL = 0
+"""As a number of GPUs: as many as there are."""
+NUM_STEPS = 16
+KILLED_BEFORE, CHECKPOINT_EVERY = 11, 4
+FLOAT32_TOLERANCE = 1e-3
+"""Of a loss, relative, after 16 steps: sums in another order, 1e-7 each, and what training makes of them."""
+GROUPS = EncoderConfig(in_channels=3, image_size=16, width=8, stem_stride=2, blocks=(1, 1), norm="group")
+"""With BatchNorm a rank's statistics are its slice's."""
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(600)]
+
+
+def on_gpus(real: list[Any], pretended: list[Any]) -> list[Any]:
+    """Cases (tuples of arguments) for real GPUs, and those that are tried on pretended ones as well."""
+    marked = [(case, pytest.mark.gpu, "GPU") for case in real]
+    marked += [(case, pytest.mark.guard, "pretended") for case in pretended]
+    return [pytest.param(*case, marks=mark, id="-".join(map(str, [kind, *case]))) for case, mark, kind in marked]
+
+
+def number_of(gpus: Gpus, wanted: int) -> int:
+    """How many GPUs to use; skips where there are not so many."""
+    if wanted == ALL:
+        gpus.need(3)  # fewer are cases of their own
+        return gpus.number
+    gpus.need(wanted)
+    return wanted
+
+
+def losses(output: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def settings_of(images: str, directory: Path, **changes: Any) -> dict[str, Any]:
+    """Of a small run on "generated" or "decoded" images."""
+    shown: dict[str, Any] = {"num_images": NUM_IMAGES}
+    if images == "decoded":
+        shown = {"dataset": "folder", "num_images": None, "data_dir": directory / "images"}
+        if not (directory / "images").exists():
+            plain_tree(directory / "images", NUM_IMAGES)
+    return shown | {"steps": NUM_STEPS, "checkpoint_every": 0, "encoder": GROUPS} | changes
+
+
+TRAINED = [*product((1, 2, ALL), ("generated", "decoded"), ("float32", "bfloat16"))]
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "images", "precision"),
+    on_gpus(TRAINED, [(1, "decoded", "bfloat16"), (2, "generated", "float32")]),
+)
+def test_losses_are_those_of_the_cpu(num_gpus: int, images: str, precision: str, gpus: Gpus, tmp_path: Path) -> None:
+    """bfloat16: by no more than twice what it differs from float32 on the CPU."""
+    ranks = number_of(gpus, num_gpus)
+    settings = settings_of(images, tmp_path)
+    found = {}
+    for other in {precision, "float32"}:
+        train(small_run(tmp_path / other, **settings, precision=other, device="cpu"))
+        found[other] = losses(tmp_path / other)
+    settings |= {"precision": precision, "device": "cuda"}
+    gpus.run(gpu_scenarios.train_small, tmp_path / "gpu", settings, directory=tmp_path / "logs", num_ranks=ranks)
+    expected, exact = found[precision], found["float32"]
+    rounding = max(abs(one / other - 1) for one, other in zip(expected, exact, strict=True))
+    assert losses(tmp_path / "gpu") == pytest.approx(expected, rel=FLOAT32_TOLERANCE + 2 * rounding, abs=0)
+    assert (precision == "bfloat16") == (rounding > 0), "the precision made no difference: this shows nothing"
+
+
+RESUMED = [(1, -1), (-1, 1), (1, 1), (1, 2), (2, 1), (2, -1), (-1, 2), (ALL, 1), (1, ALL)]
+"""Numbers of GPUs before and after; -1 is the CPU."""
+
+
+@pytest.mark.parametrize(("before", "after"), on_gpus(RESUMED, [(2, -1), (-1, 2)]))
+def test_a_killed_run_is_resumed_elsewhere(before: int, after: int, gpus: Gpus, tmp_path: Path) -> None:
+    settings = settings_of("generated", tmp_path, checkpoint_every=CHECKPOINT_EVERY)
+    output = tmp_path / "run"
+    ranks = [1 if number == -1 else number_of(gpus, number) for number in (before, after)]
+    devices = ["cpu" if number == -1 else "cuda" for number in (before, after)]
+    first = (output, settings | {"device": devices[0]}, KILLED_BEFORE)
+    gpus.run(gpu_scenarios.train_until_killed, *first, directory=tmp_path / "first", num_ranks=ranks[0], killed=True)
+    assert len(losses(output)) == KILLED_BEFORE
+    second = (output, settings | {"device": devices[1], "resume": True})
+    gpus.run(gpu_scenarios.train_small, *second, directory=tmp_path / "second", num_ranks=ranks[1])
+    train(small_run(tmp_path / "alone", **settings, device="cpu"))
+    assert losses(output) == pytest.approx(losses(tmp_path / "alone"), rel=FLOAT32_TOLERANCE, abs=0)
+
+
+STEADY = [*product((1, 2, ALL), ("generated", "decoded"))]
+
+
+@pytest.mark.parametrize(("num_gpus", "images"), on_gpus(STEADY, [(1, "decoded"), (2, "generated")]))
+def test_a_steady_step_waits_for_nothing(num_gpus: int, images: str, gpus: Gpus, tmp_path: Path) -> None:
+    """Steps that log nothing and take no checkpoint; rows enter and leave meanwhile."""
+    settings = settings_of(images, tmp_path, log_every=NUM_STEPS, device="cuda")
+    given = (tmp_path / "run", settings, 4, NUM_STEPS - 1)
+    ranks = number_of(gpus, num_gpus)
+    gpus.run(gpu_scenarios.train_without_waiting, *given, directory=tmp_path / "logs", num_ranks=ranks)
+    assert len(losses(tmp_path / "run")) == 1
+
+
+@pytest.mark.parametrize("num_gpus", [*on_gpus([(2,), (ALL,)], [(2,)])])
+def test_each_rank_uses_its_own_gpu_alone(num_gpus: int, gpus: Gpus, tmp_path: Path) -> None:
+    """Not even a context of rank 1 or later is on GPU 0."""
+    ranks = number_of(gpus, num_gpus)
+    settings = settings_of("decoded", tmp_path, device="cuda", knn_every=0.5, checkpoint_every=5)
+    given = (tmp_path / "run", settings, tmp_path / "told")
+    gpus.run(gpu_scenarios.train_and_tell_gpus, *given, directory=tmp_path / "logs", num_ranks=ranks)
+    assert [json.loads((tmp_path / f"told-{rank}").read_text()) for rank in range(ranks)] == [
+        [rank] for rank in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize("num_gpus", [*on_gpus([(1,), (2,), (ALL,)], [(1,)])])
+def test_deterministic_runs_are_equal_to_the_bit(num_gpus: int, gpus: Gpus, tmp_path: Path) -> None:
+    ranks = number_of(gpus, num_gpus)
+    settings = settings_of("decoded", tmp_path, device="cuda", deterministic=True)
+    settings |= {"encoder": EncoderConfig(in_channels=3, image_size=16, width=8, stem_stride=2, pool_size=3)}
+    outputs = [tmp_path / "one", tmp_path / "two"]
+    for output in outputs:
+        gpus.run(
+            gpu_scenarios.train_small, output, settings, directory=tmp_path / f"logs-{output.name}", num_ranks=ranks
+        )
+    one, two = (((output / "encoder.safetensors").read_bytes(), losses(output)) for output in outputs)
+    assert one == two
+
+
+@pytest.mark.parametrize("num_gpus", [*on_gpus([(1,), (2,)], [(1,)])])
+def test_a_compiled_encoder_trains_like_another(num_gpus: int, gpus: Gpus, tmp_path: Path) -> None:
+    """On pretended GPUs nothing is compiled: torch.compile leaves alone what runs in a dispatch mode, as they do."""
+    ranks = number_of(gpus, num_gpus)
+    settings = settings_of("generated", tmp_path, device="cuda")
+    for compiled in (False, True):
+        given = (tmp_path / str(compiled), settings | {"compile": compiled})
+        logs = tmp_path / f"logs-{compiled}"
+        gpus.run(gpu_scenarios.train_small, *given, directory=logs, num_ranks=ranks, timeout_seconds=400)
+    assert losses(tmp_path / "True") == pytest.approx(losses(tmp_path / "False"), rel=FLOAT32_TOLERANCE, abs=0)
+
+
+@pytest.mark.guard
+def test_processes_for_real_gpus_train_too(tmp_path: Path) -> None:
+    """Started as they are for real GPUs, and given the CPU."""
+    settings = settings_of("generated", tmp_path, device="cpu", steps=4)
+    start = Gpus(2, pretended=False)
+    start.run(gpu_scenarios.train_small, tmp_path / "run", settings, directory=tmp_path / "logs", num_ranks=2)
+    train(small_run(tmp_path / "alone", **settings))
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=FLOAT32_TOLERANCE, abs=0)

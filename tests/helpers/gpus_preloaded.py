@@ -1,0 +1,12 @@
+"""What the fork server imports: all that a rank needs, and before torch the pretended GPU's shim where there can be."""
+
+from tests.helpers import pretended_gpu
+
+if pretended_gpu.unavailable() is None:
+    pretended_gpu.load()
+
+import torch._inductor  # noqa: F401  (the optimizer imports it at its first step, for 2 s)
+
+import benchmarks.gpu.plain  # noqa: F401
+import tests.helpers.gpu_scenarios  # noqa: F401
+import trainer.loop  # noqa: F401
