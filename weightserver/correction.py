@@ -15,7 +15,6 @@ NumPy only, no I/O.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from fractions import Fraction
@@ -172,9 +171,13 @@ class _Nodes:
         return cls(np.ldexp(high, -more), np.ldexp(low, -more), more + np.int64(exponent))
 
     @classmethod
-    def joined(cls, parts: Sequence[_Nodes]) -> _Nodes:
-        high, low = (np.concatenate([getattr(part, name) for part in parts], axis=2) for name in ("high", "low"))
-        return cls(high, low, np.concatenate([part.exponent for part in parts]))
+    def empty(cls, number: int) -> _Nodes:
+        return cls(np.empty((2, 2, number)), np.empty((2, 2, number)), np.empty(number, np.int64))
+
+    def put(self, place: int, nodes: _Nodes) -> None:
+        """From `place` on."""
+        some = slice(place, place + len(nodes))
+        self.high[..., some], self.low[..., some], self.exponent[some] = nodes.high, nodes.low, nodes.exponent
 
     def __len__(self) -> int:
         return len(self.exponent)
@@ -190,6 +193,11 @@ class _Nodes:
 
 
 _IDENTITY = _Nodes(np.eye(2)[..., None], np.zeros((2, 2, 1)), np.zeros(1, np.int64))
+
+
+def _sizes(horizon: int) -> list[int]:
+    """Steps in a node of each level that has one."""
+    return [_LEAF << level for level in range((horizon // _LEAF).bit_length())]
 
 
 class _Steps:
@@ -281,25 +289,25 @@ class _Tables:
         tables._rates[: self.horizon] = self._rates[: self.horizon]
         tables._rates[start:stop] = rates
         tables._tame = self._tame and self._steps.are_tame(rates)
-        levels: list[_Nodes] = []
-        size = _LEAF
-        while size <= horizon:
-            first, last = start // size, min(-(-stop // size), horizon // size)
-            new = [
-                tables._leaves(i, min(i + _CHUNK, last))
-                if size == _LEAF
-                else levels[-1][2 * i : 2 * min(i + _CHUNK, last)].halved()
-                for i in range(first, last, _CHUNK)
-            ]
-            old = (
-                self._nodes[self._firsts[len(levels)] :][: self.horizon // size]
-                if size <= self.horizon
-                else _IDENTITY[:0]
-            )
-            levels.append(_Nodes.joined([old[:first], *new, old[last:]]))
-            size *= 2
-        tables._firsts = [0, *itertools.accumulate(len(level) for level in levels[:-1])] if levels else []
-        tables._nodes = _Nodes.joined([*levels, _IDENTITY])
+        counts = [horizon // size for size in _sizes(horizon)]
+        first_nodes = [0, *itertools.accumulate(counts)]
+        nodes = _Nodes.empty(first_nodes[-1] + 1)
+        tables._firsts, tables._nodes = first_nodes[:-1], nodes
+        nodes.put(first_nodes[-1], _IDENTITY)
+        for level, size in enumerate(_sizes(horizon)):
+            here = first_nodes[level]
+            first, last = start // size, min(-(-stop // size), counts[level])
+            if level < len(self._firsts):
+                old = self._nodes[self._firsts[level] :][: self.horizon // size]
+                nodes.put(here, old[:first])
+                nodes.put(here + last, old[last:])
+            for i in range(first, last, _CHUNK):
+                end = min(i + _CHUNK, last)
+                if level:
+                    below = first_nodes[level - 1]
+                    nodes.put(here + i, nodes[below + 2 * i : below + 2 * end].halved())
+                else:
+                    nodes.put(here + i, tables._leaves(i, end))
         return tables
 
     def _leaves(self, first: int, last: int) -> _Nodes:

@@ -20,66 +20,58 @@ _WITHOUT_AVX512 = "X86_V4 AVX512_ICL AVX512_SPR"
 
 
 @dataclass(frozen=True)
-class Kernel:
+class Kernels:
     """Environment variables, and what must then be found in the report."""
 
     environment: dict[str, str]
-    found: str
-    """A regular expression."""
+    found: tuple[str, ...]
+    """Regular expressions."""
+
+    def __or__(self, other: Kernels) -> Kernels:
+        return Kernels(self.environment | other.environment, self.found + other.found)
 
     def run(self, tests: list[str]) -> str:
-        """The output of the quick ones among `tests` (files, or single tests), which must pass under this kernel."""
+        """The output of the quick ones among `tests` (files, or single tests), which must pass with these kernels."""
         command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "tests.helpers.kernels", "-p", "no:cacheprovider"]
         environment = {"OMP_NUM_THREADS": "1"} | self.environment
         done = subprocess.run(
             [*command, *tests], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stdout[-4_000:] + done.stderr[-2_000:]
-        assert re.search(self.found, done.stdout), f"{self.environment} had no effect:\n{done.stdout[:4_000]}"
+        assert self.taken(done.stdout), f"{self.environment} had no effect:\n{done.stdout[:4_000]}"
         return done.stdout
 
+    def taken(self, report: str) -> bool:
+        return all(re.search(expression, report) for expression in self.found)
 
-def _aten(name: str) -> Kernel:
-    return Kernel({"ATEN_CPU_CAPABILITY": name}, f"ATen: {name.upper()}\n")
+
+def _aten(name: str) -> Kernels:
+    return Kernels({"ATEN_CPU_CAPABILITY": name}, (f"ATen: {name.upper()}\n",))
 
 
-KERNELS = {
-    "ATen default": _aten("default"),
-    "ATen AVX2": _aten("avx2"),
-    "ATen AVX-512": _aten("avx512"),
-    "oneDNN SSE4.1": Kernel({"ONEDNN_MAX_CPU_ISA": "SSE41"}, r"cpu,isa:Intel SSE4\.1\n"),
-    "oneDNN AVX2": Kernel({"ONEDNN_MAX_CPU_ISA": "AVX2"}, r"cpu,isa:Intel AVX2\n"),
-    "MKL compatible": Kernel({"MKL_CBWR": "COMPATIBLE"}, "SGEMM.* CNR:COMPATIBLE "),
-    # Other makers' processors get MKL's own choice, whatever is asked for, and it does not say which.
-    "MKL SSE4.2": Kernel(
-        {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}, r"oneMKL .*(SSE4\.2|Intel\(R\) Architecture processors)"
-    ),
-    "NumPy baseline": Kernel({"NPY_DISABLE_CPU_FEATURES": _WITHOUT_AVX2}, r"NumPy: \[\]\n"),
-    "two threads": Kernel({"OMP_NUM_THREADS": "2"}, "threads: 2\n"),
-}
-"""One library at a time, all others as this machine has them."""
+def _numpy_without(features: str) -> Kernels:
+    left = "".join(rf"(?!.*'{feature}')" for feature in features.split())
+    return Kernels({"NPY_DISABLE_CPU_FEATURES": features}, (rf"NumPy: {left}\[",))
 
-SCALAR = Kernel(
-    {
-        "ATEN_CPU_CAPABILITY": "default",
-        "ONEDNN_MAX_CPU_ISA": "SSE41",
-        "MKL_CBWR": "COMPATIBLE",
-        "NPY_DISABLE_CPU_FEATURES": _WITHOUT_AVX2,
-    },
-    r"(?s)ATen: DEFAULT\n.*NumPy: \[\]\n",
-)
+
+_ONEDNN_SSE = Kernels({"ONEDNN_MAX_CPU_ISA": "SSE41"}, (r"cpu,isa:Intel SSE4\.1\n",))
+_ONEDNN_AVX2 = Kernels({"ONEDNN_MAX_CPU_ISA": "AVX2"}, (r"cpu,isa:Intel AVX2\n",))
+_MKL_COMPATIBLE = Kernels({"MKL_CBWR": "COMPATIBLE"}, ("SGEMM.* CNR:COMPATIBLE ",))
+# Other makers' processors get MKL's own choice, whatever is asked for, and it does not say which.
+_MKL_SSE = Kernels({"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}, (r"oneMKL .*(SSE4\.2|Intel\(R\) Architecture processors)",))
+_TWO_THREADS = Kernels({"OMP_NUM_THREADS": "2"}, ("threads: 2\n",))
+
+SCALAR = _aten("default") | _ONEDNN_SSE | _MKL_COMPATIBLE | _numpy_without(_WITHOUT_AVX2)
 """As little as every library bears with."""
-
-AVX2_IN_TWO_THREADS = Kernel(
-    {
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
-        "NPY_DISABLE_CPU_FEATURES": _WITHOUT_AVX512,
-        "OMP_NUM_THREADS": "2",
-    },
-    r"(?s)ATen: AVX2\n.*threads: 2\n",
-)
+AVX2_IN_TWO_THREADS = _aten("avx2") | _ONEDNN_AVX2 | _numpy_without(_WITHOUT_AVX512) | _TWO_THREADS
 """A processor of the generation before."""
+MIXED = {
+    "ATen default, two threads": _aten("default") | _TWO_THREADS,
+    "ATen AVX2, MKL compatible": _aten("avx2") | _MKL_COMPATIBLE,
+    "ATen AVX-512, oneDNN SSE4.1, NumPy's least": _aten("avx512") | _ONEDNN_SSE | _numpy_without(_WITHOUT_AVX2),
+    "oneDNN AVX2, MKL SSE4.2": _ONEDNN_AVX2 | _MKL_SSE,
+}
+"""Some libraries' kernels, the others' as this machine has them."""
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
