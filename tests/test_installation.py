@@ -210,7 +210,7 @@ def test_other_pythons(wheel: Path, other_python: Path, tmp_path: Path) -> None:
     """Installed as above; then the quick tests that need no trainer, from the sources."""
     programs = environment(tmp_path / "venv", other_python, wheel)
     check_weight_server(programs, tmp_path)
-    needed = ["hypothesis", "psutil", "pytest", "pytest-timeout", "PyYAML", "scipy"]
+    needed = ["grpcio-tools", "hypothesis", "psutil", "pytest", "pytest-timeout", "PyYAML", "scipy"]
     run(programs / "python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", *needed)
     chosen = [
         path.relative_to(ROOT)
