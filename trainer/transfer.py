@@ -17,7 +17,7 @@ def to_device(array: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
     """
     tensor = array if isinstance(array, Tensor) else torch.from_numpy(array)
     if device.type != "cuda" or tensor.device == device:
-        return tensor
+        return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
