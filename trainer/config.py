@@ -166,7 +166,7 @@ class TrainConfig:
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
     """The network whose features are wanted."""
     init_encoder: Path | None = None
-    """encoder.safetensors of another run to begin with, of the same --encoder settings."""
+    """encoder.safetensors of another run to begin with, of the same --encoder settings; it brings its pixel scale."""
     head_layers: Literal[1, 2] = 2
     """Layers of the projection head: two with a ReLU between them, or a linear one (Table 1's comparison)."""
     dim: int = 128

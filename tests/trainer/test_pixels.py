@@ -44,7 +44,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def a_run(data_dir: Path, output: Path, **changes: Any) -> TrainConfig:
-    settings = {"dataset": "idx", "data_dir": data_dir, "num_images": None, "encoder": SMALL, "evaluate": True}
+    settings = {"dataset": "idx", "data_dir": data_dir, "num_images": None, "encoder": SMALL, "rows": "dense"}
     return small_run(output, **settings | changes)
 
 
@@ -74,7 +74,7 @@ def test_each_data_set_has_a_scale() -> None:
 def test_training_and_evaluation_use_the_images_own_scale(
     data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = a_run(data_dir, tmp_path / "run", steps=8)
+    run = a_run(data_dir, tmp_path / "run", steps=8, evaluate=True)
     result = train(run)
     scale = load_dataset("idx", data_dir).pixels
     assert 0.15 < scale.mean[0] < 0.2
@@ -85,9 +85,7 @@ def test_training_and_evaluation_use_the_images_own_scale(
     assert evaluate(["linear", "--run", str(run.output)]) == 0
     assert json.loads(capsys.readouterr().out)["top1"] == step["linear_top1"]
     same, other = (
-        a_run(
-            data_dir, tmp_path / name, steps=8, evaluate=False, encoder=replace(SMALL, pixel_mean=mean, pixel_std=std)
-        )
+        a_run(data_dir, tmp_path / name, steps=8, encoder=replace(SMALL, pixel_mean=mean, pixel_std=std))
         for name, mean, std in (("same", *scale), ("other", (0.5,), (0.5,)))
     )
     train(same)
@@ -99,7 +97,7 @@ def test_training_and_evaluation_use_the_images_own_scale(
 def test_a_run_of_before_keeps_its_scale(data_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its config.json and its encoder files say nothing of a scale; their encoders know pixels from -1 to 1."""
     explicit = replace(SMALL, pixel_mean=(0.5,), pixel_std=(0.5,))
-    run = a_run(data_dir, tmp_path / "run", steps=20, checkpoint_every=8, encoder=explicit, evaluate=False)
+    run = a_run(data_dir, tmp_path / "run", steps=20, checkpoint_every=8, encoder=explicit, rows="resident")
     train(run)
     before = losses(run.output)
     settings = json.loads((run.output / "config.json").read_text())
@@ -125,7 +123,7 @@ def test_an_encoder_file_keeps_its_scale_and_old_ones_have_none(data_dir: Path, 
     save_file(load_file(path), old, metadata={"format": "pic-encoder-1", "encoder": json.dumps(options)})
     assert load_encoder(old)[1] == SMALL
     for begun, scale in ((path, config.pixels), (old, MINUS_ONE_TO_ONE)):  # the weights expect it
-        run = a_run(data_dir, tmp_path / begun.stem / "run", steps=1, evaluate=False, init_encoder=begun)
+        run = a_run(data_dir, tmp_path / begun.stem / "run", steps=1, init_encoder=begun)
         assert train(run).model.config.pixels == scale
 
 

@@ -44,7 +44,7 @@ def described(boxes: NDArray[np.float64], width: int, height: int) -> dict[str, 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("size", SIZES)
 def test_the_distribution_is_torchvisions(size: tuple[int, int], scale: tuple[float, float]) -> None:
-    """Area, ratio and position by the two-sample Kolmogorov–Smirnov test, of 20,000 crops and torchvision's 1,000."""
+    """Area, ratio and position by the two-sample Kolmogorov–Smirnov test, of 8,000 crops and torchvision's 1,000."""
     width, height = size
     torch.manual_seed(0)
     draw = import_module("torchvision.transforms").RandomResizedCrop.get_params
@@ -52,7 +52,7 @@ def test_the_distribution_is_torchvisions(size: tuple[int, int], scale: tuple[fl
     theirs = np.array([draw(image, list(scale), [1 / RATIO, RATIO]) for _ in range(1_000)], np.float64)
     top, left, crop_height, crop_width = theirs.T
     expected = described(np.stack([left, top, left + crop_width, top + crop_height], axis=1), width, height)
-    boxes = np.array([crop.box(width, height)[:4] for crop in crops(20_000, scale)], np.float64)
+    boxes = np.array([crop.box(width, height)[:4] for crop in crops(8_000, scale)], np.float64)
     assert (boxes >= 0).all()
     assert (boxes[:, 2] <= width).all()
     assert (boxes[:, 3] <= height).all()
@@ -91,13 +91,13 @@ def test_sides_are_those_of_exact_arithmetic() -> None:
 
 
 def digest() -> str:
-    boxes = [crop.box(*size) for scale in SCALES for crop in crops(3_000, scale) for size in SIZES]
+    boxes = [crop.box(*size) for scale in SCALES for crop in crops(1_000, scale) for size in SIZES]
     return hashlib.sha256(np.array(boxes, "<i4").tobytes()).hexdigest()
 
 
 def test_crops_never_change() -> None:
     """On no processor, and with no later version: a resumed run sees the same images in the same way."""
-    assert digest() == "710d1973edf48cbd18d49b24c9876a035858407199a6b55cdb4363f815f9263c"
+    assert digest() == "3e8d6fc9394dd53f29d8221a24bfdc40da9911f20d93eda0b565b0387219bfdd"
 
 
 @pytest.mark.guard
