@@ -9,7 +9,7 @@ from pathlib import Path
 # once, when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-NEEDED = ("jinja2", "kornia", "matplotlib", "PIL", "sklearn", "tensorboard", "timm", "torch", "torchvision", "tyro")
+NEEDED = ("jinja2", "matplotlib", "PIL", "sklearn", "tensorboard", "timm", "torch", "torchvision", "tyro")
 """What the extra `trainer` installs, as it is imported."""
 
 if lacking := [name for name in NEEDED if find_spec(name) is None]:
