@@ -126,7 +126,8 @@ def _train_rank(
     """One rank's part of the training: a slice of every batch, and a share of the rows."""
     device = ranks.device
     set_precision_of_products("tf32" if config.precision == "tf32" else "ieee")
-    torch.use_deterministic_algorithms(config.deterministic)
+    if torch.are_deterministic_algorithms_enabled() != config.deterministic:  # the call alone takes seconds
+        torch.use_deterministic_algorithms(config.deterministic)
     if config.deterministic:  # what cuBLAS needs for it, and reads when it starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     images = dataset.train_images.to(device)  # uint8 (N, C, H, W)

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 NUM_STEPS = 9
 NUM_IMAGES = 128
 LOG_EVERY = 3
-MANY = ("accumulate", "small_crops")
-"""Settings with which a step augments more than once."""
 _IN_MEMORY: dict[str, Any] = {"dataset": "idx"}
 _GENERATED: dict[str, Any] = {"dataset": "synthetic", "num_images": NUM_IMAGES}
 _DECODED: dict[str, Any] = {"dataset": "folder"}
