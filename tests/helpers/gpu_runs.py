@@ -9,6 +9,7 @@ import faulthandler
 import json
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -73,18 +74,22 @@ def config(scenario: str, output: Path, servers: str, images: Path, device: str)
     return TrainConfig(**fixed | settings)
 
 
-def run(settings: TrainConfig, port: str) -> list[float]:
-    """Trains and returns the losses of rank 0's metrics.jsonl; a run with checkpoints is resumed from the newest."""
+def run(settings: TrainConfig, ports: Iterator[str]) -> list[float]:
+    """Trains and returns the losses of rank 0's metrics.jsonl; a run with checkpoints is resumed from the newest.
+
+    Each time the ranks meet at a port of their own: one that is ahead must not find what is left of the time before.
+    """
     from trainer.loop import train
     from weightserver import WeightClient
 
     is_first = os.environ.get("RANK", "0") == "0"
-    os.environ["MASTER_PORT"] = port
+    os.environ["MASTER_PORT"] = next(ports)
     if is_first and settings.servers:
         with WeightClient(settings.server_addresses) as client:
             client.drop_table()
     train(settings)
     if settings.checkpoint_every < NUM_STEPS:
+        os.environ["MASTER_PORT"] = next(ports)
         train(replace(settings, resume=True))
     if not is_first:
         return []
@@ -99,15 +104,14 @@ def main(out: Path, servers: str, images: Path, ports: list[str], scenarios: lis
     faulthandler.dump_traceback_later(450)  # before whoever waits for this process loses patience
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    recorded = {}
+    recorded, meeting_points = {}, iter(ports)
     for number, scenario in enumerate(scenarios):
         losses = {}
         for device in ("cpu", "cuda"):
-            port = ports[2 * number + (device == "cuda")]
             output = out / f"{world_size}-{number}-{device}"
             observed.clear()
             with pretended_gpus(world_size) if device == "cuda" else nullcontext():
-                losses[device] = run(config(scenario, output, servers, images, device), port)
+                losses[device] = run(config(scenario, output, servers, images, device), meeting_points)
         recorded[scenario] = {
             "cpu": losses["cpu"],
             "cuda": losses["cuda"],
