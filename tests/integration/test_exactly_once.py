@@ -646,6 +646,8 @@ def test_every_old_request_again_changes_nothing(cluster: LocalCluster, client: 
         push()
         writer.extend_table(SPEC.num_rows + 100)  # not of the table that comes next
         writer.drop_table()
+        writer.create_table(replace(SPEC, correction="paper"))
+        writer.drop_table()
         writer.create_table(SPEC)
         writer.extend_schedule(0, RATES[:FIRST_HORIZON])
         if told_early:
