@@ -62,6 +62,7 @@ def client_rows_written(client: WeightClient, spec: TableSpec) -> npt.NDArray[np
     return np.flatnonzero(client.fetch_state(np.arange(spec.num_rows)).last_step > 0)
 
 
+@pytest.mark.guard
 def test_without_correction_only_rows_with_a_gradient_move(client: WeightClient, cluster: LocalCluster) -> None:
     spec = TableSpec(num_rows=200, dim=8, weight_decay=1e-2, rows_per_block=9, correction=False)
     rates = schedule(300)
@@ -106,6 +107,7 @@ def test_rows_can_be_fetched_for_any_step_to_come(client: WeightClient) -> None:
         assert np.array_equal(getattr(raw, name), getattr(again, name))
 
 
+@pytest.mark.guard
 def test_the_number_of_shards_changes_no_bit() -> None:
     spec = TableSpec(num_rows=300, dim=16, rows_per_block=7)
     results = []
@@ -133,6 +135,7 @@ def test_rows_come_back_in_the_order_asked_for(client: WeightClient) -> None:
     assert client.fetch([], step=0).shape == (0, 3)
 
 
+@pytest.mark.guard
 def test_more_rows_than_one_message_can_name(client: WeightClient) -> None:
     """9,000,000 ids of scattered rows on one shard take more bytes than a message may have."""
     spec = TableSpec(num_rows=36_000_000, dim=1, rows_per_block=2_000)

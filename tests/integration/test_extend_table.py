@@ -157,6 +157,7 @@ def test_a_superseded_session_extends_nothing(client: WeightClient, cluster: Loc
                 nobody.extend_table(300)
 
 
+@pytest.mark.guard
 def test_growth_that_a_killed_shard_cut_short_is_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with LocalCluster(2, tmp_path) as cluster, WeightClient(cluster.addresses) as c:
         open_table(c, SPEC)
@@ -205,6 +206,7 @@ def stopped_at(shard: int, copy: Callable[..., Any]) -> Callable[..., Any]:
     return copy_or_stop
 
 
+@pytest.mark.guard
 def test_what_operators_do_with_a_grown_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Checkpoints and backups of before and after, a rollback, an export, a reshard, a compaction, a lost shard."""
     with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:

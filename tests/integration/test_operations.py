@@ -122,6 +122,7 @@ def assert_one_line(outcome: tuple[int | str | None, str, str], message: str) ->
 # ---- backup and restore
 
 
+@pytest.mark.guard
 def test_a_backup_is_one_checkpoint_while_training_goes_on(
     weightserver: Weightserver, small_pieces: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +276,7 @@ def flipped(content: bytes, at: float = 0.5) -> bytes:
         pytest.param(None, id="missing", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.guard
 def test_a_damaged_piece_of_a_stopped_backup_is_copied_again(
     damage: Callable[[bytes], bytes] | None,
     weightserver: Weightserver,
@@ -357,6 +359,7 @@ def test_copied_rows_have_the_mode_of_new_files(client: WeightClient, tmp_path: 
     assert {oct(path.stat().st_mode & 0o777) for path in files} == {"0o640"}
 
 
+@pytest.mark.guard
 def test_a_restored_cluster_can_be_backed_up_and_its_checkpoints_released(
     weightserver: Weightserver, tmp_path: Path
 ) -> None:
@@ -383,6 +386,7 @@ def test_a_restored_cluster_can_be_backed_up_and_its_checkpoints_released(
     assert read_backup(tmp_path / "again").run == "run"
 
 
+@pytest.mark.guard
 def test_a_resharded_clusters_checkpoint_can_be_released(
     weightserver: Weightserver, tables: Callable[[int], Table], tmp_path: Path
 ) -> None:
@@ -392,6 +396,7 @@ def test_a_resharded_clusters_checkpoint_can_be_released(
         assert weightserver("release", "two", *cluster.addresses) == (0, "released two\n", "")
 
 
+@pytest.mark.guard
 def test_a_shard_restored_beside_others_is_rolled_back_to_before_a_backup(
     weightserver: Weightserver, tmp_path: Path
 ) -> None:
@@ -771,6 +776,7 @@ def test_a_reshard_that_lost_or_changed_a_row_is_noticed(
         assert all(inspect_directory(target)["unfinished"] for target in targets)
 
 
+@pytest.mark.guard
 def test_a_run_goes_on_with_other_shards(
     undisturbed: tuple[list[float], RowState], weightserver: Weightserver, tmp_path: Path
 ) -> None:
@@ -821,6 +827,7 @@ def test_reshards_that_cannot_be(
 # ---- compact
 
 
+@pytest.mark.guard
 def test_a_compacted_directory_holds_the_same_in_less_space(weightserver: Weightserver, tmp_path: Path) -> None:
     with LocalCluster(1, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
         make_table(client)

@@ -266,6 +266,7 @@ def test_a_write_that_finds_no_room_is_refused(crowd: Crowd) -> None:
     assert crowd.metric("weightserver_request_memory_bytes ") == 0
 
 
+@pytest.mark.guard
 def test_large_messages_stay_below_the_ceiling(crowd: Crowd) -> None:
     """Many of the largest at a time: each is there whole before its room can be taken."""
     request = pb.FetchRequest(rows=pb.Rows(ids=np.arange(MAX_ROWS).tobytes()), raw=True)

@@ -63,6 +63,7 @@ def test_health_and_metrics(client: WeightClient, cluster: LocalCluster) -> None
     assert after["weightserver_disk_bytes"] > 0
 
 
+@pytest.mark.guard
 def test_sigterm_lets_a_running_fetch_end(tmp_path: Path) -> None:
     """A fetch of 25 messages of which one was read goes on to its end; new calls are refused; then the shard ends."""
     with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses, retry_seconds=0) as client:
@@ -120,6 +121,7 @@ def test_a_shard_that_may_not_drain_still_ends_well(tmp_path: Path) -> None:
             assert process.returncode == 0, log
 
 
+@pytest.mark.guard
 def test_shards_stop_when_their_parent_dies(tmp_path: Path) -> None:
     code = (
         "import sys, time; from weightserver import LocalCluster\n"
@@ -155,6 +157,7 @@ def test_a_cluster_in_a_temporary_directory_leaves_nothing() -> None:
     assert cluster.processes[0].poll() == 0
 
 
+@pytest.mark.guard
 def test_sigterm_ends_a_large_write_within_the_grace_period(tmp_path: Path) -> None:
     """One of many blocks, that takes several seconds: it is taken back, and its repetition is applied."""
     rows = 63 * np.arange(30_000)
@@ -211,6 +214,7 @@ def test_sigterm_waits_for_no_disk_beyond_the_grace_period(tmp_path: Path) -> No
         assert client.describe().rows_stored == 1
 
 
+@pytest.mark.guard
 def test_slow_callers_of_the_metrics_take_nothing_from_the_shard(tmp_path: Path) -> None:
     """Hundreds of connections with half a request: a few threads, and whoever asks properly is answered."""
     with (

@@ -92,6 +92,7 @@ def stored(correction: str) -> TableSpec:
     return TableSpec(num_rows=NUM_ROWS, dim=DIM, weight_decay=3e-3, rows_per_block=7, correction=correction)  # type: ignore[arg-type]
 
 
+@pytest.mark.guard
 def test_resident_and_remote_rows_train_like_each_row_for_itself(cluster: LocalCluster) -> None:
     """The window passes over all images several times; where a row waited changes no bit of it."""
     num_steps, spec = 180, stored("paper")

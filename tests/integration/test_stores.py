@@ -139,7 +139,7 @@ def assert_same_bits(actual: Recorded, expected: Recorded) -> None:
     [
         pytest.param(60, True, 250, id="K<N"),
         pytest.param(NUM_ROWS, True, 400, id="K=N", marks=pytest.mark.slow),
-        pytest.param(60, False, 250, id="no correction"),
+        pytest.param(60, False, 250, id="no correction", marks=pytest.mark.guard),
         pytest.param(60, True, 2_000, id="K<N, long", marks=pytest.mark.slow),
         pytest.param(NUM_ROWS, True, 2_000, id="K=N, long", marks=pytest.mark.slow),
     ],
@@ -168,10 +168,10 @@ def test_remote_and_resident_rows_train_like_dense_ones(
     [
         pytest.param(80, 20, 60, 60, 0, id="K = capacity", marks=pytest.mark.slow),
         pytest.param(83, 19, 60, 121, 4, id="batches straddle windows", marks=pytest.mark.slow),
-        pytest.param(5, 2, 40, 60, 3, id="a batch holds rows twice"),
+        pytest.param(5, 2, 40, 60, 3, id="a batch holds rows twice", marks=pytest.mark.guard),
         pytest.param(40, 40, 100, 200, 4, id="K > W = S", marks=pytest.mark.slow),
         pytest.param(290, 7, 60, NUM_ROWS, 4, id="windows wrap around at N"),
-        pytest.param(NUM_ROWS, NUM_ROWS, 60, 92, 4, id="epoch order, few resident"),
+        pytest.param(NUM_ROWS, NUM_ROWS, 60, 92, 4, id="epoch order, few resident", marks=pytest.mark.guard),
         pytest.param(NUM_ROWS, NUM_ROWS, NUM_ROWS, NUM_ROWS, 4, id="K = W = N"),
     ],
 )

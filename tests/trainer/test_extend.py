@@ -161,6 +161,7 @@ QUICK = ("between two shards of the table", "behind a checkpoint")
 @pytest.mark.parametrize(
     "point", [pytest.param(point, marks=[] if point in QUICK else pytest.mark.slow) for point in POINTS]
 )
+@pytest.mark.guard
 def test_a_run_that_fails_while_it_is_extended_goes_on(
     point: str, output: Path, extended: Path, images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +207,7 @@ def test_a_run_that_goes_back_behind_its_extension(before: Path, extended: Path,
     assert losses(again) == losses(before)
 
 
+@pytest.mark.guard
 def test_more_images_wait_for_extend(
     before: Path, extended: Path, images: Path, output: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -242,6 +244,7 @@ def test_other_images_are_refused(range_sizes: list[int], message: str) -> None:
             ImageHistory(((0, OLD),)).going_on(13, range_sizes, extend=extend)
 
 
+@pytest.mark.guard
 def test_as_many_other_images_are_refused(output: Path, images: Path, tmp_path: Path) -> None:
     """Extended or not; nothing is written then."""
     others = tmp_path / "others"

@@ -90,6 +90,7 @@ def test_a_run_on_real_images_in_a_browser(tmp_path: Path, capsys: pytest.Captur
     assert found["results"]["knn_top1"] == "87.75"
 
 
+@pytest.mark.guard
 def test_a_run_that_has_not_ended_shows_what_there_is(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     run, page = tmp_path / "run", tmp_path / "page.html"

@@ -60,6 +60,7 @@ def assert_same(output: Path, undisturbed: Path) -> None:
     "point",
     ["between two shards", "in the file", "after the file, before the release", "between two shards of the release"],
 )
+@pytest.mark.guard
 def test_a_run_that_fails_in_a_checkpoint_goes_on(
     point: str, tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +197,7 @@ def test_a_signal_behind_the_last_step_ends_the_run_too(
     assert json.loads((output / "metrics.jsonl").read_text())["loss"] == losses(undisturbed)[-1]
 
 
+@pytest.mark.guard
 def test_an_encoder_that_draws_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     """With dropout, from its last checkpoint before the end."""
     encoder = EncoderConfig(name="mobilenet_v3_small", in_channels=3, image_size=32)
@@ -228,6 +230,7 @@ def test_a_run_says_where_its_data_is_now(tmp_path: Path, undisturbed: Path) -> 
     assert after == before | {"output": str(output), "log_every": 20}
 
 
+@pytest.mark.guard
 def test_what_a_run_began_with_is_needed_no_more(tmp_path: Path) -> None:
     first = small_run(tmp_path / "first", steps=1, rows="dense")
     train(first)
@@ -325,6 +328,7 @@ def test_a_run_goes_on_elsewhere_from_an_older_checkpoint(tmp_path: Path, undist
     assert_same(output, undisturbed)
 
 
+@pytest.mark.guard
 def test_learning_rates_that_the_servers_hold_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A version before made them, on a machine whose cosine rounds otherwise: refused would be every resume."""
     output, settings = tmp_path / "run", {"encoder": ONLY_ROWS, "keep_checkpoints": 9}
@@ -411,6 +415,7 @@ def test_servers_of_another_run_are_refused_untouched(tmp_path: Path, undisturbe
         assert client.describe() == before
 
 
+@pytest.mark.guard
 def test_a_run_that_was_rolled_back_keeps_its_own_checkpoints(
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -491,6 +496,7 @@ def test_a_run_without_a_checkpoint_goes_on_from_its_start(tmp_path: Path) -> No
         train(small_run(tmp_path / "run", steps=3, checkpoint_every=0, resume=True))
 
 
+@pytest.mark.guard
 def test_a_second_run_on_the_same_servers_is_refused_from_the_first_step_on(tmp_path: Path) -> None:
     """Resident rows write nothing for a while: the checkpoint of step 0 tells that the servers are taken."""
     with LocalCluster(1) as cluster:

@@ -201,6 +201,7 @@ def test_a_used_directory_is_refused(data_dir: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.guard
 def test_as_many_other_images_in_memory_are_refused(data_dir: Path, tmp_path: Path) -> None:
     others = shutil.copytree(data_dir, tmp_path / "others")
     path = others / "train-images-idx3-ubyte.gz"
@@ -243,6 +244,7 @@ def kill_after_first_record(cluster: LocalCluster, metrics: Path) -> None:
     cluster.processes[1].kill()
 
 
+@pytest.mark.guard
 def test_a_run_can_be_watched(data_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The page that the run announces tells what metrics.jsonl tells."""
     pages = []
@@ -266,6 +268,7 @@ def test_a_run_can_be_watched(data_dir: Path, tmp_path: Path, capfd: pytest.Capt
     assert seen["pic_trainer_resident_rows"] >= 64
 
 
+@pytest.mark.guard
 def test_training_over_tls_with_a_token(data_dir: Path, tmp_path: Path) -> None:
     """It is what training with shards of its own is, and the run's directory holds no token."""
     certificates = tmp_path / "certificates"

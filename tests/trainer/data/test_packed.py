@@ -162,6 +162,7 @@ class Identity(torch.nn.Module):
         return pixels
 
 
+@pytest.mark.guard
 def test_extended_images_train_in_the_order_of_their_ranges(tmp_path: Path) -> None:
     tree, directory = plain_tree(tmp_path / "tree", 100), tmp_path / "packed"
     pack(tree, directory, PackOptions())
