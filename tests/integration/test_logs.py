@@ -107,6 +107,7 @@ def test_a_traceback_shows_no_values(log_format: LogFormat, monkeypatch: pytest.
         assert "[error] failed shard=3" in text
 
 
+@pytest.mark.guard
 def test_a_trainer_logs_events_and_no_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", told := io.StringIO())
     log_events("json", lambda: {"run": "a", "rank": 0})
@@ -175,6 +176,7 @@ def test_names_command_no_terminal(log_format: LogFormat, monkeypatch: pytest.Mo
     assert not set(told.getvalue()) & set("\x1b\x9b\u202e")
 
 
+@pytest.mark.guard
 def test_a_flood_of_refusals_is_a_line_a_second(tmp_path: Path) -> None:
     with LocalCluster(1, tmp_path, serve_options=["--log-format", "json"]) as cluster:
         with WeightClient(cluster.addresses) as client, WeightClient(cluster.addresses) as late:

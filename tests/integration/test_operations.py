@@ -221,6 +221,7 @@ def test_a_backup_of_a_large_table_is_small_and_ends(tmp_path: Path) -> None:
         pytest.param("weightserver.backup:write_whole", 5, marks=pytest.mark.slow),  # in the second shard
     ],
 )
+@pytest.mark.guard
 def test_a_killed_backup_goes_on(
     place: str, number: int, weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
 ) -> None:
@@ -419,6 +420,7 @@ def test_a_shard_restored_beside_others_is_rolled_back_to_before_a_backup(
         assert weightserver(*command)[0] == 0
 
 
+@pytest.mark.guard
 def test_a_killed_restore_goes_on(
     weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
 ) -> None:

@@ -135,6 +135,7 @@ def test_a_file_that_went_away_is_no_new_shard(data: Path) -> None:
         np.testing.assert_array_equal(client.fetch_state(ROWS).weight, values(2))
 
 
+@pytest.mark.guard
 def test_an_old_copy_is_noticed(data: Path) -> None:
     old = shutil.copyfile(data / "data.mdb", data.parent / "old.mdb")
     with LocalCluster(1, data.parent) as cluster, WeightClient(cluster.addresses) as client:

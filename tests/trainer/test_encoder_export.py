@@ -279,6 +279,7 @@ def test_names_as_the_conversion_of_detectron2_makes_them() -> None:
     ]
 
 
+@pytest.mark.guard
 def test_a_checkpoint_of_a_run_that_has_not_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     config = EncoderConfig(name="resnet18", in_channels=3, image_size=16)

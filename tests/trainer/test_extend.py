@@ -87,6 +87,7 @@ def rates(num_images: int) -> np.ndarray:
     return learning_rates(num_steps=num_steps, base=0.2, warmup_steps=round(0.1 * num_steps))
 
 
+@pytest.mark.guard
 def test_old_rows_are_the_oracles_and_new_ones_are_trained(
     before: Path, extended: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,6 +134,7 @@ def assert_drifted(state: RowState, weight: np.ndarray, momentum_buffer: np.ndar
     np.testing.assert_allclose(state.momentum_buffer, momentum, rtol=0, atol=1e-5 * np.abs(weight).max())
 
 
+@pytest.mark.guard
 def test_the_same_with_remote_rows_and_files_that_tell_no_history(output: Path, extended: Path, images: Path) -> None:
     """As a version made them that could not add images."""
     for path in (output / "checkpoints").iterdir():
