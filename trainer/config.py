@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import math
 import os
@@ -27,6 +28,7 @@ from weightserver.wire import MAX_STEPS
 Resume = bool | Literal["auto"]
 
 _DEFAULT_WARMUP_FRACTION = 0.1
+_PAPERS_AREAS = (AugmentationConfig.min_scale, AugmentationConfig.max_scale)
 _CORRECTION_OF_FLAG: dict[object, str] = {True: "exact", False: "none"}
 
 
@@ -318,6 +320,12 @@ class TrainConfig:
             if getattr(self, name) != getattr(TrainConfig, name):
                 flag = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{flag} {getattr(self, name)} is for {wanted}: leave it away, or give {wanted} too")
+        areas = (self.augmentation.min_scale, self.augmentation.max_scale)
+        if self.small_crops and self.view_scale == TrainConfig.view_scale and areas != _PAPERS_AREAS:
+            raise ValueError(
+                f"beside --small-crops views have areas of {self.view_scale}, not the augmentation's {areas}: "
+                "give --view-scale, or --view-scale None for the augmentation's"
+            )
 
     def unused_settings(self) -> dict[str, str]:
         """Settings that mean nothing beside the others, and the option each of them is for."""
@@ -523,7 +531,7 @@ def parse_config(arguments: Sequence[str] | None = None) -> TrainConfig:
 def _with_correction_named(arguments: Sequence[str]) -> list[str]:
     """--correction and --no-correction alone, which were flags, as what they meant."""
     named = []
-    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue="--"):
         flag = argument.replace("_", "-")
         if flag == "--no-correction":
             argument = "--correction=none"

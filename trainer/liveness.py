@@ -23,6 +23,8 @@ from weightserver.logs import complain
 GRACE_SECONDS = 15.0
 """How long a rank may take to end by itself: one that failed, and one that learns that another is gone."""
 _CONNECT_SECONDS = 60.0
+_GREETING_SECONDS = 5.0
+"""How long a connection may take to say that it is a rank's: ranks do so at once."""
 _GOODBYE = b"."
 """What a rank sends when it has done its part."""
 _TOKEN_BYTES = 16
@@ -74,13 +76,21 @@ def _connections(rank: int, world_size: int, broadcast_text: Callable[[str | Non
         connections: list[socket.socket] = []
         while len(connections) < world_size - 1:
             connection, _ = listener.accept()
-            connection.settimeout(_CONNECT_SECONDS)
-            if connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL).hex() == token:
-                connection.settimeout(None)
+            if _is_a_ranks(connection, token):
                 connections.append(connection)
-            else:  # a stranger's
+            else:  # a port scanner's, say
                 connection.close()
     return connections
+
+
+def _is_a_ranks(connection: socket.socket, token: str) -> bool:
+    connection.settimeout(_GREETING_SECONDS)
+    try:
+        greeting = connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL)
+    except OSError:
+        return False
+    connection.settimeout(None)
+    return secrets.compare_digest(greeting.hex(), token)
 
 
 def _listener(master: str) -> socket.socket:

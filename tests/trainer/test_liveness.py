@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from trainer import liveness
 
 NUM_RANKS = 3
 RANK = """
@@ -94,3 +100,23 @@ def test_ranks_end_together(ends: str, status: int, tmp_path: Path) -> None:
     if status == 1:
         told = [error for error in errors if "ends because another rank is gone" in error]
         assert len(told) == NUM_RANKS - 1
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_strangers_are_sent_away(silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port scanner meets the port at which rank 0 waits for the others, and resets its connection or says nothing."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(liveness, "_GREETING_SECONDS", 0.2)
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(liveness._connections, 0, 2, lambda text: told.put(text or "") or "")
+        port, token = told.get(timeout=10).split()
+        stranger = socket.create_connection(("127.0.0.1", int(port)))
+        if not silent:  # a reset, not an end
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            stranger.close()
+        (to_first,) = liveness._connections(1, 2, lambda _: f"{port} {token}")
+        (to_second,) = first.result(timeout=10)
+    assert to_second.getpeername() == to_first.getsockname()
+    for connection in (stranger, to_first, to_second):
+        connection.close()

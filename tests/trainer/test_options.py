@@ -14,7 +14,7 @@ import torch
 
 from tests.helpers.small_run import EVERY, losses, small_run
 from trainer.checkpoint import saved_steps
-from trainer.config import TrainConfig, parse_config
+from trainer.config import PRESETS, TrainConfig, parse_config
 from trainer.data.augment import AugmentationConfig
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_model
@@ -202,6 +202,13 @@ def test_correction_is_named_and_may_be_a_flag_as_it_was() -> None:
     assert [TrainConfig(correction=flag).correction for flag in (True, False)] == ["exact", "none"]
 
 
+def test_without_arguments_the_presets_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_config([])
+    told = capsys.readouterr()
+    assert all(preset in told.out + told.err for preset in PRESETS)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -217,6 +224,10 @@ def test_correction_is_named_and_may_be_a_flag_as_it_was() -> None:
         ({"small_crop_scale": (0.5, 0.1)}, "--small-crop-scale: min_scale and max_scale are 0.5 and 0.1: give 0 < min"),
         ({"view_scale": (0.0, 1.0)}, "--view-scale: min_scale and max_scale are 0.0 and 1.0: give 0 < min"),
         ({"view_scale": (0.3, 1.0)}, r"--view-scale \(0.3, 1.0\) is for --small-crops: leave it away, or give"),
+        (
+            {"small_crops": 1, "small_crop_size": 12, "augmentation": AugmentationConfig(min_scale=0.5)},
+            r"beside --small-crops views have areas of \(0.14, 1.0\), not the augmentation's \(0.5, 1.0\): give --view",
+        ),
         ({"head_layers": 3}, "--head-layers must be 1 or 2, got 3"),
         ({"softmax": "linear"}, "--softmax must be cosine or plain, got linear"),
         ({"softmax": "plain", "temperature": 0.5}, "--temperature 0.5 is for --softmax cosine: leave it away, or give"),

@@ -15,6 +15,7 @@ px); and resampling sees the pixels around a crop, as resizing the whole image a
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, auto
@@ -74,12 +75,12 @@ class AugmentationConfig:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a probability, 0 to 1")
         for name in ("brightness", "contrast", "saturation"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: give 0 or more")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}: give 0 or more, and a finite number")
         if not 0 <= self.hue <= 0.5:
             raise ValueError(f"hue is {self.hue}: give 0 to 0.5")
-        if not 0 < self.blur_sigma[0] <= self.blur_sigma[1]:
-            raise ValueError(f"blur_sigma is {self.blur_sigma}: give 0 < smallest <= largest")
+        if not 0 < self.blur_sigma[0] <= self.blur_sigma[1] < math.inf:
+            raise ValueError(f"blur_sigma is {self.blur_sigma}: give 0 < smallest <= largest, and finite numbers")
 
 
 AUGMENTATIONS = {"strong": AugmentationConfig(), "weak": AugmentationConfig(strong=False)}
@@ -125,7 +126,8 @@ class Augmentation:
 
     `uniforms` are float32 [B, num_uniforms] in [0, 1), one row an image; on the host, so that nothing waits for a
     device. Row i of the result depends on row i of the arguments alone. With `compiled` torch.compile makes one program
-    for each shape of batch; views are the same up to rounding. Stateless, hence thread-safe.
+    for each shape of batch and set of operations, at most eight in a process (torch._dynamo.config.recompile_limit);
+    views are the same up to rounding. Stateless, hence thread-safe.
     """
 
     num_uniforms = _NUM_COLUMNS
@@ -216,7 +218,8 @@ class Augmentation:
     def _taps(self, uniforms: Float32Array) -> Float32Array:
         """Weights of the blur, float32 [B, taps]; where there is none, 1 in the middle."""
         low, high = self.config.blur_sigma
-        radius = max(1, self.image_size // 10 // 2)  # SimCLR's: the kernel is a tenth of the side
+        # SimCLR's: the kernel is a tenth of the side; of a single pixel there is nothing to mirror.
+        radius = min(max(1, self.image_size // 10 // 2), self.image_size - 1)
         sigma = low + (high - low) * uniforms[:, [_Column.BLUR_SIGMA]].astype(np.float64)
         distance = np.arange(-radius, radius + 1)
         weights = np.exp(-0.5 * (distance / sigma) ** 2)

@@ -37,7 +37,7 @@ def _with_one_index(part: Range, directory: Path) -> Range:
         for shard in part.shards:
             path = tar_index_path(directory, shard.first)
             if not path.is_file() or sha256(path) != shard.index_sha256:
-                raise ValueError(f"{path} is missing or damaged: pack the images again")
+                raise ValueError(f"{path} is missing or damaged: pack the images again, into a new directory")
             content = np.load(path, allow_pickle=False).astype(INDEX).tobytes()
             shards.append(replace(shard, index_sha256=hashlib.sha256(content).hexdigest()))
             yield content

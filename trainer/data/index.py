@@ -46,7 +46,7 @@ def cut_index(path: Path, count: int, num_packed: int) -> None:
         create_index(path, count)
     size = _records_start(path, count) + num_packed * INDEX.itemsize
     if path.stat().st_size < size:
-        raise ValueError(f"{path} is cut off: pack the images again")
+        raise ValueError(f"{path} is cut off: pack the images again, into a new directory")
     os.truncate(path, size)
     sync(path)
 
@@ -60,9 +60,9 @@ def map_index(path: Path, count: int) -> NDArray[np.void]:
     try:
         index: NDArray[np.void] = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}): pack the images again") from None
+        raise ValueError(f"{path} cannot be read ({error}): pack the images again, into a new directory") from None
     if index.dtype != INDEX or index.shape != (count,):
-        raise ValueError(f"{path} is not the index of {count} rows: pack the images again")
+        raise ValueError(f"{path} is not the index of {count} rows: pack the images again, into a new directory")
     return index
 
 
@@ -94,7 +94,7 @@ def _records_start(path: Path, count: int) -> int:
             shape, _, dtype = np.lib.format.read_array_header_1_0(file)
             size = file.tell()
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}): pack the images again") from None
+        raise ValueError(f"{path} cannot be read ({error}): pack the images again, into a new directory") from None
     if dtype != INDEX or shape != (count,):
-        raise ValueError(f"{path} is not the index of {count} rows: pack the images again")
+        raise ValueError(f"{path} is not the index of {count} rows: pack the images again, into a new directory")
     return size

@@ -131,7 +131,9 @@ class Manifest:
         try:
             content = json.loads(path.read_text())
             if (form := content.pop("format")) not in (1, FORMAT):
-                raise ValueError(f"{path} is of another version of this program: pack the images again")
+                raise ValueError(
+                    f"{path} is of another version of this program: pack the images again, into a new directory"
+                )
             ranges = []
             for part in content.pop("ranges"):
                 if form == FORMAT:
@@ -140,14 +142,17 @@ class Manifest:
                     shards = tuple(_shard(shard, substitutes) for shard in part["shards"])
                 ranges.append(Range(**part | {"shards": shards}))
             if any(part.rows_packed < part.count for part in ranges[:-1]):
-                raise ValueError(f"{path} names a range that is not whole before its last: pack the images again")
+                raise ValueError(
+                    f"{path} names a range that is not whole before its last: pack the images again, into a new "
+                    "directory"
+                )
             return cls(
                 classes=tuple(content.pop("classes")), ranges=tuple(ranges), indexed_by_tar=form != FORMAT, **content
             )
         except OSError:
             raise ValueError(f"{directory} holds no packed images: python -m trainer.data pack makes them") from None
         except (TypeError, KeyError, AttributeError, UnicodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} is damaged ({error}): pack the images again") from None
+            raise ValueError(f"{path} is damaged ({error}): pack the images again, into a new directory") from None
 
 
 def add_shard(directory: Path, part: Range, shard: Shard) -> Range:
@@ -201,7 +206,7 @@ def _listed(directory: Path, part: Mapping[str, Any], substitutes: bool) -> tupl
     try:
         *lines, rest = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error}): pack the images again") from None
+        raise ValueError(f"{path} cannot be read ({error}): pack the images again, into a new directory") from None
     shards: list[Shard] = []
     row, end = part["first"], part["first"] + part["count"]
     for number, line in enumerate(lines, 1):
@@ -212,7 +217,9 @@ def _listed(directory: Path, part: Mapping[str, Any], substitutes: bool) -> tupl
         except (ValueError, TypeError, KeyError) as error:
             if number == len(lines) and not rest:
                 break
-            raise ValueError(f"{path} is damaged in line {number} ({error}): pack the images again") from None
+            raise ValueError(
+                f"{path} is damaged in line {number} ({error}): pack the images again, into a new directory"
+            ) from None
         shards.append(shard)
         row += shard.count
     return tuple(shards)

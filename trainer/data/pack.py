@@ -39,6 +39,7 @@ from trainer.data.manifest import (
     tar_index_path,
     tar_path,
 )
+from trainer.data.packed import PackedImages
 from trainer.data.plan import planned
 from trainer.schedule import RangesOrder
 from weightserver.files import sha256, write_whole
@@ -107,7 +108,9 @@ def pack(source: Path, output: Path, options: PackOptions) -> Manifest:
         manifest = planned(source, output, options)
         part = manifest.ranges[-1]
         listing = Listing.open(listing_path(output, part.first), Path(part.root))
-        return _Packer(output, manifest, listing, options).run()
+        packed = _Packer(output, manifest, listing, options).run()
+        PackedImages(output)  # what can be seen without reading them: indexes that are away or cut off
+        return packed
 
 
 def verify(directory: Path) -> list[str]:

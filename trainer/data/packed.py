@@ -122,11 +122,24 @@ class PackedImages:
         return self._by_image("label")
 
     def _by_image(self, field: str) -> Int64Array:
-        values = np.empty(len(self), np.int64)
+        values, found = np.empty(len(self), np.int64), np.zeros(len(self), bool)
+        limit = {"shown": len(self), "label": len(self.manifest.classes) or np.iinfo(np.int64).max}[field]
         for shard in self.manifest.shards:
             records = self._records(shard.first, shard.first + shard.count)
-            values[records["image"]] = records[field]
+            images, of_images = records["image"], records[field]
+            if (images.astype(np.uint64) >= len(self)).any() or (of_images < -1).any() or (of_images >= limit).any():
+                raise self._damaged(shard.first)
+            values[images] = of_images
+            found[images] = True
+        if not found.all():
+            raise self._damaged(self.manifest.shards[0].first)
         return values
+
+    def _damaged(self, row: int) -> ValueError:
+        return ValueError(
+            f"the index of {self.directory} is damaged, in the records from row {row} on: "
+            "'python -m trainer.data verify' names what differs; pack the images again, into a new directory"
+        )
 
     def _shard(self, row: int) -> int:
         """The number of the tar that a row is in."""
@@ -147,7 +160,9 @@ class PackedImages:
             path = self._index_path(self.directory, first)
             header = path.stat().st_size - count * INDEX.itemsize if path.is_file() else 0
             if header <= 0 or header % np.lib.format.ARRAY_ALIGN:
-                raise ValueError(f"{path} is not the index of {count} rows: pack the images again")
+                raise ValueError(
+                    f"{path} is not the index of {count} rows: pack the images again, into a new directory"
+                )
 
     def _read_ahead(self, file: _Descriptor, shard: int, segment: int) -> None:
         """Has the rest of a segment read when a second row of it is asked for: of rows in random order few are."""

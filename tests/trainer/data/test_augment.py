@@ -224,6 +224,12 @@ def test_images_of_another_size_and_shape_are_resized() -> None:
     assert views.shape == (4, 3, 32, 32)
 
 
+def test_views_of_a_single_pixel() -> None:
+    views = Augmentation(AugmentationConfig(blur_probability=1), 1)(images(4, 3), uniforms(4))
+    assert views.shape == (4, 3, 1, 1)
+    assert views.isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -233,6 +239,8 @@ def test_images_of_another_size_and_shape_are_resized() -> None:
         ({"max_aspect_ratio": math.inf}, "max_aspect_ratio is inf"),
         ({"blur_probability": 1.5}, "blur_probability is 1.5"),
         ({"brightness": -1.0}, "brightness is -1.0"),
+        ({"contrast": math.nan}, "contrast is nan"),
+        ({"blur_sigma": (1.0, math.inf)}, "blur_sigma is"),
         ({"hue": 0.7}, "hue is 0.7"),
         ({"hue": math.nan}, "hue is nan"),
         ({"blur_sigma": (2.0, 1.0)}, "blur_sigma is"),

@@ -359,6 +359,8 @@ def test_damage_is_found(tree: Path, tmp_path: Path) -> None:
     records = bytearray(index.read_bytes())
     records[-1] ^= 1
     index.write_bytes(records)
+    with pytest.raises(ValueError, match=r"the index of .* is damaged, in the records from row"):
+        PackedImages(tmp_path).labels()
     shards = Manifest.load(tmp_path).shards
     tar_lines = [f"{tars[0]} is damaged", f"{tars[1]} is missing"]
     assert verify(tmp_path) == [*tar_lines, f"{index} is damaged in rows {shards[-1].first}..52"]
@@ -374,6 +376,8 @@ def test_damage_is_found(tree: Path, tmp_path: Path) -> None:
         assert verify(tmp_path)[3:] == [line]
         with pytest.raises(ValueError, match=f"{index} is not the index of 53 rows: pack the images again"):
             PackedImages(tmp_path)
+        with pytest.raises(ValueError, match=f"{index} is not the index of 53 rows: pack .* into a new directory"):
+            pack(tree, tmp_path, options())
 
 
 def test_an_index_that_is_cut_off_is_not_added_to(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
