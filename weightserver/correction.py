@@ -462,14 +462,16 @@ def correct(
 
     Product, product, sum, each rounded: no fused multiply-add, so that every place that corrects, on any
     processor, gets the same bits.
-    With `weight_only` the momentum buffer is left as it was.
+    With `weight_only` the momentum buffer is left as it was. What float32 cannot hold becomes infinite or NaN silently,
+    as in SGD.
     """
-    scratch = np.multiply(coefficients[:, 0, 1, None], momentum_buffer)
-    if not weight_only:
-        momentum_buffer *= coefficients[:, 1, 1, None]
-        momentum_buffer += coefficients[:, 1, 0, None] * weight
-    weight *= coefficients[:, 0, 0, None]
-    weight += scratch
+    with np.errstate(over="ignore", invalid="ignore"):
+        scratch = np.multiply(coefficients[:, 0, 1, None], momentum_buffer)
+        if not weight_only:
+            momentum_buffer *= coefficients[:, 1, 1, None]
+            momentum_buffer += coefficients[:, 1, 0, None] * weight
+        weight *= coefficients[:, 0, 0, None]
+        weight += scratch
 
 
 def apply_push(

@@ -307,7 +307,12 @@ def test_over_a_channel(place: tuple[LocalCluster, WeightClient], count: int) ->
         with grpc.insecure_channel(cluster.addresses[0], [("fuzz", seed)]) as channel:
             for _ in range(count // 4):
                 method, messages = inputs.request()
-                if method.name in ("DropTable", "OpenSession", "ExtendSchedule"):  # right without a session
+                if method.name in (
+                    "DropTable",
+                    "OpenSession",
+                    "ExtendSchedule",
+                    "ExtendTable",
+                ):  # right without a session
                     messages = [inputs.overflowing(method)]
                 path = f"/{NAME}/{method.name}"
                 kind = channel.stream_stream if method.server_streaming else channel.stream_unary

@@ -325,6 +325,13 @@ def test_diverging_single_rates_saturate_silently() -> None:
 # ---- rows
 
 
+def test_rows_that_overflow_do_so_silently() -> None:
+    weight, momentum_buffer = np.full((1, 3), 3e38, np.float32), np.full((1, 3), -3e38, np.float32)
+    correct(weight, momentum_buffer, np.full((1, 2, 2), 2.0, np.float32))
+    assert not np.isfinite(weight).any()
+    assert not np.isfinite(momentum_buffer).any()
+
+
 def test_correct_rounds_product_product_sum() -> None:
     random = np.random.default_rng(0)
     weight, momentum = random.normal(size=(2, 50, 9)).astype(np.float32)
