@@ -431,21 +431,17 @@ def single_rate_coefficients(
     more. A power depends on its gap alone.
     """
     distinct, position = np.unique(gaps, return_inverse=True)
-    power = np.array([[1 - learning_rate * weight_decay, -learning_rate * momentum], [weight_decay, momentum]])
-    product = np.repeat(np.eye(2)[None], len(distinct), axis=0)
-    for bit in range(int(distinct.max(initial=0)).bit_length()):
-        chosen = (distinct >> bit & 1).astype(bool)
-        product[chosen] = _product_float64(power, product[chosen])
-        power = _product_float64(power, power)
-    return _to_float32(product)[position]
-
-
-def _product_float64(left: Float64Array, right: Float64Array) -> Float64Array:
-    """[..., 2, 2], without the fused multiply-adds of a matrix product; saturates as `_product` does."""
-    limit = np.sqrt(np.finfo(np.float64).max) / 2
+    limit = np.sqrt(np.finfo(np.float64).max) / 2  # a sum of two products of numbers up to this is finite
+    power = np.array([[1 - learning_rate * weight_decay, -learning_rate * momentum], [weight_decay, momentum]])[
+        ..., None
+    ]
+    product = np.repeat(np.eye(2)[..., None], len(distinct), axis=2)
     with np.errstate(under="ignore"):
-        terms = left[..., :, :, None] * right[..., None, :, :]
-        return np.clip(terms[..., 0, :] + terms[..., 1, :], -limit, limit)
+        for bit in range(int(distinct.max(initial=0)).bit_length()):
+            chosen = (distinct >> bit & 1).astype(bool)
+            product[..., chosen] = _clip(_product(power, product[..., chosen]), limit)
+            power = _clip(_product(power, power), limit)
+    return _to_float32(np.moveaxis(product, -1, 0))[position]
 
 
 def _to_float32(coefficients: Float64Array) -> Float32Array:
