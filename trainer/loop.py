@@ -85,14 +85,7 @@ def train(config: TrainConfig, *, on_step: Callable[[int], None] = lambda step: 
     config.check()
     started = time.perf_counter()
     device = _device(config.device)
-    dataset = load_dataset(
-        config.dataset,
-        config.data_dir,
-        num_images=config.num_images,
-        image_size=config.encoder.image_size,
-        seed=config.seed,
-        decode_threads=config.decode_threads,
-    )
+    dataset = dataset_of(config)
     channels = dataset.test_images.shape[1]
     if channels != config.encoder.in_channels:
         raise ValueError(
@@ -118,6 +111,18 @@ def train(config: TrainConfig, *, on_step: Callable[[int], None] = lambda step: 
         text = json.dumps(summary, indent=2) + "\n"
         write_whole(config.output / SUMMARY_FILE, lambda path: path.write_text(text))
     return TrainResult(dataset, model, summary, results, is_first=ranks.is_first)
+
+
+def dataset_of(config: TrainConfig) -> Dataset:
+    """Loads the images that a run's settings name. Raises ValueError as `load_dataset` does."""
+    return load_dataset(
+        config.dataset,
+        config.data_dir,
+        num_images=config.num_images,
+        image_size=config.encoder.image_size,
+        seed=config.seed,
+        decode_threads=config.decode_threads,
+    )
 
 
 def _train_rank(

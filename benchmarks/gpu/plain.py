@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config import TrainConfig, parse_config
-from trainer.data import load_dataset
 from trainer.data.ahead import Visits, views_ahead
 from trainer.data.augment import Augmentation
 from trainer.distributed import Ranks, process_group
+from trainer.loop import dataset_of
 from trainer.loss import cosine_softmax_loss
 from trainer.metrics import peak_gpu_bytes
 from trainer.model import build_model, set_precision_of_products
@@ -57,13 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     with process_group(torch.device(config.device)) as ranks:
         device = ranks.device
         set_precision_of_products("tf32" if config.precision == "tf32" else "ieee")
-        dataset = load_dataset(
-            config.dataset,
-            config.data_dir,
-            num_images=config.num_images,
-            image_size=config.encoder.image_size,
-            seed=config.seed,
-        )
+        dataset = dataset_of(config)
         classifier = PlainClassifier(config).to(device)
         classifier.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         parallel = (
