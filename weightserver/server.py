@@ -33,6 +33,7 @@ from weightserver.overload import MAX_THREADS, MAX_UNSORTED_CALLS, CallLimiter, 
 from weightserver.security import ServerTls, TokenInterceptor, has_token, read_token, server_tls
 from weightserver.shard import Shard
 from weightserver.storage import LmdbStorage
+from weightserver.sweeper import Sweeper
 from weightserver.wire import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 
 _MAX_STREAMS = 128
@@ -196,6 +197,7 @@ def serve(config: ServerConfig) -> None:
         raise
     committer = Committer(shard.batch, metrics.committed)
     metrics.follow_committer(committer)
+    sweeper = Sweeper(shard, committer)
     service.add_to_server(service.WeightServerService(shard, committer, metrics, memory), server)
     healthy = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
@@ -223,6 +225,7 @@ def serve(config: ServerConfig) -> None:
     _log.info("draining")
     healthy.enter_graceful_shutdown()
     end = time.monotonic() + config.grace_seconds
+    sweeper.close()
     server.stop(config.grace_seconds).wait()
     if not committer.close(max(_LAST_COMMIT_SECONDS, end - time.monotonic())):
         _log.warning("closed before the disk took the last commit, of which nobody was told that it is there")

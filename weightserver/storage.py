@@ -87,6 +87,7 @@ class Transaction(Protocol):
     def next_block(self, first: int) -> int | None: ...
     def generations(self, block: int) -> list[int]: ...
     def is_changed(self, first: int) -> bool: ...
+    def next_change(self, generation: int, block: int) -> tuple[int, int] | None: ...
     def put_block(self, block: int, generation: int, value: bytes | bytearray) -> None: ...
     def delete_block(self, block: int, generation: int) -> None: ...
     def delete_generations(self, first: int) -> None: ...
@@ -99,6 +100,7 @@ class _LmdbTransaction:
         self._databases = databases
         self._data = data
         self._blocks = txn.cursor(databases["blocks"])
+        self._changes = txn.cursor(databases["changes"])
 
     def get(self, database: str, key: bytes) -> memoryview | None:
         value = self._txn.get(key, db=self._databases[database])
@@ -179,7 +181,13 @@ class _LmdbTransaction:
 
     def is_changed(self, first: int) -> bool:
         """Whether a block has a version of generation `first` (≥ 1) or later."""
-        return bool(self._txn.cursor(self._databases["changes"]).set_range(_CHANGE.pack(first, 0)))
+        return self.next_change(first, 0) is not None
+
+    def next_change(self, generation: int, block: int) -> tuple[int, int] | None:
+        """The first (generation, block), from these on, of which there is a version; without generation 0."""
+        if not self._changes.set_range(_CHANGE.pack(generation, block)):
+            return None
+        return _CHANGE.unpack(self._changes.key())
 
     def put_block(self, block: int, generation: int, value: bytes | bytearray) -> None:
         self._txn.put(_BLOCK_KEY.pack(block, _MAX_GENERATION - generation), value, db=self._databases["blocks"])
@@ -192,10 +200,8 @@ class _LmdbTransaction:
 
     def delete_generations(self, first: int) -> None:
         """Deletes every version of generation `first` (≥ 1) and later."""
-        changes = self._txn.cursor(self._databases["changes"])
-        found = (
-            [bytes(key) for key in changes.iternext(values=False)] if changes.set_range(_CHANGE.pack(first, 0)) else []
-        )
+        first_found = self._changes.set_range(_CHANGE.pack(first, 0))
+        found = [bytes(key) for key in self._changes.iternext(values=False)] if first_found else []
         for generation, block in map(_CHANGE.unpack, found):
             self.delete_block(block, generation)
 
