@@ -21,7 +21,7 @@ def released_generations(generation: int, newest: int, checkpoints: Sequence[Che
     """Where to look after a checkpoint of `generation` was released, `checkpoints` remain and `newest` is current.
 
     A version becomes unneeded only when the last checkpoint between it and its block's next version is released. That
-    next version is then one of these generations: newer than the released one, and not newer than the next retained one.
+    next version is then of one of these generations: newer than the released one, not newer than the next retained one.
     """
     retained = [checkpoint.generation for checkpoint in checkpoints if checkpoint.generation >= generation]
     return range(generation + 1, min(retained, default=newest) + 1)

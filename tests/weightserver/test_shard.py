@@ -384,7 +384,7 @@ def test_inspect_reads_beside_a_writer(tmp_path: Path) -> None:
     assert (seen["shard"], seen["num_shards"], seen["format"]) == (0, 1, 2)
     assert (seen["run"], seen["epoch"], seen["clock"], seen["horizon"]) == ("live", 1, 3, 30)
     assert seen["rows_stored"] == 3
-    assert seen["blocks_by_generation"] == {"0": 2}
+    assert seen["block_versions"] == 2
     assert served.push(2, step=3) is True  # the writer goes on
     served.close()
     assert inspect_directory(tmp_path)["clock"] == 4
@@ -517,7 +517,9 @@ def test_a_sweep_deletes_what_nobody_needs_and_nothing_else(seed: int, seconds: 
     for _ in range(150):
         kept = [known.name for known in served.shard.state.checkpoints]
         free = [name for name in names if name not in kept]
-        event = chance.choice(["write"] * 5 + ["checkpoint", "copy", "release", "release", "rollback", "sweep", "start"])
+        event = chance.choice(
+            ["write"] * 5 + ["checkpoint", "copy", "release", "release", "rollback", "sweep", "start"]
+        )
         if event == "write":
             rows = np.array(sorted(chance.sample(range(100), 5)), np.int64)
             change(served.shard.push_gradients, rows, np.ones((5, 4), np.float32))
