@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import subprocess
@@ -14,8 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from weightserver.inspect import inspect_directory
-from weightserver.records import Checkpoint, State, put_record, write_schedule, write_state
+from weightserver.records import Checkpoint, State, put_record, read_state, write_schedule, write_state
 from weightserver.shard import Shard
+from weightserver.snapshot import Snapshot, read_snapshot
 from weightserver.storage import LmdbStorage
 
 
@@ -31,7 +33,7 @@ def test_a_stopped_inspect_holds_no_space(tmp_path: Path) -> None:
     sizes = []
 
     def write() -> None:
-        for _ in range(40):
+        for _ in range(20):
             with kept.write() as txn:
                 for block in range(20):
                     txn.put_block(block, 0, bytearray(8_000))
@@ -41,7 +43,7 @@ def test_a_stopped_inspect_holds_no_space(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as inspect:
         assert inspect.stdout is not None
         assert inspect.stdout.readline() == "0\n"
-        for number in range(12):
+        for number in range(8):
             time.sleep(random.Random(number).uniform(0, 0.004))
             inspect.send_signal(signal.SIGSTOP)
             write()
@@ -70,14 +72,38 @@ def test_what_inspect_tells_is_of_one_transaction(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(1) as pool:
         writing = pool.submit(write_all_the_time)
-        ends = time.monotonic() + 2
-        while time.monotonic() < ends:
-            seen = inspect_directory(tmp_path)
-            told = {seen[name] for name in ("epoch", "rows_stored", "horizon", "writers")}
-            assert told | {int(seen["run"] or 0)} | {int(name) for name in seen["checkpoints"]} == {seen["epoch"]}
-            assert len(seen["checkpoints"]) == seen["epoch"] % 50
-            count += 1
-        stopped.set()
+        try:
+            ends = time.monotonic() + 2
+            while time.monotonic() < ends:
+                seen = inspect_directory(tmp_path)
+                told = {seen[name] for name in ("epoch", "rows_stored", "horizon", "writers")}
+                assert told | {int(seen["run"] or 0)} | {int(name) for name in seen["checkpoints"]} == {seen["epoch"]}
+                assert len(seen["checkpoints"]) == seen["epoch"] % 50
+                count += 1
+        finally:
+            stopped.set()
         writing.result()
     assert min(count, seen["epoch"]) > 10
+    kept.close()
+
+
+def test_a_snapshot_is_read_again_once_its_pages_may_be_written_over(tmp_path: Path) -> None:
+    """LMDB uses the pages that a transaction frees again in the next but one."""
+    kept = LmdbStorage(tmp_path)
+    Shard(kept, shard=0, num_shards=1)
+
+    def calls(num_writes: int) -> int:
+        epochs = []
+
+        def read(snapshot: Snapshot) -> int:
+            for _ in range(0 if epochs else num_writes):
+                with kept.write() as txn:
+                    write_state(txn, State(epoch=read_state(txn).epoch + 1))
+            epochs.append(json.loads(bytes(snapshot.get("meta", b"state") or b"")[8:])["epoch"])
+            return epochs[-1]
+
+        assert read_snapshot(tmp_path, read) == epochs[-1]
+        return len(epochs)
+
+    assert [calls(num_writes) for num_writes in (0, 1, 2, 3, 6)] == [1, 1, 2, 2, 2]
     kept.close()

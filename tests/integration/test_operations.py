@@ -885,13 +885,13 @@ COPY, TOMBSTONE, RENAME = "weightserver.compact:write_synced", "pathlib:Path.sym
 @pytest.mark.parametrize(
     ("place", "number"),
     [
-        ("weightserver.storage:LmdbStorage.copy", 1),
-        (COPY, 1),
+        pytest.param("weightserver.storage:LmdbStorage.copy", 1, marks=pytest.mark.guard),
+        pytest.param(COPY, 1, marks=pytest.mark.guard),
         pytest.param("weightserver.compact:sync", 1, marks=pytest.mark.guard),
         (TOMBSTONE, 1),
         pytest.param("weightserver.tombstone:sync", 1, marks=pytest.mark.guard),
         pytest.param("weightserver.compact:leave_tombstone", 1, marks=pytest.mark.guard),
-        (RENAME, 1),
+        pytest.param(RENAME, 1, marks=pytest.mark.guard),
         pytest.param("weightserver.compact:sync", 4, marks=pytest.mark.guard),
     ],
 )
@@ -931,6 +931,7 @@ def read_rows(directory: Path) -> RowState:
         return client.fetch_state(ROWS)
 
 
+@pytest.mark.guard
 def test_a_compacted_directory_is_not_written_to_or_taken_for_the_shard(
     weightserver: Weightserver, tables: Callable[[int], Table], tmp_path: Path
 ) -> None:
@@ -989,6 +990,7 @@ def test_the_tombstone_is_durable_before_the_copy_counts(
     ]
 
 
+@pytest.mark.guard
 def test_the_documented_compaction_loses_nothing_to_a_supervisor(tmp_path: Path) -> None:
     """The commands of operations.md, one by one; between them a supervisor starts the shard."""
     text = (Path(__file__).parents[2] / "docs/operations.md").read_text().partition("\n## Space\n")[2]
