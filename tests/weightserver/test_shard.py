@@ -445,6 +445,8 @@ def test_a_write_is_settled_whatever_ends_it(interrupt: type[BaseException]) -> 
     assert session.settled_before(0) == 1
     with pytest.raises(FencedError), begun(session, [0], b"refused") as write:
         refuse(write)
+    with pytest.raises(FencedError), begun(session, [0], b"same") as write:
+        refuse(write)  # which proves nothing of the attempts before
     assert done(session, [0], b"same") == {0: 1}
     assert session.settled_before(0) == 3
     with session.rolling_back("kept"):
