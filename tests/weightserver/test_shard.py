@@ -21,7 +21,7 @@ import pytest
 
 from weightserver import records, shard, storage, sweeper
 from weightserver.blocks import BlockCodec
-from weightserver.committer import MAX_WAITING, Committer
+from weightserver.committer import MAX_WAITING, Committer, Promise
 from weightserver.config import TableSpec
 from weightserver.errors import (
     ClusterError,
@@ -650,7 +650,7 @@ def sweep(served: Served, seconds: float = 1.0) -> int:
     """Until all is swept; how many transactions it took."""
     count = 0
     while not served.shard.is_swept:
-        served.do(lambda batch: served.shard.sweep(batch, seconds))
+        served.shard.sweep(served.committer.submit, seconds)
         count += 1
     return count
 
@@ -696,7 +696,7 @@ def test_a_sweep_deletes_what_nobody_needs_and_nothing_else(seed: int, seconds: 
             before, needed = all_versions(served), kept_versions(served)
             now = served.weights()
             if chance.random() < 0.5 and not served.shard.is_swept:
-                served.do(lambda batch: served.shard.sweep(batch, 0.0))  # a part
+                served.shard.sweep(served.committer.submit, 0.0)  # a part
                 assert all(all_versions(served)[block] >= needed[block] for block in before)
             sweep(served, seconds)
             assert all_versions(served) == needed
@@ -712,19 +712,22 @@ def test_a_sweep_that_fails_is_made_again(served: Served) -> None:
     def header(sequence: int) -> WriteHeader:
         return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, 0)
 
+    sweep(served)  # what the start left to look at
     served.push(1)
     served.do(lambda batch: served.shard.checkpoint(batch, header(2), "one"))
     served.push(3)
     served.do(lambda batch: served.shard.release(batch, header(4), "one"))
 
-    def fails(batch: Batch) -> None:
-        served.shard.sweep(batch, 1.0)
-        raise OSError("the disk is full")
+    def full(operation: Callable[[Batch], None]) -> Promise[None]:
+        def fails(batch: Batch) -> None:
+            operation(batch)
+            raise OSError("the disk is full")
 
-    sweep_first = served.shard.is_swept
+        return served.committer.submit(fails)
+
     with pytest.raises(OSError, match="full"):
-        served.do(fails)
-    assert (sweep_first, served.shard.is_swept) == (False, False)
+        served.shard.sweep(full, 1.0)
+    assert not served.shard.is_swept
     assert all_versions(served) == {0: {0, 1}, 8: {0, 1}}
     sweep(served)
     assert all_versions(served) == {0: {1}, 8: {1}}
@@ -735,7 +738,7 @@ def test_the_sweeper_sweeps_in_small_pieces_and_rests(served: Served, monkeypatc
         return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, 0)
 
     monkeypatch.setattr(sweeper, "_IDLE_SECONDS", 0.01)
-    monkeypatch.setattr(sweeper, "TRANSACTION_SECONDS", 0.0)
+    monkeypatch.setattr(sweeper, "LOOK_SECONDS", 0.0)
     served.push(1)
     served.do(lambda batch: served.shard.checkpoint(batch, header(2), "one"))
     served.push(3)
