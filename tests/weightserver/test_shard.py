@@ -21,6 +21,7 @@ from weightserver.blocks import BlockCodec
 from weightserver.committer import MAX_WAITING, Committer
 from weightserver.config import TableSpec
 from weightserver.errors import (
+    ERROR_OF_STATUS,
     ClusterError,
     DataLossError,
     FencedError,
@@ -31,6 +32,7 @@ from weightserver.errors import (
     StepError,
     StorageError,
     TableMismatchError,
+    WeightServerError,
 )
 from weightserver.exactly_once import WINDOW
 from weightserver.initial import initial_rows
@@ -455,6 +457,23 @@ def test_checkpoints_have_an_end_and_a_step_that_the_schedule_has(
     served.do(lambda batch: served.shard.release(batch, header(9), "kept 4"))
     with pytest.raises(StepError, match=r"a checkpoint of step 1000000000000 lies beyond the schedule's 0\.\.30"):
         served.do(lambda batch: served.shard.checkpoint(batch, header(10, step=10**12), "far"))
+
+
+def test_a_write_names_its_sessions_opener(served: Served) -> None:
+    """Another session may have the same number on other shards, or behind a restore."""
+    header = WriteHeader(1, b"p" * 16, b"w" * 16, 1, 0, 0)
+    before = served.weights()
+    with pytest.raises(FencedError, match=r"session 1 of this shard is another one, epoch 1 \(run 'first'\)"):
+        served.do(lambda batch: served.shard.push_gradients(batch, header, ROWS, GRADIENT))
+    with pytest.raises(FencedError, match="is another one"):
+        served.shard.join_session(1, b"p" * 16)
+    assert np.array_equal(served.weights(), before)
+
+
+def test_only_refusals_prove_that_nothing_was_done() -> None:
+    """An error of the disk, or one that nobody knows, may come behind a commit."""
+    proofs = {kind for kind in ERROR_OF_STATUS.values() if kind.not_applied}
+    assert set(ERROR_OF_STATUS.values()) - proofs == {WeightServerError, ShardUnavailableError, StorageError}
 
 
 def test_a_push_does_not_write_the_list_of_checkpoints(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
