@@ -586,7 +586,9 @@ def test_lost_shards_are_restored_and_the_run_goes_on(
         epochs = {shard.epoch for shard in client.describe().shards}
         assert len(epochs) == 1
         assert epochs.pop() > before
-        assert_goes_on(cluster, output, undisturbed)
+        with pytest.raises(ValueError, match=f"do not have the checkpoint of .* or give --resume-step {EVERY},"):
+            train(run_on(cluster, output, resume=True))
+        assert_goes_on(cluster, output, undisturbed, resume_step=EVERY)
 
 
 @pytest.mark.guard
