@@ -131,7 +131,7 @@ class ShardBuilder:
             checkpoints: tuple[Checkpoint, ...] = ()
             if table.checkpoint is not None:
                 kept = {**table.checkpoint._asdict(), "clock": table.clock, "rows_stored": rows_stored}
-                checkpoints = (Checkpoint(generation=0, **kept),)
+                checkpoints = (Checkpoint(generation=0, num_rows=table.spec.num_rows, **kept),)
             state = State(
                 epoch=table.epoch,
                 run=table.run,

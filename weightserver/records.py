@@ -49,6 +49,8 @@ class Checkpoint:
     rows_stored: int
     identity: str = ""
     """Hexadecimal; the same on every shard of the call that took it."""
+    num_rows: int = 0
+    """Of the table when it was taken; 0 where version 0.1 took it, which did not tell."""
 
 
 @dataclass(frozen=True)
