@@ -19,7 +19,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -153,10 +153,7 @@ def restore(directory: Path, data_dir: Path, *, shard: int, num_shards: int | No
     if not 0 <= shard < len(made.shards):
         raise ValueError(f"{directory} has shards 0..{len(made.shards) - 1}, not {shard}")
     source, copied = directory / f"shard-{shard}", made.shards[shard]
-    files = copied["files"]
-    pieces = _in_order(source, [name for name in files if name != _SCHEDULE])
-    if (pieces[-1][1] if pieces else 0) != made.spec.num_blocks:
-        raise StorageError(f"{source} lacks files: use another backup")
+    files, pieces = copied["files"], _pieces(directory, made, shard)
     origin = {"backup": made.digest}
     with ShardBuilder(data_dir, shard=shard, num_shards=len(made.shards), origin=origin) as builder:
         if builder.finished:
@@ -258,6 +255,8 @@ def _copy(client: WeightClient, directory: Path, begun: _Begun) -> None:
         shards=tuple(shards),
         table_identity=info.identity.hex(),
     )
+    for shard in range(len(shards)):
+        _pieces(directory, made, shard)
     _write_json(directory / _MANIFEST, {"format": _FORMAT, "sha256": made.digest, "backup": asdict(made)})
 
 
@@ -305,10 +304,27 @@ def _copy_shard(client: WeightClient, directory: Path, shard: int, info: TableIn
     }
 
 
+def _pieces(directory: Path, made: Backup, shard: int) -> list[tuple[int, int, Path]]:
+    """(first block, end, path) of a shard's files of blocks, in order.
+
+    Raises:
+        StorageError: they are not all blocks of the table.
+    """
+    source, names = directory / f"shard-{shard}", made.shards[shard]["files"].keys() - {_SCHEDULE}
+    pieces = _in_order(source, names)
+    if len(pieces) < len(names) or (pieces[-1][1] if pieces else 0) != made.spec.num_blocks:
+        raise StorageError(f"{source} lacks files: use another backup")
+    return pieces
+
+
 def _read_piece(
     client: WeightClient, shard: int, request: pb.ReadBlocksRequest, first: int, codec: BlockCodec, num_blocks: int
 ) -> tuple[list[pb.Block], int]:
-    """Stored blocks from number `first` on, enough for a file, and the number that they end before."""
+    """Stored blocks from number `first` on, enough for a file, and the number that they end before.
+
+    It is at most `num_blocks`, also where the table became larger since and the shard reads on, because the checkpoint,
+    of version 0.1, does not tell how large it was.
+    """
     blocks: list[pb.Block] = []
     while first < num_blocks and len(blocks) * codec.num_bytes < BATCH_BYTES:
         request.first_block = first
@@ -316,7 +332,7 @@ def _read_piece(
         for block in answer.blocks:
             codec.check(block.number, block.content)
         blocks += answer.blocks
-        first = answer.next_block or num_blocks
+        first = min(answer.next_block or num_blocks, num_blocks)
     return blocks, first
 
 
@@ -337,7 +353,7 @@ def _sound_pieces(directory: Path, codec: BlockCodec) -> tuple[list[tuple[int, i
     return sound, num_rows
 
 
-def _in_order(directory: Path, names: list[str]) -> list[tuple[int, int, Path]]:
+def _in_order(directory: Path, names: Iterable[str]) -> list[tuple[int, int, Path]]:
     """(first block, end, path) of the files of blocks that follow one another from block 0 on."""
     pieces, expected = [], 0
     for name in sorted(names):

@@ -289,6 +289,10 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
         assert sorted(read("two")) == [0, 3, 8, 16]
         assert sorted(read("two", first=4)) == [8, 16]
         assert read("two", first=17) == {}
+    served.do(lambda batch: served.shard.extend_table(batch, 200))
+    far = np.array([150], np.int64)  # of block 25, behind the table of the checkpoint
+    served.do(lambda batch: served.shard.push_gradients(batch, header(6, 2), far, gradient[:1]))
+    assert served.shard.read_blocks(16, checkpoint="two")[1] is None
     with pytest.raises(NoTableError, match="no checkpoint 'three'"):
         read("three")
     with served.storage.write() as txn:
