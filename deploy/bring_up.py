@@ -100,17 +100,25 @@ class Docker:
         """stdout and stderr of a docker command."""
         return self._run([self.docker, *arguments], seconds, fails)
 
-    def up(self, *arguments: str, override: Json | None = None, seconds: float = 120, fails: bool = False) -> str:
-        """docker-compose ARGUMENTS, with other settings for some of its services."""
+    def up(
+        self,
+        *arguments: str,
+        override: Json | None = None,
+        init: bool = False,
+        seconds: float = 120,
+        fails: bool = False,
+    ) -> str:
+        """docker-compose ARGUMENTS, with other settings for some of its services; `init` for a first start."""
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             json.dump(override or {}, file)
             file.flush()
             files = ["-f", str(COMPOSE_FILE), *(["-f", file.name] if override else [])]
-            return self._run([*self.compose, *files, *arguments], seconds, fails)
+            return self._run([*self.compose, *files, *arguments], seconds, fails, {"INIT": "--init"} if init else {})
 
-    def _run(self, command: Sequence[str], seconds: float, fails: bool) -> str:
+    def _run(self, command: Sequence[str], seconds: float, fails: bool, more: Mapping[str, str] | None = None) -> str:
+        environment = {**self.environment, **(more or {})}
         done = subprocess.run(
-            command, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds
         )
         if done.returncode and not fails:
             raise NotAsItShouldBe(f"{' '.join(command)} failed with {done.returncode}:\n{done.stdout[-3000:]}")
@@ -328,8 +336,8 @@ def wait_healthy(docker: Docker, names: Sequence[str]) -> None:
     wait_until(lambda: all(docker.health(name) == "healthy" for name in names), f"{' and '.join(names)} are healthy")
 
 
-def start(docker: Docker, names: Sequence[str]) -> None:
-    docker.up("up", "-d", *names)
+def start(docker: Docker, names: Sequence[str], *, init: bool = False) -> None:
+    docker.up("up", "-d", *names, init=init)
     wait_healthy(docker, [name for name in names if name != "certificates"])
     tell(", ".join(f"{name}: {docker.health(name)}" for name in names))
 
@@ -509,10 +517,14 @@ def bad_input(docker: Docker) -> None:
             {"volumes": ["shard-0:/data", f"{without_certificate}:/certs:ro"]},
             r"--tls-cert /certs/server.pem cannot be read",
         ),
-        "no room on the volume": ({"volumes": ["full:/data", certificates]}, r"No space left on device"),
+        "an empty volume": ({"volumes": ["empty:/data", certificates]}, r"/data/shard is missing: is its disk mounted"),
+        "no room on the volume": (
+            {"volumes": ["full:/data", certificates], "command": ["--shard=0", "--init"]},
+            r"No space left on device",
+        ),
     }
     volumes = {"full": _memory_volume("4k"), "small": _memory_volume("300m")}
-    volumes |= {name: {} for name in (without_token, without_certificate)}
+    volumes |= {name: {} for name in ("empty", without_token, without_certificate)}
     for what, (service, wanted) in cases.items():
         override = {"services": {"shard-0": service}, "volumes": volumes}
         docker.up("up", "-d", "--no-deps", "shard-0", override=override)
@@ -523,7 +535,7 @@ def bad_input(docker: Docker) -> None:
         docker.up("rm", "-sf", "shard-0", override=override)
 
     override = {"services": {"shard-0": {"volumes": ["small:/data", certificates]}}, "volumes": volumes}
-    docker.up("up", "-d", "--no-deps", "shard-0", override=override)
+    docker.up("up", "-d", "--no-deps", "shard-0", override=override, init=True)
     wait_until(lambda: docker.health("shard-0") == "healthy", "a shard on a small volume is healthy")
     docker.up("exec", "-T", "shard-0", "sh", "-c", "dd if=/dev/zero of=/data/other bs=1M 2>/dev/null", fails=True)
     wait_until(lambda: docker.health("shard-0") == "unhealthy", "a shard on a full volume is unhealthy")
@@ -582,9 +594,9 @@ def bring_up(directory: Path, engine_directory: Path) -> None:
         look_into_images(docker)
         _clean(docker)
         try:
-            title("docker-compose up -d")
+            title("INIT=--init docker-compose up -d")
             names = services(docker)
-            start(docker, names)
+            start(docker, names, init=True)
             shards = Shards.of(docker, directory)
             for address in shards.addresses:
                 tell(f"from the host, {address}: {shards.command('health', address, '--timeout-seconds', '20')}")

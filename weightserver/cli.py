@@ -50,6 +50,12 @@ def _parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser("serve", help="serve one shard until SIGTERM")
     serve.add_argument("--data-dir", type=Path, required=True, help="the shard's own directory, on a local disk")
+    serve.add_argument(
+        "--init",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="begin a new, empty shard where the directory is empty or missing (default: refuse it)",
+    )
     serve.add_argument("--shard", type=int, default=0, help="number of this shard, from 0 (default 0)")
     serve.add_argument("--num-shards", type=int, default=1, help="shards in the cluster (default 1)")
     serve.add_argument("--listen", default="127.0.0.1:50051", help="host:port (default 127.0.0.1:50051)")

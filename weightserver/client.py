@@ -199,13 +199,16 @@ class WeightClient:
                         f"extend_table({spec.num_rows}) makes it larger"
                     )
                 raise TableMismatchError(
-                    f"shard {answer.shard} holds another table, {existing}: use its spec, or drop_table() first"
+                    f"shard {answer.shard} holds another table, {existing}: nothing was created; check the addresses, "
+                    "or use its spec"
                 )
         used = [str(answer.shard) for answer in answers if answer.clock or answer.rows_stored]
         if used and not all(answer.HasField("spec") for answer in answers):
+            empty = [str(answer.shard) for answer in answers if not answer.HasField("spec")]
             raise TableMismatchError(
-                f"shard {', '.join(used)} holds rows of a table that other shards lack, as after a drop_table() that "
-                "failed halfway: repeat drop_table() first"
+                f"shard {', '.join(used)} holds rows of a table and shard {', '.join(empty)} holds none: nothing was "
+                "created; check the addresses and that each shard's disk is mounted, and where rows are lost, restore "
+                "all shards from one backup"
             )
         # An older shard knows no single learning rate: it refuses the call, where it would overlook a field.
         method = "CreateSingleRateTable" if spec.correction == "paper" else "CreateTable"
@@ -234,8 +237,8 @@ class WeightClient:
         answers = self._describe_shards()
         specs = [_spec_of(answer) for answer in answers]
         largest = max(specs, key=lambda spec: spec.num_rows)
-        if other := next((spec for spec in specs if spec != largest and not spec.is_another_size_of(largest)), None):
-            raise ClusterError(f"the shards hold different tables, {largest} and {other}: drop the one that is wrong")
+        if any(spec != largest and not spec.is_another_size_of(largest) for spec in specs):
+            raise _different_tables(answers)
         if num_rows < largest.num_rows:
             raise ValueError(
                 f"the table has {largest.num_rows} rows and can only become larger, not {num_rows}: give at least "
@@ -279,7 +282,7 @@ class WeightClient:
                     f"an extend_table() that failed halfway: repeat extend_table({most}), or 'weightserver extend'"
                 )
             if spec != first:
-                raise ClusterError(f"shards 0 and {shard} hold different tables: drop the one that is wrong")
+                raise _different_tables(answers)
         newest = max(answers, key=lambda answer: answer.epoch)
         self._spec = first
         return TableInfo(
@@ -870,6 +873,14 @@ def _spec_of(answer: pb.DescribeResponse) -> TableSpec:
     if not answer.HasField("spec"):
         raise NoTableError(f"shard {answer.shard} holds no table: call create_table() first")
     return spec_from_proto(answer.spec)
+
+
+def _different_tables(answers: list[pb.DescribeResponse]) -> ClusterError:
+    tables = ", ".join(f"shard {answer.shard} {_spec_of(answer)}" for answer in answers)
+    return ClusterError(
+        f"the shards hold different tables, {tables}: check that the addresses are those of one cluster and that each "
+        "shard's disk is mounted; where rows are lost, restore all shards from one backup"
+    )
 
 
 def _checkpoints(answer: pb.DescribeResponse) -> tuple[Checkpoint, ...]:

@@ -32,7 +32,7 @@ from weightserver.metrics_page import serve_metrics
 from weightserver.overload import MAX_THREADS, MAX_UNSORTED_CALLS, CallLimiter, Memory
 from weightserver.security import ServerTls, TokenInterceptor, has_token, read_token, server_tls
 from weightserver.shard import Shard
-from weightserver.storage import LmdbStorage
+from weightserver.storage import LmdbStorage, holds_data
 from weightserver.wire import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 
 _MAX_STREAMS = 128
@@ -54,6 +54,8 @@ class ServerConfig:
 
     data_dir: Path
     """The shard's own directory on a local disk."""
+    init: bool = False
+    """Whether to begin a new, empty shard where the directory is empty or missing."""
     shard: int
     """Number of this shard, 0-based."""
     num_shards: int
@@ -172,7 +174,9 @@ def serve(config: ServerConfig) -> None:
     else:
         port = server.add_secure_port(config.listen, tls.credentials)
 
-    storage = LmdbStorage(config.data_dir, scattered=True)
+    if config.init and holds_data(config.data_dir):
+        _log.warning("--init does nothing, %s holds a shard: omit it, or a lost disk begins empty", config.data_dir)
+    storage = LmdbStorage(config.data_dir, must_exist=not config.init, scattered=True)
     try:
         shard = Shard(
             storage,

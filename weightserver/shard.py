@@ -347,7 +347,7 @@ class Shard:
             batch.after_commit.append(lambda: self._set_table(table))
         elif existing != spec:
             raise TableMismatchError(
-                f"another table exists, {_difference(existing, spec)}: use its spec, or drop_table() first"
+                f"another table exists, {_difference(existing, spec)}: check the addresses, or use its spec"
             )
 
     def extend_table(self, batch: Batch, num_rows: int, epoch: int | None = None) -> bool:
@@ -385,8 +385,7 @@ class Shard:
             if read_spec(batch.txn) is None:
                 return
             raise FencedError(
-                f"the table is that of {_session(batch.state)} by now, no longer of epoch {epoch}: "
-                "call drop_table() again if it is to go too"
+                f"the table is that of {_session(batch.state)} by now, no longer of epoch {epoch}: nothing was dropped"
             )
         for database in ("blocks", "changes", "schedule", "writers"):
             batch.txn.clear(database)

@@ -232,6 +232,7 @@ class LmdbStorage:
     Args:
         beside: with `readonly`, whether another process may serve the directory.
         anew: begin an empty one where the data file of a directory that was served before is gone.
+        must_exist: refuse a directory without data, which then stays as it is.
         scattered: blocks are read anywhere, after `prefetch`: without the readahead of whoever reads all.
         room_bytes: address space to keep behind the file's pages.
 
@@ -246,6 +247,7 @@ class LmdbStorage:
         readonly: bool = False,
         beside: bool = False,
         anew: bool = False,
+        must_exist: bool = False,
         scattered: bool = False,
         room_bytes: int = _ROOM_BYTES,
     ) -> None:
@@ -265,16 +267,15 @@ class LmdbStorage:
             elif directory.exists() and not directory.is_dir():
                 raise StorageError(f"{directory} is a file: give a directory")
             else:
+                if must_exist and not holds_data(directory):
+                    raise StorageError(_missing(directory))
                 directory.mkdir(parents=True, exist_ok=True)
             self._owner = _lock(directory, readonly=readonly, beside=beside)
             opened.callback(self._release)
             last_transaction = _last_transaction(directory)
             if last_transaction and _is_gone(data):  # one that went away is no new shard
                 if not anew:
-                    raise StorageError(
-                        f"{directory} was served before and its data.mdb is gone or empty: restore it from a "
-                        "backup, or remove the directory to begin with an empty shard"
-                    )
+                    raise StorageError(_missing(directory))
                 last_transaction = 0
             if not readonly:
                 _allocate(directory / "lock.mdb", _LOCK_BYTES)
@@ -297,6 +298,8 @@ class LmdbStorage:
             opened.callback(os.close, self._data)
             _check_newest(directory, self._env, last_transaction)
             create = not readonly and self._env.stat()["entries"] == 0  # one that is missing is no empty one
+            if create and must_exist:
+                raise StorageError(_missing(directory))
             with self._env.begin(write=True) if create else contextlib.nullcontext() as txn:
                 self._databases = {name: self._env.open_db(name.encode(), txn, create=create) for name in DATABASES}
             if not readonly:
@@ -552,6 +555,21 @@ def _allocate(path: Path, num_bytes: int) -> None:
 def _check_there(directory: Path) -> None:
     if not (directory / "data.mdb").exists():
         raise StorageError(f"{directory} holds no weight server data: give the --data-dir of a shard")
+
+
+def holds_data(directory: Path) -> bool:
+    return not _is_gone(directory / "data.mdb")
+
+
+def _missing(directory: Path) -> str:
+    """What to say of a directory whose data is not there."""
+    if _last_transaction(directory):
+        return (
+            f"{directory} was served before and its data.mdb is gone or empty: is its disk mounted? Where its rows are "
+            "lost, restore all shards from one backup"
+        )
+    what = "is empty" if directory.exists() else "is missing"
+    return f"{directory} {what}: is its disk mounted? Give --init to begin a new, empty shard here"
 
 
 def _last_transaction(directory: Path) -> int:
