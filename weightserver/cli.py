@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 from dataclasses import asdict, fields
@@ -29,6 +30,7 @@ from weightserver.security import TOKEN_VARIABLE, ClientSecurity
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Runs one command. Exit status 0; 1 with a line on stderr when it failed; 2 for bad arguments; 130 for Ctrl-C."""
+    _open_standard_streams()
     arguments = _parser().parse_args(argv)
     keep_large_buffers()
     log_events(getattr(arguments, "log_format", "text"))
@@ -41,6 +43,15 @@ def main(argv: list[str] | None = None) -> NoReturn:
         complain(f"weightserver {arguments.command}: stopped")
         sys.exit(128 + signal.SIGINT)
     sys.exit(0)
+
+
+def _open_standard_streams() -> None:
+    """A closed one would be the next file that is opened, such as data.mdb, and be written what is meant for stderr."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
 
 
 def _parser() -> argparse.ArgumentParser:
