@@ -26,6 +26,7 @@ from weightserver import __version__, service
 from weightserver.addresses import is_loopback, split_address
 from weightserver.allocator import keep_large_buffers
 from weightserver.committer import Committer
+from weightserver.errors import StorageError
 from weightserver.logs import LogFormat, log_events
 from weightserver.metrics import ShardMetrics
 from weightserver.metrics_page import serve_metrics
@@ -44,6 +45,9 @@ _IDLE_SECONDS = 60
 """How long a connection may be without a call; its client makes a new one when it calls again."""
 _LAST_COMMIT_SECONDS = 1.0
 """How long a commit whose calls have been ended may take, where the grace period is over."""
+
+_LAST_ANSWERS_SECONDS = 1.0
+"""How long calls may take to hear that the shard can serve no more."""
 
 _log = logging.getLogger(__name__)
 
@@ -122,14 +126,14 @@ class ServerConfig:
 
 
 class _Stop:
-    """What asks the process to end: SIGTERM, SIGINT, or the end of the process that started it.
+    """What asks the process to end: SIGTERM, SIGINT, the end of the process that started it, or a disk that failed.
 
     A start is cut short as by a kill, which leaves nothing half done; a shard that serves drains first.
     """
 
     def __init__(self) -> None:
         # Not an Event: setting one in a handler deadlocks with a wait for it in the thread that the handler interrupts.
-        self._asked: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._serving = False
 
     def follow(self, *, parent: bool) -> None:
@@ -142,7 +146,20 @@ class _Stop:
     def serving(self) -> None:
         self._serving = True
 
+    def fail(self, reason: str) -> None:
+        self._asked.put(reason)
+
     def wait(self) -> None:
+        """Until it is to drain.
+
+        Raises:
+            StorageError: it is to end because it can serve no more.
+        """
+        reason = self._next()
+        if reason:
+            raise StorageError(reason)
+
+    def _next(self) -> str:
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._asked.get(timeout=0.5)  # a signal that another thread was given wakes no wait without one
@@ -150,7 +167,7 @@ class _Stop:
     def _ask(self, status: int) -> None:
         if not self._serving:
             os._exit(status)
-        self._asked.put(None)
+        self._asked.put("")
 
     def _follow_parent(self) -> None:
         with contextlib.suppress(OSError):
@@ -163,8 +180,8 @@ def serve(config: ServerConfig) -> None:
     """Serves until SIGTERM or SIGINT, then drains and closes.
 
     Raises:
-        StorageError: the data directory cannot be used; OSError: a port cannot be bound, or nobody reads what is
-            announced; ValueError: a certificate, key or token cannot be used.
+        StorageError: the data directory cannot be used, or no longer; OSError: a port cannot be bound, or nobody reads
+            what is announced; ValueError: a certificate, key or token cannot be used.
     """
     for option, wanted, stream in (
         ("--announce", config.announce, sys.stdout),
@@ -204,7 +221,9 @@ def serve(config: ServerConfig) -> None:
 
     if config.init and holds_data(config.data_dir):
         _log.warning("--init does nothing, %s holds a shard: omit it, or a lost disk begins empty", config.data_dir)
-    with contextlib.closing(LmdbStorage(config.data_dir, must_exist=not config.init, scattered=True)) as storage:
+    with contextlib.closing(
+        LmdbStorage(config.data_dir, must_exist=not config.init, on_failure=stop.fail, scattered=True)
+    ) as storage:
         shard = Shard(
             storage,
             shard=config.shard,
@@ -246,6 +265,7 @@ def serve(config: ServerConfig) -> None:
             _log_security(config, tls, token is not None)
             if config.announce:
                 _announce(address=bound, metrics_address=metrics_address)
+            grace_seconds = _LAST_ANSWERS_SECONDS
             stop.wait()
             _log.info("draining")
             grace_seconds = config.grace_seconds

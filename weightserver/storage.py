@@ -31,7 +31,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -233,6 +233,8 @@ class LmdbStorage:
         beside: with `readonly`, whether another process may serve the directory.
         anew: begin an empty one where the data file of a directory that was served before is gone.
         must_exist: refuse a directory without data, which then stays as it is.
+        on_failure: told why, once, when LMDB can read and write no more: every call raises StorageError from then on,
+            and whether the last write is there shows when the directory is opened again.
         scattered: blocks are read anywhere, after `prefetch`: without the readahead of whoever reads all.
         room_bytes: address space to keep behind the file's pages.
 
@@ -248,6 +250,7 @@ class LmdbStorage:
         beside: bool = False,
         anew: bool = False,
         must_exist: bool = False,
+        on_failure: Callable[[str], None] = lambda reason: None,
         scattered: bool = False,
         room_bytes: int = _ROOM_BYTES,
     ) -> None:
@@ -260,6 +263,8 @@ class LmdbStorage:
         self._next_reader_check = 0.0
         self._closed = False
         self._damaged = False
+        self._failure = ""
+        self._on_failure = on_failure
         data = directory / "data.mdb"
         with _translated(directory), contextlib.ExitStack() as opened:
             if readonly:
@@ -315,9 +320,10 @@ class LmdbStorage:
             self._idle.wait_for(lambda: not self._growing)
             if self._closed:
                 raise StorageError(f"{self.directory} is closed: the shard is shutting down")
+            self._require_usable()
             self._num_reading += 1
         try:
-            with _translated(self.directory, (lmdb.Error,)), self._env.begin(buffers=True) as txn:
+            with self._using_lmdb(), self._env.begin(buffers=True) as txn:
                 yield _LmdbTransaction(self.directory, txn, self._databases, self._data)
         finally:
             with self._idle:
@@ -332,11 +338,12 @@ class LmdbStorage:
             MapGrownError: the map was full; the same again finds a larger one.
             StorageError: the disk is full, or LMDB met damage, after which nothing is written any more.
         """
+        self._require_usable()
         if self._damaged:
             raise StorageError(f"{self.directory} is damaged and takes no writes: restore it from a backup")
         self._forget_dead_readers()
         self._make_room()
-        with _translated(self.directory, (lmdb.Error,)):
+        with self._using_lmdb():
             try:
                 with self._env.begin(write=True, buffers=True) as txn:
                     yield _LmdbTransaction(self.directory, txn, self._databases, self._data)
@@ -348,6 +355,42 @@ class LmdbStorage:
             except (lmdb.CorruptedError, lmdb.PageNotFoundError):
                 self._damaged = True
                 raise
+
+    @contextlib.contextmanager
+    def _using_lmdb(self) -> Iterator[None]:
+        """Turns LMDB's errors into StorageError, and notices where it can go on no more.
+
+        A meta page that could not be written makes LMDB refuse everything until the file is opened again.
+        """
+        try:
+            with _translated(self.directory, (lmdb.Error,)):
+                yield
+        except StorageError as error:
+            if not isinstance(error.__cause__, lmdb.Error):
+                raise
+            try:
+                with self._env.begin():
+                    pass
+            except lmdb.PanicError:
+                self._fail(error.__cause__)
+                raise StorageError(self._failure) from error.__cause__
+            except lmdb.Error:  # no free slot for another reader, say
+                pass
+            raise
+
+    def _require_usable(self) -> None:
+        if self._failure:
+            raise StorageError(self._failure)
+
+    def _fail(self, error: lmdb.Error) -> None:
+        with self._idle:
+            if self._failure:
+                return
+            self._failure = (
+                f"{self.directory}: LMDB cannot go on after an error of its file ({error}): the shard ends, and its "
+                "next start shows whether the last writes are there"
+            )
+        self._on_failure(self._failure)
 
     def _forget_dead_readers(self) -> None:
         """Another process that died while it read keeps its snapshot, and the file grows."""
@@ -368,6 +411,9 @@ class LmdbStorage:
             try:
                 self._idle.wait_for(lambda: self._num_reading == 0)
                 self._env.set_mapsize(map_bytes + added_bytes)
+            except lmdb.Error as error:  # it has no map now, and would end the process
+                self._fail(error)
+                raise
             finally:
                 self._growing = False
                 self._idle.notify_all()
@@ -419,7 +465,7 @@ class LmdbStorage:
                 return
             self._closed = True
             self._idle.wait_for(lambda: self._num_reading == 0)
-        if self._owner is not None and not self._readonly:
+        if self._owner is not None and not self._readonly and not self._failure:  # what it has on the disk is unknown
             self._note_last_transaction()
         self._env.close()
         os.close(self._data)
