@@ -283,11 +283,11 @@ def build(docker: Docker, name: str, base: str, secrets: Sequence[str]) -> None:
     begun = time.monotonic()
     docker.run(
         *("build", "--network", "host", "--build-arg", f"BASE_IMAGE={base}", *secrets),
-        *("-f", str(ROOT / f"deploy/{name}.Dockerfile"), "-t", f"pic-{name}:0.1.0", str(ROOT)),
+        *("-f", str(ROOT / f"deploy/{name}.Dockerfile"), "-t", f"pic-{name}:0.2.0", str(ROOT)),
         seconds=1800,
     )
-    size = int(docker.run("image", "inspect", "-f", "{{.Size}}", f"pic-{name}:0.1.0"))
-    tell(f"pic-{name}:0.1.0: {size / 1e6:.0f} MB in {time.monotonic() - begun:.0f} s")
+    size = int(docker.run("image", "inspect", "-f", "{{.Size}}", f"pic-{name}:0.2.0"))
+    tell(f"pic-{name}:0.2.0: {size / 1e6:.0f} MB in {time.monotonic() - begun:.0f} s")
 
 
 def look_into_images(docker: Docker) -> None:
@@ -295,7 +295,7 @@ def look_into_images(docker: Docker) -> None:
         return docker.run("run", "--rm", "--entrypoint", "sh", image, "-c", script, fails=True).strip()
 
     for name in ("weightserver", "trainer"):
-        image = f"pic-{name}:0.1.0"
+        image = f"pic-{name}:0.2.0"
         user, secrets, torch = inside(
             image,
             "id -u; ls -d /etc/pip.conf /run/secrets 2>/dev/null | wc -l; "
@@ -485,7 +485,7 @@ def _volume(docker: Docker, name: str, *files: str) -> str:
     """A new volume with some of the shards' certificates."""
     script = f"cp {' '.join(f'/certs/shards/{file}' for file in files)} /certs/clients/"
     mounts = ("-v", f"{PROJECT}_shard-certificates:/certs/shards:ro", "-v", f"{PROJECT}_{name}:/certs/clients")
-    docker.run("run", "--rm", *mounts, "--entrypoint", "sh", "pic-weightserver:0.1.0", "-c", script)
+    docker.run("run", "--rm", *mounts, "--entrypoint", "sh", "pic-weightserver:0.2.0", "-c", script)
     return name
 
 
@@ -570,10 +570,10 @@ def reshard(docker: Docker, directory: Path) -> Shards:
     mounts = [word for shard in range(3) for word in ("-v", f"{PROJECT}_shard-{shard}:/data/{shard}")]
     command = ["reshard", "--source", "/data/0/shard", "/data/1/shard", "--target"]
     command += [f"/data/{shard}/new" for shard in range(3)]
-    tell(f"$ docker run ... pic-weightserver:0.1.0 {' '.join(command)}")
-    tell(docker.run("run", "--rm", *mounts, "pic-weightserver:0.1.0", *command).strip())
+    tell(f"$ docker run ... pic-weightserver:0.2.0 {' '.join(command)}")
+    tell(docker.run("run", "--rm", *mounts, "pic-weightserver:0.2.0", *command).strip())
     swap = "for v in /data/[0-9]; do if [ -e $v/shard ]; then mv $v/shard $v/old; fi; mv $v/new $v/shard; done"
-    docker.run("run", "--rm", *mounts, "--entrypoint", "sh", "pic-weightserver:0.1.0", "-c", swap)
+    docker.run("run", "--rm", *mounts, "--entrypoint", "sh", "pic-weightserver:0.2.0", "-c", swap)
     docker.up("up", "-d", *names, override=override)
     wait_healthy(docker, names)
     return Shards.of(docker, directory, 3)

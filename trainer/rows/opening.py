@@ -150,7 +150,7 @@ def _join_session(
             else:
                 _refuse_used_table(client)
                 client.create_table(spec)
-            epoch = client.open_session(config.output.name)
+            epoch = client.open_session(config.output.name, force=bool(config.resume))  # all rows go back below
             if config.resume:
                 roll_back(files, client, step)
                 note_history(files, step or 0, history)  # from now on --resume alone goes on with all images
