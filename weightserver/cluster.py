@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import ClassVar, Self
 
 from weightserver.errors import ShardUnavailableError
-from weightserver.files import write_whole
+from weightserver.files import PRIVATE_FILE, make_private, write_whole
 from weightserver.security import TOKEN_VARIABLE
 
 _MARKER = "cluster.json"
@@ -129,7 +129,9 @@ class LocalCluster:
         command += [*(["--init"] if init else []), *self._serve_options]
         # These shards serve loopback alone; a token that the caller has is for others.
         environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
-        with self._log(shard).open("a") as log:
+        log_file = self._log(shard)
+        make_private(log_file)
+        with os.fdopen(os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, PRIVATE_FILE), "a") as log:
             return subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,

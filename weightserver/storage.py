@@ -25,6 +25,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import struct
@@ -42,7 +43,7 @@ import lmdb.verify
 import numpy as np
 
 from weightserver.errors import MapGrownError, StorageError
-from weightserver.files import sync
+from weightserver.files import PRIVATE_DIRECTORY, PRIVATE_FILE, make_private, sync
 from weightserver.page_cache import begin_reading, is_cached, open_scattered
 
 DATABASES = ("meta", "schedule", "writers", "blocks", "changes")
@@ -64,6 +65,8 @@ _OWNER_SECONDS = 5.0
 """How long a directory is waited for that another process still serves."""
 _READER_CHECK_SECONDS = 5.0
 NEWEST = _MAX_GENERATION = 2**32 - 1
+
+_log = logging.getLogger(__name__)
 
 
 def block_key_parts(key: bytes) -> tuple[int, int]:
@@ -284,7 +287,13 @@ class LmdbStorage:
             else:
                 if must_exist and not holds_data(directory):
                     raise StorageError(_missing(directory))
-                directory.mkdir(parents=True, exist_ok=True)
+                directory.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+                files = [directory / name for name in ("data.mdb", "lock.mdb", "owner.lock")]
+                if changed := make_private(directory, *files):
+                    _log.warning(
+                        "others than this user could read or lock %s, and cannot any more",
+                        ", ".join(map(str, changed)),
+                    )
             self._owner = _lock(directory, readonly=readonly, beside=beside)
             opened.callback(self._release)
             last_transaction = _last_transaction(directory)
@@ -303,6 +312,7 @@ class LmdbStorage:
                 max_dbs=len(DATABASES),
                 readonly=readonly,
                 create=not readonly,
+                mode=PRIVATE_FILE,
                 lock=served or not readonly,
                 max_readers=_MAX_READERS,
                 readahead=not scattered,
@@ -577,7 +587,7 @@ def _lock(directory: Path, *, readonly: bool, beside: bool = False) -> int | Non
     path = directory / "owner.lock"
     access = os.O_RDONLY if readonly else os.O_RDWR
     try:
-        descriptor = os.open(path, access | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, access | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
     except OSError:
         if not readonly or path.exists():
             raise
@@ -601,7 +611,7 @@ def _lock(directory: Path, *, readonly: bool, beside: bool = False) -> int | Non
 
 def _allocate(path: Path, num_bytes: int) -> None:
     """LMDB writes to its lock file as to memory: one without room on the disk would end the process."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
     finally:
