@@ -448,8 +448,7 @@ class Shard:
             if read_spec(batch.txn) is None:
                 return
             raise FencedError(
-                f"the table is that of {_session(batch.state)} by now, no longer of epoch {epoch}: "
-                "call drop_table() again if it is to go too"
+                f"the table is that of {_session(batch.state)} by now, no longer of epoch {epoch}: nothing was dropped"
             )
         for database in ("blocks", "changes", "schedule", "writers"):
             batch.txn.clear(database)

@@ -421,7 +421,7 @@ def test_of_two_backups_into_one_directory_one_goes_on(
     assert read_backup(tmp_path / "new").rows_stored > 0
 
 
-def test_copied_rows_have_the_mode_of_new_files(client: WeightClient, tmp_path: Path) -> None:
+def test_exports_have_the_mode_of_new_files_and_backups_are_private(client: WeightClient, tmp_path: Path) -> None:
     make_table(client)
     before = os.umask(0o027)
     try:
@@ -429,9 +429,14 @@ def test_copied_rows_have_the_mode_of_new_files(client: WeightClient, tmp_path: 
         export_rows(client, tmp_path / "rows")
     finally:
         os.umask(before)
-    files = [path for name in ("backup", "rows") for path in (tmp_path / name).rglob("*") if path.is_file()]
-    assert len(files) == 6
-    assert {oct(path.stat().st_mode & 0o777) for path in files} == {"0o640"}
+
+    def modes(name: str) -> dict[str, int]:
+        paths = [tmp_path / name, *(tmp_path / name).rglob("*")]
+        kinds = [(("directory" if path.is_dir() else "file"), oct(path.stat().st_mode & 0o777)) for path in paths]
+        return {" ".join(kind): kinds.count(kind) for kind in kinds}
+
+    assert modes("backup") == {"directory 0o700": 3, "file 0o600": 5}
+    assert modes("rows") == {"directory 0o750": 1, "file 0o640": 1}
 
 
 @pytest.mark.guard
