@@ -1,4 +1,8 @@
-"""One shard as the client sees it: a channel, a deadline for every attempt, and attempts until a budget is spent."""
+"""One shard as the client sees it: a channel, a deadline for every attempt, and attempts until a budget is spent.
+
+Rows that an attempt of a fetch brought are kept: the next one asks for the others, and has the whole budget again. So a
+fetch ends well however long it takes, as long as a message of it arrives within each attempt.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +27,10 @@ from weightserver.errors import (
     StorageError,
     WeightServerError,
 )
+from weightserver.fetched import FetchedRows
 from weightserver.handshake import tls_failure
 from weightserver.logs import REQUEST_ID, new_request_id
-from weightserver.wire import MAX_MESSAGE_BYTES, RETRY_HINT, decode_fetch_response
+from weightserver.wire import MAX_MESSAGE_BYTES, RETRY_HINT
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["WeightServer"]
 _RETRIED = (
@@ -48,7 +53,6 @@ _OPTIONS = [
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-FetchedChunk = tuple[memoryview, memoryview, memoryview]
 
 
 def open_channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
@@ -102,19 +106,26 @@ class ShardConnection:
         answer: pb.WriteResponse = self._attempts(lambda options: self._stubs[method](messages(), **options))
         return answer
 
-    def fetch(self, request: pb.FetchRequest, take: Callable[[Iterator[FetchedChunk]], None]) -> None:
-        """Has `take` consume the answer's chunks, from the first one again in each attempt."""
+    def fetch(self, request: pb.FetchRequest, rows: FetchedRows) -> None:
+        """Fetches all of `rows`, asked for as `request` says. An attempt asks for those that have not arrived yet."""
 
         def attempt(options: dict[str, Any]) -> None:
-            call = self._stubs["Fetch"](request, **options)
+            call = self._stubs["Fetch"](rows.request(request), **options)
             try:
-                take(decode_fetch_response(message) for message in call)
+                for message in call:
+                    rows.add(message)
             finally:
                 call.cancel()
+            if rows.num_arrived < rows.num_asked:
+                raise ClusterError(f"{self.name} answered {rows.num_arrived} of {rows.num_asked} rows")
 
-        self._attempts(attempt)
+        while rows.num_arrived < rows.num_rows:
+            self._attempts(attempt, rows)
 
-    def _attempts(self, attempt: Callable[[dict[str, Any]], Result]) -> Result:
+    def _attempts(self, attempt: Callable[[dict[str, Any]], Result], rows: FetchedRows | None = None) -> Result:
+        """The result of the first attempt that succeeds. After one in which some of `rows` arrived the next follows at
+        once, and `retry_seconds` begin anew."""
+        num_arrived = rows.num_arrived if rows else 0
         started, pause, warned, request_id = time.monotonic(), _FIRST_PAUSE_SECONDS, False, new_request_id()
         options = {"timeout": self._timeout_seconds, "metadata": [*self._metadata, (REQUEST_ID, request_id)]}
         while True:
@@ -132,13 +143,17 @@ class ShardConnection:
                 raise ERROR_OF_STATUS.get(status, WeightServerError)(f"{self.name}: {details}")
             if reason := tls_failure(self.address, status, details, tls=self._tls):
                 raise AuthenticationError(f"{self.name} cannot be called: {reason}")
+            if rows and rows.num_arrived > num_arrived:
+                num_arrived, started, pause = rows.num_arrived, time.monotonic(), _FIRST_PAUSE_SECONDS
+                continue
             waited = time.monotonic() - started
             if waited >= self._retry_seconds:
+                arrived = f", {rows.num_arrived} of {rows.num_rows} rows had arrived" if rows else ""
                 if status is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                    raise OverloadedError(f"{self.name} was overloaded for {waited:.1f} s: {details}")
+                    raise OverloadedError(f"{self.name} was overloaded for {waited:.1f} s{arrived}: {details}")
                 raise ShardUnavailableError(
-                    f"{self.name} did not answer for {waited:.1f} s ({status.name}): check that it runs and can be "
-                    "reached, then repeat the call"
+                    f"{self.name} did not answer for {waited:.1f} s ({status.name}){arrived}: check that it runs and "
+                    "can be reached, then repeat the call"
                 )
             if pause == _LONGEST_PAUSE_SECONDS and not warned:
                 warned = True
