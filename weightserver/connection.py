@@ -30,7 +30,7 @@ from weightserver.errors import (
 from weightserver.fetched import FetchedRows
 from weightserver.handshake import tls_failure
 from weightserver.logs import REQUEST_ID, new_request_id
-from weightserver.wire import MAX_MESSAGE_BYTES, RETRY_HINT
+from weightserver.wire import MAX_MESSAGE_BYTES, RETRY_HINT, WAITED
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["WeightServer"]
 _RETRIED = (
@@ -127,10 +127,12 @@ class ShardConnection:
         once, and `retry_seconds` begin anew."""
         num_arrived = rows.num_arrived if rows else 0
         started, pause, warned, request_id = time.monotonic(), _FIRST_PAUSE_SECONDS, False, new_request_id()
-        options = {"timeout": self._timeout_seconds, "metadata": [*self._metadata, (REQUEST_ID, request_id)]}
+        metadata = [*self._metadata, (REQUEST_ID, request_id)]
+        waited = 0.0
         while True:
+            tried = [(WAITED, str(round(1000 * waited)))] if waited else []
             try:
-                return attempt(options)
+                return attempt({"timeout": self._timeout_seconds, "metadata": metadata + tried})
             except grpc.RpcError as error:
                 status, details, hint = error.code(), error.details() or "", _retry_hint(error)
             if status is grpc.StatusCode.UNIMPLEMENTED:
@@ -144,7 +146,7 @@ class ShardConnection:
             if reason := tls_failure(self.address, status, details, tls=self._tls):
                 raise AuthenticationError(f"{self.name} cannot be called: {reason}")
             if rows and rows.num_arrived > num_arrived:
-                num_arrived, started, pause = rows.num_arrived, time.monotonic(), _FIRST_PAUSE_SECONDS
+                num_arrived, started, pause, waited = rows.num_arrived, time.monotonic(), _FIRST_PAUSE_SECONDS, 0.0
                 continue
             waited = time.monotonic() - started
             if waited >= self._retry_seconds:
@@ -166,6 +168,7 @@ class ShardConnection:
                 )
             wanted = max(pause * random.uniform(0.5, 1.0), hint * random.uniform(1.0, 1.5))  # not all at one time
             time.sleep(min(wanted, self._retry_seconds - waited))
+            waited = time.monotonic() - started
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def close(self) -> None:

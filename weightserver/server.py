@@ -187,6 +187,7 @@ def serve(config: ServerConfig) -> None:
     log_events(config.log_format, lambda: {"shard": shard.shard, "epoch": shard.state.epoch, "step": shard.state.clock})
     metrics.follow(shard)
     metrics.request_memory(lambda: memory.used_bytes)
+    metrics.waiting_calls(limiter.num_waiting)
     if tls is not None:
         metrics.certificate_holds_until(tls.holds_until)
     try:
