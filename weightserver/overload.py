@@ -192,7 +192,7 @@ class _Turn:
     place: Future[None] = field(default_factory=Future, compare=False)
 
 
-class _Lane:
+class Lane:
     """The places for calls of one kind, and the calls that wait for one. Thread-safe.
 
     Args:
@@ -298,7 +298,7 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
         self._stall_seconds = stall_seconds
         self._on_refused = on_refused
         self._on_cut_off = on_cut_off
-        self._lanes = {name: _Lane(name, self._refused) for name in LANES}
+        self._lanes = {name: Lane(name, self._refused) for name in LANES}
         self._calls: set[_Call] = set()
         threading.Thread(target=self._watch, name="stalls", daemon=True).start()
 
