@@ -10,10 +10,9 @@ Three things are bounded, and what is beyond them is refused with a hint when to
   when others find its lane, or the memory, full.
 
 A lane is fair: a place that becomes free goes to the call that has tried for the longest time. A client says so when it
-tries again (`WAITED`), so a call that was refused, or whose deadline passed while it waited, is not behind those that
-came later. When more calls want to wait than may, the one that has tried for the shortest time is refused. So no call
-is passed by more than those that began before it, and clients that ask equally often are served equally often, however
-many they are.
+tries again (`WAITED_KEY`), so a call that was refused, or whose deadline passed while it waited, is not behind those
+that came later. When more calls want to wait than may, the one that has tried for the shortest time is refused. So
+clients that ask equally often are served equally often, however many they are.
 
 A shard's memory stays below
 
@@ -44,7 +43,7 @@ from weightserver.config import TableSpec
 from weightserver.errors import InvalidRequestError, OverloadedError, WeightServerError
 from weightserver.logs import follow_request
 from weightserver.timing import arrive
-from weightserver.wire import CHUNK_BYTES, RETRY_HINT, WAITED
+from weightserver.wire import CHUNK_BYTES, RETRY_HINT, WAITED_KEY
 
 BASE_BYTES = 384 << 20
 """A shard without requests, what gRPC holds of the connections, and what malloc keeps."""
@@ -426,11 +425,14 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
                 self._on_cut_off(call.lane)
 
 
-def abort(context: grpc.ServicerContext, error: WeightServerError) -> NoReturn:
+def abort(
+    context: grpc.ServicerContext, error: WeightServerError, trailer: tuple[tuple[str, str], ...] = ()
+) -> NoReturn:
     """Ends the call with the error's status; one that may succeed later says how soon."""
     if isinstance(error, OverloadedError):
         retry_after_ms = error.retry_after_ms if isinstance(error, _LaneFullError) else _RETRY_AFTER_MS
-        context.set_trailing_metadata(((RETRY_HINT, str(retry_after_ms)),))
+        trailer = (*trailer, (RETRY_HINT, str(retry_after_ms)))
+    context.set_trailing_metadata(trailer)
     context.abort(error.status, str(error))
     raise AssertionError("abort() raises")
 
@@ -438,7 +440,7 @@ def abort(context: grpc.ServicerContext, error: WeightServerError) -> NoReturn:
 def _waited_seconds(context: grpc.ServicerContext) -> float:
     """For how long the caller says it has tried; 0 where it says nothing."""
     for key, value in context.invocation_metadata():
-        if key == WAITED and value.isascii() and value.isdigit():
+        if key == WAITED_KEY and value.isascii() and value.isdigit():
             return min(int(value[:12]) / 1000, _LONGEST_WAIT_SECONDS)
     return 0.0
 

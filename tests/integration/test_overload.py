@@ -37,7 +37,7 @@ from weightserver.overload import BASE_BYTES, LANES, MAX_CALLS, MAX_WAITING, Lan
 from weightserver.service import NAME, WeightServerService
 from weightserver.shard import Shard
 from weightserver.storage import LmdbStorage
-from weightserver.wire import CHUNK_BYTES, MAX_REQUEST_BYTES, MAX_ROWS, RETRY_HINT, WAITED, rows_to_proto
+from weightserver.wire import CHUNK_BYTES, MAX_REQUEST_BYTES, MAX_ROWS, RETRY_HINT, WAITED_KEY, rows_to_proto
 
 SPEC = TableSpec(num_rows=1_000_000, dim=64, momentum=0, weight_decay=0, init_std=0)
 MEMORY_MIB = 128
@@ -128,7 +128,7 @@ class Crowd:
             rows=rows_to_proto(np.array([number])),
             gradients=np.ones(SPEC.dim, np.float32).tobytes(),
         )
-        metadata = [(WAITED, str(waited_ms))] if waited_ms else []
+        metadata = [(WAITED_KEY, str(waited_ms))] if waited_ms else []
         return self.stub(number).PushGradients.future(iter([message]), metadata=metadata, timeout=timeout)
 
     def send_no_message(self, count: int) -> None:
@@ -506,7 +506,7 @@ class FakeContext:
         self._waited_ms = waited_ms
 
     def invocation_metadata(self) -> list[tuple[str, str]]:
-        return [(WAITED, self._waited_ms)] if self._waited_ms else []
+        return [(WAITED_KEY, self._waited_ms)] if self._waited_ms else []
 
     def add_callback(self, callback: Callable[[], object]) -> bool:
         self.gone.append(callback)
