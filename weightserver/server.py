@@ -237,6 +237,7 @@ def serve(config: ServerConfig) -> None:
         )
         metrics.follow(shard)
         metrics.request_memory(lambda: memory.used_bytes)
+        metrics.waiting_calls(limiter.num_waiting)
         if tls is not None:
             metrics.certificate_holds_until(tls.holds_until)
         metrics_address = _serve_metrics(config, metrics)
