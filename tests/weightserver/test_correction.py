@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from weightserver.correction import Schedule, apply_push, correct, single_rate_coefficients
+from weightserver.correction import Schedule, apply_push, correct, single_rate_products
 from weightserver.errors import StepError
 
 Float32Array = npt.NDArray[np.float32]
@@ -252,8 +252,8 @@ def test_tables_stay_small() -> None:
     many = np.arange(0, 1_400_000, 10)
     for stop in range(1_399_000, 1_400_001, 10):  # results that are remembered stay bounded too
         schedule.transfer(many[many <= stop][-300:], stop)
-    remembered = sum(len(starts) for starts, _ in schedule._tables._recent.values())
-    assert 40 * remembered <= 8 << 20
+    remembered = sum(len(starts) for starts, _, _ in schedule._tables._recent.values())
+    assert 56 * remembered <= 8 << 20
 
 
 def test_bad_learning_rates_are_refused_and_change_nothing() -> None:
@@ -278,19 +278,18 @@ def test_bad_learning_rates_are_refused_and_change_nothing() -> None:
     ("momentum", "weight_decay", "learning_rate"),
     [(0.9, 1e-4, 0.06), (0.0, 1e-3, 0.3), (0.99, 0.1, 0.5), (0.9, 0.0, 1.0)],
 )
-def test_single_rate_coefficients_are_powers(momentum: float, weight_decay: float, learning_rate: float) -> None:
+def test_single_rate_products_are_powers(momentum: float, weight_decay: float, learning_rate: float) -> None:
     """Against rational numbers, rounded to 300 places where they would grow: float32's rounding, and float64's of each
     step."""
     rate = np.float32(learning_rate)
     gaps = np.array([0, 1, 2, 3, 7, 16, 100, 999, 1_000, 18_000, 3, 0])
-    got = single_rate_coefficients(momentum, weight_decay, float(rate), gaps)
-    assert got.dtype == np.float32
+    got = single_rate_products(momentum, weight_decay, float(rate), gaps).astype(np.float32)
     expected = exact_products(momentum, weight_decay, np.full(18_000, rate), sorted(set(gaps.tolist())))
     for gap, matrix in zip(gaps.tolist(), got, strict=True):
         entries = np.array([float(entry) for entry in expected[gap]]).reshape(2, 2)
         allowed = 2.0**-24 * np.abs(entries) + 8 * gap * 2.0**-53 * np.abs(entries).max() + 2.0**-149
         assert (np.abs(matrix - entries) <= allowed).all(), gap
-        alone = single_rate_coefficients(momentum, weight_decay, float(rate), np.array([gap]))
+        alone = single_rate_products(momentum, weight_decay, float(rate), np.array([gap])).astype(np.float32)
         assert alone[0].tobytes() == matrix.tobytes(), "a power depends on its gap alone"
 
 
@@ -298,7 +297,7 @@ def test_one_idle_update_is_the_papers_two_matrices() -> None:
     """The appendix's deduction: weight decay and momentum first, then the step with what they made of u."""
     momentum, weight_decay, rate = 0.875, 0.25, 0.5  # exact in binary
     step, decay = np.array([[1, -rate], [0, 1]]), np.array([[1, 0], [weight_decay, momentum]])
-    assert np.array_equal(single_rate_coefficients(momentum, weight_decay, rate, np.array([1]))[0], step @ decay)
+    assert np.array_equal(single_rate_products(momentum, weight_decay, rate, np.array([1]))[0], step @ decay)
 
 
 def test_the_papers_correction_takes_the_rate_of_the_last_finished_update() -> None:
@@ -307,7 +306,7 @@ def test_the_papers_correction_takes_the_rate_of_the_last_finished_update() -> N
         momentum=0.9, weight_decay=0.01, learning_rates=exact_one.learning_rates, single_rate=True
     )  # Section 2.3 has one η
     starts = np.array([0, 100, 250, 299, 300])
-    expected = single_rate_coefficients(0.9, 0.01, float(paper.learning_rates[299]), 300 - starts)
+    expected = single_rate_products(0.9, 0.01, float(paper.learning_rates[299]), 300 - starts).astype(np.float32)
     assert np.array_equal(paper.coefficients(starts, 300), expected)
     one_step, whole = exact_one.coefficients(starts[3:], 300), exact_one.coefficients(starts[:3], 300)
     assert np.allclose(expected[3:], one_step, rtol=2**-23, atol=0), "a gap of one step is corrected exactly"
@@ -319,7 +318,7 @@ def test_the_papers_correction_takes_the_rate_of_the_last_finished_update() -> N
 def test_diverging_single_rates_saturate_silently() -> None:
     with warnings.catch_warnings(), np.errstate(all="raise"):
         warnings.simplefilter("error")
-        assert np.isfinite(single_rate_coefficients(0.9, 0.1, 1e30, np.arange(0, 50_000, 7))).all()
+        assert np.isfinite(single_rate_products(0.9, 0.1, 1e30, np.arange(0, 50_000, 7))).all()
 
 
 # ---- rows
