@@ -691,6 +691,8 @@ def bring_to(
 
 def all_within(size: float, *arrays: Float32Array) -> bool:
     """Whether no |value| is beyond `size`, by one pass: where it is False, all may still be."""
+    if size < 1:  # squares of small numbers are 0
+        return not any(array.any() for array in arrays)
     total = 0.0
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         for array in arrays:
@@ -788,13 +790,16 @@ def _late_impulse(
     """What gradients of update `step` (float32 [n, D]) add by now to rows that have seen `stop` updates."""
     learning_rate = float(schedule.learning_rates[step])
     transfer = schedule.transfer(np.array([step + 1]), stop)[0]
-    impulse = transfer[:, 1] - learning_rate * transfer[:, 0]
+    with np.errstate(over="ignore", under="ignore"):
+        impulse = _clip(transfer[:, 1] - learning_rate * transfer[:, 0], np.finfo(np.float64).max)
     if all_within(schedule.safe_size / (1 + learning_rate), gradient):
         by_weight, by_momentum = _to_float32(impulse)
         return by_weight * gradient, by_momentum * gradient
     given = gradient.astype(np.float64)
-    schedule.require_finite(np.full(len(rows), step + 1), stop, -learning_rate * given, given, rows=rows)
-    return _to_float32(impulse[0] * given), _to_float32(impulse[1] * given)
+    with np.errstate(over="ignore", under="ignore"):
+        _require_finite(rows, step, (-learning_rate * given).astype(np.float32), gradient)
+        schedule.require_finite(np.full(len(rows), step + 1), stop, -learning_rate * given, given, rows=rows)
+        return _to_float32(impulse[0] * given), _to_float32(impulse[1] * given)
 
 
 def _require_finite(rows: Int64Array | None, step: int, weight: Float32Array, momentum_buffer: Float32Array) -> None:

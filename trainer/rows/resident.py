@@ -21,7 +21,7 @@ from weightserver.sharding import Int64Array
 _ROWS_PER_PART = 1 << 16
 """Rows that are copied from the device together."""
 _SAFE_SIZE = 2.0**30
-"""Where rows up to this size are safe in any gap, they are corrected on the device, and the largest is looked at later."""
+"""Where rows up to this size are safe in any gap, they are corrected on the device and looked at later."""
 
 
 class ResidentRows:
