@@ -11,8 +11,8 @@ gap instead, `single_rate_products`; it is there to compare with.
 
 A row that SGD would make infinite or NaN, at any update of its gap, is an error. Coefficients cannot tell: a row may
 overflow on its way and be small again at the end, and where coefficients are beyond float32 a row of zeros stays zero.
-So a schedule knows up to which size rows are harmless whatever the gap (`Schedule.safe_size`, one comparison), and
-larger ones are followed through theirs (`Schedule.require_finite`).
+So a schedule knows up to which size rows are harmless whatever the gap (`Schedule.safe_size`), and larger ones are
+followed through theirs (`Schedule.require_finite`).
 
 NumPy only, no I/O.
 """
@@ -54,7 +54,7 @@ _OVERFLOW = 2.0**128 - 2.0**103
 _HARMLESS_LOG = 126
 """log2 of the size of rows of which no update overflows: its products and sums are at most twice as large."""
 _LARGEST_SAFE = 2.0**60
-"""So that the sum of the squares of many rows' values is a float32."""
+"""So that a float32 holds the sum of the squares of many rows' values."""
 _LARGEST_UNIT = 2.0**16
 _SMALLEST = 2.0**-500
 _SQUARES = 8_192
@@ -661,16 +661,17 @@ def bring_to(
     *,
     weight_only: bool = False,
     rows: Int64Array | None = None,
+    largest: float = math.inf,
 ) -> None:
     """`correct`s raw rows from last_step (int64 [n], ≤ stop) to `stop` in place: float32 [n, D] each, finite.
 
     last_step is left as it is, and with `weight_only` the momentum buffer; `rows` (int64 [n]) only names rows in
-    messages.
+    messages; no |value| is beyond `largest`.
 
     Raises:
         StepError: SGD would make a row infinite or NaN in an update before `stop`; then nothing was changed.
     """
-    if all_within(schedule.safe_size, weight, momentum_buffer):
+    if largest <= schedule.safe_size or all_within(schedule.safe_size, weight, momentum_buffer):
         correct(weight, momentum_buffer, schedule.coefficients(last_step, stop), weight_only=weight_only)
         return
     size = np.maximum(np.abs(weight).max(axis=1), np.abs(momentum_buffer).max(axis=1)).astype(np.float64)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
-from weightserver.blocks import Block, BlockCodec, RowBuffer
+from weightserver.blocks import SMALL, Block, BlockCodec, RowBuffer
 from weightserver.config import TableSpec
 from weightserver.correction import Schedule, apply_push, bring_to
 from weightserver.errors import (
@@ -57,6 +58,8 @@ MAX_EPOCH_STEP = 1 << 20
 that this one never heard of."""
 MAX_EARLIER_SIZES = 64
 """Extensions before which a client may have met the table and still go on with it."""
+_MOST_STANDARD_DEVIATIONS = 10
+"""Beyond which no initial weight lies."""
 _MAX_SEEN_BLOCKS = 50_000
 """Blocks looked at for one answer of `read_blocks`: a snapshot of some 100 ms."""
 
@@ -253,6 +256,7 @@ class Shard:
         rows = rows[first : runs[-1].part.stop]
         found = RowBuffer(table.codec, len(rows))
         absent: list[slice] = []  # never-written rows, neighbours together
+        small = _MOST_STANDARD_DEVIATIONS * table.spec.init_std <= SMALL
         with self._storage.read() as txn:
             up_to = NEWEST if checkpoint is None else read_state(txn).checkpoint(checkpoint, identity).generation
             txn.prefetch([run.block for run in runs], up_to=up_to)
@@ -265,6 +269,7 @@ class Shard:
                 else:
                     if self._verify_reads:
                         table.codec.check(block, stored)
+                    small &= table.codec.is_small(stored)
                     found.copy(part, stored, slots)
         if self._table is None or self._table.schedule is not table.schedule:
             raise TableMismatchError("the table was dropped while its rows were read: call describe() and begin anew")
@@ -274,7 +279,8 @@ class Shard:
         clock.enter("correct")
         self._on_gaps((self._state.clock if step is None else step) - found.last_step)
         if step is not None:
-            self._bring_to(table, step, rows, found, weight_only=not state)
+            largest = SMALL if small else math.inf
+            self._bring_to(table, step, rows, found, weight_only=not state, largest=largest)
             found.last_step[:] = step
         return Rows(found.weight, found.momentum_buffer, found.last_step) if state else Rows(found.weight)
 
@@ -308,9 +314,11 @@ class Shard:
         rates = self.require_table().schedule.learning_rates
         return rates[start_step : start_step + CHUNK_BYTES // 4]
 
-    def _bring_to(self, table: Table, step: int, rows: Int64Array, found: RowBuffer, *, weight_only: bool) -> None:
+    def _bring_to(
+        self, table: Table, step: int, rows: Int64Array, found: RowBuffer, *, weight_only: bool, largest: float
+    ) -> None:
         """Corrects raw rows for `step`, in place. Raises StepError."""
-        last_step = found.last_step
+        last_step, weight, momentum_buffer = found.last_step, found.weight, found.momentum_buffer
         if last_step.max(initial=0) > step:
             first = int((last_step > step).argmax())
             raise StepError(
@@ -319,7 +327,14 @@ class Shard:
             )
         if table.spec.correction:
             bring_to(
-                table.schedule, step, last_step, found.weight, found.momentum_buffer, weight_only=weight_only, rows=rows
+                table.schedule,
+                step,
+                last_step,
+                weight,
+                momentum_buffer,
+                weight_only=weight_only,
+                rows=rows,
+                largest=largest,
             )
 
     # ---- changing; all below run in the committer's thread
