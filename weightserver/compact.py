@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from weightserver.errors import StorageError
-from weightserver.files import require_empty, sync, write_synced
+from weightserver.files import PRIVATE_DIRECTORY, PRIVATE_FILE, require_empty, sync, write_synced
 from weightserver.records import read_identity, read_state
 from weightserver.storage import LmdbStorage, require_sound
 from weightserver.tombstone import copied_to, is_stopped, leave_tombstone, require_current
@@ -38,7 +38,9 @@ def compact(source: Path, target: Path) -> None:
         _make(target)
         copy = target / "data.mdb.partial"
         try:
-            write_synced(copy, partial(storage.copy, unneeded=partial(unneeded, checkpoints=checkpoints)), mode=0o600)
+            write_synced(
+                copy, partial(storage.copy, unneeded=partial(unneeded, checkpoints=checkpoints)), mode=PRIVATE_FILE
+            )
             sync(target)
             leave_tombstone(source, target)
         except OSError as error:
@@ -60,5 +62,5 @@ def _make(directory: Path) -> None:
     """Makes a directory and its parents, durably."""
     if not directory.exists():
         _make(directory.parent)
-        directory.mkdir(0o700, exist_ok=True)
+        directory.mkdir(PRIVATE_DIRECTORY, exist_ok=True)
         sync(directory.parent)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import os
 import time
 from collections import deque
@@ -19,9 +20,9 @@ from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
-from weightserver.blocks import Block, BlockCodec, RowBuffer
+from weightserver.blocks import SMALL, Block, BlockCodec, RowBuffer
 from weightserver.config import TableSpec
-from weightserver.correction import Schedule, apply_push, correct
+from weightserver.correction import Schedule, apply_push, bring_to
 from weightserver.errors import (
     DataLossError,
     FencedError,
@@ -63,7 +64,7 @@ from weightserver.sharding import BlockRun, Int64Array, Sharding, block_runs
 from weightserver.storage import NEWEST, DiskUsage, Storage, Transaction
 from weightserver.timing import StageClock
 from weightserver.versions import released_generations, unneeded
-from weightserver.wire import CHUNK_BYTES, MAX_STEPS, Float32Array, all_finite, table_digest
+from weightserver.wire import CHUNK_BYTES, MAX_STEPS, Float32Array, table_digest
 
 READ_BYTES = 4 << 20
 """Blocks in one answer of `read_blocks`."""
@@ -72,6 +73,8 @@ MAX_EPOCH_STEP = 1 << 20
 that this one never heard of."""
 MAX_EARLIER_SIZES = 64
 """Extensions before which a client may have met the table and still go on with it."""
+_MOST_STANDARD_DEVIATIONS = 10
+"""Beyond which no initial weight lies."""
 _MAX_SEEN_BLOCKS = 50_000
 """Blocks looked at for one answer of `read_blocks`: a snapshot of some 100 ms."""
 
@@ -268,7 +271,8 @@ class Shard:
         told when its stages "read" and "correct" begin.
 
         Raises:
-            StepError: `step` lies beyond the horizon or before an update that a row has seen.
+            StepError: `step` lies beyond the horizon or before an update that a row has seen, or SGD would make a row
+                infinite or NaN before it.
             NoTableError: there is no such checkpoint, or it is released meanwhile.
         """
         table, at = self.require_table(), (checkpoint, identity, clock or StageClock("read"))
@@ -302,6 +306,7 @@ class Shard:
         rows = rows[first : runs[-1].part.stop]
         found = RowBuffer(table.codec, len(rows))
         absent: list[slice] = []  # never-written rows, neighbours together
+        small = _MOST_STANDARD_DEVIATIONS * table.spec.init_std <= SMALL
         with self._storage.read() as txn:
             up_to = NEWEST if checkpoint is None else read_state(txn).checkpoint(checkpoint, identity).generation
             txn.prefetch([run.block for run in runs], up_to=up_to)
@@ -314,6 +319,7 @@ class Shard:
                 else:
                     if self._verify_reads:
                         table.codec.check(block, stored)
+                    small &= table.codec.is_small(stored)
                     found.copy(part, stored, slots)
         if self._table is None or self._table.schedule is not table.schedule:
             raise TableMismatchError("the table was dropped while its rows were read: call describe() and begin anew")
@@ -323,27 +329,30 @@ class Shard:
         clock.enter("correct")
         self._on_gaps((self._state.clock if step is None else step) - found.last_step)
         if step is not None:
-            coefficients = self._coefficients(table, rows, found.last_step, step)
-            correct(found.weight, found.momentum_buffer, coefficients, weight_only=not state)
+            largest = SMALL if small else math.inf
+            self._bring_to(table, step, rows, found, weight_only=not state, largest=largest)
             found.last_step[:] = step
         return Rows(found.weight, found.momentum_buffer, found.last_step) if state else Rows(found.weight)
 
     def read_blocks(self, first: int, *, checkpoint: str) -> tuple[list[tuple[int, bytes]], int | None]:
         """A checkpoint's stored blocks from number `first` on, ascending, about 4 MiB of them; and where to go on, None
-        behind the last.
+        behind the last block of the table as it was at the checkpoint.
 
         Raises:
             NoTableError: there is no such checkpoint. StorageError: a block is damaged.
         """
-        codec = self.require_table().codec
+        spec, codec = self.require_table().spec, self.require_table().codec
         num_wanted = max(1, READ_BYTES // codec.num_bytes)
         found: list[tuple[int, bytes]] = []
         with self._storage.read() as txn:
-            up_to = read_state(txn).checkpoint(checkpoint).generation
+            kept = read_state(txn).checkpoint(checkpoint)
+            up_to, end = kept.generation, replace(spec, num_rows=kept.num_rows or spec.num_rows).num_blocks
             block = txn.next_block(first)
             if block is not None:
                 txn.prefetch(range(block, block + num_wanted * self.num_shards, self.num_shards), up_to=up_to)
             for _ in range(_MAX_SEEN_BLOCKS):  # those too that are newer than the checkpoint
+                if block is not None and block >= end:
+                    block = None
                 if block is None or len(found) == num_wanted:
                     break
                 stored = txn.newest_block(block, up_to=up_to)
@@ -358,17 +367,28 @@ class Shard:
         rates = self.require_table().schedule.learning_rates
         return rates[start_step : start_step + CHUNK_BYTES // 4]
 
-    def _coefficients(self, table: Table, rows: Int64Array, last_step: Int64Array, step: int) -> Float32Array:
-        """float32 [n, 2, 2] that bring the rows to `step`."""
+    def _bring_to(
+        self, table: Table, step: int, rows: Int64Array, found: RowBuffer, *, weight_only: bool, largest: float
+    ) -> None:
+        """Corrects raw rows for `step`, in place. Raises StepError."""
+        last_step, weight, momentum_buffer = found.last_step, found.weight, found.momentum_buffer
         if last_step.max(initial=0) > step:
             first = int((last_step > step).argmax())
             raise StepError(
                 f"row {rows[first]} has seen {last_step[first]} updates, its state before update {step} is gone: "
                 f"fetch it for step {last_step[first]} or later"
             )
-        if not table.spec.correction:
-            return np.broadcast_to(np.eye(2, dtype=np.float32), (len(rows), 2, 2))
-        return table.schedule.coefficients(last_step, step)
+        if table.spec.correction:
+            bring_to(
+                table.schedule,
+                step,
+                last_step,
+                weight,
+                momentum_buffer,
+                weight_only=weight_only,
+                rows=rows,
+                largest=largest,
+            )
 
     # ---- changing; all below run in the committer's thread
 
@@ -451,8 +471,7 @@ class Shard:
             if read_spec(batch.txn) is None:
                 return
             raise FencedError(
-                f"the table is that of {_session(batch.state)} by now, no longer of epoch {epoch}: "
-                "call drop_table() again if it is to go too"
+                f"the table is that of {_session(batch.state)} by now, no longer of epoch {epoch}: nothing was dropped"
             )
         for database in ("blocks", "changes", "schedule", "writers"):
             batch.txn.clear(database)
@@ -552,22 +571,16 @@ class Shard:
         def update(stored: Block, run: BlockRun) -> None:
             last_step, weight = stored.last_step[run.slots], stored.weight[run.slots]
             momentum = stored.momentum_buffer[run.slots]
-            with np.errstate(over="ignore", invalid="ignore"):  # looked for below
-                apply_push(
-                    table.schedule,
-                    bool(table.spec.correction),
-                    header.step,
-                    last_step,
-                    weight,
-                    momentum,
-                    gradients[run.part],
-                    rows=rows[run.part],
-                )
-            if not (all_finite(weight) and all_finite(momentum)):
-                first, last = rows[run.part][[0, -1]]
-                raise InvalidRequestError(
-                    f"the gradient would make a row of {first}..{last} overflow: nothing was written"
-                )
+            apply_push(
+                table.schedule,
+                bool(table.spec.correction),
+                header.step,
+                last_step,
+                weight,
+                momentum,
+                gradients[run.part],
+                rows=rows[run.part],
+            )
             stored.last_step[run.slots], stored.weight[run.slots] = last_step, weight
             stored.momentum_buffer[run.slots] = momentum
 
@@ -608,15 +621,26 @@ class Shard:
 
         The same again only changes the identity, which ties the shards' checkpoints together.
         """
-        horizon = self.require_table().schedule.horizon
+        table = self.require_table()
         if not self._admit(batch, header):
             return False
-        if header.step > horizon:
-            raise StepError(f"a checkpoint of step {header.step} lies beyond the schedule's 0..{horizon}")
+        if header.step > table.schedule.horizon:
+            raise StepError(
+                f"a checkpoint of step {header.step} lies beyond the schedule's 0..{table.schedule.horizon}"
+            )
         self._note_peers(batch, peers or [])
         # Learning rates before the checkpoint's step are as good as used: its rows are read for it.
         state = replace(batch.state, clock=max(batch.state.clock, header.step))
-        taken = Checkpoint(name, header.step, state.generation, state.clock, state.rows_stored, identity, batch.mark)
+        taken = Checkpoint(
+            name,
+            header.step,
+            state.generation,
+            state.clock,
+            state.rows_stored,
+            identity,
+            batch.mark,
+            table.spec.num_rows,
+        )
         for known in state.checkpoints:
             if known.name == name:
                 if known.step != header.step:

@@ -28,6 +28,7 @@ from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
 from weightserver.committer import Committer
+from weightserver.errors import StepError
 from weightserver.metrics import ShardMetrics
 from weightserver.overload import BASE_BYTES, CallLimiter, Memory
 from weightserver.service import NAME, WeightServerService, add_to_server
@@ -246,6 +247,12 @@ def test_handlers(count: int) -> None:
             rows = np.flatnonzero((np.arange(SPEC.num_rows) // SPEC.rows_per_block) % 2 == 0)
             for part in place.shard.fetch(rows, step=None, state=True):
                 assert np.isfinite(part.weight).all()
+            for row in rows:  # corrected they are finite, or the fetch says which row and update
+                try:
+                    for part in place.shard.fetch(row[None], step=HORIZON, state=True):
+                        assert np.isfinite([part.weight, part.momentum_buffer]).all()
+                except StepError as error:
+                    assert f"row {row} would become infinite or NaN in update" in str(error)  # noqa: PT017
         place.prepare()
         opened = place.shard.state.epoch + 1
         for request in (

@@ -24,6 +24,7 @@ from weightserver.blocks import BlockCodec
 from weightserver.committer import MAX_WAITING, Committer, Promise
 from weightserver.config import TableSpec
 from weightserver.errors import (
+    ERROR_OF_STATUS,
     ClusterError,
     DataLossError,
     FencedError,
@@ -34,6 +35,7 @@ from weightserver.errors import (
     StepError,
     StorageError,
     TableMismatchError,
+    WeightServerError,
 )
 from weightserver.exactly_once import WINDOW
 from weightserver.initial import initial_rows
@@ -196,7 +198,7 @@ def test_one_bad_write_of_a_group_spoils_no_other(served: Served) -> None:
     go.set()
     blocked.result(10)
     assert good.result(10) is True
-    with pytest.raises(InvalidRequestError, match="overflow"):
+    with pytest.raises(StepError, match=r"row . would become infinite or NaN in update 5"):
         bad.result(10)
     assert last.result(10) is True, "the failed write's sequence number was kept"
     expected = initial_rows(SPEC, ROWS)
@@ -290,6 +292,10 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
         assert sorted(read("two")) == [0, 3, 8, 16]
         assert sorted(read("two", first=4)) == [8, 16]
         assert read("two", first=17) == {}
+    served.do(lambda batch: served.shard.extend_table(batch, 200))
+    far = np.array([150], np.int64)  # of block 25, behind the table of the checkpoint
+    served.do(lambda batch: served.shard.push_gradients(batch, header(6, 2), far, gradient[:1]))
+    assert served.shard.read_blocks(16, checkpoint="two")[1] is None
     with pytest.raises(NoTableError, match="no checkpoint 'three'"):
         read("three")
     with served.storage.write() as txn:
@@ -458,6 +464,23 @@ def test_checkpoints_have_an_end_and_a_step_that_the_schedule_has(
     served.do(lambda batch: served.shard.release(batch, header(9), "kept 4"))
     with pytest.raises(StepError, match=r"a checkpoint of step 1000000000000 lies beyond the schedule's 0\.\.30"):
         served.do(lambda batch: served.shard.checkpoint(batch, header(10, step=10**12), "far"))
+
+
+def test_a_write_names_its_sessions_opener(served: Served) -> None:
+    """Another session may have the same number on other shards, or behind a restore."""
+    header = WriteHeader(1, b"p" * 16, b"w" * 16, 1, 0, 0)
+    before = served.weights()
+    with pytest.raises(FencedError, match=r"session 1 of this shard is another one, epoch 1 \(run 'first'\)"):
+        served.do(lambda batch: served.shard.push_gradients(batch, header, ROWS, GRADIENT))
+    with pytest.raises(FencedError, match="is another one"):
+        served.shard.join_session(1, b"p" * 16)
+    assert np.array_equal(served.weights(), before)
+
+
+def test_only_refusals_prove_that_nothing_was_done() -> None:
+    """An error of the disk, or one that nobody knows, may come behind a commit."""
+    proofs = {kind for kind in ERROR_OF_STATUS.values() if kind.not_applied}
+    assert set(ERROR_OF_STATUS.values()) - proofs == {WeightServerError, ShardUnavailableError, StorageError}
 
 
 def test_a_push_does_not_write_the_list_of_checkpoints(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
