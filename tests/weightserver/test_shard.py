@@ -43,7 +43,7 @@ from weightserver.inspect import inspect_directory
 from weightserver.records import MAX_ANCESTORS, Lineage, read_state, split_mark, write_state
 from weightserver.session import MAX_FAILED, Numbers, Session, Write
 from weightserver.shard import MAX_EARLIER_SIZES, Batch, Shard, WriteHeader
-from weightserver.storage import NEWEST, LmdbStorage
+from weightserver.storage import NEWEST, LmdbStorage, structural_problems
 from weightserver.wire import table_digest
 
 OPENER = b"o" * 16
@@ -352,6 +352,52 @@ def test_an_epoch_that_nobody_opened_takes_no_writes(served: Served, tmp_path: P
         assert again.push(1, epoch=2) is True
     finally:
         again.close()
+
+
+def test_free_pages_behind_the_end_of_the_file_are_no_damage(tmp_path: Path) -> None:
+    """LMDB counts pages that one transaction allocates and frees, as a rollback does, and does not write them."""
+    rolled_back = LmdbStorage(tmp_path)
+    for generation, num_blocks, value in ((1, 300, bytes(1_500)), (3, 20, b"short")):
+        with rolled_back.write() as txn:
+            for block in range(num_blocks):
+                txn.put_block(block, generation, value)
+    with rolled_back.write() as txn:
+        txn.put_block(7, 0, bytes(3_000))
+        txn.delete_generations(1)
+    counted = (rolled_back._env.info()["last_pgno"] + 1) * 4096
+    rolled_back.close()
+    assert (tmp_path / "data.mdb").stat().st_size < counted
+    assert structural_problems(tmp_path) == []
+    again = LmdbStorage(tmp_path)
+    with again.write() as txn:
+        assert [bytes(txn.newest_block(block) or b"") for block in (6, 7)] == [b"", bytes(3_000)]
+        for block in range(500):
+            txn.put_block(block, 4, bytes(1_500))
+    again.close()
+    assert structural_problems(tmp_path) == []
+
+
+def test_a_file_that_lacks_its_end_is_refused_or_whole(tmp_path: Path) -> None:
+    """Reading a page that is not there would end the process."""
+    cut = LmdbStorage(tmp_path)
+    for first in (0, 3):
+        with cut.write() as txn:
+            for block in range(first, 6):
+                txn.put_block(block, 0, bytes([block]) * 20_000)
+    cut.close()
+    data, whole = tmp_path / "data.mdb", (tmp_path / "data.mdb").read_bytes()
+    num_refused = 0
+    for num_bytes in range(len(whole) - 4096, 8192, -4096):
+        data.write_bytes(whole[:num_bytes])
+        try:
+            found = LmdbStorage(tmp_path, readonly=True)
+        except StorageError:
+            num_refused += 1
+            continue
+        with found.read() as txn:
+            assert [bytes(txn.newest_block(block) or b"")[-1] for block in range(6)] == list(range(6))
+        found.close()
+    assert num_refused > 10
 
 
 def test_a_write_is_undone_by_an_exception(tmp_path: Path) -> None:
