@@ -93,9 +93,9 @@ class ShardConnection:
         )
         return stub
 
-    def call(self, method: str, request: Message) -> Any:
-        """The answer of a call of one message."""
-        return self._attempts(lambda options: self._stubs[method](request, **options))
+    def call(self, method: str, request: Message, *, once: bool = False) -> Any:
+        """The answer of a call of one message, which is tried again unless `once`."""
+        return self._attempts(lambda options: self._stubs[method](request, **options), once=once)
 
     def write(self, method: str, messages: Callable[[], Iterator[Message]]) -> pb.WriteResponse:
         """The answer of a write; `messages` makes its messages anew for each attempt."""
@@ -114,7 +114,7 @@ class ShardConnection:
 
         self._attempts(attempt)
 
-    def _attempts(self, attempt: Callable[[dict[str, Any]], Result]) -> Result:
+    def _attempts(self, attempt: Callable[[dict[str, Any]], Result], *, once: bool = False) -> Result:
         started, pause, warned, request_id = time.monotonic(), _FIRST_PAUSE_SECONDS, False, new_request_id()
         options = {"timeout": self._timeout_seconds, "metadata": [*self._metadata, (REQUEST_ID, request_id)]}
         while True:
@@ -133,7 +133,7 @@ class ShardConnection:
             if reason := tls_failure(self.address, status, details, tls=self._tls):
                 raise AuthenticationError(f"{self.name} cannot be called: {reason}")
             waited = time.monotonic() - started
-            if waited >= self._retry_seconds:
+            if once or waited >= self._retry_seconds:
                 if status is grpc.StatusCode.RESOURCE_EXHAUSTED:
                     raise OverloadedError(f"{self.name} was overloaded for {waited:.1f} s: {details}")
                 raise ShardUnavailableError(

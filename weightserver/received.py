@@ -15,7 +15,9 @@ from weightserver.wire import Float32Array, all_finite, count_rows, rows_from_pr
 
 
 def write_header(header: pb.WriteHeader) -> WriteHeader:
-    return WriteHeader(header.epoch, header.writer, header.sequence, header.settled_before, header.step)
+    return WriteHeader(
+        header.epoch, header.writer, header.sequence, header.settled_before, header.step, header.schedule
+    )
 
 
 class ReceivedWrite:

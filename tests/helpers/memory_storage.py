@@ -50,6 +50,9 @@ class MemoryTransaction:
     def put(self, database: str, key: bytes, value: bytes | bytearray) -> None:
         self.databases[database][key] = bytes(value)
 
+    def delete(self, database: str, key: bytes) -> None:
+        self.databases[database].pop(key, None)
+
     def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]:
         for key, value in sorted(self.databases[database].items()):  # type: ignore[type-var]
             yield key, memoryview(value)  # type: ignore[misc]

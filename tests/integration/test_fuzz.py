@@ -24,6 +24,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from tests.helpers.memory_storage import MemoryStorage
+from tests.helpers.schedules import extend_schedule
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
@@ -204,11 +205,7 @@ class InProcess:
         if self.shard.spec is None:
             spec = next(self._specs)
             do(lambda batch: self.shard.create_table(batch, spec))
-            do(
-                lambda batch: self.shard.extend_schedule(
-                    batch, 0, np.full(HORIZON, 0.5, np.float32), 0, 0, self.shard.state.schedule_version
-                )
-            )
+            do(lambda batch: extend_schedule(self.shard, batch, 0, np.full(HORIZON, 0.5, np.float32)))
             do(lambda batch: self.shard.open_session(batch, "fuzz", self.shard.state.epoch + 1, b"o" * 16))
 
     def call(self, method: Any, messages: list[bytes]) -> FakeContext:
