@@ -42,6 +42,7 @@ from weightserver.errors import (
     NoTableError,
     OverloadedError,
     ShardUnavailableError,
+    StepError,
     TableMismatchError,
     WeightServerError,
 )
@@ -731,7 +732,13 @@ class WeightClient:
         """
         known = self._schedule
         if known is None or num_steps > known.horizon:
-            now = self._common_schedule(self._describe_shards())
+            answers = self._describe_shards()
+            now = self._common_schedule(answers)
+            if now.horizon < num_steps <= max(answer.horizon for answer in answers):
+                raise StepError(
+                    f"a shard has learning rates for {now.horizon} steps, others for more: call extend_schedule() with "
+                    "all of them"
+                )
             if known and now != known and ScheduleHash(self.learning_rates()[: known.horizon]).digest != known.digest:
                 raise TableMismatchError(
                     f"learning rates of steps below {known.horizon} were changed by another call: call describe() to "

@@ -102,7 +102,7 @@ class ScheduleCaller:
             ClusterError: the shards have different ones elsewhere. StepError, TableMismatchError, FencedError: as
             `WeightClient.extend_schedule`. Nothing was changed then.
         """
-        change, clock = os.urandom(16), max(answer.clock for answer in answers)
+        change = os.urandom(16)
 
         def prepare(answer: pb.DescribeResponse) -> pb.ExtendScheduleResponse:
             for first in range(0, max(1, len(rates)), _RATES_PER_CALL):
@@ -113,7 +113,6 @@ class ScheduleCaller:
                     change,
                     start_step=start_step + first,
                     learning_rates=to_bytes(rates[first:end]),
-                    clock=clock,
                     epoch=self._epoch,
                     version=answer.schedule_version,
                     last=end >= len(rates),

@@ -166,7 +166,7 @@ class WeightServerService:
         """What was done, and the answer."""
         change, done = request.change.hex(), ""
         if part is not None:
-            self._shard.prepare_schedule(batch, part, clock=request.clock, epoch=request.epoch, version=request.version)
+            self._shard.prepare_schedule(batch, part, version=request.version, epoch=request.epoch)
         elif request.phase == pb.SCHEDULE_PHASE_COMMIT:
             if self._shard.commit_schedule(batch, change, digest=request.schedule, epoch=request.epoch):
                 done = "committed"

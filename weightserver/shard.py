@@ -439,12 +439,14 @@ class Shard:
         self._check_epoch(self._state, epoch)
 
     def has_learning_rates(self, part: Part) -> bool:
-        """Whether they are those in use."""
-        known = self.require_table().schedule.learning_rates
-        return part.start_step <= len(known) and part.first_change(known) is None
+        """Whether they are those in use, and none of a change that is pending."""
+        known, pending = self.require_table().schedule.learning_rates, self._schedule.pending
+        if part.start_step > len(known) or (pending is not None and pending.change == part.change):
+            return False
+        return part.first_change(known) is None
 
-    def prepare_schedule(self, batch: Batch, part: Part, *, version: int, clock: int = 0, epoch: int = 0) -> None:
-        """Prepares a part of a change, and steps below `clock` do not change either.
+    def prepare_schedule(self, batch: Batch, part: Part, *, version: int, epoch: int = 0) -> None:
+        """Prepares a part of a change.
 
         Nothing that uses a step whose learning rate changes is done from now on, until the change is committed or given
         up. A part that comes again changes nothing, however late.
@@ -457,7 +459,7 @@ class Shard:
         horizon = max(len(known), before.pending.stop_step if before.pending else 0)
         if part.start_step > horizon:
             raise StepError(f"the schedule ends at {horizon}: step {part.start_step} would leave a gap before it")
-        batch.schedule = before.prepared(batch.txn, part, known, reached=max(clock, batch.state.clock))
+        batch.schedule = before.prepared(batch.txn, part, known, reached=batch.state.clock)
         if batch.schedule is not before and version != batch.state.schedule_version:
             raise FencedError(
                 "the learning rates were changed by another call: call extend_schedule() again if these are still right"

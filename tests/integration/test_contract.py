@@ -250,10 +250,10 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
         ABORTED,
         r"is that of epoch \d+ \(run 'owner'\) by now, .*: call drop_table\(\) again",
     ),
-    "schedule: a step that another shard has used": (
-        lambda s: s.extend(3, values(0.9), clock=4),
+    "schedule: a step that was used": (
+        lambda s: s.extend(1, values(0.9)),
         grpc.StatusCode.ALREADY_EXISTS,
-        "only steps from 4 on may be rewritten",
+        "only steps from 2 on may be rewritten",
     ),
     "session: no epoch": (lambda s: s.open(0), INVALID, "epoch must be positive"),
     "session: a name too long": (

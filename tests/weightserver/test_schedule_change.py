@@ -277,10 +277,6 @@ def test_steps_that_were_used_stay(served: Served) -> None:
     for start, rates in ((CLOCK - 1, OLD[:1]), (0, NEW[::-1].copy())):
         with pytest.raises(TableMismatchError, match="and was used: only steps from 10 on may be rewritten"):
             served.prepare(start, rates)
-    with pytest.raises(TableMismatchError, match="only steps from 14 on may be rewritten"):
-        served.do(
-            lambda batch: served.shard.prepare_schedule(batch, Part(CHANGE, 0, NEW), version=served.version, clock=14)
-        )
     with pytest.raises(StepError, match="ends at 30: step 31 would leave a gap"):
         served.prepare(31, OLD)
     assert served.shard.schedule.pending is None
