@@ -304,7 +304,7 @@ class LmdbStorage:
                     raise StorageError(_missing(directory))
                 directory.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
                 files = [directory / name for name in ("data.mdb", "lock.mdb", "owner.lock")]
-                if changed := make_private(directory, *files):
+                if (changed := make_private(directory, *files)) and holds_data(directory):
                     _log.warning(
                         "others than this user could read or lock %s, and cannot any more",
                         ", ".join(map(str, changed)),
