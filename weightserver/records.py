@@ -18,7 +18,7 @@ import xxhash
 
 from weightserver.config import TableSpec
 from weightserver.errors import NoTableError, StorageError
-from weightserver.storage import Transaction
+from weightserver.storage import Reader, Transaction
 from weightserver.wire import Float32Array
 
 FORMAT = 3
@@ -183,7 +183,7 @@ def chosen_checkpoint(name: str | None, known: Iterable[Kept]) -> Kept:
     return by_name[name]
 
 
-def read_identity(txn: Transaction) -> Identity | None:
+def read_identity(txn: Reader) -> Identity | None:
     """None where nothing is stored yet.
 
     Raises:
@@ -209,13 +209,13 @@ def write_identity(txn: Transaction, identity: Identity) -> None:
     put_json(txn, "identity", {"format": FORMAT, **asdict(identity)})
 
 
-def is_of_format(txn: Transaction, wanted: int) -> bool:
+def is_of_format(txn: Reader, wanted: int) -> bool:
     """Whether the directory, which has an identity, is of that format."""
     stored = get_json(txn, "identity")
     return stored is not None and stored["format"] == wanted
 
 
-def read_spec(txn: Transaction) -> TableSpec | None:
+def read_spec(txn: Reader) -> TableSpec | None:
     """None where there is no table."""
     with _guarded(txn, "spec"):
         stored = _stored(txn, "spec")
@@ -250,7 +250,7 @@ def write_spec(
     put_json(txn, "spec", table)
 
 
-def read_state(txn: Transaction) -> State:
+def read_state(txn: Reader) -> State:
     with _guarded(txn, "state"):
         stored = _stored(txn, "state")
         kept = stored["checkpoints"] if "checkpoints" in stored else _stored(txn, "checkpoints")["retained"]
@@ -291,7 +291,7 @@ def read_schedule(txn: Transaction) -> Float32Array:
     return _joined(txn, in_use)
 
 
-def read_horizon(txn: Transaction, num_values: int) -> int:
+def read_horizon(txn: Reader, num_values: int) -> int:
     """How many learning rates are in use, of a database `schedule` of `num_values`; only the last of them is read."""
     for first in range((num_values - 1) * _SCHEDULE_CHUNK, -1, -_SCHEDULE_CHUNK):  # prepared ones are values too
         if (last := get_record(txn, "schedule", _STEP.pack(first))) is not None:
@@ -347,7 +347,7 @@ def _joined(txn: Transaction, chunks: list[tuple[int, bytes]], start_step: int =
     return np.concatenate(rates)
 
 
-def get_json(txn: Transaction, key: str) -> dict[str, Any] | None:
+def get_json(txn: Reader, key: str) -> dict[str, Any] | None:
     """A value of the database `meta`."""
     content = get_record(txn, "meta", key.encode())
     with _guarded(txn, key):
@@ -371,7 +371,7 @@ def put_json(txn: Transaction, key: str, value: dict[str, Any]) -> None:
 # ---- checked values
 
 
-def get_record(txn: Transaction, database: str, key: bytes) -> bytes | None:
+def get_record(txn: Reader, database: str, key: bytes) -> bytes | None:
     """A value's content."""
     stored = txn.get(database, key)
     if stored is None:
@@ -384,7 +384,7 @@ def put_record(txn: Transaction, database: str, key: bytes, content: bytes) -> N
     txn.put(database, key, _CHECKSUM.pack(_checksum(database, key, content)) + content)
 
 
-def read_records(txn: Transaction, database: str) -> Iterator[tuple[bytes, bytes]]:
+def read_records(txn: Reader, database: str) -> Iterator[tuple[bytes, bytes]]:
     """(key, content) of all values."""
     for key, stored in txn.items(database):
         with _guarded(txn, _name(database, key)):
@@ -415,7 +415,7 @@ def _bare(stored: memoryview) -> bytes:
     return b""
 
 
-def _stored(txn: Transaction, key: str) -> dict[str, Any]:
+def _stored(txn: Reader, key: str) -> dict[str, Any]:
     stored = get_json(txn, key)
     if stored is None:
         raise ValueError("it is missing")
@@ -443,7 +443,7 @@ def _built(kind: type[Record], stored: dict[str, Any]) -> Record:
 
 
 @contextlib.contextmanager
-def _guarded(txn: Transaction, what: str) -> Iterator[None]:
+def _guarded(txn: Reader, what: str) -> Iterator[None]:
     """Whatever damaged bytes can make Python raise becomes one line."""
     try:
         yield
