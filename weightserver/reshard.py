@@ -25,15 +25,19 @@ from weightserver.config import TableSpec
 from weightserver.errors import StorageError
 from weightserver.records import (
     KeptCheckpoint,
+    Lineage,
     State,
     chosen_checkpoint,
     read_identity,
+    read_lineage,
     read_schedule,
     read_spec,
     read_state,
+    read_table_identity,
 )
 from weightserver.sharding import BlockRun, Int64Array, Sharding, block_runs
 from weightserver.storage import NEWEST, LmdbStorage, Transaction, require_sound
+from weightserver.tombstone import require_current
 from weightserver.wire import Float32Array
 
 _log = logging.getLogger(__name__)
@@ -60,7 +64,9 @@ class _Source:
     shard: int
     num_shards: int
     spec: TableSpec
+    table_identity: bytes
     state: State
+    lineage: Lineage
     learning_rates: Float32Array
     txn: Transaction
     rows_stored: int
@@ -138,6 +144,7 @@ def _open(directory: Path, stack: ExitStack) -> _Source:
     """A snapshot of a directory that nobody else serves meanwhile."""
     require_sound(directory)
     storage = stack.enter_context(closing(LmdbStorage(directory, readonly=True)))
+    require_current(directory)
     txn = stack.enter_context(storage.read())
     identity = read_identity(txn)
     spec = None if identity is None or identity.unfinished else read_spec(txn)
@@ -145,7 +152,16 @@ def _open(directory: Path, stack: ExitStack) -> _Source:
         raise ValueError(f"{directory} holds no table: give the directories of all shards of one")
     state = read_state(txn)
     return _Source(
-        directory, identity.shard, identity.num_shards, spec, state, read_schedule(txn), txn, state.rows_stored
+        directory,
+        identity.shard,
+        identity.num_shards,
+        spec,
+        read_table_identity(txn),
+        state,
+        read_lineage(txn),
+        read_schedule(txn),
+        txn,
+        state.rows_stored,
     )
 
 
@@ -159,7 +175,7 @@ def _check_complete(shards: list[_Source], current: bool) -> TableSpec:
                 f"{shard.spec.num_rows} rows, as after an extend_table() that failed halfway: serve them and repeat "
                 "'weightserver extend'"
             )
-        if shard.spec != first.spec:
+        if shard.spec != first.spec or shard.table_identity != first.table_identity:
             raise ValueError(f"{first.directory} and {shard.directory} hold different tables: give those of one")
         if shard.num_shards != len(shards):
             raise ValueError(
@@ -192,8 +208,19 @@ def _table_state(shards: list[_Source], spec: TableSpec, checkpoint: str | None,
         if not np.array_equal(longest[: len(shard.learning_rates)], shard.learning_rates):
             raise ValueError(f"{shard.directory} has another schedule than the others: extend it on all shards again")
     version = 1 + max(state.schedule_version for state in states)
+    marks = [state.checkpoint(kept.name).mark if kept else state.mark for state in states]
     return TableState(
-        spec, longest, epoch=newest.epoch, run=newest.run, clock=clock, schedule_version=version, checkpoint=kept
+        spec,
+        longest,
+        epoch=newest.epoch,
+        run=newest.run,
+        clock=clock,
+        schedule_version=version,
+        checkpoint=kept,
+        identity=shards[0].table_identity,
+        lineage=Lineage().joined(
+            mark for shard, up_to in zip(shards, marks, strict=True) for mark in shard.lineage.up_to(up_to).marks
+        ),
     )
 
 

@@ -11,6 +11,9 @@ import contextlib
 import functools
 import itertools
 import math
+import os
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import asdict, dataclass, field, replace
@@ -21,6 +24,7 @@ from weightserver.blocks import SMALL, Block, BlockCodec, RowBuffer
 from weightserver.config import TableSpec
 from weightserver.correction import Schedule, apply_push, bring_to
 from weightserver.errors import (
+    DataLossError,
     FencedError,
     InvalidRequestError,
     NoTableError,
@@ -31,17 +35,27 @@ from weightserver.errors import (
 from weightserver.exactly_once import WriterState
 from weightserver.initial import initial_rows
 from weightserver.records import (
+    FORMAT,
+    MAX_CHECKPOINTS,
     Checkpoint,
     Identity,
     State,
     get_record,
+    is_of_format,
     put_record,
     read_earlier_sizes,
     read_identity,
+    read_lineage,
+    read_peers,
     read_schedule,
     read_spec,
     read_state,
+    read_table_identity,
+    split_mark,
+    upgrade,
     write_identity,
+    write_lineage,
+    write_peers,
     write_schedule,
     write_spec,
     write_state,
@@ -49,7 +63,8 @@ from weightserver.records import (
 from weightserver.sharding import BlockRun, Int64Array, Sharding, block_runs
 from weightserver.storage import NEWEST, DiskUsage, Storage, Transaction
 from weightserver.timing import StageClock
-from weightserver.wire import CHUNK_BYTES, MAX_STEPS, Float32Array, spec_digest
+from weightserver.versions import released_generations, unneeded
+from weightserver.wire import CHUNK_BYTES, MAX_STEPS, Float32Array, table_digest
 
 READ_BYTES = 4 << 20
 """Blocks in one answer of `read_blocks`."""
@@ -72,13 +87,16 @@ class Table:
     codec: BlockCodec
     schedule: Schedule
     """One and the same as long as the table exists, however large it becomes."""
+    identity: bytes
+    """16 random bytes of the call that created it."""
     earlier_sizes: tuple[int, ...] = ()
     """num_rows before each extension."""
 
     @functools.cached_property
     def digests(self) -> frozenset[int]:
         """By which clients know it: those too that met it before an extension, because its old rows stay."""
-        return frozenset(spec_digest(replace(self.spec, num_rows=n)) for n in (*self.earlier_sizes, self.spec.num_rows))
+        sizes = (*self.earlier_sizes, self.spec.num_rows)
+        return frozenset(table_digest(replace(self.spec, num_rows=size), self.identity) for size in sizes)
 
 
 @dataclass(frozen=True)
@@ -86,6 +104,7 @@ class WriteHeader:
     """Who writes, under which session, and which of its writes this is; see the wire contract."""
 
     epoch: int
+    opener: bytes
     writer: bytes
     sequence: int
     settled_before: int
@@ -107,6 +126,8 @@ class Batch:
 
     txn: Transaction
     state: State
+    mark: str
+    """The shard's once this is committed."""
     after_commit: list[Callable[[], None]] = field(default_factory=list)
     given_up: Callable[[], bool] = lambda: False
     """Whether nobody waits any more for the operation that runs."""
@@ -139,21 +160,28 @@ class Shard:
         self._on_gaps = on_gaps
         self._state = State()
         self._table: Table | None = None
+        self._unswept: deque[tuple[int, int, int]] = deque()
+        """(generation, block) to look at next, and the generation to end before."""
+        self._peers: list[str] = []
+        self._incarnation = os.urandom(8).hex()
         with storage.write() as txn:
             identity = Identity(shard, num_shards)
             stored = read_identity(txn)
             if stored is None:
                 write_identity(txn, identity)
                 write_spec(txn, None)
-                write_state(txn, State())
+                write_state(txn, State(incarnation=self._incarnation))
             elif stored != identity:
                 raise StorageError(_identity_mismatch(storage, stored, identity))
+            elif not is_of_format(txn, FORMAT):
+                upgrade(txn, self._incarnation)
             self._load(txn)
 
     def _load(self, txn: Transaction) -> None:
-        self._state = read_state(txn)
+        self._state, self._lineage, self._peers = read_state(txn), read_lineage(txn), read_peers(txn)
+        self._unswept.append((1, 0, self._state.generation + 1))
         if (spec := read_spec(txn)) is not None:
-            self._table = _open_table(spec, read_earlier_sizes(txn))
+            self._table = _open_table(spec, read_table_identity(txn), read_earlier_sizes(txn))
             self._table.schedule.extend(0, read_schedule(txn))
 
     # ---- reading
@@ -165,6 +193,15 @@ class Shard:
     @property
     def spec(self) -> TableSpec | None:
         return self._table.spec if self._table else None
+
+    @property
+    def table_identity(self) -> bytes:
+        return self._table.identity if self._table else b""
+
+    @property
+    def peers(self) -> list[str]:
+        """The marks of all shards that this one was told last."""
+        return self._peers
 
     @property
     def horizon(self) -> int:
@@ -187,6 +224,19 @@ class Shard:
         table = self.require_table()
         if digest and digest not in table.digests:
             raise TableMismatchError(f"the table was replaced, it is now {table.spec}: call describe() and begin anew")
+
+    def check_acknowledged(self, mark: str) -> None:
+        """Raises DataLossError unless the shard's data descends from the state of that mark."""
+        state, (incarnation, commit) = self._state, split_mark(mark)
+        if incarnation == state.incarnation and commit <= state.commit:
+            return
+        if not self._lineage.holds(mark):
+            raise DataLossError(
+                f"shard {self.shard} lacks what it had acknowledged: its data is at {state.mark} and does not descend "
+                f"from {mark}, so an older copy of its directory, or another directory, is in its place. Nothing was "
+                "changed; put the newest directory back, or take all shards to one checkpoint or backup "
+                "(docs/operations.md)"
+            )
 
     def check_rows(self, rows: Int64Array) -> None:
         """Raises InvalidRequestError unless `rows` (int64 [n]) increase strictly and all live here."""
@@ -286,20 +336,23 @@ class Shard:
 
     def read_blocks(self, first: int, *, checkpoint: str) -> tuple[list[tuple[int, bytes]], int | None]:
         """A checkpoint's stored blocks from number `first` on, ascending, about 4 MiB of them; and where to go on, None
-        behind the last.
+        behind the last block of the table as it was at the checkpoint.
 
         Raises:
             NoTableError: there is no such checkpoint. StorageError: a block is damaged.
         """
-        codec = self.require_table().codec
+        spec, codec = self.require_table().spec, self.require_table().codec
         num_wanted = max(1, READ_BYTES // codec.num_bytes)
         found: list[tuple[int, bytes]] = []
         with self._storage.read() as txn:
-            up_to = read_state(txn).checkpoint(checkpoint).generation
+            kept = read_state(txn).checkpoint(checkpoint)
+            up_to, end = kept.generation, replace(spec, num_rows=kept.num_rows or spec.num_rows).num_blocks
             block = txn.next_block(first)
             if block is not None:
                 txn.prefetch(range(block, block + num_wanted * self.num_shards, self.num_shards), up_to=up_to)
             for _ in range(_MAX_SEEN_BLOCKS):  # those too that are newer than the checkpoint
+                if block is not None and block >= end:
+                    block = None
                 if block is None or len(found) == num_wanted:
                     break
                 stored = txn.newest_block(block, up_to=up_to)
@@ -343,29 +396,45 @@ class Shard:
     def batch(self) -> Iterator[Batch]:
         """A write transaction; the shard's state in memory follows once it is durable."""
         with self._storage.write() as txn:
-            batch = Batch(txn, self._state)
+            before, lineage = self._state, self._lineage
+            batch = Batch(txn, before, f"{self._incarnation}:{before.commit + 1}")
             yield batch
-            if batch.state is not self._state:
-                write_state(txn, batch.state)
+            if txn.changed or batch.state is not before:
+                state = replace(batch.state, incarnation=self._incarnation, commit=before.commit + 1)
+                if before.incarnation not in ("", self._incarnation):
+                    lineage = lineage.joined([before.mark])
+                    write_lineage(txn, lineage)
+                write_state(txn, state, before)
+                batch.state = state
+        self._lineage = lineage
         self._state = batch.state
         for action in batch.after_commit:
             action()
 
-    def create_table(self, batch: Batch, spec: TableSpec, epoch: int | None = None) -> None:
-        """Creates the table, unless one was dropped since `epoch`; nothing happens where the same one exists."""
-        existing = read_spec(batch.txn)
-        if existing is None:
-            if epoch not in (None, batch.state.epoch):
-                raise FencedError(
-                    f"a table was dropped since epoch {epoch}: call create_table() again if it is still wanted"
-                )
-            write_spec(batch.txn, spec)
-            table = _open_table(spec)
-            batch.after_commit.append(lambda: self._set_table(table))
-        elif existing != spec:
-            raise TableMismatchError(
-                f"another table exists, {_difference(existing, spec)}: use its spec, or drop_table() first"
+    def create_table(self, batch: Batch, spec: TableSpec, identity: bytes = b"", epoch: int | None = None) -> bytes:
+        """Creates the table, unless one was dropped since `epoch`; returns its identity, a new one where none is given.
+
+        Where the same one exists, nothing happens, but that one without rows takes on the identity.
+        """
+        existing, found = read_spec(batch.txn), read_table_identity(batch.txn)
+        if existing is not None and existing != spec:
+            raise TableMismatchError(f"another table exists, {_difference(existing, spec)}: use its spec")
+        if existing is None and epoch not in (None, batch.state.epoch):
+            raise FencedError(
+                f"a table was dropped since epoch {epoch}: call create_table() again if it is still wanted"
             )
+        if existing is not None and identity in (b"", found):
+            return found
+        if batch.state.rows_stored or batch.state.clock:
+            raise TableMismatchError(
+                f"shard {self.shard} holds rows of another table of the same spec: are all addresses of one cluster?"
+            )
+        identity = identity or os.urandom(16)
+        write_spec(batch.txn, spec, identity)
+        table = _open_table(spec, identity)
+        table.schedule.extend(0, read_schedule(batch.txn))
+        batch.after_commit.append(lambda: self._set_table(table))
+        return identity
 
     def extend_table(self, batch: Batch, num_rows: int, epoch: int | None = None) -> bool:
         """Gives the table more rows, unless another session than `epoch` is the newest; False where it has as many.
@@ -383,7 +452,7 @@ class Shard:
             return False
         larger = replace(spec, num_rows=num_rows)
         earlier_sizes = (*read_earlier_sizes(batch.txn), spec.num_rows)[-MAX_EARLIER_SIZES:]
-        write_spec(batch.txn, larger, earlier_sizes)
+        write_spec(batch.txn, larger, read_table_identity(batch.txn), earlier_sizes)
 
         def grow() -> None:
             self._table = replace(
@@ -402,20 +471,42 @@ class Shard:
             if read_spec(batch.txn) is None:
                 return
             raise FencedError(
-                f"the table is that of {_session(batch.state)} by now, no longer of epoch {epoch}: "
-                "call drop_table() again if it is to go too"
+                f"the table is that of {_session(batch.state)} by now, no longer of epoch {epoch}: nothing was dropped"
             )
         for database in ("blocks", "changes", "schedule", "writers"):
             batch.txn.clear(database)
         write_spec(batch.txn, None)
+        write_peers(batch.txn, [])
         batch.state = State(epoch=batch.state.epoch + 1, schedule_version=batch.state.schedule_version)
         batch.after_commit.append(lambda: self._set_table(None))
+        batch.after_commit.append(lambda: self._set_peers([]))
 
     def _set_table(self, table: Table | None) -> None:
         self._table = table
 
-    def open_session(self, batch: Batch, name: str, epoch: int, opener: bytes) -> None:
-        """Starts `epoch` and fences every older one; a repeated attempt of the same opener changes nothing."""
+    def _set_peers(self, marks: list[str]) -> None:
+        self._peers = marks
+
+    def _note_peers(self, batch: Batch, marks: list[str]) -> None:
+        """Keeps the marks of all shards that a client has met, unless it tells none."""
+        if marks and marks != self._peers:
+            write_peers(batch.txn, marks)
+            batch.after_commit.append(lambda: self._set_peers(marks))
+
+    def open_session(
+        self,
+        batch: Batch,
+        name: str,
+        epoch: int,
+        opener: bytes,
+        *,
+        keep_writer: bytes = b"",
+        peers: list[str] | None = None,
+    ) -> None:
+        """Starts `epoch` and fences every older one; a repeated attempt of the same opener changes nothing.
+
+        The sequence numbers of `keep_writer`, the caller's writer in an earlier session, stay known.
+        """
         state = batch.state
         if epoch == state.epoch and opener.hex() == state.opener:
             return
@@ -425,12 +516,16 @@ class Shard:
             raise InvalidRequestError(
                 f"epoch {epoch} is far beyond {_session(state)}: open the one behind the newest of all shards"
             )
+        kept = get_record(batch.txn, "writers", keep_writer) if keep_writer else None
         batch.txn.clear("writers")  # fenced writers are refused by their epoch alone
+        if kept is not None:
+            put_record(batch.txn, "writers", keep_writer, kept)
+        self._note_peers(batch, peers or [])
         batch.state = replace(state, epoch=epoch, opener=opener.hex(), run=name)
 
-    def join_session(self, epoch: int) -> None:
-        """Raises FencedError unless `epoch` is the current one."""
-        self._check_epoch(self._state, epoch)
+    def join_session(self, epoch: int, opener: bytes) -> None:
+        """Raises FencedError unless `epoch`, opened by `opener`, is the current one."""
+        self._check_epoch(self._state, epoch, opener)
 
     def extend_schedule(
         self, batch: Batch, start_step: int, learning_rates: Float32Array, clock: int, epoch: int, version: int
@@ -519,17 +614,33 @@ class Shard:
 
         return self._write(batch, table, header, rows, int(last_step.max(initial=0)), update)
 
-    def checkpoint(self, batch: Batch, header: WriteHeader, name: str, identity: str = "") -> bool:
+    def checkpoint(
+        self, batch: Batch, header: WriteHeader, name: str, identity: str = "", peers: list[str] | None = None
+    ) -> bool:
         """Keeps the rows as they are before update `header.step` under `name`; False for a duplicate.
 
         The same again only changes the identity, which ties the shards' checkpoints together.
         """
-        horizon = self.require_table().schedule.horizon
+        table = self.require_table()
         if not self._admit(batch, header):
             return False
+        if header.step > table.schedule.horizon:
+            raise StepError(
+                f"a checkpoint of step {header.step} lies beyond the schedule's 0..{table.schedule.horizon}"
+            )
+        self._note_peers(batch, peers or [])
         # Learning rates before the checkpoint's step are as good as used: its rows are read for it.
-        state = replace(batch.state, clock=max(batch.state.clock, min(header.step, horizon)))
-        taken = Checkpoint(name, header.step, state.generation, state.clock, state.rows_stored, identity)
+        state = replace(batch.state, clock=max(batch.state.clock, header.step))
+        taken = Checkpoint(
+            name,
+            header.step,
+            state.generation,
+            state.clock,
+            state.rows_stored,
+            identity,
+            batch.mark,
+            table.spec.num_rows,
+        )
         for known in state.checkpoints:
             if known.name == name:
                 if known.step != header.step:
@@ -540,14 +651,17 @@ class Shard:
                     raise InvalidRequestError(
                         f"rows were written since checkpoint {name!r} was taken: choose another name"
                     )
-                again = replace(known, identity=identity)
+                again = replace(known, identity=identity, mark=batch.mark)
                 checkpoints = tuple(again if other is known else other for other in state.checkpoints)
                 batch.state = replace(state, checkpoints=checkpoints)
                 return True
+        _require_room_for_checkpoint(state)
         batch.state = replace(state, generation=state.generation + 1, checkpoints=(*state.checkpoints, taken))
         return True
 
-    def rollback(self, batch: Batch, header: WriteHeader, name: str, identity: str = "") -> bool:
+    def rollback(
+        self, batch: Batch, header: WriteHeader, name: str, identity: str = "", peers: list[str] | None = None
+    ) -> bool:
         """Takes the rows and the clock back to a checkpoint and forgets later ones; False for a duplicate.
 
         Costs what was written since. Epochs, writers and the schedule stay.
@@ -556,6 +670,7 @@ class Shard:
         if not self._admit(batch, header):
             return False
         state, kept = batch.state, batch.state.checkpoint(name, identity)
+        self._note_peers(batch, peers or [])
         batch.txn.delete_generations(kept.generation + 1)
         batch.state = replace(
             state,
@@ -569,14 +684,48 @@ class Shard:
     def release(self, batch: Batch, header: WriteHeader, name: str, identity: str = "") -> bool:
         """Forgets a checkpoint, if there is one; False for a duplicate.
 
-        What only it needed goes when its blocks are written again.
+        What only it needed is deleted when its blocks are written again, or by `sweep`.
         """
         self.require_table()
         if not self._admit(batch, header):
             return False
-        remaining = tuple(known for known in batch.state.checkpoints if known.name != name)
-        batch.state = replace(batch.state, checkpoints=remaining)
+        state = batch.state
+        remaining = tuple(known for known in state.checkpoints if known.name != name)
+        if len(remaining) < len(state.checkpoints):
+            released = state.checkpoint(name)
+            generations = released_generations(released.generation, state.generation, remaining)
+            unswept = (generations.start, 0, generations.stop)
+            batch.after_commit.append(lambda: self._unswept.append(unswept))
+        batch.state = replace(state, checkpoints=remaining)
         return True
+
+    @property
+    def is_swept(self) -> bool:
+        """Whether `sweep` would find nothing to delete."""
+        return not self._unswept
+
+    def sweep(self, batch: Batch, seconds: float) -> None:
+        """Deletes versions that neither the newest state nor a checkpoint needs, for about `seconds`.
+
+        It looks only at blocks written in the generations after a released checkpoint; after a start, at all that have
+        more than one version.
+        """
+        until = time.perf_counter() + seconds
+        unswept = self._unswept.copy()
+        while unswept:
+            generation, block, end = unswept.popleft()
+            change = batch.txn.next_change(generation, block)
+            if change is not None and change[0] < end:
+                generation, block = change
+                _delete_unneeded(batch, block)
+                unswept.appendleft((generation, block + 1, end))
+            if time.perf_counter() >= until:
+                break
+
+        def advance() -> None:
+            self._unswept = unswept
+
+        batch.after_commit.append(advance)
 
     def copy_checkpoint(self, batch: Batch, header: WriteHeader, name: str, source: str, identity: str = "") -> bool:
         """Keeps the checkpoint `source` under `name` too, with its identity; False for a duplicate."""
@@ -590,6 +739,7 @@ class Shard:
                 if known == copied:
                     return True
                 raise InvalidRequestError(f"checkpoint {name!r} is another one than {source!r}: choose another name")
+        _require_room_for_checkpoint(state)
         position = state.checkpoints.index(kept) + 1
         checkpoints = (*state.checkpoints[:position], copied, *state.checkpoints[position:])
         batch.state = replace(state, checkpoints=checkpoints)
@@ -623,15 +773,14 @@ class Shard:
             table.codec.seal(run.block, buffer)
             batch.txn.put_block(run.block, batch.state.generation, buffer)
             if batch.state.generation:
-                for generation in _unneeded(batch.txn.generations(run.block), batch.state.checkpoints):
-                    batch.txn.delete_block(run.block, generation)
+                _delete_unneeded(batch, run.block)
         state = batch.state
         batch.state = replace(state, clock=max(state.clock, clock), rows_stored=state.rows_stored + rows_stored)
         return True
 
     def _admit(self, batch: Batch, header: WriteHeader) -> bool:
         """Fences old sessions and recognises duplicates."""
-        self._check_epoch(batch.state, header.epoch)
+        self._check_epoch(batch.state, header.epoch, header.opener)
         stored = get_record(batch.txn, "writers", header.writer)
         writer = WriterState.unpack(stored)
         admitted = writer.admit(header.sequence, header.settled_before)
@@ -639,11 +788,25 @@ class Shard:
             put_record(batch.txn, "writers", header.writer, writer.pack())
         return admitted
 
-    def _check_epoch(self, state: State, epoch: int) -> None:
+    def _check_epoch(self, state: State, epoch: int, opener: bytes | None = None) -> None:
         if epoch < state.epoch:
             raise FencedError(f"session {epoch} was superseded by {_session(state)}: this writer must stop")
         if epoch > state.epoch or not state.opener:  # what was restored must not go on with the writers of before
             raise FencedError(f"session {epoch} is not known, the newest is {_session(state)}: open a session first")
+        if opener is not None and opener.hex() != state.opener:
+            raise FencedError(
+                f"session {epoch} of this shard is another one, {_session(state)}: are all addresses of one cluster? "
+                "Open a session first"
+            )
+
+
+def _require_room_for_checkpoint(state: State) -> None:
+    if len(state.checkpoints) >= MAX_CHECKPOINTS:
+        oldest = ", ".join(repr(known.name[:60]) for known in state.checkpoints[:5])
+        raise InvalidRequestError(
+            f"the shard retains {len(state.checkpoints)} checkpoints, the most there may be: release some, the oldest "
+            f"are {oldest}"
+        )
 
 
 def _prefetched(runs: Iterator[BlockRun], txn: Transaction) -> Iterator[BlockRun]:
@@ -653,17 +816,13 @@ def _prefetched(runs: Iterator[BlockRun], txn: Transaction) -> Iterator[BlockRun
         yield from some
 
 
-def _unneeded(generations: list[int], checkpoints: tuple[Checkpoint, ...]) -> list[int]:
-    """Of a block's versions, newest first, those that neither the current state nor a checkpoint is made of."""
-    return [
-        older
-        for newer, older in itertools.pairwise(generations)
-        if not any(older <= checkpoint.generation < newer for checkpoint in checkpoints)
-    ]
+def _delete_unneeded(batch: Batch, block: int) -> None:
+    for generation in unneeded(batch.txn.generations(block), batch.state.checkpoints):
+        batch.txn.delete_block(block, generation)
 
 
-def _open_table(spec: TableSpec, earlier_sizes: tuple[int, ...] = ()) -> Table:
-    return Table(spec, BlockCodec(spec), Schedule.of_table(spec), earlier_sizes)
+def _open_table(spec: TableSpec, identity: bytes, earlier_sizes: tuple[int, ...] = ()) -> Table:
+    return Table(spec, BlockCodec(spec), Schedule.of_table(spec), identity, earlier_sizes)
 
 
 def _session(state: State) -> str:

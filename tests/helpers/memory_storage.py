@@ -42,12 +42,14 @@ class MemoryTransaction:
         self.directory = MemoryStorage.directory
         self.databases = databases
         self._blocks = databases["blocks"]
+        self.changed = False
 
     def get(self, database: str, key: bytes) -> memoryview | None:
         value = self.databases[database].get(key)
         return None if value is None else memoryview(value)
 
     def put(self, database: str, key: bytes, value: bytes | bytearray) -> None:
+        self.changed = True
         self.databases[database][key] = bytes(value)
 
     def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]:
@@ -58,6 +60,7 @@ class MemoryTransaction:
         yield from sorted(self._blocks, key=lambda version: (version[0], -version[1]))  # type: ignore[index, operator]
 
     def clear(self, database: str) -> None:
+        self.changed = True
         self.databases[database].clear()
 
     def newest_block(self, block: int, *, up_to: int = NEWEST) -> memoryview | None:
@@ -74,12 +77,18 @@ class MemoryTransaction:
         return sorted((generation for known, generation in self._blocks if known == block), reverse=True)
 
     def is_changed(self, first: int) -> bool:
-        return any(generation >= first for _, generation in self._blocks)
+        return self.next_change(first, 0) is not None
+
+    def next_change(self, generation: int, block: int) -> tuple[int, int] | None:
+        changes = sorted((written, known) for known, written in self._blocks if written)
+        return next((change for change in changes if change >= (generation, block)), None)
 
     def put_block(self, block: int, generation: int, value: bytes | bytearray) -> None:
+        self.changed = True
         self._blocks[block, generation] = bytes(value)
 
     def delete_block(self, block: int, generation: int) -> None:
+        self.changed = True
         del self._blocks[block, generation]
 
     def delete_generations(self, first: int) -> None:

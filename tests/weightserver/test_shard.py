@@ -2,41 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from weightserver import shard, storage
+from weightserver import records, shard, storage, sweeper
 from weightserver.blocks import BlockCodec
 from weightserver.committer import MAX_WAITING, Committer
 from weightserver.config import TableSpec
 from weightserver.errors import (
+    ERROR_OF_STATUS,
     ClusterError,
+    DataLossError,
     FencedError,
     InvalidRequestError,
     NoTableError,
     OverloadedError,
+    ShardUnavailableError,
     StepError,
     StorageError,
     TableMismatchError,
+    WeightServerError,
 )
 from weightserver.exactly_once import WINDOW
 from weightserver.initial import initial_rows
 from weightserver.inspect import inspect_directory
-from weightserver.records import read_state, write_state
-from weightserver.session import MAX_FAILED, Session
+from weightserver.records import MAX_ANCESTORS, Lineage, read_state, split_mark, write_state
+from weightserver.session import MAX_FAILED, Numbers, Session, Write
 from weightserver.shard import MAX_EARLIER_SIZES, Batch, Shard, WriteHeader
-from weightserver.storage import LmdbStorage
-from weightserver.wire import spec_digest
+from weightserver.storage import NEWEST, LmdbStorage
+from weightserver.wire import table_digest
 
+OPENER = b"o" * 16
 SPEC = TableSpec(num_rows=100, dim=4, rows_per_block=6)
 ROWS = np.array([1, 2, 50], np.int64)
 GRADIENT = np.ones((3, 4), np.float32)
@@ -54,7 +64,7 @@ class Served:
         return self.committer.submit(operation).result(10)
 
     def push(self, sequence: int, *, step: int = 0, epoch: int = 1, writer: bytes = b"w" * 16) -> object:
-        header = WriteHeader(epoch, writer, sequence, 0, step)
+        header = WriteHeader(epoch, OPENER, writer, sequence, 0, step)
         return self.do(lambda batch: self.shard.push_gradients(batch, header, ROWS, GRADIENT))
 
     def weights(self) -> np.ndarray:
@@ -75,7 +85,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
             batch, 0, np.full(30, 0.5, np.float32), 0, 0, batch.state.schedule_version
         )
     )
-    served.do(lambda batch: served.shard.open_session(batch, "first", 1, b"o" * 16))
+    served.do(lambda batch: served.shard.open_session(batch, "first", 1, OPENER))
     yield served
     served.close()
 
@@ -107,9 +117,7 @@ def test_everything_survives_a_restart(served: Served, tmp_path: Path) -> None:
 
 def test_sessions_fence(served: Served) -> None:
     served.push(1)
-    assert (
-        served.do(lambda batch: served.shard.open_session(batch, "first", 1, b"o" * 16)) is None
-    )  # a repeated attempt
+    assert served.do(lambda batch: served.shard.open_session(batch, "first", 1, OPENER)) is None  # a repeated attempt
     with pytest.raises(FencedError, match="not newer than epoch 1"):
         served.do(lambda batch: served.shard.open_session(batch, "thief", 1, b"p" * 16))
     served.do(lambda batch: served.shard.open_session(batch, "second", 5, b"q" * 16))
@@ -119,8 +127,8 @@ def test_sessions_fence(served: Served) -> None:
     with pytest.raises(FencedError, match="session 6 is not known"):
         served.push(2, epoch=6)
     with pytest.raises(FencedError):
-        served.shard.join_session(1)
-    served.shard.join_session(5)
+        served.shard.join_session(1, OPENER)
+    served.shard.join_session(5, b"q" * 16)
     assert np.array_equal(served.weights(), before)
 
 
@@ -143,10 +151,10 @@ def test_a_fetch_goes_on_while_the_table_grows_and_not_beyond_a_drop(
     monkeypatch.setattr(shard, "CHUNK_BYTES", 400)
     chunks = served.shard.fetch(np.arange(100), step=None, state=False)
     first = next(chunks)
-    earlier = [spec_digest(SPEC)]
+    earlier = [table_digest(SPEC, served.shard.table_identity)]
     for num_rows in range(101, 101 + MAX_EARLIER_SIZES):
         assert served.do(lambda batch, n=num_rows: served.shard.extend_table(batch, n)) is True
-        earlier.append(spec_digest(replace(SPEC, num_rows=num_rows)))
+        earlier.append(table_digest(replace(SPEC, num_rows=num_rows), served.shard.table_identity))
     assert served.do(lambda batch: served.shard.extend_table(batch, num_rows)) is False
     assert np.array_equal(np.concatenate([first.weight, *(chunk.weight for chunk in chunks)]), before)
     served.close()
@@ -178,7 +186,7 @@ def test_one_bad_write_of_a_group_spoils_no_other(served: Served) -> None:
     blocked = served.committer.submit(block)
     assert busy.wait(10)
     huge = np.full((3, 4), 3e38, np.float32)
-    headers = [WriteHeader(1, b"w" * 16, sequence, 0, 5) for sequence in (1, 2, 3)]
+    headers = [WriteHeader(1, OPENER, b"w" * 16, sequence, 0, 5) for sequence in (1, 2, 3)]
     good = served.committer.submit(lambda batch: served.shard.push_gradients(batch, headers[0], ROWS, GRADIENT))
 
     def twice(batch: Batch) -> None:
@@ -255,7 +263,7 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
     """Those that had been written by then, as they were, from any number on, however few an answer takes."""
 
     def header(sequence: int, step: int) -> WriteHeader:
-        return WriteHeader(1, b"w" * 16, sequence, 0, step)
+        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, step)
 
     def read(checkpoint: str, first: int = 0) -> dict[int, bytes]:
         found: dict[int, bytes] = {}
@@ -284,6 +292,10 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
         assert sorted(read("two")) == [0, 3, 8, 16]
         assert sorted(read("two", first=4)) == [8, 16]
         assert read("two", first=17) == {}
+    served.do(lambda batch: served.shard.extend_table(batch, 200))
+    far = np.array([150], np.int64)  # of block 25, behind the table of the checkpoint
+    served.do(lambda batch: served.shard.push_gradients(batch, header(6, 2), far, gradient[:1]))
+    assert served.shard.read_blocks(16, checkpoint="two")[1] is None
     with pytest.raises(NoTableError, match="no checkpoint 'three'"):
         read("three")
     with served.storage.write() as txn:
@@ -296,7 +308,7 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
 
 def test_a_copied_checkpoint_stays(served: Served) -> None:
     def header(sequence: int, step: int = 0) -> WriteHeader:
-        return WriteHeader(1, b"w" * 16, sequence, 0, step)
+        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, step)
 
     served.push(1)
     served.do(lambda batch: served.shard.checkpoint(batch, header(2, 1), "one", "01" * 16))
@@ -335,7 +347,7 @@ def test_an_epoch_that_nobody_opened_takes_no_writes(served: Served, tmp_path: P
         with pytest.raises(FencedError, match=r"session 1 is not known, .*: open a session first"):
             again.push(1)
         with pytest.raises(FencedError):
-            again.shard.join_session(1)
+            again.shard.join_session(1, OPENER)
         again.do(lambda batch: again.shard.open_session(batch, "next", 2, b"o" * 16))
         assert again.push(1, epoch=2) is True
     finally:
@@ -371,7 +383,7 @@ def test_inspect_reads_beside_a_writer(tmp_path: Path) -> None:
             batch, 0, np.full(30, 0.5, np.float32), 0, 0, batch.state.schedule_version
         )
     )
-    served.do(lambda batch: served.shard.open_session(batch, "live", 1, b"o" * 16))
+    served.do(lambda batch: served.shard.open_session(batch, "live", 1, OPENER))
     served.push(1, step=2)
     # LMDB forbids opening an environment twice in one process.
     done = subprocess.run(
@@ -379,88 +391,381 @@ def test_inspect_reads_beside_a_writer(tmp_path: Path) -> None:
     )
     seen = json.loads(done.stdout)
     assert seen["spec"]["dim"] == 4
-    assert (seen["shard"], seen["num_shards"], seen["format"]) == (0, 1, 2)
+    assert (seen["shard"], seen["num_shards"], seen["format"]) == (0, 1, 3)
     assert (seen["run"], seen["epoch"], seen["clock"], seen["horizon"]) == ("live", 1, 3, 30)
     assert seen["rows_stored"] == 3
-    assert seen["blocks_by_generation"] == {"0": 2}
+    assert seen["block_versions"] == 2
     assert served.push(2, step=3) is True  # the writer goes on
     served.close()
     assert inspect_directory(tmp_path)["clock"] == 4
 
 
+def test_a_shard_knows_what_it_descends_from(tmp_path: Path) -> None:
+    """Every start that writes is an incarnation of its own; one that reads only is the one before."""
+    marks = []
+    for number in range(4):
+        served = Served(tmp_path)
+        if number == 0:
+            served.do(lambda batch, served=served: served.shard.create_table(batch, SPEC))
+        served.shard.check_acknowledged(served.shard.state.mark)
+        for mark in marks:
+            served.shard.check_acknowledged(mark)
+        if number != 2:
+            served.do(lambda batch, n=number, served=served: served.shard.open_session(batch, "run", n + 1, OPENER))
+        marks.append(served.shard.state.mark)
+        incarnation, commit = split_mark(marks[-1])
+        for lost in (f"{incarnation}:{commit + 1}", f"{bytes(8).hex()}:0"):
+            with pytest.raises(DataLossError, match="shard 0 lacks what it had acknowledged"):
+                served.shard.check_acknowledged(lost)
+        if number == 3:
+            lost = f"{split_mark(marks[0])[0]}:{split_mark(marks[0])[1] + 1}"
+            with pytest.raises(DataLossError):  # of an incarnation of before
+                served.shard.check_acknowledged(lost)
+        served.close()
+    assert marks[1] == marks[2]
+    assert len({split_mark(mark)[0] for mark in marks}) == 3
+
+
+def test_lineages_are_cut_and_joined() -> None:
+    first, second, third = (letter * 16 for letter in "abc")
+    lineage = Lineage().joined([f"{first}:5", f"{second}:9"])
+    assert lineage.up_to(f"{second}:7").marks == [f"{first}:5", f"{second}:7"]
+    assert lineage.up_to(f"{first}:2").marks == [f"{first}:2"]
+    assert lineage.up_to(f"{third}:1").marks == [f"{first}:5", f"{second}:9", f"{third}:1"]
+    assert lineage.up_to("").marks == [], "a version without marks took it"
+    assert lineage.holds(f"{second}:9")
+    assert not lineage.holds(f"{second}:10")
+    long = Lineage().joined(f"{number:016x}:1" for number in range(MAX_ANCESTORS + 3))
+    assert len(long.ancestors) == MAX_ANCESTORS
+    assert long.holds(f"{MAX_ANCESTORS:016x}:1")
+
+
+def test_checkpoints_have_an_end_and_a_step_that_the_schedule_has(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard, "MAX_CHECKPOINTS", 6)
+
+    def header(sequence: int, step: int = 0) -> WriteHeader:
+        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, step)
+
+    for number in range(1, 7):
+        served.do(lambda batch, n=number: served.shard.checkpoint(batch, header(n), f"kept {n}"))
+    for sequence, refused in enumerate(("checkpoint", "copy_checkpoint"), start=7):
+        more = ("kept 1",) if refused == "copy_checkpoint" else ()
+        full = r"retains 6 checkpoints, the most .* 'kept 1', 'kept 2', .*'kept 5'"
+        with pytest.raises(InvalidRequestError, match=full):
+            served.do(
+                lambda batch, n=sequence, call=refused, more=more: getattr(served.shard, call)(
+                    batch, header(n), "one more", *more
+                )
+            )
+    served.do(lambda batch: served.shard.release(batch, header(7), "kept 3"))
+    served.do(lambda batch: served.shard.checkpoint(batch, header(8, step=30), "one more"))
+    served.do(lambda batch: served.shard.release(batch, header(9), "kept 4"))
+    with pytest.raises(StepError, match=r"a checkpoint of step 1000000000000 lies beyond the schedule's 0\.\.30"):
+        served.do(lambda batch: served.shard.checkpoint(batch, header(10, step=10**12), "far"))
+
+
+def test_a_write_names_its_sessions_opener(served: Served) -> None:
+    """Another session may have the same number on other shards, or behind a restore."""
+    header = WriteHeader(1, b"p" * 16, b"w" * 16, 1, 0, 0)
+    before = served.weights()
+    with pytest.raises(FencedError, match=r"session 1 of this shard is another one, epoch 1 \(run 'first'\)"):
+        served.do(lambda batch: served.shard.push_gradients(batch, header, ROWS, GRADIENT))
+    with pytest.raises(FencedError, match="is another one"):
+        served.shard.join_session(1, b"p" * 16)
+    assert np.array_equal(served.weights(), before)
+
+
+def test_only_refusals_prove_that_nothing_was_done() -> None:
+    """An error of the disk, or one that nobody knows, may come behind a commit."""
+    proofs = {kind for kind in ERROR_OF_STATUS.values() if kind.not_applied}
+    assert set(ERROR_OF_STATUS.values()) - proofs == {WeightServerError, ShardUnavailableError, StorageError}
+
+
+def test_a_push_does_not_write_the_list_of_checkpoints(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which there may be a thousand."""
+    header = WriteHeader(1, OPENER, b"c" * 16, 1, 0, 0)
+    served.do(lambda batch: served.shard.checkpoint(batch, header, "kept"))
+    written = []
+    put_json = records.put_json
+    monkeypatch.setattr(records, "put_json", lambda txn, key, value: (written.append(key), put_json(txn, key, value)))
+    served.push(1)
+    assert written == ["state"]
+
+
+class Lost(Exception):
+    """The answer of a write."""
+
+
+def refuse(write: Write) -> None:
+    """Every shard has said that it did nothing."""
+    write.not_applied = True
+    raise FencedError
+
+
+def interrupt_by(error: type[BaseException]) -> None:
+    raise error
+
+
+def begun(session: Session, shards: list[int], digest: bytes = b"") -> AbstractContextManager[Write]:
+    return session.writing(shards, lambda: digest)
+
+
+def done(session: Session, shards: list[int], digest: bytes = b"another") -> Numbers:
+    """The numbers of a write that is answered."""
+    with begun(session, shards, digest) as write:
+        return write.numbers
+
+
+def failed(session: Session, shards: list[int], digest: bytes) -> Numbers:
+    """The numbers of a write whose answers are lost."""
+    with contextlib.suppress(Lost), begun(session, shards, digest) as write:
+        raise Lost
+    return write.numbers
+
+
+def new_session(num_shards: int = 1, before: Session | None = None) -> Session:
+    return Session(1, OPENER, num_shards, before=before)
+
+
 def test_a_failed_write_is_repeated_under_its_numbers() -> None:
-    session = Session(epoch=1, num_shards=2)
-    first = session.begin([0, 1], lambda: b"first")
+    session = new_session(2)
+    first = failed(session, [0, 1], b"first")
     assert first == {0: 1, 1: 1}
-    session.fail(first, b"first")
-    second = session.begin([1], lambda: b"second")
-    assert second == {1: 2}
-    session.settle(second)
+    assert done(session, [1], b"second") == {1: 2}
     assert session.settled_before(1) == 1  # the failed one is still open
-    assert session.begin([0, 1], lambda: b"first") == first
-    session.settle(first)
+    assert done(session, [0, 1], b"first") == first
     assert (session.settled_before(0), session.settled_before(1)) == (2, 3)
-    assert session.begin([0, 1], lambda: b"first") == {0: 2, 1: 3}  # after it succeeded: another write
+    assert done(session, [0, 1], b"first") == {0: 2, 1: 3}  # after it succeeded: another write
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, CancelledError, StorageError, ShardUnavailableError])
+def test_a_write_is_settled_whatever_ends_it(interrupt: type[BaseException]) -> None:
+    """What is not proven to have done nothing may have been applied, and keeps its numbers."""
+    session = new_session()
+    for _ in range(3):
+        with pytest.raises(interrupt), begun(session, [0], b"same"):
+            interrupt_by(interrupt)
+    assert session.settled_before(0) == 1
+    with pytest.raises(FencedError), begun(session, [0], b"refused") as write:
+        refuse(write)
+    with pytest.raises(FencedError), begun(session, [0], b"same") as write:
+        refuse(write)  # which proves nothing of the attempts before
+    assert done(session, [0], b"same") == {0: 1}
+    assert session.settled_before(0) == 3
+    with session.rolling_back("kept"):
+        pass
+
+
+def test_a_failed_write_is_repeated_in_the_next_session() -> None:
+    """The shards still know the writer's numbers: also of what failed behind the new session, in another thread."""
+    session = new_session(2)
+    earlier = failed(session, [0, 1], b"earlier")
+    with contextlib.suppress(Lost), begun(session, [0], b"under way") as write:
+        session.renew(2, b"p" * 16)
+        raise Lost
+    assert done(session, [0, 1], b"earlier") == earlier
+    assert done(session, [0], b"under way") == write.numbers
+    assert session.header(0, 1, step=0, table=0).epoch == 2
 
 
 def test_failed_writes_are_given_up_at_last_and_not_taken_for_new_ones() -> None:
-    """Also by the client's next session; a rollback undoes what was applied of them."""
-    session = Session(epoch=1, num_shards=1)
+    """Also by the client's next writer, and what fails of the one before meanwhile; a rollback undoes all of it."""
+    session = new_session()
     for number in range(MAX_FAILED + 3):
-        session.fail(session.begin([0], lambda n=number: bytes([n])), bytes([number]))
+        failed(session, [0], bytes([number]))
     assert session.settled_before(0) == 4
     with pytest.raises(ClusterError, match=r"this write failed before, .* roll back to a checkpoint"):
-        session.begin([0], lambda: bytes([2]))
-    assert session.begin([0], lambda: bytes([3])) == {0: 4}
-    later = Session(epoch=2, num_shards=1, before=session)
-    for number in (2, 5, MAX_FAILED + 2):
+        done(session, [0], bytes([2]))
+    assert done(session, [0], bytes([3])) == {0: 4}
+    with contextlib.suppress(Lost), begun(session, [0], b"under way"):
+        later = new_session(before=session)
+        raise Lost
+    for digest in (bytes([2]), bytes([5]), bytes([MAX_FAILED + 2]), b"under way"):
         with pytest.raises(ClusterError, match="this write failed before"):
-            later.begin([0], lambda n=number: bytes([n]))
-    later.settle(later.begin_rollback("kept"))
-    with pytest.raises(ClusterError, match=r"rollback\('kept'\) is under way, or has failed"):
-        Session(epoch=3, num_shards=1, before=later).begin([0])
-    later.end_rollback(done=True)
-    assert later.begin([0], lambda: bytes([2])) == {0: 2}
+            done(later, [0], digest)
+    with contextlib.suppress(Lost), later.rolling_back("kept"):
+        raise Lost
+    for unfinished in (later, new_session(before=later)):
+        with pytest.raises(ClusterError, match=r"rollback\('kept'\) is under way, or has failed"):
+            done(unfinished, [0])
+    with pytest.raises(FencedError), later.rolling_back("kept") as write:
+        refuse(write)
+    with pytest.raises(ClusterError, match="is under way, or has failed"):  # the first attempt may have
+        done(later, [0])
+    with later.rolling_back("kept"):
+        pass
+    assert done(later, [0], bytes([2])) == {0: 4}
 
 
 def test_a_write_waits_for_room_behind_one_that_is_on_its_way() -> None:
-    session = Session(epoch=1, num_shards=1)
-    slow = session.begin([0])
-    for _ in range(WINDOW - 1):
-        session.settle(session.begin([0]))
+    session = new_session()
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(session.begin, [0])
-        with pytest.raises(TimeoutError):
-            waiting.result(0.2)
-        session.settle(slow)
+        with begun(session, [0]):
+            for _ in range(WINDOW - 1):
+                done(session, [0])
+            waiting = pool.submit(done, session, [0])
+            with pytest.raises(TimeoutError):
+                waiting.result(0.2)
         assert waiting.result(10) == {0: WINDOW + 1}
 
 
 def test_a_rollback_gives_up_what_failed_before_it() -> None:
     """Otherwise an attempt that is still on its way would come after it."""
-    session = Session(epoch=1, num_shards=2)
+    session = new_session(2)
     for name in (b"one", b"two"):
-        session.fail(session.begin([0, 1], lambda name=name: name), name)
-    rollback = session.begin_rollback("kept")
-    assert rollback == {0: 3, 1: 3}
-    assert (session.settled_before(0), session.settled_before(1)) == (3, 3)
-    with pytest.raises(ClusterError, match=r"rollback\('kept'\) is under way, or has failed"):
-        session.begin([1], lambda: b"one")
-    session.settle(rollback)
-    session.end_rollback(done=True)
-    session.fail(session.begin([0], lambda: b"one"), b"one")
-    assert session.begin([1]) == {1: 4}
-    with pytest.raises(InvalidRequestError, match="other writes of this client are under way"):
-        session.begin_rollback("kept")
-    assert session.begin([0], lambda: b"one") == {0: 4}, "refused, it gave nothing up"
+        failed(session, [0, 1], name)
+    with session.rolling_back("kept") as rollback:
+        assert rollback.numbers == {0: 3, 1: 3}
+        assert (session.settled_before(0), session.settled_before(1)) == (3, 3)
+        with pytest.raises(ClusterError, match=r"rollback\('kept'\) is under way, or has failed"):
+            done(session, [1], b"one")
+    failed(session, [0], b"one")
+    with begun(session, [1]) as write:
+        assert write.numbers == {1: 4}
+        with (
+            pytest.raises(InvalidRequestError, match="other writes of this client are under way"),
+            session.rolling_back("kept"),
+        ):
+            pass
+    assert done(session, [0], b"one") == {0: 4}, "refused, it gave nothing up"
 
 
 def test_equal_writes_that_failed_are_repeated_each_under_its_own_number() -> None:
     """The first may have been applied, its answer lost: giving its repetition a new number would apply it twice."""
-    session = Session(epoch=1, num_shards=1)
-    first, second = session.begin([0], lambda: b"same"), session.begin([0], lambda: b"same")
-    session.fail(first, b"same")
-    session.fail(second, b"same")
-    assert session.begin([0], lambda: b"same") == first
-    assert session.begin([0], lambda: b"same") == second
-    assert session.begin([0], lambda: b"same") == {0: 3}
+    session = new_session()
+    with contextlib.suppress(Lost), begun(session, [0], b"same") as first:
+        second = failed(session, [0], b"same")
+        raise Lost
+    assert done(session, [0], b"same") == second
+    assert done(session, [0], b"same") == first.numbers
+    assert done(session, [0], b"same") == {0: 3}
+
+
+# ---- sweeping
+
+
+def kept_versions(served: Served) -> dict[int, set[int]]:
+    """Block -> the versions that the newest state and the checkpoints consist of, looked for one state at a time."""
+    states = [NEWEST, *(kept.generation for kept in served.shard.state.checkpoints)]
+    stored: dict[int, list[int]] = {}
+    with served.storage.read() as txn:
+        for block, generation in txn.block_versions():
+            stored.setdefault(block, []).append(generation)
+    return {
+        block: {max(version for version in versions if version <= state) for state in states if min(versions) <= state}
+        for block, versions in stored.items()
+    }
+
+
+def all_versions(served: Served) -> dict[int, set[int]]:
+    versions: dict[int, set[int]] = {}
+    with served.storage.read() as txn:
+        for block, generation in txn.block_versions():
+            versions.setdefault(block, set()).add(generation)
+        changes = {(int.from_bytes(key[4:]), int.from_bytes(key[:4])) for key, _ in txn.items("changes")}
+    assert changes == {(block, version) for block in versions for version in versions[block] if version}
+    return versions
+
+
+def sweep(served: Served, seconds: float = 1.0) -> int:
+    """Until all is swept; how many transactions it took."""
+    count = 0
+    while not served.shard.is_swept:
+        served.do(lambda batch: served.shard.sweep(batch, seconds))
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize(("seed", "seconds"), [(0, 1.0), (1, 0.0), (2, 0.0)])
+def test_a_sweep_deletes_what_nobody_needs_and_nothing_else(seed: int, seconds: float, served: Served) -> None:
+    """Any order of writes, checkpoints, copies, releases, rollbacks and restarts; swept now and then, also partly."""
+    chance, sequence, names = random.Random(seed), itertools.count(1), [f"name {number}" for number in range(6)]
+    rows_of: dict[str, np.ndarray] = {}
+    num_swept = 0
+
+    def change(method: Callable[..., object], *arguments: object) -> None:
+        header = WriteHeader(1, OPENER, b"w" * 16, next(sequence), 0, 0)
+        served.do(lambda batch: method(batch, header, *arguments))
+
+    for _ in range(150):
+        kept = [known.name for known in served.shard.state.checkpoints]
+        free = [name for name in names if name not in kept]
+        event = chance.choice(
+            ["write"] * 5 + ["checkpoint", "copy", "release", "release", "rollback", "sweep", "start"]
+        )
+        if event == "write":
+            rows = np.array(sorted(chance.sample(range(100), 5)), np.int64)
+            change(served.shard.push_gradients, rows, np.ones((5, 4), np.float32))
+        elif event == "checkpoint" and free:
+            change(served.shard.checkpoint, free[0])
+            rows_of[free[0]] = served.weights()
+        elif event == "copy" and free and kept:
+            source = chance.choice(kept)
+            change(served.shard.copy_checkpoint, free[0], source)
+            rows_of[free[0]] = rows_of[source]
+        elif event == "release" and kept:
+            change(served.shard.release, chance.choice(kept))
+        elif event == "rollback" and kept and chance.random() < 0.3:
+            name = chance.choice(kept)
+            change(served.shard.rollback, name)
+            assert np.array_equal(served.weights(), rows_of[name])
+        elif event == "start":
+            served.shard = Shard(served.storage, shard=0, num_shards=1)
+            served.committer.close()
+            served.committer = Committer(served.shard.batch)
+        elif event == "sweep":
+            before, needed = all_versions(served), kept_versions(served)
+            now = served.weights()
+            if chance.random() < 0.5 and not served.shard.is_swept:
+                served.do(lambda batch: served.shard.sweep(batch, 0.0))  # a part
+                assert all(all_versions(served)[block] >= needed[block] for block in before)
+            sweep(served, seconds)
+            assert all_versions(served) == needed
+            num_swept += before != needed
+            assert np.array_equal(served.weights(), now)
+            for known in served.shard.state.checkpoints:
+                (chunk,) = served.shard.fetch(np.arange(100), step=None, state=False, checkpoint=known.name)
+                assert np.array_equal(chunk.weight, rows_of[known.name])
+    assert num_swept, "nothing was ever deleted"
+
+
+def test_a_sweep_that_fails_is_made_again(served: Served) -> None:
+    def header(sequence: int) -> WriteHeader:
+        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, 0)
+
+    served.push(1)
+    served.do(lambda batch: served.shard.checkpoint(batch, header(2), "one"))
+    served.push(3)
+    served.do(lambda batch: served.shard.release(batch, header(4), "one"))
+
+    def fails(batch: Batch) -> None:
+        served.shard.sweep(batch, 1.0)
+        raise OSError("the disk is full")
+
+    sweep_first = served.shard.is_swept
+    with pytest.raises(OSError, match="full"):
+        served.do(fails)
+    assert (sweep_first, served.shard.is_swept) == (False, False)
+    assert all_versions(served) == {0: {0, 1}, 8: {0, 1}}
+    sweep(served)
+    assert all_versions(served) == {0: {1}, 8: {1}}
+
+
+def test_the_sweeper_sweeps_in_small_pieces_and_rests(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def header(sequence: int) -> WriteHeader:
+        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, 0)
+
+    monkeypatch.setattr(sweeper, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(sweeper, "TRANSACTION_SECONDS", 0.0)
+    served.push(1)
+    served.do(lambda batch: served.shard.checkpoint(batch, header(2), "one"))
+    served.push(3)
+    running = sweeper.Sweeper(served.shard, served.committer)
+    served.do(lambda batch: served.shard.release(batch, header(4), "one"))
+    ends = time.monotonic() + 10
+    while not served.shard.is_swept and time.monotonic() < ends:
+        time.sleep(0.01)
+    running.close()
+    assert all_versions(served) == {0: {1}, 8: {1}}
