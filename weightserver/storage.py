@@ -4,9 +4,11 @@ A data directory holds LMDB's `data.mdb` and `lock.mdb`, and `owner.lock`, which
 holds the number of a transaction that data.mdb has, from the last time that it was opened or closed.
 The environment holds five named databases; values of the first three begin with a checksum (see records.py):
 
-    meta       ASCII key -> JSON: `identity` (format, shard, num_shards, unfinished), `spec`, `state` (epoch, ...), and
-               where another program made the directory `build` (see building.py)
-    schedule   first step of a chunk, u64 big-endian -> the chunk's learning rates, float32 little-endian
+    meta       ASCII key -> JSON: `identity` (format, shard, num_shards, unfinished), `spec`, `state` (epoch, ...),
+               `schedule` (see schedule_change.py), and where another program made the directory `build` (see
+               building.py)
+    schedule   first step of a chunk, u64 big-endian -> the chunk's learning rates, float32 little-endian; and 2^63
+               more: those that a prepared change is to put in its place
     writers    writer, 16 bytes -> exactly-once state, u64 + 128 bytes (see exactly_once.py)
     blocks     block u64 big-endian + (2^32 - 1 - generation) u32 big-endian -> block bytes (see blocks.py)
     changes    generation u32 big-endian + block u64 big-endian -> nothing: which blocks have a version of it
@@ -91,6 +93,7 @@ class Transaction(Protocol):
 
     def get(self, database: str, key: bytes) -> memoryview | None: ...
     def put(self, database: str, key: bytes, value: bytes | bytearray) -> None: ...
+    def delete(self, database: str, key: bytes) -> None: ...
     def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]: ...
     def block_versions(self) -> Iterator[tuple[int, int]]: ...
     def clear(self, database: str) -> None: ...
@@ -122,6 +125,10 @@ class _LmdbTransaction:
     def put(self, database: str, key: bytes, value: bytes | bytearray) -> None:
         self.changed = True
         self._txn.put(key, value, db=self._databases[database])
+
+    def delete(self, database: str, key: bytes) -> None:
+        self.changed = True
+        self._txn.delete(key, db=self._databases[database])
 
     def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]:
         for key, value in self._txn.cursor(self._databases[database]):

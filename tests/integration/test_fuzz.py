@@ -24,6 +24,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from tests.helpers.memory_storage import MemoryStorage
+from tests.helpers.schedules import extend_schedule
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
@@ -100,6 +101,8 @@ class Inputs:
                 self._fill(getattr(message, field.name), first=first)
                 if field.name == "spec" and r.random() < 0.7:
                     message.spec.CopyFrom(spec_to_proto(r.choice([SPEC, SINGLE_RATE])))
+            elif field.cpp_type == field.CPPTYPE_ENUM:
+                setattr(message, field.name, r.choice([*field.enum_type.values_by_number, 7]))
             elif field.cpp_type == field.CPPTYPE_BOOL:
                 setattr(message, field.name, r.random() < 0.5)
             elif field.cpp_type == field.CPPTYPE_DOUBLE:
@@ -124,7 +127,7 @@ class Inputs:
 
     def _integer(self, name: str) -> int:
         r = self._random
-        right = {"epoch": self._epoch, "table": self.table, "num_rows": 2, "settled_before": 0}
+        right = {"epoch": self._epoch, "table": self.table, "num_rows": 2, "settled_before": 0, "schedule": 0}
         if r.random() < 0.85 and name in right:
             return right[name]
         if r.random() < 0.7:
@@ -135,7 +138,7 @@ class Inputs:
         r = self._random
         if r.random() < 0.08:
             return r.randbytes(r.choice([0, 1, 8, 15, 16, 100]))
-        if name in ("writer", "opener", "identity"):
+        if name in ("writer", "opener", "identity", "change"):
             return bytes([r.randrange(3)]) * 16
         if name == "ranges":
             return b"" if r.random() < 0.8 else struct.pack("<2q", *(self._signed() for _ in range(2)))
@@ -205,11 +208,7 @@ class InProcess:
         if self.shard.spec is None:
             spec = next(self._specs)
             do(lambda batch: self.shard.create_table(batch, spec))
-            do(
-                lambda batch: self.shard.extend_schedule(
-                    batch, 0, np.full(HORIZON, 0.5, np.float32), 0, 0, self.shard.state.schedule_version
-                )
-            )
+            do(lambda batch: extend_schedule(self.shard, batch, 0, np.full(HORIZON, 0.5, np.float32)))
             do(lambda batch: self.shard.open_session(batch, "fuzz", self.shard.state.epoch + 1, b"o" * 16))
 
     def call(self, method: Any, messages: list[bytes]) -> FakeContext:
