@@ -489,7 +489,8 @@ class WeightClient:
         other of its name.
 
         Raises:
-            StepError: `step` lies beyond the horizon, or before an update that a row has seen.
+            StepError: `step` lies beyond the horizon, or before an update that a row has seen, or SGD makes a row
+                infinite or NaN before it.
             NoTableError: there is no such checkpoint.
         """
         rows = self._rows(rows)
@@ -534,7 +535,8 @@ class WeightClient:
         update.
 
         Raises:
-            FencedError: no session, or a superseded one; StepError: no learning rate is known for `step`.
+            FencedError: no session, or a superseded one; StepError: no learning rate is known for `step`, or SGD makes
+                a row infinite or NaN; nothing was written.
         """
         rows, step = self._rows(rows), _step(step, "step")
         gradients = self._values(gradients, rows, "gradients")
