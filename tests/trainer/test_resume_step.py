@@ -77,7 +77,7 @@ def test_nothing_goes_unasked_beside_older_servers(stale: Path, ended: Path) -> 
     before = contents(stale)
     for resume in (True, "auto"):
         with pytest.raises(
-            DataLossError, match="lacks what it had acknowledged: .*put the newest directory back"
+            DataLossError, match=r"lacks what it had acknowledged: .*put the newest directory back"
         ) as no:
             train(run(stale, resume=resume))
         assert str(no.value).endswith(f", or give --resume-step {EVERY}, the newest whose checkpoint they have")
