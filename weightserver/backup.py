@@ -21,6 +21,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from weightserver.building import BATCH_BYTES, ShardBuilder, TableState
 from weightserver.client import TableInfo, WeightClient
 from weightserver.config import TableSpec
 from weightserver.errors import ClusterError, NoTableError, StorageError
-from weightserver.files import LOCK, alone_in, require_empty, sha256, write_whole
+from weightserver.files import LOCK, PRIVATE_DIRECTORY, PRIVATE_FILE, alone_in, require_empty, sha256, write_whole
 from weightserver.records import HELD_PREFIX, KeptCheckpoint, Lineage, chosen_checkpoint, earlier_identity
 from weightserver.wire import table_digest
 
@@ -99,7 +100,7 @@ def backup(client: WeightClient, directory: Path, *, checkpoint: str | None = No
         ValueError: the directory holds something else. NoTableError: there is no such checkpoint, or no longer.
         StorageError: a block is damaged. OSError: the disk is full, or another process makes a backup there.
     """
-    with alone_in(directory):
+    with alone_in(directory, mode=PRIVATE_DIRECTORY):
         begun = _read_begun(directory, checkpoint)
         if not (directory / _MANIFEST).exists():
             begun = _hold(client, directory, begun, checkpoint)
@@ -264,7 +265,7 @@ def _copy(client: WeightClient, directory: Path, begun: _Begun) -> None:
 
 def _copy_shard(client: WeightClient, directory: Path, shard: int, info: TableInfo, name: str) -> dict[str, Any]:
     """Copies what is not there yet, and tells of all: see `Backup.shards`."""
-    directory.mkdir(exist_ok=True)
+    directory.mkdir(PRIVATE_DIRECTORY, exist_ok=True)
     answer = client.call_shard(shard, "Describe", pb.DescribeRequest())
     described = {kept.name: kept for kept in answer.checkpoints}
     if name not in described:
@@ -273,7 +274,7 @@ def _copy_shard(client: WeightClient, directory: Path, shard: int, info: TableIn
     spec, codec = info.spec, BlockCodec(info.spec)
     request = pb.ReadBlocksRequest(checkpoint=name, table=table_digest(spec, info.identity))
     rates = client.learning_rates(shard=shard)
-    write_whole(directory / _SCHEDULE, lambda path: save_file({"learning_rates": rates}, path))
+    write_whole(directory / _SCHEDULE, lambda path: save_file({"learning_rates": rates}, path), mode=PRIVATE_FILE)
     pieces, rows_stored = _sound_pieces(directory, codec)
     first = pieces[-1][1] if pieces else 0
     while first < spec.num_blocks:
@@ -285,7 +286,7 @@ def _copy_shard(client: WeightClient, directory: Path, shard: int, info: TableIn
             ),
         }
         path = directory / f"blocks-{first:015d}-{end:015d}.safetensors"
-        write_whole(path, lambda partial, columns=columns: save_file(columns, partial))  # type: ignore[misc]
+        write_whole(path, partial(save_file, columns), mode=PRIVATE_FILE)
         pieces.append((first, end, path))
         rows_stored += sum(codec.num_written(block.content) for block in blocks)
         first = end
@@ -388,4 +389,5 @@ def _check_file(path: Path, entry: dict[str, Any]) -> None:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    write_whole(path, lambda partial: partial.write_text(json.dumps(value, indent=2) + "\n"))
+    text = json.dumps(value, indent=2) + "\n"
+    write_whole(path, lambda new: new.write_text(text), mode=PRIVATE_FILE)

@@ -295,6 +295,18 @@ def read_schedule(txn: Transaction) -> Float32Array:
     return np.concatenate(chunks)
 
 
+def read_horizon(txn: Transaction, num_values: int) -> int:
+    """How many learning rates `num_values` of the database `schedule` hold; only the last of them is read."""
+    if not num_values:
+        return 0
+    first = (num_values - 1) * _SCHEDULE_CHUNK
+    with _guarded(txn, "schedule"):
+        last = get_record(txn, "schedule", _STEP.pack(first))
+        if last is None:
+            raise ValueError(f"the learning rates of step {first} are missing")
+    return first + len(last) // 4
+
+
 def write_schedule(txn: Transaction, start_step: int, learning_rates: Float32Array) -> None:
     """Stores those of `start_step` (≤ horizon) and later steps, float32 [n]."""
     end = start_step + len(learning_rates)

@@ -11,6 +11,8 @@ import contextlib
 import functools
 import itertools
 import os
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import asdict, dataclass, field, replace
@@ -61,6 +63,7 @@ from weightserver.records import (
 from weightserver.sharding import BlockRun, Int64Array, Sharding, block_runs
 from weightserver.storage import NEWEST, DiskUsage, Storage, Transaction
 from weightserver.timing import StageClock
+from weightserver.versions import released_generations, unneeded
 from weightserver.wire import CHUNK_BYTES, MAX_STEPS, Float32Array, all_finite, table_digest
 
 READ_BYTES = 4 << 20
@@ -155,6 +158,8 @@ class Shard:
         self._on_gaps = on_gaps
         self._state = State()
         self._table: Table | None = None
+        self._unswept: deque[tuple[int, int, int]] = deque()
+        """(generation, block) to look at next, and the generation to end before."""
         self._peers: list[str] = []
         self._incarnation = os.urandom(8).hex()
         with storage.write() as txn:
@@ -172,6 +177,7 @@ class Shard:
 
     def _load(self, txn: Transaction) -> None:
         self._state, self._lineage, self._peers = read_state(txn), read_lineage(txn), read_peers(txn)
+        self._unswept.append((1, 0, self._state.generation + 1))
         if (spec := read_spec(txn)) is not None:
             self._table = _open_table(spec, read_table_identity(txn), read_earlier_sizes(txn))
             self._table.schedule.extend(0, read_schedule(txn))
@@ -454,8 +460,7 @@ class Shard:
             if read_spec(batch.txn) is None:
                 return
             raise FencedError(
-                f"the table is that of {_session(batch.state)} by now, no longer of epoch {epoch}: "
-                "call drop_table() again if it is to go too"
+                f"the table is that of {_session(batch.state)} by now, no longer of epoch {epoch}: nothing was dropped"
             )
         for database in ("blocks", "changes", "schedule", "writers"):
             batch.txn.clear(database)
@@ -674,14 +679,48 @@ class Shard:
     def release(self, batch: Batch, header: WriteHeader, name: str, identity: str = "") -> bool:
         """Forgets a checkpoint, if there is one; False for a duplicate.
 
-        What only it needed goes when its blocks are written again.
+        What only it needed is deleted when its blocks are written again, or by `sweep`.
         """
         self.require_table()
         if not self._admit(batch, header):
             return False
-        remaining = tuple(known for known in batch.state.checkpoints if known.name != name)
-        batch.state = replace(batch.state, checkpoints=remaining)
+        state = batch.state
+        remaining = tuple(known for known in state.checkpoints if known.name != name)
+        if len(remaining) < len(state.checkpoints):
+            released = state.checkpoint(name)
+            generations = released_generations(released.generation, state.generation, remaining)
+            unswept = (generations.start, 0, generations.stop)
+            batch.after_commit.append(lambda: self._unswept.append(unswept))
+        batch.state = replace(state, checkpoints=remaining)
         return True
+
+    @property
+    def is_swept(self) -> bool:
+        """Whether `sweep` would find nothing to delete."""
+        return not self._unswept
+
+    def sweep(self, batch: Batch, seconds: float) -> None:
+        """Deletes versions that neither the newest state nor a checkpoint needs, for about `seconds`.
+
+        It looks only at blocks written in the generations after a released checkpoint; after a start, at all that have
+        more than one version.
+        """
+        until = time.perf_counter() + seconds
+        unswept = self._unswept.copy()
+        while unswept:
+            generation, block, end = unswept.popleft()
+            change = batch.txn.next_change(generation, block)
+            if change is not None and change[0] < end:
+                generation, block = change
+                _delete_unneeded(batch, block)
+                unswept.appendleft((generation, block + 1, end))
+            if time.perf_counter() >= until:
+                break
+
+        def advance() -> None:
+            self._unswept = unswept
+
+        batch.after_commit.append(advance)
 
     def copy_checkpoint(self, batch: Batch, header: WriteHeader, name: str, source: str, identity: str = "") -> bool:
         """Keeps the checkpoint `source` under `name` too, with its identity; False for a duplicate."""
@@ -729,8 +768,7 @@ class Shard:
             table.codec.seal(run.block, buffer)
             batch.txn.put_block(run.block, batch.state.generation, buffer)
             if batch.state.generation:
-                for generation in _unneeded(batch.txn.generations(run.block), batch.state.checkpoints):
-                    batch.txn.delete_block(run.block, generation)
+                _delete_unneeded(batch, run.block)
         state = batch.state
         batch.state = replace(state, clock=max(state.clock, clock), rows_stored=state.rows_stored + rows_stored)
         return True
@@ -773,13 +811,9 @@ def _prefetched(runs: Iterator[BlockRun], txn: Transaction) -> Iterator[BlockRun
         yield from some
 
 
-def _unneeded(generations: list[int], checkpoints: tuple[Checkpoint, ...]) -> list[int]:
-    """Of a block's versions, newest first, those that neither the current state nor a checkpoint is made of."""
-    return [
-        older
-        for newer, older in itertools.pairwise(generations)
-        if not any(older <= checkpoint.generation < newer for checkpoint in checkpoints)
-    ]
+def _delete_unneeded(batch: Batch, block: int) -> None:
+    for generation in unneeded(batch.txn.generations(block), batch.state.checkpoints):
+        batch.txn.delete_block(block, generation)
 
 
 def _open_table(spec: TableSpec, identity: bytes, earlier_sizes: tuple[int, ...] = ()) -> Table:

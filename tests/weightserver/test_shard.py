@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -16,27 +19,31 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weightserver import shard, storage
+from weightserver import records, shard, storage, sweeper
 from weightserver.blocks import BlockCodec
 from weightserver.committer import MAX_WAITING, Committer
 from weightserver.config import TableSpec
 from weightserver.errors import (
+    ERROR_OF_STATUS,
     ClusterError,
+    DataLossError,
     FencedError,
     InvalidRequestError,
     NoTableError,
     OverloadedError,
     ShardUnavailableError,
+    StepError,
     StorageError,
     TableMismatchError,
+    WeightServerError,
 )
 from weightserver.exactly_once import WINDOW
 from weightserver.initial import initial_rows
 from weightserver.inspect import inspect_directory
-from weightserver.records import read_state, write_state
+from weightserver.records import MAX_ANCESTORS, Lineage, read_state, split_mark, write_state
 from weightserver.session import MAX_FAILED, Numbers, Session, Write
 from weightserver.shard import MAX_EARLIER_SIZES, Batch, Shard, WriteHeader
-from weightserver.storage import LmdbStorage
+from weightserver.storage import NEWEST, LmdbStorage
 from weightserver.wire import table_digest
 
 OPENER = b"o" * 16
@@ -387,10 +394,104 @@ def test_inspect_reads_beside_a_writer(tmp_path: Path) -> None:
     assert (seen["shard"], seen["num_shards"], seen["format"]) == (0, 1, 3)
     assert (seen["run"], seen["epoch"], seen["clock"], seen["horizon"]) == ("live", 1, 3, 30)
     assert seen["rows_stored"] == 3
-    assert seen["blocks_by_generation"] == {"0": 2}
+    assert seen["block_versions"] == 2
     assert served.push(2, step=3) is True  # the writer goes on
     served.close()
     assert inspect_directory(tmp_path)["clock"] == 4
+
+
+def test_a_shard_knows_what_it_descends_from(tmp_path: Path) -> None:
+    """Every start that writes is an incarnation of its own; one that reads only is the one before."""
+    marks = []
+    for number in range(4):
+        served = Served(tmp_path)
+        if number == 0:
+            served.do(lambda batch, served=served: served.shard.create_table(batch, SPEC))
+        served.shard.check_acknowledged(served.shard.state.mark)
+        for mark in marks:
+            served.shard.check_acknowledged(mark)
+        if number != 2:
+            served.do(lambda batch, n=number, served=served: served.shard.open_session(batch, "run", n + 1, OPENER))
+        marks.append(served.shard.state.mark)
+        incarnation, commit = split_mark(marks[-1])
+        for lost in (f"{incarnation}:{commit + 1}", f"{bytes(8).hex()}:0"):
+            with pytest.raises(DataLossError, match="shard 0 lacks what it had acknowledged"):
+                served.shard.check_acknowledged(lost)
+        if number == 3:
+            lost = f"{split_mark(marks[0])[0]}:{split_mark(marks[0])[1] + 1}"
+            with pytest.raises(DataLossError):  # of an incarnation of before
+                served.shard.check_acknowledged(lost)
+        served.close()
+    assert marks[1] == marks[2]
+    assert len({split_mark(mark)[0] for mark in marks}) == 3
+
+
+def test_lineages_are_cut_and_joined() -> None:
+    first, second, third = (letter * 16 for letter in "abc")
+    lineage = Lineage().joined([f"{first}:5", f"{second}:9"])
+    assert lineage.up_to(f"{second}:7").marks == [f"{first}:5", f"{second}:7"]
+    assert lineage.up_to(f"{first}:2").marks == [f"{first}:2"]
+    assert lineage.up_to(f"{third}:1").marks == [f"{first}:5", f"{second}:9", f"{third}:1"]
+    assert lineage.up_to("").marks == [], "a version without marks took it"
+    assert lineage.holds(f"{second}:9")
+    assert not lineage.holds(f"{second}:10")
+    long = Lineage().joined(f"{number:016x}:1" for number in range(MAX_ANCESTORS + 3))
+    assert len(long.ancestors) == MAX_ANCESTORS
+    assert long.holds(f"{MAX_ANCESTORS:016x}:1")
+
+
+def test_checkpoints_have_an_end_and_a_step_that_the_schedule_has(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard, "MAX_CHECKPOINTS", 6)
+
+    def header(sequence: int, step: int = 0) -> WriteHeader:
+        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, step)
+
+    for number in range(1, 7):
+        served.do(lambda batch, n=number: served.shard.checkpoint(batch, header(n), f"kept {n}"))
+    for sequence, refused in enumerate(("checkpoint", "copy_checkpoint"), start=7):
+        more = ("kept 1",) if refused == "copy_checkpoint" else ()
+        full = r"retains 6 checkpoints, the most .* 'kept 1', 'kept 2', .*'kept 5'"
+        with pytest.raises(InvalidRequestError, match=full):
+            served.do(
+                lambda batch, n=sequence, call=refused, more=more: getattr(served.shard, call)(
+                    batch, header(n), "one more", *more
+                )
+            )
+    served.do(lambda batch: served.shard.release(batch, header(7), "kept 3"))
+    served.do(lambda batch: served.shard.checkpoint(batch, header(8, step=30), "one more"))
+    served.do(lambda batch: served.shard.release(batch, header(9), "kept 4"))
+    with pytest.raises(StepError, match=r"a checkpoint of step 1000000000000 lies beyond the schedule's 0\.\.30"):
+        served.do(lambda batch: served.shard.checkpoint(batch, header(10, step=10**12), "far"))
+
+
+def test_a_write_names_its_sessions_opener(served: Served) -> None:
+    """Another session may have the same number on other shards, or behind a restore."""
+    header = WriteHeader(1, b"p" * 16, b"w" * 16, 1, 0, 0)
+    before = served.weights()
+    with pytest.raises(FencedError, match=r"session 1 of this shard is another one, epoch 1 \(run 'first'\)"):
+        served.do(lambda batch: served.shard.push_gradients(batch, header, ROWS, GRADIENT))
+    with pytest.raises(FencedError, match="is another one"):
+        served.shard.join_session(1, b"p" * 16)
+    assert np.array_equal(served.weights(), before)
+
+
+def test_only_refusals_prove_that_nothing_was_done() -> None:
+    """An error of the disk, or one that nobody knows, may come behind a commit."""
+    proofs = {kind for kind in ERROR_OF_STATUS.values() if kind.not_applied}
+    assert set(ERROR_OF_STATUS.values()) - proofs == {WeightServerError, ShardUnavailableError, StorageError}
+
+
+def test_a_push_does_not_write_the_list_of_checkpoints(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which there may be a thousand."""
+    header = WriteHeader(1, OPENER, b"c" * 16, 1, 0, 0)
+    served.do(lambda batch: served.shard.checkpoint(batch, header, "kept"))
+    written = []
+    put_json = records.put_json
+    monkeypatch.setattr(records, "put_json", lambda txn, key, value: (written.append(key), put_json(txn, key, value)))
+    served.push(1)
+    assert written == ["state"]
 
 
 class Lost(Exception):
@@ -449,6 +550,8 @@ def test_a_write_is_settled_whatever_ends_it(interrupt: type[BaseException]) -> 
     assert session.settled_before(0) == 1
     with pytest.raises(FencedError), begun(session, [0], b"refused") as write:
         refuse(write)
+    with pytest.raises(FencedError), begun(session, [0], b"same") as write:
+        refuse(write)  # which proves nothing of the attempts before
     assert done(session, [0], b"same") == {0: 1}
     assert session.settled_before(0) == 3
     with session.rolling_back("kept"):
@@ -538,3 +641,131 @@ def test_equal_writes_that_failed_are_repeated_each_under_its_own_number() -> No
     assert done(session, [0], b"same") == second
     assert done(session, [0], b"same") == first.numbers
     assert done(session, [0], b"same") == {0: 3}
+
+
+# ---- sweeping
+
+
+def kept_versions(served: Served) -> dict[int, set[int]]:
+    """Block -> the versions that the newest state and the checkpoints consist of, looked for one state at a time."""
+    states = [NEWEST, *(kept.generation for kept in served.shard.state.checkpoints)]
+    stored: dict[int, list[int]] = {}
+    with served.storage.read() as txn:
+        for block, generation in txn.block_versions():
+            stored.setdefault(block, []).append(generation)
+    return {
+        block: {max(version for version in versions if version <= state) for state in states if min(versions) <= state}
+        for block, versions in stored.items()
+    }
+
+
+def all_versions(served: Served) -> dict[int, set[int]]:
+    versions: dict[int, set[int]] = {}
+    with served.storage.read() as txn:
+        for block, generation in txn.block_versions():
+            versions.setdefault(block, set()).add(generation)
+        changes = {(int.from_bytes(key[4:]), int.from_bytes(key[:4])) for key, _ in txn.items("changes")}
+    assert changes == {(block, version) for block in versions for version in versions[block] if version}
+    return versions
+
+
+def sweep(served: Served, seconds: float = 1.0) -> int:
+    """Until all is swept; how many transactions it took."""
+    count = 0
+    while not served.shard.is_swept:
+        served.do(lambda batch: served.shard.sweep(batch, seconds))
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize(("seed", "seconds"), [(0, 1.0), (1, 0.0), (2, 0.0)])
+def test_a_sweep_deletes_what_nobody_needs_and_nothing_else(seed: int, seconds: float, served: Served) -> None:
+    """Any order of writes, checkpoints, copies, releases, rollbacks and restarts; swept now and then, also partly."""
+    chance, sequence, names = random.Random(seed), itertools.count(1), [f"name {number}" for number in range(6)]
+    rows_of: dict[str, np.ndarray] = {}
+    num_swept = 0
+
+    def change(method: Callable[..., object], *arguments: object) -> None:
+        header = WriteHeader(1, OPENER, b"w" * 16, next(sequence), 0, 0)
+        served.do(lambda batch: method(batch, header, *arguments))
+
+    for _ in range(150):
+        kept = [known.name for known in served.shard.state.checkpoints]
+        free = [name for name in names if name not in kept]
+        event = chance.choice(
+            ["write"] * 5 + ["checkpoint", "copy", "release", "release", "rollback", "sweep", "start"]
+        )
+        if event == "write":
+            rows = np.array(sorted(chance.sample(range(100), 5)), np.int64)
+            change(served.shard.push_gradients, rows, np.ones((5, 4), np.float32))
+        elif event == "checkpoint" and free:
+            change(served.shard.checkpoint, free[0])
+            rows_of[free[0]] = served.weights()
+        elif event == "copy" and free and kept:
+            source = chance.choice(kept)
+            change(served.shard.copy_checkpoint, free[0], source)
+            rows_of[free[0]] = rows_of[source]
+        elif event == "release" and kept:
+            change(served.shard.release, chance.choice(kept))
+        elif event == "rollback" and kept and chance.random() < 0.3:
+            name = chance.choice(kept)
+            change(served.shard.rollback, name)
+            assert np.array_equal(served.weights(), rows_of[name])
+        elif event == "start":
+            served.shard = Shard(served.storage, shard=0, num_shards=1)
+            served.committer.close()
+            served.committer = Committer(served.shard.batch)
+        elif event == "sweep":
+            before, needed = all_versions(served), kept_versions(served)
+            now = served.weights()
+            if chance.random() < 0.5 and not served.shard.is_swept:
+                served.do(lambda batch: served.shard.sweep(batch, 0.0))  # a part
+                assert all(all_versions(served)[block] >= needed[block] for block in before)
+            sweep(served, seconds)
+            assert all_versions(served) == needed
+            num_swept += before != needed
+            assert np.array_equal(served.weights(), now)
+            for known in served.shard.state.checkpoints:
+                (chunk,) = served.shard.fetch(np.arange(100), step=None, state=False, checkpoint=known.name)
+                assert np.array_equal(chunk.weight, rows_of[known.name])
+    assert num_swept, "nothing was ever deleted"
+
+
+def test_a_sweep_that_fails_is_made_again(served: Served) -> None:
+    def header(sequence: int) -> WriteHeader:
+        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, 0)
+
+    served.push(1)
+    served.do(lambda batch: served.shard.checkpoint(batch, header(2), "one"))
+    served.push(3)
+    served.do(lambda batch: served.shard.release(batch, header(4), "one"))
+
+    def fails(batch: Batch) -> None:
+        served.shard.sweep(batch, 1.0)
+        raise OSError("the disk is full")
+
+    sweep_first = served.shard.is_swept
+    with pytest.raises(OSError, match="full"):
+        served.do(fails)
+    assert (sweep_first, served.shard.is_swept) == (False, False)
+    assert all_versions(served) == {0: {0, 1}, 8: {0, 1}}
+    sweep(served)
+    assert all_versions(served) == {0: {1}, 8: {1}}
+
+
+def test_the_sweeper_sweeps_in_small_pieces_and_rests(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def header(sequence: int) -> WriteHeader:
+        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, 0)
+
+    monkeypatch.setattr(sweeper, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(sweeper, "TRANSACTION_SECONDS", 0.0)
+    served.push(1)
+    served.do(lambda batch: served.shard.checkpoint(batch, header(2), "one"))
+    served.push(3)
+    running = sweeper.Sweeper(served.shard, served.committer)
+    served.do(lambda batch: served.shard.release(batch, header(4), "one"))
+    ends = time.monotonic() + 10
+    while not served.shard.is_swept and time.monotonic() < ends:
+        time.sleep(0.01)
+    running.close()
+    assert all_versions(served) == {0: {1}, 8: {1}}
