@@ -303,7 +303,7 @@ def step_to_resume(directory: Path, client: WeightClient, asked: int | None = No
             )
         return asked
     or_older = f", or give --resume-step {both[-1]}, the newest whose checkpoint they have" if both else ""
-    _check_descent(path, client, or_older)
+    check_descent(directory, newest, client, otherwise=or_older)
     if newest not in both:
         raise ValueError(
             f"the weight servers do not have the checkpoint of {path}, the run's newest file, as older copies of them "
@@ -318,13 +318,19 @@ def step_to_resume(directory: Path, client: WeightClient, asked: int | None = No
     return newest
 
 
-def _check_descent(path: Path, client: WeightClient, otherwise: str) -> None:
-    """Raises ValueError where the weight servers hold another table than that of a checkpoint's file, DataLossError
-    where a shard's data does not descend from the checkpoint."""
+def check_descent(directory: Path, step: int, client: WeightClient, *, otherwise: str) -> None:
+    """Holds the weight servers to have had the checkpoint of a file; `otherwise` ends the lines that tell what to do.
+
+    Raises:
+        ValueError: they hold another table. DataLossError: a shard's data does not descend from the checkpoint.
+    """
+    path = _path(directory, step)
     metadata = _metadata(path)
     with contextlib.suppress(NoTableError):
         if metadata.get(_TABLE, "") not in ("", client.table_identity().hex()):
-            raise ValueError(f"the weight servers hold another table than that of {path}: are these the run's servers?")
+            raise ValueError(
+                f"the weight servers hold another table than that of {path}: start the run's servers{otherwise}"
+            )
     marks = json.loads(metadata.get(_MARKS, "[]"))
     if len(marks) == len(client.marks()):  # others come from 'reshard', and are known by the checkpoint alone
         try:

@@ -409,7 +409,7 @@ def test_servers_of_another_run_are_refused_untouched(tmp_path: Path, undisturbe
         servers = ",".join(cluster.addresses)
         train(small_run(tmp_path / "other", servers=servers, seed=1))
         before = client.describe()
-        with pytest.raises(ValueError, match=r"hold another table than that of .*: are these the run's servers"):
+        with pytest.raises(ValueError, match=r"hold another table than that of .*: start the run's servers$"):
             train(small_run(undisturbed, servers=servers, resume=True))
         assert client.describe() == before
 

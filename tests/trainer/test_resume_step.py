@@ -170,7 +170,7 @@ def test_files_that_are_not_the_runs_stay(ended: Path, tmp_path: Path) -> None:
         assert set_aside(output) == [{taken.name: theirs.pop(taken)}]
         assert not taken.exists()
         with pytest.raises(
-            ValueError, match=r"do not have the checkpoint of .*step-0+999\.safetensors.* --resume-step 39"
+            ValueError, match=r"another table than that of .*step-0+999\.safetensors: .*, or give --resume-step 39,"
         ):
             train(run(output, resume=True, **settings))
         (files / "step-000000000999.safetensors").rename(files / "other.safetensors")

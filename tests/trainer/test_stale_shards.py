@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from tests.helpers.comparing import rows_in, same
 from tests.helpers.small_run import EVERY, NUM_IMAGES, NUM_STEPS, ONLY_ROWS, losses, small_run
 from trainer.checkpoint import saved_steps
 from trainer.config import TrainConfig
+from trainer.export import main as export
 from trainer.loop import train
 from trainer.rows import DenseRows
 from weightserver import DataLossError, LocalCluster, RowState, WeightClient
@@ -165,8 +167,10 @@ def resumed(root: Path, servers: Path, **changes: Any) -> Path:
     return output
 
 
-def test_an_older_copy_between_two_runs_is_refused(stopped: Path, undisturbed: Path, tmp_path: Path) -> None:
-    """Unless the step is given that it holds."""
+def test_an_older_copy_between_two_runs_is_refused(
+    stopped: Path, undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless the step is given that it holds; to an export of rows, too."""
     servers = shutil.copytree(stopped / "servers", tmp_path / "servers")
     shutil.rmtree(servers / "shard-1")
     shutil.copytree(stopped / "copies" / "6", servers / "shard-1")
@@ -176,6 +180,12 @@ def test_an_older_copy_between_two_runs_is_refused(stopped: Path, undisturbed: P
     ):
         resumed(stopped, servers)
     assert same(rows_in(_directories(servers, 2)), before)
+    with LocalCluster(2, servers) as cluster:
+        rows = ["--output", str(tmp_path / "rows"), "--servers", ",".join(cluster.addresses)]
+        with pytest.raises(SystemExit):
+            export(["rows", str(tmp_path / "run"), *rows])
+    assert re.search(r"lacks what it had acknowledged: .*, or give --checkpoint\n", capsys.readouterr().err)
+    assert not (tmp_path / "rows").exists()
     output = resumed(stopped, servers, resume_step=0)
     assert losses(output) == losses(undisturbed)
     assert same(rows_of(servers), rows_of(undisturbed / "servers"))
