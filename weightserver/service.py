@@ -312,7 +312,9 @@ class WeightServerService:
     def _read_blocks(self, request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         blocks, next_block = self._shard.read_blocks(request.first_block, checkpoint=request.checkpoint)
         return pb.ReadBlocksResponse(
-            blocks=[pb.Block(number=number, content=content) for number, content in blocks], next_block=next_block or 0
+            blocks=[pb.Block(number=number, content=content) for number, content in blocks],
+            next_block=next_block or 0,
+            lineage=[] if next_block else self._shard.lineage_of(request.checkpoint).marks,
         )
 
     def ReadSchedule(

@@ -37,6 +37,7 @@ from weightserver.records import (
     MAX_CHECKPOINTS,
     Checkpoint,
     Identity,
+    Lineage,
     State,
     get_record,
     is_of_format,
@@ -378,6 +379,11 @@ class Shard:
                     found.append((block, bytes(stored)))
                 block = txn.next_block(block + 1)
         return found, block
+
+    def lineage_of(self, checkpoint: str) -> Lineage:
+        """Which states a retained checkpoint descends from; NoTableError where there is none."""
+        with self._storage.read() as txn:
+            return read_lineage(txn).up_to(read_state(txn).checkpoint(checkpoint).mark)
 
     def learning_rates(self, start_step: int) -> Float32Array:
         """Those of `start_step` and later steps, at most a MiB of them: float32 [n]."""
