@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.raw_calls import raw_channel
-from weightserver import FencedError, LocalCluster, TableSpec, WeightClient, __version__
+from weightserver import FencedError, LocalCluster, TableSpec, WeightClient
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
 from weightserver.wire import MAX_ROWS, MAX_WRITE_ROWS, spec_to_proto
@@ -164,7 +164,7 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
     "push: a session of another opener": (
         lambda s: s.push_rows(OK, opener=b"x" * 16),
         ABORTED,
-        r"of this shard is another one, epoch \d+ \(run 'owner'\): are all addresses of one cluster\? Open a session first",
+        r"is another one, epoch \d+ \(run 'owner'\): are all addresses of one cluster\? Open a session first",
     ),
     "push: a session without its opener": (lambda s: s.push_rows(OK, opener=b""), ABORTED, "is another one"),
     "push: fewer rows than announced": (
