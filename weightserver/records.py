@@ -58,6 +58,8 @@ class Checkpoint:
     """Hexadecimal; the same on every shard of the call that took it."""
     mark: str = ""
     """The shard's once it was taken; see `Lineage`."""
+    num_rows: int = 0
+    """Of the table when it was taken; 0 where version 0.1 took it, which did not tell."""
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def test_sigterm_lets_a_running_fetch_end(tmp_path: Path) -> None:
 def test_a_shard_that_may_not_drain_still_ends_well(tmp_path: Path) -> None:
     """Without grace calls are cut off while they read; closing waits for the reads, whose memory it unmaps."""
     command = [sys.executable, "-m", "weightserver", "serve", "--data-dir", str(tmp_path), "--listen", "127.0.0.1:0"]
-    command += ["--announce", "--grace-seconds", "0"]
+    command += ["--announce", "--init", "--grace-seconds", "0"]
     for attempt in range(4):  # without the wait about one in four dies of a segmentation fault
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
