@@ -359,7 +359,7 @@ class WeightServerService:
         version = str(metadata.get(VERSION_KEY, "0.1"))
         if not is_understood(version):
             raise InvalidRequestError(
-                f"this shard is of version {__version__}, the caller of {version[:20]!r}: update the caller"
+                f"this shard is of version {__version__}, the caller of {version[:20]}: update the caller"
             )
         if acknowledged := metadata.get(ACKNOWLEDGED_KEY):
             self._shard.check_acknowledged(str(acknowledged))
