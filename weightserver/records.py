@@ -28,6 +28,7 @@ MAX_CHECKPOINTS = 1_000
 """That a shard retains."""
 MAX_ANCESTORS = 4_096
 """Incarnations that a directory descends from and still knows."""
+_MAX_COMMIT_DIGITS = 20
 _SCHEDULE_CHUNK = 65_536
 """Learning rates per stored value."""
 _STEP = struct.Struct(">Q")
@@ -107,8 +108,8 @@ def split_mark(mark: str) -> tuple[str, int]:
         ValueError: it is no mark.
     """
     incarnation, _, commit = mark.partition(":")
-    if len(incarnation) != 16 or not commit.isascii() or not commit.isdigit():
-        raise ValueError(f"{mark!r} is no mark of a shard")
+    if len(incarnation) != 16 or not commit.isascii() or not commit.isdigit() or len(commit) > _MAX_COMMIT_DIGITS:
+        raise ValueError(f"{mark[:60]!r} is no mark of a shard")
     return incarnation, int(commit)
 
 
@@ -267,8 +268,7 @@ def write_state(txn: Transaction, state: State, before: State | None = None) -> 
 
 def read_lineage(txn: Transaction) -> Lineage:
     with _guarded(txn, "lineage"):
-        stored = get_json(txn, "lineage") or {"marks": []}
-        return Lineage().joined(stored["marks"])
+        return Lineage().joined(_stored_marks(txn, "lineage"))
 
 
 def write_lineage(txn: Transaction, lineage: Lineage) -> None:
@@ -278,7 +278,7 @@ def write_lineage(txn: Transaction, lineage: Lineage) -> None:
 def read_peers(txn: Transaction) -> list[str]:
     """The marks of all shards that this one was told last, in their order; none where it was told of none."""
     with _guarded(txn, "peers"):
-        return [str(mark) for mark in (get_json(txn, "peers") or {"marks": []})["marks"]]
+        return list(map(str, _stored_marks(txn, "peers")))
 
 
 def write_peers(txn: Transaction, marks: Iterable[str]) -> None:
@@ -361,6 +361,8 @@ def upgrade(txn: Transaction, incarnation: str) -> None:
     spec, table_identity, state = read_spec(txn), read_table_identity(txn), read_state(txn)
     write_spec(txn, spec, table_identity, read_earlier_sizes(txn))
     write_state(txn, replace(state, incarnation=incarnation))
+    write_lineage(txn, Lineage())
+    write_peers(txn, [])
     write_identity(txn, identity)
 
 
@@ -420,6 +422,12 @@ def _stored(txn: Reader, key: str) -> dict[str, Any]:
     if stored is None:
         raise ValueError("it is missing")
     return stored
+
+
+def _stored_marks(txn: Transaction, key: str) -> list[str]:
+    """None in a directory of format 2."""
+    marks: list[str] = _stored(txn, key)["marks"] if is_of_format(txn, FORMAT) else []
+    return marks
 
 
 def _json_object(content: bytes) -> dict[str, Any]:

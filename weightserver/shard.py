@@ -174,6 +174,8 @@ class Shard:
                 write_identity(txn, identity)
                 write_spec(txn, None)
                 write_state(txn, State(incarnation=self._incarnation))
+                write_lineage(txn, Lineage())
+                write_peers(txn, [])
             elif stored != identity:
                 raise StorageError(_identity_mismatch(storage, stored, identity))
             elif not is_of_format(txn, FORMAT):
