@@ -517,10 +517,8 @@ class FakeContext:
         self._waited_ms = waited_ms
 
     def invocation_metadata(self) -> list[tuple[str, str]]:
-        return [(WAITED_KEY, self._waited_ms)] if self._waited_ms else []
-
-    def invocation_metadata(self) -> list[tuple[str, str]]:
-        return [(VERSION_KEY, __version__)]
+        waited = [(WAITED_KEY, self._waited_ms)] if self._waited_ms else []
+        return [(VERSION_KEY, __version__), *waited]
 
     def add_callback(self, callback: Callable[[], object]) -> bool:
         self.gone.append(callback)
