@@ -64,7 +64,7 @@ _SQUARES = 8_192
 class Schedule:
     """Learning rates of a run and the transfer products of its rows.
 
-    Products over aligned segments of 16·2^k steps are kept, about 13 bytes a step with the learning rates (inverting
+    Products over aligned segments of 16·2^k steps are kept, about 15 bytes a step with the learning rates (inverting
     prefix products instead would lose everything: det M = m). Which segments make up a product depends on (start,
     stop) alone, so neither other rows of a call nor the way in which the schedule grew can change a bit.
 

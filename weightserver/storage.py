@@ -4,9 +4,11 @@ A data directory holds LMDB's `data.mdb` and `lock.mdb`, and `owner.lock`, which
 holds the number of a transaction that data.mdb has, from the last time that it was opened or closed.
 The environment holds five named databases; values of the first three begin with a checksum (see records.py):
 
-    meta       ASCII key -> JSON: `identity` (format, shard, num_shards, unfinished), `spec`, `state` (epoch, ...), and
-               where another program made the directory `build` (see building.py)
-    schedule   first step of a chunk, u64 big-endian -> the chunk's learning rates, float32 little-endian
+    meta       ASCII key -> JSON: `identity` (format, shard, num_shards, unfinished), `spec`, `state` (epoch, ...),
+               `schedule` (see schedule_change.py), and where another program made the directory `build` (see
+               building.py)
+    schedule   first step of a chunk, u64 big-endian -> the chunk's learning rates, float32 little-endian; and 2^63
+               more: those that a prepared change is to put in its place
     writers    writer, 16 bytes -> exactly-once state, u64 + 128 bytes (see exactly_once.py)
     blocks     block u64 big-endian + (2^32 - 1 - generation) u32 big-endian -> block bytes (see blocks.py)
     changes    generation u32 big-endian + block u64 big-endian -> nothing: which blocks have a version of it
@@ -97,6 +99,7 @@ class Transaction(Reader, Protocol):
         ...
 
     def put(self, database: str, key: bytes, value: bytes | bytearray) -> None: ...
+    def delete(self, database: str, key: bytes) -> None: ...
     def block_versions(self) -> Iterator[tuple[int, int]]: ...
     def clear(self, database: str) -> None: ...
     def newest_block(self, block: int, *, up_to: int = NEWEST) -> memoryview | None: ...
@@ -127,6 +130,10 @@ class _LmdbTransaction:
     def put(self, database: str, key: bytes, value: bytes | bytearray) -> None:
         self.changed = True
         self._txn.put(key, value, db=self._databases[database])
+
+    def delete(self, database: str, key: bytes) -> None:
+        self.changed = True
+        self._txn.delete(key, db=self._databases[database])
 
     def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]:
         for key, value in self._txn.cursor(self._databases[database]):
@@ -302,7 +309,7 @@ class LmdbStorage:
                     raise StorageError(_missing(directory))
                 directory.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
                 files = [directory / name for name in ("data.mdb", "lock.mdb", "owner.lock")]
-                if changed := make_private(directory, *files):
+                if (changed := make_private(directory, *files)) and holds_data(directory):
                     _log.warning(
                         "others than this user could read or lock %s, and cannot any more",
                         ", ".join(map(str, changed)),

@@ -63,6 +63,32 @@ def table_digest(spec: TableSpec, identity: bytes) -> int:
     return xxhash.xxh3_64_intdigest(repr(astuple(spec)).encode() + identity) or 1
 
 
+class ScheduleHash:
+    """XXH3-64 of learning rates as float32 little-endian; −0 counts as 0. It grows with the schedule."""
+
+    def __init__(self, rates: Float32Array | None = None) -> None:
+        self._hasher = xxhash.xxh3_64()
+        self.horizon = 0
+        if rates is not None:
+            self._add(rates)
+
+    def followed_by(self, rates: Float32Array) -> ScheduleHash:
+        """That of these learning rates (float32 [n]) too, behind those there are."""
+        longer = ScheduleHash()
+        longer._hasher, longer.horizon = self._hasher.copy(), self.horizon
+        longer._add(rates)
+        return longer
+
+    def _add(self, rates: Float32Array) -> None:
+        self._hasher.update((rates + np.float32(0)).astype("<f4", copy=False).tobytes())
+        self.horizon += len(rates)
+
+    @property
+    def digest(self) -> int:
+        """0 where there are no learning rates, and for no others."""
+        return (self._hasher.intdigest() or 1) if self.horizon else 0
+
+
 def spec_from_proto(spec: pb.TableSpec) -> TableSpec:
     """Raises ValueError for a spec that no table can have."""
     named = {field.name: getattr(spec, field.name) for field in pb.TableSpec.DESCRIPTOR.fields}

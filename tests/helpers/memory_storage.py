@@ -52,6 +52,10 @@ class MemoryTransaction:
         self.changed = True
         self.databases[database][key] = bytes(value)
 
+    def delete(self, database: str, key: bytes) -> None:
+        self.changed = True
+        self.databases[database].pop(key, None)
+
     def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]:
         for key, value in sorted(self.databases[database].items()):  # type: ignore[type-var]
             yield key, memoryview(value)  # type: ignore[misc]

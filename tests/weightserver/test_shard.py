@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.helpers.schedules import extend_schedule
 from weightserver import records, shard, storage, sweeper
 from weightserver.blocks import BlockCodec
 from weightserver.committer import MAX_WAITING, Committer, Promise
@@ -80,11 +81,7 @@ class Served:
 def served(tmp_path: Path) -> Iterator[Served]:
     served = Served(tmp_path)
     served.do(lambda batch: served.shard.create_table(batch, SPEC))
-    served.do(
-        lambda batch: served.shard.extend_schedule(
-            batch, 0, np.full(30, 0.5, np.float32), 0, 0, batch.state.schedule_version
-        )
-    )
+    served.do(lambda batch: extend_schedule(served.shard, batch, 0, np.full(30, 0.5, np.float32)))
     served.do(lambda batch: served.shard.open_session(batch, "first", 1, OPENER))
     yield served
     served.close()
@@ -424,11 +421,7 @@ def test_a_directory_has_one_owner(served: Served, tmp_path: Path, monkeypatch: 
 def test_inspect_reads_beside_a_writer(tmp_path: Path) -> None:
     served = Served(tmp_path)
     served.do(lambda batch: served.shard.create_table(batch, SPEC))
-    served.do(
-        lambda batch: served.shard.extend_schedule(
-            batch, 0, np.full(30, 0.5, np.float32), 0, 0, batch.state.schedule_version
-        )
-    )
+    served.do(lambda batch: extend_schedule(served.shard, batch, 0, np.full(30, 0.5, np.float32)))
     served.do(lambda batch: served.shard.open_session(batch, "live", 1, OPENER))
     served.push(1, step=2)
     # LMDB forbids opening an environment twice in one process.
