@@ -143,6 +143,7 @@ class ShardBuilder:
                     "clock": table.clock,
                     "rows_stored": rows_stored,
                     "mark": f"{incarnation}:0",
+                    "num_rows": table.spec.num_rows,
                 }
                 checkpoints = (Checkpoint(generation=0, **kept),)
             state = State(

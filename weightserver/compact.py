@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 from weightserver.errors import StorageError
-from weightserver.files import require_empty, sync, write_whole
+from weightserver.files import PRIVATE_DIRECTORY, PRIVATE_FILE, require_empty, sync, write_whole
 from weightserver.records import read_identity
 from weightserver.storage import LmdbStorage, require_sound
 
@@ -25,6 +25,6 @@ def compact(source: Path, target: Path) -> None:
         with storage.read() as txn:
             if read_identity(txn) is None:
                 raise StorageError(f"{source} holds no shard: there is nothing to copy")
-        target.mkdir(parents=True, exist_ok=True)
-        write_whole(target / "data.mdb", storage.copy)
+        target.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+        write_whole(target / "data.mdb", storage.copy, mode=PRIVATE_FILE)
         sync(target.parent)

@@ -28,6 +28,7 @@ MAX_CHECKPOINTS = 1_000
 """That a shard retains."""
 MAX_ANCESTORS = 4_096
 """Incarnations that a directory descends from and still knows."""
+_MAX_COMMIT_DIGITS = 20
 _SCHEDULE_CHUNK = 65_536
 """Learning rates per stored value."""
 _STEP = struct.Struct(">Q")
@@ -57,6 +58,8 @@ class Checkpoint:
     """Hexadecimal; the same on every shard of the call that took it."""
     mark: str = ""
     """The shard's once it was taken; see `Lineage`."""
+    num_rows: int = 0
+    """Of the table when it was taken; 0 where version 0.1 took it, which did not tell."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +106,8 @@ def split_mark(mark: str) -> tuple[str, int]:
         ValueError: it is no mark.
     """
     incarnation, _, commit = mark.partition(":")
-    if len(incarnation) != 16 or not commit.isascii() or not commit.isdigit():
-        raise ValueError(f"{mark!r} is no mark of a shard")
+    if len(incarnation) != 16 or not commit.isascii() or not commit.isdigit() or len(commit) > _MAX_COMMIT_DIGITS:
+        raise ValueError(f"{mark[:60]!r} is no mark of a shard")
     return incarnation, int(commit)
 
 

@@ -342,14 +342,14 @@ class WeightServerService:
             abort(context, error, self._trailer())
         except (ValueError, TypeError) as error:  # TableSpec's own checks
             status = grpc.StatusCode.INVALID_ARGUMENT
-            context.abort(status, str(error))
+            abort(context, InvalidRequestError(str(error)), self._trailer())
         except (GeneratorExit, CancelledError, grpc.RpcError):  # the caller went away
             status = grpc.StatusCode.CANCELLED
             raise
         except Exception:  # noqa: BLE001 - the boundary: nothing foreign crosses the wire
             _log.exception("%s failed", method)
             status = grpc.StatusCode.INTERNAL
-            context.abort(status, f"shard {self._shard.shard} failed on {method}")
+            abort(context, WeightServerError(f"shard {self._shard.shard} failed on {method}"), self._trailer())
         finally:
             self._metrics.answered(method, status.name, clock.elapsed_seconds())
 
@@ -359,7 +359,7 @@ class WeightServerService:
         version = str(metadata.get(VERSION_KEY, "0.1"))
         if not is_understood(version):
             raise InvalidRequestError(
-                f"this shard is of version {__version__}, the caller of {version}: update the caller"
+                f"this shard is of version {__version__}, the caller of {version[:20]!r}: update the caller"
             )
         if acknowledged := metadata.get(ACKNOWLEDGED_KEY):
             self._shard.check_acknowledged(str(acknowledged))

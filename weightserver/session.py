@@ -79,12 +79,12 @@ class Session:
             ClusterError: a rollback has not succeeded yet, or the write failed so long ago that it cannot be told
                 whether it was applied.
         """
-        write = Write({})
+        write, repeated = Write({}), False
         try:
-            self._begin(write.numbers, shards, digest)
+            repeated = self._begin(write.numbers, shards, digest)
             yield write
         except BaseException:
-            if write.numbers and not write.not_applied:
+            if write.numbers and (repeated or not write.not_applied):
                 self._fail(write.numbers, digest())
             else:
                 self._settle(write.numbers)
@@ -130,7 +130,8 @@ class Session:
         finally:
             self._settle(write.numbers)
 
-    def _begin(self, numbers: Numbers, shards: Iterable[int], digest: Callable[[], bytes] | None = None) -> None:
+    def _begin(self, numbers: Numbers, shards: Iterable[int], digest: Callable[[], bytes] | None = None) -> bool:
+        """Whether the numbers are those of a write that failed before, which no refusal proves not applied."""
         with self._changed:
             if self._unfinished_rollback:
                 raise ClusterError(
@@ -143,13 +144,14 @@ class Session:
                     if failed == wanted:
                         numbers.update(its_numbers)
                         del self._failed[position]
-                        return
+                        return True
                 if wanted in self._given_up:
                     raise ClusterError(
                         "this write failed before, too long ago or in another client's session, and may have been "
                         "applied on some of the shards: roll back to a checkpoint"
                     )
             self._number(numbers, shards)
+            return False
 
     def _begin_rollback(self, numbers: Numbers, name: str) -> None:
         with self._changed:

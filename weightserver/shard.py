@@ -324,20 +324,23 @@ class Shard:
 
     def read_blocks(self, first: int, *, checkpoint: str) -> tuple[list[tuple[int, bytes]], int | None]:
         """A checkpoint's stored blocks from number `first` on, ascending, about 4 MiB of them; and where to go on, None
-        behind the last.
+        behind the last block of the table as it was at the checkpoint.
 
         Raises:
             NoTableError: there is no such checkpoint. StorageError: a block is damaged.
         """
-        codec = self.require_table().codec
+        spec, codec = self.require_table().spec, self.require_table().codec
         num_wanted = max(1, READ_BYTES // codec.num_bytes)
         found: list[tuple[int, bytes]] = []
         with self._storage.read() as txn:
-            up_to = read_state(txn).checkpoint(checkpoint).generation
+            kept = read_state(txn).checkpoint(checkpoint)
+            up_to, end = kept.generation, replace(spec, num_rows=kept.num_rows or spec.num_rows).num_blocks
             block = txn.next_block(first)
             if block is not None:
                 txn.prefetch(range(block, block + num_wanted * self.num_shards, self.num_shards), up_to=up_to)
             for _ in range(_MAX_SEEN_BLOCKS):  # those too that are newer than the checkpoint
+                if block is not None and block >= end:
+                    block = None
                 if block is None or len(found) == num_wanted:
                     break
                 stored = txn.newest_block(block, up_to=up_to)
@@ -445,8 +448,7 @@ class Shard:
             if read_spec(batch.txn) is None:
                 return
             raise FencedError(
-                f"the table is that of {_session(batch.state)} by now, no longer of epoch {epoch}: "
-                "call drop_table() again if it is to go too"
+                f"the table is that of {_session(batch.state)} by now, no longer of epoch {epoch}: nothing was dropped"
             )
         for database in ("blocks", "changes", "schedule", "writers"):
             batch.txn.clear(database)
@@ -602,15 +604,26 @@ class Shard:
 
         The same again only changes the identity, which ties the shards' checkpoints together.
         """
-        horizon = self.require_table().schedule.horizon
+        table = self.require_table()
         if not self._admit(batch, header):
             return False
-        if header.step > horizon:
-            raise StepError(f"a checkpoint of step {header.step} lies beyond the schedule's 0..{horizon}")
+        if header.step > table.schedule.horizon:
+            raise StepError(
+                f"a checkpoint of step {header.step} lies beyond the schedule's 0..{table.schedule.horizon}"
+            )
         self._note_peers(batch, peers or [])
         # Learning rates before the checkpoint's step are as good as used: its rows are read for it.
         state = replace(batch.state, clock=max(batch.state.clock, header.step))
-        taken = Checkpoint(name, header.step, state.generation, state.clock, state.rows_stored, identity, batch.mark)
+        taken = Checkpoint(
+            name,
+            header.step,
+            state.generation,
+            state.clock,
+            state.rows_stored,
+            identity,
+            batch.mark,
+            table.spec.num_rows,
+        )
         for known in state.checkpoints:
             if known.name == name:
                 if known.step != header.step:

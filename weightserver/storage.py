@@ -25,13 +25,14 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ import lmdb.verify
 import numpy as np
 
 from weightserver.errors import MapGrownError, StorageError
-from weightserver.files import sync
+from weightserver.files import PRIVATE_DIRECTORY, PRIVATE_FILE, make_private, sync
 from weightserver.page_cache import begin_reading, is_cached, open_scattered
 
 DATABASES = ("meta", "schedule", "writers", "blocks", "changes")
@@ -64,6 +65,8 @@ _OWNER_SECONDS = 5.0
 """How long a directory is waited for that another process still serves."""
 _READER_CHECK_SECONDS = 5.0
 NEWEST = _MAX_GENERATION = 2**32 - 1
+
+_log = logging.getLogger(__name__)
 
 
 def block_key_parts(key: bytes) -> tuple[int, int]:
@@ -242,6 +245,9 @@ class LmdbStorage:
     Args:
         beside: with `readonly`, whether another process may serve the directory.
         anew: begin an empty one where the data file of a directory that was served before is gone.
+        must_exist: refuse a directory without data, which then stays as it is.
+        on_failure: told why, once, when LMDB can read and write no more: every call raises StorageError from then on,
+            and whether the last write is there shows when the directory is opened again.
         scattered: blocks are read anywhere, after `prefetch`: without the readahead of whoever reads all.
         room_bytes: address space to keep behind the file's pages.
 
@@ -256,6 +262,8 @@ class LmdbStorage:
         readonly: bool = False,
         beside: bool = False,
         anew: bool = False,
+        must_exist: bool = False,
+        on_failure: Callable[[str], None] = lambda reason: None,
         scattered: bool = False,
         room_bytes: int = _ROOM_BYTES,
     ) -> None:
@@ -268,6 +276,8 @@ class LmdbStorage:
         self._next_reader_check = 0.0
         self._closed = False
         self._damaged = False
+        self._failure = ""
+        self._on_failure = on_failure
         data = directory / "data.mdb"
         with _translated(directory), contextlib.ExitStack() as opened:
             if readonly:
@@ -275,16 +285,21 @@ class LmdbStorage:
             elif directory.exists() and not directory.is_dir():
                 raise StorageError(f"{directory} is a file: give a directory")
             else:
-                directory.mkdir(parents=True, exist_ok=True)
+                if must_exist and not holds_data(directory):
+                    raise StorageError(_missing(directory))
+                directory.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+                files = [directory / name for name in ("data.mdb", "lock.mdb", "owner.lock")]
+                if changed := make_private(directory, *files):
+                    _log.warning(
+                        "others than this user could read or lock %s, and cannot any more",
+                        ", ".join(map(str, changed)),
+                    )
             self._owner = _lock(directory, readonly=readonly, beside=beside)
             opened.callback(self._release)
             last_transaction = _last_transaction(directory)
             if last_transaction and _is_gone(data):  # one that went away is no new shard
                 if not anew:
-                    raise StorageError(
-                        f"{directory} was served before and its data.mdb is gone or empty: restore it from a "
-                        "backup, or remove the directory to begin with an empty shard"
-                    )
+                    raise StorageError(_missing(directory))
                 last_transaction = 0
             if not readonly:
                 _allocate(directory / "lock.mdb", _LOCK_BYTES)
@@ -297,6 +312,7 @@ class LmdbStorage:
                 max_dbs=len(DATABASES),
                 readonly=readonly,
                 create=not readonly,
+                mode=PRIVATE_FILE,
                 lock=served or not readonly,
                 max_readers=_MAX_READERS,
                 readahead=not scattered,
@@ -307,6 +323,8 @@ class LmdbStorage:
             opened.callback(os.close, self._data)
             _check_newest(directory, self._env, last_transaction)
             create = not readonly and self._env.stat()["entries"] == 0  # one that is missing is no empty one
+            if create and must_exist:
+                raise StorageError(_missing(directory))
             with self._env.begin(write=True) if create else contextlib.nullcontext() as txn:
                 self._databases = {name: self._env.open_db(name.encode(), txn, create=create) for name in DATABASES}
             if not readonly:
@@ -322,9 +340,10 @@ class LmdbStorage:
             self._idle.wait_for(lambda: not self._growing)
             if self._closed:
                 raise StorageError(f"{self.directory} is closed: the shard is shutting down")
+            self._require_usable()
             self._num_reading += 1
         try:
-            with _translated(self.directory, (lmdb.Error,)), self._env.begin(buffers=True) as txn:
+            with self._using_lmdb(), self._env.begin(buffers=True) as txn:
                 yield _LmdbTransaction(self.directory, txn, self._databases, self._data)
         finally:
             with self._idle:
@@ -339,11 +358,12 @@ class LmdbStorage:
             MapGrownError: the map was full; the same again finds a larger one.
             StorageError: the disk is full, or LMDB met damage, after which nothing is written any more.
         """
+        self._require_usable()
         if self._damaged:
             raise StorageError(f"{self.directory} is damaged and takes no writes: restore it from a backup")
         self._forget_dead_readers()
         self._make_room()
-        with _translated(self.directory, (lmdb.Error,)):
+        with self._using_lmdb():
             try:
                 with self._env.begin(write=True, buffers=True) as txn:
                     yield _LmdbTransaction(self.directory, txn, self._databases, self._data)
@@ -355,6 +375,42 @@ class LmdbStorage:
             except (lmdb.CorruptedError, lmdb.PageNotFoundError):
                 self._damaged = True
                 raise
+
+    @contextlib.contextmanager
+    def _using_lmdb(self) -> Iterator[None]:
+        """Turns LMDB's errors into StorageError, and notices where it can go on no more.
+
+        A meta page that could not be written makes LMDB refuse everything until the file is opened again.
+        """
+        try:
+            with _translated(self.directory, (lmdb.Error,)):
+                yield
+        except StorageError as error:
+            if not isinstance(error.__cause__, lmdb.Error):
+                raise
+            try:
+                with self._env.begin():
+                    pass
+            except lmdb.PanicError:
+                self._fail(error.__cause__)
+                raise StorageError(self._failure) from error.__cause__
+            except lmdb.Error:  # no free slot for another reader, say
+                pass
+            raise
+
+    def _require_usable(self) -> None:
+        if self._failure:
+            raise StorageError(self._failure)
+
+    def _fail(self, error: lmdb.Error) -> None:
+        with self._idle:
+            if self._failure:
+                return
+            self._failure = (
+                f"{self.directory}: LMDB cannot go on after an error of its file ({error}): the shard ends, and its "
+                "next start shows whether the last writes are there"
+            )
+        self._on_failure(self._failure)
 
     def _forget_dead_readers(self) -> None:
         """Another process that died while it read keeps its snapshot, and the file grows."""
@@ -375,6 +431,9 @@ class LmdbStorage:
             try:
                 self._idle.wait_for(lambda: self._num_reading == 0)
                 self._env.set_mapsize(map_bytes + added_bytes)
+            except lmdb.Error as error:  # it has no map now, and would end the process
+                self._fail(error)
+                raise
             finally:
                 self._growing = False
                 self._idle.notify_all()
@@ -426,7 +485,7 @@ class LmdbStorage:
                 return
             self._closed = True
             self._idle.wait_for(lambda: self._num_reading == 0)
-        if self._owner is not None and not self._readonly:
+        if self._owner is not None and not self._readonly and not self._failure:  # what it has on the disk is unknown
             self._note_last_transaction()
         self._env.close()
         os.close(self._data)
@@ -528,7 +587,7 @@ def _lock(directory: Path, *, readonly: bool, beside: bool = False) -> int | Non
     path = directory / "owner.lock"
     access = os.O_RDONLY if readonly else os.O_RDWR
     try:
-        descriptor = os.open(path, access | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, access | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
     except OSError:
         if not readonly or path.exists():
             raise
@@ -552,7 +611,7 @@ def _lock(directory: Path, *, readonly: bool, beside: bool = False) -> int | Non
 
 def _allocate(path: Path, num_bytes: int) -> None:
     """LMDB writes to its lock file as to memory: one without room on the disk would end the process."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
     finally:
@@ -562,6 +621,21 @@ def _allocate(path: Path, num_bytes: int) -> None:
 def _check_there(directory: Path) -> None:
     if not (directory / "data.mdb").exists():
         raise StorageError(f"{directory} holds no weight server data: give the --data-dir of a shard")
+
+
+def holds_data(directory: Path) -> bool:
+    return not _is_gone(directory / "data.mdb")
+
+
+def _missing(directory: Path) -> str:
+    """What to say of a directory whose data is not there."""
+    if _last_transaction(directory):
+        return (
+            f"{directory} was served before and its data.mdb is gone or empty: is its disk mounted? Where its rows are "
+            "lost, restore all shards from one backup"
+        )
+    what = "is empty" if directory.exists() else "is missing"
+    return f"{directory} {what}: is its disk mounted? Give --init to begin a new, empty shard here"
 
 
 def _last_transaction(directory: Path) -> int:

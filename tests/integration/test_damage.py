@@ -385,7 +385,7 @@ def test_a_full_disk_ends_no_process(command: str, tmp_path: Path) -> None:
         fill(full)
         outcome = cli(
             *{
-                "serve anew": ["serve", "--data-dir", new, "--listen", "127.0.0.1:0"],
+                "serve anew": ["serve", "--init", "--data-dir", new, "--listen", "127.0.0.1:0"],
                 "serve": ["serve", "--data-dir", there, "--listen", "127.0.0.1:0"],
                 "reshard": ["reshard", "--source", source, "--target", new],
                 "inspect": ["inspect", there],

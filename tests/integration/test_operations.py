@@ -42,14 +42,16 @@ from weightserver import (
 from weightserver import backup as backups
 from weightserver import export as exports
 from weightserver import reshard as resharding
+from weightserver import shard as shards
 from weightserver import storage as storages
 from weightserver.backup import backup, read_backup
+from weightserver.blocks import BlockCodec
 from weightserver.cli import main
 from weightserver.export import export_rows
 from weightserver.files import sha256
 from weightserver.initial import initial_rows
 from weightserver.inspect import inspect_directory
-from weightserver.records import read_state, write_spec
+from weightserver.records import read_state, write_spec, write_state
 from weightserver.storage import LmdbStorage
 from weightserver.verify import verify_directory
 
@@ -181,6 +183,78 @@ def test_a_backup_is_one_checkpoint_while_training_goes_on(
         push(client, 50, ROWS)
         client.rollback("one")
         assert same(client.fetch_state(ROWS), kept)
+
+
+@pytest.mark.parametrize("num_rows_known", [True, False])
+@pytest.mark.parametrize(("blocks_per_read", "dim"), [(1, 1_100), (3, 340)])
+def test_a_backup_ends_with_its_checkpoints_table(
+    blocks_per_read: int, dim: int, num_rows_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which becomes larger, and gets new rows, while the backup reads; its last read is full. Checkpoints that version
+    0.1 took do not tell how large it was."""
+    spec = TableSpec(num_rows=2 * blocks_per_read * 512, dim=dim, rows_per_block=512)
+    rows, new, copy_shard = np.arange(0, spec.num_rows, 512), np.arange(spec.num_rows, 2 * spec.num_rows, 300), []
+    assert max(1, shards.READ_BYTES // BlockCodec(spec).num_bytes) == blocks_per_read
+    with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
+        client.create_table(spec)
+        client.extend_schedule(0, np.full(5, 0.1, np.float32))
+        client.open_session("run")
+        client.push_gradients(rows, np.ones((len(rows), spec.dim), np.float32), step=0)
+        client.checkpoint("one", step=1)
+        kept = client.fetch_state(rows)
+    if not num_rows_known:
+        for directory in targets_in(tmp_path / "old", 2):
+            forget_num_rows(directory)
+    with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
+        client.open_session("run")
+
+        def extend_and_copy(*arguments: Any) -> Any:
+            if not copy_shard:
+                client.extend_table(2 * spec.num_rows)
+                client.push_gradients(new, np.ones((len(new), spec.dim), np.float32), step=1)
+            copy_shard.append(original(*arguments))
+            return copy_shard[-1]
+
+        original = backups._copy_shard
+        monkeypatch.setattr(backups, "_copy_shard", extend_and_copy)
+        with WeightClient(cluster.addresses) as operator:
+            assert backup(operator, tmp_path / "backup").rows_stored == len(rows)
+    for shard, directory in enumerate(targets_in(tmp_path / "new", 2)):
+        backups.restore(tmp_path / "backup", directory, shard=shard)
+    with LocalCluster(2, tmp_path / "new") as cluster, WeightClient(cluster.addresses) as client:
+        assert client.describe().spec == spec
+        assert same(client.fetch_state(rows), kept)
+        client.extend_table(2 * spec.num_rows)
+        assert np.array_equal(client.fetch_state(new).weight, initial_rows(spec, new))
+
+
+def forget_num_rows(directory: Path) -> None:
+    """Makes a shard's checkpoints those of version 0.1."""
+    storage = LmdbStorage(directory)
+    with storage.write() as txn:
+        state = read_state(txn)
+        write_state(txn, replace(state, checkpoints=tuple(replace(known, num_rows=0) for known in state.checkpoints)))
+    storage.close()
+
+
+def test_a_backup_that_could_not_be_restored_gets_no_manifest(
+    client: WeightClient, small_pieces: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process removed a file of it, or gave it another name."""
+    make_table(client)
+    original = backups._copy_shard
+
+    def copy_less(*arguments: Any) -> Any:
+        copied = original(*arguments)
+        last = max(name for name in copied["files"] if name.startswith("blocks"))
+        return copied | {"files": {name: file for name, file in copied["files"].items() if name != last}}
+
+    monkeypatch.setattr(backups, "_copy_shard", copy_less)
+    with pytest.raises(StorageError, match="shard-0 lacks files"):
+        backup(client, tmp_path / "backup")
+    assert not (tmp_path / "backup/manifest.json").exists()
+    monkeypatch.setattr(backups, "_copy_shard", original)
+    assert backup(client, tmp_path / "backup").rows_stored > 0
 
 
 @pytest.mark.guard
@@ -347,7 +421,7 @@ def test_of_two_backups_into_one_directory_one_goes_on(
     assert read_backup(tmp_path / "new").rows_stored > 0
 
 
-def test_copied_rows_have_the_mode_of_new_files(client: WeightClient, tmp_path: Path) -> None:
+def test_exports_have_the_mode_of_new_files_and_backups_are_private(client: WeightClient, tmp_path: Path) -> None:
     make_table(client)
     before = os.umask(0o027)
     try:
@@ -355,9 +429,14 @@ def test_copied_rows_have_the_mode_of_new_files(client: WeightClient, tmp_path: 
         export_rows(client, tmp_path / "rows")
     finally:
         os.umask(before)
-    files = [path for name in ("backup", "rows") for path in (tmp_path / name).rglob("*") if path.is_file()]
-    assert len(files) == 6
-    assert {oct(path.stat().st_mode & 0o777) for path in files} == {"0o640"}
+
+    def modes(name: str) -> dict[str, int]:
+        paths = [tmp_path / name, *(tmp_path / name).rglob("*")]
+        kinds = [(("directory" if path.is_dir() else "file"), oct(path.stat().st_mode & 0o777)) for path in paths]
+        return {" ".join(kind): kinds.count(kind) for kind in kinds}
+
+    assert modes("backup") == {"directory 0o700": 3, "file 0o600": 5}
+    assert modes("rows") == {"directory 0o750": 1, "file 0o640": 1}
 
 
 @pytest.mark.guard
@@ -586,7 +665,9 @@ def test_lost_shards_are_restored_and_the_run_goes_on(
         epochs = {shard.epoch for shard in client.describe().shards}
         assert len(epochs) == 1
         assert epochs.pop() > before
-        assert_goes_on(cluster, output, undisturbed)
+        with pytest.raises(ValueError, match=f"do not have the checkpoint of .* or give --resume-step {EVERY},"):
+            train(run_on(cluster, output, resume=True))
+        assert_goes_on(cluster, output, undisturbed, resume_step=EVERY)
 
 
 @pytest.mark.guard

@@ -16,24 +16,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weightserver import shard, storage
+from weightserver import records, shard, storage
 from weightserver.blocks import BlockCodec
 from weightserver.committer import MAX_WAITING, Committer
 from weightserver.config import TableSpec
 from weightserver.errors import (
+    ERROR_OF_STATUS,
     ClusterError,
+    DataLossError,
     FencedError,
     InvalidRequestError,
     NoTableError,
     OverloadedError,
     ShardUnavailableError,
+    StepError,
     StorageError,
     TableMismatchError,
+    WeightServerError,
 )
 from weightserver.exactly_once import WINDOW
 from weightserver.initial import initial_rows
 from weightserver.inspect import inspect_directory
-from weightserver.records import read_state, write_state
+from weightserver.records import MAX_ANCESTORS, Lineage, read_state, split_mark, write_state
 from weightserver.session import MAX_FAILED, Numbers, Session, Write
 from weightserver.shard import MAX_EARLIER_SIZES, Batch, Shard, WriteHeader
 from weightserver.storage import LmdbStorage
@@ -285,6 +289,10 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
         assert sorted(read("two")) == [0, 3, 8, 16]
         assert sorted(read("two", first=4)) == [8, 16]
         assert read("two", first=17) == {}
+    served.do(lambda batch: served.shard.extend_table(batch, 200))
+    far = np.array([150], np.int64)  # of block 25, behind the table of the checkpoint
+    served.do(lambda batch: served.shard.push_gradients(batch, header(6, 2), far, gradient[:1]))
+    assert served.shard.read_blocks(16, checkpoint="two")[1] is None
     with pytest.raises(NoTableError, match="no checkpoint 'three'"):
         read("three")
     with served.storage.write() as txn:
@@ -389,6 +397,100 @@ def test_inspect_reads_beside_a_writer(tmp_path: Path) -> None:
     assert inspect_directory(tmp_path)["clock"] == 4
 
 
+def test_a_shard_knows_what_it_descends_from(tmp_path: Path) -> None:
+    """Every start that writes is an incarnation of its own; one that reads only is the one before."""
+    marks = []
+    for number in range(4):
+        served = Served(tmp_path)
+        if number == 0:
+            served.do(lambda batch, served=served: served.shard.create_table(batch, SPEC))
+        served.shard.check_acknowledged(served.shard.state.mark)
+        for mark in marks:
+            served.shard.check_acknowledged(mark)
+        if number != 2:
+            served.do(lambda batch, n=number, served=served: served.shard.open_session(batch, "run", n + 1, OPENER))
+        marks.append(served.shard.state.mark)
+        incarnation, commit = split_mark(marks[-1])
+        for lost in (f"{incarnation}:{commit + 1}", f"{bytes(8).hex()}:0"):
+            with pytest.raises(DataLossError, match="shard 0 lacks what it had acknowledged"):
+                served.shard.check_acknowledged(lost)
+        if number == 3:
+            lost = f"{split_mark(marks[0])[0]}:{split_mark(marks[0])[1] + 1}"
+            with pytest.raises(DataLossError):  # of an incarnation of before
+                served.shard.check_acknowledged(lost)
+        served.close()
+    assert marks[1] == marks[2]
+    assert len({split_mark(mark)[0] for mark in marks}) == 3
+
+
+def test_lineages_are_cut_and_joined() -> None:
+    first, second, third = (letter * 16 for letter in "abc")
+    lineage = Lineage().joined([f"{first}:5", f"{second}:9"])
+    assert lineage.up_to(f"{second}:7").marks == [f"{first}:5", f"{second}:7"]
+    assert lineage.up_to(f"{first}:2").marks == [f"{first}:2"]
+    assert lineage.up_to(f"{third}:1").marks == [f"{first}:5", f"{second}:9", f"{third}:1"]
+    assert lineage.up_to("").marks == [], "a version without marks took it"
+    assert lineage.holds(f"{second}:9")
+    assert not lineage.holds(f"{second}:10")
+    long = Lineage().joined(f"{number:016x}:1" for number in range(MAX_ANCESTORS + 3))
+    assert len(long.ancestors) == MAX_ANCESTORS
+    assert long.holds(f"{MAX_ANCESTORS:016x}:1")
+
+
+def test_checkpoints_have_an_end_and_a_step_that_the_schedule_has(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard, "MAX_CHECKPOINTS", 6)
+
+    def header(sequence: int, step: int = 0) -> WriteHeader:
+        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, step)
+
+    for number in range(1, 7):
+        served.do(lambda batch, n=number: served.shard.checkpoint(batch, header(n), f"kept {n}"))
+    for sequence, refused in enumerate(("checkpoint", "copy_checkpoint"), start=7):
+        more = ("kept 1",) if refused == "copy_checkpoint" else ()
+        full = r"retains 6 checkpoints, the most .* 'kept 1', 'kept 2', .*'kept 5'"
+        with pytest.raises(InvalidRequestError, match=full):
+            served.do(
+                lambda batch, n=sequence, call=refused, more=more: getattr(served.shard, call)(
+                    batch, header(n), "one more", *more
+                )
+            )
+    served.do(lambda batch: served.shard.release(batch, header(7), "kept 3"))
+    served.do(lambda batch: served.shard.checkpoint(batch, header(8, step=30), "one more"))
+    served.do(lambda batch: served.shard.release(batch, header(9), "kept 4"))
+    with pytest.raises(StepError, match=r"a checkpoint of step 1000000000000 lies beyond the schedule's 0\.\.30"):
+        served.do(lambda batch: served.shard.checkpoint(batch, header(10, step=10**12), "far"))
+
+
+def test_a_write_names_its_sessions_opener(served: Served) -> None:
+    """Another session may have the same number on other shards, or behind a restore."""
+    header = WriteHeader(1, b"p" * 16, b"w" * 16, 1, 0, 0)
+    before = served.weights()
+    with pytest.raises(FencedError, match=r"session 1 of this shard is another one, epoch 1 \(run 'first'\)"):
+        served.do(lambda batch: served.shard.push_gradients(batch, header, ROWS, GRADIENT))
+    with pytest.raises(FencedError, match="is another one"):
+        served.shard.join_session(1, b"p" * 16)
+    assert np.array_equal(served.weights(), before)
+
+
+def test_only_refusals_prove_that_nothing_was_done() -> None:
+    """An error of the disk, or one that nobody knows, may come behind a commit."""
+    proofs = {kind for kind in ERROR_OF_STATUS.values() if kind.not_applied}
+    assert set(ERROR_OF_STATUS.values()) - proofs == {WeightServerError, ShardUnavailableError, StorageError}
+
+
+def test_a_push_does_not_write_the_list_of_checkpoints(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which there may be a thousand."""
+    header = WriteHeader(1, OPENER, b"c" * 16, 1, 0, 0)
+    served.do(lambda batch: served.shard.checkpoint(batch, header, "kept"))
+    written = []
+    put_json = records.put_json
+    monkeypatch.setattr(records, "put_json", lambda txn, key, value: (written.append(key), put_json(txn, key, value)))
+    served.push(1)
+    assert written == ["state"]
+
+
 class Lost(Exception):
     """The answer of a write."""
 
@@ -445,6 +547,8 @@ def test_a_write_is_settled_whatever_ends_it(interrupt: type[BaseException]) -> 
     assert session.settled_before(0) == 1
     with pytest.raises(FencedError), begun(session, [0], b"refused") as write:
         refuse(write)
+    with pytest.raises(FencedError), begun(session, [0], b"same") as write:
+        refuse(write)  # which proves nothing of the attempts before
     assert done(session, [0], b"same") == {0: 1}
     assert session.settled_before(0) == 3
     with session.rolling_back("kept"):
