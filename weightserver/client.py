@@ -695,7 +695,7 @@ class WeightClient:
         table = self._table().digest
 
         def change(shard: int, connection: ShardConnection) -> None:
-            header = session.header(shard, numbers[shard], step=step, table=table)
+            header = session.header(shard, numbers[shard], step=step, table=table, schedule=schedule)
             connection.call(method, make_request(header=header))
 
         return self._outcomes(change, enumerate(self._connect()))
