@@ -7,7 +7,8 @@ The contract of its calls, for a table of N rows of D values:
   it fails on one, the error says which, and making the same call again is safe: a shard that had applied it recognises
   the sequence number. Where that cannot be told any more, the call is refused.
 - Calls may come from any thread. Every attempt has a deadline of `timeout_seconds`; a shard that is away, overloaded or
-  silent is tried again with the same sequence number for `retry_seconds` in all. Nothing else is tried again.
+  silent is tried again with the same sequence number for `retry_seconds` in all. Nothing else is tried again. Rows that
+  an attempt of a fetch brought are kept, and both times begin anew for the others: a fetch may take any time.
 - What cannot be right raises ValueError or TypeError before anything is sent; what a shard refuses, or fails to do,
   raises a subclass of WeightServerError.
 """
@@ -37,7 +38,7 @@ from weightserver import __version__
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.addresses import is_loopback
 from weightserver.config import TableSpec
-from weightserver.connection import FetchedChunk, ShardConnection
+from weightserver.connection import ShardConnection
 from weightserver.errors import (
     ClusterError,
     DataLossError,
@@ -47,6 +48,7 @@ from weightserver.errors import (
     TableMismatchError,
     WeightServerError,
 )
+from weightserver.fetched import FetchedRows, Output
 from weightserver.schedule_caller import KnownSchedule, ScheduleCaller, common_schedule
 from weightserver.security import MAX_TOKEN_CHARACTERS
 from weightserver.session import Numbers, Session
@@ -54,7 +56,6 @@ from weightserver.sharding import Int64Array, Sharding
 from weightserver.wire import (
     CHUNK_BYTES,
     MAX_NAME_CHARACTERS,
-    MAX_ROWS,
     MAX_WRITE_BYTES,
     MAX_WRITE_ROWS,
     Float32Array,
@@ -73,7 +74,6 @@ _MAX_SECONDS = 86_400
 _MAX_READS = 10
 """How often a schedule is read that is changed meanwhile."""
 Result = TypeVar("Result")
-Output = tuple[Float32Array, Float32Array | None, Int64Array | None]
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,8 @@ class Checkpoint:
     """Finished updates that it holds."""
     identity: bytes = field(default=b"", compare=False, repr=False)
     """Of the call that took it: tells it from another of the same name."""
+    marks: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """Of each shard that retains it, once it was taken: what `WeightClient.expect` takes."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class WeightClient:
         addresses: host:port of every shard, in any order; each shard says who it is.
         credentials: gRPC channel credentials (TLS); without them only loopback addresses are taken.
         token: bearer token sent with every call; it leaves this machine over TLS only, or with `insecure`.
-        timeout_seconds: deadline of one attempt.
+        timeout_seconds: deadline of one attempt; of a fetch, for some of its rows to arrive.
         retry_seconds: how long a shard that is away is tried again.
         insecure: take addresses other than loopback without credentials.
     """
@@ -320,6 +322,14 @@ class WeightClient:
             ),
         )
 
+    def table_identity(self) -> bytes:
+        """16 random bytes, drawn when the table was created; as describe() tells, also where an extension is half done.
+
+        Raises:
+            NoTableError: a shard holds no table. ClusterError: the shards hold tables of several clusters.
+        """
+        return self._one_identity(self._describe_shards())
+
     def learning_rates(self, *, shard: int = 0) -> Float32Array:
         """Those that rows are moved by, float32 [horizon of the shard]; all shards hold the same."""
         for _ in range(_MAX_READS):
@@ -484,11 +494,13 @@ class WeightClient:
     ) -> Float32Array:
         """Weights of `rows` (int64 [n]) before update `step`: float32 [n, D], into `out` where given. Never writes.
 
-        With `checkpoint` the rows are those of a retained checkpoint: of that name, or one of `checkpoints()` and no
+        The rows of one shard come in messages of about 1 MiB, and those of a message are of one moment. With
+        `checkpoint` the rows are those of a retained checkpoint: of that name, or one of `checkpoints()` and no
         other of its name.
 
         Raises:
-            StepError: `step` lies beyond the horizon, or before an update that a row has seen.
+            StepError: `step` lies beyond the horizon, or before an update that a row has seen, or SGD makes a row
+                infinite or NaN before it.
             NoTableError: there is no such checkpoint.
         """
         rows = self._rows(rows)
@@ -533,7 +545,8 @@ class WeightClient:
         update.
 
         Raises:
-            FencedError: no session, or a superseded one; StepError: no learning rate is known for `step`.
+            FencedError: no session, or a superseded one; StepError: no learning rate is known for `step`, or SGD makes
+                a row infinite or NaN; nothing was written.
         """
         rows, step = self._rows(rows), _step(step, "step")
         gradients = self._values(gradients, rows, "gradients")
@@ -607,11 +620,15 @@ class WeightClient:
 
     def checkpoints(self) -> list[Checkpoint]:
         """Those that every shard retains, in the order of their steps."""
-        first, *others = [
+        shards = [
             {(known.identity, known.name): known for known in _checkpoints(answer)}
             for answer in self._describe_shards()
         ]
-        common = [known for key, known in first.items() if all(key in other for other in others)]
+        common = [
+            replace(known, marks=tuple(mark for shard in shards for mark in shard[key].marks))
+            for key, known in shards[0].items()
+            if all(key in shard for shard in shards)
+        ]
         return sorted(common, key=lambda known: (known.step, known.name))
 
     def _complete(self, name: str) -> Checkpoint:
@@ -888,37 +905,11 @@ class WeightClient:
                 if whole is not None and some is not None:
                     whole[:] = some[inverse]
             return
-        connections, table = self._connect(), self._table().digest
+        connections = self._connect()
+        request.table = self._table().digest
 
         def fetch_shard(shard: int, positions: slice | Int64Array) -> None:
-            for first in range(0, len(rows[positions]), MAX_ROWS):
-                part = slice(first, first + MAX_ROWS)
-                fetch_part(shard, part if isinstance(positions, slice) else positions[part])
-
-        def fetch_part(shard: int, positions: slice | Int64Array) -> None:
-            mine = rows[positions]
-            asked = pb.FetchRequest(rows=rows_to_proto(mine), table=table)
-            asked.MergeFrom(request)
-
-            def take(chunks: Iterator[FetchedChunk]) -> None:
-                done = 0
-                lent.check()
-                for chunk in chunks:
-                    end = done + len(chunk[0]) // (4 * out[0].shape[1])
-                    if isinstance(positions, slice):
-                        where: slice | Int64Array = slice(positions.start + done, positions.start + end)
-                    else:
-                        where = positions[done:end]
-                    with lent.in_use():
-                        for array, data in zip(out, chunk, strict=True):
-                            if array is not None:
-                                values = np.frombuffer(data, array.dtype.newbyteorder("<"))
-                                array[where] = values.reshape(-1, *array.shape[1:])
-                    done = end
-                if done != len(mine):
-                    raise ClusterError(f"{connections[shard].name} answered {done} of {len(mine)} rows")
-
-            connections[shard].fetch(asked, take)
+            connections[shard].fetch(request, FetchedRows(rows, positions, out, lent.in_use))
 
         parts_by_shard = self._sharding().positions_by_shard(rows)
         if parts_by_shard:
@@ -1095,7 +1086,7 @@ def _common_spec(answers: list[pb.DescribeResponse]) -> TableSpec:
 
 
 def _checkpoints(answer: pb.DescribeResponse) -> tuple[Checkpoint, ...]:
-    return tuple(Checkpoint(known.name, known.step, known.identity) for known in answer.checkpoints)
+    return tuple(Checkpoint(known.name, known.step, known.identity, (known.mark,)) for known in answer.checkpoints)
 
 
 def _errors(outcomes: list[Any]) -> list[BaseException]:

@@ -10,16 +10,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import os
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from dataclasses import asdict, dataclass, field, replace
 
-import numpy as np
-
-from weightserver.blocks import Block, BlockCodec, RowBuffer
+from weightserver.blocks import SMALL, Block, BlockCodec, RowBuffer
 from weightserver.config import TableSpec
-from weightserver.correction import Schedule, apply_push, correct
+from weightserver.correction import Schedule, apply_push, bring_to
 from weightserver.errors import (
     DataLossError,
     FencedError,
@@ -36,6 +37,7 @@ from weightserver.records import (
     MAX_CHECKPOINTS,
     Checkpoint,
     Identity,
+    Lineage,
     State,
     get_record,
     is_of_format,
@@ -60,7 +62,8 @@ from weightserver.schedule_change import Part, ScheduleState, read_schedule_stat
 from weightserver.sharding import BlockRun, Int64Array, Sharding, block_runs
 from weightserver.storage import NEWEST, DiskUsage, Storage, Transaction
 from weightserver.timing import StageClock
-from weightserver.wire import CHUNK_BYTES, MAX_STEPS, Float32Array, all_finite, table_digest
+from weightserver.versions import released_generations, unneeded
+from weightserver.wire import CHUNK_BYTES, MAX_STEPS, Float32Array, table_digest
 
 READ_BYTES = 4 << 20
 """Blocks in one answer of `read_blocks`."""
@@ -69,6 +72,8 @@ MAX_EPOCH_STEP = 1 << 20
 that this one never heard of."""
 MAX_EARLIER_SIZES = 64
 """Extensions before which a client may have met the table and still go on with it."""
+_MOST_STANDARD_DEVIATIONS = 10
+"""Beyond which no initial weight lies."""
 _MAX_SEEN_BLOCKS = 50_000
 """Blocks looked at for one answer of `read_blocks`: a snapshot of some 100 ms."""
 
@@ -158,6 +163,8 @@ class Shard:
         self._state = State()
         self._schedule = ScheduleState()
         self._table: Table | None = None
+        self._unswept: deque[tuple[int, int, int]] = deque()
+        """(generation, block) to look at next, and the generation to end before."""
         self._peers: list[str] = []
         self._incarnation = os.urandom(8).hex()
         with storage.write() as txn:
@@ -167,6 +174,8 @@ class Shard:
                 write_identity(txn, identity)
                 write_spec(txn, None)
                 write_state(txn, State(incarnation=self._incarnation))
+                write_lineage(txn, Lineage())
+                write_peers(txn, [])
             elif stored != identity:
                 raise StorageError(_identity_mismatch(storage, stored, identity))
             elif not is_of_format(txn, FORMAT):
@@ -175,6 +184,7 @@ class Shard:
 
     def _load(self, txn: Transaction) -> None:
         self._state, self._lineage, self._peers = read_state(txn), read_lineage(txn), read_peers(txn)
+        self._unswept.append((1, 0, self._state.generation + 1))
         if (spec := read_spec(txn)) is not None:
             self._table = _open_table(spec, read_table_identity(txn), read_earlier_sizes(txn))
             self._table.schedule.extend(0, read_schedule(txn))
@@ -273,7 +283,8 @@ class Shard:
         stages "read" and "correct" begin.
 
         Raises:
-            StepError: `step` lies beyond the horizon or before an update that a row has seen.
+            StepError: `step` lies beyond the horizon or before an update that a row has seen, or SGD would make a row
+                infinite or NaN before it.
             NoTableError: there is no such checkpoint, or it is released meanwhile.
             OverloadedError, TableMismatchError: learning rates before `step` are about to change, or have changed.
         """
@@ -313,6 +324,7 @@ class Shard:
         rows = rows[first : runs[-1].part.stop]
         found = RowBuffer(table.codec, len(rows))
         absent: list[slice] = []  # never-written rows, neighbours together
+        small = _MOST_STANDARD_DEVIATIONS * table.spec.init_std <= SMALL
         with self._storage.read() as txn:
             up_to = NEWEST if checkpoint is None else read_state(txn).checkpoint(checkpoint, identity).generation
             txn.prefetch([run.block for run in runs], up_to=up_to)
@@ -325,6 +337,7 @@ class Shard:
                 else:
                     if self._verify_reads:
                         table.codec.check(block, stored)
+                    small &= table.codec.is_small(stored)
                     found.copy(part, stored, slots)
         if self._table is None or self._table.schedule is not table.schedule:
             raise TableMismatchError("the table was dropped while its rows were read: call describe() and begin anew")
@@ -334,10 +347,10 @@ class Shard:
         clock.enter("correct")
         self._on_gaps((self._state.clock if step is None else step) - found.last_step)
         if step is not None:
-            coefficients = self._coefficients(table, rows, found.last_step, step)
-            self._schedule.require_settled(step)  # rows and coefficients were read before
+            largest = SMALL if small else math.inf
+            self._bring_to(table, step, rows, found, weight_only=not state, largest=largest)
+            self._schedule.require_settled(step)  # rows and learning rates were read before
             self._schedule.require_known(schedule, step)
-            correct(found.weight, found.momentum_buffer, coefficients, weight_only=not state)
             found.last_step[:] = step
         return Rows(found.weight, found.momentum_buffer, found.last_step) if state else Rows(found.weight)
 
@@ -369,22 +382,38 @@ class Shard:
                 block = txn.next_block(block + 1)
         return found, block
 
+    def lineage_of(self, checkpoint: str) -> Lineage:
+        """Which states a retained checkpoint descends from; NoTableError where there is none."""
+        with self._storage.read() as txn:
+            return read_lineage(txn).up_to(read_state(txn).checkpoint(checkpoint).mark)
+
     def learning_rates(self, start_step: int) -> Float32Array:
         """Those of `start_step` and later steps, at most a MiB of them: float32 [n]."""
         rates = self.require_table().schedule.learning_rates
         return rates[start_step : start_step + CHUNK_BYTES // 4]
 
-    def _coefficients(self, table: Table, rows: Int64Array, last_step: Int64Array, step: int) -> Float32Array:
-        """float32 [n, 2, 2] that bring the rows to `step`."""
+    def _bring_to(
+        self, table: Table, step: int, rows: Int64Array, found: RowBuffer, *, weight_only: bool, largest: float
+    ) -> None:
+        """Corrects raw rows for `step`, in place. Raises StepError."""
+        last_step, weight, momentum_buffer = found.last_step, found.weight, found.momentum_buffer
         if last_step.max(initial=0) > step:
             first = int((last_step > step).argmax())
             raise StepError(
                 f"row {rows[first]} has seen {last_step[first]} updates, its state before update {step} is gone: "
                 f"fetch it for step {last_step[first]} or later"
             )
-        if not table.spec.correction:
-            return np.broadcast_to(np.eye(2, dtype=np.float32), (len(rows), 2, 2))
-        return table.schedule.coefficients(last_step, step)
+        if table.spec.correction:
+            bring_to(
+                table.schedule,
+                step,
+                last_step,
+                weight,
+                momentum_buffer,
+                weight_only=weight_only,
+                rows=rows,
+                largest=largest,
+            )
 
     # ---- changing; all below run in the committer's thread
 
@@ -597,22 +626,16 @@ class Shard:
         def update(stored: Block, run: BlockRun) -> None:
             last_step, weight = stored.last_step[run.slots], stored.weight[run.slots]
             momentum = stored.momentum_buffer[run.slots]
-            with np.errstate(over="ignore", invalid="ignore"):  # looked for below
-                apply_push(
-                    table.schedule,
-                    bool(table.spec.correction),
-                    header.step,
-                    last_step,
-                    weight,
-                    momentum,
-                    gradients[run.part],
-                    rows=rows[run.part],
-                )
-            if not (all_finite(weight) and all_finite(momentum)):
-                first, last = rows[run.part][[0, -1]]
-                raise InvalidRequestError(
-                    f"the gradient would make a row of {first}..{last} overflow: nothing was written"
-                )
+            apply_push(
+                table.schedule,
+                bool(table.spec.correction),
+                header.step,
+                last_step,
+                weight,
+                momentum,
+                gradients[run.part],
+                rows=rows[run.part],
+            )
             stored.last_step[run.slots], stored.weight[run.slots] = last_step, weight
             stored.momentum_buffer[run.slots] = momentum
 
@@ -719,14 +742,56 @@ class Shard:
     def release(self, batch: Batch, header: WriteHeader, name: str, identity: str = "") -> bool:
         """Forgets a checkpoint, if there is one; False for a duplicate.
 
-        What only it needed goes when its blocks are written again.
+        What only it needed is deleted when its blocks are written again, or by `sweep`.
         """
         self.require_table()
         if not self._admit(batch, header):
             return False
-        remaining = tuple(known for known in batch.state.checkpoints if known.name != name)
-        batch.state = replace(batch.state, checkpoints=remaining)
+        state = batch.state
+        remaining = tuple(known for known in state.checkpoints if known.name != name)
+        if len(remaining) < len(state.checkpoints):
+            released = state.checkpoint(name)
+            generations = released_generations(released.generation, state.generation, remaining)
+            unswept = (generations.start, 0, generations.stop)
+            batch.after_commit.append(lambda: self._unswept.append(unswept))
+        batch.state = replace(state, checkpoints=remaining)
         return True
+
+    @property
+    def is_swept(self) -> bool:
+        """Whether `sweep` would find nothing to delete."""
+        return not self._unswept
+
+    def sweep(self, submit: Callable[[Callable[[Batch], None]], Future[None]], seconds: float) -> None:
+        """Looks for versions that nothing needs for about `seconds`, and has them deleted; continues where it ended.
+
+        It looks only at blocks that were written in the generations after a released checkpoint; after a start, at all
+        that have more than one version. Unlike the other changes, it runs outside of the committer's thread.
+
+        Args:
+            submit: has the committer run an operation.
+        """
+        until = time.perf_counter() + seconds
+        (generation, block, end), found = self._unswept[0], list[int]()
+        with self._storage.read() as txn:
+            while (change := txn.next_change(generation, block)) is not None and change[0] < end:
+                generation, block = change
+                if unneeded(txn.generations(block), self._state.checkpoints):
+                    found.append(block)
+                block += 1
+                if time.perf_counter() >= until:
+                    break
+
+        def delete(batch: Batch) -> None:
+            for block in found:
+                _delete_unneeded(batch, block)
+
+        if found:
+            submit(delete).result()
+        if change is None or change[0] >= end:
+            self._unswept.popleft()
+        else:
+            self._unswept[0] = generation, block, end  # releases only append
 
     def copy_checkpoint(self, batch: Batch, header: WriteHeader, name: str, source: str, identity: str = "") -> bool:
         """Keeps the checkpoint `source` under `name` too, with its identity; False for a duplicate."""
@@ -778,8 +843,7 @@ class Shard:
             table.codec.seal(run.block, buffer)
             batch.txn.put_block(run.block, batch.state.generation, buffer)
             if batch.state.generation:
-                for generation in _unneeded(batch.txn.generations(run.block), batch.state.checkpoints):
-                    batch.txn.delete_block(run.block, generation)
+                _delete_unneeded(batch, run.block)
         state = batch.state
         batch.state = replace(state, clock=max(state.clock, clock), rows_stored=state.rows_stored + rows_stored)
         return True
@@ -822,13 +886,9 @@ def _prefetched(runs: Iterator[BlockRun], txn: Transaction) -> Iterator[BlockRun
         yield from some
 
 
-def _unneeded(generations: list[int], checkpoints: tuple[Checkpoint, ...]) -> list[int]:
-    """Of a block's versions, newest first, those that neither the current state nor a checkpoint is made of."""
-    return [
-        older
-        for newer, older in itertools.pairwise(generations)
-        if not any(older <= checkpoint.generation < newer for checkpoint in checkpoints)
-    ]
+def _delete_unneeded(batch: Batch, block: int) -> None:
+    for generation in unneeded(batch.txn.generations(block), batch.state.checkpoints):
+        batch.txn.delete_block(block, generation)
 
 
 def _open_table(spec: TableSpec, identity: bytes, earlier_sizes: tuple[int, ...] = ()) -> Table:

@@ -27,6 +27,8 @@ OLDEST_VERSION = (0, 2)
 """Of a client or shard that this one works with."""
 RETRY_HINT = "grpc-retry-pushback-ms"
 """Key of the trailing metadata in which a shard that is overloaded says how soon to try again, as gRFC A6 names it."""
+WAITED_KEY = "weightserver-waited-ms"
+"""Key of the metadata in which a client that tries again says for how long it has tried, in milliseconds."""
 MAX_ROWS = 1 << 22
 """Rows that one fetch, or one message of a write, may name: 32 MiB of them where they are scattered."""
 MAX_WRITE_ROWS = 1 << 24
