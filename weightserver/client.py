@@ -94,6 +94,8 @@ class Checkpoint:
     """Finished updates that it holds."""
     identity: bytes = field(default=b"", compare=False, repr=False)
     """Of the call that took it: tells it from another of the same name."""
+    marks: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """Of each shard that retains it, once it was taken: what `WeightClient.expect` takes."""
 
 
 @dataclass(frozen=True)
@@ -319,6 +321,14 @@ class WeightClient:
                 for answer, connection in zip(answers, self._connect(), strict=True)
             ),
         )
+
+    def table_identity(self) -> bytes:
+        """16 random bytes, drawn when the table was created; as describe() tells, also where an extension is half done.
+
+        Raises:
+            NoTableError: a shard holds no table. ClusterError: the shards hold tables of several clusters.
+        """
+        return self._one_identity(self._describe_shards())
 
     def learning_rates(self, *, shard: int = 0) -> Float32Array:
         """Those that rows are moved by, float32 [horizon of the shard]; all shards hold the same."""
@@ -610,11 +620,15 @@ class WeightClient:
 
     def checkpoints(self) -> list[Checkpoint]:
         """Those that every shard retains, in the order of their steps."""
-        first, *others = [
+        shards = [
             {(known.identity, known.name): known for known in _checkpoints(answer)}
             for answer in self._describe_shards()
         ]
-        common = [known for key, known in first.items() if all(key in other for other in others)]
+        common = [
+            replace(known, marks=tuple(mark for shard in shards for mark in shard[key].marks))
+            for key, known in shards[0].items()
+            if all(key in shard for shard in shards)
+        ]
         return sorted(common, key=lambda known: (known.step, known.name))
 
     def _complete(self, name: str) -> Checkpoint:
@@ -1072,7 +1086,7 @@ def _common_spec(answers: list[pb.DescribeResponse]) -> TableSpec:
 
 
 def _checkpoints(answer: pb.DescribeResponse) -> tuple[Checkpoint, ...]:
-    return tuple(Checkpoint(known.name, known.step, known.identity) for known in answer.checkpoints)
+    return tuple(Checkpoint(known.name, known.step, known.identity, (known.mark,)) for known in answer.checkpoints)
 
 
 def _errors(outcomes: list[Any]) -> list[BaseException]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from weightserver.records import FORMAT, State, read_horizon, read_identity, read_spec, read_state
 from weightserver.snapshot import Snapshot, read_snapshot
-from weightserver.storage import Transaction
 
 
 def inspect_directory(directory: Path) -> dict[str, Any]:
@@ -21,10 +20,9 @@ def inspect_directory(directory: Path) -> dict[str, Any]:
 
 
 def _inspect(snapshot: Snapshot) -> dict[str, Any]:
-    txn = cast(Transaction, snapshot)  # as much of one as records need
-    identity = read_identity(txn)
+    identity = read_identity(snapshot)
     filled = identity is not None and not identity.unfinished
-    spec, state = (read_spec(txn), read_state(txn)) if filled else (None, State())
+    spec, state = (read_spec(snapshot), read_state(snapshot)) if filled else (None, State())
     return {
         "directory": str(snapshot.directory),
         "format": FORMAT,
@@ -33,7 +31,7 @@ def _inspect(snapshot: Snapshot) -> dict[str, Any]:
         "run": state.run,
         "epoch": state.epoch,
         "clock": state.clock,
-        "horizon": read_horizon(txn, snapshot.num_entries("schedule")),
+        "horizon": read_horizon(snapshot, snapshot.num_entries("schedule")),
         "rows_stored": state.rows_stored,
         "writers": snapshot.num_entries("writers"),
         "disk_bytes": (snapshot.directory / "data.mdb").stat().st_blocks * 512,

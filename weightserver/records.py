@@ -18,7 +18,7 @@ import xxhash
 
 from weightserver.config import TableSpec
 from weightserver.errors import NoTableError, StorageError
-from weightserver.storage import Transaction
+from weightserver.storage import Reader, Transaction
 from weightserver.wire import Float32Array
 
 FORMAT = 3
@@ -28,6 +28,7 @@ MAX_CHECKPOINTS = 1_000
 """That a shard retains."""
 MAX_ANCESTORS = 4_096
 """Incarnations that a directory descends from and still knows."""
+_MAX_COMMIT_DIGITS = 20
 _SCHEDULE_CHUNK = 65_536
 """Learning rates per stored value."""
 _STEP = struct.Struct(">Q")
@@ -107,8 +108,8 @@ def split_mark(mark: str) -> tuple[str, int]:
         ValueError: it is no mark.
     """
     incarnation, _, commit = mark.partition(":")
-    if len(incarnation) != 16 or not commit.isascii() or not commit.isdigit():
-        raise ValueError(f"{mark!r} is no mark of a shard")
+    if len(incarnation) != 16 or not commit.isascii() or not commit.isdigit() or len(commit) > _MAX_COMMIT_DIGITS:
+        raise ValueError(f"{mark[:60]!r} is no mark of a shard")
     return incarnation, int(commit)
 
 
@@ -183,7 +184,7 @@ def chosen_checkpoint(name: str | None, known: Iterable[Kept]) -> Kept:
     return by_name[name]
 
 
-def read_identity(txn: Transaction) -> Identity | None:
+def read_identity(txn: Reader) -> Identity | None:
     """None where nothing is stored yet.
 
     Raises:
@@ -209,13 +210,13 @@ def write_identity(txn: Transaction, identity: Identity) -> None:
     put_json(txn, "identity", {"format": FORMAT, **asdict(identity)})
 
 
-def is_of_format(txn: Transaction, wanted: int) -> bool:
+def is_of_format(txn: Reader, wanted: int) -> bool:
     """Whether the directory, which has an identity, is of that format."""
     stored = get_json(txn, "identity")
     return stored is not None and stored["format"] == wanted
 
 
-def read_spec(txn: Transaction) -> TableSpec | None:
+def read_spec(txn: Reader) -> TableSpec | None:
     """None where there is no table."""
     with _guarded(txn, "spec"):
         stored = _stored(txn, "spec")
@@ -250,7 +251,7 @@ def write_spec(
     put_json(txn, "spec", table)
 
 
-def read_state(txn: Transaction) -> State:
+def read_state(txn: Reader) -> State:
     with _guarded(txn, "state"):
         stored = _stored(txn, "state")
         kept = stored["checkpoints"] if "checkpoints" in stored else _stored(txn, "checkpoints")["retained"]
@@ -267,8 +268,7 @@ def write_state(txn: Transaction, state: State, before: State | None = None) -> 
 
 def read_lineage(txn: Transaction) -> Lineage:
     with _guarded(txn, "lineage"):
-        stored = get_json(txn, "lineage") or {"marks": []}
-        return Lineage().joined(stored["marks"])
+        return Lineage().joined(_stored_marks(txn, "lineage"))
 
 
 def write_lineage(txn: Transaction, lineage: Lineage) -> None:
@@ -278,7 +278,7 @@ def write_lineage(txn: Transaction, lineage: Lineage) -> None:
 def read_peers(txn: Transaction) -> list[str]:
     """The marks of all shards that this one was told last, in their order; none where it was told of none."""
     with _guarded(txn, "peers"):
-        return [str(mark) for mark in (get_json(txn, "peers") or {"marks": []})["marks"]]
+        return list(map(str, _stored_marks(txn, "peers")))
 
 
 def write_peers(txn: Transaction, marks: Iterable[str]) -> None:
@@ -291,7 +291,7 @@ def read_schedule(txn: Transaction) -> Float32Array:
     return _joined(txn, in_use)
 
 
-def read_horizon(txn: Transaction, num_values: int) -> int:
+def read_horizon(txn: Reader, num_values: int) -> int:
     """How many learning rates are in use, of a database `schedule` of `num_values`; only the last of them is read."""
     for first in range((num_values - 1) * _SCHEDULE_CHUNK, -1, -_SCHEDULE_CHUNK):  # prepared ones are values too
         if (last := get_record(txn, "schedule", _STEP.pack(first))) is not None:
@@ -347,7 +347,7 @@ def _joined(txn: Transaction, chunks: list[tuple[int, bytes]], start_step: int =
     return np.concatenate(rates)
 
 
-def get_json(txn: Transaction, key: str) -> dict[str, Any] | None:
+def get_json(txn: Reader, key: str) -> dict[str, Any] | None:
     """A value of the database `meta`."""
     content = get_record(txn, "meta", key.encode())
     with _guarded(txn, key):
@@ -361,6 +361,8 @@ def upgrade(txn: Transaction, incarnation: str) -> None:
     spec, table_identity, state = read_spec(txn), read_table_identity(txn), read_state(txn)
     write_spec(txn, spec, table_identity, read_earlier_sizes(txn))
     write_state(txn, replace(state, incarnation=incarnation))
+    write_lineage(txn, Lineage())
+    write_peers(txn, [])
     write_identity(txn, identity)
 
 
@@ -371,7 +373,7 @@ def put_json(txn: Transaction, key: str, value: dict[str, Any]) -> None:
 # ---- checked values
 
 
-def get_record(txn: Transaction, database: str, key: bytes) -> bytes | None:
+def get_record(txn: Reader, database: str, key: bytes) -> bytes | None:
     """A value's content."""
     stored = txn.get(database, key)
     if stored is None:
@@ -384,7 +386,7 @@ def put_record(txn: Transaction, database: str, key: bytes, content: bytes) -> N
     txn.put(database, key, _CHECKSUM.pack(_checksum(database, key, content)) + content)
 
 
-def read_records(txn: Transaction, database: str) -> Iterator[tuple[bytes, bytes]]:
+def read_records(txn: Reader, database: str) -> Iterator[tuple[bytes, bytes]]:
     """(key, content) of all values."""
     for key, stored in txn.items(database):
         with _guarded(txn, _name(database, key)):
@@ -415,11 +417,17 @@ def _bare(stored: memoryview) -> bytes:
     return b""
 
 
-def _stored(txn: Transaction, key: str) -> dict[str, Any]:
+def _stored(txn: Reader, key: str) -> dict[str, Any]:
     stored = get_json(txn, key)
     if stored is None:
         raise ValueError("it is missing")
     return stored
+
+
+def _stored_marks(txn: Transaction, key: str) -> list[str]:
+    """None in a directory of format 2."""
+    marks: list[str] = _stored(txn, key)["marks"] if is_of_format(txn, FORMAT) else []
+    return marks
 
 
 def _json_object(content: bytes) -> dict[str, Any]:
@@ -443,7 +451,7 @@ def _built(kind: type[Record], stored: dict[str, Any]) -> Record:
 
 
 @contextlib.contextmanager
-def _guarded(txn: Transaction, what: str) -> Iterator[None]:
+def _guarded(txn: Reader, what: str) -> Iterator[None]:
     """Whatever damaged bytes can make Python raise becomes one line."""
     try:
         yield

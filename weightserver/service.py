@@ -312,7 +312,9 @@ class WeightServerService:
     def _read_blocks(self, request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         blocks, next_block = self._shard.read_blocks(request.first_block, checkpoint=request.checkpoint)
         return pb.ReadBlocksResponse(
-            blocks=[pb.Block(number=number, content=content) for number, content in blocks], next_block=next_block or 0
+            blocks=[pb.Block(number=number, content=content) for number, content in blocks],
+            next_block=next_block or 0,
+            lineage=[] if next_block else self._shard.lineage_of(request.checkpoint).marks,
         )
 
     def ReadSchedule(
@@ -371,14 +373,14 @@ class WeightServerService:
             abort(context, error, self._trailer())
         except (ValueError, TypeError) as error:  # TableSpec's own checks
             status = grpc.StatusCode.INVALID_ARGUMENT
-            context.abort(status, str(error))
+            abort(context, InvalidRequestError(str(error)), self._trailer())
         except (GeneratorExit, CancelledError, grpc.RpcError):  # the caller went away
             status = grpc.StatusCode.CANCELLED
             raise
         except Exception:  # noqa: BLE001 - the boundary: nothing foreign crosses the wire
             _log.exception("%s failed", method)
             status = grpc.StatusCode.INTERNAL
-            context.abort(status, f"shard {self._shard.shard} failed on {method}")
+            abort(context, WeightServerError(f"shard {self._shard.shard} failed on {method}"), self._trailer())
         finally:
             self._metrics.answered(method, status.name, clock.elapsed_seconds())
 
@@ -388,7 +390,7 @@ class WeightServerService:
         version = str(metadata.get(VERSION_KEY, "0.1"))
         if not is_understood(version):
             raise InvalidRequestError(
-                f"this shard is of version {__version__}, the caller of {version}: update the caller"
+                f"this shard is of version {__version__}, the caller of {version[:20]}: update the caller"
             )
         if acknowledged := metadata.get(ACKNOWLEDGED_KEY):
             self._shard.check_acknowledged(str(acknowledged))

@@ -15,7 +15,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from dataclasses import asdict, dataclass, field, replace
 
 from weightserver.blocks import SMALL, Block, BlockCodec, RowBuffer
@@ -37,6 +37,7 @@ from weightserver.records import (
     MAX_CHECKPOINTS,
     Checkpoint,
     Identity,
+    Lineage,
     State,
     get_record,
     is_of_format,
@@ -173,6 +174,8 @@ class Shard:
                 write_identity(txn, identity)
                 write_spec(txn, None)
                 write_state(txn, State(incarnation=self._incarnation))
+                write_lineage(txn, Lineage())
+                write_peers(txn, [])
             elif stored != identity:
                 raise StorageError(_identity_mismatch(storage, stored, identity))
             elif not is_of_format(txn, FORMAT):
@@ -378,6 +381,11 @@ class Shard:
                     found.append((block, bytes(stored)))
                 block = txn.next_block(block + 1)
         return found, block
+
+    def lineage_of(self, checkpoint: str) -> Lineage:
+        """Which states a retained checkpoint descends from; NoTableError where there is none."""
+        with self._storage.read() as txn:
+            return read_lineage(txn).up_to(read_state(txn).checkpoint(checkpoint).mark)
 
     def learning_rates(self, start_step: int) -> Float32Array:
         """Those of `start_step` and later steps, at most a MiB of them: float32 [n]."""
@@ -754,28 +762,36 @@ class Shard:
         """Whether `sweep` would find nothing to delete."""
         return not self._unswept
 
-    def sweep(self, batch: Batch, seconds: float) -> None:
-        """Deletes versions that neither the newest state nor a checkpoint needs, for about `seconds`.
+    def sweep(self, submit: Callable[[Callable[[Batch], None]], Future[None]], seconds: float) -> None:
+        """Looks for versions that nothing needs for about `seconds`, and has them deleted; continues where it ended.
 
-        It looks only at blocks written in the generations after a released checkpoint; after a start, at all that have
-        more than one version.
+        It looks only at blocks that were written in the generations after a released checkpoint; after a start, at all
+        that have more than one version. Unlike the other changes, it runs outside of the committer's thread.
+
+        Args:
+            submit: has the committer run an operation.
         """
         until = time.perf_counter() + seconds
-        unswept = self._unswept.copy()
-        while unswept:
-            generation, block, end = unswept.popleft()
-            change = batch.txn.next_change(generation, block)
-            if change is not None and change[0] < end:
+        (generation, block, end), found = self._unswept[0], list[int]()
+        with self._storage.read() as txn:
+            while (change := txn.next_change(generation, block)) is not None and change[0] < end:
                 generation, block = change
+                if unneeded(txn.generations(block), self._state.checkpoints):
+                    found.append(block)
+                block += 1
+                if time.perf_counter() >= until:
+                    break
+
+        def delete(batch: Batch) -> None:
+            for block in found:
                 _delete_unneeded(batch, block)
-                unswept.appendleft((generation, block + 1, end))
-            if time.perf_counter() >= until:
-                break
 
-        def advance() -> None:
-            self._unswept = unswept
-
-        batch.after_commit.append(advance)
+        if found:
+            submit(delete).result()
+        if change is None or change[0] >= end:
+            self._unswept.popleft()
+        else:
+            self._unswept[0] = generation, block, end  # releases only append
 
     def copy_checkpoint(self, batch: Batch, header: WriteHeader, name: str, source: str, identity: str = "") -> bool:
         """Keeps the checkpoint `source` under `name` too, with its identity; False for a duplicate."""

@@ -81,20 +81,25 @@ def block_key_parts(key: bytes | memoryview) -> tuple[int, int]:
     return block, _MAX_GENERATION - inverted
 
 
-class Transaction(Protocol):
-    """One snapshot of a shard's data, or one atomic change of it. Buffers die with it."""
+class Reader(Protocol):
+    """One snapshot of what a shard stores beside its blocks. Buffers die with it."""
 
     @property
     def directory(self) -> Path: ...
+    def get(self, database: str, key: bytes) -> memoryview | None: ...
+    def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]: ...
+
+
+class Transaction(Reader, Protocol):
+    """One snapshot of a shard's data, or one atomic change of it."""
+
     @property
     def changed(self) -> bool:
         """Whether anything was put, cleared or deleted."""
         ...
 
-    def get(self, database: str, key: bytes) -> memoryview | None: ...
     def put(self, database: str, key: bytes, value: bytes | bytearray) -> None: ...
     def delete(self, database: str, key: bytes) -> None: ...
-    def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]: ...
     def block_versions(self) -> Iterator[tuple[int, int]]: ...
     def clear(self, database: str) -> None: ...
     def newest_block(self, block: int, *, up_to: int = NEWEST) -> memoryview | None: ...
@@ -304,7 +309,7 @@ class LmdbStorage:
                     raise StorageError(_missing(directory))
                 directory.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
                 files = [directory / name for name in ("data.mdb", "lock.mdb", "owner.lock")]
-                if changed := make_private(directory, *files):
+                if (changed := make_private(directory, *files)) and holds_data(directory):
                     _log.warning(
                         "others than this user could read or lock %s, and cannot any more",
                         ", ".join(map(str, changed)),
@@ -543,19 +548,17 @@ class LmdbStorage:
 class _Trees(lmdb.verify._Verifier):
     """Looks at the pages of all trees, a thousandth of the file, and leaves those of large values alone."""
 
-    def load_metas(self) -> None:
-        super().load_metas()  # type: ignore[no-untyped-call]
-        expected = self.next_pgno * self.psize
-        if self.filesize < expected:  # pages beyond the file's end would kill the process that reads them
-            raise lmdb.verify.VerifyError(f"it has {self.filesize} bytes, its pages take {expected}")
-
     def _bigdata(
         self, ctx: dict[str, Any], pgno: int, i: int, buf: bytes, doff: int, dsize: int, want_bytes: bool
     ) -> bytes | None:
         if ctx["is_free"]:
             arguments = (ctx, pgno, i, buf, doff, dsize, want_bytes)
             return super()._bigdata(*arguments)  # type: ignore[no-untyped-call, no-any-return]
-        ctx["overflow"] += (self.hdrsz - 1 + dsize) // self.psize + 1
+        num_pages = (self.hdrsz - 1 + dsize) // self.psize + 1
+        ctx["overflow"] += num_pages
+        end = (int.from_bytes(buf[doff : doff + 8], sys.byteorder) + num_pages) * self.psize
+        if end > self.filesize:  # they would kill the process that reads them; free pages may lie there
+            self.err(f"it has {self.filesize} bytes, its pages take {end}")  # type: ignore[no-untyped-call]
         return None
 
     def _check_cover(self) -> None:

@@ -12,8 +12,8 @@ from weightserver.shard import Shard
 
 SHARE = 0.05
 """Of the time, in which a sweep may run: at most so much of one core and of the disk."""
-TRANSACTION_SECONDS = 0.002
-"""How long one transaction looks for versions; its commit takes as long again, or longer."""
+LOOK_SECONDS = 0.002
+"""How long to look for versions at a time; to delete them in a transaction takes as long again, or longer."""
 _IDLE_SECONDS = 1.0
 """How often to look whether a checkpoint was released."""
 _RETRY_SECONDS = 10.0
@@ -47,7 +47,7 @@ class Sweeper:
                 continue
             started = time.perf_counter()
             try:
-                self._committer.submit(lambda batch: self._shard.sweep(batch, TRANSACTION_SECONDS)).result()
+                self._shard.sweep(self._committer.submit, LOOK_SECONDS)
             except WeightServerError as error:
                 if not failing:
                     _log.warning("old versions of blocks cannot be deleted now: %s", error)

@@ -10,13 +10,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import grpc
 import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from tests.helpers.comparing import same
+from tests.helpers.raw_calls import raw_channel
 from weightserver import (
     Checkpoint,
     FencedError,
@@ -134,13 +134,14 @@ def test_bad_names_and_steps(writer: WeightClient) -> None:
 
 def on_shard(cluster: LocalCluster, shard: int, method: str, request: object) -> object:
     """One shard alone answers, as where the other was away."""
-    with grpc.insecure_channel(cluster.addresses[shard]) as channel:
+    with raw_channel(cluster.addresses[shard]) as channel:
         return getattr(WeightServerStub(channel), method)(request, timeout=10)
 
 
 def half_a_checkpoint(writer: WeightClient, cluster: LocalCluster) -> None:
     """The call that reached shard 0 alone."""
-    header = pb.WriteHeader(epoch=writer.describe().epoch, writer=b"h" * 16, sequence=1, step=1)
+    opened = writer.call_shard(0, "Describe", pb.DescribeRequest())
+    header = pb.WriteHeader(epoch=opened.epoch, opener=opened.opener, writer=b"h" * 16, sequence=1, step=1)
     on_shard(cluster, 0, "Checkpoint", pb.CheckpointRequest(header=header, name="half", identity=b"i" * 16))
 
 

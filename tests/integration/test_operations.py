@@ -31,6 +31,7 @@ from trainer.checkpoint import Checkpoints
 from trainer.loop import train
 from weightserver import (
     Checkpoint,
+    DataLossError,
     FencedError,
     LocalCluster,
     RowState,
@@ -256,6 +257,32 @@ def test_a_backup_that_could_not_be_restored_gets_no_manifest(
     assert not (tmp_path / "backup/manifest.json").exists()
     monkeypatch.setattr(backups, "_copy_shard", original)
     assert backup(client, tmp_path / "backup").rows_stored > 0
+
+
+def test_what_is_restored_descends_from_its_checkpoint_and_nothing_later(
+    weightserver: Weightserver, tmp_path: Path
+) -> None:
+    """So that who knows the checkpoint goes on with it, and who was told of more is refused; resharded shards too."""
+    with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
+        make_table(client)
+        cluster.restart(1)
+        one, two = client.checkpoints()
+        client.release("two")  # of another incarnation
+        later = client.marks()
+        backup(client, tmp_path / "backup", checkpoint="one")
+    assert len(one.marks) == len(two.marks) == 2
+    sources = targets_in(tmp_path / "old", 2)
+    for shard, directory in enumerate(targets_in(tmp_path / "restored", 2)):
+        backups.restore(tmp_path / "backup", directory, shard=shard)
+    resharding.reshard(sources, targets_in(tmp_path / "resharded", 2), checkpoint="one")
+    for name in ("restored", "resharded"):
+        for _ in range(2):  # again behind a restart
+            with LocalCluster(2, tmp_path / name) as cluster, WeightClient(cluster.addresses) as client:
+                client.expect(one.marks)
+                for marks in (two.marks, later):
+                    with pytest.raises(DataLossError, match="does not descend from"):
+                        client.expect(marks)
+                client.open_session("next")
 
 
 @pytest.mark.guard
@@ -666,7 +693,7 @@ def test_lost_shards_are_restored_and_the_run_goes_on(
         epochs = {shard.epoch for shard in client.describe().shards}
         assert len(epochs) == 1
         assert epochs.pop() > before
-        with pytest.raises(ValueError, match=f"do not have the checkpoint of .* or give --resume-step {EVERY},"):
+        with pytest.raises(DataLossError, match=f"lacks what it had acknowledged: .*, or give --resume-step {EVERY},"):
             train(run_on(cluster, output, resume=True))
         assert_goes_on(cluster, output, undisturbed, resume_step=EVERY)
 

@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.helpers.raw_calls import raw_channel, versioned
 from tests.helpers.schedules import extend_schedule
 from tests.helpers.watching import metric, wait_until
 from weightserver import (
@@ -27,6 +28,7 @@ from weightserver import (
     TableSpec,
     WeightClient,
     WeightServerError,
+    __version__,
     connection,
 )
 from weightserver._generated import weight_server_pb2 as pb
@@ -38,7 +40,15 @@ from weightserver.overload import BASE_BYTES, LANES, MAX_CALLS, MAX_WAITING, Lan
 from weightserver.service import NAME, WeightServerService
 from weightserver.shard import Shard
 from weightserver.storage import LmdbStorage
-from weightserver.wire import CHUNK_BYTES, MAX_REQUEST_BYTES, MAX_ROWS, RETRY_HINT, WAITED_KEY, rows_to_proto
+from weightserver.wire import (
+    CHUNK_BYTES,
+    MAX_REQUEST_BYTES,
+    MAX_ROWS,
+    RETRY_HINT,
+    VERSION_KEY,
+    WAITED_KEY,
+    rows_to_proto,
+)
 
 SPEC = TableSpec(num_rows=1_000_000, dim=64, momentum=0, weight_decay=0, init_std=0)
 MEMORY_MIB = 128
@@ -57,7 +67,8 @@ class Crowd:
         client.create_table(SPEC)
         client.extend_schedule(0, np.ones(10, np.float32))
         self.epoch = client.open_session("crowd")
-        self._channels = [grpc.insecure_channel(cluster.addresses[0], [("crowd", n)]) for n in range(4)]
+        self.opener: bytes = client.call_shard(0, "Describe", pb.DescribeRequest()).opener
+        self._channels = [versioned(grpc.insecure_channel(cluster.addresses[0], [("crowd", n)])) for n in range(4)]
         self._stubs = [WeightServerStub(channel) for channel in self._channels]
         self._calls: list[Any] = []
         self.end = threading.Event()
@@ -88,7 +99,8 @@ class Crowd:
         return self._channels[number % len(self._channels)]
 
     def header(self, number: int, num_rows: int) -> pb.WriteHeader:
-        return pb.WriteHeader(epoch=self.epoch, writer=number.to_bytes(16, "big"), sequence=1, num_rows=num_rows)
+        writer = number.to_bytes(16, "big")
+        return pb.WriteHeader(epoch=self.epoch, opener=self.opener, writer=writer, sequence=1, num_rows=num_rows)
 
     def read_nothing(self, count: int) -> None:
         """Fetches of a million rows, of which no message is taken."""
@@ -215,9 +227,7 @@ def test_replies_that_nobody_reads_are_bounded(crowd: Crowd) -> None:
     window = [("grpc.http2.lookahead_bytes", 65_536), ("grpc.http2.bdp_probe", 0)]
     with ExitStack() as stack:
         for number in range(10):
-            channel = stack.enter_context(
-                grpc.insecure_channel(crowd.cluster.addresses[0], [*window, ("unread", number)])
-            )
+            channel = stack.enter_context(raw_channel(crowd.cluster.addresses[0], [*window, ("unread", number)]))
             calls = [channel.unary_stream(f"/{NAME}/ReadBlocks")(request) for _ in range(8)]
             crowd.add(calls)
         wait_until(lambda: crowd.metric("weightserver_request_memory_bytes ") > 0)
@@ -507,7 +517,8 @@ class FakeContext:
         self._waited_ms = waited_ms
 
     def invocation_metadata(self) -> list[tuple[str, str]]:
-        return [(WAITED_KEY, self._waited_ms)] if self._waited_ms else []
+        waited = [(WAITED_KEY, self._waited_ms)] if self._waited_ms else []
+        return [(VERSION_KEY, __version__), *waited]
 
     def add_callback(self, callback: Callable[[], object]) -> bool:
         self.gone.append(callback)
@@ -526,7 +537,7 @@ def test_a_waiting_write_ends_with_its_caller(tmp_path: Path) -> None:
     began, go, context = threading.Event(), threading.Event(), FakeContext()
     busy = committer.submit(lambda batch: (began.set(), go.wait(20)))
     assert began.wait(10)
-    header = pb.WriteHeader(epoch=1, writer=b"w" * 16, sequence=1, num_rows=2)
+    header = pb.WriteHeader(epoch=1, opener=b"o" * 16, writer=b"w" * 16, sequence=1, num_rows=2)
     message = pb.PushGradientsRequest(header=header, rows=rows_to_proto(np.arange(2)), gradients=bytes(8 * SPEC.dim))
     with ThreadPoolExecutor(1) as pool:
         push = pool.submit(service.PushGradients, iter([message]), context)
@@ -628,7 +639,7 @@ def test_soak(tmp_path: Path) -> None:
                 for one in [pool.submit(push_much, crowd, time.monotonic() + 3, pushed) for _ in range(8)]:
                     one.result(120)
             crowd.work(10)
-            crowd.client.checkpoint(f"c{number}", step=number)
+            crowd.client.checkpoint(f"c{number}", step=1)
             if number > 1:
                 crowd.client.release(f"c{number - 1}")
             crowd.leave()

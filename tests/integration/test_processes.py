@@ -15,12 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-import grpc
 import numpy as np
 import psutil
 import pytest
 
 from tests.helpers.failpoints import DyingCluster
+from tests.helpers.raw_calls import raw_channel
 from tests.helpers.watching import metric, wait_until
 from weightserver import LocalCluster, ShardUnavailableError, TableSpec, WeightClient, WeightServerError
 from weightserver._generated import weight_server_pb2 as pb
@@ -71,7 +71,7 @@ def test_sigterm_lets_a_running_fetch_end(tmp_path: Path) -> None:
         client.extend_schedule(0, np.full(5, 0.1))
         rows = np.arange(SPEC.num_rows)
         expected = client.fetch(rows, step=1)
-        with grpc.insecure_channel(cluster.addresses[0], [("grpc.max_receive_message_length", -1)]) as channel:
+        with raw_channel(cluster.addresses[0], [("grpc.max_receive_message_length", -1)]) as channel:
             answer = WeightServerStub(channel).Fetch(pb.FetchRequest(rows=rows_to_proto(rows), step=1), timeout=30)
             messages = [next(answer).weight]
             cluster.processes[0].send_signal(signal.SIGTERM)

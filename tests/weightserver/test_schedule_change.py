@@ -93,7 +93,7 @@ class Served:
 
     def header(self, step: int, schedule: int) -> WriteHeader:
         self.sequence += 1
-        return WriteHeader(1, b"w" * 16, self.sequence, self.sequence, step, schedule)
+        return WriteHeader(1, b"o" * 16, b"w" * 16, self.sequence, self.sequence, step, schedule)
 
     def push(self, step: int, schedule: int = 0) -> object:
         header = self.header(step, schedule)
@@ -339,7 +339,7 @@ def test_a_schedule_that_returns_is_no_earlier_one(served: Served) -> None:
 
 def test_a_duplicate_is_answered_though_its_schedule_is_forgotten(served: Served) -> None:
     """That the write was applied must not be taken for a refusal."""
-    header = WriteHeader(1, b"v" * 16, 1, 0, CLOCK, digest(OLD))
+    header = WriteHeader(1, b"o" * 16, b"v" * 16, 1, 0, CLOCK, digest(OLD))
 
     def push() -> object:
         return served.do(lambda batch: served.shard.push_gradients(batch, header, ROWS, np.ones((2, 4), np.float32)))

@@ -22,7 +22,7 @@ import pytest
 from tests.helpers.schedules import extend_schedule
 from weightserver import records, shard, storage, sweeper
 from weightserver.blocks import BlockCodec
-from weightserver.committer import MAX_WAITING, Committer
+from weightserver.committer import MAX_WAITING, Committer, Promise
 from weightserver.config import TableSpec
 from weightserver.errors import (
     ERROR_OF_STATUS,
@@ -44,7 +44,7 @@ from weightserver.inspect import inspect_directory
 from weightserver.records import MAX_ANCESTORS, Lineage, read_state, split_mark, write_state
 from weightserver.session import MAX_FAILED, Numbers, Session, Write
 from weightserver.shard import MAX_EARLIER_SIZES, Batch, Shard, WriteHeader
-from weightserver.storage import NEWEST, LmdbStorage
+from weightserver.storage import NEWEST, LmdbStorage, structural_problems
 from weightserver.wire import table_digest
 
 OPENER = b"o" * 16
@@ -349,6 +349,52 @@ def test_an_epoch_that_nobody_opened_takes_no_writes(served: Served, tmp_path: P
         assert again.push(1, epoch=2) is True
     finally:
         again.close()
+
+
+def test_free_pages_behind_the_end_of_the_file_are_no_damage(tmp_path: Path) -> None:
+    """LMDB counts pages that one transaction allocates and frees, as a rollback does, and does not write them."""
+    rolled_back = LmdbStorage(tmp_path)
+    for generation, num_blocks, value in ((1, 300, bytes(1_500)), (3, 20, b"short")):
+        with rolled_back.write() as txn:
+            for block in range(num_blocks):
+                txn.put_block(block, generation, value)
+    with rolled_back.write() as txn:
+        txn.put_block(7, 0, bytes(3_000))
+        txn.delete_generations(1)
+    counted = (rolled_back._env.info()["last_pgno"] + 1) * 4096
+    rolled_back.close()
+    assert (tmp_path / "data.mdb").stat().st_size < counted
+    assert structural_problems(tmp_path) == []
+    again = LmdbStorage(tmp_path)
+    with again.write() as txn:
+        assert [bytes(txn.newest_block(block) or b"") for block in (6, 7)] == [b"", bytes(3_000)]
+        for block in range(500):
+            txn.put_block(block, 4, bytes(1_500))
+    again.close()
+    assert structural_problems(tmp_path) == []
+
+
+def test_a_file_that_lacks_its_end_is_refused_or_whole(tmp_path: Path) -> None:
+    """Reading a page that is not there would end the process."""
+    cut = LmdbStorage(tmp_path)
+    for first in (0, 3):
+        with cut.write() as txn:
+            for block in range(first, 6):
+                txn.put_block(block, 0, bytes([block]) * 20_000)
+    cut.close()
+    data, whole = tmp_path / "data.mdb", (tmp_path / "data.mdb").read_bytes()
+    num_refused = 0
+    for num_bytes in range(len(whole) - 4096, 8192, -4096):
+        data.write_bytes(whole[:num_bytes])
+        try:
+            found = LmdbStorage(tmp_path, readonly=True)
+        except StorageError:
+            num_refused += 1
+            continue
+        with found.read() as txn:
+            assert [bytes(txn.newest_block(block) or b"")[-1] for block in range(6)] == list(range(6))
+        found.close()
+    assert num_refused > 10
 
 
 def test_a_write_is_undone_by_an_exception(tmp_path: Path) -> None:
@@ -666,7 +712,7 @@ def sweep(served: Served, seconds: float = 1.0) -> int:
     """Until all is swept; how many transactions it took."""
     count = 0
     while not served.shard.is_swept:
-        served.do(lambda batch: served.shard.sweep(batch, seconds))
+        served.shard.sweep(served.committer.submit, seconds)
         count += 1
     return count
 
@@ -712,7 +758,7 @@ def test_a_sweep_deletes_what_nobody_needs_and_nothing_else(seed: int, seconds: 
             before, needed = all_versions(served), kept_versions(served)
             now = served.weights()
             if chance.random() < 0.5 and not served.shard.is_swept:
-                served.do(lambda batch: served.shard.sweep(batch, 0.0))  # a part
+                served.shard.sweep(served.committer.submit, 0.0)  # a part
                 assert all(all_versions(served)[block] >= needed[block] for block in before)
             sweep(served, seconds)
             assert all_versions(served) == needed
@@ -728,19 +774,22 @@ def test_a_sweep_that_fails_is_made_again(served: Served) -> None:
     def header(sequence: int) -> WriteHeader:
         return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, 0)
 
+    sweep(served)  # what the start left to look at
     served.push(1)
     served.do(lambda batch: served.shard.checkpoint(batch, header(2), "one"))
     served.push(3)
     served.do(lambda batch: served.shard.release(batch, header(4), "one"))
 
-    def fails(batch: Batch) -> None:
-        served.shard.sweep(batch, 1.0)
-        raise OSError("the disk is full")
+    def full(operation: Callable[[Batch], None]) -> Promise[None]:
+        def fails(batch: Batch) -> None:
+            operation(batch)
+            raise OSError("the disk is full")
 
-    sweep_first = served.shard.is_swept
+        return served.committer.submit(fails)
+
     with pytest.raises(OSError, match="full"):
-        served.do(fails)
-    assert (sweep_first, served.shard.is_swept) == (False, False)
+        served.shard.sweep(full, 1.0)
+    assert not served.shard.is_swept
     assert all_versions(served) == {0: {0, 1}, 8: {0, 1}}
     sweep(served)
     assert all_versions(served) == {0: {1}, 8: {1}}
@@ -751,7 +800,7 @@ def test_the_sweeper_sweeps_in_small_pieces_and_rests(served: Served, monkeypatc
         return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, 0)
 
     monkeypatch.setattr(sweeper, "_IDLE_SECONDS", 0.01)
-    monkeypatch.setattr(sweeper, "TRANSACTION_SECONDS", 0.0)
+    monkeypatch.setattr(sweeper, "LOOK_SECONDS", 0.0)
     served.push(1)
     served.do(lambda batch: served.shard.checkpoint(batch, header(2), "one"))
     served.push(3)

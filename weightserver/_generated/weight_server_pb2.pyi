@@ -151,12 +151,14 @@ class ReadBlocksRequest(_message.Message):
     def __init__(self, checkpoint: _Optional[str] = ..., first_block: _Optional[int] = ..., table: _Optional[int] = ...) -> None: ...
 
 class ReadBlocksResponse(_message.Message):
-    __slots__ = ("blocks", "next_block")
+    __slots__ = ("blocks", "next_block", "lineage")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NEXT_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
     blocks: _containers.RepeatedCompositeFieldContainer[Block]
     next_block: int
-    def __init__(self, blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ..., next_block: _Optional[int] = ...) -> None: ...
+    lineage: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ..., next_block: _Optional[int] = ..., lineage: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Block(_message.Message):
     __slots__ = ("number", "content")
