@@ -28,7 +28,6 @@ from weightserver.errors import (
 )
 from weightserver.handshake import tls_failure
 from weightserver.logs import REQUEST_ID, new_request_id
-from weightserver.records import split_mark
 from weightserver.wire import (
     ACKNOWLEDGED_KEY,
     MARK_KEY,
@@ -36,6 +35,7 @@ from weightserver.wire import (
     RETRY_HINT,
     VERSION_KEY,
     decode_fetch_response,
+    split_mark,
 )
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["WeightServer"]

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from weightserver.records import FORMAT, State, read_identity, read_records, read_schedule, read_spec, read_state
+from weightserver.records import State, read_format, read_identity, read_records, read_schedule, read_spec, read_state
 from weightserver.storage import LmdbStorage
 
 
@@ -25,7 +25,7 @@ def inspect_directory(directory: Path) -> dict[str, Any]:
         versions = Counter(generation for _, generation in txn.block_versions())
         return {
             "directory": str(directory),
-            "format": FORMAT,
+            "format": read_format(txn),
             **(asdict(identity) if identity else {}),
             "spec": spec and asdict(spec),
             "run": state.run,

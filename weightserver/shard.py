@@ -39,9 +39,9 @@ from weightserver.records import (
     Lineage,
     State,
     get_record,
-    is_of_format,
     put_record,
     read_earlier_sizes,
+    read_format,
     read_identity,
     read_lineage,
     read_peers,
@@ -49,7 +49,6 @@ from weightserver.records import (
     read_spec,
     read_state,
     read_table_identity,
-    split_mark,
     upgrade,
     write_identity,
     write_lineage,
@@ -61,7 +60,7 @@ from weightserver.records import (
 from weightserver.sharding import BlockRun, Int64Array, Sharding, block_runs
 from weightserver.storage import NEWEST, DiskUsage, Storage, Transaction
 from weightserver.timing import StageClock
-from weightserver.wire import CHUNK_BYTES, MAX_STEPS, Float32Array, all_finite, table_digest
+from weightserver.wire import CHUNK_BYTES, MAX_STEPS, Float32Array, all_finite, split_mark, table_digest
 
 READ_BYTES = 4 << 20
 """Blocks in one answer of `read_blocks`."""
@@ -168,7 +167,7 @@ class Shard:
                 write_peers(txn, [])
             elif stored != identity:
                 raise StorageError(_identity_mismatch(storage, stored, identity))
-            elif not is_of_format(txn, FORMAT):
+            elif read_format(txn) != FORMAT:
                 upgrade(txn, self._incarnation)
             self._load(txn)
 
