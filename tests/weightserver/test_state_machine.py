@@ -30,6 +30,7 @@ from hypothesis.stateful import (
 )
 
 from tests.helpers.memory_storage import MemoryStorage
+from tests.helpers.schedules import extend_schedule
 from weightserver.committer import commit_group
 from weightserver.config import TableSpec
 from weightserver.errors import FencedError, InvalidRequestError, NoTableError, StepError
@@ -231,7 +232,7 @@ class Machine(RuleBasedStateMachine):
             with shard.batch() as batch:
                 shard.create_table(batch, SPEC)
             with shard.batch() as batch:
-                shard.extend_schedule(batch, 0, RATES, 0, 0, batch.state.schedule_version)
+                extend_schedule(shard, batch, 0, RATES)
         self.sessions: list[Session] = []
         self.calls: list[Call] = []
         self.messages: list[Message] = []
