@@ -5,7 +5,7 @@ The names listed in `__all__` are the public interface; everything else may chan
 
 import os
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # gRPC reads it when it is imported. What it would log of a failed handshake, the errors of the client say better.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
@@ -16,6 +16,7 @@ from weightserver.config import TableSpec
 from weightserver.errors import (
     AuthenticationError,
     ClusterError,
+    DataLossError,
     FencedError,
     InvalidRequestError,
     NoTableError,
@@ -33,6 +34,7 @@ __all__ = [
     "Checkpoint",
     "ClientSecurity",
     "ClusterError",
+    "DataLossError",
     "FencedError",
     "InvalidRequestError",
     "LocalCluster",

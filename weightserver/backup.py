@@ -32,12 +32,12 @@ from weightserver import __version__
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.blocks import BlockCodec
 from weightserver.building import BATCH_BYTES, ShardBuilder, TableState
-from weightserver.client import WeightClient
+from weightserver.client import TableInfo, WeightClient
 from weightserver.config import TableSpec
 from weightserver.errors import ClusterError, NoTableError, StorageError
 from weightserver.files import LOCK, alone_in, require_empty, sha256, write_whole
-from weightserver.records import HELD_PREFIX, KeptCheckpoint, chosen_checkpoint
-from weightserver.wire import spec_digest
+from weightserver.records import HELD_PREFIX, KeptCheckpoint, chosen_checkpoint, earlier_identity
+from weightserver.wire import table_digest
 
 _FORMAT = 1
 _MANIFEST, _UNFINISHED, _SCHEDULE = "manifest.json", "unfinished.json", "schedule.safetensors"
@@ -73,6 +73,8 @@ class Backup:
     created: str
     shards: tuple[dict[str, Any], ...]
     """For each its clock, schedule_version, rows_stored, and its files: name -> bytes, sha256."""
+    table_identity: str = ""
+    """Hexadecimal; empty in a backup that version 0.1 made."""
 
     @property
     def num_bytes(self) -> int:
@@ -84,8 +86,9 @@ class Backup:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all that it says."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        """SHA-256 of all that it says; what a backup of version 0.1 did not say is left out."""
+        said = {name: value for name, value in asdict(self).items() if value or name != "table_identity"}
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def backup(client: WeightClient, directory: Path, *, checkpoint: str | None = None) -> Backup:
@@ -173,6 +176,7 @@ def restore(directory: Path, data_dir: Path, *, shard: int, num_shards: int | No
             clock=copied["clock"],
             schedule_version=copied["schedule_version"] + 1,
             checkpoint=KeptCheckpoint(made.checkpoint, made.step, made.identity),
+            identity=bytes.fromhex(made.table_identity) or earlier_identity(asdict(made.spec)),
         )
         builder.finish(table, rows_stored=copied["rows_stored"])
     return made
@@ -241,7 +245,7 @@ def _copy(client: WeightClient, directory: Path, begun: _Begun) -> None:
     info = client.describe()
     shards = []
     for shard in range(len(info.shards)):
-        copied = _copy_shard(client, directory / f"shard-{shard}", shard, info.spec, begun.held_as)
+        copied = _copy_shard(client, directory / f"shard-{shard}", shard, info, begun.held_as)
         shards.append(copied)
         _log.info("shard %d: %d rows in %d files", shard, copied["rows_stored"], len(copied["files"]))
     made = Backup(
@@ -252,11 +256,12 @@ def _copy(client: WeightClient, directory: Path, begun: _Begun) -> None:
         version=__version__,
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         shards=tuple(shards),
+        table_identity=info.identity.hex(),
     )
     _write_json(directory / _MANIFEST, {"format": _FORMAT, "sha256": made.digest, "backup": asdict(made)})
 
 
-def _copy_shard(client: WeightClient, directory: Path, shard: int, spec: TableSpec, name: str) -> dict[str, Any]:
+def _copy_shard(client: WeightClient, directory: Path, shard: int, info: TableInfo, name: str) -> dict[str, Any]:
     """Copies what is not there yet, and tells of all: see `Backup.shards`."""
     directory.mkdir(exist_ok=True)
     answer = client.call_shard(shard, "Describe", pb.DescribeRequest())
@@ -264,7 +269,11 @@ def _copy_shard(client: WeightClient, directory: Path, shard: int, spec: TableSp
     if name not in described:
         raise NoTableError(f"shard {shard} keeps the checkpoint no longer: begin anew in another directory")
     kept = described[name]
-    codec, request = BlockCodec(spec), pb.ReadBlocksRequest(checkpoint=name, table=spec_digest(spec))
+    spec = info.spec
+    codec, request = (
+        BlockCodec(spec),
+        pb.ReadBlocksRequest(checkpoint=name, table=table_digest(info.spec, info.identity)),
+    )
     rates = client.learning_rates(shard=shard)
     write_whole(directory / _SCHEDULE, lambda path: save_file({"learning_rates": rates}, path))
     pieces, rows_stored = _sound_pieces(directory, codec)

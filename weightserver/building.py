@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,11 +18,13 @@ from weightserver.records import (
     Checkpoint,
     Identity,
     KeptCheckpoint,
+    Lineage,
     State,
     get_json,
     put_json,
     read_identity,
     write_identity,
+    write_lineage,
     write_schedule,
     write_spec,
     write_state,
@@ -49,6 +52,10 @@ class TableState:
     """Higher than that of any shard that it came from: requests of before change nothing."""
     checkpoint: KeptCheckpoint | None
     """As which the rows are kept."""
+    identity: bytes
+    """The table's."""
+    lineage: Lineage = field(default_factory=Lineage)
+    """Of the shards that the rows come from, up to which they hold all."""
 
 
 class ShardBuilder:
@@ -128,9 +135,15 @@ class ShardBuilder:
                 block = txn.next_block(block + 1)
             if num_found != rows_stored:
                 raise StorageError(f"{self.directory} holds {num_found} rows, not {rows_stored}: begin anew")
+            incarnation = os.urandom(8).hex()
             checkpoints: tuple[Checkpoint, ...] = ()
             if table.checkpoint is not None:
-                kept = {**table.checkpoint._asdict(), "clock": table.clock, "rows_stored": rows_stored}
+                kept = {
+                    **table.checkpoint._asdict(),
+                    "clock": table.clock,
+                    "rows_stored": rows_stored,
+                    "mark": f"{incarnation}:0",
+                }
                 checkpoints = (Checkpoint(generation=0, **kept),)
             state = State(
                 epoch=table.epoch,
@@ -139,9 +152,11 @@ class ShardBuilder:
                 rows_stored=rows_stored,
                 schedule_version=table.schedule_version,
                 generation=len(checkpoints),
+                incarnation=incarnation,
                 checkpoints=checkpoints,
             )
-            write_spec(txn, table.spec)
+            write_spec(txn, table.spec, table.identity)
+            write_lineage(txn, table.lineage)
             write_schedule(txn, 0, table.learning_rates)
             write_state(txn, state)
             write_identity(txn, Identity(self.shard, self._num_shards))

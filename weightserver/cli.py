@@ -317,7 +317,7 @@ def _rollback(arguments: argparse.Namespace) -> None:
         step, info = steps[arguments.name], client.describe()
         if not arguments.yes:
             raise ValueError(f"this would undo run {info.run!r} from step {info.clock} to {step}: give --yes to do it")
-        client.open_session(f"rollback to {arguments.name}"[:256])
+        client.open_session(f"rollback to {arguments.name}"[:256], force=True)
         client.rollback(arguments.name)
         print(f"rolled back to step {step}")
 

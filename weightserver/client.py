@@ -19,9 +19,10 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -31,16 +32,16 @@ import numpy.typing as npt
 import xxhash
 from google.protobuf.message import Message
 
+from weightserver import __version__
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.addresses import is_loopback
 from weightserver.config import TableSpec
 from weightserver.connection import FetchedChunk, ShardConnection
 from weightserver.errors import (
     ClusterError,
+    DataLossError,
     FencedError,
     NoTableError,
-    OverloadedError,
-    ShardUnavailableError,
     TableMismatchError,
     WeightServerError,
 )
@@ -56,10 +57,11 @@ from weightserver.wire import (
     Float32Array,
     all_finite,
     float32_from_bytes,
+    is_understood,
     rows_to_proto,
-    spec_digest,
     spec_from_proto,
     spec_to_proto,
+    table_digest,
     to_bytes,
 )
 
@@ -110,6 +112,8 @@ class TableInfo:
     """A table over all its shards."""
 
     spec: TableSpec
+    identity: bytes
+    """16 random bytes, drawn when the table was created."""
     epoch: int
     """Newest session."""
     run: str
@@ -176,7 +180,8 @@ class WeightClient:
         self._connections: list[ShardConnection] | None = None
         # Enough that callers of shards that answer do not queue behind those that wait for one that does not.
         self._pool = ThreadPoolExecutor(max(64, 4 * len(addresses)), thread_name_prefix="weight-client")
-        self._spec: TableSpec | None = None
+        self._known: _Table | None = None
+        self._lost: DataLossError | None = None
         self._session: Session | None = None
         self._closed = False
 
@@ -199,23 +204,30 @@ class WeightClient:
                         f"extend_table({spec.num_rows}) makes it larger"
                     )
                 raise TableMismatchError(
-                    f"shard {answer.shard} holds another table, {existing}: use its spec, or drop_table() first"
+                    f"shard {answer.shard} holds another table, {existing}: use its spec, or other shards"
                 )
         used = [str(answer.shard) for answer in answers if answer.clock or answer.rows_stored]
-        if used and not all(answer.HasField("spec") for answer in answers):
+        lacking = [str(answer.shard) for answer in answers if not answer.HasField("spec")]
+        if used and lacking:
             raise TableMismatchError(
-                f"shard {', '.join(used)} holds rows of a table that other shards lack, as after a drop_table() that "
-                "failed halfway: repeat drop_table() first"
+                f"shard {', '.join(used)} holds rows of a table that shard {', '.join(lacking)} lacks: is a disk not "
+                "mounted, an address wrong, or a drop_table() half done? Serve the right directories, or restore all "
+                "shards from one backup"
             )
+        # Shard 0 alone draws the table's identity, so that of two callers at a time both create the same table.
         # An older shard knows no single learning rate: it refuses the call, where it would overlook a field.
         method = "CreateSingleRateTable" if spec.correction == "paper" else "CreateTable"
-        self._in_parallel(
-            lambda connection, answer: connection.call(
-                method, pb.CreateTableRequest(spec=spec_to_proto(spec), epoch=answer.epoch)
-            ),
-            zip(self._connect(), answers, strict=True),
-        )
-        self._spec = spec
+
+        def create(connection: ShardConnection, answer: pb.DescribeResponse, identity: bytes) -> bytes:
+            request = pb.CreateTableRequest(spec=spec_to_proto(spec), epoch=answer.epoch, identity=identity)
+            created: bytes = connection.call(method, request).identity
+            return created
+
+        first, *others = zip(self._connect(), answers, strict=True)
+        identity = create(*first, b"")
+        if others:
+            self._in_parallel(create, ((*other, identity) for other in others))
+        self._known = _Table(spec, identity)
         return spec
 
     def extend_table(self, num_rows: int) -> TableSpec:
@@ -232,10 +244,13 @@ class WeightClient:
         """
         num_rows = _integer(num_rows, "num_rows")
         answers = self._describe_shards()
+        identity = self._one_identity(answers)
         specs = [_spec_of(answer) for answer in answers]
         largest = max(specs, key=lambda spec: spec.num_rows)
         if other := next((spec for spec in specs if spec != largest and not spec.is_another_size_of(largest)), None):
-            raise ClusterError(f"the shards hold different tables, {largest} and {other}: drop the one that is wrong")
+            raise ClusterError(
+                f"the shards hold different tables, {largest} and {other}: give the addresses of one cluster"
+            )
         if num_rows < largest.num_rows:
             raise ValueError(
                 f"the table has {largest.num_rows} rows and can only become larger, not {num_rows}: give at least "
@@ -248,11 +263,11 @@ class WeightClient:
                 return
             epoch = self._session.epoch if self._session else answer.epoch
             connection.call(
-                "ExtendTable", pb.ExtendTableRequest(num_rows=num_rows, epoch=epoch, table=spec_digest(spec))
+                "ExtendTable", pb.ExtendTableRequest(num_rows=num_rows, epoch=epoch, table=table_digest(spec, identity))
             )
 
         self._in_parallel(extend, zip(self._connect(), answers, specs, strict=True))
-        self._spec = extended
+        self._known = _Table(extended, identity)
         return extended
 
     def drop_table(self) -> None:
@@ -261,7 +276,7 @@ class WeightClient:
             lambda connection, answer: connection.call("DropTable", pb.DropTableRequest(epoch=answer.epoch)),
             zip(self._connect(), self._describe_shards(), strict=True),
         )
-        self._spec = self._session = None
+        self._known = self._session = None
 
     def describe(self) -> TableInfo:
         """What the table is and how far it came.
@@ -279,11 +294,12 @@ class WeightClient:
                     f"an extend_table() that failed halfway: repeat extend_table({most}), or 'weightserver extend'"
                 )
             if spec != first:
-                raise ClusterError(f"shards 0 and {shard} hold different tables: drop the one that is wrong")
+                raise ClusterError(f"shards 0 and {shard} hold different tables: give the addresses of one cluster")
         newest = max(answers, key=lambda answer: answer.epoch)
-        self._spec = first
+        self._known = _Table(first, self._one_identity(answers))
         return TableInfo(
-            spec=self._spec,
+            spec=first,
+            identity=self._known.identity,
             epoch=newest.epoch,
             run=newest.run,
             clock=max(answer.clock for answer in answers),
@@ -335,7 +351,7 @@ class WeightClient:
         rates = rates.astype(np.float32)
         if not all_finite(rates) or (rates < 0).any():
             raise ValueError("learning_rates must be finite and not negative")
-        answers, table = self._describe_shards(), spec_digest(self._table())
+        answers, table = self._describe_shards(), self._table().digest
         clock = max(answer.clock for answer in answers)
 
         def extend(connection: ShardConnection, version: int) -> None:
@@ -353,17 +369,22 @@ class WeightClient:
         versions = [answer.schedule_version for answer in answers]
         self._in_parallel(extend, zip(self._connect(), versions, strict=True))
 
-    def open_session(self, name: str, *, join: int | None = None) -> int:
+    def open_session(self, name: str, *, join: int | None = None, force: bool = False) -> int:
         """Starts a new epoch under the run's `name`, which fences every older one; or joins epoch `join` as one more
         writer. Returns the epoch. Needed before a write.
 
+        With `force` also where the shards have no common state: for who rolls all of them back next.
+
         Raises:
             FencedError: the epoch to join was superseded, or another client opened a session at the same time.
+            DataLossError: a shard lacks what the others know it to have acknowledged.
+            ClusterError: the shards' rows are not of one time, as where one was restored beside the others.
         """
         name = _name(name)
+        answers = self._describe_shards()
         if join is not None:
-            return self._enter(name, _step(join, "join"), join=True)
-        return self._enter(name, 1 + max(answer.epoch for answer in self._describe_shards()), join=False)
+            return self._join(answers, _step(join, "join"))
+        return self._open(answers, name, force=force)
 
     def join_newest_session(self) -> int:
         """Adds a writer to the newest session, which fences nobody: for what is done beside a run. Where its epoch is
@@ -381,17 +402,83 @@ class WeightClient:
                 "rollback', or let the run go on with --resume"
             )
         try:
-            return self._enter(newest.run, newest.epoch, join=True)
+            return self._join(answers, newest.epoch)
         except FencedError:  # a session that was opened meanwhile refuses this one too, shard 0 first
-            return self._enter(newest.run, newest.epoch + 1, join=False)
+            return self._open(answers, newest.run)
 
-    def _enter(self, name: str, epoch: int, *, join: bool) -> int:
-        request = pb.OpenSessionRequest(name=name, epoch=epoch, join=join, opener=os.urandom(16))
+    def _open(self, answers: list[pb.DescribeResponse], name: str, *, force: bool = False) -> int:
+        """Opens a session behind the newest of `answers`."""
+        self._one_identity(answers)
+        if not force:
+            self._require_common_state(answers)
+        epoch, opener = 1 + max(answer.epoch for answer in answers), os.urandom(16)
+        session = self._session
+        request = pb.OpenSessionRequest(
+            name=name,
+            epoch=epoch,
+            opener=opener,
+            keep_writer=session.writer if session else b"",
+            peers=[] if force else self.marks(),
+        )
         connections = self._connect()
         for connection in connections:  # one by one: of two that race, shard 0 takes one
             connection.call("OpenSession", request)
-        self._session = Session(epoch, len(connections), before=self._session)
+        if session is None:
+            self._session = Session(epoch, opener, len(connections))
+        else:
+            session.renew(epoch, opener)
+        self._lost = None  # each shard holds what this client knows it to have acknowledged
         return epoch
+
+    def _join(self, answers: list[pb.DescribeResponse], epoch: int) -> int:
+        """Adds a writer to session `epoch`, that of shard 0."""
+        self._one_identity(answers)
+        opener = answers[0].opener
+        request = pb.OpenSessionRequest(epoch=epoch, join=True, opener=opener)
+        connections = self._connect()
+        for connection in connections:
+            connection.call("OpenSession", request)
+        if self._session is None or (self._session.epoch, self._session.opener) != (epoch, opener):
+            self._session = Session(epoch, opener, len(connections), before=self._session)
+        return epoch
+
+    def _require_common_state(self, answers: list[pb.DescribeResponse]) -> None:
+        """Raises DataLossError or ClusterError where the shards' rows are known not to be of one time."""
+        remedy = (
+            "serve its newest directory, or take all shards to one checkpoint ('weightserver rollback'), or restore "
+            "all of them from one backup"
+        )
+        for answer in answers:
+            for connection, mark in zip(self._connect(), answer.peers, strict=False):
+                try:
+                    connection.require(mark)
+                except DataLossError:
+                    raise DataLossError(
+                        f"{connection.name} lacks what shard {answer.shard} knows it to have acknowledged: {remedy}"
+                    ) from None
+        restored = [answer for answer in answers if answer.epoch and not answer.opener and _has_rows(answer)]
+        going_on = [answer for answer in answers if answer.opener]
+        kept = [{(known.identity, known.name) for known in answer.checkpoints} for answer in restored]
+        if restored and (going_on or (any(kept) and not set.intersection(*kept))):
+            raise ClusterError(
+                f"shard {restored[0].shard} was restored, and its rows are of another time than those of shard "
+                f"{(going_on or restored[1:])[0].shard}: {remedy}"
+            )
+
+    def marks(self) -> list[str]:
+        """The newest mark of each shard that this client has seen: what `expect` takes. They name all that was
+        acknowledged to it."""
+        return [connection.acknowledged for connection in self._connect()]
+
+    def expect(self, marks: Sequence[str]) -> None:
+        """Holds every shard to have the state of its mark, as a client told them before.
+
+        Raises:
+            DataLossError: a shard's data does not descend from it.
+        """
+        if len(marks) != len(self._connect()):
+            raise ValueError(f"{len(marks)} marks were given, one for each of {len(self._connect())} shards is needed")
+        self._in_parallel(ShardConnection.require, zip(self._connect(), marks, strict=True))
 
     # ---- rows
 
@@ -408,7 +495,7 @@ class WeightClient:
             NoTableError: there is no such checkpoint.
         """
         rows = self._rows(rows)
-        shape = (len(rows), self._table().dim)
+        shape = (len(rows), self._table().spec.dim)
         if out is None:
             out = np.empty(shape, np.float32)
         elif out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
@@ -425,7 +512,7 @@ class WeightClient:
         Raises:
             StepError, NoTableError: as for `fetch`.
         """
-        rows, dim = self._rows(rows), self._table().dim
+        rows, dim = self._rows(rows), self._table().spec.dim
         state = RowState(
             np.empty((len(rows), dim), np.float32),
             np.empty((len(rows), dim), np.float32),
@@ -510,9 +597,8 @@ class WeightClient:
             FencedError: no session, or a superseded one.
             InvalidRequestError: the name was used for another step, or rows were written since it was used.
         """
-        request = partial(pb.CheckpointRequest, name=_name(name), identity=os.urandom(16))
-        step, session = _step(step, "step"), self._require_session()
-        _raise_first(self._change_all(session, session.begin(), "Checkpoint", request, step))
+        request = partial(pb.CheckpointRequest, name=_name(name), identity=os.urandom(16), peers=self.marks())
+        self._change_all("Checkpoint", request, _step(step, "step"))
 
     def checkpoints(self) -> list[Checkpoint]:
         """Those that every shard retains, in the order of their steps."""
@@ -554,12 +640,11 @@ class WeightClient:
             InvalidRequestError: other threads' writes are under way.
         """
         meant, session = self._complete(name), self._require_session()
-        request = partial(pb.CheckpointRequest, name=name, identity=meant.identity)
-        numbers = session.begin_rollback(name)
-        outcomes = self._change_all(session, numbers, "Rollback", request)
-        if not _errors(outcomes) or _refused_everywhere(outcomes):
-            session.end_rollback(done=not _errors(outcomes))
-        _raise_first(outcomes)
+        request = partial(pb.CheckpointRequest, name=name, identity=meant.identity, peers=self.marks())
+        with session.rolling_back(name) as write:
+            outcomes = self._changed(session, write.numbers, "Rollback", request)
+            write.not_applied = _not_applied(outcomes)
+            _raise_first(outcomes)
 
     def release(self, name: str) -> None:
         """Forgets a checkpoint. The disk space that only it needed is reused as its rows are written again.
@@ -569,8 +654,7 @@ class WeightClient:
         """
         if not any(self._shards_with(name)):
             raise NoTableError(f"no shard has a checkpoint {name!r}: call checkpoints() for what there is")
-        session = self._require_session()
-        _raise_first(self._change_all(session, session.begin(), "Release", partial(pb.CheckpointRequest, name=name)))
+        self._change_all("Release", partial(pb.CheckpointRequest, name=name))
 
     def copy_checkpoint(self, source: str | Checkpoint, name: str) -> None:
         """Keeps the checkpoint `source` under `name` too: its rows stay readable when `source` is released.
@@ -581,36 +665,29 @@ class WeightClient:
         """
         kept = self._complete(source) if isinstance(source, str) else source
         request = partial(pb.CopyCheckpointRequest, name=_name(name), source=kept.name, identity=kept.identity)
-        session = self._require_session()
-        _raise_first(self._change_all(session, session.begin(), "CopyCheckpoint", request))
+        self._change_all("CopyCheckpoint", request)
 
     def _shards_with(self, name: str) -> list[bool]:
         """Whether each shard has a checkpoint of that name."""
         return [any(known.name == name for known in answer.checkpoints) for answer in self._describe_shards()]
 
-    def _change_all(
-        self,
-        session: Session,
-        numbers: Numbers,
-        method: str,
-        make_request: Callable[..., Message],
-        step: int = 0,
+    def _change_all(self, method: str, make_request: Callable[..., Message], step: int = 0) -> None:
+        """One change of every shard, once, however often it is tried."""
+        session = self._require_session()
+        with session.changing() as numbers:
+            _raise_first(self._changed(session, numbers, method, make_request, step))
+
+    def _changed(
+        self, session: Session, numbers: Numbers, method: str, make_request: Callable[..., Message], step: int = 0
     ) -> list[Any]:
-        """One change of every shard, once, however often it is tried; each one's answer or error.
+        """Each shard's answer or error."""
+        table = self._table().digest
 
-        After a failure it may be made again as a new one, which changes nothing where it was made; what is left of the
-        first one on its way does nothing once a later write is there.
-        """
-        try:
-            table = spec_digest(self._table())
+        def change(shard: int, connection: ShardConnection) -> None:
+            header = session.header(shard, numbers[shard], step=step, table=table)
+            connection.call(method, make_request(header=header))
 
-            def change(shard: int, connection: ShardConnection) -> None:
-                header = session.header(shard, numbers[shard], step=step, table=table)
-                connection.call(method, make_request(header=header))
-
-            return self._outcomes(change, enumerate(self._connect()))
-        finally:
-            session.settle(numbers)
+        return self._outcomes(change, enumerate(self._connect()))
 
     # ---- one shard
 
@@ -665,6 +742,11 @@ class WeightClient:
             )
             by_shard: dict[int, ShardConnection] = {}
             for connection, answer in zip(connections, answers, strict=True):
+                if not is_understood(answer.server_version):
+                    raise ClusterError(
+                        f"{connection.address} is a shard of version {answer.server_version}, this client is of "
+                        f"{__version__}: update the shard"
+                    )
                 if answer.num_shards != answers[0].num_shards:
                     raise ClusterError(
                         f"{connection.address} is a shard of {answer.num_shards}, {connections[0].address} one of "
@@ -694,11 +776,17 @@ class WeightClient:
         return outcomes
 
     def _outcomes(self, call: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
-        """Calls once for each shard's arguments; the answers, and the errors of calls that raised."""
+        """Calls once for each shard's arguments; the answers, and the errors of calls that raised.
+
+        An interrupt of the caller while the others work leaves them behind: see `_Lent`.
+        """
 
         def outcome(*arguments: Any) -> Any:
             try:
                 return call(*arguments)
+            except DataLossError as error:
+                self._lost = error
+                return error
             except BaseException as error:  # noqa: BLE001 - an interrupt too: the others end before it is raised
                 return error
 
@@ -712,10 +800,26 @@ class WeightClient:
     def _describe_shards(self) -> list[pb.DescribeResponse]:
         return self._on_all("Describe", pb.DescribeRequest())
 
-    def _table(self) -> TableSpec:
-        if self._spec is None:
-            self._spec = self.describe().spec
-        return self._spec
+    def _table(self) -> _Table:
+        if self._known is None:
+            self.describe()
+        assert self._known is not None
+        return self._known
+
+    def _one_identity(self, answers: list[pb.DescribeResponse]) -> bytes:
+        """That of the table of all shards.
+
+        Raises:
+            NoTableError: a shard holds no table. ClusterError: the shards hold tables of several clusters.
+        """
+        for answer, connection in zip(answers, self._connect(), strict=True):
+            _spec_of(answer)
+            if answer.table_identity != answers[0].table_identity:
+                raise ClusterError(
+                    f"{connection.name} holds the table of another cluster than {self._connect()[0].name}: give the "
+                    "addresses of one cluster"
+                )
+        return bytes(answers[0].table_identity)
 
     def _fetch(
         self,
@@ -741,7 +845,7 @@ class WeightClient:
                 if whole is not None and some is not None:
                     whole[:] = some[inverse]
             return
-        connections, table = self._connect(), spec_digest(self._table())
+        connections, table = self._connect(), self._table().digest
 
         def fetch_shard(shard: int, positions: slice | Int64Array) -> None:
             for first in range(0, len(rows[positions]), MAX_ROWS):
@@ -755,16 +859,18 @@ class WeightClient:
 
             def take(chunks: Iterator[FetchedChunk]) -> None:
                 done = 0
+                lent.check()
                 for chunk in chunks:
                     end = done + len(chunk[0]) // (4 * out[0].shape[1])
                     if isinstance(positions, slice):
                         where: slice | Int64Array = slice(positions.start + done, positions.start + end)
                     else:
                         where = positions[done:end]
-                    for array, data in zip(out, chunk, strict=True):
-                        if array is not None:
-                            values = np.frombuffer(data, array.dtype.newbyteorder("<"))
-                            array[where] = values.reshape(-1, *array.shape[1:])
+                    with lent.in_use():
+                        for array, data in zip(out, chunk, strict=True):
+                            if array is not None:
+                                values = np.frombuffer(data, array.dtype.newbyteorder("<"))
+                                array[where] = values.reshape(-1, *array.shape[1:])
                     done = end
                 if done != len(mine):
                     raise ClusterError(f"{connections[shard].name} answered {done} of {len(mine)} rows")
@@ -773,15 +879,18 @@ class WeightClient:
 
         parts_by_shard = self._sharding().positions_by_shard(rows)
         if parts_by_shard:
-            self._in_parallel(fetch_shard, parts_by_shard.items())
+            with _Lent() as lent:
+                self._in_parallel(fetch_shard, parts_by_shard.items())
 
     def _require_session(self) -> Session:
+        if self._lost is not None:
+            raise DataLossError(f"this client writes nothing any more since {self._lost}")
         if self._session is None:
             raise FencedError("no session is open: call open_session() before the first write")
         return self._session
 
     def _sharding(self) -> Sharding:
-        return Sharding(self._table().rows_per_block, len(self._connect()))
+        return Sharding(self._table().spec.rows_per_block, len(self._connect()))
 
     def _write(
         self,
@@ -808,31 +917,36 @@ class WeightClient:
                 hasher.update(to_bytes(array))
             return hasher.digest()
 
-        numbers = session.begin(by_shard, digest)
-        connections, table = self._connect(), spec_digest(self._table())
+        connections, table = self._connect(), self._table().digest
+        with session.writing(by_shard, digest) as write, _Lent() as lent:
 
-        def messages(shard: int) -> Iterator[Message]:
-            positions = by_shard[shard]
-            mine = rows[positions]
-            header: pb.WriteHeader | None = session.header(
-                shard, numbers[shard], step=step, num_rows=len(mine), table=table
-            )
-            parts = {name: array[positions] for name, array in arrays.items()}
-            rows_per_message = max(1, CHUNK_BYTES // sum(array.nbytes // len(rows) for array in arrays.values()))
-            for start in range(0, len(mine), rows_per_message):
-                chunk = slice(start, start + rows_per_message)
-                values = {name: to_bytes(part[chunk]) for name, part in parts.items()}
-                yield make_message(header, rows_to_proto(mine[chunk]), values)
-                header = None
+            def messages(shard: int) -> Iterator[Message]:
+                positions = by_shard[shard]
+                with lent.in_use():
+                    mine = rows[positions]
+                    parts = {name: array[positions] for name, array in arrays.items()}
+                header: pb.WriteHeader | None = session.header(
+                    shard, write.numbers[shard], step=step, num_rows=len(mine), table=table
+                )
+                rows_per_message = max(1, CHUNK_BYTES // sum(array.nbytes // len(rows) for array in arrays.values()))
+                for start in range(0, len(mine), rows_per_message):
+                    chunk = slice(start, start + rows_per_message)
+                    with lent.in_use():
+                        values = {name: to_bytes(part[chunk]) for name, part in parts.items()}
+                        message = make_message(header, rows_to_proto(mine[chunk]), values)
+                    yield message
+                    header = None
 
-        outcomes = self._outcomes(
-            lambda shard: connections[shard].write(method, lambda: messages(shard)), zip(by_shard, strict=True)
-        )
-        if not _errors(outcomes) or _refused_everywhere(outcomes):
-            session.settle(numbers)
-        else:
-            session.fail(numbers, digest())
-        _raise_first(outcomes)
+            def send(shard: int) -> None:
+                def begin() -> Iterator[Message]:
+                    lent.check()
+                    return messages(shard)
+
+                connections[shard].write(method, begin)
+
+            outcomes = self._outcomes(send, zip(by_shard, strict=True))
+            write.not_applied = _not_applied(outcomes)
+            _raise_first(outcomes)
 
     # ---- checks of what the caller gives
 
@@ -840,7 +954,7 @@ class WeightClient:
         array = _int64(rows, "rows")
         if array.ndim != 1:
             raise ValueError(f"rows must have shape [n], got {list(array.shape)}")
-        num_rows = self._table().num_rows
+        num_rows = self._table().spec.num_rows
         if len(array) and array.max() >= num_rows:
             num_rows = self.describe().spec.num_rows  # another client may have made a larger table
         if len(array) and (array.min() < 0 or array.max() >= num_rows):
@@ -857,12 +971,60 @@ class WeightClient:
             raise TypeError(f"{name} cannot be read as a NumPy array: {error}") from None
         if array.dtype != np.float32:
             raise TypeError(f"{name} must be float32, got {array.dtype}: convert it first")
-        shape = (len(rows), self._table().dim)
+        shape = (len(rows), self._table().spec.dim)
         if array.shape != shape:
             raise ValueError(f"{name} must have shape {list(shape)}, got {list(array.shape)}")
         if not all_finite(array):
             raise ValueError(f"{name} holds NaN or infinite values: nothing was sent")
         return array
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The table as this client knows it."""
+
+    spec: TableSpec
+    identity: bytes
+
+    @cached_property
+    def digest(self) -> int:
+        """By which requests name it."""
+        return table_digest(self.spec, self.identity)
+
+
+class _Lent:
+    """The caller's arrays, which threads of a fan-out use until the context is left. Where an exception of the caller
+    leaves it early, they touch them no more, and end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._returned = False
+
+    def check(self) -> None:
+        """Raises CancelledError where the caller has left."""
+        with self.in_use():
+            pass
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """While a thread uses the arrays."""
+        with self._lock:
+            if self._returned:
+                raise CancelledError
+            yield
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self._returned = True
+
+
+def _has_rows(answer: pb.DescribeResponse) -> bool:
+    return bool(answer.rows_stored or answer.clock)
 
 
 def _spec_of(answer: pb.DescribeResponse) -> TableSpec:
@@ -880,10 +1042,9 @@ def _errors(outcomes: list[Any]) -> list[BaseException]:
     return [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
 
 
-def _refused_everywhere(outcomes: list[Any]) -> bool:
-    """Whether every shard has said that it did nothing."""
-    unknown = (ShardUnavailableError, OverloadedError)
-    return all(isinstance(outcome, WeightServerError) and not isinstance(outcome, unknown) for outcome in outcomes)
+def _not_applied(outcomes: list[Any]) -> bool:
+    """Whether every shard is proven to have done nothing."""
+    return all(isinstance(outcome, WeightServerError) and outcome.not_applied for outcome in outcomes)
 
 
 def _raise_first(outcomes: list[Any]) -> None:

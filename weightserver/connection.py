@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -13,11 +14,13 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc.experimental import ChannelOptions
 
+from weightserver import __version__
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.errors import (
     ERROR_OF_STATUS,
     AuthenticationError,
     ClusterError,
+    DataLossError,
     OverloadedError,
     ShardUnavailableError,
     StorageError,
@@ -25,7 +28,15 @@ from weightserver.errors import (
 )
 from weightserver.handshake import tls_failure
 from weightserver.logs import REQUEST_ID, new_request_id
-from weightserver.wire import MAX_MESSAGE_BYTES, RETRY_HINT, decode_fetch_response
+from weightserver.records import split_mark
+from weightserver.wire import (
+    ACKNOWLEDGED_KEY,
+    MARK_KEY,
+    MAX_MESSAGE_BYTES,
+    RETRY_HINT,
+    VERSION_KEY,
+    decode_fetch_response,
+)
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["WeightServer"]
 _RETRIED = (
@@ -74,33 +85,52 @@ class ShardConnection:
         self._tls = credentials is not None
         self._timeout_seconds = timeout_seconds
         self._retry_seconds = retry_seconds
-        self._metadata = [("authorization", f"Bearer {token}")] if token else []
+        self._metadata = [(VERSION_KEY, __version__), *([("authorization", f"Bearer {token}")] if token else [])]
+        self._lock = threading.Lock()
+        self.acknowledged = ""
+        """The newest mark of the shard that was seen; every attempt carries it. Empty before the first answer."""
         self._channel = open_channel(address, credentials)
         self._stubs = {method.name: self._stub(method) for method in _SERVICE.methods}
 
-    def _stub(self, method: Any) -> Callable[..., Any]:
+    def _stub(self, method: Any) -> Any:
         if method.server_streaming:
             kind = self._channel.unary_stream
         elif method.client_streaming:
             kind = self._channel.stream_unary
         else:
             kind = self._channel.unary_unary
-        stub: Callable[..., Any] = kind(
+        return kind(
             f"/{_SERVICE.full_name}/{method.name}",
             request_serializer=GetMessageClass(method.input_type).SerializeToString,
             # Fetch answers are taken apart without a copy.
             response_deserializer=None if method.name == "Fetch" else GetMessageClass(method.output_type).FromString,
         )
-        return stub
 
-    def call(self, method: str, request: Message) -> Any:
-        """The answer of a call of one message."""
-        return self._attempts(lambda options: self._stubs[method](request, **options))
+    def call(self, method: str, request: Message, *, acknowledged: str = "") -> Any:
+        """The answer of a call of one message, which tells the shard of another mark than the newest."""
+
+        def attempt(options: dict[str, Any]) -> Any:
+            answer, call = self._stubs[method].with_call(request, **options)
+            self._note_mark(call, options)
+            return answer
+
+        return self._attempts(attempt, acknowledged)
+
+    def require(self, mark: str) -> None:
+        """Raises DataLossError unless the shard's data descends from the state of that mark."""
+        if mark and mark != self.acknowledged and not _is_behind(mark, self.acknowledged):
+            self.call("Describe", pb.DescribeRequest(), acknowledged=mark)
 
     def write(self, method: str, messages: Callable[[], Iterator[Message]]) -> pb.WriteResponse:
         """The answer of a write; `messages` makes its messages anew for each attempt."""
-        answer: pb.WriteResponse = self._attempts(lambda options: self._stubs[method](messages(), **options))
-        return answer
+
+        def attempt(options: dict[str, Any]) -> pb.WriteResponse:
+            answer: pb.WriteResponse
+            answer, call = self._stubs[method].with_call(messages(), **options)
+            self._note_mark(call, options)
+            return answer
+
+        return self._attempts(attempt)
 
     def fetch(self, request: pb.FetchRequest, take: Callable[[Iterator[FetchedChunk]], None]) -> None:
         """Has `take` consume the answer's chunks, from the first one again in each attempt."""
@@ -109,17 +139,20 @@ class ShardConnection:
             call = self._stubs["Fetch"](request, **options)
             try:
                 take(decode_fetch_response(message) for message in call)
+                self._note_mark(call, options)
             finally:
                 call.cancel()
 
         self._attempts(attempt)
 
-    def _attempts(self, attempt: Callable[[dict[str, Any]], Result]) -> Result:
+    def _attempts(self, attempt: Callable[[dict[str, Any]], Result], acknowledged: str = "") -> Result:
         started, pause, warned, request_id = time.monotonic(), _FIRST_PAUSE_SECONDS, False, new_request_id()
-        options = {"timeout": self._timeout_seconds, "metadata": [*self._metadata, (REQUEST_ID, request_id)]}
+        in_doubt = False
         while True:
+            mark = acknowledged or self.acknowledged
+            metadata = [*self._metadata, *([(ACKNOWLEDGED_KEY, mark)] if mark else []), (REQUEST_ID, request_id)]
             try:
-                return attempt(options)
+                return attempt({"timeout": self._timeout_seconds, "metadata": metadata})
             except grpc.RpcError as error:
                 status, details, hint = error.code(), error.details() or "", _retry_hint(error)
             if status is grpc.StatusCode.UNIMPLEMENTED:
@@ -129,13 +162,18 @@ class ShardConnection:
             if status in (grpc.StatusCode.INTERNAL, StorageError.status):
                 details += f" (its log tells more of request {request_id})"
             if status not in _RETRIED:
-                raise ERROR_OF_STATUS.get(status, WeightServerError)(f"{self.name}: {details}")
+                refusal = ERROR_OF_STATUS.get(status, WeightServerError)(f"{self.name}: {details}")
+                refusal.not_applied &= not in_doubt
+                raise refusal
             if reason := tls_failure(self.address, status, details, tls=self._tls):
                 raise AuthenticationError(f"{self.name} cannot be called: {reason}")
+            in_doubt |= status is not grpc.StatusCode.RESOURCE_EXHAUSTED
             waited = time.monotonic() - started
             if waited >= self._retry_seconds:
                 if status is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                    raise OverloadedError(f"{self.name} was overloaded for {waited:.1f} s: {details}")
+                    overloaded = OverloadedError(f"{self.name} was overloaded for {waited:.1f} s: {details}")
+                    overloaded.not_applied &= not in_doubt
+                    raise overloaded
                 raise ShardUnavailableError(
                     f"{self.name} did not answer for {waited:.1f} s ({status.name}): check that it runs and can be "
                     "reached, then repeat the call"
@@ -153,8 +191,36 @@ class ShardConnection:
             time.sleep(min(wanted, self._retry_seconds - waited))
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
+    def _note_mark(self, call: Any, options: dict[str, Any]) -> None:
+        """Keeps the shard's mark, which the answer ends with.
+
+        Raises:
+            DataLossError: the shard has gone back behind what it had acknowledged.
+        """
+        mark = next((value for key, value in call.trailing_metadata() or () if key == MARK_KEY), "")
+        told = dict(options["metadata"]).get(ACKNOWLEDGED_KEY, "")
+        if not mark or mark == told:
+            return
+        if _is_behind(mark, told):
+            lost = DataLossError(f"{self.name} answers from {mark}, behind {told}, which it had acknowledged")
+            lost.not_applied = False
+            raise lost
+        with self._lock:
+            before = self.acknowledged
+            # The shard has held `told` against its data, and nothing else that other threads have seen meanwhile.
+            if before == told or _is_behind(before, mark):
+                self.acknowledged = mark
+
     def close(self) -> None:
         self._channel.close()
+
+
+def _is_behind(mark: str, other: str) -> bool:
+    """Whether it is an earlier state of the same incarnation."""
+    if not (mark and other):
+        return False
+    (incarnation, commit), (of_other, commit_of_other) = split_mark(mark), split_mark(other)
+    return incarnation == of_other and commit < commit_of_other
 
 
 def _retry_hint(error: grpc.RpcError) -> float:

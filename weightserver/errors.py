@@ -10,7 +10,11 @@ WeightServerError
 ├── StepError                OUT_OF_RANGE         beyond the schedule, or before what a row has seen
 ├── FencedError              ABORTED              the session was superseded, or none was opened
 ├── AuthenticationError      UNAUTHENTICATED      one side does not believe the other's token or certificate
-└── StorageError             DATA_LOSS            the disk's contents are not what they must be
+├── StorageError             FAILED_PRECONDITION  the disk's contents are not what they must be
+└── DataLossError            DATA_LOSS            the shard lacks what it had acknowledged
+
+What a write did is unknown unless its error is a proven refusal, `not_applied`: made before a commit was tried, by the
+only attempt whose outcome could be in doubt.
 
 Server code raises these; `service.py` turns them into statuses; `client.py` turns statuses back into the same classes.
 Nothing else crosses the wire: a foreign exception is logged by the shard and becomes INTERNAL with a fixed text.
@@ -25,6 +29,8 @@ class WeightServerError(Exception):
     """Base of all errors of the weight server and its client."""
 
     status: grpc.StatusCode = grpc.StatusCode.INTERNAL
+    not_applied: bool = False
+    """Whether it proves that the call it ended changed nothing on the shard."""
 
 
 class ShardUnavailableError(WeightServerError):
@@ -37,54 +43,69 @@ class OverloadedError(WeightServerError):
     """A shard has no room for another request now; trying again later may succeed."""
 
     status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    not_applied = True
 
 
 class ClusterError(WeightServerError):
     """The addresses given do not make one complete cluster: a shard is missing, doubled or of another cluster."""
 
     status = grpc.StatusCode.UNIMPLEMENTED
+    not_applied = True
 
 
 class NoTableError(WeightServerError):
     """The shard holds no table yet, or no checkpoint of that name."""
 
     status = grpc.StatusCode.NOT_FOUND
+    not_applied = True
 
 
 class TableMismatchError(WeightServerError):
     """The table that exists has another spec, or another schedule, than the one asked for."""
 
     status = grpc.StatusCode.ALREADY_EXISTS
+    not_applied = True
 
 
 class InvalidRequestError(WeightServerError):
     """A shape, dtype, row or value that cannot be right."""
 
     status = grpc.StatusCode.INVALID_ARGUMENT
+    not_applied = True
 
 
 class StepError(WeightServerError):
     """A step beyond the schedule, or before an update that the row has already seen."""
 
     status = grpc.StatusCode.OUT_OF_RANGE
+    not_applied = True
 
 
 class FencedError(WeightServerError):
     """The writer's session was superseded by a newer one, or no session was opened."""
 
     status = grpc.StatusCode.ABORTED
+    not_applied = True
 
 
 class AuthenticationError(WeightServerError):
     """A call without the shard's token, or a TLS certificate that one side does not take; trying again is no use."""
 
     status = grpc.StatusCode.UNAUTHENTICATED
+    not_applied = True
 
 
 class StorageError(WeightServerError):
     """The data directory is not what it must be: another shard's, another format's, locked, or damaged."""
 
+    status = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class DataLossError(WeightServerError):
+    """The shard's data does not hold what was acknowledged: an older copy, or another directory, is in its place."""
+
     status = grpc.StatusCode.DATA_LOSS
+    not_applied = True
 
 
 class MapGrownError(StorageError):
@@ -105,5 +126,6 @@ ERROR_OF_STATUS: dict[grpc.StatusCode, type[WeightServerError]] = {
         FencedError,
         AuthenticationError,
         StorageError,
+        DataLossError,
     )
 }

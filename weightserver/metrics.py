@@ -38,7 +38,7 @@ class ShardMetrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
-        for status in ("OK", "CANCELLED", "RESOURCE_EXHAUSTED", "DATA_LOSS", "INTERNAL"):
+        for status in ("OK", "CANCELLED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "INTERNAL"):
             self._seconds.labels("Fetch", status)  # a rate does not see the step from no series to 1
         self._stage_seconds = Histogram(
             "weightserver_fetch_stage_seconds",

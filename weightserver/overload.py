@@ -335,10 +335,13 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
                 self._on_cut_off(call.lane)
 
 
-def abort(context: grpc.ServicerContext, error: WeightServerError) -> NoReturn:
+def abort(
+    context: grpc.ServicerContext, error: WeightServerError, trailer: tuple[tuple[str, str], ...] = ()
+) -> NoReturn:
     """Ends the call with the error's status; one that may succeed later says how soon."""
     if isinstance(error, OverloadedError):
-        context.set_trailing_metadata(((RETRY_HINT, str(_RETRY_AFTER_MS)),))
+        trailer = (*trailer, (RETRY_HINT, str(_RETRY_AFTER_MS)))
+    context.set_trailing_metadata(trailer)
     context.abort(error.status, str(error))
     raise AssertionError("abort() raises")
 

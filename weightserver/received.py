@@ -15,7 +15,14 @@ from weightserver.wire import Float32Array, all_finite, count_rows, rows_from_pr
 
 
 def write_header(header: pb.WriteHeader) -> WriteHeader:
-    return WriteHeader(header.epoch, header.writer, header.sequence, header.settled_before, header.step)
+    return WriteHeader(
+        epoch=header.epoch,
+        opener=header.opener,
+        writer=header.writer,
+        sequence=header.sequence,
+        settled_before=header.settled_before,
+        step=header.step,
+    )
 
 
 class ReceivedWrite:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -21,7 +21,13 @@ from weightserver.errors import NoTableError, StorageError
 from weightserver.storage import Transaction
 from weightserver.wire import Float32Array
 
-FORMAT = 2
+FORMAT = 3
+_READABLE_FORMATS = (2, FORMAT)
+"""Format 2, of version 0.1, kept the checkpoints in `state`, and had neither marks nor a table's identity."""
+MAX_CHECKPOINTS = 1_000
+"""That a shard retains."""
+MAX_ANCESTORS = 4_096
+"""Incarnations that a directory descends from and still knows."""
 _SCHEDULE_CHUNK = 65_536
 """Learning rates per stored value."""
 _STEP = struct.Struct(">Q")
@@ -49,6 +55,57 @@ class Checkpoint:
     rows_stored: int
     identity: str = ""
     """Hexadecimal; the same on every shard of the call that took it."""
+    mark: str = ""
+    """The shard's once it was taken; see `Lineage`."""
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Which states a directory descends from: those of each incarnation, one process that wrote, up to a commit.
+
+    A mark, `incarnation:commit`, names one of these states. Who was shown a mark can tell an older copy of the
+    directory, or another directory, from one that holds all that was there: only that one descends from it.
+    """
+
+    ancestors: tuple[tuple[str, int], ...] = ()
+    """(incarnation, its last commit), oldest first."""
+
+    def joined(self, marks: Iterable[str]) -> Lineage:
+        """Descending from these too."""
+        ancestors = dict(self.ancestors)
+        for incarnation, commit in map(split_mark, marks):
+            ancestors[incarnation] = max(commit, ancestors.pop(incarnation, 0))
+        return Lineage(tuple(ancestors.items())[-MAX_ANCESTORS:])
+
+    def up_to(self, mark: str) -> Lineage:
+        """That of the state of a mark, which is this one's or an earlier one; of none where a version before 0.2 left
+        no mark."""
+        if not mark:
+            return Lineage()
+        names = [name for name, _ in self.ancestors]
+        incarnation, _ = split_mark(mark)
+        before = self.ancestors[: names.index(incarnation)] if incarnation in names else self.ancestors
+        return Lineage(before).joined([mark])
+
+    @property
+    def marks(self) -> list[str]:
+        return [f"{incarnation}:{commit}" for incarnation, commit in self.ancestors]
+
+    def holds(self, mark: str) -> bool:
+        incarnation, commit = split_mark(mark)
+        return any(known == incarnation and commit <= last for known, last in reversed(self.ancestors))
+
+
+def split_mark(mark: str) -> tuple[str, int]:
+    """(incarnation, commit).
+
+    Raises:
+        ValueError: it is no mark.
+    """
+    incarnation, _, commit = mark.partition(":")
+    if len(incarnation) != 16 or not commit.isascii() or not commit.isdigit():
+        raise ValueError(f"{mark!r} is no mark of a shard")
+    return incarnation, int(commit)
 
 
 @dataclass(frozen=True)
@@ -63,8 +120,16 @@ class State:
     rows_stored: int = 0
     schedule_version: int = 0
     generation: int = 0
+    incarnation: str = ""
+    """Of the process that wrote last: 16 hexadecimal digits."""
+    commit: int = 0
+    """Counts the transactions that changed anything; compacting leaves it alone."""
     checkpoints: tuple[Checkpoint, ...] = ()
     """Retained, oldest first; the current generation is newer than all of theirs."""
+
+    @property
+    def mark(self) -> str:
+        return f"{self.incarnation}:{self.commit}"
 
     def checkpoint(self, name: str, identity: str = "") -> Checkpoint:
         """The retained checkpoint of that name and, where given, identity, or NoTableError."""
@@ -128,16 +193,22 @@ def read_identity(txn: Transaction) -> Identity | None:
             return None
         found = _json_object(_bare(stored) or _checked("meta", b"identity", stored))
         found_format = found.pop("format")
-        if found_format == FORMAT:
+        if found_format in _READABLE_FORMATS:
             return _built(Identity, found)
     raise StorageError(
-        f"{txn.directory} has format {found_format!r}, this version reads {FORMAT}: "
+        f"{txn.directory} has format {found_format!r}, this version reads {_READABLE_FORMATS[0]} to {FORMAT}: "
         "use the version of weightserver that wrote it"
     )
 
 
 def write_identity(txn: Transaction, identity: Identity) -> None:
     put_json(txn, "identity", {"format": FORMAT, **asdict(identity)})
+
+
+def is_of_format(txn: Transaction, wanted: int) -> bool:
+    """Whether the directory, which has an identity, is of that format."""
+    stored = get_json(txn, "identity")
+    return stored is not None and stored["format"] == wanted
 
 
 def read_spec(txn: Transaction) -> TableSpec | None:
@@ -153,19 +224,61 @@ def read_earlier_sizes(txn: Transaction) -> tuple[int, ...]:
         return tuple(map(int, _stored(txn, "spec").get("earlier_sizes", ())))
 
 
-def write_spec(txn: Transaction, spec: TableSpec | None, earlier_sizes: tuple[int, ...] = ()) -> None:
-    put_json(txn, "spec", {"table": spec and asdict(spec), "earlier_sizes": earlier_sizes})
+def read_table_identity(txn: Transaction) -> bytes:
+    """16 bytes; none where there is no table."""
+    with _guarded(txn, "spec"):
+        stored = _stored(txn, "spec")
+        if stored["table"] is None:
+            return b""
+        return bytes.fromhex(stored["identity"]) if "identity" in stored else earlier_identity(stored["table"])
+
+
+def earlier_identity(spec: dict[str, Any]) -> bytes:
+    """That of a table of version 0.1, which had none: made of its spec, so that all shards and backups agree."""
+    never_changing = {name: value for name, value in spec.items() if name != "num_rows"}
+    return xxhash.xxh3_128_digest(json.dumps(never_changing, sort_keys=True).encode())
+
+
+def write_spec(
+    txn: Transaction, spec: TableSpec | None, identity: bytes = b"", earlier_sizes: tuple[int, ...] = ()
+) -> None:
+    table = {"table": spec and asdict(spec), "identity": identity.hex(), "earlier_sizes": earlier_sizes}
+    put_json(txn, "spec", table)
 
 
 def read_state(txn: Transaction) -> State:
     with _guarded(txn, "state"):
         stored = _stored(txn, "state")
-        checkpoints = tuple(_built(Checkpoint, checkpoint) for checkpoint in stored["checkpoints"])
+        kept = stored["checkpoints"] if "checkpoints" in stored else _stored(txn, "checkpoints")["retained"]
+        checkpoints = tuple(_built(Checkpoint, checkpoint) for checkpoint in kept)
         return _built(State, stored | {"checkpoints": checkpoints})
 
 
-def write_state(txn: Transaction, state: State) -> None:
-    put_json(txn, "state", asdict(state))
+def write_state(txn: Transaction, state: State, before: State | None = None) -> None:
+    """Stores it in the place of `before`, or of anything."""
+    put_json(txn, "state", {name: value for name, value in vars(state).items() if name != "checkpoints"})
+    if before is None or state.checkpoints is not before.checkpoints:
+        put_json(txn, "checkpoints", {"retained": [asdict(known) for known in state.checkpoints]})
+
+
+def read_lineage(txn: Transaction) -> Lineage:
+    with _guarded(txn, "lineage"):
+        stored = get_json(txn, "lineage") or {"marks": []}
+        return Lineage().joined(stored["marks"])
+
+
+def write_lineage(txn: Transaction, lineage: Lineage) -> None:
+    put_json(txn, "lineage", {"marks": lineage.marks})
+
+
+def read_peers(txn: Transaction) -> list[str]:
+    """The marks of all shards that this one was told last, in their order; none where it was told of none."""
+    with _guarded(txn, "peers"):
+        return [str(mark) for mark in (get_json(txn, "peers") or {"marks": []})["marks"]]
+
+
+def write_peers(txn: Transaction, marks: Iterable[str]) -> None:
+    put_json(txn, "peers", {"marks": list(marks)})
 
 
 def read_schedule(txn: Transaction) -> Float32Array:
@@ -198,6 +311,16 @@ def get_json(txn: Transaction, key: str) -> dict[str, Any] | None:
     content = get_record(txn, "meta", key.encode())
     with _guarded(txn, key):
         return None if content is None else _json_object(content)
+
+
+def upgrade(txn: Transaction, incarnation: str) -> None:
+    """Brings a directory of format 2 to the present one. What the rows are does not change."""
+    identity = read_identity(txn)
+    assert identity is not None
+    spec, table_identity, state = read_spec(txn), read_table_identity(txn), read_state(txn)
+    write_spec(txn, spec, table_identity, read_earlier_sizes(txn))
+    write_state(txn, replace(state, incarnation=incarnation))
+    write_identity(txn, identity)
 
 
 def put_json(txn: Transaction, key: str, value: dict[str, Any]) -> None:

@@ -25,12 +25,15 @@ from weightserver.config import TableSpec
 from weightserver.errors import StorageError
 from weightserver.records import (
     KeptCheckpoint,
+    Lineage,
     State,
     chosen_checkpoint,
     read_identity,
+    read_lineage,
     read_schedule,
     read_spec,
     read_state,
+    read_table_identity,
 )
 from weightserver.sharding import BlockRun, Int64Array, Sharding, block_runs
 from weightserver.storage import NEWEST, LmdbStorage, Transaction, require_sound
@@ -60,7 +63,9 @@ class _Source:
     shard: int
     num_shards: int
     spec: TableSpec
+    table_identity: bytes
     state: State
+    lineage: Lineage
     learning_rates: Float32Array
     txn: Transaction
     rows_stored: int
@@ -145,7 +150,16 @@ def _open(directory: Path, stack: ExitStack) -> _Source:
         raise ValueError(f"{directory} holds no table: give the directories of all shards of one")
     state = read_state(txn)
     return _Source(
-        directory, identity.shard, identity.num_shards, spec, state, read_schedule(txn), txn, state.rows_stored
+        directory,
+        identity.shard,
+        identity.num_shards,
+        spec,
+        read_table_identity(txn),
+        state,
+        read_lineage(txn),
+        read_schedule(txn),
+        txn,
+        state.rows_stored,
     )
 
 
@@ -159,7 +173,7 @@ def _check_complete(shards: list[_Source], current: bool) -> TableSpec:
                 f"{shard.spec.num_rows} rows, as after an extend_table() that failed halfway: serve them and repeat "
                 "'weightserver extend'"
             )
-        if shard.spec != first.spec:
+        if shard.spec != first.spec or shard.table_identity != first.table_identity:
             raise ValueError(f"{first.directory} and {shard.directory} hold different tables: give those of one")
         if shard.num_shards != len(shards):
             raise ValueError(
@@ -192,8 +206,19 @@ def _table_state(shards: list[_Source], spec: TableSpec, checkpoint: str | None,
         if not np.array_equal(longest[: len(shard.learning_rates)], shard.learning_rates):
             raise ValueError(f"{shard.directory} has another schedule than the others: extend it on all shards again")
     version = 1 + max(state.schedule_version for state in states)
+    marks = [state.checkpoint(kept.name).mark if kept else state.mark for state in states]
     return TableState(
-        spec, longest, epoch=newest.epoch, run=newest.run, clock=clock, schedule_version=version, checkpoint=kept
+        spec,
+        longest,
+        epoch=newest.epoch,
+        run=newest.run,
+        clock=clock,
+        schedule_version=version,
+        checkpoint=kept,
+        identity=shards[0].table_identity,
+        lineage=Lineage().joined(
+            mark for shard, up_to in zip(shards, marks, strict=True) for mark in shard.lineage.up_to(up_to).marks
+        ),
     )
 
 

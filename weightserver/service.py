@@ -7,7 +7,7 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import asdict
 from typing import TypeVar
@@ -20,21 +20,32 @@ from weightserver import __version__
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.committer import Committer
 from weightserver.config import MAX_ROWS, TableSpec
-from weightserver.errors import FencedError, InvalidRequestError, StorageError, WeightServerError
+from weightserver.errors import (
+    DataLossError,
+    FencedError,
+    InvalidRequestError,
+    StorageError,
+    WeightServerError,
+)
 from weightserver.metrics import ShardMetrics
 from weightserver.overload import Memory, Reservation, abort, answer_bytes, blocks_bytes, fetch_bytes, write_bytes
 from weightserver.received import ReceivedWrite, write_header
+from weightserver.records import split_mark
 from weightserver.shard import READ_BYTES, Batch, Rows, Shard, WriteHeader
 from weightserver.sharding import Int64Array
 from weightserver.timing import StageClock, arrived
 from weightserver.wire import (
+    ACKNOWLEDGED_KEY,
     CHUNK_BYTES,
+    MARK_KEY,
     MAX_NAME_CHARACTERS,
     MAX_WRITE_BYTES,
     MAX_WRITE_ROWS,
+    VERSION_KEY,
     count_rows,
     encode_fetch_response,
     float32_from_bytes,
+    is_understood,
     rows_from_proto,
     spec_from_proto,
     spec_to_proto,
@@ -42,7 +53,7 @@ from weightserver.wire import (
 )
 
 NAME = pb.DESCRIPTOR.services_by_name["WeightServer"].full_name
-_WRITER_BYTES = 16
+_ID_BYTES = 16
 _CHECKPOINT_BYTES = 4 * MAX_NAME_CHARACTERS + 64
 _EVENTS = {
     "Checkpoint": "checkpoint taken",
@@ -82,6 +93,9 @@ class WeightServerService:
                 generation=state.generation,
                 server_version=__version__,
                 schedule_version=state.schedule_version,
+                table_identity=shard.table_identity,
+                opener=bytes.fromhex(state.opener),
+                peers=shard.peers,
                 checkpoints=[
                     pb.Checkpoint(
                         name=known.name,
@@ -89,6 +103,7 @@ class WeightServerService:
                         identity=bytes.fromhex(known.identity),
                         clock=known.clock,
                         rows_stored=known.rows_stored,
+                        mark=known.mark,
                     )
                     for known in state.checkpoints
                 ],
@@ -110,10 +125,13 @@ class WeightServerService:
                 raise ValueError("CreateSingleRateTable is for specs with single_rate, CreateTable for all others")
             spec, before = spec_from_proto(request.spec), self._shard.spec
             epoch = request.epoch if request.HasField("epoch") else None
-            self._commit(context, lambda batch: self._shard.create_table(batch, spec, epoch))
+            _require(len(request.identity) in (0, _ID_BYTES), f"identity must be {_ID_BYTES} bytes")
+            identity = self._commit(
+                context, lambda batch: self._shard.create_table(batch, spec, request.identity, epoch)
+            )
             if before is None:
                 _log.info("table created", extra=asdict(spec))
-            return pb.CreateTableResponse()
+            return pb.CreateTableResponse(identity=identity)
 
     def ExtendTable(self, request: pb.ExtendTableRequest, context: grpc.ServicerContext) -> pb.ExtendTableResponse:
         with self._answering("ExtendTable", context):
@@ -154,14 +172,23 @@ class WeightServerService:
         with self._answering("OpenSession", context):
             _require(request.epoch > 0, "epoch must be positive")
             _require(len(request.name) <= MAX_NAME_CHARACTERS, f"name has more than {MAX_NAME_CHARACTERS} characters")
-            _require(len(request.opener) == _WRITER_BYTES, f"opener must be {_WRITER_BYTES} bytes")
+            _require(len(request.opener) == _ID_BYTES, f"opener must be {_ID_BYTES} bytes")
+            _require(len(request.keep_writer) in (0, _ID_BYTES), f"keep_writer must be {_ID_BYTES} bytes")
             self._shard.require_table()
             if request.join:
-                self._shard.join_session(request.epoch)
+                self._shard.join_session(request.epoch, request.opener)
             else:
+                peers = self._peers(request.peers)
                 self._commit(
                     context,
-                    lambda batch: self._shard.open_session(batch, request.name, request.epoch, request.opener),
+                    lambda batch: self._shard.open_session(
+                        batch,
+                        request.name,
+                        request.epoch,
+                        request.opener,
+                        keep_writer=request.keep_writer,
+                        peers=peers,
+                    ),
                 )
                 _log.info("session opened", extra={"run": request.name})
             return pb.OpenSessionResponse()
@@ -206,7 +233,7 @@ class WeightServerService:
             applied = self._commit(context, lambda batch: self._shard.push_gradients(batch, header, rows, gradients))
             self._metrics.requested("push", len(rows))
             self._metrics.pushed(len(rows), gradients.nbytes, duplicate=not applied)
-            return pb.WriteResponse(duplicate=not applied)
+            return pb.WriteResponse(duplicate=not applied, mark=self._shard.state.mark)
 
     def WriteState(
         self, request_iterator: Iterator[pb.WriteStateRequest], context: grpc.ServicerContext
@@ -221,13 +248,19 @@ class WeightServerService:
             )
             self._metrics.requested("write_state", len(rows))
             self._metrics.written(len(rows), 2 * weight.nbytes, duplicate=not applied)
-            return pb.WriteResponse(duplicate=not applied)
+            return pb.WriteResponse(duplicate=not applied, mark=self._shard.state.mark)
 
     def Checkpoint(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
-        return self._on_checkpoint("Checkpoint", self._shard.checkpoint, request, context)
+        def take(batch: Batch, header: WriteHeader, name: str, identity: str) -> bool:
+            return self._shard.checkpoint(batch, header, name, identity, self._peers(request.peers))
+
+        return self._on_checkpoint("Checkpoint", take, request, context)
 
     def Rollback(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
-        return self._on_checkpoint("Rollback", self._shard.rollback, request, context)
+        def go_back(batch: Batch, header: WriteHeader, name: str, identity: str) -> bool:
+            return self._shard.rollback(batch, header, name, identity, self._peers(request.peers))
+
+        return self._on_checkpoint("Rollback", go_back, request, context)
 
     def Release(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
         return self._on_checkpoint("Release", self._shard.release, request, context)
@@ -263,6 +296,13 @@ class WeightServerService:
             reserved.take(answer_bytes(CHUNK_BYTES))
             yield pb.ReadScheduleResponse(learning_rates=to_bytes(self._shard.learning_rates(request.start_step)))
 
+    def _peers(self, marks: Sequence[str]) -> list[str]:
+        """Raises InvalidRequestError unless they are marks, none or one of each shard."""
+        _require(len(marks) in (0, self._shard.num_shards), f"{len(marks)} marks of {self._shard.num_shards} shards")
+        for mark in marks:
+            split_mark(mark)
+        return list(marks)
+
     def _on_checkpoint(
         self,
         method: str,
@@ -276,12 +316,12 @@ class WeightServerService:
             name = request.name
             _check_name(name)
             _require(request.header.step >= 0, "step must not be negative")
-            _require(len(request.identity) in (0, _WRITER_BYTES), f"identity must be {_WRITER_BYTES} bytes")
+            _require(len(request.identity) in (0, _ID_BYTES), f"identity must be {_ID_BYTES} bytes")
             identity = request.identity.hex()
             applied = self._commit(context, lambda batch: change(batch, write_header(request.header), name, identity))
             if applied:
                 _log.info(_EVENTS[method], extra={"checkpoint": name})
-            return pb.WriteResponse(duplicate=not applied)
+            return pb.WriteResponse(duplicate=not applied, mark=self._shard.state.mark)
 
     # ---- what the handlers share
 
@@ -290,14 +330,16 @@ class WeightServerService:
         """Times the call from its arrival and turns whatever is raised into a status."""
         clock, status = StageClock("queue", arrived()), grpc.StatusCode.OK
         try:
+            self._check_caller(context)
             yield clock
+            context.set_trailing_metadata(self._trailer())
         except WeightServerError as error:
             status = error.status
             if isinstance(error, FencedError):
                 self._metrics.fenced()
-            if isinstance(error, FencedError | StorageError) and self._may_log(method):
+            if isinstance(error, FencedError | StorageError | DataLossError) and self._may_log(method):
                 _log.warning("%s refused: %s", method, error)
-            abort(context, error)
+            abort(context, error, self._trailer())
         except (ValueError, TypeError) as error:  # TableSpec's own checks
             status = grpc.StatusCode.INVALID_ARGUMENT
             context.abort(status, str(error))
@@ -310,6 +352,21 @@ class WeightServerService:
             context.abort(status, f"shard {self._shard.shard} failed on {method}")
         finally:
             self._metrics.answered(method, status.name, clock.elapsed_seconds())
+
+    def _check_caller(self, context: grpc.ServicerContext) -> None:
+        """Refuses callers of older versions, and those that were told more than the shard's data holds."""
+        metadata = dict(context.invocation_metadata())
+        version = str(metadata.get(VERSION_KEY, "0.1"))
+        if not is_understood(version):
+            raise InvalidRequestError(
+                f"this shard is of version {__version__}, the caller of {version}: update the caller"
+            )
+        if acknowledged := metadata.get(ACKNOWLEDGED_KEY):
+            self._shard.check_acknowledged(str(acknowledged))
+
+    def _trailer(self) -> tuple[tuple[str, str], ...]:
+        """What every answer ends with."""
+        return ((MARK_KEY, self._shard.state.mark),)
 
     def _may_log(self, method: str) -> bool:
         """Refusals of a method have a line a second; the metrics count all."""
@@ -410,7 +467,7 @@ def add_to_server(service: WeightServerService, server: grpc.Server) -> None:
 
 
 def _check_header(header: pb.WriteHeader) -> None:
-    _require(len(header.writer) == _WRITER_BYTES, f"writer must be {_WRITER_BYTES} bytes")
+    _require(len(header.writer) == _ID_BYTES, f"writer must be {_ID_BYTES} bytes")
     _require(header.sequence > 0, "sequence must be positive")
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import InitVar, dataclass, field
 
 from weightserver._generated import weight_server_pb2 as pb
@@ -20,38 +21,117 @@ Numbers = dict[int, int]
 
 
 @dataclass
+class Write:
+    """A write under way."""
+
+    numbers: Numbers
+    not_applied: bool = False
+    """Whether every shard is proven not to have applied it."""
+
+
+@dataclass
 class Session:
     """One writer of an epoch. Safe to use from any thread.
 
     Args:
-        before: the same client's session before this one; what that left undone this one knows of.
+        before: the same client's writer before this one, of whose numbers the shards know nothing any more.
     """
 
     epoch: int
+    opener: bytes
     num_shards: int
     writer: bytes = field(default_factory=lambda: os.urandom(16))
     before: InitVar[Session | None] = None
 
     def __post_init__(self, before: Session | None) -> None:
-        self._changed = threading.Condition()
+        self._changed: threading.Condition = before._changed if before else threading.Condition()
         self._next = [1] * self.num_shards
         self._open: list[set[int]] = [set() for _ in range(self.num_shards)]
         self._failed: list[tuple[bytes, Numbers]] = []  # oldest first; equal writes may fail several times
-        self._given_up: set[bytes] = set()  # writes that failed and whose numbers are gone
-        self._unfinished_rollback = ""
+        self._given_up: set[bytes] = before._given_up if before else set()  # that failed, and whose numbers are gone
+        self._unfinished_rollback: str = before._unfinished_rollback if before else ""
+        self._left = False
         if before is not None:
-            with before._changed:
-                self._given_up = before._given_up | {digest for digest, _ in before._failed}
-                self._unfinished_rollback = before._unfinished_rollback
+            before._leave()
 
-    def begin(self, shards: Iterable[int] | None = None, digest: Callable[[], bytes] | None = None) -> Numbers:
-        """The numbers of a write to those shards, or to all: new ones, or those under which the write of that digest
-        failed before. Waits while the shards could take note of no further number.
+    def renew(self, epoch: int, opener: bytes) -> None:
+        """Goes on in a newer epoch that the same client opened. The shards still know the writer's numbers, so that
+        what failed, or is under way in another thread, may be repeated there."""
+        with self._changed:
+            self.epoch, self.opener = epoch, opener
+
+    def _leave(self) -> None:
+        """What failed, and what is under way and will fail, cannot be repeated any more."""
+        with self._changed:
+            self._left = True
+            while self._failed:
+                self._give_up(0)
+
+    @contextlib.contextmanager
+    def writing(self, shards: Iterable[int], digest: Callable[[], bytes]) -> Iterator[Write]:
+        """A write to those shards, by its numbers: new ones, or those under which the write of that digest failed
+        before. Waits while the shards could take note of no further number.
+
+        It is settled however the context is left: where an exception leaves it, what the write did is unknown, and the
+        numbers are kept for its repetition, unless it is `not_applied`.
 
         Raises:
             ClusterError: a rollback has not succeeded yet, or the write failed so long ago that it cannot be told
                 whether it was applied.
         """
+        write, repeated = Write({}), False
+        try:
+            repeated = self._begin(write.numbers, shards, digest)
+            yield write
+        except BaseException:
+            if write.numbers and (repeated or not write.not_applied):
+                self._fail(write.numbers, digest())
+            else:
+                self._settle(write.numbers)
+            raise
+        else:
+            self._settle(write.numbers)
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[Numbers]:
+        """One change of every shard, by its numbers. After a failure it is made again as a new one, which changes
+        nothing where it was made; what is left of the first one on its way does nothing once a later write is there.
+
+        Raises:
+            ClusterError: a rollback has not succeeded yet.
+        """
+        numbers: Numbers = {}
+        try:
+            self._begin(numbers, range(self.num_shards))
+            yield numbers
+        finally:
+            self._settle(numbers)
+
+    @contextlib.contextmanager
+    def rolling_back(self, name: str) -> Iterator[Write]:
+        """A rollback of every shard, before which every failed write is given up, so that none of them comes after it.
+        Nothing else begins before one has ended on all shards, or on none.
+
+        Raises:
+            InvalidRequestError: writes of other threads are under way.
+        """
+        write, unfinished_before = Write({}), self._unfinished_rollback
+        try:
+            self._begin_rollback(write.numbers, name)
+            yield write
+        except BaseException:
+            if write.not_applied:
+                self._unfinished_rollback = unfinished_before
+            raise
+        else:
+            with self._changed:
+                self._unfinished_rollback = ""
+                self._given_up.clear()  # what was applied of them is undone
+        finally:
+            self._settle(write.numbers)
+
+    def _begin(self, numbers: Numbers, shards: Iterable[int], digest: Callable[[], bytes] | None = None) -> bool:
+        """Whether the numbers are those of a write that failed before, which no refusal proves not applied."""
         with self._changed:
             if self._unfinished_rollback:
                 raise ClusterError(
@@ -60,42 +140,31 @@ class Session:
                 )
             if digest and (self._failed or self._given_up):
                 wanted = digest()
-                for position, (failed, numbers) in enumerate(self._failed):
+                for position, (failed, its_numbers) in enumerate(self._failed):
                     if failed == wanted:
+                        numbers.update(its_numbers)
                         del self._failed[position]
-                        return numbers
+                        return True
                 if wanted in self._given_up:
                     raise ClusterError(
-                        "this write failed before, too long ago or in an earlier session, and may have been applied on "
-                        "some of the shards: roll back to a checkpoint"
+                        "this write failed before, too long ago or in another client's session, and may have been "
+                        "applied on some of the shards: roll back to a checkpoint"
                     )
-            return self._number(shards)
+            self._number(numbers, shards)
+            return False
 
-    def begin_rollback(self, name: str) -> Numbers:
-        """Gives up every failed write, so that none of them comes after the rollback; nothing else may begin before it
-        has ended.
-
-        Raises:
-            InvalidRequestError: writes of other threads are under way.
-        """
+    def _begin_rollback(self, numbers: Numbers, name: str) -> None:
         with self._changed:
             failed = [set[int]() for _ in range(self.num_shards)]
-            for _, numbers in self._failed:
-                for shard, number in numbers.items():
+            for _, its_numbers in self._failed:
+                for shard, number in its_numbers.items():
                     failed[shard].add(number)
             if failed != self._open:
                 raise InvalidRequestError("other writes of this client are under way: let them return, then roll back")
             while self._failed:
                 self._give_up(0)
             self._unfinished_rollback = name
-            return self._number()
-
-    def end_rollback(self, *, done: bool) -> None:
-        """It was done on all shards, or on none."""
-        with self._changed:
-            self._unfinished_rollback = ""
-            if done:
-                self._given_up.clear()  # what was applied of them is undone
+            self._number(numbers, range(self.num_shards))
 
     def settled_before(self, shard: int) -> int:
         """The number below which no write to `shard` is open any more."""
@@ -106,6 +175,7 @@ class Session:
         """What a write under one of its numbers carries."""
         return pb.WriteHeader(
             epoch=self.epoch,
+            opener=self.opener,
             writer=self.writer,
             sequence=number,
             settled_before=self.settled_before(shard),
@@ -114,34 +184,33 @@ class Session:
             table=table,
         )
 
-    def settle(self, numbers: Numbers) -> None:
+    def _settle(self, numbers: Numbers) -> None:
         """Ends a write that will not be sent again; what of it is still on its way comes too late."""
         with self._changed:
             self._close(numbers)
 
-    def fail(self, numbers: Numbers, digest: bytes) -> None:
+    def _fail(self, numbers: Numbers, digest: bytes) -> None:
         """Remembers the numbers of a write that may have been applied on some of its shards."""
         with self._changed:
-            self._failed.append((digest, numbers))
-            if len(self._failed) > MAX_FAILED:
+            if (digest, numbers) not in self._failed:
+                self._failed.append((digest, numbers))
+            if self._left or len(self._failed) > MAX_FAILED:
                 self._give_up(0)
             self._changed.notify_all()
 
-    def _number(self, shards: Iterable[int] | None = None) -> Numbers:
-        wanted = list(range(self.num_shards) if shards is None else shards)
+    def _number(self, numbers: Numbers, shards: Iterable[int]) -> None:
+        wanted = list(shards)
         while full := [shard for shard in wanted if self._is_full(shard)]:
             oldest = min(self._open[full[0]])
-            failed = [position for position, (_, numbers) in enumerate(self._failed) if numbers.get(full[0]) == oldest]
+            failed = [position for position, (_, known) in enumerate(self._failed) if known.get(full[0]) == oldest]
             if failed:
                 self._give_up(failed[0])
             else:
                 self._changed.wait()  # it is on its way in another thread
-        numbers = {}
         for shard in wanted:
             numbers[shard] = self._next[shard]
             self._next[shard] += 1
             self._open[shard].add(numbers[shard])
-        return numbers
 
     def _is_full(self, shard: int) -> bool:
         return bool(self._open[shard]) and self._next[shard] - min(self._open[shard]) >= WINDOW

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import asdict, dataclass, field, replace
@@ -20,6 +21,7 @@ from weightserver.blocks import Block, BlockCodec, RowBuffer
 from weightserver.config import TableSpec
 from weightserver.correction import Schedule, apply_push, correct
 from weightserver.errors import (
+    DataLossError,
     FencedError,
     InvalidRequestError,
     NoTableError,
@@ -30,17 +32,27 @@ from weightserver.errors import (
 from weightserver.exactly_once import WriterState
 from weightserver.initial import initial_rows
 from weightserver.records import (
+    FORMAT,
+    MAX_CHECKPOINTS,
     Checkpoint,
     Identity,
     State,
     get_record,
+    is_of_format,
     put_record,
     read_earlier_sizes,
     read_identity,
+    read_lineage,
+    read_peers,
     read_schedule,
     read_spec,
     read_state,
+    read_table_identity,
+    split_mark,
+    upgrade,
     write_identity,
+    write_lineage,
+    write_peers,
     write_schedule,
     write_spec,
     write_state,
@@ -48,7 +60,7 @@ from weightserver.records import (
 from weightserver.sharding import BlockRun, Int64Array, Sharding, block_runs
 from weightserver.storage import NEWEST, DiskUsage, Storage, Transaction
 from weightserver.timing import StageClock
-from weightserver.wire import CHUNK_BYTES, MAX_STEPS, Float32Array, all_finite, spec_digest
+from weightserver.wire import CHUNK_BYTES, MAX_STEPS, Float32Array, all_finite, table_digest
 
 READ_BYTES = 4 << 20
 """Blocks in one answer of `read_blocks`."""
@@ -69,13 +81,16 @@ class Table:
     codec: BlockCodec
     schedule: Schedule
     """One and the same as long as the table exists, however large it becomes."""
+    identity: bytes
+    """16 random bytes of the call that created it."""
     earlier_sizes: tuple[int, ...] = ()
     """num_rows before each extension."""
 
     @functools.cached_property
     def digests(self) -> frozenset[int]:
         """By which clients know it: those too that met it before an extension, because its old rows stay."""
-        return frozenset(spec_digest(replace(self.spec, num_rows=n)) for n in (*self.earlier_sizes, self.spec.num_rows))
+        sizes = (*self.earlier_sizes, self.spec.num_rows)
+        return frozenset(table_digest(replace(self.spec, num_rows=size), self.identity) for size in sizes)
 
 
 @dataclass(frozen=True)
@@ -83,6 +98,7 @@ class WriteHeader:
     """Who writes, under which session, and which of its writes this is; see the wire contract."""
 
     epoch: int
+    opener: bytes
     writer: bytes
     sequence: int
     settled_before: int
@@ -104,6 +120,8 @@ class Batch:
 
     txn: Transaction
     state: State
+    mark: str
+    """The shard's once this is committed."""
     after_commit: list[Callable[[], None]] = field(default_factory=list)
     given_up: Callable[[], bool] = lambda: False
     """Whether nobody waits any more for the operation that runs."""
@@ -136,21 +154,25 @@ class Shard:
         self._on_gaps = on_gaps
         self._state = State()
         self._table: Table | None = None
+        self._peers: list[str] = []
+        self._incarnation = os.urandom(8).hex()
         with storage.write() as txn:
             identity = Identity(shard, num_shards)
             stored = read_identity(txn)
             if stored is None:
                 write_identity(txn, identity)
                 write_spec(txn, None)
-                write_state(txn, State())
+                write_state(txn, State(incarnation=self._incarnation))
             elif stored != identity:
                 raise StorageError(_identity_mismatch(storage, stored, identity))
+            elif not is_of_format(txn, FORMAT):
+                upgrade(txn, self._incarnation)
             self._load(txn)
 
     def _load(self, txn: Transaction) -> None:
-        self._state = read_state(txn)
+        self._state, self._lineage, self._peers = read_state(txn), read_lineage(txn), read_peers(txn)
         if (spec := read_spec(txn)) is not None:
-            self._table = _open_table(spec, read_earlier_sizes(txn))
+            self._table = _open_table(spec, read_table_identity(txn), read_earlier_sizes(txn))
             self._table.schedule.extend(0, read_schedule(txn))
 
     # ---- reading
@@ -162,6 +184,15 @@ class Shard:
     @property
     def spec(self) -> TableSpec | None:
         return self._table.spec if self._table else None
+
+    @property
+    def table_identity(self) -> bytes:
+        return self._table.identity if self._table else b""
+
+    @property
+    def peers(self) -> list[str]:
+        """The marks of all shards that this one was told last."""
+        return self._peers
 
     @property
     def horizon(self) -> int:
@@ -184,6 +215,19 @@ class Shard:
         table = self.require_table()
         if digest and digest not in table.digests:
             raise TableMismatchError(f"the table was replaced, it is now {table.spec}: call describe() and begin anew")
+
+    def check_acknowledged(self, mark: str) -> None:
+        """Raises DataLossError unless the shard's data descends from the state of that mark."""
+        state, (incarnation, commit) = self._state, split_mark(mark)
+        if incarnation == state.incarnation and commit <= state.commit:
+            return
+        if not self._lineage.holds(mark):
+            raise DataLossError(
+                f"shard {self.shard} lacks what it had acknowledged: its data is at {state.mark} and does not descend "
+                f"from {mark}, so an older copy of its directory, or another directory, is in its place. Nothing was "
+                "changed; put the newest directory back, or take all shards to one checkpoint or backup "
+                "(docs/operations.md)"
+            )
 
     def check_rows(self, rows: Int64Array) -> None:
         """Raises InvalidRequestError unless `rows` (int64 [n]) increase strictly and all live here."""
@@ -326,29 +370,45 @@ class Shard:
     def batch(self) -> Iterator[Batch]:
         """A write transaction; the shard's state in memory follows once it is durable."""
         with self._storage.write() as txn:
-            batch = Batch(txn, self._state)
+            before, lineage = self._state, self._lineage
+            batch = Batch(txn, before, f"{self._incarnation}:{before.commit + 1}")
             yield batch
-            if batch.state is not self._state:
-                write_state(txn, batch.state)
+            if txn.changed or batch.state is not before:
+                state = replace(batch.state, incarnation=self._incarnation, commit=before.commit + 1)
+                if before.incarnation not in ("", self._incarnation):
+                    lineage = lineage.joined([before.mark])
+                    write_lineage(txn, lineage)
+                write_state(txn, state, before)
+                batch.state = state
+        self._lineage = lineage
         self._state = batch.state
         for action in batch.after_commit:
             action()
 
-    def create_table(self, batch: Batch, spec: TableSpec, epoch: int | None = None) -> None:
-        """Creates the table, unless one was dropped since `epoch`; nothing happens where the same one exists."""
-        existing = read_spec(batch.txn)
-        if existing is None:
-            if epoch not in (None, batch.state.epoch):
-                raise FencedError(
-                    f"a table was dropped since epoch {epoch}: call create_table() again if it is still wanted"
-                )
-            write_spec(batch.txn, spec)
-            table = _open_table(spec)
-            batch.after_commit.append(lambda: self._set_table(table))
-        elif existing != spec:
-            raise TableMismatchError(
-                f"another table exists, {_difference(existing, spec)}: use its spec, or drop_table() first"
+    def create_table(self, batch: Batch, spec: TableSpec, identity: bytes = b"", epoch: int | None = None) -> bytes:
+        """Creates the table, unless one was dropped since `epoch`; returns its identity, a new one where none is given.
+
+        Where the same one exists, nothing happens, but that one without rows takes on the identity.
+        """
+        existing, found = read_spec(batch.txn), read_table_identity(batch.txn)
+        if existing is not None and existing != spec:
+            raise TableMismatchError(f"another table exists, {_difference(existing, spec)}: use its spec")
+        if existing is None and epoch not in (None, batch.state.epoch):
+            raise FencedError(
+                f"a table was dropped since epoch {epoch}: call create_table() again if it is still wanted"
             )
+        if existing is not None and identity in (b"", found):
+            return found
+        if batch.state.rows_stored or batch.state.clock:
+            raise TableMismatchError(
+                f"shard {self.shard} holds rows of another table of the same spec: are all addresses of one cluster?"
+            )
+        identity = identity or os.urandom(16)
+        write_spec(batch.txn, spec, identity)
+        table = _open_table(spec, identity)
+        table.schedule.extend(0, read_schedule(batch.txn))
+        batch.after_commit.append(lambda: self._set_table(table))
+        return identity
 
     def extend_table(self, batch: Batch, num_rows: int, epoch: int | None = None) -> bool:
         """Gives the table more rows, unless another session than `epoch` is the newest; False where it has as many.
@@ -366,7 +426,7 @@ class Shard:
             return False
         larger = replace(spec, num_rows=num_rows)
         earlier_sizes = (*read_earlier_sizes(batch.txn), spec.num_rows)[-MAX_EARLIER_SIZES:]
-        write_spec(batch.txn, larger, earlier_sizes)
+        write_spec(batch.txn, larger, read_table_identity(batch.txn), earlier_sizes)
 
         def grow() -> None:
             self._table = replace(
@@ -391,14 +451,37 @@ class Shard:
         for database in ("blocks", "changes", "schedule", "writers"):
             batch.txn.clear(database)
         write_spec(batch.txn, None)
+        write_peers(batch.txn, [])
         batch.state = State(epoch=batch.state.epoch + 1, schedule_version=batch.state.schedule_version)
         batch.after_commit.append(lambda: self._set_table(None))
+        batch.after_commit.append(lambda: self._set_peers([]))
 
     def _set_table(self, table: Table | None) -> None:
         self._table = table
 
-    def open_session(self, batch: Batch, name: str, epoch: int, opener: bytes) -> None:
-        """Starts `epoch` and fences every older one; a repeated attempt of the same opener changes nothing."""
+    def _set_peers(self, marks: list[str]) -> None:
+        self._peers = marks
+
+    def _note_peers(self, batch: Batch, marks: list[str]) -> None:
+        """Keeps the marks of all shards that a client has met, unless it tells none."""
+        if marks and marks != self._peers:
+            write_peers(batch.txn, marks)
+            batch.after_commit.append(lambda: self._set_peers(marks))
+
+    def open_session(
+        self,
+        batch: Batch,
+        name: str,
+        epoch: int,
+        opener: bytes,
+        *,
+        keep_writer: bytes = b"",
+        peers: list[str] | None = None,
+    ) -> None:
+        """Starts `epoch` and fences every older one; a repeated attempt of the same opener changes nothing.
+
+        The sequence numbers of `keep_writer`, the caller's writer in an earlier session, stay known.
+        """
         state = batch.state
         if epoch == state.epoch and opener.hex() == state.opener:
             return
@@ -408,12 +491,16 @@ class Shard:
             raise InvalidRequestError(
                 f"epoch {epoch} is far beyond {_session(state)}: open the one behind the newest of all shards"
             )
+        kept = get_record(batch.txn, "writers", keep_writer) if keep_writer else None
         batch.txn.clear("writers")  # fenced writers are refused by their epoch alone
+        if kept is not None:
+            put_record(batch.txn, "writers", keep_writer, kept)
+        self._note_peers(batch, peers or [])
         batch.state = replace(state, epoch=epoch, opener=opener.hex(), run=name)
 
-    def join_session(self, epoch: int) -> None:
-        """Raises FencedError unless `epoch` is the current one."""
-        self._check_epoch(self._state, epoch)
+    def join_session(self, epoch: int, opener: bytes) -> None:
+        """Raises FencedError unless `epoch`, opened by `opener`, is the current one."""
+        self._check_epoch(self._state, epoch, opener)
 
     def extend_schedule(
         self, batch: Batch, start_step: int, learning_rates: Float32Array, clock: int, epoch: int, version: int
@@ -508,7 +595,9 @@ class Shard:
 
         return self._write(batch, table, header, rows, int(last_step.max(initial=0)), update)
 
-    def checkpoint(self, batch: Batch, header: WriteHeader, name: str, identity: str = "") -> bool:
+    def checkpoint(
+        self, batch: Batch, header: WriteHeader, name: str, identity: str = "", peers: list[str] | None = None
+    ) -> bool:
         """Keeps the rows as they are before update `header.step` under `name`; False for a duplicate.
 
         The same again only changes the identity, which ties the shards' checkpoints together.
@@ -516,9 +605,12 @@ class Shard:
         horizon = self.require_table().schedule.horizon
         if not self._admit(batch, header):
             return False
+        if header.step > horizon:
+            raise StepError(f"a checkpoint of step {header.step} lies beyond the schedule's 0..{horizon}")
+        self._note_peers(batch, peers or [])
         # Learning rates before the checkpoint's step are as good as used: its rows are read for it.
-        state = replace(batch.state, clock=max(batch.state.clock, min(header.step, horizon)))
-        taken = Checkpoint(name, header.step, state.generation, state.clock, state.rows_stored, identity)
+        state = replace(batch.state, clock=max(batch.state.clock, header.step))
+        taken = Checkpoint(name, header.step, state.generation, state.clock, state.rows_stored, identity, batch.mark)
         for known in state.checkpoints:
             if known.name == name:
                 if known.step != header.step:
@@ -529,14 +621,17 @@ class Shard:
                     raise InvalidRequestError(
                         f"rows were written since checkpoint {name!r} was taken: choose another name"
                     )
-                again = replace(known, identity=identity)
+                again = replace(known, identity=identity, mark=batch.mark)
                 checkpoints = tuple(again if other is known else other for other in state.checkpoints)
                 batch.state = replace(state, checkpoints=checkpoints)
                 return True
+        _require_room_for_checkpoint(state)
         batch.state = replace(state, generation=state.generation + 1, checkpoints=(*state.checkpoints, taken))
         return True
 
-    def rollback(self, batch: Batch, header: WriteHeader, name: str, identity: str = "") -> bool:
+    def rollback(
+        self, batch: Batch, header: WriteHeader, name: str, identity: str = "", peers: list[str] | None = None
+    ) -> bool:
         """Takes the rows and the clock back to a checkpoint and forgets later ones; False for a duplicate.
 
         Costs what was written since. Epochs, writers and the schedule stay.
@@ -545,6 +640,7 @@ class Shard:
         if not self._admit(batch, header):
             return False
         state, kept = batch.state, batch.state.checkpoint(name, identity)
+        self._note_peers(batch, peers or [])
         batch.txn.delete_generations(kept.generation + 1)
         batch.state = replace(
             state,
@@ -579,6 +675,7 @@ class Shard:
                 if known == copied:
                     return True
                 raise InvalidRequestError(f"checkpoint {name!r} is another one than {source!r}: choose another name")
+        _require_room_for_checkpoint(state)
         position = state.checkpoints.index(kept) + 1
         checkpoints = (*state.checkpoints[:position], copied, *state.checkpoints[position:])
         batch.state = replace(state, checkpoints=checkpoints)
@@ -620,7 +717,7 @@ class Shard:
 
     def _admit(self, batch: Batch, header: WriteHeader) -> bool:
         """Fences old sessions and recognises duplicates."""
-        self._check_epoch(batch.state, header.epoch)
+        self._check_epoch(batch.state, header.epoch, header.opener)
         stored = get_record(batch.txn, "writers", header.writer)
         writer = WriterState.unpack(stored)
         admitted = writer.admit(header.sequence, header.settled_before)
@@ -628,11 +725,25 @@ class Shard:
             put_record(batch.txn, "writers", header.writer, writer.pack())
         return admitted
 
-    def _check_epoch(self, state: State, epoch: int) -> None:
+    def _check_epoch(self, state: State, epoch: int, opener: bytes | None = None) -> None:
         if epoch < state.epoch:
             raise FencedError(f"session {epoch} was superseded by {_session(state)}: this writer must stop")
         if epoch > state.epoch or not state.opener:  # what was restored must not go on with the writers of before
             raise FencedError(f"session {epoch} is not known, the newest is {_session(state)}: open a session first")
+        if opener is not None and opener.hex() != state.opener:
+            raise FencedError(
+                f"session {epoch} of this shard is another one, {_session(state)}: are all addresses of one cluster? "
+                "Open a session first"
+            )
+
+
+def _require_room_for_checkpoint(state: State) -> None:
+    if len(state.checkpoints) >= MAX_CHECKPOINTS:
+        oldest = ", ".join(repr(known.name[:60]) for known in state.checkpoints[:5])
+        raise InvalidRequestError(
+            f"the shard retains {len(state.checkpoints)} checkpoints, the most there may be: release some, the oldest "
+            f"are {oldest}"
+        )
 
 
 def _prefetched(runs: Iterator[BlockRun], txn: Transaction) -> Iterator[BlockRun]:
@@ -651,8 +762,8 @@ def _unneeded(generations: list[int], checkpoints: tuple[Checkpoint, ...]) -> li
     ]
 
 
-def _open_table(spec: TableSpec, earlier_sizes: tuple[int, ...] = ()) -> Table:
-    return Table(spec, BlockCodec(spec), Schedule.of_table(spec), earlier_sizes)
+def _open_table(spec: TableSpec, identity: bytes, earlier_sizes: tuple[int, ...] = ()) -> Table:
+    return Table(spec, BlockCodec(spec), Schedule.of_table(spec), identity, earlier_sizes)
 
 
 def _session(state: State) -> str:

@@ -77,6 +77,11 @@ class Transaction(Protocol):
 
     @property
     def directory(self) -> Path: ...
+    @property
+    def changed(self) -> bool:
+        """Whether anything was put, cleared or deleted."""
+        ...
+
     def get(self, database: str, key: bytes) -> memoryview | None: ...
     def put(self, database: str, key: bytes, value: bytes | bytearray) -> None: ...
     def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]: ...
@@ -99,12 +104,14 @@ class _LmdbTransaction:
         self._databases = databases
         self._data = data
         self._blocks = txn.cursor(databases["blocks"])
+        self.changed = False
 
     def get(self, database: str, key: bytes) -> memoryview | None:
         value = self._txn.get(key, db=self._databases[database])
         return None if value is None else memoryview(value)
 
     def put(self, database: str, key: bytes, value: bytes | bytearray) -> None:
+        self.changed = True
         self._txn.put(key, value, db=self._databases[database])
 
     def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]:
@@ -117,6 +124,7 @@ class _LmdbTransaction:
             yield from map(block_key_parts, map(bytes, cursor.iternext(values=False)))
 
     def clear(self, database: str) -> None:
+        self.changed = True
         self._txn.drop(self._databases[database], delete=False)
 
     def pages(self) -> dict[str, int]:
@@ -182,11 +190,13 @@ class _LmdbTransaction:
         return bool(self._txn.cursor(self._databases["changes"]).set_range(_CHANGE.pack(first, 0)))
 
     def put_block(self, block: int, generation: int, value: bytes | bytearray) -> None:
+        self.changed = True
         self._txn.put(_BLOCK_KEY.pack(block, _MAX_GENERATION - generation), value, db=self._databases["blocks"])
         if generation:
             self._txn.put(_CHANGE.pack(generation, block), b"", db=self._databases["changes"])
 
     def delete_block(self, block: int, generation: int) -> None:
+        self.changed = True
         self._txn.delete(_BLOCK_KEY.pack(block, _MAX_GENERATION - generation), db=self._databases["blocks"])
         self._txn.delete(_CHANGE.pack(generation, block), db=self._databases["changes"])
 

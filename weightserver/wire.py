@@ -21,6 +21,10 @@ from weightserver.sharding import Int64Array, from_ranges, to_ranges
 MAX_MESSAGE_BYTES = 64 << 20
 """The largest message either side takes; bulk goes as streams of messages of about `CHUNK_BYTES`."""
 CHUNK_BYTES = 1 << 20
+VERSION_KEY, ACKNOWLEDGED_KEY, MARK_KEY = (f"weightserver-{name}" for name in ("version", "acknowledged", "mark"))
+"""Keys of the metadata of calls, and of answers, as the contract tells."""
+OLDEST_VERSION = (0, 2)
+"""Of a client or shard that this one works with."""
 RETRY_HINT = "grpc-retry-pushback-ms"
 """Key of the trailing metadata in which a shard that is overloaded says how soon to try again, as gRFC A6 names it."""
 MAX_ROWS = 1 << 22
@@ -41,14 +45,20 @@ _FIXED_BYTES = {1: 8, 5: 4}
 Float32Array = npt.NDArray[np.float32]
 
 
+def is_understood(version: str) -> bool:
+    """Whether a client or shard of that version can be worked with; from 0.2 on neighbours understand each other."""
+    parts = version.split(".")[:2]
+    return len(parts) == 2 and all(part.isdigit() for part in parts) and tuple(map(int, parts)) >= OLDEST_VERSION
+
+
 def spec_to_proto(spec: TableSpec) -> pb.TableSpec:
     named = asdict(spec)
     return pb.TableSpec(**named | {"correction": bool(spec.correction), "single_rate": spec.correction == "paper"})
 
 
-def spec_digest(spec: TableSpec) -> int:
-    """Recognises a table: XXH3-64 of the spec's values in the order of its fields, never 0."""
-    return xxhash.xxh3_64_intdigest(repr(astuple(spec)).encode()) or 1
+def table_digest(spec: TableSpec, identity: bytes) -> int:
+    """Recognises a table: XXH3-64 of the spec's values in the order of its fields, and of its identity; never 0."""
+    return xxhash.xxh3_64_intdigest(repr(astuple(spec)).encode() + identity) or 1
 
 
 def spec_from_proto(spec: pb.TableSpec) -> TableSpec:

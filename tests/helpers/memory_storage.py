@@ -66,12 +66,14 @@ class MemoryTransaction:
         self.directory = MemoryStorage.directory
         self.databases = databases
         self._blocks = databases["blocks"]
+        self.changed = False
 
     def get(self, database: str, key: bytes) -> memoryview | None:
         value = self.databases[database].get(key)
         return None if value is None else memoryview(value)
 
     def put(self, database: str, key: bytes, value: bytes | bytearray) -> None:
+        self.changed = True
         self.databases[database][key] = bytes(value)
 
     def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]:
@@ -82,6 +84,7 @@ class MemoryTransaction:
         yield from sorted(self._blocks, key=lambda version: (version[0], -version[1]))  # type: ignore[index, operator]
 
     def clear(self, database: str) -> None:
+        self.changed = True
         self.databases[database].clear()
 
     def newest_block(self, block: int, *, up_to: int = NEWEST) -> memoryview | None:
@@ -101,9 +104,11 @@ class MemoryTransaction:
         return any(generation >= first for _, generation in self._blocks)
 
     def put_block(self, block: int, generation: int, value: bytes | bytearray) -> None:
+        self.changed = True
         self._blocks[block, generation] = bytes(value)
 
     def delete_block(self, block: int, generation: int) -> None:
+        self.changed = True
         del self._blocks[block, generation]
 
     def delete_generations(self, first: int) -> None:

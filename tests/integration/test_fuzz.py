@@ -40,7 +40,7 @@ METHODS = pb.DESCRIPTOR.services_by_name["WeightServer"].methods
 HORIZON = 6
 MEMORY_MIB = 64
 INTEGERS = [0, 1, 2, 3, 5, 6, 59, 60, 1 << 22, (1 << 22) + 1, 1 << 24, 2**31 - 1, 2**32, 2**62, 2**63 - 1, 2**64 - 1]
-FORBIDDEN = {"UNKNOWN", "INTERNAL", "DATA_LOSS", "UNIMPLEMENTED"}
+FORBIDDEN = {"UNKNOWN", "INTERNAL", "FAILED_PRECONDITION", "DATA_LOSS", "UNIMPLEMENTED"}
 
 
 class Inputs:

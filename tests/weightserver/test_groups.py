@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
@@ -54,7 +55,7 @@ class Groups:
         """With the next sequence number, where none is given."""
         if sequence is None:
             self.sequence = sequence = self.sequence + 1
-        header = WriteHeader(1, b"w" * 16, sequence, settled_before, step)
+        header = WriteHeader(1, b"o" * 16, b"w" * 16, sequence, settled_before, step)
         return lambda batch: self.shard.push_gradients(batch, header, ROW, ONES)
 
     def extend(self, start: int, *rates: float) -> Callable[[Batch], object]:
@@ -138,28 +139,27 @@ def test_nothing_is_written_to_a_table_dropped_in_its_group(groups: Groups) -> N
 @pytest.mark.parametrize("failures", [1, 3, MAX_FAILED])
 def test_writes_that_failed_for_good_never_stop_a_writer(failures: int) -> None:
     """A refused write that nobody repeats keeps its number open; the window of numbers must move past it at last."""
-    session, shard = Session(epoch=1, num_shards=1), WriterState()
+    session, shard = Session(1, b"o" * 16, num_shards=1), WriterState()
     for number in range(failures):
-        session.fail(session.begin([0], lambda n=number: b"%d" % n), b"%d" % number)
+        with contextlib.suppress(TimeoutError), session.writing([0], lambda n=number: b"%d" % n):
+            raise TimeoutError
     for _ in range(3 * WINDOW):
-        numbers = session.begin([0], lambda: b"another")
-        assert shard.admit(numbers[0], session.settled_before(0)) is True
-        session.settle(numbers)
+        with session.writing([0], lambda: b"another") as write:
+            assert shard.admit(write.numbers[0], session.settled_before(0)) is True
 
 
 def test_a_failed_write_is_recognised_as_long_as_the_window_reaches() -> None:
     """What a shard applied though the call failed is not applied again half a window of writes later."""
-    session, shard = Session(epoch=1, num_shards=1), WriterState()
-    lost = session.begin([0], lambda: b"lost")
-    assert shard.admit(lost[0], session.settled_before(0)) is True
-    session.fail(lost, b"lost")
+    session, shard = Session(1, b"o" * 16, num_shards=1), WriterState()
+    with contextlib.suppress(TimeoutError), session.writing([0], lambda: b"lost") as lost:
+        assert shard.admit(lost.numbers[0], session.settled_before(0)) is True
+        raise TimeoutError
     for _ in range(WINDOW // 2):
-        numbers = session.begin([0], lambda: b"another")
-        assert shard.admit(numbers[0], session.settled_before(0)) is True
-        session.settle(numbers)
-    again = session.begin([0], lambda: b"lost")
-    assert again == lost
-    assert shard.admit(again[0], session.settled_before(0)) is False
+        with session.writing([0], lambda: b"another") as write:
+            assert shard.admit(write.numbers[0], session.settled_before(0)) is True
+    with session.writing([0], lambda: b"lost") as again:
+        assert again.numbers == lost.numbers
+        assert shard.admit(again.numbers[0], session.settled_before(0)) is False
 
 
 def test_a_repeated_write_too_tells_what_its_writer_gave_up(groups: Groups) -> None:

@@ -108,7 +108,7 @@ def test_a_shard_that_was_asked_nothing_tells_how_fetches_end(tmp_path: Path) ->
     """A rate does not see the step from no series to 1. Nor is a directory that went away the end of the page."""
     with LocalCluster(1, tmp_path) as cluster:
         address = cluster.metrics_addresses[0]
-        for status in ("OK", "CANCELLED", "RESOURCE_EXHAUSTED", "DATA_LOSS", "INTERNAL"):
+        for status in ("OK", "CANCELLED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "INTERNAL"):
             name = f'weightserver_request_seconds_count{{method="Fetch",status="{status}"}}'
             assert metric(address, name) == 0
         assert metric(address, "weightserver_disk_bytes") > 0

@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from weightserver import shard, storage
+from weightserver import records, shard, storage
 from weightserver.blocks import BlockCodec
 from weightserver.committer import MAX_WAITING, Committer
 from weightserver.config import TableSpec
 from weightserver.errors import (
     ClusterError,
+    DataLossError,
     FencedError,
     InvalidRequestError,
     NoTableError,
     OverloadedError,
+    ShardUnavailableError,
+    StepError,
     StorageError,
     TableMismatchError,
 )
 from weightserver.exactly_once import WINDOW
 from weightserver.initial import initial_rows
 from weightserver.inspect import inspect_directory
-from weightserver.records import read_state, write_state
-from weightserver.session import MAX_FAILED, Session
+from weightserver.records import MAX_ANCESTORS, Lineage, read_state, split_mark, write_state
+from weightserver.session import MAX_FAILED, Numbers, Session, Write
 from weightserver.shard import MAX_EARLIER_SIZES, Batch, Shard, WriteHeader
 from weightserver.storage import LmdbStorage
-from weightserver.wire import spec_digest
+from weightserver.wire import table_digest
 
+OPENER = b"o" * 16
 SPEC = TableSpec(num_rows=100, dim=4, rows_per_block=6)
 ROWS = np.array([1, 2, 50], np.int64)
 GRADIENT = np.ones((3, 4), np.float32)
@@ -53,7 +59,7 @@ class Served:
         return self.committer.submit(operation).result(10)
 
     def push(self, sequence: int, *, step: int = 0, epoch: int = 1, writer: bytes = b"w" * 16) -> object:
-        header = WriteHeader(epoch, writer, sequence, 0, step)
+        header = WriteHeader(epoch, OPENER, writer, sequence, 0, step)
         return self.do(lambda batch: self.shard.push_gradients(batch, header, ROWS, GRADIENT))
 
     def weights(self) -> np.ndarray:
@@ -74,7 +80,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
             batch, 0, np.full(30, 0.5, np.float32), 0, 0, batch.state.schedule_version
         )
     )
-    served.do(lambda batch: served.shard.open_session(batch, "first", 1, b"o" * 16))
+    served.do(lambda batch: served.shard.open_session(batch, "first", 1, OPENER))
     yield served
     served.close()
 
@@ -106,9 +112,7 @@ def test_everything_survives_a_restart(served: Served, tmp_path: Path) -> None:
 
 def test_sessions_fence(served: Served) -> None:
     served.push(1)
-    assert (
-        served.do(lambda batch: served.shard.open_session(batch, "first", 1, b"o" * 16)) is None
-    )  # a repeated attempt
+    assert served.do(lambda batch: served.shard.open_session(batch, "first", 1, OPENER)) is None  # a repeated attempt
     with pytest.raises(FencedError, match="not newer than epoch 1"):
         served.do(lambda batch: served.shard.open_session(batch, "thief", 1, b"p" * 16))
     served.do(lambda batch: served.shard.open_session(batch, "second", 5, b"q" * 16))
@@ -118,8 +122,8 @@ def test_sessions_fence(served: Served) -> None:
     with pytest.raises(FencedError, match="session 6 is not known"):
         served.push(2, epoch=6)
     with pytest.raises(FencedError):
-        served.shard.join_session(1)
-    served.shard.join_session(5)
+        served.shard.join_session(1, OPENER)
+    served.shard.join_session(5, b"q" * 16)
     assert np.array_equal(served.weights(), before)
 
 
@@ -142,10 +146,10 @@ def test_a_fetch_goes_on_while_the_table_grows_and_not_beyond_a_drop(
     monkeypatch.setattr(shard, "CHUNK_BYTES", 400)
     chunks = served.shard.fetch(np.arange(100), step=None, state=False)
     first = next(chunks)
-    earlier = [spec_digest(SPEC)]
+    earlier = [table_digest(SPEC, served.shard.table_identity)]
     for num_rows in range(101, 101 + MAX_EARLIER_SIZES):
         assert served.do(lambda batch, n=num_rows: served.shard.extend_table(batch, n)) is True
-        earlier.append(spec_digest(replace(SPEC, num_rows=num_rows)))
+        earlier.append(table_digest(replace(SPEC, num_rows=num_rows), served.shard.table_identity))
     assert served.do(lambda batch: served.shard.extend_table(batch, num_rows)) is False
     assert np.array_equal(np.concatenate([first.weight, *(chunk.weight for chunk in chunks)]), before)
     served.close()
@@ -177,7 +181,7 @@ def test_one_bad_write_of_a_group_spoils_no_other(served: Served) -> None:
     blocked = served.committer.submit(block)
     assert busy.wait(10)
     huge = np.full((3, 4), 3e38, np.float32)
-    headers = [WriteHeader(1, b"w" * 16, sequence, 0, 5) for sequence in (1, 2, 3)]
+    headers = [WriteHeader(1, OPENER, b"w" * 16, sequence, 0, 5) for sequence in (1, 2, 3)]
     good = served.committer.submit(lambda batch: served.shard.push_gradients(batch, headers[0], ROWS, GRADIENT))
 
     def twice(batch: Batch) -> None:
@@ -254,7 +258,7 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
     """Those that had been written by then, as they were, from any number on, however few an answer takes."""
 
     def header(sequence: int, step: int) -> WriteHeader:
-        return WriteHeader(1, b"w" * 16, sequence, 0, step)
+        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, step)
 
     def read(checkpoint: str, first: int = 0) -> dict[int, bytes]:
         found: dict[int, bytes] = {}
@@ -295,7 +299,7 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
 
 def test_a_copied_checkpoint_stays(served: Served) -> None:
     def header(sequence: int, step: int = 0) -> WriteHeader:
-        return WriteHeader(1, b"w" * 16, sequence, 0, step)
+        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, step)
 
     served.push(1)
     served.do(lambda batch: served.shard.checkpoint(batch, header(2, 1), "one", "01" * 16))
@@ -334,7 +338,7 @@ def test_an_epoch_that_nobody_opened_takes_no_writes(served: Served, tmp_path: P
         with pytest.raises(FencedError, match=r"session 1 is not known, .*: open a session first"):
             again.push(1)
         with pytest.raises(FencedError):
-            again.shard.join_session(1)
+            again.shard.join_session(1, OPENER)
         again.do(lambda batch: again.shard.open_session(batch, "next", 2, b"o" * 16))
         assert again.push(1, epoch=2) is True
     finally:
@@ -370,7 +374,7 @@ def test_inspect_reads_beside_a_writer(tmp_path: Path) -> None:
             batch, 0, np.full(30, 0.5, np.float32), 0, 0, batch.state.schedule_version
         )
     )
-    served.do(lambda batch: served.shard.open_session(batch, "live", 1, b"o" * 16))
+    served.do(lambda batch: served.shard.open_session(batch, "live", 1, OPENER))
     served.push(1, step=2)
     # LMDB forbids opening an environment twice in one process.
     done = subprocess.run(
@@ -378,7 +382,7 @@ def test_inspect_reads_beside_a_writer(tmp_path: Path) -> None:
     )
     seen = json.loads(done.stdout)
     assert seen["spec"]["dim"] == 4
-    assert (seen["shard"], seen["num_shards"], seen["format"]) == (0, 1, 2)
+    assert (seen["shard"], seen["num_shards"], seen["format"]) == (0, 1, 3)
     assert (seen["run"], seen["epoch"], seen["clock"], seen["horizon"]) == ("live", 1, 3, 30)
     assert seen["rows_stored"] == 3
     assert seen["blocks_by_generation"] == {"0": 2}
@@ -387,79 +391,229 @@ def test_inspect_reads_beside_a_writer(tmp_path: Path) -> None:
     assert inspect_directory(tmp_path)["clock"] == 4
 
 
+def test_a_shard_knows_what_it_descends_from(tmp_path: Path) -> None:
+    """Every start that writes is an incarnation of its own; one that reads only is the one before."""
+    marks = []
+    for number in range(4):
+        served = Served(tmp_path)
+        if number == 0:
+            served.do(lambda batch, served=served: served.shard.create_table(batch, SPEC))
+        served.shard.check_acknowledged(served.shard.state.mark)
+        for mark in marks:
+            served.shard.check_acknowledged(mark)
+        if number != 2:
+            served.do(lambda batch, n=number, served=served: served.shard.open_session(batch, "run", n + 1, OPENER))
+        marks.append(served.shard.state.mark)
+        incarnation, commit = split_mark(marks[-1])
+        for lost in (f"{incarnation}:{commit + 1}", f"{bytes(8).hex()}:0"):
+            with pytest.raises(DataLossError, match="shard 0 lacks what it had acknowledged"):
+                served.shard.check_acknowledged(lost)
+        if number == 3:
+            lost = f"{split_mark(marks[0])[0]}:{split_mark(marks[0])[1] + 1}"
+            with pytest.raises(DataLossError):  # of an incarnation of before
+                served.shard.check_acknowledged(lost)
+        served.close()
+    assert marks[1] == marks[2]
+    assert len({split_mark(mark)[0] for mark in marks}) == 3
+
+
+def test_lineages_are_cut_and_joined() -> None:
+    first, second, third = (letter * 16 for letter in "abc")
+    lineage = Lineage().joined([f"{first}:5", f"{second}:9"])
+    assert lineage.up_to(f"{second}:7").marks == [f"{first}:5", f"{second}:7"]
+    assert lineage.up_to(f"{first}:2").marks == [f"{first}:2"]
+    assert lineage.up_to(f"{third}:1").marks == [f"{first}:5", f"{second}:9", f"{third}:1"]
+    assert lineage.up_to("").marks == [], "a version without marks took it"
+    assert lineage.holds(f"{second}:9")
+    assert not lineage.holds(f"{second}:10")
+    long = Lineage().joined(f"{number:016x}:1" for number in range(MAX_ANCESTORS + 3))
+    assert len(long.ancestors) == MAX_ANCESTORS
+    assert long.holds(f"{MAX_ANCESTORS:016x}:1")
+
+
+def test_checkpoints_have_an_end_and_a_step_that_the_schedule_has(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard, "MAX_CHECKPOINTS", 6)
+
+    def header(sequence: int, step: int = 0) -> WriteHeader:
+        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, step)
+
+    for number in range(1, 7):
+        served.do(lambda batch, n=number: served.shard.checkpoint(batch, header(n), f"kept {n}"))
+    for sequence, refused in enumerate(("checkpoint", "copy_checkpoint"), start=7):
+        more = ("kept 1",) if refused == "copy_checkpoint" else ()
+        full = r"retains 6 checkpoints, the most .* 'kept 1', 'kept 2', .*'kept 5'"
+        with pytest.raises(InvalidRequestError, match=full):
+            InvalidRequestError, match=r"retains 6 checkpoints, the most .* 'kept 1', 'kept 2', .*'kept 5'"
+        ):
+            served.do(
+                lambda batch, n=sequence, call=refused, more=more: getattr(served.shard, call)(
+                    batch, header(n), "one more", *more
+                )
+            )
+    served.do(lambda batch: served.shard.release(batch, header(7), "kept 3"))
+    served.do(lambda batch: served.shard.checkpoint(batch, header(8, step=30), "one more"))
+    served.do(lambda batch: served.shard.release(batch, header(9), "kept 4"))
+    with pytest.raises(StepError, match=r"a checkpoint of step 1000000000000 lies beyond the schedule's 0\.\.30"):
+        served.do(lambda batch: served.shard.checkpoint(batch, header(10, step=10**12), "far"))
+
+
+def test_a_push_does_not_write_the_list_of_checkpoints(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which there may be a thousand."""
+    header = WriteHeader(1, OPENER, b"c" * 16, 1, 0, 0)
+    served.do(lambda batch: served.shard.checkpoint(batch, header, "kept"))
+    written = []
+    put_json = records.put_json
+    monkeypatch.setattr(records, "put_json", lambda txn, key, value: (written.append(key), put_json(txn, key, value)))
+    served.push(1)
+    assert written == ["state"]
+
+
+class Lost(Exception):
+    """The answer of a write."""
+
+
+def refuse(write: Write) -> None:
+    """Every shard has said that it did nothing."""
+    write.not_applied = True
+    raise FencedError
+
+
+def interrupt_by(error: type[BaseException]) -> None:
+    raise error
+
+
+def begun(session: Session, shards: list[int], digest: bytes = b"") -> AbstractContextManager[Write]:
+    return session.writing(shards, lambda: digest)
+
+
+def done(session: Session, shards: list[int], digest: bytes = b"another") -> Numbers:
+    """The numbers of a write that is answered."""
+    with begun(session, shards, digest) as write:
+        return write.numbers
+
+
+def failed(session: Session, shards: list[int], digest: bytes) -> Numbers:
+    """The numbers of a write whose answers are lost."""
+    with contextlib.suppress(Lost), begun(session, shards, digest) as write:
+        raise Lost
+    return write.numbers
+
+
+def new_session(num_shards: int = 1, before: Session | None = None) -> Session:
+    return Session(1, OPENER, num_shards, before=before)
+
+
 def test_a_failed_write_is_repeated_under_its_numbers() -> None:
-    session = Session(epoch=1, num_shards=2)
-    first = session.begin([0, 1], lambda: b"first")
+    session = new_session(2)
+    first = failed(session, [0, 1], b"first")
     assert first == {0: 1, 1: 1}
-    session.fail(first, b"first")
-    second = session.begin([1], lambda: b"second")
-    assert second == {1: 2}
-    session.settle(second)
+    assert done(session, [1], b"second") == {1: 2}
     assert session.settled_before(1) == 1  # the failed one is still open
-    assert session.begin([0, 1], lambda: b"first") == first
-    session.settle(first)
+    assert done(session, [0, 1], b"first") == first
     assert (session.settled_before(0), session.settled_before(1)) == (2, 3)
-    assert session.begin([0, 1], lambda: b"first") == {0: 2, 1: 3}  # after it succeeded: another write
+    assert done(session, [0, 1], b"first") == {0: 2, 1: 3}  # after it succeeded: another write
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, CancelledError, StorageError, ShardUnavailableError])
+def test_a_write_is_settled_whatever_ends_it(interrupt: type[BaseException]) -> None:
+    """What is not proven to have done nothing may have been applied, and keeps its numbers."""
+    session = new_session()
+    for _ in range(3):
+        with pytest.raises(interrupt), begun(session, [0], b"same"):
+            interrupt_by(interrupt)
+    assert session.settled_before(0) == 1
+    with pytest.raises(FencedError), begun(session, [0], b"refused") as write:
+        refuse(write)
+    with pytest.raises(FencedError), begun(session, [0], b"same") as write:
+        refuse(write)  # which proves nothing of the attempts before
+    assert done(session, [0], b"same") == {0: 1}
+    assert session.settled_before(0) == 3
+    with session.rolling_back("kept"):
+        pass
+
+
+def test_a_failed_write_is_repeated_in_the_next_session() -> None:
+    """The shards still know the writer's numbers: also of what failed behind the new session, in another thread."""
+    session = new_session(2)
+    earlier = failed(session, [0, 1], b"earlier")
+    with contextlib.suppress(Lost), begun(session, [0], b"under way") as write:
+        session.renew(2, b"p" * 16)
+        raise Lost
+    assert done(session, [0, 1], b"earlier") == earlier
+    assert done(session, [0], b"under way") == write.numbers
+    assert session.header(0, 1, step=0, table=0).epoch == 2
 
 
 def test_failed_writes_are_given_up_at_last_and_not_taken_for_new_ones() -> None:
-    """Also by the client's next session; a rollback undoes what was applied of them."""
-    session = Session(epoch=1, num_shards=1)
+    """Also by the client's next writer, and what fails of the one before meanwhile; a rollback undoes all of it."""
+    session = new_session()
     for number in range(MAX_FAILED + 3):
-        session.fail(session.begin([0], lambda n=number: bytes([n])), bytes([number]))
+        failed(session, [0], bytes([number]))
     assert session.settled_before(0) == 4
     with pytest.raises(ClusterError, match=r"this write failed before, .* roll back to a checkpoint"):
-        session.begin([0], lambda: bytes([2]))
-    assert session.begin([0], lambda: bytes([3])) == {0: 4}
-    later = Session(epoch=2, num_shards=1, before=session)
-    for number in (2, 5, MAX_FAILED + 2):
+        done(session, [0], bytes([2]))
+    assert done(session, [0], bytes([3])) == {0: 4}
+    with contextlib.suppress(Lost), begun(session, [0], b"under way"):
+        later = new_session(before=session)
+        raise Lost
+    for digest in (bytes([2]), bytes([5]), bytes([MAX_FAILED + 2]), b"under way"):
         with pytest.raises(ClusterError, match="this write failed before"):
-            later.begin([0], lambda n=number: bytes([n]))
-    later.settle(later.begin_rollback("kept"))
-    with pytest.raises(ClusterError, match=r"rollback\('kept'\) is under way, or has failed"):
-        Session(epoch=3, num_shards=1, before=later).begin([0])
-    later.end_rollback(done=True)
-    assert later.begin([0], lambda: bytes([2])) == {0: 2}
+            done(later, [0], digest)
+    with contextlib.suppress(Lost), later.rolling_back("kept"):
+        raise Lost
+    for unfinished in (later, new_session(before=later)):
+        with pytest.raises(ClusterError, match=r"rollback\('kept'\) is under way, or has failed"):
+            done(unfinished, [0])
+    with pytest.raises(FencedError), later.rolling_back("kept") as write:
+        refuse(write)
+    with pytest.raises(ClusterError, match="is under way, or has failed"):  # the first attempt may have
+        done(later, [0])
+    with later.rolling_back("kept"):
+        pass
+    assert done(later, [0], bytes([2])) == {0: 4}
 
 
 def test_a_write_waits_for_room_behind_one_that_is_on_its_way() -> None:
-    session = Session(epoch=1, num_shards=1)
-    slow = session.begin([0])
-    for _ in range(WINDOW - 1):
-        session.settle(session.begin([0]))
+    session = new_session()
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(session.begin, [0])
-        with pytest.raises(TimeoutError):
-            waiting.result(0.2)
-        session.settle(slow)
+        with begun(session, [0]):
+            for _ in range(WINDOW - 1):
+                done(session, [0])
+            waiting = pool.submit(done, session, [0])
+            with pytest.raises(TimeoutError):
+                waiting.result(0.2)
         assert waiting.result(10) == {0: WINDOW + 1}
 
 
 def test_a_rollback_gives_up_what_failed_before_it() -> None:
     """Otherwise an attempt that is still on its way would come after it."""
-    session = Session(epoch=1, num_shards=2)
+    session = new_session(2)
     for name in (b"one", b"two"):
-        session.fail(session.begin([0, 1], lambda name=name: name), name)
-    rollback = session.begin_rollback("kept")
-    assert rollback == {0: 3, 1: 3}
-    assert (session.settled_before(0), session.settled_before(1)) == (3, 3)
-    with pytest.raises(ClusterError, match=r"rollback\('kept'\) is under way, or has failed"):
-        session.begin([1], lambda: b"one")
-    session.settle(rollback)
-    session.end_rollback(done=True)
-    session.fail(session.begin([0], lambda: b"one"), b"one")
-    assert session.begin([1]) == {1: 4}
-    with pytest.raises(InvalidRequestError, match="other writes of this client are under way"):
-        session.begin_rollback("kept")
-    assert session.begin([0], lambda: b"one") == {0: 4}, "refused, it gave nothing up"
+        failed(session, [0, 1], name)
+    with session.rolling_back("kept") as rollback:
+        assert rollback.numbers == {0: 3, 1: 3}
+        assert (session.settled_before(0), session.settled_before(1)) == (3, 3)
+        with pytest.raises(ClusterError, match=r"rollback\('kept'\) is under way, or has failed"):
+            done(session, [1], b"one")
+    failed(session, [0], b"one")
+    with begun(session, [1]) as write:
+        assert write.numbers == {1: 4}
+        with (
+            pytest.raises(InvalidRequestError, match="other writes of this client are under way"),
+            session.rolling_back("kept"),
+        ):
+            pass
+    assert done(session, [0], b"one") == {0: 4}, "refused, it gave nothing up"
 
 
 def test_equal_writes_that_failed_are_repeated_each_under_its_own_number() -> None:
     """The first may have been applied, its answer lost: giving its repetition a new number would apply it twice."""
-    session = Session(epoch=1, num_shards=1)
-    first, second = session.begin([0], lambda: b"same"), session.begin([0], lambda: b"same")
-    session.fail(first, b"same")
-    session.fail(second, b"same")
-    assert session.begin([0], lambda: b"same") == first
-    assert session.begin([0], lambda: b"same") == second
-    assert session.begin([0], lambda: b"same") == {0: 3}
+    session = new_session()
+    with contextlib.suppress(Lost), begun(session, [0], b"same") as first:
+        second = failed(session, [0], b"same")
+        raise Lost
+    assert done(session, [0], b"same") == second
+    assert done(session, [0], b"same") == first.numbers
+    assert done(session, [0], b"same") == {0: 3}

@@ -150,7 +150,7 @@ def _join_session(
             else:
                 _refuse_used_table(client)
                 client.create_table(spec)
-            epoch = client.open_session(config.output.name)
+            epoch = client.open_session(config.output.name, force=bool(config.resume))  # all rows go back below
             if config.resume:
                 roll_back(files, client, step)
                 note_history(files, step or 0, history)  # from now on --resume alone goes on with all images
@@ -227,5 +227,5 @@ def _refuse_used_table(client: WeightClient) -> None:
     if info.clock > 0 or info.rows_stored > 0 or client.checkpoints():
         raise ValueError(
             f"the weight servers hold the rows of run {info.run!r} up to step {info.clock}: "
-            "go on with it by --resume, use other servers, or delete those rows with 'weightserver drop'"
+            "go on with it by --resume, or use other servers"
         )

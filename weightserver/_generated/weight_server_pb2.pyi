@@ -41,7 +41,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("shard", "num_shards", "spec", "epoch", "clock", "horizon", "rows_stored", "disk_bytes", "run", "generation", "server_version", "checkpoints", "schedule_version")
+    __slots__ = ("shard", "num_shards", "spec", "epoch", "clock", "horizon", "rows_stored", "disk_bytes", "run", "generation", "server_version", "checkpoints", "schedule_version", "table_identity", "opener", "peers")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,9 @@ class DescribeResponse(_message.Message):
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     SCHEDULE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TABLE_IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    OPENER_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     shard: int
     num_shards: int
     spec: TableSpec
@@ -68,31 +71,38 @@ class DescribeResponse(_message.Message):
     server_version: str
     checkpoints: _containers.RepeatedCompositeFieldContainer[Checkpoint]
     schedule_version: int
-    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., horizon: _Optional[int] = ..., rows_stored: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., run: _Optional[str] = ..., generation: _Optional[int] = ..., server_version: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., schedule_version: _Optional[int] = ...) -> None: ...
+    table_identity: bytes
+    opener: bytes
+    peers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., horizon: _Optional[int] = ..., rows_stored: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., run: _Optional[str] = ..., generation: _Optional[int] = ..., server_version: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., schedule_version: _Optional[int] = ..., table_identity: _Optional[bytes] = ..., opener: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Checkpoint(_message.Message):
-    __slots__ = ("name", "step", "identity", "clock", "rows_stored")
+    __slots__ = ("name", "step", "identity", "clock", "rows_stored", "mark")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     ROWS_STORED_FIELD_NUMBER: _ClassVar[int]
+    MARK_FIELD_NUMBER: _ClassVar[int]
     name: str
     step: int
     identity: bytes
     clock: int
     rows_stored: int
-    def __init__(self, name: _Optional[str] = ..., step: _Optional[int] = ..., identity: _Optional[bytes] = ..., clock: _Optional[int] = ..., rows_stored: _Optional[int] = ...) -> None: ...
+    mark: str
+    def __init__(self, name: _Optional[str] = ..., step: _Optional[int] = ..., identity: _Optional[bytes] = ..., clock: _Optional[int] = ..., rows_stored: _Optional[int] = ..., mark: _Optional[str] = ...) -> None: ...
 
 class CheckpointRequest(_message.Message):
-    __slots__ = ("header", "name", "identity")
+    __slots__ = ("header", "name", "identity", "peers")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     header: WriteHeader
     name: str
     identity: bytes
-    def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ..., name: _Optional[str] = ..., identity: _Optional[bytes] = ...) -> None: ...
+    peers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ..., name: _Optional[str] = ..., identity: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CopyCheckpointRequest(_message.Message):
     __slots__ = ("header", "name", "source", "identity")
@@ -145,16 +155,20 @@ class ReadScheduleResponse(_message.Message):
     def __init__(self, learning_rates: _Optional[bytes] = ...) -> None: ...
 
 class CreateTableRequest(_message.Message):
-    __slots__ = ("spec", "epoch")
+    __slots__ = ("spec", "epoch", "identity")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
     spec: TableSpec
     epoch: int
-    def __init__(self, spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
+    identity: bytes
+    def __init__(self, spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., identity: _Optional[bytes] = ...) -> None: ...
 
 class CreateTableResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("identity",)
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    identity: bytes
+    def __init__(self, identity: _Optional[bytes] = ...) -> None: ...
 
 class ExtendTableRequest(_message.Message):
     __slots__ = ("num_rows", "epoch", "table")
@@ -205,16 +219,20 @@ class ExtendScheduleResponse(_message.Message):
     def __init__(self, horizon: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("name", "epoch", "join", "opener")
+    __slots__ = ("name", "epoch", "join", "opener", "keep_writer", "peers")
     NAME_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
     OPENER_FIELD_NUMBER: _ClassVar[int]
+    KEEP_WRITER_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     epoch: int
     join: bool
     opener: bytes
-    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., join: _Optional[bool] = ..., opener: _Optional[bytes] = ...) -> None: ...
+    keep_writer: bytes
+    peers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., join: _Optional[bool] = ..., opener: _Optional[bytes] = ..., keep_writer: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
     __slots__ = ()
@@ -249,7 +267,7 @@ class FetchResponse(_message.Message):
     def __init__(self, weight: _Optional[bytes] = ..., momentum_buffer: _Optional[bytes] = ..., last_step: _Optional[bytes] = ...) -> None: ...
 
 class WriteHeader(_message.Message):
-    __slots__ = ("epoch", "writer", "sequence", "settled_before", "step", "num_rows", "table")
+    __slots__ = ("epoch", "writer", "sequence", "settled_before", "step", "num_rows", "table", "opener")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WRITER_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -257,6 +275,7 @@ class WriteHeader(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
+    OPENER_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     writer: bytes
     sequence: int
@@ -264,7 +283,8 @@ class WriteHeader(_message.Message):
     step: int
     num_rows: int
     table: int
-    def __init__(self, epoch: _Optional[int] = ..., writer: _Optional[bytes] = ..., sequence: _Optional[int] = ..., settled_before: _Optional[int] = ..., step: _Optional[int] = ..., num_rows: _Optional[int] = ..., table: _Optional[int] = ...) -> None: ...
+    opener: bytes
+    def __init__(self, epoch: _Optional[int] = ..., writer: _Optional[bytes] = ..., sequence: _Optional[int] = ..., settled_before: _Optional[int] = ..., step: _Optional[int] = ..., num_rows: _Optional[int] = ..., table: _Optional[int] = ..., opener: _Optional[bytes] = ...) -> None: ...
 
 class PushGradientsRequest(_message.Message):
     __slots__ = ("header", "rows", "gradients")
@@ -291,7 +311,9 @@ class WriteStateRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., weight: _Optional[bytes] = ..., momentum_buffer: _Optional[bytes] = ..., last_step: _Optional[bytes] = ...) -> None: ...
 
 class WriteResponse(_message.Message):
-    __slots__ = ("duplicate",)
+    __slots__ = ("duplicate", "mark")
     DUPLICATE_FIELD_NUMBER: _ClassVar[int]
+    MARK_FIELD_NUMBER: _ClassVar[int]
     duplicate: bool
-    def __init__(self, duplicate: _Optional[bool] = ...) -> None: ...
+    mark: str
+    def __init__(self, duplicate: _Optional[bool] = ..., mark: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,379 @@
+"""What a person can do to directories and addresses, and errors whose outcome nobody knows: nothing acknowledged is
+lost or counted twice without an error. Real shards; dense SGD of rate 1 without decay makes each push worth -1.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.helpers.comparing import same
+from weightserver import (
+    ClusterError,
+    DataLossError,
+    FencedError,
+    LocalCluster,
+    TableSpec,
+    WeightClient,
+)
+from weightserver._generated import weight_server_pb2 as pb
+from weightserver.backup import backup, restore
+
+SPEC = TableSpec(num_rows=40, dim=2, momentum=0.0, weight_decay=0.0, init_std=0.0, rows_per_block=5)
+ROWS = np.arange(SPEC.num_rows)
+ONES = np.ones((SPEC.num_rows, SPEC.dim), np.float32)
+
+
+class Place:
+    """Two shards, their directories, and a client with a session."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.cluster = LocalCluster(2, directory)
+        self.client = self.connect()
+        self.client.create_table(SPEC)
+        self.client.extend_schedule(0, np.ones(100, np.float32))
+        self.client.open_session("run")
+
+    def connect(self) -> WeightClient:
+        return WeightClient(self.cluster.addresses, timeout_seconds=5, retry_seconds=20)
+
+    def push(self, step: int = 0) -> None:
+        self.client.push_gradients(ROWS, ONES, step=step)
+
+    def kill(self, shard: int) -> None:
+        self.cluster.processes[shard].kill()
+        self.cluster.processes[shard].wait()
+
+    def copy(self, shard: int, name: str) -> Path:
+        """Of the directory of a shard that does not run meanwhile."""
+        self.cluster.processes[shard].terminate()
+        self.cluster.processes[shard].wait()
+        copied = self.directory / name
+        shutil.copytree(self.directory / f"shard-{shard}", copied)
+        self.cluster.restart(shard)
+        return copied
+
+    def replace(self, shard: int, source: Path, *, whole: bool = True) -> None:
+        """Puts another directory, or its data file alone, into the place of a shard's that was killed."""
+        self.kill(shard)
+        own = self.directory / f"shard-{shard}"
+        if whole:
+            own.rename(self.directory / f"replaced-{time.monotonic_ns()}")
+            shutil.copytree(source, own)
+        else:
+            shutil.copy(source / "data.mdb", own / "data.mdb")
+        self.cluster.restart(shard)
+
+    def close(self) -> None:
+        self.client.close()
+        self.cluster.close()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    place = Place(tmp_path / "cluster")
+    yield place
+    place.close()
+
+
+@contextmanager
+def stopped(place: Place, shard: int) -> Iterator[None]:
+    """While it answers nothing, and is not gone."""
+    process = place.cluster.processes[shard]
+    process.send_signal(signal.SIGSTOP)
+    threads = Path(f"/proc/{process.pid}/task")
+    while any(" T " not in (thread / "stat").read_text() for thread in threads.iterdir()):
+        time.sleep(0.01)
+    try:
+        yield
+    finally:
+        place.cluster.processes[shard].send_signal(signal.SIGCONT)
+
+
+# ---- older copies
+
+
+@pytest.mark.parametrize(
+    ("whole", "written_since"),
+    [
+        (True, 1),
+        *(
+            pytest.param(whole, since, marks=pytest.mark.guard)
+            for whole, since in ((False, 1), (True, 37), (False, 37))
+        ),
+    ],
+    ids=["directory", "data file", "directory, much later", "data file, much later"],
+)
+def test_an_older_copy_of_a_directory_is_refused(place: Place, whole: bool, written_since: int) -> None:
+    """Also once it was written to, so that its numbers have caught up."""
+    place.push()
+    older = place.copy(1, "older")
+    for _ in range(written_since):
+        place.push()
+    newest = place.directory / "newest"
+    shutil.copytree(place.directory / "shard-1", newest)  # as it is when the shard is killed
+    place.replace(1, older, whole=whole)
+    with place.connect() as other:  # it knows of nothing that was lost, and makes the copy catch up
+        other.open_session("other", join=other.describe().epoch)
+        for _ in range(2 * written_since):
+            other.push_gradients(ROWS, ONES, step=0)
+    for call in (
+        lambda: place.push(),
+        lambda: place.client.fetch(ROWS, step=1),
+        lambda: place.client.checkpoint("after", step=1),
+        lambda: place.client.describe(),
+        lambda: place.client.open_session("again"),
+    ):
+        with pytest.raises(DataLossError, match=r"shard 1 .*lacks what it had acknowledged|writes nothing any more"):
+            call()
+    with place.connect() as other:
+        written = -1 - 3 * written_since
+        assert (other.fetch(np.arange(5), step=1) == written - 1).all(), (
+            "shard 0 took the push that found out, no other"
+        )
+        assert other.checkpoints() == []
+    place.replace(1, newest)
+    place.client.open_session("again")
+    place.push()
+    found = place.client.fetch(ROWS, step=1)
+    mine = (ROWS // SPEC.rows_per_block) % 2 == 1
+    assert (found[mine] == -2 - written_since).all(), "nothing that was acknowledged is missing"
+
+
+@pytest.mark.guard
+def test_who_comes_later_knows_what_the_newest_checkpoint_held(place: Place) -> None:
+    """From the other shard, and of what was acknowledged after it from the marks that a client kept."""
+    place.push()
+    older = place.copy(1, "older")
+    place.push()
+    place.client.checkpoint("kept", step=1)
+    newer = place.copy(1, "newer")
+    place.push()
+    marks = place.client.marks()
+    place.replace(1, older)
+    with place.connect() as later:
+        with pytest.raises(DataLossError, match=r"shard 1 .* lacks what shard 0 knows it to have acknowledged: serve"):
+            later.open_session("later")
+        assert later.describe().run == "run", "nobody was fenced"
+        later.open_session("later", force=True)
+    place.replace(1, newer)
+    with place.connect() as later, pytest.raises(DataLossError, match="shard 1 lacks what it had acknowledged"):
+        later.expect(marks)
+    with place.connect() as later:
+        later.open_session("later", force=True)
+        later.rollback("kept")
+        assert (later.fetch(ROWS, step=1) == -2).all()
+    with place.connect() as later:
+        later.open_session("since the rollback the shards are of one time")
+
+
+@pytest.mark.guard
+def test_a_restart_and_a_copy_that_lacks_nothing_are_no_loss(place: Place) -> None:
+    place.push()
+    place.kill(1)
+    place.cluster.restart(1)
+    place.push()
+    newest = place.copy(1, "newest")
+    place.replace(1, newest)
+    place.push()
+    assert (place.client.fetch(ROWS, step=1) == -3).all()
+
+
+# ---- two clusters
+
+
+def test_shards_of_two_clusters_are_not_taken_as_one(place: Place, tmp_path: Path) -> None:
+    """A wrong address fences nobody, and another cluster's directory gets none of the run's rows."""
+    other = Place(tmp_path / "other")
+    try:
+        mixed = [place.cluster.addresses[0], other.cluster.addresses[1]]
+        with WeightClient(mixed, retry_seconds=5) as client:
+            for call in (
+                lambda: client.describe(),
+                lambda: client.open_session("mixed"),
+                lambda: client.open_session("mixed", force=True),
+                lambda: client.open_session("mixed", join=1),
+                lambda: client.extend_table(50),
+                lambda: client.fetch(ROWS, step=0),
+            ):
+                with pytest.raises(
+                    ClusterError, match=r"shard 1 at .* holds the table of another cluster than shard 0"
+                ):
+                    call()
+        place.push()
+        other.push()
+        assert place.client.describe().epoch == other.client.describe().epoch == 1
+        foreign = other.copy(1, "foreign")
+        before = other.client.fetch_state(ROWS)
+        place.replace(1, foreign)
+        with pytest.raises(DataLossError, match="or another directory, is in its place"):
+            place.push()
+        with place.connect() as late, pytest.raises(ClusterError, match="of another cluster"):
+            late.open_session("late")
+        assert same(other.client.fetch_state(ROWS), before)
+    finally:
+        other.close()
+
+
+@pytest.mark.guard
+def test_a_session_is_more_than_its_number(place: Place) -> None:
+    """The same epoch under another opener is another session: as where a copy of both shards was served meanwhile."""
+    place.push()
+    copies = [place.copy(shard, f"copy-{shard}") for shard in range(2)]
+    with place.connect() as newer:
+        newer.open_session("newer")
+        for shard, source in enumerate(copies):
+            place.replace(shard, source)
+        with place.connect() as third:
+            assert third.open_session("third") == 2
+            with pytest.raises((FencedError, DataLossError)):
+                newer.push_gradients(ROWS, ONES, step=0)
+            assert (third.fetch(ROWS, step=1) == -1).all()
+
+
+# ---- errors whose outcome nobody knows
+
+
+class Interrupted(BaseException):
+    """As a signal's handler raises it."""
+
+
+@contextmanager
+def interrupted_after(seconds: float) -> Iterator[None]:
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("shard", [pytest.param(0, marks=pytest.mark.guard), 1])
+def test_an_interrupted_push_is_repeated_once(place: Place, shard: int) -> None:
+    """Whichever shard it waits for. The caller's arrays are the caller's again, whatever the threads still do."""
+    for number in range(3):
+        gradients = ONES.copy()
+        with stopped(place, shard):
+            with pytest.raises(Interrupted), interrupted_after(0.3):
+                place.client.push_gradients(ROWS, gradients, step=0)
+            gradients[:] = 100.0
+        place.push()
+        assert (place.client.fetch(ROWS, step=1) == -1 - number).all()
+    place.client.checkpoint("after", step=1)
+    place.client.rollback("after")
+    place.push()
+    assert (place.client.fetch(ROWS, step=1) == -4).all()
+
+
+@pytest.mark.guard
+def test_an_interrupted_fetch_leaves_its_array_alone(place: Place) -> None:
+    place.push()
+    out = np.zeros((SPEC.num_rows, SPEC.dim), np.float32)
+    with stopped(place, 1):
+        with pytest.raises(Interrupted), interrupted_after(0.3):
+            place.client.fetch(ROWS, step=1, out=out)
+        out[:] = 7.0
+    assert (place.client.fetch(ROWS, step=1) == -1).all()
+    assert (out == 7.0).all()
+
+
+@pytest.mark.guard
+def test_a_session_opened_beside_a_push_counts_it_once(place: Place) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        for number in range(1, 6):
+            with stopped(place, 1):
+                pushing = pool.submit(place.push)
+                time.sleep(0.1 * (number % 3))
+                opening = pool.submit(place.client.open_session, "again")
+                time.sleep(0.1)
+            opening.result(30)
+            if pushing.exception(30) is not None:
+                place.push()
+            assert (place.client.fetch(ROWS, step=1) == -number).all()
+
+
+@pytest.mark.guard
+def test_a_write_that_failed_in_another_clients_session_is_refused(place: Place) -> None:
+    """Its numbers mean nothing there: whether it was applied cannot be told any more."""
+    with stopped(place, 1), pytest.raises(Interrupted), interrupted_after(0.3):
+        place.push()
+    with place.connect() as other:
+        epoch = other.open_session("other")
+        with pytest.raises(FencedError):
+            place.push()
+        place.client.open_session("other", join=epoch)
+        with pytest.raises(ClusterError, match="this write failed before"):
+            place.push()
+        place.client.push_gradients(ROWS, 2 * ONES, step=0)
+
+
+# ---- shards of different times
+
+
+def test_a_shard_restored_beside_the_others_is_not_taken_for_one_of_them(place: Place, tmp_path: Path) -> None:
+    place.push()
+    place.client.checkpoint("a", step=1)
+    backup(place.client, tmp_path / "backup")
+    place.push()
+    place.client.release("a")
+    place.client.checkpoint("b", step=2)
+    restored = [tmp_path / f"restored-{shard}" for shard in range(2)]
+    for shard, directory in enumerate(restored):
+        restore(tmp_path / "backup", directory, shard=shard)
+    place.replace(1, restored[1])
+    with place.connect() as later:
+        with pytest.raises(DataLossError, match=r"take all shards to one checkpoint .*restore all of them"):
+            later.open_session("later")
+        assert later.describe().run == "run"
+    place.replace(0, restored[0])
+    with place.connect() as later:
+        later.open_session("later")
+        later.rollback("a")
+        assert (later.fetch(ROWS, step=1) == -1).all()
+
+
+@pytest.mark.guard
+def test_a_restored_shard_without_a_later_checkpoint_is_not_taken_either(place: Place, tmp_path: Path) -> None:
+    place.push()
+    place.client.checkpoint("a", step=1)
+    backup(place.client, tmp_path / "backup")
+    place.push()
+    restore(tmp_path / "backup", tmp_path / "restored", shard=1)
+    place.replace(1, tmp_path / "restored")
+    with place.connect() as later:
+        with pytest.raises((ClusterError, DataLossError), match="take all shards to one checkpoint"):
+            later.open_session("later")
+        later.open_session("later", force=True)
+        later.rollback("a")
+        later.push_gradients(ROWS, ONES, step=0)
+        assert (later.fetch(ROWS, step=1) == -2).all()
+
+
+@pytest.mark.guard
+def test_an_opening_that_failed_halfway_needs_no_force(place: Place) -> None:
+    place.push()
+    place.kill(1)
+    with WeightClient(place.cluster.addresses, retry_seconds=1) as other:
+        place.cluster.restart(1)
+        assert other.describe().epoch == 1
+        place.kill(1)
+        opener, half = other.call_shard(0, "Describe", pb.DescribeRequest()), b"h" * 16
+        other.call_shard(0, "OpenSession", pb.OpenSessionRequest(name="half", epoch=opener.epoch + 1, opener=half))
+    place.cluster.restart(1)
+    with place.connect() as later:
+        later.open_session("later")
+        later.push_gradients(ROWS, ONES, step=0)
+        assert (later.fetch(ROWS, step=1) == -2).all()
