@@ -12,12 +12,12 @@ import contextvars
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import grpc
 import pytest
@@ -59,12 +59,22 @@ SILENT = (Fate.UNHEARD, Fate.LOST, Fate.LATE, Fate.DIES_BEFORE, Fate.DIES_AFTER)
 """The client hears nothing."""
 
 
+class Known(NamedTuple):
+    """The newest that a client was told of a shard: numbers of events, 0 for none."""
+
+    event: int = 0
+    change: int = 0
+    """Of a write that was applied."""
+
+
 @dataclass
 class Run:
     """One run of a client's method, and what the test decided on it."""
 
-    call: Any
+    call: Any = None
     """What its requests belong to: the test's own."""
+    client: str = ""
+    """Who makes it."""
     fates: Sequence[Fate] = ()
     """Of its first attempts, in their order; all others are answered."""
     patient: bool = True
@@ -73,8 +83,12 @@ class Run:
     """At each place where it waits, whether another thread goes on first; then they go on when they are waited for."""
     interrupt: int | None = None
     """At which place where its caller waits a KeyboardInterrupt is raised."""
+    knew: tuple[Known, ...] = ()
+    """Of each shard, when it began."""
     attempts: list[Fate] = field(default_factory=list)
     refusals: list[type[WeightServerError]] = field(default_factory=list)
+    unnoticed: list[Message] = field(default_factory=list)
+    """Requests that a shard answered though it lacks what the client was told of before."""
     num_waits: int = 0
 
     @property
@@ -171,6 +185,8 @@ class Message:
     requests: tuple[Proto, ...]
     run: Run
     metadata: tuple[tuple[str, str | bytes], ...] = ()
+    known: Known = Known()  # noqa: RUF009 - it is immutable
+    """Of its shard, when it was sent."""
 
     @property
     def first(self) -> Any:
@@ -178,9 +194,10 @@ class Message:
         return self.requests[0]
 
     @property
-    def epoch(self) -> int:
-        """Of the session that it names."""
-        return int(self.first.header.epoch if hasattr(self.first, "header") else self.first.epoch)
+    def session(self) -> tuple[int, bytes]:
+        """Epoch and opener of the session that it names."""
+        names = self.first.header if hasattr(self.first, "header") else self.first
+        return names.epoch, getattr(names, "opener", b"")
 
 
 @dataclass(frozen=True)
@@ -192,10 +209,27 @@ class Event:
     """Of the operation, or the class of the error."""
     alone: bool
     """Whether no other message shared the commit."""
+    behind: bool
+    """Whether the shard lacks what the message's client was told of before."""
 
     @property
     def refused(self) -> bool:
         return isinstance(self.result, type)
+
+
+Note = Callable[[Message, Any, bool], None]
+"""Is told of an event: message, result, alone."""
+
+
+@dataclass
+class Directory:
+    """A shard's, and the events that led to what it holds."""
+
+    storage: MemoryStorage = field(default_factory=MemoryStorage)
+    history: list[int] = field(default_factory=list)
+
+    def copy(self) -> Directory:
+        return Directory(self.storage.copy(), self.history[:])
 
 
 class Crash(BaseException):
@@ -262,11 +296,11 @@ def _metrics(shard: int, num_shards: int) -> ShardMetrics:
 class Process:
     """One shard's process, without gRPC: service and shard; takes the committer's place."""
 
-    def __init__(self, storage: MemoryStorage, shard: int, num_shards: int, log: list[Event]) -> None:
+    def __init__(self, storage: MemoryStorage, shard: int, num_shards: int, note: Note) -> None:
         self.shard = Shard(storage, shard=shard, num_shards=num_shards)
         self.dying = False
         """Whether the next commit ends it."""
-        self._storage, self._log = storage, log
+        self._storage, self._note = storage, note
         self._arriving: deque[Message] = deque()
         self._handling: list[Message] = []
         self._group: list[tuple[Message, Operation]] = []
@@ -300,7 +334,7 @@ class Process:
             answers = list(answers) if handler.response_streaming else [answers]
         except CallFailed as refused:
             error = ERROR_OF_STATUS.get(refused.code(), WeightServerError)
-            self._log.append(Event(message, error, alone=len(self._handling) == 1))
+            self._note(message, error, len(self._handling) == 1)
             raise
         finally:
             self._handling.pop()
@@ -338,8 +372,8 @@ class Process:
                     raise Crash
         finally:
             if self._storage.num_landed > landed:
-                alone = len(self._done) == 1
-                self._log += [Event(message, result, alone) for message, result in self._done]
+                for message, result in self._done:
+                    self._note(message, result, len(self._done) == 1)
 
 
 class MemoryCluster:
@@ -352,7 +386,13 @@ class MemoryCluster:
         """The last changes that were sent; any of them may arrive, for the first time or again."""
         self.log: list[Event] = []
         """What the shards did, in order."""
-        self.storages = [MemoryStorage() for _ in range(num_shards)]
+        self.directories = [Directory() for _ in range(num_shards)]
+        self.known: dict[tuple[str, int], Known] = {}
+        """By client and shard."""
+        self.told_of_loss: set[str] = set()
+        """Clients that a shard has refused because it lacks what they know of it."""
+        self._num_events = 0
+        self._changes: set[int] = set()
         self._now = 0.0
         self._patches = pytest.MonkeyPatch()
         self.processes = [self._process(shard) for shard in range(num_shards)]
@@ -392,11 +432,47 @@ class MemoryCluster:
             _run.reset(token)
 
     def restart(self, shard: int) -> None:
-        self.storages[shard].restart()
+        self.directories[shard].storage.restart()
         self.processes[shard] = self._process(shard)
 
+    def replace(self, shard: int, directory: Directory) -> Directory:
+        """Puts another directory in the place of the shard's; returns that."""
+        before, self.directories[shard] = self.directories[shard], directory
+        self.restart(shard)
+        return before
+
+    def known_to(self, client: str) -> tuple[Known, ...]:
+        """Of each shard."""
+        return tuple(self.known.get((client, shard), Known()) for shard in range(self.num_shards))
+
+    def lacks(self, shard: int, number: int) -> bool:
+        """Whether the shard's directory does not descend from that event."""
+        return number != 0 and number not in self.directories[shard].history
+
     def _process(self, shard: int) -> Process:
-        return Process(self.storages[shard], shard, self.num_shards, self.log)
+        return Process(self.directories[shard].storage, shard, self.num_shards, self._note)
+
+    def _note(self, message: Message, result: Any, alone: bool) -> None:
+        self._num_events += 1
+        shard, refused = message.shard, isinstance(result, type)
+        behind = self.lacks(shard, message.known.event if refused else message.known.change)
+        self.log.append(Event(message, result, alone, behind))
+        if not refused:
+            self.directories[shard].history.append(self._num_events)
+            if result is True:
+                self._changes.add(self._num_events)
+
+    def _newest(self, shard: int) -> Known:
+        """What the shard's directory holds."""
+        history = self.directories[shard].history
+        return Known(max(history, default=0), max(self._changes.intersection(history), default=0))
+
+    def _tell(self, message: Message, newest: Known) -> None:
+        """A client hears an answer that was given when the shard was there."""
+        if self.lacks(message.shard, message.known.change):
+            message.run.unnoticed.append(message)
+        key = message.run.client, message.shard
+        self.known[key] = max(newest, self.known.get(key, Known()))
 
     def _sleep(self, seconds: float) -> None:
         self.threads.wait()
@@ -411,9 +487,11 @@ class MemoryCluster:
         try:
             if fate not in (Fate.LOST, Fate.LATE):
                 answer = self.arrive(message, fate)
+                newest = self._newest(message.shard)
         finally:
             self.threads.wait()
         if fate not in SILENT:
+            self._tell(message, newest)
             return answer
         if not message.run.patient:
             self._now += RETRY_SECONDS
@@ -423,7 +501,7 @@ class MemoryCluster:
         self, message: Message, fate: Fate = Fate.ANSWERED, sharing: Sequence[Message] = ()
     ) -> tuple[list[bytes], Sequence[tuple[str, str]]]:
         """A message reaches its shard, with others that share its commit."""
-        process, storage = self.processes[message.shard], self.storages[message.shard]
+        process, storage = self.processes[message.shard], self.directories[message.shard].storage
         process.dying = fate is Fate.DIES_BEFORE
         storage.fails = fate in (Fate.DISK_FAILS, Fate.DISK_FAILS_TOO_LATE)
         storage.fails_too_late = fate is Fate.DISK_FAILS_TOO_LATE
@@ -434,6 +512,8 @@ class MemoryCluster:
         except CallFailed as refused:
             if refused.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                 message.run.refusals.append(ERROR_OF_STATUS.get(refused.code(), WeightServerError))
+            if refused.code() is grpc.StatusCode.DATA_LOSS:
+                self.told_of_loss.add(message.run.client)
             raise
         finally:
             if fate not in (Fate.ANSWERED, Fate.UNHEARD):
@@ -448,30 +528,41 @@ class _Channel:
         self._cluster, self._shard = cluster, shard
 
     def unary_unary(self, path: str, *, request_serializer: Any, response_deserializer: Any) -> Any:
-        return lambda request, **options: self._only(path, [request], response_deserializer, options)
+        return SimpleNamespace(
+            with_call=lambda request, **options: self._only(self._call(path, [request], response_deserializer, options))
+        )
 
     def stream_unary(self, path: str, *, request_serializer: Any, response_deserializer: Any) -> Any:
-        return lambda requests, **options: self._only(path, requests, response_deserializer, options)
+        return SimpleNamespace(
+            with_call=lambda requests, **options: self._only(self._call(path, requests, response_deserializer, options))
+        )
 
     def unary_stream(self, path: str, *, request_serializer: Any, response_deserializer: Any) -> Any:
-        return lambda request, **options: _Stream(
-            self._answers(path, [request], response_deserializer or bytes, options)
-        )
+        return lambda request, **options: self._call(path, [request], response_deserializer or bytes, options)
 
     def close(self) -> None: ...
 
-    def _only(self, path: str, requests: Any, parse: Any, options: Any) -> Any:
-        (answer,) = self._answers(path, requests, parse, options)
-        return answer
-
-    def _answers(self, path: str, requests: Any, parse: Any, options: Any) -> list[Any]:
+    def _call(self, path: str, requests: Any, parse: Any, options: Any) -> _Answers:
         method = path.rpartition("/")[2]
-        message = Message(self._shard, method, tuple(requests), _run.get(), tuple(options["metadata"]))
-        answers, _ = self._cluster.attempt(message)
-        return [parse(answer) for answer in answers]
+        run = _run.get()
+        known = self._cluster.known.get((run.client, self._shard), Known())
+        message = Message(self._shard, method, tuple(requests), run, tuple(options["metadata"]), known)
+        answers, trailing = self._cluster.attempt(message)
+        return _Answers(map(parse, answers), trailing)
+
+    def _only(self, answers: _Answers) -> tuple[Any, _Answers]:
+        (answer,) = answers
+        return answer, answers
 
 
-class _Stream(list[Any]):
+class _Answers(list[Any]):
     """A call whose answers are there."""
+
+    def __init__(self, answers: Iterable[Any], trailing: Sequence[tuple[str, str]]) -> None:
+        super().__init__(answers)
+        self._trailing = trailing
+
+    def trailing_metadata(self) -> Sequence[tuple[str, str]]:
+        return self._trailing
 
     def cancel(self) -> None: ...

@@ -24,6 +24,12 @@ class MemoryStorage:
         """Transactions that will be there at the next start."""
         self._broken = False
 
+    def copy(self) -> MemoryStorage:
+        """The directory as it is on the disk."""
+        copied = MemoryStorage()
+        copied._committed = copied._on_disk = self._on_disk
+        return copied
+
     def restart(self) -> None:
         """Another process opens the directory."""
         self._committed = self._on_disk

@@ -1,5 +1,5 @@
-"""What clients are promised: real `WeightClient`s call real shards in memory, and a sequential model in float64 says what
-the rows must be and what each caller may be told.
+"""What clients are promised: real `WeightClient`s call real shards in memory, and a sequential model in float64 says
+what the rows must be and what each caller may be told.
 
 Hypothesis decides who calls what, what becomes of each attempt (answered, unheard, late, the shard or its disk fails),
 which thread goes on when, where a signal interrupts a caller, and which old requests arrive once more, together with
@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,11 +38,12 @@ from hypothesis.stateful import (
 import weightserver.exactly_once
 import weightserver.session
 from tests.helpers.histories import Call
-from tests.helpers.memory_cluster import Event, Fate, MemoryCluster, Message, Run
+from tests.helpers.memory_cluster import Directory, Event, Fate, Known, MemoryCluster, Message, Run
 from tests.helpers.sequential_model import TOLERANCE, Model, State, operations_of
 from weightserver import TableSpec, WeightClient
 from weightserver.errors import (
     ClusterError,
+    DataLossError,
     FencedError,
     InvalidRequestError,
     NoTableError,
@@ -93,13 +95,13 @@ class Plan:
 
 picks = st.integers(0, 2**16)
 some_rows = st.lists(st.integers(0, MAX_ROWS - 1), min_size=1, max_size=4, unique=True).map(tuple)
-fates = st.sampled_from([Fate.ANSWERED, Fate.ANSWERED, *Fate])
+fates = st.sampled_from([*[Fate.ANSWERED] * 6, *Fate])
 plans = st.builds(
     Plan,
     st.lists(fates, max_size=5).map(tuple),
     st.booleans(),
     st.lists(st.booleans(), max_size=4).map(tuple),
-    st.none() | st.integers(0, 12),
+    st.one_of(st.none(), st.none(), st.integers(0, 12)),
 )
 pushes = st.builds(Action, st.just("push"), some_rows, st.integers(0, HORIZON - 1))
 writes = st.builds(Action, st.just("write"), some_rows, st.integers(-1, 2))
@@ -107,7 +109,7 @@ repetitions = st.builds(Action, st.just("repeat"), number=picks)
 checkpoints = st.builds(Action, st.just("checkpoint"), step=st.sampled_from([1, 1, 1, 2]), name=st.sampled_from(NAMES))
 releases = st.builds(Action, st.just("release"), name=st.sampled_from(NAMES))
 rollbacks = st.builds(Action, st.just("rollback"), number=picks)
-openings = st.builds(Action, st.sampled_from(["open_session", "open_session", "join_session"]))
+openings = st.builds(Action, st.sampled_from(["open_session", "open_session", "join_session", "force_session"]))
 extensions = st.builds(Action, st.just("extend_table"), number=st.integers(SPEC.num_rows, MAX_ROWS))
 reads = st.builds(Action, st.just("fetch"), some_rows, st.integers(-1, HORIZON), st.sampled_from(["", "", *NAMES]))
 actions = st.one_of(pushes, pushes, writes, repetitions, checkpoints, releases, rollbacks, openings, extensions)
@@ -127,8 +129,15 @@ class ShardModel:
     """Calls, those too that a rollback has undone since."""
     given_up: frozenset[int] = frozenset()
     """Calls that must not be applied any more."""
-    taken: dict[str, tuple[int, bytes]] = field(default_factory=dict)
+    taken: Mapping[str, tuple[int, bytes]] = field(default_factory=dict)
     """Step and identity of its checkpoints."""
+    peers: tuple[Known, ...] = ()
+    """What it was told last that the shards hold."""
+
+    @property
+    def session(self) -> tuple[int, bytes]:
+        """Epoch and opener."""
+        return self.state.epoch, self.opener
 
     def is_changed_since(self, checkpoint: str) -> bool:
         """Whether rows were written."""
@@ -141,13 +150,15 @@ class Writer:
     """A client, and what its caller remembers of its calls."""
 
     name: str
+    """One for each client."""
     client: WeightClient
     epoch: int = 0
     """Of its session; 0 without one."""
     failed: list[Made] = field(default_factory=list)
     """Pushes and state writes whose last run failed, oldest first; the caller may make them again."""
     num_running: int = 0
-    num_sessions: int = 0
+    num_moved: int = 0
+    """How often it joined another session, or another client's replaced its own, on any shard."""
     num_failures: int = 0
     num_writes: int = 0
     rolling_back: bool = False
@@ -163,7 +174,7 @@ class Made:
     gives_up: frozenset[int] = frozenset()
     """Of a rollback: calls that must not come after it."""
     failed_at: tuple[int, int, int] | None = None
-    """How many sessions, failures and writes its writer had had, when it failed and was not forgotten."""
+    """`num_moved`, `num_failures` and `num_writes` of its writer, when it failed and was not forgotten."""
 
 
 class Machine(RuleBasedStateMachine):
@@ -176,8 +187,9 @@ class Machine(RuleBasedStateMachine):
         self.num_calls = 0
         self.writers: list[Writer] = []
         self.changed = set(range(NUM_SHARDS))
+        self.copies: list[tuple[int, Directory, ShardModel]] = []
         writer = self.new_writer()
-        with self.cluster.running(Run(None)):
+        with self.cluster.running(Run()):
             writer.client.create_table(SPEC)
             writer.client.extend_schedule(0, RATES)
         self.cluster.log.clear()
@@ -250,7 +262,7 @@ class Machine(RuleBasedStateMachine):
         shard = messages[which[0] % len(messages)].shard
         there = [message for message in messages if message.shard == shard]
         first, *others = [there[number % len(there)] for number in which]
-        with contextlib.suppress(Exception), self.cluster.running(Run(None)):
+        with contextlib.suppress(Exception), self.cluster.running(Run()):
             self.cluster.arrive(first, fate, others)
         self.catch_up()
 
@@ -258,6 +270,22 @@ class Machine(RuleBasedStateMachine):
     def restart(self, shard: int) -> None:
         self.cluster.restart(shard)
         self.changed.add(shard)
+
+    @precondition(lambda self: len(self.copies) < 3)
+    @rule(shard=st.integers(0, NUM_SHARDS - 1))
+    def copy_a_directory(self, shard: int) -> None:
+        self.copies.append((shard, self.cluster.directories[shard].copy(), replace(self.shards[shard])))
+
+    @precondition(lambda self: self.copies)
+    @rule(which=picks)
+    def put_a_copy_back(self, which: int) -> None:
+        """What was written since is lost, and must not be lost on those who know of it."""
+        shard, directory, model = self.copies[which % len(self.copies)]
+        self.cluster.replace(shard, directory.copy())
+        self.shards[shard] = replace(model)
+        self.changed.add(shard)
+        for writer in self.writers:
+            writer.num_moved += 1
 
     @precondition(lambda self: self.cluster.threads.ready)
     @rule()
@@ -273,7 +301,9 @@ class Machine(RuleBasedStateMachine):
         made, method = self.prepare(writer, action)
         if made is None:
             return
-        run = Run(made, *(plan.fates, plan.patient, plan.turns, plan.interrupt) if plan else ())
+        run = Run(made, writer.name, *(plan.fates, plan.patient, plan.turns, plan.interrupt) if plan else ())
+        num_moved = writer.num_moved
+        run.knew = self.cluster.known_to(writer.name)
         writer.num_running += 1
         told: BaseException | None = None
         try:
@@ -284,11 +314,12 @@ class Machine(RuleBasedStateMachine):
         finally:
             writer.num_running -= 1
         self.catch_up()
+        assert not run.unnoticed, "a shard answered a client that knows of more than it holds"
         if told is None:
             self.check_done(made, answer, beside=beside)
         else:
             assert self.can_be_told(made, run, told, beside=beside), (made.call, run, told)
-        self.remember(made, told)
+        self.remember(made, told, num_moved)
 
     def prepare(self, writer: Writer, action: Action) -> tuple[Made | None, Callable[[], Any]]:
         """What is to be called; None where there is nothing."""
@@ -327,6 +358,8 @@ class Machine(RuleBasedStateMachine):
                 return self.make(writer, client.open_session, name="run", join=self.newest_epoch)
             case "open_session":
                 return self.make(writer, client.open_session, name="run")
+            case "force_session":
+                return self.make(writer, client.open_session, name="run", force=True)
             case "extend_table":
                 most = max(self.num_rows, action.number)
                 return self.make(writer, client.extend_table, num_rows=most)
@@ -342,8 +375,8 @@ class Machine(RuleBasedStateMachine):
         self.num_calls += 1
         return Made(call, writer), functools.partial(method, **arguments)
 
-    def remember(self, made: Made, told: BaseException | None) -> None:
-        """What its caller knows of the call from now on."""
+    def remember(self, made: Made, told: BaseException | None, num_moved: int) -> None:
+        """What its caller knows of the call from now on; `num_moved` is its writer's when the call began."""
         writer, kind = made.writer, made.call.kind
         if kind in WRITES.values():
             writer.num_writes += 1
@@ -351,7 +384,7 @@ class Machine(RuleBasedStateMachine):
                 writer.num_failures += 1
                 writer.failed.append(made)
                 if not isinstance(told, ClusterError):
-                    made.failed_at = (writer.num_sessions, writer.num_failures, writer.num_writes)
+                    made.failed_at = (num_moved, writer.num_failures, writer.num_writes)
         elif kind == "rollback":
             writer.rolling_back = told is not None
             if not told:
@@ -375,8 +408,13 @@ class Machine(RuleBasedStateMachine):
         """The call has returned."""
         call = made.call
         if call.kind == "open_session":
+            made.writer.num_moved += "join" in call.arguments and made.writer.epoch != answer
             made.writer.epoch = answer
-            made.writer.num_sessions += 1
+            if "join" not in call.arguments:
+                self.cluster.told_of_loss.discard(made.writer.name)
+                if "force" not in call.arguments:
+                    for shard, known in enumerate(itertools.chain(*(model.peers for model in self.shards))):
+                        assert not self.cluster.lacks(shard % NUM_SHARDS, known.change), (call, self.shards)
         elif call.kind == "fetch_state":
             if not beside:
                 call.result = vars(answer)
@@ -400,6 +438,10 @@ class Machine(RuleBasedStateMachine):
                 return call.arguments.get("num_rows", MAX_ROWS) < max(shard.num_rows for shard in self.shards)
             case ShardUnavailableError():
                 return run.silent and not run.patient
+            case DataLossError():
+                return self.knows_of_loss(writer) or (
+                    call.kind == "open_session" and any(map(self.knows_of_loss, self.writers))
+                )
             case FencedError():
                 return not writer.epoch
             case NoTableError():
@@ -410,16 +452,23 @@ class Machine(RuleBasedStateMachine):
                 others = writer.num_running or self.cluster.threads.ready
                 return call.kind == "rollback" and bool(others)
             case ClusterError():
-                return writer.rolling_back or beside or self.is_forgotten(made) or call.kind == "extend_table"
+                half_extended = len({shard.num_rows for shard in self.shards}) > 1
+                return writer.rolling_back or beside or half_extended or self.is_forgotten(made)
         return False
+
+    def knows_of_loss(self, writer: Writer) -> bool:
+        """Whether its client was told, by any shard, of what that lacks now, or that it lacks something."""
+        return writer.name in self.cluster.told_of_loss or any(
+            self.cluster.lacks(shard, known.event) for shard, known in enumerate(self.cluster.known_to(writer.name))
+        )
 
     def is_forgotten(self, made: Made) -> bool:
         """Whether its client may have lost sight of a call that failed."""
         if made.failed_at is None:
             return False
-        writer, (num_sessions, num_failures, num_writes) = made.writer, made.failed_at
+        writer, (num_moved, num_failures, num_writes) = made.writer, made.failed_at
         return (
-            writer.num_sessions != num_sessions
+            writer.num_moved != num_moved
             or writer.num_failures - num_failures >= MAX_FAILED
             or writer.num_writes - num_writes >= WINDOW - MAX_FAILED
             or any(made.call.number in shard.given_up for shard in self.shards)
@@ -445,9 +494,14 @@ class Machine(RuleBasedStateMachine):
         message, number = event.message, event.message.shard
         shard, made = self.shards[number], message.run.call
         if message.method == "OpenSession":
-            if (shard.state.epoch, shard.opener) != (message.epoch, message.first.opener):
-                assert message.epoch > shard.state.epoch, (message, "goes back to an older session")
-                shard.state, shard.opener = replace(shard.state, epoch=message.epoch), message.first.opener
+            if message.session != shard.session:
+                epoch, shard.opener = message.session
+                assert epoch > shard.state.epoch, (message, "goes back to an older session")
+                shard.state = replace(shard.state, epoch=epoch)
+                for writer in self.writers:
+                    writer.num_moved += writer is not made.writer
+                if "force" not in made.call.arguments:
+                    shard.peers = message.run.knew
         elif message.method == "ExtendTable":
             if event.result:
                 more = self.rows_of(number, shard.num_rows, message.first.num_rows)
@@ -456,13 +510,17 @@ class Machine(RuleBasedStateMachine):
             call = made.call
             assert call.number not in shard.applied, (call, f"counts twice on shard {number}")
             assert call.number not in shard.given_up, (call, f"comes to shard {number} after a rollback")
-            done = self.explained(number, replace(call, epoch=message.epoch), "done")
-            assert done is not None, (call, f"was taken by shard {number} in session {shard.state.epoch}")
+            assert not event.behind, (message, "was applied by a shard that lacks what its client knows of it")
+            assert message.session == shard.session, (message, "is not of this session")
+            done = self.explained(number, call, "done")
+            assert done is not None, (call, f"was taken by shard {number}")
             shard.state = done
             shard.applied |= {call.number}
             shard.given_up |= made.gives_up
+            if call.kind in ("checkpoint", "rollback"):
+                shard.peers = message.run.knew
             if call.kind == "checkpoint":
-                shard.taken |= {call.arguments["name"]: (call.arguments["step"], message.first.identity)}
+                shard.taken = {**shard.taken, call.arguments["name"]: (call.arguments["step"], message.first.identity)}
             shard.taken = {name: shard.taken[name] for name in done.checkpoints}
             self.no_version_is_kept_in_vain(message)
 
@@ -470,13 +528,17 @@ class Machine(RuleBasedStateMachine):
         """Whether the shard had to."""
         message, error = event.message, event.result
         shard, call = self.shards[message.shard], message.run.call.call
-        if error is StorageError:
+        if error is DataLossError:
+            had_to = event.behind or message.method == "Describe"  # which may bring a mark that another shard has told
+        elif error is StorageError:
             had_to = message.run.attempts[-1] in (Fate.DISK_FAILS, Fate.DISK_FAILS_TOO_LATE) or True
         elif error is FencedError:
             if message.method == "OpenSession" and not message.first.join:
-                had_to = message.epoch <= shard.state.epoch
+                had_to = message.session[0] <= shard.state.epoch
+            elif message.method == "ExtendTable":
+                had_to = message.session[0] != shard.state.epoch
             else:
-                had_to = message.epoch != shard.state.epoch
+                had_to = message.session != shard.session
         elif error is InvalidRequestError and message.method == "Checkpoint":
             name = call.arguments["name"]
             had_to = shard.taken[name][0] != call.arguments["step"] or shard.is_changed_since(name)
@@ -493,9 +555,9 @@ class Machine(RuleBasedStateMachine):
         assert had_to, (message, error, shard)
 
     def explained(self, shard: int, call: Call, outcome: str) -> State | None:
-        """The shard's state after the call; None where it could not have this outcome."""
-        told = replace(call, outcome=outcome, message=f"shard {shard} at")
+        """The shard's state after a call of its session; None where it could not have this outcome."""
         model = self.shards[shard]
+        told = replace(call, epoch=model.state.epoch, outcome=outcome, message=f"shard {shard} at")
         state: State | None = model.state
         for operation in operations_of(told, shard, frozenset(model.state.rows)):
             state = self.model.apply(model.state, operation)
@@ -504,7 +566,7 @@ class Machine(RuleBasedStateMachine):
     def no_version_is_kept_in_vain(self, message: Message) -> None:
         """Of a block that was just written: one for each checkpoint at most, and the newest."""
         if message.method in WRITES:
-            with self.cluster.storages[message.shard].read() as txn:
+            with self.cluster.directories[message.shard].storage.read() as txn:
                 for row in message.run.call.call.arguments["rows"]:
                     versions = txn.generations(row // SPEC.rows_per_block)
                     assert len(versions) <= 1 + len(NAMES), (row, versions)
@@ -619,4 +681,15 @@ def test_a_session_that_opens_beside_a_push(machine: Machine, fate: Fate) -> Non
     while writer.failed:
         machine.perform(writer, Action("repeat"))
         assert machine.num_calls < 10
+    machine.same()
+
+
+def test_a_session_of_another_client_forgets_what_failed(machine: Machine) -> None:
+    """It cannot be told any more whether the shards applied it."""
+    (writer,) = machine.writers
+    machine.perform(writer, PUSH, Plan((Fate.UNHEARD, Fate.UNHEARD), False, (), None))
+    machine.perform(machine.new_writer(), Action("open_session"))
+    machine.perform(writer, Action("open_session"))
+    machine.perform(writer, Action("repeat"))
+    assert writer.failed
     machine.same()
