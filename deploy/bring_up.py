@@ -100,17 +100,25 @@ class Docker:
         """stdout and stderr of a docker command."""
         return self._run([self.docker, *arguments], seconds, fails)
 
-    def up(self, *arguments: str, override: Json | None = None, seconds: float = 120, fails: bool = False) -> str:
-        """docker-compose ARGUMENTS, with other settings for some of its services."""
+    def up(
+        self,
+        *arguments: str,
+        override: Json | None = None,
+        init: bool = False,
+        seconds: float = 120,
+        fails: bool = False,
+    ) -> str:
+        """docker-compose ARGUMENTS, with other settings for some of its services; `init` for a first start."""
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             json.dump(override or {}, file)
             file.flush()
             files = ["-f", str(COMPOSE_FILE), *(["-f", file.name] if override else [])]
-            return self._run([*self.compose, *files, *arguments], seconds, fails)
+            return self._run([*self.compose, *files, *arguments], seconds, fails, {"INIT": "--init"} if init else {})
 
-    def _run(self, command: Sequence[str], seconds: float, fails: bool) -> str:
+    def _run(self, command: Sequence[str], seconds: float, fails: bool, more: Mapping[str, str] | None = None) -> str:
+        environment = {**self.environment, **(more or {})}
         done = subprocess.run(
-            command, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds
         )
         if done.returncode and not fails:
             raise NotAsItShouldBe(f"{' '.join(command)} failed with {done.returncode}:\n{done.stdout[-3000:]}")
@@ -275,11 +283,11 @@ def build(docker: Docker, name: str, base: str, secrets: Sequence[str]) -> None:
     begun = time.monotonic()
     docker.run(
         *("build", "--network", "host", "--build-arg", f"BASE_IMAGE={base}", *secrets),
-        *("-f", str(ROOT / f"deploy/{name}.Dockerfile"), "-t", f"pic-{name}:0.1.0", str(ROOT)),
+        *("-f", str(ROOT / f"deploy/{name}.Dockerfile"), "-t", f"pic-{name}:0.2.0", str(ROOT)),
         seconds=1800,
     )
-    size = int(docker.run("image", "inspect", "-f", "{{.Size}}", f"pic-{name}:0.1.0"))
-    tell(f"pic-{name}:0.1.0: {size / 1e6:.0f} MB in {time.monotonic() - begun:.0f} s")
+    size = int(docker.run("image", "inspect", "-f", "{{.Size}}", f"pic-{name}:0.2.0"))
+    tell(f"pic-{name}:0.2.0: {size / 1e6:.0f} MB in {time.monotonic() - begun:.0f} s")
 
 
 def look_into_images(docker: Docker) -> None:
@@ -287,7 +295,7 @@ def look_into_images(docker: Docker) -> None:
         return docker.run("run", "--rm", "--entrypoint", "sh", image, "-c", script, fails=True).strip()
 
     for name in ("weightserver", "trainer"):
-        image = f"pic-{name}:0.1.0"
+        image = f"pic-{name}:0.2.0"
         user, secrets, torch = inside(
             image,
             "id -u; ls -d /etc/pip.conf /run/secrets 2>/dev/null | wc -l; "
@@ -328,8 +336,8 @@ def wait_healthy(docker: Docker, names: Sequence[str]) -> None:
     wait_until(lambda: all(docker.health(name) == "healthy" for name in names), f"{' and '.join(names)} are healthy")
 
 
-def start(docker: Docker, names: Sequence[str]) -> None:
-    docker.up("up", "-d", *names)
+def start(docker: Docker, names: Sequence[str], *, init: bool = False) -> None:
+    docker.up("up", "-d", *names, init=init)
     wait_healthy(docker, [name for name in names if name != "certificates"])
     tell(", ".join(f"{name}: {docker.health(name)}" for name in names))
 
@@ -477,7 +485,7 @@ def _volume(docker: Docker, name: str, *files: str) -> str:
     """A new volume with some of the shards' certificates."""
     script = f"cp {' '.join(f'/certs/shards/{file}' for file in files)} /certs/clients/"
     mounts = ("-v", f"{PROJECT}_shard-certificates:/certs/shards:ro", "-v", f"{PROJECT}_{name}:/certs/clients")
-    docker.run("run", "--rm", *mounts, "--entrypoint", "sh", "pic-weightserver:0.1.0", "-c", script)
+    docker.run("run", "--rm", *mounts, "--entrypoint", "sh", "pic-weightserver:0.2.0", "-c", script)
     return name
 
 
@@ -509,10 +517,14 @@ def bad_input(docker: Docker) -> None:
             {"volumes": ["shard-0:/data", f"{without_certificate}:/certs:ro"]},
             r"--tls-cert /certs/server.pem cannot be read",
         ),
-        "no room on the volume": ({"volumes": ["full:/data", certificates]}, r"No space left on device"),
+        "an empty volume": ({"volumes": ["empty:/data", certificates]}, r"/data/shard is missing: is its disk mounted"),
+        "no room on the volume": (
+            {"volumes": ["full:/data", certificates], "command": ["--shard=0", "--init"]},
+            r"No space left on device",
+        ),
     }
     volumes = {"full": _memory_volume("4k"), "small": _memory_volume("300m")}
-    volumes |= {name: {} for name in (without_token, without_certificate)}
+    volumes |= {name: {} for name in ("empty", without_token, without_certificate)}
     for what, (service, wanted) in cases.items():
         override = {"services": {"shard-0": service}, "volumes": volumes}
         docker.up("up", "-d", "--no-deps", "shard-0", override=override)
@@ -523,7 +535,7 @@ def bad_input(docker: Docker) -> None:
         docker.up("rm", "-sf", "shard-0", override=override)
 
     override = {"services": {"shard-0": {"volumes": ["small:/data", certificates]}}, "volumes": volumes}
-    docker.up("up", "-d", "--no-deps", "shard-0", override=override)
+    docker.up("up", "-d", "--no-deps", "shard-0", override=override, init=True)
     wait_until(lambda: docker.health("shard-0") == "healthy", "a shard on a small volume is healthy")
     docker.up("exec", "-T", "shard-0", "sh", "-c", "dd if=/dev/zero of=/data/other bs=1M 2>/dev/null", fails=True)
     wait_until(lambda: docker.health("shard-0") == "unhealthy", "a shard on a full volume is unhealthy")
@@ -558,10 +570,10 @@ def reshard(docker: Docker, directory: Path) -> Shards:
     mounts = [word for shard in range(3) for word in ("-v", f"{PROJECT}_shard-{shard}:/data/{shard}")]
     command = ["reshard", "--source", "/data/0/shard", "/data/1/shard", "--target"]
     command += [f"/data/{shard}/new" for shard in range(3)]
-    tell(f"$ docker run ... pic-weightserver:0.1.0 {' '.join(command)}")
-    tell(docker.run("run", "--rm", *mounts, "pic-weightserver:0.1.0", *command).strip())
+    tell(f"$ docker run ... pic-weightserver:0.2.0 {' '.join(command)}")
+    tell(docker.run("run", "--rm", *mounts, "pic-weightserver:0.2.0", *command).strip())
     swap = "for v in /data/[0-9]; do if [ -e $v/shard ]; then mv $v/shard $v/old; fi; mv $v/new $v/shard; done"
-    docker.run("run", "--rm", *mounts, "--entrypoint", "sh", "pic-weightserver:0.1.0", "-c", swap)
+    docker.run("run", "--rm", *mounts, "--entrypoint", "sh", "pic-weightserver:0.2.0", "-c", swap)
     docker.up("up", "-d", *names, override=override)
     wait_healthy(docker, names)
     return Shards.of(docker, directory, 3)
@@ -582,9 +594,9 @@ def bring_up(directory: Path, engine_directory: Path) -> None:
         look_into_images(docker)
         _clean(docker)
         try:
-            title("docker-compose up -d")
+            title("INIT=--init docker-compose up -d")
             names = services(docker)
-            start(docker, names)
+            start(docker, names, init=True)
             shards = Shards.of(docker, directory)
             for address in shards.addresses:
                 tell(f"from the host, {address}: {shards.command('health', address, '--timeout-seconds', '20')}")

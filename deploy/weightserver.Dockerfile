@@ -1,5 +1,5 @@
 # The weight server alone, without torch. From the repository's root:
-#     docker build -f deploy/weightserver.Dockerfile -t pic-weightserver:0.1.0 .
+#     docker build -f deploy/weightserver.Dockerfile -t pic-weightserver:0.2.0 .
 # The secrets "pip" (a pip.conf) and "pip-ca" (certificates that it trusts) are for those who need settings of their own;
 # no layer holds them. BASE_IMAGE may be given by its digest.
 ARG BASE_IMAGE=python:3.11.14-slim-bookworm

@@ -42,8 +42,8 @@ def container(kind: str) -> dict[str, Any]:
 
 
 def told(command: list[str]) -> Any:
-    """What `weightserver` understands of a command line."""
-    return weightserver.cli._parser().parse_args(command)
+    """What `weightserver` understands of a command line, where no variable of the environment is set."""
+    return weightserver.cli._parser().parse_args([re.sub(r"\$\{\w+:-(.*?)\}", r"\1", word) for word in command])
 
 
 def seconds(text: str) -> float:
@@ -72,6 +72,8 @@ def test_a_shard_of_the_compose_file(name: str) -> None:
     assert (f"shard-{arguments.shard}", arguments.num_shards) == (name, len(SHARDS))
     assert not arguments.insecure
     assert seconds(service["stop_grace_period"]) > arguments.grace_seconds
+    assert not arguments.init
+    assert told([word.replace("${INIT:---no-init}", "--init") for word in command]).init
     assert f"{name}:/data" in service["volumes"]
     assert service["ports"] == [f"${{LISTEN:-127.0.0.1}}:{50051 + arguments.shard}:50051"]
     checked = told(service["healthcheck"]["test"][2:])
@@ -155,7 +157,13 @@ def test_the_stateful_set() -> None:
     spec, pod = manifest("StatefulSet")["spec"], manifest("StatefulSet")["spec"]["template"]["spec"]
     served = container("StatefulSet")
     values = {variable["name"]: variable.get("value", "1") for variable in served["env"]}
-    arguments = told([re.sub(r"\$\((\w+)\)", lambda match: values[match.group(1)], word) for word in served["args"]])
+
+    def arguments_with(values: dict[str, str]) -> Any:
+        return told([re.sub(r"\$\((\w+)\)", lambda match: values[match.group(1)], word) for word in served["args"]])
+
+    arguments = arguments_with(values)
+    assert not arguments.init
+    assert arguments_with(values | {"INIT": "--init"}).init
     assert (arguments.shard, arguments.num_shards) == (1, spec["replicas"])
     assert not arguments.insecure
     assert pod["terminationGracePeriodSeconds"] > arguments.grace_seconds

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
+import shutil
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,17 +27,19 @@ from trainer.history import ImageHistory
 from trainer.model import load_encoder
 from trainer.rows import RowStore
 from trainer.transfer import HostCopy
-from weightserver import Checkpoint, FencedError, NoTableError, WeightClient
+from weightserver import Checkpoint, DataLossError, FencedError, NoTableError, WeightClient
 from weightserver.files import sync, write_synced, write_whole
 
 _log = logging.getLogger(__name__)
 
 _FORMAT = "pic-checkpoint-1"
-_HISTORY = "images"
-"""Where a file's metadata has the run's `ImageHistory`."""
+_CHECKPOINT, _TABLE, _MARKS, _HISTORY, _RESUME_STEP = "checkpoint", "table", "marks", "images", "resume_step"
+"""Where a file's metadata has the identities of the shards' checkpoint and table, the checkpoint's marks, the run's
+`ImageHistory`, and the --resume-step that the run went back to before. Files of 0.1 have neither table nor marks."""
 _MODEL, _MOMENTUM = "model.", "momentum."
 _ENCODER = _MODEL + "encoder."
 _STEM = re.compile(r"step-(\d{12})")
+_PARTIAL = re.compile(_STEM.pattern + r"\..*\.partial")
 # What may differ when a run goes on: where it runs, how its rows are stored ('weightserver reshard' changes that; what
 # does not fit is refused by the weight servers), and what it tells.
 FREE_SETTINGS = frozenset(
@@ -78,9 +84,9 @@ class Checkpoints:
     """Takes the checkpoints of a run, step by step consistent, and forgets old ones.
 
     In this order: every rank's rows are made durable; every shard keeps them under the checkpoint's name; the file is
-    written and renamed into place; older checkpoints are released. A run that dies anywhere in between goes on from the
-    newest checkpoint that has its file; the file names the shards' checkpoint by its identity, so that it goes with no
-    other.
+    written and renamed into place; older files are removed and their checkpoints released. A run that dies anywhere in
+    between goes on from its newest file, which names the shards' checkpoint by its identity, so that it goes with no
+    other. Files that belong to none of the shards' checkpoints are left alone.
     """
 
     def __init__(
@@ -95,6 +101,7 @@ class Checkpoints:
     ) -> None:
         self._directory = config.output / "checkpoints"
         self._keep = config.keep_checkpoints
+        self._resume_step = config.resume_step
         self._ranks = ranks
         self._rows = rows
         self._client = client
@@ -112,30 +119,65 @@ class Checkpoints:
         self._rows.flush()
         self._ranks.barrier()
         if self._ranks.is_first:
-            self._client.checkpoint(_name(step), step=step)
+            self._client.checkpoint(checkpoint_name(step), step=step)
         try:
             self._ranks.barrier()  # nobody writes rows of later steps before that
             if self._ranks.is_first:
-                (kept,) = (known for known in self._client.checkpoints() if known.name == _name(step))
-                _write(_path(self._directory, step), kept, self._client, self._history, model, optimizer)
+                (kept,) = (known for known in self._client.checkpoints() if known.name == checkpoint_name(step))
+                self._write(kept, model, optimizer)
         except (OSError, RuntimeError):  # a disk that is full, a rank that is gone
-            if self._ranks.is_first:
-                self._client.release(_name(step))  # it is no use without its file
+            if self._ranks.is_first and not _path(self._directory, step).exists():
+                self._client.release(checkpoint_name(step))  # it is no use without its file
             raise
         self._on_saved()
         if self._ranks.is_first:
             self._forget_old()
-            _log.info("checkpoint saved", extra={"checkpoint": _name(step), "step": step})
+            _log.info("checkpoint saved", extra={"checkpoint": checkpoint_name(step), "step": step})
+
+    def _write(self, kept: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Writes the file of the shards' checkpoint `kept`, whole or not at all."""
+        assert self._client is not None
+        tensors = {_MODEL + name: tensor.detach() for name, tensor in model.state_dict().items()}
+        for name, parameter in model.named_parameters():
+            momentum_buffer = optimizer.state[parameter].get("momentum_buffer")
+            if momentum_buffer is not None:
+                tensors[_MOMENTUM + name] = momentum_buffer.detach()
+        copies = HostCopy(list(tensors.values())).wait()
+        tensors = {name: copy.contiguous() for name, copy in zip(tensors, copies, strict=True)}
+        path = _path(self._directory, kept.step)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{kept.identity.hex()}.partial")
+        metadata = {
+            "format": _FORMAT,
+            "step": str(kept.step),
+            _CHECKPOINT: kept.identity.hex(),
+            _TABLE: self._client.table_identity().hex(),
+            _MARKS: json.dumps(kept.marks),
+            _HISTORY: self._history.to_json(),
+        }
+        if self._resume_step is not None:
+            metadata[_RESUME_STEP] = str(self._resume_step)
+        try:
+            write_synced(partial, lambda new: save_file(tensors, new, metadata=metadata))
+        except OSError as error:
+            raise OSError(f"{partial} cannot be written ({error})") from None
+        if kept.identity not in {known.identity for known in self._client.checkpoints()}:
+            partial.unlink(missing_ok=True)
+            raise FencedError(f"checkpoint {kept.name} was undone: another trainer goes on with this run")
+        if path.exists():  # somebody put it there meanwhile
+            set_aside(self._directory, [path])
+        partial.replace(path)
+        sync(path.parent)
 
     def _forget_old(self) -> None:
         assert self._client is not None
-        kept = {_name(step) for step in saved_steps(self._directory)[-self._keep :]}
-        retained = {known.name for shard in self._client.describe().shards for known in shard.checkpoints}
-        for name in sorted(retained - kept):
+        ours = _steps_on_both(self._directory, self._client.checkpoints())
+        for step in ours[: -self._keep]:
+            _path(self._directory, step).unlink()
+        kept = {checkpoint_name(step) for step in ours[-self._keep :]}
+        for name in sorted(self._client.describe().checkpoint_names - kept):
             if _STEM.fullmatch(name):  # a run's; those too that a failure left on some of the shards
                 self._client.release(name)
-        for step in saved_steps(self._directory)[: -self._keep]:
-            _path(self._directory, step).unlink()
 
 
 def with_resume_decided(config: TrainConfig, ranks: Ranks) -> TrainConfig:
@@ -148,6 +190,8 @@ def with_resume_decided(config: TrainConfig, ranks: Ranks) -> TrainConfig:
         return config
     found = ranks.is_first and config.rows != "dense" and claim(config).exists()
     (goes_on,) = ranks.max_over_ranks([float(found)])
+    if config.resume_step is not None and not goes_on:
+        raise ValueError(f"{config.output} holds no run to go on with: leave --resume-step away, or name its --output")
     return replace(config, resume=bool(goes_on))
 
 
@@ -228,25 +272,82 @@ def _with_defaults(stored: dict[str, Any], defaults: dict[str, Any]) -> dict[str
     }
 
 
-def step_to_resume(directory: Path, client: WeightClient) -> int | None:
-    """The newest step of which there are a file in `directory` and its checkpoint on all shards.
+def step_to_resume(directory: Path, client: WeightClient, asked: int | None = None) -> int | None:
+    """The step to go on from: that of the newest file in `directory`, or the older one that `asked` names.
 
-    None for a run that has died before its first.
+    None for a run that has died before its first checkpoint. A run that has gone on from the step `asked`, and that the
+    same command starts again, goes on from its newest file.
 
     Raises:
-        ValueError: there is none, or they are of another run.
+        ValueError: the shards do not all keep the file's checkpoint, or have newer ones than there are files.
+        DataLossError: a shard's data does not descend from the file's checkpoint: it is an older copy.
     """
     kept, steps = client.checkpoints(), saved_steps(directory)
+    both = _steps_on_both(directory, kept)
+    if not steps:
+        if asked is None and _is_untouched(client):
+            return None
+        raise ValueError(
+            f"there is no checkpoint to go on from: {directory} has no file, the weight servers keep "
+            f"{[known.name for known in kept]}: are these the run's servers?"
+        )
+    newest, path = steps[-1], _path(directory, steps[-1])
+    if asked is not None:
+        if newest in both and _metadata(path).get(_RESUME_STEP) == str(asked):
+            _log.warning("the run has gone on from step %d before: it goes on from step %d, its newest", asked, newest)
+            return newest
+        if asked not in both:
+            raise ValueError(
+                f"the run cannot go on from step {asked}: of steps {both} there are both a file in {directory} and its "
+                "checkpoint on the weight servers"
+            )
+        return asked
+    or_older = f", or give --resume-step {both[-1]}, the newest whose checkpoint they have" if both else ""
+    check_descent(directory, newest, client, otherwise=or_older)
+    if newest not in both:
+        raise ValueError(
+            f"the weight servers do not have the checkpoint of {path}, the run's newest file, as older copies of them "
+            f"would not: start those that have it{or_older}"
+        )
+    later = sorted(known.step for known in kept if known.step > newest and _STEM.fullmatch(known.name))
+    if len(later) > 1:  # a run that dies in a checkpoint leaves one
+        raise ValueError(
+            f"the weight servers have checkpoints of steps {later}, and {directory} has none of these files, as an "
+            f"older copy of it would not: put them there, or give --resume-step {newest} to give up what came later"
+        )
+    return newest
+
+
+def check_descent(directory: Path, step: int, client: WeightClient, *, otherwise: str) -> None:
+    """Holds the weight servers to have had the checkpoint of a file; `otherwise` ends the lines that tell what to do.
+
+    Raises:
+        ValueError: they hold another table. DataLossError: a shard's data does not descend from the checkpoint.
+    """
+    path = _path(directory, step)
+    metadata = _metadata(path)
+    with contextlib.suppress(NoTableError):
+        if metadata.get(_TABLE, "") not in ("", client.table_identity().hex()):
+            raise ValueError(
+                f"the weight servers hold another table than that of {path}: start the run's servers{otherwise}"
+            )
+    marks = json.loads(metadata.get(_MARKS, "[]"))
+    if len(marks) == len(client.marks()):  # others come from 'reshard', and are known by the checkpoint alone
+        try:
+            client.expect(marks)
+        except DataLossError as error:
+            raise DataLossError(f"{error}{otherwise}") from None
+
+
+def _steps_on_both(directory: Path, kept: Sequence[Checkpoint]) -> list[int]:
+    """Those, ascending, whose file belongs to one of the checkpoints that all shards keep."""
     known = {(checkpoint.name, checkpoint.identity.hex()) for checkpoint in kept}
-    for step in reversed(steps):
-        if (_name(step), _metadata(_path(directory, step)).get("checkpoint")) in known:
-            return step
-    if not steps and _is_untouched(client):
-        return None
-    raise ValueError(
-        f"there is no checkpoint to go on from: {directory} has files for steps {steps}, the weight servers keep "
-        f"{[checkpoint.name for checkpoint in kept]}, and none of them belong together: are these the run's servers?"
-    )
+    found = []
+    for step in saved_steps(directory):
+        with contextlib.suppress(ValueError):  # a file that cannot be read
+            if (checkpoint_name(step), _metadata(_path(directory, step)).get(_CHECKPOINT)) in known:
+                found.append(step)
+    return found
 
 
 def _is_untouched(client: WeightClient) -> bool:
@@ -257,15 +358,34 @@ def _is_untouched(client: WeightClient) -> bool:
     return info.clock == 0 and info.rows_stored == 0
 
 
-def roll_back(directory: Path, client: WeightClient, step: int | None) -> None:
-    """Takes the rows back to the checkpoint of `step`, where there is one, and forgets the files of later ones."""
-    if step is not None:
-        client.rollback(_name(step))
-        for later in saved_steps(directory):
-            if later > step:
-                _path(directory, later).unlink()
+def set_newer_aside(directory: Path, step: int, results: Sequence[Path], metrics: Path) -> None:
+    """Sets aside the files of checkpoints after `step`, and the run's `results`, beside a copy of its `metrics`."""
+    moved = [_path(directory, later) for later in reversed(saved_steps(directory)) if later > step]
+    moved += [path for path in results if path.exists()]
+    if moved:
+        set_aside(directory, moved, [metrics] if metrics.exists() else [])
+
+
+def set_aside(directory: Path, moved: Sequence[Path], copied: Sequence[Path] = ()) -> None:
+    """Moves and copies files into a new directory in `directory`, for a person to look at and remove."""
+    directory.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=time.strftime("set-aside-%Y-%m-%dT%H-%M-%S-", time.gmtime()), dir=directory))
+    shutil.copymode(directory, aside)
+    for path in copied:
+        shutil.copy2(path, aside)
+        sync(aside / path.name)
+    for path in moved:
+        path.rename(aside / path.name)
+    for changed in {aside, directory, *(path.parent for path in moved)}:
+        sync(changed)
+    _log.warning("set aside in %s: %s", aside, ", ".join(path.name for path in [*moved, *copied]))
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Removes what runs that were killed in a checkpoint have left."""
     for partial in directory.glob("*.partial"):
-        partial.unlink()
+        if _PARTIAL.fullmatch(partial.name):
+            partial.unlink()
 
 
 def saved_history(directory: Path, step: int) -> ImageHistory | None:
@@ -273,6 +393,11 @@ def saved_history(directory: Path, step: int) -> ImageHistory | None:
     path = _path(directory, step)
     stored = _metadata(path).get(_HISTORY) if path.exists() else None
     return ImageHistory.from_json(stored) if stored else None
+
+
+def history_to_resume(directory: Path, asked: int | None) -> ImageHistory | None:
+    """`saved_history` of the file that a run goes on from: of the newest, or the older one that `asked` names."""
+    return (None if asked is None else saved_history(directory, asked)) or newest_history(directory)
 
 
 def newest_history(directory: Path) -> ImageHistory | None:
@@ -322,7 +447,7 @@ def encoder_tensors(directory: Path, name: str) -> dict[str, Tensor]:
     """The encoder's weights by name, of the checkpoint step-…; ValueError where there is none, or it is damaged."""
     path = directory / f"{name}.safetensors"
     if not _STEM.fullmatch(name) or not path.exists():
-        known = ", ".join(_name(step) for step in saved_steps(directory)) or "none"
+        known = ", ".join(checkpoint_name(step) for step in saved_steps(directory)) or "none"
         raise ValueError(f"{directory} has no checkpoint {name!r}: it has {known}")
     return _tensors(path, _ENCODER)
 
@@ -346,43 +471,16 @@ def _metadata(path: Path) -> dict[str, str]:
 
 
 def _unreadable(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"{path} cannot be read ({str(error).splitlines()[0]}): remove it to go on from an older one")
+    return ValueError(
+        f"{path} cannot be read ({str(error).splitlines()[0]}): put a copy of it back, or go on from an older one by "
+        "--resume-step"
+    )
 
 
-def _write(
-    path: Path,
-    kept: Checkpoint,
-    client: WeightClient,
-    history: ImageHistory,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-) -> None:
-    """Writes the file of the shards' checkpoint `kept`, whole or not at all."""
-    tensors = {_MODEL + name: tensor.detach() for name, tensor in model.state_dict().items()}
-    for name, parameter in model.named_parameters():
-        momentum_buffer = optimizer.state[parameter].get("momentum_buffer")
-        if momentum_buffer is not None:
-            tensors[_MOMENTUM + name] = momentum_buffer.detach()
-    copies = HostCopy(list(tensors.values())).wait()
-    tensors = {name: copy.contiguous() for name, copy in zip(tensors, copies, strict=True)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{kept.identity.hex()}.partial")
-    metadata = {"format": _FORMAT, "step": str(kept.step), "checkpoint": kept.identity.hex()}
-    metadata[_HISTORY] = history.to_json()
-    try:
-        write_synced(partial, lambda new: save_file(tensors, new, metadata=metadata))
-    except OSError as error:
-        raise OSError(f"{partial} cannot be written ({error})") from None
-    if kept.identity not in {known.identity for known in client.checkpoints()}:
-        partial.unlink(missing_ok=True)
-        raise FencedError(f"checkpoint {kept.name} was undone: another trainer goes on with this run")
-    partial.replace(path)
-    sync(path.parent)
-
-
-def _name(step: int) -> str:
+def checkpoint_name(step: int) -> str:
+    """Under which the shards keep it; the stem of its file."""
     return f"step-{step:012d}"
 
 
 def _path(directory: Path, step: int) -> Path:
-    return directory / f"{_name(step)}.safetensors"
+    return directory / f"{checkpoint_name(step)}.safetensors"

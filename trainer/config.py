@@ -97,6 +97,9 @@ class TrainConfig:
     resume: Annotated[Resume, _RESUME_OPTION] = False
     """Go on with the run in --output from its newest checkpoint, as if it had never stopped. auto: do so where a run is
     there, and start a new one where none is."""
+    resume_step: int | None = None
+    """With --resume: go on from the checkpoint of this step, not the newest. Files of later steps are moved to
+    checkpoints/set-aside-…; the rows' later updates and checkpoints are given up."""
     extend: bool = False
     """With --resume: images that were packed with 'pack --extend' since take part from now on. --epochs then counts
     visits for each of all images, and the learning rates from now on are those of the longer run."""
@@ -223,6 +226,8 @@ class TrainConfig:
             raise ValueError("--rows dense leaves no checkpoints: there is nothing to --resume")
         if self.extend and not self.resume:
             raise ValueError("--extend adds images to a run that goes on: give --resume too, or leave it away")
+        if self.resume_step is not None and not self.resume:
+            raise ValueError("--resume-step is for a run that goes on: give --resume too, or leave it away")
         if self.checkpoint_every < 0:
             raise ValueError(f"--checkpoint-every must not be negative, got {self.checkpoint_every}")
         if self.rows == "dense" and self.servers:
@@ -430,6 +435,7 @@ class TrainConfig:
 
     def to_json(self) -> str:
         settings = asdict(self)
+        del settings["resume_step"]  # what one start did, no run keeps
         if self.warmup_epochs is None:
             settings["warmup_fraction"] = self._warmup_fraction  # also where it is the default
         return json.dumps(settings, indent=2, default=str) + "\n"

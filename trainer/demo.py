@@ -40,6 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(epochs: float | None, seed: int, data_dir: Path | None, output: Path) -> None:
     """Trains, prints the table, draws the plot."""
+    plot = output / "training.png"
+    if plot.exists():
+        raise ValueError(f"{plot} is there already: give another --output")
     _, config = PRESETS["fashion-mnist"]
     epochs = config.epochs if epochs is None else epochs
     config = replace(
@@ -53,7 +56,6 @@ def run(epochs: float | None, seed: int, data_dir: Path | None, output: Path) ->
         "raw pixels": evaluate_features(pixel_features(result.dataset)),
     }
     print_table(results)
-    plot = output / "training.png"
     draw_training(
         output / "metrics.jsonl",
         plot,

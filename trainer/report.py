@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from trainer.checkpoint import check_same_run, claim, note_settings
+from trainer.checkpoint import check_same_run, claim, note_settings, saved_steps, set_newer_aside
 from trainer.config import TrainConfig
 from trainer.distributed import Ranks
 from trainer.metrics import STAGES, TrainerMetrics
@@ -87,8 +87,8 @@ class Report:
             output = self._config.output
             if self._config.resume:
                 note_settings(self._config)
-                for end in (SUMMARY_FILE, ENCODER_FILE):  # there is another to come
-                    (output / end).unlink(missing_ok=True)
+                results = [output / SUMMARY_FILE, output / ENCODER_FILE]  # there are others to come
+                set_newer_aside(output / "checkpoints", start_step, results, output / "metrics.jsonl")
             _forget_from(output / "metrics.jsonl", start_step)
             self._lines = self._stack.enter_context((output / "metrics.jsonl").open("a"))
             self._board = self._stack.enter_context(SummaryWriter(str(output / "tensorboard"), purge_step=start_step))
@@ -180,6 +180,13 @@ def _forget_from(path: Path, step: int) -> None:
 def _claim_output(config: TrainConfig) -> None:
     """Makes the run's directory and writes config.json."""
     path = claim(config)
+    files = [config.output / name for name in ("metrics.jsonl", SUMMARY_FILE, ENCODER_FILE)]
+    there = [file.name for file in files if file.exists()]
+    if not path.exists() and (there or saved_steps(config.output / "checkpoints")):
+        raise ValueError(
+            f"{config.output} holds {there[0] if there else 'checkpoints'} of a run whose {path.name} is missing: "
+            "put it back to go on with that run, or choose another --output"
+        )
     try:
         config.output.mkdir(parents=True, exist_ok=True)
         with path.open("x") as file:

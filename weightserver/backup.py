@@ -19,8 +19,9 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ from weightserver.building import BATCH_BYTES, ShardBuilder, TableState
 from weightserver.client import TableInfo, WeightClient
 from weightserver.config import TableSpec
 from weightserver.errors import ClusterError, NoTableError, StorageError
-from weightserver.files import LOCK, alone_in, require_empty, sha256, write_whole
-from weightserver.records import HELD_PREFIX, KeptCheckpoint, chosen_checkpoint, earlier_identity
+from weightserver.files import LOCK, PRIVATE_DIRECTORY, PRIVATE_FILE, alone_in, require_empty, sha256, write_whole
+from weightserver.records import HELD_PREFIX, KeptCheckpoint, Lineage, chosen_checkpoint, earlier_identity
 from weightserver.wire import table_digest
 
 _FORMAT = 1
@@ -72,7 +73,8 @@ class Backup:
     """Of the software that made it."""
     created: str
     shards: tuple[dict[str, Any], ...]
-    """For each its clock, schedule_version, rows_stored, and its files: name -> bytes, sha256."""
+    """For each its clock, schedule_version, rows_stored, lineage (marks, up to the checkpoint; not in a backup that
+    version 0.1 made), and its files: name -> bytes, sha256."""
     table_identity: str = ""
     """Hexadecimal; empty in a backup that version 0.1 made."""
 
@@ -98,7 +100,7 @@ def backup(client: WeightClient, directory: Path, *, checkpoint: str | None = No
         ValueError: the directory holds something else. NoTableError: there is no such checkpoint, or no longer.
         StorageError: a block is damaged. OSError: the disk is full, or another process makes a backup there.
     """
-    with alone_in(directory):
+    with alone_in(directory, mode=PRIVATE_DIRECTORY):
         begun = _read_begun(directory, checkpoint)
         if not (directory / _MANIFEST).exists():
             begun = _hold(client, directory, begun, checkpoint)
@@ -153,10 +155,7 @@ def restore(directory: Path, data_dir: Path, *, shard: int, num_shards: int | No
     if not 0 <= shard < len(made.shards):
         raise ValueError(f"{directory} has shards 0..{len(made.shards) - 1}, not {shard}")
     source, copied = directory / f"shard-{shard}", made.shards[shard]
-    files = copied["files"]
-    pieces = _in_order(source, [name for name in files if name != _SCHEDULE])
-    if (pieces[-1][1] if pieces else 0) != made.spec.num_blocks:
-        raise StorageError(f"{source} lacks files: use another backup")
+    files, pieces = copied["files"], _pieces(directory, made, shard)
     origin = {"backup": made.digest}
     with ShardBuilder(data_dir, shard=shard, num_shards=len(made.shards), origin=origin) as builder:
         if builder.finished:
@@ -177,6 +176,7 @@ def restore(directory: Path, data_dir: Path, *, shard: int, num_shards: int | No
             schedule_version=copied["schedule_version"] + 1,
             checkpoint=KeptCheckpoint(made.checkpoint, made.step, made.identity),
             identity=bytes.fromhex(made.table_identity) or earlier_identity(asdict(made.spec)),
+            lineage=Lineage().joined(copied.get("lineage", ())),
         )
         builder.finish(table, rows_stored=copied["rows_stored"])
     return made
@@ -258,24 +258,23 @@ def _copy(client: WeightClient, directory: Path, begun: _Begun) -> None:
         shards=tuple(shards),
         table_identity=info.identity.hex(),
     )
+    for shard in range(len(shards)):
+        _pieces(directory, made, shard)
     _write_json(directory / _MANIFEST, {"format": _FORMAT, "sha256": made.digest, "backup": asdict(made)})
 
 
 def _copy_shard(client: WeightClient, directory: Path, shard: int, info: TableInfo, name: str) -> dict[str, Any]:
     """Copies what is not there yet, and tells of all: see `Backup.shards`."""
-    directory.mkdir(exist_ok=True)
+    directory.mkdir(PRIVATE_DIRECTORY, exist_ok=True)
     answer = client.call_shard(shard, "Describe", pb.DescribeRequest())
     described = {kept.name: kept for kept in answer.checkpoints}
     if name not in described:
         raise NoTableError(f"shard {shard} keeps the checkpoint no longer: begin anew in another directory")
     kept = described[name]
-    spec = info.spec
-    codec, request = (
-        BlockCodec(spec),
-        pb.ReadBlocksRequest(checkpoint=name, table=table_digest(info.spec, info.identity)),
-    )
+    spec, codec = info.spec, BlockCodec(info.spec)
+    request = pb.ReadBlocksRequest(checkpoint=name, table=table_digest(spec, info.identity))
     rates = client.learning_rates(shard=shard)
-    write_whole(directory / _SCHEDULE, lambda path: save_file({"learning_rates": rates}, path))
+    write_whole(directory / _SCHEDULE, lambda path: save_file({"learning_rates": rates}, path), mode=PRIVATE_FILE)
     pieces, rows_stored = _sound_pieces(directory, codec)
     first = pieces[-1][1] if pieces else 0
     while first < spec.num_blocks:
@@ -287,12 +286,14 @@ def _copy_shard(client: WeightClient, directory: Path, shard: int, info: TableIn
             ),
         }
         path = directory / f"blocks-{first:015d}-{end:015d}.safetensors"
-        write_whole(path, lambda partial, columns=columns: save_file(columns, partial))  # type: ignore[misc]
+        write_whole(path, partial(save_file, columns), mode=PRIVATE_FILE)
         pieces.append((first, end, path))
         rows_stored += sum(codec.num_written(block.content) for block in blocks)
         first = end
     if rows_stored != kept.rows_stored:
         raise ClusterError(f"shard {shard} sent {rows_stored} of the {kept.rows_stored} rows of {name!r}")
+    request.first_block = spec.num_blocks
+    behind = client.call_shard(shard, "ReadBlocks", request)
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
         for path in [directory / _SCHEDULE, *(path for _, _, path in pieces)]
@@ -301,14 +302,32 @@ def _copy_shard(client: WeightClient, directory: Path, shard: int, info: TableIn
         "clock": kept.clock,
         "schedule_version": answer.schedule_version,
         "rows_stored": rows_stored,
+        "lineage": list(behind.lineage),
         "files": files,
     }
+
+
+def _pieces(directory: Path, made: Backup, shard: int) -> list[tuple[int, int, Path]]:
+    """(first block, end, path) of a shard's files of blocks, in order.
+
+    Raises:
+        StorageError: they are not all blocks of the table.
+    """
+    source, names = directory / f"shard-{shard}", made.shards[shard]["files"].keys() - {_SCHEDULE}
+    pieces = _in_order(source, names)
+    if len(pieces) < len(names) or (pieces[-1][1] if pieces else 0) != made.spec.num_blocks:
+        raise StorageError(f"{source} lacks files: use another backup")
+    return pieces
 
 
 def _read_piece(
     client: WeightClient, shard: int, request: pb.ReadBlocksRequest, first: int, codec: BlockCodec, num_blocks: int
 ) -> tuple[list[pb.Block], int]:
-    """Stored blocks from number `first` on, enough for a file, and the number that they end before."""
+    """Stored blocks from number `first` on, enough for a file, and the number that they end before.
+
+    It is at most `num_blocks`, also where the table became larger since and the shard reads on, because the checkpoint,
+    of version 0.1, does not tell how large it was.
+    """
     blocks: list[pb.Block] = []
     while first < num_blocks and len(blocks) * codec.num_bytes < BATCH_BYTES:
         request.first_block = first
@@ -316,7 +335,7 @@ def _read_piece(
         for block in answer.blocks:
             codec.check(block.number, block.content)
         blocks += answer.blocks
-        first = answer.next_block or num_blocks
+        first = min(answer.next_block or num_blocks, num_blocks)
     return blocks, first
 
 
@@ -337,7 +356,7 @@ def _sound_pieces(directory: Path, codec: BlockCodec) -> tuple[list[tuple[int, i
     return sound, num_rows
 
 
-def _in_order(directory: Path, names: list[str]) -> list[tuple[int, int, Path]]:
+def _in_order(directory: Path, names: Iterable[str]) -> list[tuple[int, int, Path]]:
     """(first block, end, path) of the files of blocks that follow one another from block 0 on."""
     pieces, expected = [], 0
     for name in sorted(names):
@@ -370,4 +389,5 @@ def _check_file(path: Path, entry: dict[str, Any]) -> None:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    write_whole(path, lambda partial: partial.write_text(json.dumps(value, indent=2) + "\n"))
+    text = json.dumps(value, indent=2) + "\n"
+    write_whole(path, lambda new: new.write_text(text), mode=PRIVATE_FILE)

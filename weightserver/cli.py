@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 from dataclasses import asdict, fields
@@ -29,6 +30,7 @@ from weightserver.security import TOKEN_VARIABLE, ClientSecurity
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Runs one command. Exit status 0; 1 with a line on stderr when it failed; 2 for bad arguments; 130 for Ctrl-C."""
+    _open_standard_streams()
     arguments = _parser().parse_args(argv)
     keep_large_buffers()
     log_events(getattr(arguments, "log_format", "text"))
@@ -43,6 +45,15 @@ def main(argv: list[str] | None = None) -> NoReturn:
     sys.exit(0)
 
 
+def _open_standard_streams() -> None:
+    """A closed one would be the next file that is opened, such as data.mdb, and be written what is meant for stderr."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="weightserver", description="Serve and look after the rows of a classifier.")
     parser.add_argument("--version", action="version", version=__version__)
@@ -50,6 +61,12 @@ def _parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser("serve", help="serve one shard until SIGTERM")
     serve.add_argument("--data-dir", type=Path, required=True, help="the shard's own directory, on a local disk")
+    serve.add_argument(
+        "--init",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="begin a new, empty shard where the directory is empty or missing (default: refuse it)",
+    )
     serve.add_argument("--shard", type=int, default=0, help="number of this shard, from 0 (default 0)")
     serve.add_argument("--num-shards", type=int, default=1, help="shards in the cluster (default 1)")
     serve.add_argument("--listen", default="127.0.0.1:50051", help="host:port (default 127.0.0.1:50051)")

@@ -15,8 +15,10 @@ from types import TracebackType
 from typing import ClassVar, Self
 
 from weightserver.errors import ShardUnavailableError
+from weightserver.files import PRIVATE_FILE, make_private, write_whole
 from weightserver.security import TOKEN_VARIABLE
 
+_MARKER = "cluster.json"
 _START_SECONDS = 60.0
 _STOP_SECONDS = 30.0
 
@@ -25,7 +27,8 @@ class LocalCluster:
     """Starts `num_shards` shard processes on free loopback ports, and stops them when closed. A context manager.
 
     The shards also stop when this process dies. Each keeps its data in `directory`/shard-K and its log beside it; a
-    directory used before is served again.
+    directory used before is served again, and a shard whose data went away is refused. `directory`/cluster.json says
+    that: {"num_shards": n, "finished": whether all shards have begun}; empty ones begin only until they have.
 
     Args:
         directory: where the shards keep their data; without one, a temporary directory that is deleted when closed.
@@ -54,12 +57,18 @@ class LocalCluster:
         self.directory.mkdir(parents=True, exist_ok=True)
         self.processes, self.addresses, self.metrics_addresses = [], [], []
         try:
+            finished = self._is_finished()
+            if not finished:
+                self._mark(num_shards, finished=False)
             # All start at once, then each is waited for.
-            self.processes = [self._start(shard, num_shards, "127.0.0.1:0", 0) for shard in range(num_shards)]
+            self.processes = [
+                self._start(shard, num_shards, "127.0.0.1:0", 0, init=not finished) for shard in range(num_shards)
+            ]
             for shard, process in enumerate(self.processes):
                 address, metrics_address = self._wait_until_serving(shard, process)
                 self.addresses.append(address)
                 self.metrics_addresses.append(metrics_address)
+            self._mark(num_shards, finished=True)
         except BaseException:
             self.close()
             raise
@@ -95,14 +104,34 @@ class LocalCluster:
     def _log(self, shard: int) -> Path:
         return self.directory / f"shard-{shard}.log"
 
-    def _start(self, shard: int, num_shards: int, listen: str, metrics_port: int) -> subprocess.Popen[str]:
+    def _is_finished(self) -> bool:
+        """Whether all shards have begun. Where version 0.1 left no marker, they have if there is any data."""
+        marker = self.directory / _MARKER
+        if not marker.exists():
+            return any(self.directory.glob("shard-*/data.mdb"))
+        try:
+            return json.loads(marker.read_text())["finished"] is True
+        except (ValueError, LookupError, TypeError):
+            return True
+
+    def _mark(self, num_shards: int, *, finished: bool) -> None:
+        text = json.dumps({"num_shards": num_shards, "finished": finished}) + "\n"
+        marker = self.directory / _MARKER
+        if not marker.exists() or marker.read_text() != text:
+            write_whole(marker, lambda path: path.write_text(text))
+
+    def _start(
+        self, shard: int, num_shards: int, listen: str, metrics_port: int, *, init: bool = False
+    ) -> subprocess.Popen[str]:
         command = [*self._program, "serve", "--announce", "--stop-with-parent"]
         command += ["--data-dir", str(self.directory / f"shard-{shard}"), "--listen", listen]
         command += ["--shard", str(shard), "--num-shards", str(num_shards), "--metrics-port", str(metrics_port)]
-        command += self._serve_options
+        command += [*(["--init"] if init else []), *self._serve_options]
         # These shards serve loopback alone; a token that the caller has is for others.
         environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
-        with self._log(shard).open("a") as log:
+        log_file = self._log(shard)
+        make_private(log_file)
+        with os.fdopen(os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, PRIVATE_FILE), "a") as log:
             return subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,

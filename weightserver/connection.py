@@ -1,4 +1,8 @@
-"""One shard as the client sees it: a channel, a deadline for every attempt, and attempts until a budget is spent."""
+"""One shard as the client sees it: a channel, a deadline for every attempt, and attempts until a budget is spent.
+
+Rows that an attempt of a fetch brought are kept: the next one asks for the others, and has the whole budget again. So a
+fetch ends well however long it takes, as long as a message of it arrives within each attempt.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +30,11 @@ from weightserver.errors import (
     StorageError,
     WeightServerError,
 )
+from weightserver.fetched import FetchedRows
 from weightserver.handshake import tls_failure
 from weightserver.logs import REQUEST_ID, new_request_id
 from weightserver.records import split_mark
-from weightserver.wire import (
-    ACKNOWLEDGED_KEY,
-    MARK_KEY,
-    MAX_MESSAGE_BYTES,
-    RETRY_HINT,
-    VERSION_KEY,
-    decode_fetch_response,
-)
+from weightserver.wire import ACKNOWLEDGED_KEY, MARK_KEY, MAX_MESSAGE_BYTES, RETRY_HINT, VERSION_KEY, WAITED_KEY
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["WeightServer"]
 _RETRIED = (
@@ -59,7 +57,6 @@ _OPTIONS = [
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-FetchedChunk = tuple[memoryview, memoryview, memoryview]
 
 
 def open_channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
@@ -106,15 +103,16 @@ class ShardConnection:
             response_deserializer=None if method.name == "Fetch" else GetMessageClass(method.output_type).FromString,
         )
 
-    def call(self, method: str, request: Message, *, acknowledged: str = "") -> Any:
-        """The answer of a call of one message, which tells the shard of another mark than the newest."""
+    def call(self, method: str, request: Message, *, acknowledged: str = "", once: bool = False) -> Any:
+        """The answer of a call of one message, which is tried again unless `once`; with `acknowledged` it tells the
+        shard of another mark than the newest."""
 
         def attempt(options: dict[str, Any]) -> Any:
             answer, call = self._stubs[method].with_call(request, **options)
             self._note_mark(call, options)
             return answer
 
-        return self._attempts(attempt, acknowledged)
+        return self._attempts(attempt, acknowledged, once=once)
 
     def require(self, mark: str) -> None:
         """Raises DataLossError unless the shard's data descends from the state of that mark."""
@@ -132,25 +130,40 @@ class ShardConnection:
 
         return self._attempts(attempt)
 
-    def fetch(self, request: pb.FetchRequest, take: Callable[[Iterator[FetchedChunk]], None]) -> None:
-        """Has `take` consume the answer's chunks, from the first one again in each attempt."""
+    def fetch(self, request: pb.FetchRequest, rows: FetchedRows) -> None:
+        """Fetches all of `rows`, asked for as `request` says. An attempt asks for those that have not arrived yet."""
 
         def attempt(options: dict[str, Any]) -> None:
-            call = self._stubs["Fetch"](request, **options)
+            call = self._stubs["Fetch"](rows.request(request), **options)
             try:
-                take(decode_fetch_response(message) for message in call)
+                for message in call:
+                    rows.add(message)
                 self._note_mark(call, options)
             finally:
                 call.cancel()
+            if rows.num_arrived < rows.num_asked:
+                raise ClusterError(f"{self.name} answered {rows.num_arrived} of {rows.num_asked} rows")
 
-        self._attempts(attempt)
+        while rows.num_arrived < rows.num_rows:
+            self._attempts(attempt, rows=rows)
 
-    def _attempts(self, attempt: Callable[[dict[str, Any]], Result], acknowledged: str = "") -> Result:
+    def _attempts(
+        self,
+        attempt: Callable[[dict[str, Any]], Result],
+        acknowledged: str = "",
+        *,
+        rows: FetchedRows | None = None,
+        once: bool = False,
+    ) -> Result:
+        """The result of the first attempt that succeeds, or of the only one. After one in which some of `rows` arrived
+        the next follows at once, and `retry_seconds` begin anew."""
         started, pause, warned, request_id = time.monotonic(), _FIRST_PAUSE_SECONDS, False, new_request_id()
-        in_doubt = False
+        in_doubt, waited, num_arrived = False, 0.0, rows.num_arrived if rows else 0
         while True:
             mark = acknowledged or self.acknowledged
             metadata = [*self._metadata, *([(ACKNOWLEDGED_KEY, mark)] if mark else []), (REQUEST_ID, request_id)]
+            if waited:
+                metadata.append((WAITED_KEY, str(round(1000 * waited))))
             try:
                 return attempt({"timeout": self._timeout_seconds, "metadata": metadata})
             except grpc.RpcError as error:
@@ -167,16 +180,20 @@ class ShardConnection:
                 raise refusal
             if reason := tls_failure(self.address, status, details, tls=self._tls):
                 raise AuthenticationError(f"{self.name} cannot be called: {reason}")
+            if rows and rows.num_arrived > num_arrived:
+                started, pause, waited, num_arrived = time.monotonic(), _FIRST_PAUSE_SECONDS, 0.0, rows.num_arrived
+                continue
             in_doubt |= status is not grpc.StatusCode.RESOURCE_EXHAUSTED
             waited = time.monotonic() - started
-            if waited >= self._retry_seconds:
+            if once or waited >= self._retry_seconds:
+                arrived = f", {rows.num_arrived} of {rows.num_rows} rows had arrived" if rows else ""
                 if status is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                    overloaded = OverloadedError(f"{self.name} was overloaded for {waited:.1f} s: {details}")
+                    overloaded = OverloadedError(f"{self.name} was overloaded for {waited:.1f} s{arrived}: {details}")
                     overloaded.not_applied &= not in_doubt
                     raise overloaded
                 raise ShardUnavailableError(
-                    f"{self.name} did not answer for {waited:.1f} s ({status.name}): check that it runs and can be "
-                    "reached, then repeat the call"
+                    f"{self.name} did not answer for {waited:.1f} s ({status.name}){arrived}: check that it runs and "
+                    "can be reached, then repeat the call"
                 )
             if pause == _LONGEST_PAUSE_SECONDS and not warned:
                 warned = True
@@ -189,6 +206,7 @@ class ShardConnection:
                 )
             wanted = max(pause * random.uniform(0.5, 1.0), hint * random.uniform(1.0, 1.5))  # not all at one time
             time.sleep(min(wanted, self._retry_seconds - waited))
+            waited = time.monotonic() - started
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _note_mark(self, call: Any, options: dict[str, Any]) -> None:

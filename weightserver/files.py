@@ -12,6 +12,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+PRIVATE_FILE, PRIVATE_DIRECTORY = 0o600, 0o700
+"""Modes of what holds rows."""
 LOCK = ".weightserver-lock"
 """The file of `alone_in`."""
 
@@ -48,6 +50,23 @@ def write_synced(path: Path, write: Callable[[Path], object], *, mode: int = 0o6
         raise OSError(str(error)) from None
     path.chmod(left)
     sync(path)
+
+
+def make_private(*paths: Path) -> list[Path]:
+    """Leaves what exists and belongs to this user to this user alone; returns what others had rights to before.
+
+    Raises:
+        OSError: the modes cannot be changed.
+    """
+    changed = []
+    for path in paths:
+        if not path.exists():
+            continue
+        found = path.stat()
+        if found.st_uid == os.geteuid() and found.st_mode & 0o077:
+            path.chmod(found.st_mode & 0o700)
+            changed.append(path)
+    return changed
 
 
 def append_synced(path: Path, content: bytes) -> None:
@@ -89,17 +108,17 @@ def require_empty(directory: Path, *, but: frozenset[str] = frozenset()) -> None
 
 
 @contextlib.contextmanager
-def alone_in(directory: Path) -> Iterator[None]:
-    """Keeps other processes that ask for the same out of a directory, which is made where there is none, and goes again
-    where nothing was put in.
+def alone_in(directory: Path, *, mode: int = 0o777) -> Iterator[None]:
+    """Keeps other processes that ask for the same out of a directory, which is made where there is none, with what the
+    umask leaves of `mode`, and goes again where nothing was put in.
 
     Raises:
         OSError: another process is in it.
     """
     made = [path for path in (directory, *directory.parents) if not path.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(mode, parents=True, exist_ok=True)
     lock = directory / LOCK
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)  # of the directory itself, NFS knows no flock
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)  # of the directory itself, NFS knows no flock
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

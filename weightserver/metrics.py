@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from datetime import datetime
-from functools import cache
+from functools import cache, partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily
@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from weightserver.committer import Committer
 from weightserver.errors import StorageError
 from weightserver.histogram import GapHistogram, Histogram
-from weightserver.overload import LANES
+from weightserver.overload import LANES, MAX_WAITING
 from weightserver.shard import Shard
 from weightserver.sharding import Int64Array
 
@@ -42,7 +42,7 @@ class ShardMetrics:
             self._seconds.labels("Fetch", status)  # a rate does not see the step from no series to 1
         self._stage_seconds = Histogram(
             "weightserver_fetch_stage_seconds",
-            "Time that an answered fetch spent waiting for a thread (queue), reading and verifying blocks (read), "
+            "Time that an answered fetch spent waiting for its turn (queue), reading and verifying blocks (read), "
             "correcting rows (correct), framing them (serialise), and until they were taken (send).",
             ["stage"],
             buckets=_SECONDS,
@@ -102,7 +102,7 @@ class ShardMetrics:
 
         self._refused = Counter(
             "weightserver_refused_calls",
-            "Calls refused because as many of their lane were in progress as may be.",
+            "Calls refused because as many of their lane were in progress, and waited, as may be.",
             ["lane"],
             registry=self.registry,
         )
@@ -152,6 +152,14 @@ class ShardMetrics:
         Gauge(
             "weightserver_request_memory_bytes", "What the requests in progress have reserved.", registry=self.registry
         ).set_function(used_bytes)
+
+    def waiting_calls(self, num_waiting: Callable[[str], float]) -> None:
+        gauge = Gauge(
+            "weightserver_waiting_calls", "Calls that wait for a place in their lane.", ["lane"], registry=self.registry
+        )
+        for lane, most in MAX_WAITING.items():
+            if most:
+                gauge.labels(lane).set_function(partial(num_waiting, lane))
 
     def certificate_holds_until(self, end: datetime) -> None:
         Gauge(

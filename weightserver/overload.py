@@ -1,12 +1,18 @@
 """What a shard takes on at a time, so that no load makes it grow or stand still.
 
-Three things are bounded, and what is beyond them is refused at once with a hint when to try again:
+Three things are bounded, and what is beyond them is refused with a hint when to try again:
 
 - calls in progress, in lanes (`LANES`), so that callers of one kind keep out no others, and a thread for each of them;
+  and the calls that wait for a place in their lane, in a thread too (`MAX_WAITING`), of which nothing is received yet;
 - the bytes that requests and their answers hold (`Memory`), taken as they arrive and before they are made, given back
   when the call ends; no lane may take all of them;
 - the time that a silent caller is waited for: one that neither sends nor takes a message is cut off, and much sooner
   when others find its lane, or the memory, full.
+
+A lane is fair: a place that becomes free goes to the call that has tried for the longest time. A client says so when it
+tries again (`WAITED_KEY`), so a call that was refused, or whose deadline passed while it waited, is not behind those
+that came later. When more calls want to wait than may, the one that has tried for the shortest time is refused. So
+clients that ask equally often are served equally often, however many they are.
 
 A shard's memory stays below
 
@@ -18,13 +24,15 @@ which makes it 72 MiB; only callers that begin the largest message and never end
 
 from __future__ import annotations
 
+import bisect
 import gc
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import grpc
@@ -35,7 +43,7 @@ from weightserver.config import TableSpec
 from weightserver.errors import InvalidRequestError, OverloadedError, WeightServerError
 from weightserver.logs import follow_request
 from weightserver.timing import arrive
-from weightserver.wire import CHUNK_BYTES, RETRY_HINT
+from weightserver.wire import CHUNK_BYTES, RETRY_HINT, WAITED_KEY
 
 BASE_BYTES = 384 << 20
 """A shard without requests, what gRPC holds of the connections, and what malloc keeps."""
@@ -45,10 +53,12 @@ LANES = {"Fetch": 24, "write": 16, "short": 16, "health": 16, "watch": 64}
 """Calls at a time. A watch of the health takes no thread once its message is there; until then it is in "health"."""
 MAX_CALLS = sum(calls for lane, calls in LANES.items() if lane != "watch")
 """Calls at a time that are received, worked on or answered."""
-MAX_THREADS = MAX_CALLS + 16
+MAX_WAITING = {"Fetch": 64, "write": 64, "short": 64, "health": 0, "watch": 0}
+"""Calls that wait for a place in their lane. Health is asked without a token: none of its calls takes a thread so."""
+MAX_THREADS = MAX_CALLS + sum(MAX_WAITING.values()) + 16
 """One for each of these, and some that refuse."""
 MAX_UNSORTED_CALLS = 1024
-"""Those that wait for a thread too, which finds their lane full within milliseconds. gRPC refuses more by itself."""
+"""Those too that have no thread yet, which refuses them within milliseconds. gRPC refuses more by itself."""
 SCHEDULE_BYTES_PER_STEP = 24
 """A learning rate and its transfer products, twice while the schedule is extended."""
 _LANE_OF_METHOD = {
@@ -60,9 +70,11 @@ _LANE_OF_METHOD = {
     "Watch": "watch",
 }
 _RETRY_AFTER_MS = 100
+"""Time in which the calls of a lane are thought to end."""
 _PRESSED_SECONDS = 1.0
 """How long a caller of a full lane, or while the memory is full, may be silent while others ask for its place."""
 _WATCH_SECONDS = 0.25
+_LONGEST_WAIT_SECONDS = 86_400.0
 _PAGE = 4096
 _BYTES_PER_ROW_NAMED = 48
 """A row's number, and the arrays that checking and dealing it to blocks makes meanwhile."""
@@ -162,6 +174,85 @@ class Reservation:
 # ---- calls
 
 
+class _LaneFullError(OverloadedError):
+    """As many calls of this kind are in progress, and wait, as may."""
+
+    def __init__(self, message: str, *, retry_after_ms: int) -> None:
+        super().__init__(message)
+        self.retry_after_ms = retry_after_ms
+
+
+@dataclass(order=True)
+class _Turn:
+    """A call that waits for a place. `place` becomes None when it has one, or the error with which it is refused."""
+
+    since: float
+    """When its caller first tried, on the clock of `time.monotonic`."""
+    place: Future[None] = field(default_factory=Future, compare=False)
+
+
+class Lane:
+    """The places for calls of one kind, and the calls that wait for one. Thread-safe.
+
+    Args:
+        on_refused: told the lane's name for each call that is refused.
+    """
+
+    def __init__(self, name: str, on_refused: Callable[[str], None]) -> None:
+        self.name = name
+        self._on_refused = on_refused
+        self._lock = threading.Lock()
+        self._num_free = LANES[name]
+        self._waiting: list[_Turn] = []  # nobody while a place is free; who first tried earliest comes first
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def enter(self, context: grpc.ServicerContext) -> None:
+        """Takes a place, waits for one where none is free.
+
+        Raises:
+            OverloadedError: others have waited for longer, and no more may wait; CancelledError: the caller is gone.
+        """
+        with self._lock:
+            if self._num_free:
+                self._num_free -= 1
+                return
+            turn = _Turn(time.monotonic() - _waited_seconds(context))
+            bisect.insort(self._waiting, turn)
+            refused = self._waiting.pop() if len(self._waiting) > MAX_WAITING[self.name] else None
+        if refused is not None:
+            self._refuse(refused)
+        if not context.add_callback(lambda: self._give_up(turn)):  # called too when the deadline passes
+            self._give_up(turn)
+        turn.place.result()
+
+    def leave(self) -> None:
+        """Gives a place back, or to the call that has waited for the longest time."""
+        with self._lock:
+            if self._waiting:
+                self._waiting.pop(0).place.set_result(None)
+            else:
+                self._num_free += 1
+
+    def _give_up(self, turn: _Turn) -> None:
+        with self._lock:
+            if any(other is turn for other in self._waiting):
+                self._waiting = [other for other in self._waiting if other is not turn]
+                turn.place.cancel()
+
+    def _refuse(self, turn: _Turn) -> None:
+        places, waiting = LANES[self.name], len(self._waiting)
+        self._on_refused(self.name)
+        turn.place.set_exception(
+            _LaneFullError(
+                f"the shard is busy with {places} {self.name} calls, and {waiting} wait: try again",
+                retry_after_ms=_RETRY_AFTER_MS * (1 + waiting // places),
+            )
+        )
+
+
 class _Call:
     """A call in progress."""
 
@@ -189,7 +280,7 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
 
     Args:
         stall_seconds: how long a caller may neither send nor take a message.
-        on_refused: told the lane of each call that found it full.
+        on_refused: told the lane of each call that was refused because it is full.
         on_cut_off: told the lane of each call whose caller was silent for too long.
     """
 
@@ -206,10 +297,13 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
         self._stall_seconds = stall_seconds
         self._on_refused = on_refused
         self._on_cut_off = on_cut_off
-        self._lock = threading.Lock()
-        self._in_lane = dict.fromkeys(LANES, 0)
+        self._lanes = {name: Lane(name, self._refused) for name in LANES}
         self._calls: set[_Call] = set()
         threading.Thread(target=self._watch, name="stalls", daemon=True).start()
+
+    def num_waiting(self, lane: str) -> int:
+        """Calls that wait for a place in their lane."""
+        return self._lanes[lane].num_waiting
 
     def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Any], handler_call_details: grpc.HandlerCallDetails
@@ -246,22 +340,29 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
             with self._admitted("health", context) as call:
                 with self._requests(received, call, handler) as requests:
                     request = _only(requests)
-                if not context.add_callback(lambda: self._leave("watch")):
+                watch = self._lanes["watch"]
+                watch.enter(context)
+                if not context.add_callback(watch.leave):
+                    watch.leave()
                     return
-                self._enter("watch")
             handler.unary_stream(request, context, send)
 
         answer.experimental_non_blocking = True  # type: ignore[attr-defined]
         return grpc.stream_stream_rpc_method_handler(answer, None, handler.response_serializer)
 
     @contextmanager
-    def _admitted(self, lane: str, context: grpc.ServicerContext) -> Iterator[_Call]:
-        with self._waited_for(lane, context) as call:
+    def _admitted(self, name: str, context: grpc.ServicerContext) -> Iterator[_Call]:
+        lane = self._lanes[name]
+        with self._waited_for(name, context) as call:
+            lane.enter(context)
             try:
-                self._enter(lane)
                 yield call
             finally:
-                self._leave(lane)
+                lane.leave()
+
+    def _refused(self, lane: str) -> None:
+        self._on_refused(lane)
+        self._cut_off(_PRESSED_SECONDS, lane)
 
     @contextmanager
     def _waited_for(self, lane: str, context: grpc.ServicerContext) -> Iterator[_Call]:
@@ -276,20 +377,6 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
             context.abort(grpc.StatusCode.CANCELLED, "the caller is gone")
         finally:
             self._calls.discard(call)
-
-    def _enter(self, lane: str) -> None:
-        """Raises OverloadedError where the lane is full; to be left in either case."""
-        with self._lock:
-            self._in_lane[lane] += 1
-            full = self._in_lane[lane] > LANES[lane]
-        if full:
-            self._on_refused(lane)
-            self._cut_off(_PRESSED_SECONDS, lane)
-            raise OverloadedError(f"the shard is busy with {LANES[lane]} {lane} calls: try again")
-
-    def _leave(self, lane: str) -> None:
-        with self._lock:
-            self._in_lane[lane] -= 1
 
     @contextmanager
     def _requests(self, received: Iterator[bytes], call: _Call, handler: Any) -> Iterator[Iterator[Any]]:
@@ -320,6 +407,9 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
         while True:
             time.sleep(min(self._stall_seconds / 4, _WATCH_SECONDS))
             self._cut_off(self._stall_seconds)
+            for lane in self._lanes.values():
+                if lane.num_waiting:
+                    self._cut_off(_PRESSED_SECONDS, lane.name)
             if own_bytes() > _KEPT_BYTES + self._memory.used_bytes:
                 gc.collect()  # exceptions keep frames, and those the arrays of calls that failed
                 return_free_memory()  # malloc keeps what requests gave back
@@ -340,10 +430,19 @@ def abort(
 ) -> NoReturn:
     """Ends the call with the error's status; one that may succeed later says how soon."""
     if isinstance(error, OverloadedError):
-        trailer = (*trailer, (RETRY_HINT, str(_RETRY_AFTER_MS)))
+        retry_after_ms = error.retry_after_ms if isinstance(error, _LaneFullError) else _RETRY_AFTER_MS
+        trailer = (*trailer, (RETRY_HINT, str(retry_after_ms)))
     context.set_trailing_metadata(trailer)
     context.abort(error.status, str(error))
     raise AssertionError("abort() raises")
+
+
+def _waited_seconds(context: grpc.ServicerContext) -> float:
+    """For how long the caller says it has tried; 0 where it says nothing."""
+    for key, value in context.invocation_metadata():
+        if key == WAITED_KEY and value.isascii() and value.isdigit():
+            return min(int(value[:12]) / 1000, _LONGEST_WAIT_SECONDS)
+    return 0.0
 
 
 def _only(requests: Iterator[Any]) -> Any:

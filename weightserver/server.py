@@ -26,13 +26,15 @@ from weightserver import __version__, service
 from weightserver.addresses import is_loopback, split_address
 from weightserver.allocator import keep_large_buffers
 from weightserver.committer import Committer
+from weightserver.errors import StorageError
 from weightserver.logs import LogFormat, log_events
 from weightserver.metrics import ShardMetrics
 from weightserver.metrics_page import serve_metrics
 from weightserver.overload import MAX_THREADS, MAX_UNSORTED_CALLS, CallLimiter, Memory
 from weightserver.security import ServerTls, TokenInterceptor, has_token, read_token, server_tls
 from weightserver.shard import Shard
-from weightserver.storage import LmdbStorage
+from weightserver.storage import LmdbStorage, holds_data
+from weightserver.sweeper import Sweeper
 from weightserver.wire import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 
 _MAX_STREAMS = 128
@@ -45,6 +47,9 @@ _IDLE_SECONDS = 60
 _LAST_COMMIT_SECONDS = 1.0
 """How long a commit whose calls have been ended may take, where the grace period is over."""
 
+_LAST_ANSWERS_SECONDS = 1.0
+"""How long calls may take to hear that the shard can serve no more."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -54,6 +59,8 @@ class ServerConfig:
 
     data_dir: Path
     """The shard's own directory on a local disk."""
+    init: bool = False
+    """Whether to begin a new, empty shard where the directory is empty or missing."""
     shard: int
     """Number of this shard, 0-based."""
     num_shards: int
@@ -119,19 +126,72 @@ class ServerConfig:
                 )
 
 
+class _Stop:
+    """What asks the process to end: SIGTERM, SIGINT, the end of the process that started it, or a disk that failed.
+
+    A start is cut short as by a kill, which leaves nothing half done; a shard that serves drains first.
+    """
+
+    def __init__(self) -> None:
+        # Not an Event: setting one in a handler deadlocks with a wait for it in the thread that the handler interrupts.
+        self._asked: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._serving = False
+
+    def follow(self, *, parent: bool) -> None:
+        """From now on. Of a parent, whose end closes stdin, where it has one to follow."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _: self._ask(128 + number))
+        if parent:
+            threading.Thread(target=self._follow_parent, name="parent", daemon=True).start()
+
+    def serving(self) -> None:
+        self._serving = True
+
+    def fail(self, reason: str) -> None:
+        self._asked.put(reason)
+
+    def wait(self) -> None:
+        """Until it is to drain.
+
+        Raises:
+            StorageError: it is to end because it can serve no more.
+        """
+        reason = self._next()
+        if reason:
+            raise StorageError(reason)
+
+    def _next(self) -> str:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._asked.get(timeout=0.5)  # a signal that another thread was given wakes no wait without one
+
+    def _ask(self, status: int) -> None:
+        if not self._serving:
+            os._exit(status)
+        self._asked.put("")
+
+    def _follow_parent(self) -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 1024):
+                pass
+        self._ask(1)
+
+
 def serve(config: ServerConfig) -> None:
     """Serves until SIGTERM or SIGINT, then drains and closes.
 
     Raises:
-        StorageError: the data directory cannot be used; OSError: a port cannot be bound; ValueError: a certificate,
-            key or token cannot be used.
+        StorageError: the data directory cannot be used, or no longer; OSError: a port cannot be bound, or nobody reads
+            what is announced; ValueError: a certificate, key or token cannot be used.
     """
-    # Not an Event: setting one in a handler deadlocks with a wait for it in the thread that the handler interrupts.
-    stop: queue.SimpleQueue[None] = queue.SimpleQueue()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.put(None))
-    if config.stop_with_parent:
-        threading.Thread(target=_wait_for_parent, args=(stop,), daemon=True).start()
+    for option, wanted, stream in (
+        ("--announce", config.announce, sys.stdout),
+        ("--stop-with-parent", config.stop_with_parent, sys.stdin),
+    ):
+        if wanted and stream is None:
+            raise ValueError(f"{option} needs {'stdout' if option == '--announce' else 'stdin'}, which is closed")
+    stop = _Stop()
+    stop.follow(parent=config.stop_with_parent)
     keep_large_buffers()
     _allow_many_connections()
 
@@ -158,22 +218,13 @@ def serve(config: ServerConfig) -> None:
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ],
     )
-    host, wanted_port = split_address(config.listen)
-    try:  # gRPC's own complaint would be no line of ours
-        socket.create_server((host, wanted_port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except socket.gaierror as error:
-        raise OSError(f"cannot listen on {config.listen}: {error.strerror}") from error
-    except OSError as error:
-        raise OSError(
-            f"cannot listen on {config.listen}: {os.strerror(error.errno or 0)}; is another server using it?"
-        ) from error
-    if tls is None:
-        port = server.add_insecure_port(config.listen)
-    else:
-        port = server.add_secure_port(config.listen, tls.credentials)
+    bound = _listen(server, config.listen, tls)
 
-    storage = LmdbStorage(config.data_dir, scattered=True)
-    try:
+    if config.init and holds_data(config.data_dir):
+        _log.warning("--init does nothing, %s holds a shard: omit it, or a lost disk begins empty", config.data_dir)
+    with contextlib.closing(
+        LmdbStorage(config.data_dir, must_exist=not config.init, on_failure=stop.fail, scattered=True)
+    ) as storage:
         shard = Shard(
             storage,
             shard=config.shard,
@@ -181,55 +232,90 @@ def serve(config: ServerConfig) -> None:
             verify_reads=config.verify_reads,
             on_gaps=metrics.correction_gaps,
         )
-    except BaseException:
-        storage.close()
-        raise
-    log_events(config.log_format, lambda: {"shard": shard.shard, "epoch": shard.state.epoch, "step": shard.state.clock})
-    metrics.follow(shard)
-    metrics.request_memory(lambda: memory.used_bytes)
-    if tls is not None:
-        metrics.certificate_holds_until(tls.holds_until)
-    try:
+        log_events(
+            config.log_format, lambda: {"shard": shard.shard, "epoch": shard.state.epoch, "step": shard.state.clock}
+        )
+        metrics.follow(shard)
+        metrics.request_memory(lambda: memory.used_bytes)
+        metrics.waiting_calls(limiter.num_waiting)
+        if tls is not None:
+            metrics.certificate_holds_until(tls.holds_until)
         metrics_address = _serve_metrics(config, metrics)
-    except OSError:
-        storage.close()
-        raise
-    committer = Committer(shard.batch, metrics.committed)
-    metrics.follow_committer(committer)
-    service.add_to_server(service.WeightServerService(shard, committer, metrics, memory), server)
-    healthy = health.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-    healthy.set("", health_pb2.HealthCheckResponse.SERVING)
-    if config.reflection:
-        reflection.enable_server_reflection((service.NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    server.start()
-    bound = f"{_in_address(host)}:{port}"
-    _log.info(
-        "serving",
-        extra={
-            "num_shards": config.num_shards,
-            "data_dir": str(config.data_dir),
-            "address": bound,
-            "metrics_address": metrics_address,
-            "version": __version__,
-            "stored_rows": shard.state.rows_stored,
-        },
-    )
-    _log_security(config, tls, token is not None)
-    if config.announce:
-        print(json.dumps({"address": bound, "metrics_address": metrics_address}), flush=True)
+        healthy = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+        healthy.set("", health_pb2.HealthCheckResponse.SERVING)
+        if config.reflection:
+            reflection.enable_server_reflection((service.NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        committer = Committer(shard.batch, metrics.committed)
+        sweeper = Sweeper(shard, committer)
+        grace_seconds = 0.0  # whatever fails ends the process at once
+        try:
+            metrics.follow_committer(committer)
+            service.add_to_server(service.WeightServerService(shard, committer, metrics, memory), server)
+            stop.serving()
+            server.start()
+            _log.info(
+                "serving",
+                extra={
+                    "num_shards": config.num_shards,
+                    "data_dir": str(config.data_dir),
+                    "address": bound,
+                    "metrics_address": metrics_address,
+                    "version": __version__,
+                    "stored_rows": shard.state.rows_stored,
+                },
+            )
+            _log_security(config, tls, token is not None)
+            if config.announce:
+                _announce(address=bound, metrics_address=metrics_address)
+            grace_seconds = _LAST_ANSWERS_SECONDS
+            stop.wait()
+            _log.info("draining")
+            grace_seconds = config.grace_seconds
+        finally:
+            healthy.enter_graceful_shutdown()
+            sweeper.close()
+            _drain(server, committer, grace_seconds)
+    _log.info("closed")
 
-    _wait_for(stop)
-    _log.info("draining")
-    healthy.enter_graceful_shutdown()
-    end = time.monotonic() + config.grace_seconds
-    server.stop(config.grace_seconds).wait()
+
+def _listen(server: grpc.Server, address: str, tls: ServerTls | None) -> str:
+    """Binds the server to it; returns host:port.
+
+    Raises:
+        OSError: that cannot be.
+    """
+    host, wanted_port = split_address(address)
+    try:  # gRPC's own complaint would be no line of ours
+        socket.create_server((host, wanted_port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except socket.gaierror as error:
+        raise OSError(f"cannot listen on {address}: {error.strerror}") from error
+    except OSError as error:
+        raise OSError(
+            f"cannot listen on {address}: {os.strerror(error.errno or 0)}; is another server using it?"
+        ) from error
+    port = server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls.credentials)
+    return f"{_in_address(host)}:{port}"
+
+
+def _announce(**addresses: str | None) -> None:
+    """Prints them as a line of JSON, for the process that started this one."""
+    try:
+        os.write(sys.stdout.fileno(), json.dumps(addresses).encode() + b"\n")  # leaves nothing to be flushed at the end
+    except OSError as error:
+        raise OSError(
+            f"nobody reads the addresses on stdout ({error.strerror}): the process that started this shard is gone"
+        ) from error
+
+
+def _drain(server: grpc.Server, committer: Committer, grace_seconds: float) -> None:
+    """Lets running calls end within the grace period, and commits what they wrote."""
+    end = time.monotonic() + grace_seconds
+    server.stop(grace_seconds).wait()
     if not committer.close(max(_LAST_COMMIT_SECONDS, end - time.monotonic())):
         _log.warning("closed before the disk took the last commit, of which nobody was told that it is there")
         logging.shutdown()
-        os._exit(0)  # as good as a kill, which undoes a commit or leaves it whole
-    storage.close()
-    _log.info("closed")
+        os._exit(0 if sys.exception() is None else 1)  # as good as a kill, which undoes a commit or leaves it whole
 
 
 def _allow_many_connections() -> None:
@@ -266,15 +352,3 @@ def _log_security(config: ServerConfig, tls: ServerTls | None, token: bool) -> N
 
 def _in_address(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _wait_for(stop: queue.SimpleQueue[None]) -> None:
-    while True:
-        with contextlib.suppress(queue.Empty):
-            return stop.get(timeout=0.5)  # a signal that another thread was given wakes no wait without a timeout
-
-
-def _wait_for_parent(stop: queue.SimpleQueue[None]) -> None:
-    while os.read(sys.stdin.fileno(), 1024):
-        pass
-    stop.put(None)

@@ -174,7 +174,9 @@ class Session:
         with self._changed:
             return min(self._open[shard], default=self._next[shard])
 
-    def header(self, shard: int, number: int, *, step: int, table: int, num_rows: int = 0) -> pb.WriteHeader:
+    def header(
+        self, shard: int, number: int, *, step: int, table: int, num_rows: int = 0, schedule: int = 0
+    ) -> pb.WriteHeader:
         """What a write under one of its numbers carries."""
         return pb.WriteHeader(
             epoch=self.epoch,
@@ -185,6 +187,7 @@ class Session:
             step=step,
             num_rows=num_rows,
             table=table,
+            schedule=schedule,
         )
 
     def _settle(self, numbers: Numbers) -> None:

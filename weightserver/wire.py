@@ -27,6 +27,8 @@ OLDEST_VERSION = (0, 2)
 """Of a client or shard that this one works with."""
 RETRY_HINT = "grpc-retry-pushback-ms"
 """Key of the trailing metadata in which a shard that is overloaded says how soon to try again, as gRFC A6 names it."""
+WAITED_KEY = "weightserver-waited-ms"
+"""Key of the metadata in which a client that tries again says for how long it has tried, in milliseconds."""
 MAX_ROWS = 1 << 22
 """Rows that one fetch, or one message of a write, may name: 32 MiB of them where they are scattered."""
 MAX_WRITE_ROWS = 1 << 24
@@ -59,6 +61,32 @@ def spec_to_proto(spec: TableSpec) -> pb.TableSpec:
 def table_digest(spec: TableSpec, identity: bytes) -> int:
     """Recognises a table: XXH3-64 of the spec's values in the order of its fields, and of its identity; never 0."""
     return xxhash.xxh3_64_intdigest(repr(astuple(spec)).encode() + identity) or 1
+
+
+class ScheduleHash:
+    """XXH3-64 of learning rates as float32 little-endian; −0 counts as 0. It grows with the schedule."""
+
+    def __init__(self, rates: Float32Array | None = None) -> None:
+        self._hasher = xxhash.xxh3_64()
+        self.horizon = 0
+        if rates is not None:
+            self._add(rates)
+
+    def followed_by(self, rates: Float32Array) -> ScheduleHash:
+        """That of these learning rates (float32 [n]) too, behind those there are."""
+        longer = ScheduleHash()
+        longer._hasher, longer.horizon = self._hasher.copy(), self.horizon
+        longer._add(rates)
+        return longer
+
+    def _add(self, rates: Float32Array) -> None:
+        self._hasher.update((rates + np.float32(0)).astype("<f4", copy=False).tobytes())
+        self.horizon += len(rates)
+
+    @property
+    def digest(self) -> int:
+        """0 where there are no learning rates, and for no others."""
+        return (self._hasher.intdigest() or 1) if self.horizon else 0
 
 
 def spec_from_proto(spec: pb.TableSpec) -> TableSpec:

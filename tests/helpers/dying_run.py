@@ -68,12 +68,12 @@ def _between_shards(method: str, number: int) -> Callable[..., Callable[..., Any
         calls: list[None] = []
         one_by_one = threading.Lock()
 
-        def call(self: ShardConnection, name: str, request: Any) -> Any:
+        def call(self: ShardConnection, name: str, request: Any, **options: Any) -> Any:
             if name != method:
-                return original(self, name, request)
+                return original(self, name, request, **options)
             with one_by_one:
                 calls.append(None)
-                return die() if len(calls) == NUM_SHARDS * number else original(self, name, request)
+                return die() if len(calls) == NUM_SHARDS * number else original(self, name, request, **options)
 
         return call
 
@@ -85,11 +85,11 @@ POINTS: dict[str, Patch] = {
     "before the flush": (Checkpoints, "save", _before(2)),
     "after the flush, before the shards": (WeightClient, "checkpoint", _before(2)),
     "between two shards": (ShardConnection, "call", _between_shards("Checkpoint", 2)),
-    "after the shards, before the file": (trainer.checkpoint, "_write", _before(2)),
+    "after the shards, before the file": (Checkpoints, "_write", _before(2)),
     "in the file": (trainer.checkpoint, "save_file", _after(2)),
-    "after the file, before the release": (Checkpoints, "_forget_old", _before(2)),
+    "after the file, before the old one goes": (Checkpoints, "_forget_old", _before(2)),
+    "after the old file went, before the release": (WeightClient, "release", _before(1)),
     "between two shards of the release": (ShardConnection, "call", _between_shards("Release", 1)),
-    "after the release, before the old file goes": (WeightClient, "release", _after(1)),
     "after everything": (Checkpoints, "save", _after(2)),
 }
 

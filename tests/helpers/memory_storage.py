@@ -82,6 +82,10 @@ class MemoryTransaction:
         self.changed = True
         self.databases[database][key] = bytes(value)
 
+    def delete(self, database: str, key: bytes) -> None:
+        self.changed = True
+        self.databases[database].pop(key, None)
+
     def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]:
         for key, value in sorted(self.databases[database].items()):  # type: ignore[type-var]
             yield key, memoryview(value)  # type: ignore[misc]
@@ -107,7 +111,11 @@ class MemoryTransaction:
         return sorted((generation for known, generation in self._blocks if known == block), reverse=True)
 
     def is_changed(self, first: int) -> bool:
-        return any(generation >= first for _, generation in self._blocks)
+        return self.next_change(first, 0) is not None
+
+    def next_change(self, generation: int, block: int) -> tuple[int, int] | None:
+        changes = sorted((written, known) for known, written in self._blocks if written)
+        return next((change for change in changes if change >= (generation, block)), None)
 
     def put_block(self, block: int, generation: int, value: bytes | bytearray) -> None:
         self.changed = True

@@ -10,13 +10,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import grpc
 import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from tests.helpers.comparing import same
+from tests.helpers.raw_calls import raw_channel
 from weightserver import (
     Checkpoint,
     FencedError,
@@ -134,13 +134,14 @@ def test_bad_names_and_steps(writer: WeightClient) -> None:
 
 def on_shard(cluster: LocalCluster, shard: int, method: str, request: object) -> object:
     """One shard alone answers, as where the other was away."""
-    with grpc.insecure_channel(cluster.addresses[shard]) as channel:
+    with raw_channel(cluster.addresses[shard]) as channel:
         return getattr(WeightServerStub(channel), method)(request, timeout=10)
 
 
 def half_a_checkpoint(writer: WeightClient, cluster: LocalCluster) -> None:
     """The call that reached shard 0 alone."""
-    header = pb.WriteHeader(epoch=writer.describe().epoch, writer=b"h" * 16, sequence=1, step=1)
+    opened = writer.call_shard(0, "Describe", pb.DescribeRequest())
+    header = pb.WriteHeader(epoch=opened.epoch, opener=opened.opener, writer=b"h" * 16, sequence=1, step=1)
     on_shard(cluster, 0, "Checkpoint", pb.CheckpointRequest(header=header, name="half", identity=b"i" * 16))
 
 
@@ -235,12 +236,12 @@ def test_writes_that_every_shard_refused_are_forgotten(writer: WeightClient) -> 
 
 
 def test_a_reader_that_was_killed_holds_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It died with its snapshot open; the shard goes on and reuses what it frees."""
+    """One of LMDB's own tools, say, with its snapshot open; the shard goes on and reuses what it frees."""
     monkeypatch.setattr(storage, "_READER_CHECK_SECONDS", 0.0)
     code = (
-        "import sys, os; from pathlib import Path; from weightserver.storage import LmdbStorage\n"
-        "with LmdbStorage(Path(sys.argv[1]), readonly=True, beside=True).read() as txn:\n"
-        "    next(txn.items('blocks')); os.kill(os.getpid(), 9)"
+        "import sys, os, lmdb\n"
+        "with lmdb.open(sys.argv[1], readonly=True, max_dbs=5, lib_version=0).begin() as txn:\n"
+        "    next(iter(txn.cursor())); os.kill(os.getpid(), 9)"
     )
     kept = storage.LmdbStorage(tmp_path)
     sizes = []

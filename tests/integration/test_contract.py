@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ import grpc
 import numpy as np
 import pytest
 
+from tests.helpers.raw_calls import raw_channel
 from weightserver import FencedError, LocalCluster, TableSpec, WeightClient
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
@@ -39,14 +41,18 @@ class Shard:
     def __init__(self, stub: WeightServerStub, epoch: int) -> None:
         self.stub = stub
         self.epoch = epoch
+        self.opener: bytes = self.describe().opener
         self.sequence = 0
+
+    def describe(self) -> pb.DescribeResponse:
+        return self.stub.Describe(pb.DescribeRequest(), timeout=10)
 
     def header(self, **changes: object) -> pb.WriteHeader:
         self.sequence += 1
-        good = {"epoch": self.epoch, "writer": b"c" * 16, "sequence": self.sequence, "step": 2, "num_rows": 2}
-        return pb.WriteHeader(**(good | changes))  # type: ignore[arg-type]
+        good = {"epoch": self.epoch, "opener": self.opener, "writer": b"c" * 16, "sequence": self.sequence, "step": 2}
+        return pb.WriteHeader(**(good | {"num_rows": 2} | changes))  # type: ignore[arg-type]
 
-    def fetch(self, rows: pb.Rows, step: int = 3, **more: bool) -> list[pb.FetchResponse]:
+    def fetch(self, rows: pb.Rows, step: int = 3, **more: int) -> list[pb.FetchResponse]:
         return list(self.stub.Fetch(pb.FetchRequest(rows=rows, step=step, **more), timeout=10))
 
     def push(self, *messages: pb.PushGradientsRequest) -> pb.WriteResponse:
@@ -68,21 +74,34 @@ class Shard:
         return self.stub.WriteState(iter([message]), timeout=10)
 
     def extend(self, start: int, rates: bytes, **more: object) -> pb.ExtendScheduleResponse:
-        return self.stub.ExtendSchedule(
-            pb.ExtendScheduleRequest(start_step=start, learning_rates=rates, **more),
-            timeout=10,  # type: ignore[arg-type]
-        )
+        """Both phases, where the first leads to another."""
+        change = os.urandom(16)
+        prepared = self.prepare(start, rates, change=change, **more)
+        return self.commit(change, prepared.schedule) if prepared.pending else prepared
+
+    def prepare(self, start: int, rates: bytes, **more: object) -> pb.ExtendScheduleResponse:
+        good = {"phase": pb.SCHEDULE_PHASE_PREPARE, "change": b"p" * 16, "last": True}
+        request = pb.ExtendScheduleRequest(start_step=start, learning_rates=rates, **(good | more))  # type: ignore[arg-type]
+        return self.stub.ExtendSchedule(request, timeout=10)
+
+    def commit(self, change: bytes, schedule: int, **more: int) -> pb.ExtendScheduleResponse:
+        request = pb.ExtendScheduleRequest(phase=pb.SCHEDULE_PHASE_COMMIT, change=change, schedule=schedule, **more)
+        return self.stub.ExtendSchedule(request, timeout=10)
 
     def grow(self, num_rows: int, **more: int) -> pb.ExtendTableResponse:
         return self.stub.ExtendTable(pb.ExtendTableRequest(num_rows=num_rows, **more), timeout=10)
 
     def version(self) -> int:
-        return self.stub.Describe(pb.DescribeRequest(), timeout=10).schedule_version
+        return self.describe().schedule_version
 
-    def open(self, epoch: int, opener: bytes = b"o" * 16, **more: bool) -> object:
+    def open(self, epoch: int, opener: bytes = b"o" * 16, **more: object) -> object:
         return self.stub.OpenSession(
-            pb.OpenSessionRequest(name="thief", epoch=epoch, opener=opener, **more), timeout=10
+            pb.OpenSessionRequest(name="thief", epoch=epoch, opener=opener, **more),  # type: ignore[arg-type]
+            timeout=10,
         )
+
+    def create(self, spec: TableSpec = SPEC, **more: object) -> pb.CreateTableResponse:
+        return self.stub.CreateTable(pb.CreateTableRequest(spec=spec_to_proto(spec), **more), timeout=10)  # type: ignore[arg-type]
 
 
 NAN, INF = float("nan"), float("inf")
@@ -152,6 +171,12 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
         ABORTED,
         "is not known, the newest is epoch .*: open a session first",
     ),
+    "push: a session of another opener": (
+        lambda s: s.push_rows(OK, opener=b"x" * 16),
+        ABORTED,
+        r"is another one, epoch \d+ \(run 'owner'\): are all addresses of one cluster\? Open a session first",
+    ),
+    "push: a session without its opener": (lambda s: s.push_rows(OK, opener=b""), ABORTED, "is another one"),
     "push: fewer rows than announced": (
         lambda s: s.push_rows(OK, num_rows=3),
         INVALID,
@@ -222,15 +247,28 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
         ABORTED,
         r"changed by another call: call extend_schedule\(\) again",
     ),
+    "schedule: no phase": (lambda s: s.prepare(6, values(0.1), phase=0), INVALID, "phase 0 is unknown"),
+    "schedule: no change": (lambda s: s.prepare(6, values(0.1), change=b""), INVALID, "change must be 16 bytes"),
+    "schedule: a commit of nothing": (lambda s: s.commit(b"p" * 16, 7), ABORTED, "was given up by another call"),
+    "fetch: unknown learning rates": (
+        lambda s: s.fetch(OK, schedule=7),
+        grpc.StatusCode.ALREADY_EXISTS,
+        "does not know this client's learning rates",
+    ),
+    "push: unknown learning rates": (
+        lambda s: s.push_rows(OK, schedule=7),
+        grpc.StatusCode.ALREADY_EXISTS,
+        "does not know this client's learning rates",
+    ),
     "drop: a table of a newer session": (
         lambda s: s.stub.DropTable(pb.DropTableRequest(epoch=s.epoch - 1), timeout=10),
         ABORTED,
         r"is that of epoch \d+ \(run 'owner'\) by now, .*: call drop_table\(\) again",
     ),
-    "schedule: a step that another shard has used": (
-        lambda s: s.extend(3, values(0.9), clock=4),
+    "schedule: a step that was used": (
+        lambda s: s.extend(1, values(0.9)),
         grpc.StatusCode.ALREADY_EXISTS,
-        "only steps from 4 on may be rewritten",
+        "only steps from 2 on may be rewritten",
     ),
     "session: no epoch": (lambda s: s.open(0), INVALID, "epoch must be positive"),
     "session: a name too long": (
@@ -243,6 +281,38 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
     "session: a short opener": (lambda s: s.open(s.epoch + 1, b"o"), INVALID, "opener must be 16 bytes"),
     "session: the current epoch": (lambda s: s.open(s.epoch), ABORTED, "is not newer than epoch"),
     "session: joining the next epoch": (lambda s: s.open(s.epoch + 1, join=True), ABORTED, "is not known"),
+    "session: joining that of another opener": (
+        lambda s: s.open(s.epoch, b"x" * 16, join=True),
+        ABORTED,
+        "of this shard is another one",
+    ),
+    "session: a short writer to keep": (
+        lambda s: s.open(s.epoch + 1, keep_writer=b"w"),
+        INVALID,
+        "keep_writer must be 16 bytes",
+    ),
+    "session: marks of too few shards": (
+        lambda s: s.open(s.epoch + 1, peers=["0123456789abcdef:1"]),
+        INVALID,
+        "1 marks of 2 shards",
+    ),
+    "session: a mark that is none": (
+        lambda s: s.open(s.epoch + 1, peers=["0123456789abcdef:1", "0123456789abcdef:-1"]),
+        INVALID,
+        "'0123456789abcdef:-1' is no mark of a shard",
+    ),
+    "checkpoint: marks of too many shards": (
+        lambda s: s.stub.Checkpoint(
+            pb.CheckpointRequest(header=s.header(), name="c", peers=["0123456789abcdef:1"] * 3), timeout=10
+        ),
+        INVALID,
+        "3 marks of 2 shards",
+    ),
+    "checkpoint: a step to come": (
+        lambda s: s.stub.Checkpoint(pb.CheckpointRequest(header=s.header(step=HORIZON + 1), name="c"), timeout=10),
+        RANGE,
+        r"a checkpoint of step 7 lies beyond the schedule's 0\.\.6",
+    ),
     "table: no spec": (
         lambda s: s.stub.CreateTable(pb.CreateTableRequest(), timeout=10),
         INVALID,
@@ -255,8 +325,14 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
         grpc.StatusCode.ALREADY_EXISTS,
         "another table exists, num_rows 40 there and 41 here",
     ),
+    "table: the same spec of another identity": (
+        lambda s: s.create(identity=b"x" * 16),
+        grpc.StatusCode.ALREADY_EXISTS,
+        "shard 0 holds rows of another table of the same spec: are all addresses of one cluster",
+    ),
+    "table: a short identity": (lambda s: s.create(identity=b"x"), INVALID, "identity must be 16 bytes"),
     "table: one learning rate in a call that an older shard takes": (
-        lambda s: s.stub.CreateTable(pb.CreateTableRequest(spec=spec_to_proto(SINGLE_RATE)), timeout=10),
+        lambda s: s.create(SINGLE_RATE),
         INVALID,
         "CreateSingleRateTable is for specs with single_rate, CreateTable for all others",
     ),
@@ -291,7 +367,7 @@ def shard(client: WeightClient, cluster: LocalCluster) -> Iterator[Shard]:
     client.extend_schedule(0, np.full(HORIZON, 0.5))
     epoch = client.open_session("owner")
     client.push_gradients(np.arange(5), np.ones((5, 2), np.float32), step=1)
-    with grpc.insecure_channel(cluster.addresses[0]) as channel:
+    with raw_channel(cluster.addresses[0]) as channel:
         yield Shard(WeightServerStub(channel), epoch)
 
 
@@ -377,9 +453,9 @@ def test_requests_that_come_again_late_change_nothing(shard: Shard, client: Weig
     drop = pb.DropTableRequest(epoch=shard.epoch)
     shard.stub.DropTable(drop, timeout=10)
     shard.stub.DropTable(drop, timeout=10)
-    assert shard.stub.Describe(pb.DescribeRequest(), timeout=10).epoch == shard.epoch + 1
+    assert shard.describe().epoch == shard.epoch + 1
     with pytest.raises(grpc.RpcError, match="a table was dropped since epoch"):
-        shard.stub.CreateTable(pb.CreateTableRequest(spec=spec_to_proto(SPEC), epoch=shard.epoch), timeout=10)
+        shard.create(epoch=shard.epoch)
     client.create_table(SPEC)
     with pytest.raises(grpc.RpcError, match="was superseded"):
         shard.grow(50, epoch=shard.epoch)
@@ -402,7 +478,7 @@ def test_bytes_that_are_no_message(cluster: LocalCluster, client: WeightClient, 
         else:
             channel.unary_unary(f"{SERVICE}/{method}")(garbage, timeout=10)
 
-    with grpc.insecure_channel(cluster.addresses[0]) as channel, pytest.raises(grpc.RpcError) as raised:
+    with raw_channel(cluster.addresses[0]) as channel, pytest.raises(grpc.RpcError) as raised:
         send(channel)
     assert raised.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT)
     assert everything(client) == before
@@ -419,7 +495,7 @@ def test_a_write_cut_off_leaves_nothing(shard: Shard, client: WeightClient) -> N
         stop.append(call.cancel())
         yield pb.PushGradientsRequest(rows=ids(1), gradients=values(1, 1))
 
-    with grpc.insecure_channel(client.describe().shards[0].address) as channel:
+    with raw_channel(client.describe().shards[0].address) as channel:
         call = WeightServerStub(channel).PushGradients.future(messages(), timeout=10)
         made.set()
         with pytest.raises(grpc.FutureCancelledError):
@@ -447,9 +523,9 @@ def test_no_run_name_garbles_an_error(client: WeightClient, cluster: LocalCluste
 @pytest.mark.parametrize("beyond", [2**20 + 1, 2**63, 2**64 - 1])
 def test_no_session_uses_up_the_epochs(shard: Shard, beyond: int) -> None:
     """Once such an epoch was open, no newer session could be, and no drop."""
-    newest = shard.stub.Describe(pb.DescribeRequest(), timeout=10).epoch
+    newest = shard.describe().epoch
     epoch = min(newest + beyond, 2**64 - 1)
     with pytest.raises(grpc.RpcError, match="is far beyond epoch") as raised:
         shard.stub.OpenSession(pb.OpenSessionRequest(name="thief", epoch=epoch, opener=b"t" * 16), timeout=10)
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert shard.stub.Describe(pb.DescribeRequest(), timeout=10).epoch == newest
+    assert shard.describe().epoch == newest

@@ -279,6 +279,16 @@ def test_an_interrupted_push_is_repeated_once(place: Place, shard: int) -> None:
 
 
 @pytest.mark.guard
+def test_a_write_that_failed_is_repeated_in_the_next_session(place: Place) -> None:
+    """The shards go on to know the writer's numbers."""
+    with stopped(place, 1), pytest.raises(Interrupted), interrupted_after(0.3):
+        place.push()
+    place.client.open_session("again")
+    place.push()
+    assert (place.client.fetch(ROWS, step=1) == -1).all()
+
+
+@pytest.mark.guard
 def test_an_interrupted_fetch_leaves_its_array_alone(place: Place) -> None:
     place.push()
     out = np.zeros((SPEC.num_rows, SPEC.dim), np.float32)

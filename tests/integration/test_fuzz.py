@@ -24,15 +24,18 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from tests.helpers.memory_storage import MemoryStorage
-from weightserver import LocalCluster, TableSpec, WeightClient
+from tests.helpers.raw_calls import raw_channel
+from tests.helpers.schedules import extend_schedule
+from weightserver import LocalCluster, TableSpec, WeightClient, __version__
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
 from weightserver.committer import Committer
+from weightserver.errors import StepError
 from weightserver.metrics import ShardMetrics
 from weightserver.overload import BASE_BYTES, CallLimiter, Memory
 from weightserver.service import NAME, WeightServerService, add_to_server
 from weightserver.shard import Shard
-from weightserver.wire import spec_digest, spec_to_proto
+from weightserver.wire import ACKNOWLEDGED_KEY, MARK_KEY, VERSION_KEY, spec_to_proto, table_digest
 
 SPEC = TableSpec(num_rows=60, dim=2, rows_per_block=5)
 SINGLE_RATE = replace(SPEC, correction="paper")
@@ -41,6 +44,10 @@ HORIZON = 6
 MEMORY_MIB = 64
 INTEGERS = [0, 1, 2, 3, 5, 6, 59, 60, 1 << 22, (1 << 22) + 1, 1 << 24, 2**31 - 1, 2**32, 2**62, 2**63 - 1, 2**64 - 1]
 FORBIDDEN = {"UNKNOWN", "INTERNAL", "FAILED_PRECONDITION", "DATA_LOSS", "UNIMPLEMENTED"}
+VERSIONS = ["", "0", "0.1", "0.1.9", "1", "-1.2", "x.y", "0.2rc1", ".", "0.", "9" * 5000 + ".0", "v" * 7000]
+MARK = "0123456789abcdef:"
+MARKS = ["", ":", "x", MARK, f"{MARK}-1", "123:4", f"{MARK}1e3", MARK + "9" * 5000]
+Metadata = tuple[tuple[str, str], ...]
 
 
 class Inputs:
@@ -49,8 +56,26 @@ class Inputs:
     def __init__(self, seed: int, epoch: int) -> None:
         self._random = random.Random(seed)
         self._epoch = epoch
-        self.table = spec_digest(SPEC)
+        self.table = table_digest(SPEC, b"")
         """That they may name."""
+        self.opener = b"o" * 16
+        """That they may name."""
+
+    def metadata(self, mark: str) -> tuple[Metadata, set[str]]:
+        """What a call carries beside its messages, mostly what is right for a shard of that mark; and how else it may
+        be answered then, where it is not."""
+        r = self._random
+        if r.random() < 0.02:
+            versions = [] if r.random() < 0.2 else [(VERSION_KEY, r.choice(VERSIONS))]
+            return (*versions, (ACKNOWLEDGED_KEY, mark)), {"INVALID_ARGUMENT"}
+        version = (VERSION_KEY, r.choice([__version__, __version__, "0.2", "0.10.1", "3.0"]))
+        if r.random() < 0.02:
+            incarnation, _, commit = mark.partition(":")
+            lost = [f"{incarnation}:{int(commit) + 1}", "0" * 16 + ":0", f"{'f' * 16}:{2**63}"]
+            return (version, (ACKNOWLEDGED_KEY, r.choice(lost))), {"DATA_LOSS"}
+        if r.random() < 0.02:
+            return (version, (ACKNOWLEDGED_KEY, r.choice(MARKS[1:]))), {"INVALID_ARGUMENT"}
+        return (version, (ACKNOWLEDGED_KEY, mark)) if r.random() < 0.5 else (version,), set()
 
     def request(self) -> tuple[Any, list[bytes]]:
         """A method of the contract and the messages of a call of it."""
@@ -95,10 +120,15 @@ class Inputs:
         for field in message.DESCRIPTOR.fields:
             if r.random() < 0.04 or (field.name == "header" and not first and r.random() < 0.9):
                 continue
-            if field.message_type is not None:
+            if field.is_repeated:
+                for _ in range(r.choice([0, 0, 1, 2, 2, 2])):
+                    getattr(message, field.name).append(r.choice(MARKS) if r.random() < 0.1 else f"{MARK}12")
+            elif field.message_type is not None:
                 self._fill(getattr(message, field.name), first=first)
                 if field.name == "spec" and r.random() < 0.7:
                     message.spec.CopyFrom(spec_to_proto(r.choice([SPEC, SINGLE_RATE])))
+            elif field.cpp_type == field.CPPTYPE_ENUM:
+                setattr(message, field.name, r.choice([*field.enum_type.values_by_number, 7]))
             elif field.cpp_type == field.CPPTYPE_BOOL:
                 setattr(message, field.name, r.random() < 0.5)
             elif field.cpp_type == field.CPPTYPE_DOUBLE:
@@ -123,7 +153,7 @@ class Inputs:
 
     def _integer(self, name: str) -> int:
         r = self._random
-        right = {"epoch": self._epoch, "table": self.table, "num_rows": 2, "settled_before": 0}
+        right = {"epoch": self._epoch, "table": self.table, "num_rows": 2, "settled_before": 0, "schedule": 0}
         if r.random() < 0.85 and name in right:
             return right[name]
         if r.random() < 0.7:
@@ -134,7 +164,9 @@ class Inputs:
         r = self._random
         if r.random() < 0.08:
             return r.randbytes(r.choice([0, 1, 8, 15, 16, 100]))
-        if name in ("writer", "opener", "identity"):
+        if name == "opener" and r.random() < 0.7:
+            return self.opener
+        if name in ("writer", "opener", "identity", "keep_writer", "change"):
             return bytes([r.randrange(3)]) * 16
         if name == "ranges":
             return b"" if r.random() < 0.8 else struct.pack("<2q", *(self._signed() for _ in range(2)))
@@ -160,11 +192,17 @@ class Ended(Exception):
 class FakeContext:
     """Takes the place of gRPC's."""
 
-    def __init__(self) -> None:
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = metadata
         self.status = "OK"
         self.details = ""
+        self.mark = ""
 
-    def set_trailing_metadata(self, metadata: object) -> None: ...
+    def invocation_metadata(self) -> Metadata:
+        return self._metadata
+
+    def set_trailing_metadata(self, metadata: Metadata) -> None:
+        self.mark = dict(metadata).get(MARK_KEY, "")
 
     def add_callback(self, callback: Callable[[], object]) -> bool:
         return True
@@ -204,15 +242,13 @@ class InProcess:
         if self.shard.spec is None:
             spec = next(self._specs)
             do(lambda batch: self.shard.create_table(batch, spec))
-            do(
-                lambda batch: self.shard.extend_schedule(
-                    batch, 0, np.full(HORIZON, 0.5, np.float32), 0, 0, self.shard.state.schedule_version
-                )
-            )
+            do(lambda batch: extend_schedule(self.shard, batch, 0, np.full(HORIZON, 0.5, np.float32)))
             do(lambda batch: self.shard.open_session(batch, "fuzz", self.shard.state.epoch + 1, b"o" * 16))
 
-    def call(self, method: Any, messages: list[bytes]) -> FakeContext:
-        handler, context = self._handlers[method.name], FakeContext()
+    def call(
+        self, method: Any, messages: list[bytes], metadata: Metadata = ((VERSION_KEY, __version__),)
+    ) -> FakeContext:
+        handler, context = self._handlers[method.name], FakeContext(metadata)
         try:
             for _ in handler.stream_stream(iter(messages), context):
                 pass
@@ -227,25 +263,43 @@ def test_handlers(count: int) -> None:
     place = InProcess()
     try:
         answers: Counter[tuple[str, str]] = Counter()
+        lost = 0
         inputs = Inputs(seed=1, epoch=0)
         for number in range(count):
-            inputs._epoch = place.shard.state.epoch
+            state = place.shard.state
+            inputs._epoch, inputs.opener = state.epoch, bytes.fromhex(state.opener)
             if place.shard.spec not in (SPEC, SINGLE_RATE) and (place.shard.spec is None or number % 50 == 0):
                 place.committer.submit(place.shard.drop_table).result(10)
                 place.prepare()
-            inputs.table = spec_digest(place.shard.spec) if place.shard.spec else 0
-            method, messages = inputs.request()
-            outcome = place.call(method, messages)
-            assert outcome.status not in FORBIDDEN, (number, method.name, outcome.status, outcome.details, messages)
+            inputs.table = table_digest(place.shard.spec, place.shard.table_identity) if place.shard.spec else 0
+            (method, messages), before = inputs.request(), place.shard.state
+            metadata, refusals = inputs.metadata(before.mark)
+            outcome = place.call(method, messages, metadata)
+            told = (number, method.name, outcome.status, outcome.details, messages, metadata)
+            assert outcome.status not in FORBIDDEN - refusals, told
             assert "\n" not in outcome.details, outcome.details
+            assert len(outcome.details) < 2000, told
+            if refusals:
+                assert outcome.status in {*refusals, "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}, told
+                assert place.shard.state == before, told
+            if outcome.status == "OK":
+                assert outcome.mark == place.shard.state.mark, told
             assert place.memory.used_bytes == 0
             answers[method.name, outcome.status] += 1
+            lost += outcome.status == "DATA_LOSS"
         succeeded = {method for method, status in answers if status == "OK"}
         assert succeeded == {method.name for method in METHODS}
+        assert lost > count // 200
         if place.shard.spec in (SPEC, SINGLE_RATE):
             rows = np.flatnonzero((np.arange(SPEC.num_rows) // SPEC.rows_per_block) % 2 == 0)
             for part in place.shard.fetch(rows, step=None, state=True):
                 assert np.isfinite(part.weight).all()
+            for row in rows:  # corrected they are finite, or the fetch says which row and update
+                try:
+                    for part in place.shard.fetch(row[None], step=HORIZON, state=True):
+                        assert np.isfinite([part.weight, part.momentum_buffer]).all()
+                except StepError as error:
+                    assert f"row {row} would become infinite or NaN in update" in str(error)  # noqa: PT017
         place.prepare()
         opened = place.shard.state.epoch + 1
         for request in (
@@ -273,7 +327,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalClust
         client.open_session("owner")
         client.push_gradients(np.arange(40), np.ones((40, 2), np.float32), step=1)
         client.checkpoint("kept", step=2)
-        with grpc.insecure_channel(cluster.addresses[0]) as channel:  # an epoch that no input guesses
+        with raw_channel(cluster.addresses[0]) as channel:  # an epoch that no input guesses
             opening = pb.OpenSessionRequest(name="owner", epoch=1_000_003, opener=b"o" * 16)
             WeightServerStub(channel).OpenSession(opening, timeout=10)
         yield cluster, client
@@ -300,10 +354,12 @@ def test_over_a_channel(place: tuple[LocalCluster, WeightClient], count: int) ->
     """No request has the session, so none may change anything."""
     cluster, client = place
     before, statuses = everything(client), Counter[str]()
-    process = psutil.Process(cluster.processes[0].pid)
+    process, (mark,) = psutil.Process(cluster.processes[0].pid), client.marks()
+    table = table_digest(SPEC, client.describe().identity)
 
     def work(seed: int) -> None:
         inputs = Inputs(seed, epoch=0)
+        inputs.table = table
         with grpc.insecure_channel(cluster.addresses[0], [("fuzz", seed)]) as channel:
             for _ in range(count // 4):
                 method, messages = inputs.request()
@@ -317,10 +373,13 @@ def test_over_a_channel(place: tuple[LocalCluster, WeightClient], count: int) ->
                 path = f"/{NAME}/{method.name}"
                 kind = channel.stream_stream if method.server_streaming else channel.stream_unary
                 try:
-                    answer = kind(path)(iter(messages), timeout=20)
+                    metadata, refusals = inputs.metadata(mark)
+                    answer = kind(path)(iter(messages), timeout=20, metadata=metadata)
                     statuses["OK"] += len(list(answer)) >= 0
+                    assert not refusals, (method.name, metadata)
                 except grpc.RpcError as error:
-                    statuses[error.code().name] += 1
+                    if error.code().name not in refusals:
+                        statuses[error.code().name] += 1
 
     with ThreadPoolExecutor(4) as pool:
         for one in [pool.submit(work, seed) for seed in range(4)]:

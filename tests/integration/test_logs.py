@@ -122,7 +122,7 @@ def test_a_trainer_logs_events_and_no_steps(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_shard_whose_log_nobody_reads_goes_on(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "weightserver", "serve", "--data-dir", str(tmp_path / "data")]
+    command = [sys.executable, "-m", "weightserver", "serve", "--init", "--data-dir", str(tmp_path / "data")]
     shard = subprocess.Popen(
         [*command, "--listen", "127.0.0.1:0", "--announce"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -151,7 +151,7 @@ def test_every_line_is_json_where_that_is_asked_for(cluster: LocalCluster, tmp_p
     secret = tmp_path / "token"
     secret.write_text("x" * 20)
     secret.chmod(0o644)
-    serve = ["weightserver", "serve", "--data-dir", str(tmp_path / "data"), "--token-file", str(secret)]
+    serve = ["weightserver", "serve", "--init", "--data-dir", str(tmp_path / "data"), "--token-file", str(secret)]
     serve += ["--listen", cluster.addresses[0]]
     run = ["trainer", "synthetic", "--num-images", "2000", "--steps", "3", "--rows", "dense", "--output"]
     run += [str(tmp_path / "run"), "--encoder.name", "none", "--num-negatives", "64", "--window-size", "96"]

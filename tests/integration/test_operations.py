@@ -31,6 +31,7 @@ from trainer.checkpoint import Checkpoints
 from trainer.loop import train
 from weightserver import (
     Checkpoint,
+    DataLossError,
     FencedError,
     LocalCluster,
     RowState,
@@ -42,14 +43,17 @@ from weightserver import (
 from weightserver import backup as backups
 from weightserver import export as exports
 from weightserver import reshard as resharding
+from weightserver import shard as shards
 from weightserver import storage as storages
 from weightserver.backup import backup, read_backup
+from weightserver.blocks import BlockCodec
 from weightserver.cli import main
+from weightserver.compact import compact
 from weightserver.export import export_rows
 from weightserver.files import sha256
 from weightserver.initial import initial_rows
 from weightserver.inspect import inspect_directory
-from weightserver.records import read_state, write_spec
+from weightserver.records import read_state, write_spec, write_state
 from weightserver.storage import LmdbStorage
 from weightserver.verify import verify_directory
 
@@ -181,6 +185,104 @@ def test_a_backup_is_one_checkpoint_while_training_goes_on(
         push(client, 50, ROWS)
         client.rollback("one")
         assert same(client.fetch_state(ROWS), kept)
+
+
+@pytest.mark.parametrize("num_rows_known", [True, False])
+@pytest.mark.parametrize(("blocks_per_read", "dim"), [(1, 1_100), (3, 340)])
+def test_a_backup_ends_with_its_checkpoints_table(
+    blocks_per_read: int, dim: int, num_rows_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which becomes larger, and gets new rows, while the backup reads; its last read is full. Checkpoints that version
+    0.1 took do not tell how large it was."""
+    spec = TableSpec(num_rows=2 * blocks_per_read * 512, dim=dim, rows_per_block=512)
+    rows, new, copy_shard = np.arange(0, spec.num_rows, 512), np.arange(spec.num_rows, 2 * spec.num_rows, 300), []
+    assert max(1, shards.READ_BYTES // BlockCodec(spec).num_bytes) == blocks_per_read
+    with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
+        client.create_table(spec)
+        client.extend_schedule(0, np.full(5, 0.1, np.float32))
+        client.open_session("run")
+        client.push_gradients(rows, np.ones((len(rows), spec.dim), np.float32), step=0)
+        client.checkpoint("one", step=1)
+        kept = client.fetch_state(rows)
+    if not num_rows_known:
+        for directory in targets_in(tmp_path / "old", 2):
+            forget_num_rows(directory)
+    with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
+        client.open_session("run")
+
+        def extend_and_copy(*arguments: Any) -> Any:
+            if not copy_shard:
+                client.extend_table(2 * spec.num_rows)
+                client.push_gradients(new, np.ones((len(new), spec.dim), np.float32), step=1)
+            copy_shard.append(original(*arguments))
+            return copy_shard[-1]
+
+        original = backups._copy_shard
+        monkeypatch.setattr(backups, "_copy_shard", extend_and_copy)
+        with WeightClient(cluster.addresses) as operator:
+            assert backup(operator, tmp_path / "backup").rows_stored == len(rows)
+    for shard, directory in enumerate(targets_in(tmp_path / "new", 2)):
+        backups.restore(tmp_path / "backup", directory, shard=shard)
+    with LocalCluster(2, tmp_path / "new") as cluster, WeightClient(cluster.addresses) as client:
+        assert client.describe().spec == spec
+        assert same(client.fetch_state(rows), kept)
+        client.extend_table(2 * spec.num_rows)
+        assert np.array_equal(client.fetch_state(new).weight, initial_rows(spec, new))
+
+
+def forget_num_rows(directory: Path) -> None:
+    """Makes a shard's checkpoints those of version 0.1."""
+    storage = LmdbStorage(directory)
+    with storage.write() as txn:
+        state = read_state(txn)
+        write_state(txn, replace(state, checkpoints=tuple(replace(known, num_rows=0) for known in state.checkpoints)))
+    storage.close()
+
+
+def test_a_backup_that_could_not_be_restored_gets_no_manifest(
+    client: WeightClient, small_pieces: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process removed a file of it, or gave it another name."""
+    make_table(client)
+    original = backups._copy_shard
+
+    def copy_less(*arguments: Any) -> Any:
+        copied = original(*arguments)
+        last = max(name for name in copied["files"] if name.startswith("blocks"))
+        return copied | {"files": {name: file for name, file in copied["files"].items() if name != last}}
+
+    monkeypatch.setattr(backups, "_copy_shard", copy_less)
+    with pytest.raises(StorageError, match="shard-0 lacks files"):
+        backup(client, tmp_path / "backup")
+    assert not (tmp_path / "backup/manifest.json").exists()
+    monkeypatch.setattr(backups, "_copy_shard", original)
+    assert backup(client, tmp_path / "backup").rows_stored > 0
+
+
+def test_what_is_restored_descends_from_its_checkpoint_and_nothing_later(
+    weightserver: Weightserver, tmp_path: Path
+) -> None:
+    """So that who knows the checkpoint goes on with it, and who was told of more is refused; resharded shards too."""
+    with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
+        make_table(client)
+        cluster.restart(1)
+        one, two = client.checkpoints()
+        client.release("two")  # of another incarnation
+        later = client.marks()
+        backup(client, tmp_path / "backup", checkpoint="one")
+    assert len(one.marks) == len(two.marks) == 2
+    sources = targets_in(tmp_path / "old", 2)
+    for shard, directory in enumerate(targets_in(tmp_path / "restored", 2)):
+        backups.restore(tmp_path / "backup", directory, shard=shard)
+    resharding.reshard(sources, targets_in(tmp_path / "resharded", 2), checkpoint="one")
+    for name in ("restored", "resharded"):
+        for _ in range(2):  # again behind a restart
+            with LocalCluster(2, tmp_path / name) as cluster, WeightClient(cluster.addresses) as client:
+                client.expect(one.marks)
+                for marks in (two.marks, later):
+                    with pytest.raises(DataLossError, match="does not descend from"):
+                        client.expect(marks)
+                client.open_session("next")
 
 
 @pytest.mark.guard
@@ -347,7 +449,7 @@ def test_of_two_backups_into_one_directory_one_goes_on(
     assert read_backup(tmp_path / "new").rows_stored > 0
 
 
-def test_copied_rows_have_the_mode_of_new_files(client: WeightClient, tmp_path: Path) -> None:
+def test_exports_have_the_mode_of_new_files_and_backups_are_private(client: WeightClient, tmp_path: Path) -> None:
     make_table(client)
     before = os.umask(0o027)
     try:
@@ -355,9 +457,14 @@ def test_copied_rows_have_the_mode_of_new_files(client: WeightClient, tmp_path: 
         export_rows(client, tmp_path / "rows")
     finally:
         os.umask(before)
-    files = [path for name in ("backup", "rows") for path in (tmp_path / name).rglob("*") if path.is_file()]
-    assert len(files) == 6
-    assert {oct(path.stat().st_mode & 0o777) for path in files} == {"0o640"}
+
+    def modes(name: str) -> dict[str, int]:
+        paths = [tmp_path / name, *(tmp_path / name).rglob("*")]
+        kinds = [(("directory" if path.is_dir() else "file"), oct(path.stat().st_mode & 0o777)) for path in paths]
+        return {" ".join(kind): kinds.count(kind) for kind in kinds}
+
+    assert modes("backup") == {"directory 0o700": 3, "file 0o600": 5}
+    assert modes("rows") == {"directory 0o750": 1, "file 0o640": 1}
 
 
 @pytest.mark.guard
@@ -586,7 +693,9 @@ def test_lost_shards_are_restored_and_the_run_goes_on(
         epochs = {shard.epoch for shard in client.describe().shards}
         assert len(epochs) == 1
         assert epochs.pop() > before
-        assert_goes_on(cluster, output, undisturbed)
+        with pytest.raises(DataLossError, match=f"lacks what it had acknowledged: .*, or give --resume-step {EVERY},"):
+            train(run_on(cluster, output, resume=True))
+        assert_goes_on(cluster, output, undisturbed, resume_step=EVERY)
 
 
 @pytest.mark.guard
@@ -750,7 +859,8 @@ def test_a_killed_reshard_goes_on(
     assert same(rows_in(targets, checkpoint="one"), kept)
     assert weightserver(*command, "--checkpoint", "one")[:2] == (0, said), "it is done, and nothing is changed"
     if place.endswith("finish"):
-        assert inspect_directory(targets[0])["blocks_by_generation"]["1"] == 1
+        with contextlib.closing(LmdbStorage(targets[0], readonly=True)) as used, used.read() as txn:
+            assert txn.generations(0) == [1, 0]
 
 
 def test_a_reshard_that_lost_or_changed_a_row_is_noticed(
@@ -831,12 +941,15 @@ def test_reshards_that_cannot_be(
 
 @pytest.mark.guard
 def test_a_compacted_directory_holds_the_same_in_less_space(weightserver: Weightserver, tmp_path: Path) -> None:
+    """Without versions that no checkpoint needs, here those of released ones."""
     with LocalCluster(1, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
         make_table(client)
         for step in range(5, 12):
             client.checkpoint(f"step {step}", step=step)
             push(client, step, ROWS)
-        client.rollback("two")
+        client.rollback("step 9")
+        for step in range(5, 9):
+            client.release(f"step {step}")
         kept, early = client.fetch_state(ROWS), client.fetch_state(ROWS, checkpoint="one")
     source, target = tmp_path / "old/shard-0", tmp_path / "new/shard-0"
     before = inspect_directory(source)
@@ -844,31 +957,171 @@ def test_a_compacted_directory_holds_the_same_in_less_space(weightserver: Weight
     assert status == 0, error
     after = inspect_directory(target)
     assert said == f"{source} takes {before['disk_bytes']} bytes, {target} {after['disk_bytes']}\n"
-    assert after["disk_bytes"] < 0.5 * before["disk_bytes"]
-    assert after | {"disk_bytes": 0, "directory": ""} == before | {"disk_bytes": 0, "directory": ""}
+    differ = {"disk_bytes": 0, "directory": "", "block_versions": 0}
+    assert after | differ == before | differ
     assert inspect_directory(source) == before
-    assert verify_directory(target).problems == []
+    verdict = verify_directory(target)
+    assert (verdict.problems, verdict.num_blocks) == ([], 143)
+    assert after["block_versions"] == verdict.num_versions < before["block_versions"]
+    assert verdict.num_versions <= 3 * 143  # "one", "two" and "step 9", which is what is there now
+    assert after["disk_bytes"] < 1.3 * verdict.num_versions * 4096
+    assert (target.stat().st_mode & 0o777, (target / "data.mdb").stat().st_mode & 0o777) == (0o700, 0o600)
     with LocalCluster(1, tmp_path / "new") as cluster, WeightClient(cluster.addresses) as client:
         assert same(client.fetch_state(ROWS), kept)
         assert same(client.fetch_state(ROWS, checkpoint="one"), early)
         client.open_session("next")
         push(client, 20, ROWS)
+        client.rollback("two")
         assert_one_line(weightserver("compact", target, "--output", tmp_path / "x"), "is served by another process")
-    assert_one_line(weightserver("compact", source, "--output", target), "is not empty: give another directory")
+    assert verify_directory(target).problems == []
     assert_one_line(weightserver("compact", tmp_path, "--output", tmp_path / "x"), "holds no weight server data")
+    assert_one_line(weightserver("compact", target, "--output", source), "is not empty: give another directory")
     assert not (tmp_path / "x").exists()
 
 
-def test_a_killed_compact_leaves_nothing_in_the_way(
+def served_in_between(source: Path) -> str:
+    """What a supervisor's `serve` of the directory complains of."""
+    command = [sys.executable, "-m", "weightserver", "serve", "--data-dir", str(source), "--listen", "127.0.0.1:0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    return done.stderr
+
+
+COPY, TOMBSTONE, RENAME = "weightserver.compact:write_synced", "pathlib:Path.symlink_to", "pathlib:Path.replace"
+
+
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [
+        pytest.param("weightserver.storage:LmdbStorage.copy", 1, marks=pytest.mark.guard),
+        pytest.param(COPY, 1, marks=pytest.mark.guard),
+        pytest.param("weightserver.compact:sync", 1, marks=pytest.mark.guard),
+        (TOMBSTONE, 1),
+        pytest.param("weightserver.tombstone:sync", 1, marks=pytest.mark.guard),
+        pytest.param("weightserver.compact:leave_tombstone", 1, marks=pytest.mark.guard),
+        pytest.param(RENAME, 1, marks=pytest.mark.guard),
+        pytest.param("weightserver.compact:sync", 4, marks=pytest.mark.guard),
+    ],
+)
+def test_a_killed_compact_and_a_supervisor_lose_no_write(
+    place: str, number: int, weightserver: Weightserver, tmp_path: Path
+) -> None:
+    """Killed anywhere: the source is served and written to again, or refused; the repeated command has all writes."""
+    with LocalCluster(1, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
+        make_table(client)
+    source, target = tmp_path / "old/shard-0", tmp_path / "new/shard-0"
+    dies(place, number, "compact", source, "--output", target)
+    marked, whole = os.path.lexists(source / "compacted-to"), (target / "data.mdb").exists()
+    assert marked or not whole, "both directories can be served"
+    if marked:
+        assert f"to serve the old data nevertheless, remove {source}/compacted-to" in served_in_between(source)
+    else:
+        with LocalCluster(1, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
+            client.open_session("supervised")
+            push(client, 20, ROWS)
+    expected = read_rows(source)
+    again = weightserver("compact", source, "--output", target)
+    if whole:
+        assert_one_line(again, f"{source} was compacted to {target}: serve that copy")
+    else:
+        assert again[0] == 0, again
+        assert not (target / "data.mdb.partial").exists()
+    with LocalCluster(1, tmp_path / "new") as cluster, WeightClient(cluster.addresses) as client:
+        assert same(client.fetch_state(ROWS), expected)
+
+
+def read_rows(directory: Path) -> RowState:
+    """As they are in a directory that nobody serves."""
+    copy = directory.with_name("copy") / "shard-0"
+    copy.mkdir(parents=True)
+    shutil.copy(directory / "data.mdb", copy)
+    with LocalCluster(1, copy.parent) as cluster, WeightClient(cluster.addresses) as client:
+        return client.fetch_state(ROWS)
+
+
+@pytest.mark.guard
+def test_a_compacted_directory_is_not_written_to_or_taken_for_the_shard(
     weightserver: Weightserver, tables: Callable[[int], Table], tmp_path: Path
 ) -> None:
-    (source, _), _, _ = tables(2)
-    target = tmp_path / "new/shard-0"
-    dies("weightserver.storage:LmdbStorage.copy", 1, "compact", source, "--output", target)
-    assert [path.name for path in target.iterdir()] == ["data.mdb.partial"]
+    (original, _), _, _ = tables(2)
+    source, target = Path(shutil.copytree(original, tmp_path / "source")), tmp_path / "deep/new"
     assert weightserver("compact", source, "--output", target)[0] == 0
-    assert [path.name for path in target.iterdir()] == ["data.mdb"]
-    assert inspect_directory(target)["rows_stored"] == inspect_directory(source)["rows_stored"]
+    message = (
+        f"{source} was compacted to {target}: serve that copy; to serve the old data nevertheless, remove {source}/"
+    )
+    other = tmp_path / "other"
+    assert message in served_in_between(source)
+    for output in (target, other):
+        assert_one_line(weightserver("compact", source, "--output", output), message)
+    target.rename(tmp_path / "moved")
+    assert_one_line(weightserver("compact", source, "--output", target), message)
+    assert_one_line(weightserver("reshard", "--source", source, original, "--target", other), message)
+    with pytest.raises(StorageError, match="was compacted to"):
+        LmdbStorage(source)
+    assert verify_directory(source).problems == []
+    assert inspect_directory(source)["rows_stored"] == inspect_directory(tmp_path / "moved")["rows_stored"]
+    (source / "compacted-to").unlink()
+    assert weightserver("compact", source, "--output", other)[0] == 0
+    LmdbStorage(tmp_path / "moved").close()
+    assert not target.exists()
+
+
+def test_the_tombstone_is_durable_before_the_copy_counts(
+    tables: Callable[[int], Table], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (original, _), _, _ = tables(2)
+    source, target = Path(shutil.copytree(original, tmp_path / "source")), tmp_path / "new/shard"
+    done = []
+
+    def record(name: str, describe: Callable[..., str]) -> None:
+        call = getattr(os, name)
+
+        def recorded(*arguments: Any, **options: Any) -> None:
+            done.append(f"{name} {describe(*arguments)}")
+            call(*arguments, **options)
+
+        monkeypatch.setattr(os, name, recorded)
+
+    record("fsync", lambda descriptor: str(Path(f"/proc/self/fd/{descriptor}").readlink().relative_to(tmp_path)))
+    record("symlink", lambda _, link, *options: str(Path(link).relative_to(tmp_path)))
+    record("replace", lambda _, path: str(Path(path).relative_to(tmp_path)))
+    compact(source, target)
+    assert done == [
+        "fsync .",
+        "fsync new",
+        "fsync new/shard/data.mdb.partial",
+        "fsync new/shard",
+        "symlink source/compacted-to",
+        "fsync source",
+        "replace new/shard/data.mdb",
+        "fsync new/shard",
+    ]
+
+
+@pytest.mark.guard
+def test_the_documented_compaction_loses_nothing_to_a_supervisor(tmp_path: Path) -> None:
+    """The commands of operations.md, one by one; between them a supervisor starts the shard."""
+    text = (Path(__file__).parents[2] / "docs/operations.md").read_text().partition("\n## Space\n")[2]
+    block = re.search(r"(?:^ {4}.*\n)+", text, re.MULTILINE)
+    assert block is not None
+    with LocalCluster(1, tmp_path / "data") as cluster, WeightClient(cluster.addresses) as client:
+        make_table(client)
+        kept = client.fetch_state(ROWS)
+    served = (tmp_path / "data/shard-0").rename(tmp_path / "data/ws0")
+    commands = (
+        block.group()
+        .replace("/data/", f"{tmp_path}/data/")
+        .replace("weightserver ", f"{sys.executable} -m weightserver ")
+    )
+    lines = [command.strip() for line in commands.splitlines() for command in line.split("&&")]
+    assert len(lines) == 3
+    subprocess.run(lines[0], shell=True, check=True, cwd=Path(__file__).parents[2], capture_output=True)
+    assert f"ws0 was compacted to {served}.new: serve that copy" in served_in_between(served)
+    for line in lines[1:]:
+        subprocess.run(line, shell=True, check=True)
+    served.rename(tmp_path / "data/shard-0")
+    with LocalCluster(1, tmp_path / "data") as cluster, WeightClient(cluster.addresses) as client:
+        assert same(client.fetch_state(ROWS), kept)
 
 
 # ---- export
@@ -984,6 +1237,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_to_be_taken_for_whole(
     make_table(client)
     new = tmp_path / "new"
     (source, other), _, _ = tables(2)
+    if command == "compact":
+        source = Path(shutil.copytree(source, tmp_path / "source"))
     if command == "restore":
         backup(client, tmp_path / "made", checkpoint="one")
     arguments, whole = {

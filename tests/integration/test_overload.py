@@ -18,18 +18,37 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.helpers.raw_calls import raw_channel, versioned
+from tests.helpers.schedules import extend_schedule
 from tests.helpers.watching import metric, wait_until
-from weightserver import InvalidRequestError, LocalCluster, OverloadedError, TableSpec, WeightClient, WeightServerError
+from weightserver import (
+    InvalidRequestError,
+    LocalCluster,
+    OverloadedError,
+    TableSpec,
+    WeightClient,
+    WeightServerError,
+    __version__,
+    connection,
+)
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
 from weightserver.committer import Committer
 from weightserver.connection import ShardConnection
 from weightserver.metrics import ShardMetrics
-from weightserver.overload import BASE_BYTES, LANES, MAX_CALLS, Memory
+from weightserver.overload import BASE_BYTES, LANES, MAX_CALLS, MAX_WAITING, Lane, Memory
 from weightserver.service import NAME, WeightServerService
 from weightserver.shard import Shard
 from weightserver.storage import LmdbStorage
-from weightserver.wire import CHUNK_BYTES, MAX_REQUEST_BYTES, MAX_ROWS, RETRY_HINT, rows_to_proto
+from weightserver.wire import (
+    CHUNK_BYTES,
+    MAX_REQUEST_BYTES,
+    MAX_ROWS,
+    RETRY_HINT,
+    VERSION_KEY,
+    WAITED_KEY,
+    rows_to_proto,
+)
 
 SPEC = TableSpec(num_rows=1_000_000, dim=64, momentum=0, weight_decay=0, init_std=0)
 MEMORY_MIB = 128
@@ -48,7 +67,8 @@ class Crowd:
         client.create_table(SPEC)
         client.extend_schedule(0, np.ones(10, np.float32))
         self.epoch = client.open_session("crowd")
-        self._channels = [grpc.insecure_channel(cluster.addresses[0], [("crowd", n)]) for n in range(4)]
+        self.opener: bytes = client.call_shard(0, "Describe", pb.DescribeRequest()).opener
+        self._channels = [versioned(grpc.insecure_channel(cluster.addresses[0], [("crowd", n)])) for n in range(4)]
         self._stubs = [WeightServerStub(channel) for channel in self._channels]
         self._calls: list[Any] = []
         self.end = threading.Event()
@@ -79,7 +99,8 @@ class Crowd:
         return self._channels[number % len(self._channels)]
 
     def header(self, number: int, num_rows: int) -> pb.WriteHeader:
-        return pb.WriteHeader(epoch=self.epoch, writer=number.to_bytes(16, "big"), sequence=1, num_rows=num_rows)
+        writer = number.to_bytes(16, "big")
+        return pb.WriteHeader(epoch=self.epoch, opener=self.opener, writer=writer, sequence=1, num_rows=num_rows)
 
     def read_nothing(self, count: int) -> None:
         """Fetches of a million rows, of which no message is taken."""
@@ -96,6 +117,32 @@ class Crowd:
             left.wait()
 
         self._calls += [self.stub(number).PushGradients.future(messages(number, self._left)) for number in range(count)]
+
+    def trickle(self, count: int, end: threading.Event) -> None:
+        """Writes that bring a row now and then, and are never whole; cancelled when `end` is set."""
+        value = bytes(4 * SPEC.dim)
+
+        def messages(number: int) -> Iterator[pb.PushGradientsRequest]:
+            header: pb.WriteHeader | None = self.header(number, 10_000)
+            for row in range(10_000):
+                yield pb.PushGradientsRequest(
+                    header=header, rows=rows_to_proto(np.arange(row, row + 1)), gradients=value
+                )
+                header = None
+                if end.wait(0.2):
+                    return
+
+        self._calls += [self.stub(number).PushGradients.future(messages(number)) for number in range(count)]
+
+    def push(self, number: int, *, waited_ms: int = 0, timeout: float = 30) -> Any:
+        """A future of a push of 1 to one row by a writer of its own."""
+        message = pb.PushGradientsRequest(
+            header=self.header(1000 + number, 1),
+            rows=rows_to_proto(np.array([number])),
+            gradients=np.ones(SPEC.dim, np.float32).tobytes(),
+        )
+        metadata = [(WAITED_KEY, str(waited_ms))] if waited_ms else []
+        return self.stub(number).PushGradients.future(iter([message]), metadata=metadata, timeout=timeout)
 
     def send_no_message(self, count: int) -> None:
         """Calls of one message that never bring it."""
@@ -180,9 +227,7 @@ def test_replies_that_nobody_reads_are_bounded(crowd: Crowd) -> None:
     window = [("grpc.http2.lookahead_bytes", 65_536), ("grpc.http2.bdp_probe", 0)]
     with ExitStack() as stack:
         for number in range(10):
-            channel = stack.enter_context(
-                grpc.insecure_channel(crowd.cluster.addresses[0], [*window, ("unread", number)])
-            )
+            channel = stack.enter_context(raw_channel(crowd.cluster.addresses[0], [*window, ("unread", number)]))
             calls = [channel.unary_stream(f"/{NAME}/ReadBlocks")(request) for _ in range(8)]
             crowd.add(calls)
         wait_until(lambda: crowd.metric("weightserver_request_memory_bytes ") > 0)
@@ -344,11 +389,138 @@ def test_a_fetch_ends_with_its_caller(crowd: Crowd) -> None:
     assert crowd.metric(fetched) - before == read
 
 
-class FakeContext:
-    """A caller that goes away when the test says so."""
+def test_calls_that_wait_are_bounded_and_leave_with_their_callers(tmp_path: Path) -> None:
+    """The write lane is full of callers that go on sending. What waits there keeps no other lane out."""
+    num_pushed = 12
+    with crowd_at(tmp_path, "--stall-seconds", "30") as crowd:
+        crowd.work(1)
+        end = threading.Event()
+        crowd.trickle(LANES["write"], end)
+        wait_until(lambda: crowd.metric("weightserver_request_memory_bytes ") > 0)
 
-    def __init__(self) -> None:
+        def num_waiting() -> float:
+            return crowd.metric('weightserver_waiting_calls{lane="write"}')
+
+        stay = [crowd.push(number) for number in range(num_pushed)]
+        leave = [crowd.push(number) for number in range(100, 110)]
+        late = [crowd.push(number, timeout=2) for number in range(200, 210)]
+        wait_until(lambda: num_waiting() == 32)
+        for call in leave:
+            call.cancel()
+        assert {call.code() for call in late} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        wait_until(lambda: num_waiting() == num_pushed)
+        assert crowd.metric("weightserver_refused_calls_total") == 0
+
+        crowd.client.fetch(np.arange(1000), step=1)
+        assert crowd.client.describe().spec == SPEC
+
+        more = [crowd.push(number) for number in range(300, 300 + MAX_WAITING["write"])]
+        wait_until(lambda: sum(call.done() for call in more) == num_pushed)
+        for call in more:
+            if call.done():
+                assert call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert f"busy with 16 write calls, and {MAX_WAITING['write']} wait" in call.details()
+                assert int(dict(call.trailing_metadata())[RETRY_HINT]) == 500
+        old = crowd.push(num_pushed, waited_ms=20_000)
+        wait_until(lambda: sum(call.done() for call in more) == num_pushed + 1)  # one of these in its place
+        assert num_waiting() == MAX_WAITING["write"]
+
+        end.set()
+        for call in [*stay, old]:
+            call.result(20)
+        wait_until(lambda: num_waiting() == 0)
+        fetched = crowd.client.fetch(np.r_[: num_pushed + 1, 100:110, 200:210], step=1)[:, 0]
+        crowd.leave()
+    assert fetched.tolist() == [-1.0 - 1.0] * (num_pushed + 1) + [-1.0] * 20  # and what work() pushed
+
+
+def test_the_call_that_has_tried_longest_comes_first() -> None:
+    """Whenever it came. One whose caller is gone is passed by, and of too many the latest is refused."""
+    refused = list[str]()
+    lane, entered = Lane("write", refused.append), list[str]()
+    for _ in range(LANES["write"]):
+        lane.enter(FakeContext())
+
+    def enter(name: str, context: FakeContext) -> None:
+        lane.enter(context)
+        entered.append(name)
+
+    with ThreadPoolExecutor(MAX_WAITING["write"] + 8) as pool:
+        gone = FakeContext("9000")
+        callers = {
+            "new": FakeContext(),
+            "old": FakeContext("5000"),
+            "gone": gone,
+            "older": FakeContext("7000"),
+            "odd": FakeContext("soon"),
+        }
+        turns = {}
+        for number, (name, context) in enumerate(callers.items(), start=1):
+            turns[name] = pool.submit(enter, name, context)
+            wait_until(lambda: lane.num_waiting == number and bool(context.gone))  # noqa: B023
+        gone.gone[0]()
+        with pytest.raises(CancelledError):
+            turns.pop("gone").result(10)
+        for number in range(1, 5):
+            lane.leave()
+            wait_until(lambda: len(entered) == number)  # noqa: B023
+        assert entered == ["older", "old", "new", "odd"]
+        assert not refused
+
+        rest = [pool.submit(enter, "", FakeContext("1000")) for _ in range(MAX_WAITING["write"])]
+        wait_until(lambda: lane.num_waiting == MAX_WAITING["write"])
+        with pytest.raises(OverloadedError, match="busy with 16 write calls"):
+            lane.enter(FakeContext())
+        last = pool.submit(enter, "last", FakeContext("3000"))
+        wait_until(lambda: len(refused) == 2)
+        assert sum(one.done() for one in rest) == 1
+        lane.leave()
+        last.result(10)
+        for _ in range(MAX_WAITING["write"] - 1):
+            lane.leave()
+    assert refused == ["write", "write"]
+    assert lane.num_waiting == 0
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("num_clients", [80, 160])
+def test_equal_clients_are_served_equally(tmp_path: Path, num_clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each fetches as fast as it can, more of them than may wait too. Each is served once a round: over 12 rounds
+    one may miss some of its turns, because its process had no time, but not half of them."""
+    own_connection = ("grpc.use_local_subchannel_pool", 1)  # as clients in processes of their own have
+    monkeypatch.setattr(connection, "_OPTIONS", [*connection._OPTIONS, own_connection])
+    rounds, rows = 12, np.arange(4096)
+    served, ended = [0] * num_clients, threading.Event()
+
+    def run(number: int, address: str, ready: threading.Barrier) -> None:
+        with WeightClient([address], timeout_seconds=30, retry_seconds=60) as client:
+            client.describe()
+            ready.wait(60)
+            while not ended.is_set():
+                client.fetch(rows, step=0)
+                served[number] += 1
+                if sum(served) >= rounds * num_clients:
+                    ended.set()
+
+    with crowd_at(tmp_path, "--request-memory-mib", "1024") as crowd, ThreadPoolExecutor(num_clients) as pool:
+        ready = threading.Barrier(num_clients)
+        for one in [pool.submit(run, number, crowd.cluster.addresses[0], ready) for number in range(num_clients)]:
+            one.result(120)
+    assert max(served) <= 2 * min(served), sorted(served)
+
+
+class FakeContext:
+    """A caller that goes away when the test says so, and says for how long it has waited."""
+
+    def __init__(self, waited_ms: str = "") -> None:
         self.gone: list[Callable[[], object]] = []
+        self._waited_ms = waited_ms
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return [(WAITED_KEY, self._waited_ms)] if self._waited_ms else []
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return [(VERSION_KEY, __version__)]
 
     def add_callback(self, callback: Callable[[], object]) -> bool:
         self.gone.append(callback)
@@ -362,12 +534,12 @@ def test_a_waiting_write_ends_with_its_caller(tmp_path: Path) -> None:
     committer, memory = Committer(shard.batch), Memory(64 << 20)
     service = WeightServerService(shard, committer, ShardMetrics(shard=0, num_shards=1, version="0"), memory)
     committer.submit(lambda batch: shard.create_table(batch, SPEC)).result(10)
-    committer.submit(lambda batch: shard.extend_schedule(batch, 0, np.ones(5, np.float32), 0, 0, 0)).result(10)
+    committer.submit(lambda batch: extend_schedule(shard, batch, 0, np.ones(5, np.float32))).result(10)
     committer.submit(lambda batch: shard.open_session(batch, "test", 1, b"o" * 16)).result(10)
     began, go, context = threading.Event(), threading.Event(), FakeContext()
     busy = committer.submit(lambda batch: (began.set(), go.wait(20)))
     assert began.wait(10)
-    header = pb.WriteHeader(epoch=1, writer=b"w" * 16, sequence=1, num_rows=2)
+    header = pb.WriteHeader(epoch=1, opener=b"o" * 16, writer=b"w" * 16, sequence=1, num_rows=2)
     message = pb.PushGradientsRequest(header=header, rows=rows_to_proto(np.arange(2)), gradients=bytes(8 * SPEC.dim))
     with ThreadPoolExecutor(1) as pool:
         push = pool.submit(service.PushGradients, iter([message]), context)
@@ -408,7 +580,7 @@ def test_sigterm_under_load_ends_in_time_and_loses_nothing(tmp_path: Path) -> No
             counting = [pool.submit(count, n, crowd.cluster.addresses[0], crowd.epoch) for n in range(num_writers)]
             wait_until(lambda: min(acknowledged) > 3)
             crowd.read_nothing(6)
-            crowd.send_halves(6)
+            crowd.send_halves(2 * LANES["write"])  # so that some wait for their turn
             time.sleep(0.3)
             started = time.monotonic()
             crowd.cluster.processes[0].send_signal(signal.SIGTERM)
@@ -469,7 +641,7 @@ def test_soak(tmp_path: Path) -> None:
                 for one in [pool.submit(push_much, crowd, time.monotonic() + 3, pushed) for _ in range(8)]:
                     one.result(120)
             crowd.work(10)
-            crowd.client.checkpoint(f"c{number}", step=number)
+            crowd.client.checkpoint(f"c{number}", step=1)
             if number > 1:
                 crowd.client.release(f"c{number - 1}")
             crowd.leave()

@@ -15,12 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-import grpc
 import numpy as np
 import psutil
 import pytest
 
 from tests.helpers.failpoints import DyingCluster
+from tests.helpers.raw_calls import raw_channel
 from tests.helpers.watching import metric, wait_until
 from weightserver import LocalCluster, ShardUnavailableError, TableSpec, WeightClient, WeightServerError
 from weightserver._generated import weight_server_pb2 as pb
@@ -71,7 +71,7 @@ def test_sigterm_lets_a_running_fetch_end(tmp_path: Path) -> None:
         client.extend_schedule(0, np.full(5, 0.1))
         rows = np.arange(SPEC.num_rows)
         expected = client.fetch(rows, step=1)
-        with grpc.insecure_channel(cluster.addresses[0], [("grpc.max_receive_message_length", -1)]) as channel:
+        with raw_channel(cluster.addresses[0], [("grpc.max_receive_message_length", -1)]) as channel:
             answer = WeightServerStub(channel).Fetch(pb.FetchRequest(rows=rows_to_proto(rows), step=1), timeout=30)
             messages = [next(answer).weight]
             cluster.processes[0].send_signal(signal.SIGTERM)
@@ -94,7 +94,7 @@ def test_sigterm_lets_a_running_fetch_end(tmp_path: Path) -> None:
 def test_a_shard_that_may_not_drain_still_ends_well(tmp_path: Path) -> None:
     """Without grace calls are cut off while they read; closing waits for the reads, whose memory it unmaps."""
     command = [sys.executable, "-m", "weightserver", "serve", "--data-dir", str(tmp_path), "--listen", "127.0.0.1:0"]
-    command += ["--announce", "--grace-seconds", "0"]
+    command += ["--announce", "--init", "--grace-seconds", "0"]
     for attempt in range(4):  # without the wait about one in four dies of a segmentation fault
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None

@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.checkpoint import newest_history, note_history, roll_back, saved_history, step_to_resume
+from trainer.checkpoint import (
+    checkpoint_name,
+    history_to_resume,
+    note_history,
+    remove_unfinished,
+    saved_history,
+    step_to_resume,
+)
 from trainer.config import TrainConfig
 from trainer.data import Dataset
 from trainer.distributed import Ranks
@@ -48,7 +55,7 @@ def images_of_run(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> Datase
     """The images to train on: of a run that goes on without --extend those that it had, whatever was added since."""
     if not config.resume or config.extend:
         return dataset
-    history = newest_history(config.output / "checkpoints") if ranks.is_first else None
+    history = history_to_resume(config.output / "checkpoints", config.resume_step) if ranks.is_first else None
     had = int(ranks.broadcast_text(str(history.num_images if history else 0)))
     before = dataset.first(had)
     if ranks.is_first and len(before.train_images) < len(dataset.train_images):
@@ -143,7 +150,7 @@ def _join_session(
             step, files = None, config.output / "checkpoints"
             history = ImageHistory(((0, spec.num_rows),), tuple(digests))
             if config.resume:
-                step = step_to_resume(files, client)
+                step = step_to_resume(files, client, config.resume_step)
                 before = saved_history(files, step or 0) or _history_of_table(client) or history
                 history = before.going_on(step or 0, range_sizes, digests, extend=config.extend)
                 _open_table(client, replace(spec, num_rows=before.num_images))
@@ -152,11 +159,19 @@ def _join_session(
                 client.create_table(spec)
             epoch = client.open_session(config.output.name, force=bool(config.resume))  # all rows go back below
             if config.resume:
-                roll_back(files, client, step)
+                if step is not None:
+                    client.rollback(checkpoint_name(step))
+                remove_unfinished(files)
                 note_history(files, step or 0, history)  # from now on --resume alone goes on with all images
                 _open_table(client, spec)
             client.extend_schedule(0, _as_held(history.learning_rates(config), client))
-            session = {"addresses": addresses, "epoch": epoch, "checkpoint_step": step, "images": history.to_json()}
+            session = {
+                "addresses": addresses,
+                "epoch": epoch,
+                "marks": client.marks(),
+                "checkpoint_step": step,
+                "images": history.to_json(),
+            }
         except (ValueError, OSError, WeightServerError) as error:
             failure, session = error, {"error": str(error)}
     session = json.loads(ranks.broadcast_text(json.dumps(session)))
@@ -166,6 +181,7 @@ def _join_session(
         raise ValueError(f"rank 0 failed: {session['error']}")
     if not ranks.is_first:
         client = stack.enter_context(_client(config, session["addresses"]))
+        client.expect(session["marks"])
         client.open_session(config.output.name, join=session["epoch"])
     return client, session["epoch"], session["checkpoint_step"], ImageHistory.from_json(session["images"])
 

@@ -1,0 +1,140 @@
+"""Errors of the disk at every write and sync of a commit: nothing acknowledged is lost, nothing counts twice."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.helpers.failing_disk import FailingDisk
+from weightserver import LocalCluster, StorageError, TableSpec, WeightClient, WeightServerError
+from weightserver.connection import open_channel
+
+SPEC = TableSpec(num_rows=60, dim=8, rows_per_block=10, momentum=0.0, weight_decay=0.0, init_std=0.0)
+"""Without momentum and decay a row is the sum of its gradients."""
+ROWS = np.arange(SPEC.num_rows)
+ONES = np.ones((SPEC.num_rows, SPEC.dim), np.float32)
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FailingDisk:
+    disk = FailingDisk(tmp_path)
+    disk.install(monkeypatch)
+    return disk
+
+
+@pytest.fixture
+def cluster(disk: FailingDisk, tmp_path: Path) -> Iterator[LocalCluster]:
+    with LocalCluster(1, tmp_path / "servers") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster: LocalCluster) -> Iterator[WeightClient]:
+    with WeightClient(cluster.addresses, timeout_seconds=10, retry_seconds=0) as client:
+        client.create_table(SPEC)
+        client.extend_schedule(0, np.ones(1000, np.float32))
+        client.open_session("run")
+        yield client
+
+
+def push(client: WeightClient, step: int) -> None:
+    client.push_gradients(ROWS, ONES, step=step)
+
+
+def sums(client: WeightClient) -> set[float]:
+    """What the rows are made of: one number, if each gradient counts once for each row."""
+    return set(-client.fetch_state(ROWS).weight.ravel())
+
+
+def calls_of_a_push(disk: FailingDisk, client: WeightClient, step: int) -> int:
+    """How many writes and syncs it takes; it ends with a meta page's."""
+    disk.watch()
+    push(client, step)
+    calls = disk.calls()
+    assert [call.is_meta for call in calls] == [False] * (len(calls) - 1) + [True], calls
+    assert {"fdatasync", "fsync"} & {call.name for call in calls}, calls
+    return len(calls)
+
+
+def test_a_meta_page_that_cannot_be_written_ends_the_shard(
+    disk: FailingDisk, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+) -> None:
+    """LMDB refuses everything from then on; whether the write is there shows afterwards: here it has landed."""
+    push(client, 0)
+    last = calls_of_a_push(disk, client, 1)
+    disk.fail(last, 2, errno.EIO, lands=True)  # and LMDB cannot put the old page back
+    with open_channel(cluster.addresses[0], None) as channel:
+        health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
+        assert next(health).status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(StorageError, match=r"LMDB cannot go on after an error of its file .*: the shard ends, and"):
+            push(client, 2)
+        assert next(health).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert cluster.processes[0].wait(10) == 1
+    log = (tmp_path / "servers/shard-0.log").read_text()
+    assert re.fullmatch("weightserver serve: .*: LMDB cannot go on after .*", log.splitlines()[-1]), log
+    assert "Traceback" not in log
+    disk.heal()
+    cluster.restart(0)
+    assert sums(client) == {3}
+    push(client, 2)  # repeated under the same number
+    assert sums(client) == {3}
+    push(client, 3)
+    assert sums(client) == {4}
+
+
+def test_a_full_disk_refuses_writes_and_goes_on_reading(
+    disk: FailingDisk, cluster: LocalCluster, client: WeightClient
+) -> None:
+    push(client, 0)
+    disk.fail(1, 1, errno.ENOSPC)
+    with pytest.raises(StorageError, match="No space left on device"):
+        push(client, 1)
+    assert sums(client) == {1}
+    push(client, 1)
+    assert sums(client) == {2}
+    assert cluster.processes[0].poll() is None
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("lands", [False, True], ids=["lost", "landed"])
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
+def test_errors_at_each_write_and_sync(
+    error: int, lands: bool, disk: FailingDisk, cluster: LocalCluster, client: WeightClient
+) -> None:
+    """One that fails, and it with all behind it until the disk is healed."""
+    steps = itertools.count()
+    push(client, next(steps))
+    ends = 0
+    for count in (1, 1000):
+        position = 1
+        while position <= calls_of_a_push(disk, client, step := next(steps)):
+            step = next(steps)
+            disk.fail(position, count, error, lands=lands)
+            failed = False
+            try:
+                push(client, step)
+            except WeightServerError:
+                failed = True
+            faults = [call for call in disk.calls() if call.error]
+            assert faults, "nothing failed"
+            disk.heal()
+            if any(call.is_meta for call in faults):
+                assert failed
+                assert cluster.processes[0].wait(10) == 1
+                ends += 1
+                cluster.restart(0)
+            else:
+                assert cluster.processes[0].poll() is None
+            if failed:
+                assert sums(client) <= {step, step + 1}
+                push(client, step)
+            assert sums(client) == {step + 1}, (position, faults)
+            position += 1
+    assert ends == 2

@@ -1,0 +1,203 @@
+"""Fetches that last: slow links, connections cut, shards killed. What arrived is kept, and is not asked for again."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from tests.helpers.faulty_proxy import Fault, Faults, FaultyProxy
+from tests.helpers.watching import metric
+from weightserver import LocalCluster, NoTableError, RowState, ShardUnavailableError, TableSpec, WeightClient
+from weightserver._generated import weight_server_pb2 as pb
+from weightserver.sharding import Int64Array
+from weightserver.wire import CHUNK_BYTES, decode_fetch_response, rows_from_proto
+
+SPEC = TableSpec(num_rows=40_000, dim=64, init_std=0.1)
+ROWS = np.arange(SPEC.num_rows)
+ROWS_PER_MESSAGE = CHUNK_BYTES // (4 * SPEC.dim) + SPEC.rows_per_block
+"""At most: a message ends with a block."""
+
+
+class WatchedProxy(FaultyProxy):
+    """Notes which rows each fetch asks for, and how many it is passed.
+
+    Args:
+        before: called before each attempt of a fetch with its number; may abort it.
+        seconds_per_message: how slow the link is.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        cut: bool = False,
+        seconds_per_message: float = 0,
+        before: Callable[[int, grpc.ServicerContext], None] = lambda attempt, context: None,
+    ) -> None:
+        self.asked: list[Int64Array] = []
+        self.passed: list[int] = []
+        self._seconds_per_message = seconds_per_message
+        self._before = before
+        super().__init__(target, seed=0, faults=Faults(cut_fetch=1 if cut else 0))
+
+    def _fetch(self, method: str, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        attempt = len(self.asked)
+        self.asked.append(rows_from_proto(pb.FetchRequest.FromString(message).rows))
+        self.passed.append(0)
+        self._before(attempt, context)
+        for answer in super()._fetch(method, message, context):
+            time.sleep(self._seconds_per_message)
+            self.passed[attempt] += len(decode_fetch_response(answer)[0]) // (4 * SPEC.dim)
+            yield answer
+
+    def check(self, rows: Int64Array, *, lost: int = 0) -> None:
+        """Each attempt asked for the rows that those before it were not passed, or whose message, at most `lost`
+        rows, may not have arrived; together they asked for all."""
+        assert np.array_equal(self.asked[0], rows)
+        for (asked, passed), later in itertools.pairwise(zip(self.asked, self.passed, strict=True)):
+            arrived = len(asked) - len(later[0])
+            assert passed - lost <= arrived <= passed
+            assert np.array_equal(later[0], asked[arrived:])
+
+
+@pytest.fixture(scope="module")
+def shard() -> Iterator[LocalCluster]:
+    with LocalCluster(1) as cluster, WeightClient(cluster.addresses) as client:
+        client.create_table(SPEC)
+        client.extend_schedule(0, np.full(10, 0.1, np.float32))
+        client.open_session("large fetches")
+        gradients = np.random.default_rng(0).standard_normal((SPEC.num_rows, SPEC.dim), np.float32)
+        client.push_gradients(ROWS, gradients, step=0)
+        yield cluster
+
+
+def asked_rows(cluster: LocalCluster) -> float:
+    """Rows that all fetches since the shard's start asked for."""
+    return metric(cluster.metrics_addresses[0], 'weightserver_request_rows_sum{operation="fetch"}')
+
+
+def assert_same(one: RowState, other: RowState) -> None:
+    for name in ("weight", "momentum_buffer", "last_step"):
+        assert np.array_equal(getattr(one, name), getattr(other, name)), name
+
+
+def test_a_fetch_goes_on_from_what_arrived(shard: LocalCluster) -> None:
+    """Every answer is cut behind its first message, and nothing is tried again for longer than that."""
+    with (
+        WeightClient(shard.addresses) as direct,
+        WatchedProxy(shard.addresses[0], cut=True) as proxy,
+        WeightClient([proxy.address], retry_seconds=0) as client,
+    ):
+        expected, before = direct.fetch_state(ROWS, step=5), asked_rows(shard)
+        assert_same(client.fetch_state(ROWS, step=5), expected)
+        proxy.check(ROWS)
+        assert len(proxy.asked) > 9
+        assert proxy.counts[Fault.FETCH_CUT] == len(proxy.asked) - 1  # the last one had but one message
+        assert asked_rows(shard) - before == sum(map(len, proxy.asked))
+
+
+def test_rows_in_any_order_go_on_too(shard: LocalCluster) -> None:
+    rows = np.random.default_rng(1).integers(0, SPEC.num_rows, 30_000)
+    with (
+        WeightClient(shard.addresses) as direct,
+        WatchedProxy(shard.addresses[0], cut=True) as proxy,
+        WeightClient([proxy.address], retry_seconds=0) as client,
+    ):
+        assert np.array_equal(client.fetch(rows, step=1), direct.fetch(rows, step=1))
+        proxy.check(np.unique(rows))
+
+
+def test_a_fetch_may_take_longer_than_its_deadline(shard: LocalCluster) -> None:
+    """The link takes at least 2 s for it, an attempt 0.7 s."""
+    with (
+        WeightClient(shard.addresses) as direct,
+        WatchedProxy(shard.addresses[0], seconds_per_message=0.2) as proxy,
+        WeightClient([proxy.address], timeout_seconds=0.7, retry_seconds=30) as client,
+    ):
+        assert np.array_equal(client.fetch(ROWS, step=3), direct.fetch(ROWS, step=3))
+        proxy.check(ROWS, lost=2 * ROWS_PER_MESSAGE)
+        assert len(proxy.asked) > 3
+
+
+def test_what_arrives_renews_the_time_to_try_again(shard: LocalCluster) -> None:
+    """The shard is away for 0.3 s behind each message: ten times that is more than `retry_seconds`."""
+    back = [0.0]
+
+    def before(attempt: int, context: grpc.ServicerContext) -> None:
+        if attempt and len(proxy.asked[-1]) < len(proxy.asked[-2]):
+            back[0] = time.monotonic() + 0.3
+        if time.monotonic() < back[0]:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "away")
+
+    with (
+        WatchedProxy(shard.addresses[0], cut=True, before=before) as proxy,
+        WeightClient([proxy.address], retry_seconds=2) as client,
+    ):
+        started = time.monotonic()
+        client.fetch(ROWS, step=1)
+        assert time.monotonic() - started > 2
+        proxy.check(ROWS)
+
+
+def test_a_shard_that_stays_away_is_blamed_with_what_arrived(shard: LocalCluster) -> None:
+    def before(attempt: int, context: grpc.ServicerContext) -> None:
+        if attempt >= 3:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "away")
+
+    with (
+        WatchedProxy(shard.addresses[0], cut=True, before=before) as proxy,
+        WeightClient([proxy.address], retry_seconds=0.2) as client,
+    ):
+        with pytest.raises(ShardUnavailableError) as raised:
+            client.fetch(ROWS, step=1)
+        assert f"(UNAVAILABLE), {sum(proxy.passed)} of {len(ROWS)} rows had arrived: check that" in str(raised.value)
+        proxy.check(ROWS)
+
+
+def test_a_checkpoint_that_changes_under_a_fetch_ends_it(shard: LocalCluster) -> None:
+    """Another checkpoint of its name is none: rows of both are never mixed."""
+
+    def before(attempt: int, context: grpc.ServicerContext) -> None:
+        if attempt == 2:
+            direct.release("kept")
+            direct.push_gradients(ROWS[-1:], np.ones((1, SPEC.dim), np.float32), step=1)
+            direct.checkpoint("kept", step=2)
+
+    with (
+        WeightClient(shard.addresses) as direct,
+        WatchedProxy(shard.addresses[0], cut=True, before=before) as proxy,
+        WeightClient([proxy.address], retry_seconds=0) as client,
+    ):
+        direct.join_newest_session()
+        direct.checkpoint("kept", step=1)
+        with pytest.raises(NoTableError, match="kept"):
+            client.fetch(ROWS, step=5, checkpoint="kept")
+        assert len(proxy.asked) == 3
+
+
+@pytest.mark.guard
+def test_a_shard_killed_under_a_fetch_is_asked_for_the_rest(tmp_path: Path) -> None:
+    """Twice, and started again as a supervisor would."""
+
+    def before(attempt: int, context: grpc.ServicerContext) -> None:
+        if attempt in (2, 4):
+            cluster.processes[0].kill()
+            cluster.restart(0)
+
+    with (
+        LocalCluster(1, tmp_path) as cluster,
+        WeightClient(cluster.addresses) as direct,
+        WatchedProxy(cluster.addresses[0], cut=True, before=before) as proxy,
+        WeightClient([proxy.address], timeout_seconds=20, retry_seconds=20) as client,
+    ):
+        direct.create_table(SPEC)
+        direct.extend_schedule(0, np.full(10, 0.1, np.float32))
+        assert np.array_equal(client.fetch(ROWS, step=0), direct.fetch(ROWS, step=0))
+        proxy.check(ROWS)
+        assert len(proxy.asked) > 9

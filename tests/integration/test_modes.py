@@ -1,0 +1,105 @@
+"""Other users of the machine can neither read a shard's rows nor lock its directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from weightserver import LocalCluster, TableSpec, WeightClient
+from weightserver.backup import backup
+from weightserver.compact import compact
+
+NOBODY = 65534
+SPEC = TableSpec(num_rows=40, dim=8, rows_per_block=10)
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A directory that all users reach, while the umask takes no right from anyone."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        before = os.umask(0)
+        try:
+            yield Path(name)
+        finally:
+            os.umask(before)
+
+
+def modes(directory: Path) -> dict[str, str]:
+    """Of a directory and all in it."""
+    paths = [directory, *directory.rglob("*")]
+    return {str(path.relative_to(directory.parent)): oct(path.stat().st_mode & 0o777) for path in paths}
+
+
+def write_rows(cluster: LocalCluster, backup_to: Path) -> None:
+    with WeightClient(cluster.addresses) as client:
+        client.create_table(SPEC)
+        client.extend_schedule(0, np.full(10, 0.1, np.float32))
+        client.open_session("run")
+        client.push_gradients(np.arange(40), np.ones((40, 8), np.float32), step=0)
+        client.checkpoint("kept", step=1)
+        backup(client, backup_to)
+
+
+def test_what_holds_rows_is_its_owners_alone(public: Path) -> None:
+    with LocalCluster(1, public / "servers") as cluster:
+        write_rows(cluster, public / "backup")
+    shard = public / "servers/shard-0"
+    private = {"shard-0": "0o700"} | {f"shard-0/{name}": "0o600" for name in ("data.mdb", "lock.mdb", "owner.lock")}
+    assert modes(shard) == private
+    assert modes(public / "servers")["servers/shard-0.log"] == "0o600"
+    compact(shard, public / "compacted")
+    assert modes(public / "compacted") == {"compacted": "0o700", "compacted/data.mdb": "0o600"}
+    assert set(modes(public / "backup").values()) == {"0o700", "0o600"}
+    assert {mode for name, mode in modes(public / "backup").items() if "." in name} == {"0o600"}
+
+    for path in (shard, *shard.iterdir()):  # as version 0.1 left them
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    log = public / "servers/shard-0.log"
+    log.chmod(0o644)
+    with LocalCluster(1, public / "servers"):
+        assert modes(shard) == private
+    lines = [line for line in log.read_text().splitlines() if "could read or lock" in line]
+    assert len(lines) == 1
+    assert all(str(path) in lines[0] for path in (shard, *shard.iterdir()))
+    assert oct(log.stat().st_mode & 0o777) == "0o600"
+
+
+@pytest.mark.guard
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_another_user_gets_nowhere(public: Path) -> None:
+    """It can open no file, which reading and locking take."""
+    with LocalCluster(1, public / "servers") as cluster:
+        write_rows(cluster, public / "backup")
+        opens = "for path; do if (: < $path) 2> /dev/null; then echo opened; else echo refused; fi; done"
+        files = [
+            path for name in ("servers", "backup") for path in (public / name).rglob("*") if path.name != "cluster.json"
+        ]
+        command = ["sh", "-c", opens, "sh", public, *files]
+        done = subprocess.run(
+            command, cwd="/", user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True, text=True, check=False
+        )
+        assert (done.stdout.split(), done.stderr) == (["opened"] + ["refused"] * len(files), "")
+
+
+@pytest.mark.guard
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_files_of_others_are_left_alone(public: Path) -> None:
+    """Root may start a shard on another user's directory."""
+    with LocalCluster(1, public / "servers"):
+        pass
+    shard = public / "servers/shard-0"
+    for path in (shard, *shard.iterdir()):
+        path.chmod(0o750 if path.is_dir() else 0o640)
+        shutil.chown(path, NOBODY, NOBODY)
+    before = modes(shard)
+    with LocalCluster(1, public / "servers"):
+        assert modes(shard) == before
+    assert "could read or lock" not in (public / "servers/shard-0.log").read_text()

@@ -1,0 +1,246 @@
+"""How shards start: which directories they take, and what becomes of them when a start is cut short."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import psutil
+import pytest
+
+from tests.helpers.watching import wait_until
+from weightserver import LocalCluster, ShardUnavailableError, StorageError, TableSpec, WeightClient
+from weightserver.storage import LmdbStorage
+
+ROOT = Path(__file__).parents[2]
+SERVE = [sys.executable, "-m", "weightserver", "serve", "--listen", "127.0.0.1:0"]
+SPEC = TableSpec(num_rows=100, dim=4, rows_per_block=3)
+ROWS = np.arange(SPEC.num_rows)
+
+
+def refused(directory: Path, *options: str) -> str:
+    """The one line that a start ends with."""
+    command = [*SERVE, "--data-dir", str(directory), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done
+    return done.stderr.removeprefix("weightserver serve: ").rstrip()
+
+
+def make_table(cluster: LocalCluster) -> None:
+    with WeightClient(cluster.addresses) as client:
+        client.create_table(SPEC)
+        client.extend_schedule(0, np.full(10, 0.1, np.float32))
+        client.open_session("run")
+        client.push_gradients(ROWS, np.ones((SPEC.num_rows, SPEC.dim), np.float32), step=0)
+
+
+def rows_stored(cluster: LocalCluster) -> int:
+    with WeightClient(cluster.addresses) as client:
+        return client.describe().rows_stored
+
+
+# ---- empty directories
+
+
+def test_an_empty_directory_takes_init(tmp_path: Path) -> None:
+    advice = "is its disk mounted? Give --init to begin a new, empty shard here"
+    assert refused(tmp_path / "missing") == f"{tmp_path}/missing is missing: {advice}"
+    (tmp_path / "empty" / "lost+found").mkdir(parents=True)
+    assert refused(tmp_path / "empty") == f"{tmp_path}/empty is empty: {advice}"
+    assert [path.name for path in tmp_path.rglob("*")] == ["empty", "lost+found"], "what is refused stays as it is"
+    with LocalCluster(1, tmp_path, serve_options=["--data-dir", str(tmp_path / "empty")]) as cluster:
+        make_table(cluster)
+    options = ["--data-dir", str(tmp_path / "empty"), "--init"]
+    with LocalCluster(1, tmp_path, serve_options=options) as cluster:
+        assert rows_stored(cluster) == SPEC.num_rows
+    log = (tmp_path / "shard-0.log").read_text()
+    assert log.count("--init does nothing") == 1
+    assert "warning" in next(line for line in log.splitlines() if "--init does nothing" in line)
+
+
+def test_a_shard_that_never_began_takes_init(tmp_path: Path) -> None:
+    """LMDB makes a file before anything is in it."""
+    lmdb.open(str(tmp_path), lib_version=0).close()
+    with pytest.raises(StorageError, match="is empty: is its disk mounted"):
+        LmdbStorage(tmp_path, must_exist=True)
+    LmdbStorage(tmp_path).close()
+    LmdbStorage(tmp_path, must_exist=True).close()
+
+
+@pytest.mark.parametrize("left_by", ["this version", pytest.param("0.1", marks=pytest.mark.guard)])
+def test_a_cluster_refuses_a_shard_that_went_away(left_by: str, tmp_path: Path) -> None:
+    with LocalCluster(2, tmp_path) as cluster:
+        make_table(cluster)
+    marker = tmp_path / "cluster.json"
+    assert json.loads(marker.read_text()) == {"num_shards": 2, "finished": True}
+    if left_by == "0.1":
+        marker.unlink()
+    before = (tmp_path / "shard-0" / "data.mdb").read_bytes()
+    (tmp_path / "shard-1").rename(tmp_path / "away")
+    with pytest.raises(ShardUnavailableError, match=r"shard 1 did not start: .*shard-1 is missing: is its disk"):
+        LocalCluster(2, tmp_path)
+    (tmp_path / "shard-1").mkdir()
+    with pytest.raises(ShardUnavailableError, match=r"shard 1 did not start: .*shard-1 is empty: is its disk mounted"):
+        LocalCluster(2, tmp_path)
+    (tmp_path / "shard-1").rmdir()
+    assert (tmp_path / "shard-0" / "data.mdb").read_bytes() == before
+    (tmp_path / "away").rename(tmp_path / "shard-1")
+    with LocalCluster(2, tmp_path) as cluster:
+        assert rows_stored(cluster) == SPEC.num_rows
+        shutil.rmtree(tmp_path / "shard-1")
+        with pytest.raises(ShardUnavailableError, match="shard-1 is missing"):
+            cluster.restart(1)
+    assert json.loads(marker.read_text()) == {"num_shards": 2, "finished": True}
+
+
+@pytest.mark.guard
+def test_a_first_start_that_was_cut_short_goes_on(tmp_path: Path) -> None:
+    """One of two shards has begun when the other cannot."""
+    (tmp_path / "shard-1").write_text("in the way")
+    with pytest.raises(ShardUnavailableError, match="shard-1 is a file"):
+        LocalCluster(2, tmp_path)
+    assert (tmp_path / "shard-0" / "data.mdb").exists()
+    (tmp_path / "shard-1").unlink()
+    with LocalCluster(2, tmp_path) as cluster:
+        make_table(cluster)
+
+
+# ---- starts that are cut short
+
+
+POINTS = (
+    "weightserver.server:_listen",
+    "weightserver.storage:lmdb.open",
+    "weightserver.server:Shard",
+    "weightserver.server:Committer",
+    "weightserver.server:service.add_to_server",
+    "grpc._server:_Server.start",
+    "weightserver.server:_announce",
+    "weightserver.server:_Stop.wait",
+)
+"""Of a start, in their order; `Committer` is the first behind which a thread would keep the process."""
+
+
+def serve(directory: Path, *options: str, what: tuple[str, ...] = ()) -> list[str]:
+    """A shard's command; `what` happens at a point (see tests/helpers/at_a_point.py)."""
+    program = ["tests.helpers.at_a_point", *what] if what else ["weightserver"]
+    return [sys.executable, "-m", *program, *SERVE[3:], "--init", "--data-dir", str(directory), *options]
+
+
+def ends(process: psutil.Process, directory: Path, seconds: float = 20) -> None:
+    """Waits until it has, and looks at what it leaves."""
+    _, alive = psutil.wait_procs([process], timeout=seconds)
+    left = [orphan.pid for orphan in alive if orphan.status() != psutil.STATUS_ZOMBIE]
+    for orphan in alive:
+        orphan.kill()
+    assert not left, "it lives"
+    if (lock := directory / "owner.lock").exists():
+        with lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def dies(command: list[str], directory: Path, seconds: str) -> None:
+    """The parent that starts the shard is killed, and the shard ends."""
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "tests.helpers.dying_parent", seconds, *command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with parent:
+        assert parent.stdout is not None
+        shard = psutil.Process(int(parent.stdout.readline()))
+        assert parent.wait(30) == -signal.SIGKILL
+    ends(shard, directory)
+
+
+def test_a_shard_ends_whose_announcement_nobody_reads(tmp_path: Path) -> None:
+    """Also where it does not follow its parent: stdout is closed."""
+    point = "weightserver.server:_announce"
+    dies(serve(tmp_path / "data", "--announce", what=("orphaned", point)), tmp_path / "data", "never")
+    command = serve(tmp_path / "data", "--announce")
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as shard:
+        assert shard.stdout is not None
+        shard.stdout.close()
+        _, errors = shard.communicate(timeout=20)
+    assert shard.returncode == 1
+    expected = "nobody reads the addresses on stdout (Broken pipe): the process that started this shard is gone"
+    assert errors.splitlines()[-1] == f"weightserver serve: {expected}"
+    assert "Traceback" not in errors
+    with LocalCluster(1, tmp_path, serve_options=["--data-dir", str(tmp_path / "data")]):
+        pass
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("point", POINTS)
+def test_parents_die_at_a_point_of_a_start(point: str, tmp_path: Path) -> None:
+    dies(serve(tmp_path, "--announce", "--stop-with-parent", what=("orphaned", point)), tmp_path, "never")
+
+
+@pytest.mark.guard
+def test_parents_die_at_any_moment_of_a_start(tmp_path: Path) -> None:
+    for number in range(8):
+        seconds = random.Random(number).uniform(0, 3)
+        dies(serve(tmp_path, "--announce", "--stop-with-parent"), tmp_path, str(seconds))
+    with LocalCluster(1, tmp_path, serve_options=["--data-dir", str(tmp_path)]):
+        pass
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("point", POINTS)
+def test_sigterm_ends_a_start(point: str, tmp_path: Path) -> None:
+    """Before the shard serves as a kill does; from then on it drains."""
+    command = serve(tmp_path, "--announce", what=("SIGTERM", point))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    drains = POINTS.index(point) > POINTS.index("weightserver.server:service.add_to_server")
+    assert done.returncode == (0 if drains else 128 + signal.SIGTERM), done.stderr
+    assert ("draining" in done.stderr) is drains
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.guard
+def test_sigterm_ends_a_start_at_any_moment(tmp_path: Path) -> None:
+    for number in range(8):
+        process = psutil.Popen(serve(tmp_path), cwd=ROOT, stderr=subprocess.DEVNULL)
+        time.sleep(random.Random(number).uniform(0, 3))
+        process.terminate()
+        assert process.wait(20) in (0, 128 + signal.SIGTERM, -signal.SIGTERM)
+        ends(process, tmp_path)
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("point", POINTS)
+def test_a_start_that_fails_ends_in_one_line(point: str, tmp_path: Path) -> None:
+    command = serve(tmp_path, "--announce", what=("fails", point))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 1
+    assert re.fullmatch(f"weightserver serve: (.*: )?{point} fails", done.stderr.splitlines()[-1])
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.guard
+def test_closed_streams_are_no_other_files(tmp_path: Path) -> None:
+    """What is opened next would have their numbers: logs would be written to data.mdb."""
+    command = ["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh", *serve(tmp_path)]
+    process = psutil.Popen(command, cwd=ROOT)
+    try:
+        wait_until(lambda: (tmp_path / "owner.lock").exists() and (tmp_path / "owner.lock").stat().st_size)
+        assert [os.readlink(f"/proc/{process.pid}/fd/{number}") for number in range(3)] == [os.devnull] * 3
+    finally:
+        process.terminate()
+        assert process.wait(20) in (0, 128 + signal.SIGTERM)
+    for option, stream in (("--announce", "stdout"), ("--stop-with-parent", "stdin")):
+        command = ["sh", "-c", 'exec "$@" 0<&- 1>&-', "sh", *serve(tmp_path, option)]
+        done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=30, check=False)
+        assert (done.returncode, done.stderr) == (1, f"weightserver serve: {option} needs {stream}, which is closed\n")

@@ -1,0 +1,222 @@
+"""A run beside weight servers, or in a directory, that are older copies: it asks from which step to go on, and what is
+newer is set aside, never removed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.small_run import EVERY, ONLY_ROWS, losses, small_run
+from trainer import demo
+from trainer.checkpoint import saved_steps
+from trainer.config import TrainConfig
+from trainer.loop import train
+from trainer.runs import read_config
+from weightserver import DataLossError, LocalCluster, WeightClient
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def run(output: Path, **changes: Any) -> TrainConfig:
+    return small_run(output, **{"encoder": ONLY_ROWS, "keep_checkpoints": 9} | changes)
+
+
+def stops_before(step: int) -> Callable[[int], None]:
+    def on_step(begun: int) -> None:
+        if begun == step:
+            raise OSError("the power went out")
+
+    return on_step
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has ended, and `older`: its servers as they were between the checkpoints of steps 13 and 26."""
+    output = tmp_path_factory.mktemp("ended") / "run"
+    with pytest.raises(OSError, match="power"):
+        train(run(output), on_step=stops_before(20))
+    shutil.copytree(output / "servers", output.parent / "older")
+    train(run(output, resume=True))
+    assert saved_steps(output / "checkpoints") == [0, EVERY, 2 * EVERY, 3 * EVERY]
+    return output
+
+
+@pytest.fixture
+def stale(ended: Path, tmp_path: Path) -> Path:
+    """A copy of the run beside its older servers."""
+    output = shutil.copytree(ended, tmp_path / "run", ignore=shutil.ignore_patterns("servers"))
+    shutil.copytree(ended.parent / "older", output / "servers")
+    return output
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Of all files that are not the servers'."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file() and "servers" not in path.parts
+    }
+
+
+def set_aside(output: Path) -> list[dict[str, bytes]]:
+    return [contents(path) for path in sorted((output / "checkpoints").glob("set-aside-*"))]
+
+
+def test_nothing_goes_unasked_beside_older_servers(stale: Path, ended: Path) -> None:
+    before = contents(stale)
+    for resume in (True, "auto"):
+        with pytest.raises(
+            DataLossError, match=r"lacks what it had acknowledged: .*put the newest directory back"
+        ) as no:
+            train(run(stale, resume=resume))
+        assert str(no.value).endswith(f", or give --resume-step {EVERY}, the newest whose checkpoint they have")
+    assert contents(stale) == before
+    train(run(stale, resume=True, resume_step=EVERY))
+    assert losses(stale) == losses(ended)
+    assert saved_steps(stale / "checkpoints") == saved_steps(ended / "checkpoints")
+    (aside,) = set_aside(stale)
+    newer = [f"checkpoints/step-{step:012d}.safetensors" for step in (2 * EVERY, 3 * EVERY)]
+    moved = [*newer, "summary.json", "encoder.safetensors", "metrics.jsonl"]
+    assert aside == {Path(name).name: before[name] for name in moved}
+    assert read_config(stale) == read_config(ended) | {"output": str(stale)}, "it is no setting of the run"
+    train(run(stale, resume=True))
+    assert losses(stale) == losses(ended)
+
+
+@pytest.mark.guard
+def test_a_command_that_is_started_again_goes_on_with_what_it_made(
+    stale: Path, ended: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As by torchrun or another supervisor; by hand, after a plain --resume, it goes back again."""
+    begun: list[int] = []
+    with pytest.raises(OSError, match="power"):
+        train(run(stale, resume=True, resume_step=EVERY), on_step=stops_before(30))
+    train(run(stale, resume="auto", resume_step=EVERY, keep_checkpoints=1), on_step=begun.append)
+    assert begun[0] == 2 * EVERY
+    assert f"has gone on from step {EVERY} before: it goes on from step {2 * EVERY}, its newest" in caplog.text
+    assert len(set_aside(stale)) == 1
+    assert saved_steps(stale / "checkpoints") == [3 * EVERY]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"resume_step": 2 * EVERY}, r"cannot go on from step 26: of steps \[0, 13\] there are both a file in"),
+        ({"resume_step": 14}, r"cannot go on from step 14: of steps \[0, 13\]"),
+        ({"resume_step": -1}, r"cannot go on from step -1"),
+        ({"resume_step": EVERY, "resume": False}, "--resume-step is for a run that goes on: give --resume too"),
+    ],
+)
+def test_steps_that_cannot_be_gone_on_from(changes: dict[str, Any], message: str, stale: Path) -> None:
+    before = contents(stale)
+    with pytest.raises(ValueError, match=message):
+        train(run(stale, **{"resume": True} | changes))
+    assert contents(stale) == before
+
+
+def test_a_step_of_no_run(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no run to go on with: leave --resume-step away"):
+        train(run(tmp_path / "run", resume="auto", resume_step=0))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.guard
+def test_servers_beside_an_older_directory_give_up_nothing_unasked(ended: Path, tmp_path: Path) -> None:
+    """Put back from a copy, or made by files that were lost: the servers have checkpoints of 26 and 39."""
+    output = shutil.copytree(ended, tmp_path / "run")
+    for step in (2 * EVERY, 3 * EVERY):
+        (output / "checkpoints" / f"step-{step:012d}.safetensors").unlink()
+    for _ in range(2):  # nothing is given up by being refused
+        with pytest.raises(
+            ValueError, match=r"of steps \[26, 39\], and .* put them there, or give --resume-step 13 to"
+        ):
+            train(run(output, resume=True))
+    train(run(output, resume=True, resume_step=EVERY))
+    assert losses(output) == losses(ended)
+
+
+def test_files_that_are_not_the_runs_stay(ended: Path, tmp_path: Path) -> None:
+    """Of an older and a newer step, of a step that the run reaches, unreadable ones: neither count nor go."""
+    output, theirs = shutil.copytree(ended, tmp_path / "run"), {}
+    files = output / "checkpoints"
+    other = (files / f"step-{EVERY:012d}.safetensors").read_bytes()
+    shutil.rmtree(output)
+
+    def put(step: int) -> None:
+        if step == 10:
+            for name in ("step-000000000005", "step-000000000026", "step-000000000999", "notes"):
+                theirs[files / f"{name}.safetensors"] = other
+            theirs[files / "step-000000000007.safetensors"] = b"cut off"
+            theirs[files / "mine.partial"] = b""
+            for path, content in theirs.items():
+                path.write_bytes(content)
+
+    with LocalCluster(2) as cluster, WeightClient(cluster.addresses) as client:
+        settings = {"servers": ",".join(cluster.addresses), "keep_checkpoints": 1}
+        train(run(output, **settings), on_step=put)
+        assert [kept.name for kept in client.checkpoints()] == ["step-000000000039"]
+        taken = files / "step-000000000026.safetensors"  # the run's own took its place, and went in its turn
+        assert set_aside(output) == [{taken.name: theirs.pop(taken)}]
+        assert not taken.exists()
+        with pytest.raises(
+            ValueError, match=r"another table than that of .*step-0+999\.safetensors: .*, or give --resume-step 39,"
+        ):
+            train(run(output, resume=True, **settings))
+        (files / "step-000000000999.safetensors").rename(files / "other.safetensors")
+        theirs[files / "other.safetensors"] = theirs.pop(files / "step-000000000999.safetensors")
+        train(run(output, resume=True, **settings))
+    assert {path: path.read_bytes() for path in theirs} == theirs
+    assert losses(output) == losses(ended)
+
+
+@pytest.mark.parametrize("left", ["metrics.jsonl", "summary.json", "encoder.safetensors", "checkpoints"])
+def test_a_directory_with_a_runs_files_begins_no_run(left: str, ended: Path, tmp_path: Path) -> None:
+    """Whose config.json is lost, or that was copied in part."""
+    output = tmp_path / "run"
+    output.mkdir()
+    (shutil.copytree if left == "checkpoints" else shutil.copy)(ended / left, output / left)  # type: ignore[operator]
+    before = contents(output)
+    with pytest.raises(ValueError, match=f"holds {left} of a run whose config.json is missing: put it back to go on"):
+        train(run(output))
+    assert contents(output) == before
+
+
+def test_the_demo_draws_over_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "training.png").write_text("mine")
+    with pytest.raises(SystemExit):
+        demo.main(["--output", str(tmp_path)])
+    assert re.search(r"demo: .*training\.png is there already: give another --output\n", capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == ["training.png"]
+
+
+@pytest.mark.guard
+def test_rank_0_decides_for_all(stale: Path, ended: Path) -> None:
+    settings = replace(run(stale), resume=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer"]
+    command += ["synthetic", "--resume", "--output", str(stale), "--num-images", str(settings.num_images)]
+    command += ["--encoder.name", "none", "--encoder.image-size", "16", "--encoder.stem-stride", "1"]
+    command += ["--learning-rate", "0.2", "--dim", "16"]
+    for name in ("steps", "batch_size", "num_negatives", "window_size", "window_stride", "rows_per_block", "log_every"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(settings, name))]
+    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert refused.returncode == 1
+    assert f"or give --resume-step {EVERY}," in refused.stderr
+    assert set_aside(stale) == []
+    done = subprocess.run(
+        [*command, "--resume-step", str(EVERY)], cwd=ROOT, capture_output=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert losses(stale) == pytest.approx(losses(ended), rel=1e-4)
+    assert len(set_aside(stale)) == 1
+    assert json.loads((stale / "summary.json").read_text())["steps"] == 40
