@@ -30,6 +30,7 @@ from weightserver.allocator import keep_large_buffers
 from weightserver.committer import Committer
 from weightserver.metrics import ShardMetrics
 from weightserver.overload import Memory
+from weightserver.schedule_change import Part
 from weightserver.service import WeightServerService
 from weightserver.shard import Shard, WriteHeader
 from weightserver.storage import LmdbStorage
@@ -54,7 +55,8 @@ def fill(shard: Shard) -> None:
     with shard.batch() as batch:
         shard.create_table(batch, SPEC)
     with shard.batch() as batch:
-        shard.extend_schedule(batch, 0, np.full(STEP, 0.06, np.float32), 0, 0, 0)
+        shard.prepare_schedule(batch, Part("00" * 16, 0, np.full(STEP, 0.06, np.float32)), version=0)
+        shard.commit_schedule(batch, "00" * 16, digest=batch.schedule.pending.digest)
     with shard.batch() as batch:
         shard.open_session(batch, "benchmark", 1, bytes(16))
     values = np.random.default_rng(0).standard_normal((SPEC.num_rows, SPEC.dim), dtype=np.float32)

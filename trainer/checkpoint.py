@@ -27,15 +27,15 @@ from trainer.history import ImageHistory
 from trainer.model import load_encoder
 from trainer.rows import RowStore
 from trainer.transfer import HostCopy
-from weightserver import Checkpoint, FencedError, NoTableError, WeightClient
+from weightserver import Checkpoint, DataLossError, FencedError, NoTableError, WeightClient
 from weightserver.files import sync, write_synced, write_whole
 
 _log = logging.getLogger(__name__)
 
 _FORMAT = "pic-checkpoint-1"
-_CHECKPOINT, _HISTORY, _RESUME_STEP = "checkpoint", "images", "resume_step"
-"""Where a file's metadata has the identity of the shards' checkpoint, the run's `ImageHistory`, and the --resume-step
-that the run went back to before."""
+_CHECKPOINT, _TABLE, _MARKS, _HISTORY, _RESUME_STEP = "checkpoint", "table", "marks", "images", "resume_step"
+"""Where a file's metadata has the identities of the shards' checkpoint and table, the checkpoint's marks, the run's
+`ImageHistory`, and the --resume-step that the run went back to before. Files of 0.1 have neither table nor marks."""
 _MODEL, _MOMENTUM = "model.", "momentum."
 _ENCODER = _MODEL + "encoder."
 _STEM = re.compile(r"step-(\d{12})")
@@ -147,8 +147,14 @@ class Checkpoints:
         path = _path(self._directory, kept.step)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{kept.identity.hex()}.partial")
-        metadata = {"format": _FORMAT, "step": str(kept.step), _CHECKPOINT: kept.identity.hex()}
-        metadata[_HISTORY] = self._history.to_json()
+        metadata = {
+            "format": _FORMAT,
+            "step": str(kept.step),
+            _CHECKPOINT: kept.identity.hex(),
+            _TABLE: self._client.table_identity().hex(),
+            _MARKS: json.dumps(kept.marks),
+            _HISTORY: self._history.to_json(),
+        }
         if self._resume_step is not None:
             metadata[_RESUME_STEP] = str(self._resume_step)
         try:
@@ -273,13 +279,21 @@ def step_to_resume(directory: Path, client: WeightClient, asked: int | None = No
     same command starts again, goes on from its newest file.
 
     Raises:
-        ValueError: the shards do not all keep the file's checkpoint, or they have newer ones than there are files.
+        ValueError: the shards do not all keep the file's checkpoint, or have newer ones than there are files.
+        DataLossError: a shard's data does not descend from the file's checkpoint: it is an older copy.
     """
     kept, steps = client.checkpoints(), saved_steps(directory)
     both = _steps_on_both(directory, kept)
-    newest = steps[-1] if steps else None
+    if not steps:
+        if asked is None and _is_untouched(client):
+            return None
+        raise ValueError(
+            f"there is no checkpoint to go on from: {directory} has no file, the weight servers keep "
+            f"{[known.name for known in kept]}: are these the run's servers?"
+        )
+    newest, path = steps[-1], _path(directory, steps[-1])
     if asked is not None:
-        if newest in both and _metadata(_path(directory, steps[-1])).get(_RESUME_STEP) == str(asked):
+        if newest in both and _metadata(path).get(_RESUME_STEP) == str(asked):
             _log.warning("the run has gone on from step %d before: it goes on from step %d, its newest", asked, newest)
             return newest
         if asked not in both:
@@ -288,28 +302,41 @@ def step_to_resume(directory: Path, client: WeightClient, asked: int | None = No
                 "checkpoint on the weight servers"
             )
         return asked
-    if newest is None and _is_untouched(client):
-        return None
-    if not both:
-        raise ValueError(
-            f"there is no checkpoint to go on from: {directory} has files for steps {steps}, the weight servers keep "
-            f"{[known.name for known in kept]}, and none of them belong together: are these the run's servers?"
-        )
-    or_older = f"or give --resume-step {both[-1]}, the newest of which there are both"
-    if newest != both[-1]:
-        path = _path(directory, steps[-1])
-        _metadata(path)  # raises where it is damaged
+    or_older = f", or give --resume-step {both[-1]}, the newest whose checkpoint they have" if both else ""
+    check_descent(directory, newest, client, otherwise=or_older)
+    if newest not in both:
         raise ValueError(
             f"the weight servers do not have the checkpoint of {path}, the run's newest file, as older copies of them "
-            f"would not: start those that have it, {or_older}, to set newer files aside"
+            f"would not: start those that have it{or_older}"
         )
-    later = sorted(known.step for known in kept if known.step > steps[-1] and _STEM.fullmatch(known.name))
+    later = sorted(known.step for known in kept if known.step > newest and _STEM.fullmatch(known.name))
     if len(later) > 1:  # a run that dies in a checkpoint leaves one
         raise ValueError(
             f"the weight servers have checkpoints of steps {later}, and {directory} has none of these files, as an "
-            f"older copy of it would not: put them there, {or_older}, to give up what came later"
+            f"older copy of it would not: put them there, or give --resume-step {newest} to give up what came later"
         )
     return newest
+
+
+def check_descent(directory: Path, step: int, client: WeightClient, *, otherwise: str) -> None:
+    """Holds the weight servers to have had the checkpoint of a file; `otherwise` ends the lines that tell what to do.
+
+    Raises:
+        ValueError: they hold another table. DataLossError: a shard's data does not descend from the checkpoint.
+    """
+    path = _path(directory, step)
+    metadata = _metadata(path)
+    with contextlib.suppress(NoTableError):
+        if metadata.get(_TABLE, "") not in ("", client.table_identity().hex()):
+            raise ValueError(
+                f"the weight servers hold another table than that of {path}: start the run's servers{otherwise}"
+            )
+    marks = json.loads(metadata.get(_MARKS, "[]"))
+    if len(marks) == len(client.marks()):  # others come from 'reshard', and are known by the checkpoint alone
+        try:
+            client.expect(marks)
+        except DataLossError as error:
+            raise DataLossError(f"{error}{otherwise}") from None
 
 
 def _steps_on_both(directory: Path, kept: Sequence[Checkpoint]) -> list[int]:

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainer.checkpoint import newest_history
+from trainer.checkpoint import check_descent, newest_history, saved_steps
 from trainer.data.packed import PackedImages
 from trainer.encoder_export import LIBRARIES, export_encoder
 from trainer.runs import read_config
@@ -81,6 +81,9 @@ def _export_rows(options: argparse.Namespace) -> list[Path]:
             raise ValueError(
                 f"the weight servers hold another table than {options.run}, {spec}: give the run's --servers"
             )
+        steps = saved_steps(options.run / "checkpoints")
+        if steps and not options.checkpoint:
+            check_descent(options.run / "checkpoints", steps[-1], client, otherwise=", or give --checkpoint")
         order, num_images = _order(options.run, spec.num_rows, config)
         rows = options.rows or range(num_images)
         if rows.stop > num_images:

@@ -37,7 +37,7 @@ from weightserver.client import TableInfo, WeightClient
 from weightserver.config import TableSpec
 from weightserver.errors import ClusterError, NoTableError, StorageError
 from weightserver.files import LOCK, PRIVATE_DIRECTORY, PRIVATE_FILE, alone_in, require_empty, sha256, write_whole
-from weightserver.records import HELD_PREFIX, KeptCheckpoint, chosen_checkpoint, earlier_identity
+from weightserver.records import HELD_PREFIX, KeptCheckpoint, Lineage, chosen_checkpoint, earlier_identity
 from weightserver.wire import table_digest
 
 _FORMAT = 1
@@ -73,7 +73,8 @@ class Backup:
     """Of the software that made it."""
     created: str
     shards: tuple[dict[str, Any], ...]
-    """For each its clock, schedule_version, rows_stored, and its files: name -> bytes, sha256."""
+    """For each its clock, schedule_version, rows_stored, lineage (marks, up to the checkpoint; not in a backup that
+    version 0.1 made), and its files: name -> bytes, sha256."""
     table_identity: str = ""
     """Hexadecimal; empty in a backup that version 0.1 made."""
 
@@ -175,6 +176,7 @@ def restore(directory: Path, data_dir: Path, *, shard: int, num_shards: int | No
             schedule_version=copied["schedule_version"] + 1,
             checkpoint=KeptCheckpoint(made.checkpoint, made.step, made.identity),
             identity=bytes.fromhex(made.table_identity) or earlier_identity(asdict(made.spec)),
+            lineage=Lineage().joined(copied.get("lineage", ())),
         )
         builder.finish(table, rows_stored=copied["rows_stored"])
     return made
@@ -269,11 +271,8 @@ def _copy_shard(client: WeightClient, directory: Path, shard: int, info: TableIn
     if name not in described:
         raise NoTableError(f"shard {shard} keeps the checkpoint no longer: begin anew in another directory")
     kept = described[name]
-    spec = info.spec
-    codec, request = (
-        BlockCodec(spec),
-        pb.ReadBlocksRequest(checkpoint=name, table=table_digest(info.spec, info.identity)),
-    )
+    spec, codec = info.spec, BlockCodec(info.spec)
+    request = pb.ReadBlocksRequest(checkpoint=name, table=table_digest(spec, info.identity))
     rates = client.learning_rates(shard=shard)
     write_whole(directory / _SCHEDULE, lambda path: save_file({"learning_rates": rates}, path), mode=PRIVATE_FILE)
     pieces, rows_stored = _sound_pieces(directory, codec)
@@ -293,6 +292,8 @@ def _copy_shard(client: WeightClient, directory: Path, shard: int, info: TableIn
         first = end
     if rows_stored != kept.rows_stored:
         raise ClusterError(f"shard {shard} sent {rows_stored} of the {kept.rows_stored} rows of {name!r}")
+    request.first_block = spec.num_blocks
+    behind = client.call_shard(shard, "ReadBlocks", request)
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
         for path in [directory / _SCHEDULE, *(path for _, _, path in pieces)]
@@ -301,6 +302,7 @@ def _copy_shard(client: WeightClient, directory: Path, shard: int, info: TableIn
         "clock": kept.clock,
         "schedule_version": answer.schedule_version,
         "rows_stored": rows_stored,
+        "lineage": list(behind.lineage),
         "files": files,
     }
 

@@ -2,18 +2,19 @@
 
 A block is one stored value of r = rows_per_block rows, everything little-endian:
 
-    offset 0     u16    format, 1
+    offset 0     u16    format: 2 where no |value| is beyond 2^32, which is what training makes; else 1
     offset 2     u16    r
     offset 4     u32    D
-    offset 8     u64    XXH3-64 of the bytes from offset 16 on, seeded with the block's number
+    offset 8     u64    XXH3-64 of the bytes from offset 16 on, seeded with the block's number, plus 2^63 in format 2
     offset 16    u8     which rows were ever written, one bit each, row 0 in the lowest bit of the first byte;
                         padded with zeros to a multiple of 8 bytes
     then         i64    last_step [r]
     then         f32    weight [r, D]
     then         f32    momentum_buffer [r, D]
 
-Rows of a stored block that nobody wrote hold their initial values. With D = 128 and r = 63 a block takes 65,040 bytes,
-which with the page header of LMDB's overflow pages is 16 pages of 4 KiB.
+Rows of a stored block that nobody wrote hold their initial values. Format 2 spares fetches a look at values that no
+sane schedule makes overflow; version 0.1 wrote all blocks in format 1. With D = 128 and r = 63 a block takes 65,040
+bytes, which with the page header of LMDB's overflow pages is 16 pages of 4 KiB.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ import numpy.typing as npt
 import xxhash
 
 from weightserver.config import TableSpec
+from weightserver.correction import all_within
 from weightserver.errors import StorageError
 from weightserver.initial import initial_rows
 
-FORMAT = 1
+SMALL = 2.0**32
+"""The largest |value| of blocks of small values."""
+_ANY_VALUES, _SMALL_VALUES = 1, 2
 _HEADER = struct.Struct("<HHIQ")
 _CHECKED_FROM = _HEADER.size
 _INT64 = np.dtype("<i8")
@@ -97,19 +101,26 @@ class BlockCodec:
 
     def seal(self, block: int, buffer: bytearray) -> None:
         """Writes the header, with the checksum of what the block now holds."""
-        checksum = xxhash.xxh3_64_intdigest(memoryview(buffer)[_CHECKED_FROM:], seed=block)
-        _HEADER.pack_into(buffer, 0, FORMAT, self._spec.rows_per_block, self._spec.dim, checksum)
+        num_values = self._spec.rows_per_block * self.dim
+        values = np.ndarray((2, num_values), _FLOAT32, buffer, self.offsets[1])
+        block_format = _SMALL_VALUES if all_within(SMALL, values[0], values[1]) else _ANY_VALUES
+        checksum = _checksum(block, block_format, buffer)
+        _HEADER.pack_into(buffer, 0, block_format, self._spec.rows_per_block, self.dim, checksum)
+
+    def is_small(self, buffer: Buffer) -> bool:
+        """Whether no |value| of a sealed block is beyond SMALL."""
+        return buffer[0] == _SMALL_VALUES
 
     def problem(self, block: int, buffer: Buffer) -> str:
         """What makes the bytes others than `seal` left for this block of this table; empty where nothing does."""
         if len(buffer) != self.num_bytes:
             return f"has {len(buffer)} bytes, not {self.num_bytes}"
         block_format, rows, dim, checksum = _HEADER.unpack_from(buffer)
-        if block_format != FORMAT:
-            return f"has format {block_format}, this version reads {FORMAT}"
+        if block_format not in (_ANY_VALUES, _SMALL_VALUES):
+            return f"has format {block_format}, this version reads {_ANY_VALUES} and {_SMALL_VALUES}"
         if (rows, dim) != (self._spec.rows_per_block, self._spec.dim):
             return f"holds {rows} rows of {dim}: it belongs to another table"
-        if xxhash.xxh3_64_intdigest(memoryview(buffer)[_CHECKED_FROM:], seed=block) != checksum:
+        if _checksum(block, block_format, buffer) != checksum:
             return "is damaged (checksum)"
         return ""
 
@@ -124,6 +135,11 @@ class BlockCodec:
         """The block and its rows, for people."""
         first = block * self._spec.rows_per_block
         return f"block {block} (rows {first}..{min(first + self._spec.rows_per_block, self._spec.num_rows) - 1})"
+
+
+def _checksum(block: int, block_format: int, buffer: Buffer) -> int:
+    seed = block + (1 << 63 if block_format == _SMALL_VALUES else 0)
+    return xxhash.xxh3_64_intdigest(memoryview(buffer)[_CHECKED_FROM:], seed=seed)
 
 
 class RowBuffer:

@@ -25,6 +25,7 @@ from weightserver.records import (
     read_identity,
     write_identity,
     write_lineage,
+    write_peers,
     write_schedule,
     write_spec,
     write_state,
@@ -158,6 +159,7 @@ class ShardBuilder:
             )
             write_spec(txn, table.spec, table.identity)
             write_lineage(txn, table.lineage)
+            write_peers(txn, [])
             write_schedule(txn, 0, table.learning_rates)
             write_state(txn, state)
             write_identity(txn, Identity(self.shard, self._num_shards))

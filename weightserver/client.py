@@ -15,6 +15,7 @@ The contract of its calls, for a table of N rows of D values:
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import os
@@ -43,10 +44,12 @@ from weightserver.errors import (
     DataLossError,
     FencedError,
     NoTableError,
+    StepError,
     TableMismatchError,
     WeightServerError,
 )
 from weightserver.fetched import FetchedRows, Output
+from weightserver.schedule_caller import KnownSchedule, ScheduleCaller, common_schedule
 from weightserver.security import MAX_TOKEN_CHARACTERS
 from weightserver.session import Numbers, Session
 from weightserver.sharding import Int64Array, Sharding
@@ -56,6 +59,7 @@ from weightserver.wire import (
     MAX_WRITE_BYTES,
     MAX_WRITE_ROWS,
     Float32Array,
+    ScheduleHash,
     all_finite,
     float32_from_bytes,
     is_understood,
@@ -66,8 +70,9 @@ from weightserver.wire import (
     to_bytes,
 )
 
-_LEARNING_RATES_PER_CALL = 1 << 18
 _MAX_SECONDS = 86_400
+_MAX_READS = 10
+"""How often a schedule is read that is changed meanwhile."""
 Result = TypeVar("Result")
 
 
@@ -89,6 +94,8 @@ class Checkpoint:
     """Finished updates that it holds."""
     identity: bytes = field(default=b"", compare=False, repr=False)
     """Of the call that took it: tells it from another of the same name."""
+    marks: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """Of each shard that retains it, once it was taken: what `WeightClient.expect` takes."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +188,7 @@ class WeightClient:
         # Enough that callers of shards that answer do not queue behind those that wait for one that does not.
         self._pool = ThreadPoolExecutor(max(64, 4 * len(addresses)), thread_name_prefix="weight-client")
         self._known: _Table | None = None
+        self._schedule: KnownSchedule | None = None
         self._lost: DataLossError | None = None
         self._session: Session | None = None
         self._closed = False
@@ -276,29 +284,21 @@ class WeightClient:
             lambda connection, answer: connection.call("DropTable", pb.DropTableRequest(epoch=answer.epoch)),
             zip(self._connect(), self._describe_shards(), strict=True),
         )
-        self._known = self._session = None
+        self._known = self._schedule = self._session = None
 
     def describe(self) -> TableInfo:
-        """What the table is and how far it came.
+        """What the table is and how far it came. What is read and written from now on goes by the learning rates that
+        the shards have now.
 
         Raises:
             NoTableError: a shard holds no table.
+            ClusterError: the shards do not hold one table, or have different learning rates for a step.
         """
         answers = self._describe_shards()
-        first, *others = (_spec_of(answer) for answer in answers)
-        for shard, spec in enumerate(others, start=1):
-            if spec.is_another_size_of(first):
-                most = max(spec.num_rows, first.num_rows)
-                raise ClusterError(
-                    f"the table of shard 0 has {first.num_rows} rows, that of shard {shard} {spec.num_rows}, as after "
-                    f"an extend_table() that failed halfway: repeat extend_table({most}), or 'weightserver extend'"
-                )
-            if spec != first:
-                raise ClusterError(f"shards 0 and {shard} hold different tables: give the addresses of one cluster")
+        self._known, self._schedule = self._described_table(answers), self._common_schedule(answers)
         newest = max(answers, key=lambda answer: answer.epoch)
-        self._known = _Table(first, self._one_identity(answers))
         return TableInfo(
-            spec=first,
+            spec=self._known.spec,
             identity=self._known.identity,
             epoch=newest.epoch,
             run=newest.run,
@@ -322,25 +322,41 @@ class WeightClient:
             ),
         )
 
+    def table_identity(self) -> bytes:
+        """16 random bytes, drawn when the table was created; as describe() tells, also where an extension is half done.
+
+        Raises:
+            NoTableError: a shard holds no table. ClusterError: the shards hold tables of several clusters.
+        """
+        return self._one_identity(self._describe_shards())
+
     def learning_rates(self, *, shard: int = 0) -> Float32Array:
         """Those that rows are moved by, float32 [horizon of the shard]; all shards hold the same."""
-        parts = [np.zeros(0, np.float32)]
-        while True:
-            request = pb.ReadScheduleRequest(start_step=sum(map(len, parts)))
-            answer = self.call_shard(shard, "ReadSchedule", request)
-            part = float32_from_bytes(answer.learning_rates, "learning_rates")
-            if not len(part):
-                return np.concatenate(parts)
-            parts.append(part)
+        for _ in range(_MAX_READS):
+            parts = [np.zeros(0, np.float32)]
+            while True:
+                request = pb.ReadScheduleRequest(start_step=sum(map(len, parts)))
+                answer = self.call_shard(shard, "ReadSchedule", request)
+                parts.append(float32_from_bytes(answer.learning_rates, "learning_rates"))
+                if not len(parts[-1]):
+                    break
+            rates = np.concatenate(parts)
+            if ScheduleHash(rates).digest == answer.schedule:
+                return rates
+        raise ClusterError(f"the learning rates of shard {shard} change while they are read: call again")
 
     def extend_schedule(self, start_step: int, learning_rates: npt.ArrayLike) -> None:
-        """Appends learning rates (float32 [n]) from `start_step` on, or rewrites those that no write has reached.
+        """Appends learning rates (float32 [n]) from `start_step` on, or rewrites those that no write has reached, on
+        all shards or on none. Giving known steps the values they have is always allowed.
 
-        Giving known steps the values they have is always allowed.
+        Where it is stopped in between, the next call, of any client, first finishes its change or gives it up; until
+        then nothing reads or writes by the learning rates that it touches, and waits. Clients that know those of before
+        go on with what stayed of them, and are refused where a step was changed, until they call describe().
 
         Raises:
             StepError: a gap would remain before `start_step`; TableMismatchError: a step that was used would change;
-            FencedError: a superseded session, or another client changed the schedule at the same time.
+            FencedError: a superseded session, or another client changed the schedule at the same time;
+            ClusterError: the shards have different learning rates for steps that are not given.
         """
         start_step = _step(start_step, "start_step")
         rates = np.asarray(learning_rates)
@@ -352,22 +368,13 @@ class WeightClient:
         if not all_finite(rates) or (rates < 0).any():
             raise ValueError("learning_rates must be finite and not negative")
         answers, table = self._describe_shards(), self._table().digest
-        clock = max(answer.clock for answer in answers)
-
-        def extend(connection: ShardConnection, version: int) -> None:
-            for first in range(0, max(1, len(rates)), _LEARNING_RATES_PER_CALL):
-                request = pb.ExtendScheduleRequest(
-                    start_step=start_step + first,
-                    learning_rates=to_bytes(rates[first : first + _LEARNING_RATES_PER_CALL]),
-                    clock=clock,
-                    epoch=self._session.epoch if self._session else 0,
-                    version=version,
-                    table=table,
-                )
-                version = connection.call("ExtendSchedule", request).version
-
-        versions = [answer.schedule_version for answer in answers]
-        self._in_parallel(extend, zip(self._connect(), versions, strict=True))
+        caller = ScheduleCaller(
+            self._connect(), self._in_parallel, epoch=self._session.epoch if self._session else 0, table=table
+        )
+        self._schedule = None  # not known before it has succeeded
+        if caller.settle(answers):
+            answers = self._describe_shards()
+        self._schedule = caller.change(answers, start_step, rates)
 
     def open_session(self, name: str, *, join: int | None = None, force: bool = False) -> int:
         """Starts a new epoch under the run's `name`, which fences every older one; or joins epoch `join` as one more
@@ -413,6 +420,10 @@ class WeightClient:
             self._require_common_state(answers)
         epoch, opener = 1 + max(answer.epoch for answer in answers), os.urandom(16)
         session = self._session
+        if session is not None and any(answer.opener not in session.openers for answer in answers):
+            session = None  # another client's session came between, and the shards have forgotten this writer's numbers
+        if session is not None:
+            session.openers.add(opener)
         request = pb.OpenSessionRequest(
             name=name,
             epoch=epoch,
@@ -424,7 +435,7 @@ class WeightClient:
         for connection in connections:  # one by one: of two that race, shard 0 takes one
             connection.call("OpenSession", request)
         if session is None:
-            self._session = Session(epoch, opener, len(connections))
+            self._session = Session(epoch, opener, len(connections), before=self._session)
         else:
             session.renew(epoch, opener)
         self._lost = None  # each shard holds what this client knows it to have acknowledged
@@ -492,7 +503,8 @@ class WeightClient:
         other of its name.
 
         Raises:
-            StepError: `step` lies beyond the horizon, or before an update that a row has seen.
+            StepError: `step` lies beyond the horizon, or before an update that a row has seen, or SGD makes a row
+                infinite or NaN before it.
             NoTableError: there is no such checkpoint.
         """
         rows = self._rows(rows)
@@ -501,7 +513,8 @@ class WeightClient:
             out = np.empty(shape, np.float32)
         elif out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
             raise ValueError(f"out must be a contiguous float32 array of shape {list(shape)}")
-        request = pb.FetchRequest(step=_step(step, "step"), **self._meant(checkpoint))
+        step = _step(step, "step")
+        request = pb.FetchRequest(step=step, schedule=self._known_schedule(step), **self._meant(checkpoint))
         self._fetch(rows, request, (out, None, None))
         return out
 
@@ -519,9 +532,12 @@ class WeightClient:
             np.empty((len(rows), dim), np.float32),
             np.empty(len(rows), np.int64),
         )
-        request = pb.FetchRequest(
-            step=0 if step is None else _step(step, "step"), raw=step is None, state=True, **self._meant(checkpoint)
-        )
+        if step is None:
+            request = pb.FetchRequest(raw=True, state=True, **self._meant(checkpoint))
+        else:
+            step = _step(step, "step")
+            schedule = self._known_schedule(step)
+            request = pb.FetchRequest(step=step, state=True, schedule=schedule, **self._meant(checkpoint))
         self._fetch(rows, request, (state.weight, state.momentum_buffer, state.last_step))
         return state
 
@@ -533,7 +549,8 @@ class WeightClient:
         update.
 
         Raises:
-            FencedError: no session, or a superseded one; StepError: no learning rate is known for `step`.
+            FencedError: no session, or a superseded one; StepError: no learning rate is known for `step`, or SGD makes
+                a row infinite or NaN; nothing was written.
         """
         rows, step = self._rows(rows), _step(step, "step")
         gradients = self._values(gradients, rows, "gradients")
@@ -544,6 +561,7 @@ class WeightClient:
         self._write(
             "PushGradients",
             step,
+            step + 1,
             rows,
             {"gradients": gradients},
             lambda header, names, values: pb.PushGradientsRequest(header=header, rows=names, **values),
@@ -578,9 +596,11 @@ class WeightClient:
             if (repeats := np.flatnonzero(np.diff(rows) == 0)).size:
                 raise ValueError(f"row {rows[repeats[0]]} is given twice: write_state takes each row once")
             weight, momentum_buffer, steps = weight[order], momentum_buffer[order], steps[order]
+        last = int(steps.max(initial=0))
         self._write(
             "WriteState",
-            int(steps.max(initial=0)),
+            last,
+            last,
             rows,
             {"weight": weight, "momentum_buffer": momentum_buffer, "last_step": steps},
             lambda header, names, values: pb.WriteStateRequest(header=header, rows=names, **values),
@@ -599,15 +619,20 @@ class WeightClient:
             InvalidRequestError: the name was used for another step, or rows were written since it was used.
         """
         request = partial(pb.CheckpointRequest, name=_name(name), identity=os.urandom(16), peers=self.marks())
-        self._change_all("Checkpoint", request, _step(step, "step"))
+        step = _step(step, "step")
+        self._change_all("Checkpoint", request, step, self._known_schedule(step))
 
     def checkpoints(self) -> list[Checkpoint]:
         """Those that every shard retains, in the order of their steps."""
-        first, *others = [
+        shards = [
             {(known.identity, known.name): known for known in _checkpoints(answer)}
             for answer in self._describe_shards()
         ]
-        common = [known for key, known in first.items() if all(key in other for other in others)]
+        common = [
+            replace(known, marks=tuple(mark for shard in shards for mark in shard[key].marks))
+            for key, known in shards[0].items()
+            if all(key in shard for shard in shards)
+        ]
         return sorted(common, key=lambda known: (known.step, known.name))
 
     def _complete(self, name: str) -> Checkpoint:
@@ -672,20 +697,26 @@ class WeightClient:
         """Whether each shard has a checkpoint of that name."""
         return [any(known.name == name for known in answer.checkpoints) for answer in self._describe_shards()]
 
-    def _change_all(self, method: str, make_request: Callable[..., Message], step: int = 0) -> None:
+    def _change_all(self, method: str, make_request: Callable[..., Message], step: int = 0, schedule: int = 0) -> None:
         """One change of every shard, once, however often it is tried."""
         session = self._require_session()
         with session.changing() as numbers:
-            _raise_first(self._changed(session, numbers, method, make_request, step))
+            _raise_first(self._changed(session, numbers, method, make_request, step, schedule))
 
     def _changed(
-        self, session: Session, numbers: Numbers, method: str, make_request: Callable[..., Message], step: int = 0
+        self,
+        session: Session,
+        numbers: Numbers,
+        method: str,
+        make_request: Callable[..., Message],
+        step: int = 0,
+        schedule: int = 0,
     ) -> list[Any]:
         """Each shard's answer or error."""
         table = self._table().digest
 
         def change(shard: int, connection: ShardConnection) -> None:
-            header = session.header(shard, numbers[shard], step=step, table=table)
+            header = session.header(shard, numbers[shard], step=step, table=table, schedule=schedule)
             connection.call(method, make_request(header=header))
 
         return self._outcomes(change, enumerate(self._connect()))
@@ -803,9 +834,11 @@ class WeightClient:
 
     def _table(self) -> _Table:
         if self._known is None:
-            self.describe()
-        assert self._known is not None
+            self._known = self._described_table(self._describe_shards())
         return self._known
+
+    def _described_table(self, answers: list[pb.DescribeResponse]) -> _Table:
+        return _Table(_common_spec(answers), self._one_identity(answers))
 
     def _one_identity(self, answers: list[pb.DescribeResponse]) -> bytes:
         """That of the table of all shards.
@@ -821,6 +854,36 @@ class WeightClient:
                     "addresses of one cluster"
                 )
         return bytes(answers[0].table_identity)
+
+    def _known_schedule(self, num_steps: int) -> int:
+        """Digest of the learning rates that this client knows, or learns where they are not so many.
+
+        Raises:
+            TableMismatchError: others than it knew were changed too.
+        """
+        known = self._schedule
+        if known is None or num_steps > known.horizon:
+            answers = self._describe_shards()
+            now = self._common_schedule(answers)
+            if now.horizon < num_steps <= max(answer.horizon for answer in answers):
+                raise StepError(
+                    f"a shard has learning rates for {now.horizon} steps, others for more: call extend_schedule() with "
+                    "all of them"
+                )
+            if known and now != known and ScheduleHash(self.learning_rates()[: known.horizon]).digest != known.digest:
+                raise TableMismatchError(
+                    f"learning rates of steps below {known.horizon} were changed by another call: call describe() to "
+                    "use those of now"
+                )
+            self._schedule = known = now
+        return known.digest
+
+    def _common_schedule(self, answers: list[pb.DescribeResponse]) -> KnownSchedule:
+        """Of shards that described themselves. ClusterError where they differ, also at a second look: the first may
+        have met a change on its way."""
+        with contextlib.suppress(ClusterError):
+            return common_schedule(answers, lambda shard: self.learning_rates(shard=shard))
+        return common_schedule(self._describe_shards(), lambda shard: self.learning_rates(shard=shard))
 
     def _fetch(
         self,
@@ -871,12 +934,14 @@ class WeightClient:
         self,
         method: str,
         step: int,
+        num_steps: int,
         rows: Int64Array,
         arrays: dict[str, Float32Array | Int64Array],
         make_message: Callable[[pb.WriteHeader | None, pb.Rows, dict[str, bytes]], Message],
     ) -> None:
-        """Sends one write, under one sequence number on each shard that has rows of it."""
-        session = self._require_session()
+        """Sends one write, under one sequence number on each shard that has rows of it; it uses the learning rates of
+        the first `num_steps` steps."""
+        session, schedule = self._require_session(), self._known_schedule(num_steps)
         by_shard = self._sharding().positions_by_shard(rows)
         if not by_shard:
             return
@@ -901,7 +966,7 @@ class WeightClient:
                     mine = rows[positions]
                     parts = {name: array[positions] for name, array in arrays.items()}
                 header: pb.WriteHeader | None = session.header(
-                    shard, write.numbers[shard], step=step, num_rows=len(mine), table=table
+                    shard, write.numbers[shard], step=step, num_rows=len(mine), table=table, schedule=schedule
                 )
                 rows_per_message = max(1, CHUNK_BYTES // sum(array.nbytes // len(rows) for array in arrays.values()))
                 for start in range(0, len(mine), rows_per_message):
@@ -1009,8 +1074,23 @@ def _spec_of(answer: pb.DescribeResponse) -> TableSpec:
     return spec_from_proto(answer.spec)
 
 
+def _common_spec(answers: list[pb.DescribeResponse]) -> TableSpec:
+    """The spec of the one table that all shards hold."""
+    first, *others = (_spec_of(answer) for answer in answers)
+    for shard, spec in enumerate(others, start=1):
+        if spec.is_another_size_of(first):
+            most = max(spec.num_rows, first.num_rows)
+            raise ClusterError(
+                f"the table of shard 0 has {first.num_rows} rows, that of shard {shard} {spec.num_rows}, as after "
+                f"an extend_table() that failed halfway: repeat extend_table({most}), or 'weightserver extend'"
+            )
+        if spec != first:
+            raise ClusterError(f"shards 0 and {shard} hold different tables: give the addresses of one cluster")
+    return first
+
+
 def _checkpoints(answer: pb.DescribeResponse) -> tuple[Checkpoint, ...]:
-    return tuple(Checkpoint(known.name, known.step, known.identity) for known in answer.checkpoints)
+    return tuple(Checkpoint(known.name, known.step, known.identity, (known.mark,)) for known in answer.checkpoints)
 
 
 def _errors(outcomes: list[Any]) -> list[BaseException]:

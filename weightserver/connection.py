@@ -33,8 +33,15 @@ from weightserver.errors import (
 from weightserver.fetched import FetchedRows
 from weightserver.handshake import tls_failure
 from weightserver.logs import REQUEST_ID, new_request_id
-from weightserver.records import split_mark
-from weightserver.wire import ACKNOWLEDGED_KEY, MARK_KEY, MAX_MESSAGE_BYTES, RETRY_HINT, VERSION_KEY, WAITED_KEY
+from weightserver.wire import (
+    ACKNOWLEDGED_KEY,
+    MARK_KEY,
+    MAX_MESSAGE_BYTES,
+    RETRY_HINT,
+    VERSION_KEY,
+    WAITED_KEY,
+    split_mark,
+)
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["WeightServer"]
 _RETRIED = (
@@ -103,15 +110,16 @@ class ShardConnection:
             response_deserializer=None if method.name == "Fetch" else GetMessageClass(method.output_type).FromString,
         )
 
-    def call(self, method: str, request: Message, *, acknowledged: str = "") -> Any:
-        """The answer of a call of one message, which tells the shard of another mark than the newest."""
+    def call(self, method: str, request: Message, *, acknowledged: str = "", once: bool = False) -> Any:
+        """The answer of a call of one message, which is tried again unless `once`; with `acknowledged` it tells the
+        shard of another mark than the newest."""
 
         def attempt(options: dict[str, Any]) -> Any:
             answer, call = self._stubs[method].with_call(request, **options)
             self._note_mark(call, options)
             return answer
 
-        return self._attempts(attempt, acknowledged)
+        return self._attempts(attempt, acknowledged, once=once)
 
     def require(self, mark: str) -> None:
         """Raises DataLossError unless the shard's data descends from the state of that mark."""
@@ -147,10 +155,15 @@ class ShardConnection:
             self._attempts(attempt, rows=rows)
 
     def _attempts(
-        self, attempt: Callable[[dict[str, Any]], Result], acknowledged: str = "", rows: FetchedRows | None = None
+        self,
+        attempt: Callable[[dict[str, Any]], Result],
+        acknowledged: str = "",
+        *,
+        rows: FetchedRows | None = None,
+        once: bool = False,
     ) -> Result:
-        """The result of the first attempt that succeeds. After one in which some of `rows` arrived the next follows at
-        once, and `retry_seconds` begin anew."""
+        """The result of the first attempt that succeeds, or of the only one. After one in which some of `rows` arrived
+        the next follows at once, and `retry_seconds` begin anew."""
         started, pause, warned, request_id = time.monotonic(), _FIRST_PAUSE_SECONDS, False, new_request_id()
         in_doubt, waited, num_arrived = False, 0.0, rows.num_arrived if rows else 0
         while True:
@@ -179,7 +192,7 @@ class ShardConnection:
                 continue
             in_doubt |= status is not grpc.StatusCode.RESOURCE_EXHAUSTED
             waited = time.monotonic() - started
-            if waited >= self._retry_seconds:
+            if once or waited >= self._retry_seconds:
                 arrived = f", {rows.num_arrived} of {rows.num_rows} rows had arrived" if rows else ""
                 if status is grpc.StatusCode.RESOURCE_EXHAUSTED:
                     overloaded = OverloadedError(f"{self.name} was overloaded for {waited:.1f} s{arrived}: {details}")

@@ -7,7 +7,7 @@ WeightServerError
 ├── NoTableError             NOT_FOUND            the shard holds no table yet, or no such checkpoint
 ├── TableMismatchError       ALREADY_EXISTS       the table that exists is another one
 ├── InvalidRequestError      INVALID_ARGUMENT     shape, dtype, row or value that cannot be
-├── StepError                OUT_OF_RANGE         beyond the schedule, or before what a row has seen
+├── StepError                OUT_OF_RANGE         beyond the schedule, before what a row has seen, or where rows diverge
 ├── FencedError              ABORTED              the session was superseded, or none was opened
 ├── AuthenticationError      UNAUTHENTICATED      one side does not believe the other's token or certificate
 ├── StorageError             FAILED_PRECONDITION  the disk's contents are not what they must be
@@ -75,7 +75,8 @@ class InvalidRequestError(WeightServerError):
 
 
 class StepError(WeightServerError):
-    """A step beyond the schedule, or before an update that the row has already seen."""
+    """A step beyond the schedule, before an update that the row has already seen, or behind one in which SGD makes it
+    infinite or NaN."""
 
     status = grpc.StatusCode.OUT_OF_RANGE
     not_applied = True

@@ -22,6 +22,7 @@ def write_header(header: pb.WriteHeader) -> WriteHeader:
         sequence=header.sequence,
         settled_before=header.settled_before,
         step=header.step,
+        schedule=header.schedule,
     )
 
 

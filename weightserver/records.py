@@ -18,8 +18,8 @@ import xxhash
 
 from weightserver.config import TableSpec
 from weightserver.errors import NoTableError, StorageError
-from weightserver.storage import Transaction
-from weightserver.wire import Float32Array
+from weightserver.storage import Reader, Transaction
+from weightserver.wire import Float32Array, split_mark
 
 FORMAT = 3
 _READABLE_FORMATS = (2, FORMAT)
@@ -28,10 +28,11 @@ MAX_CHECKPOINTS = 1_000
 """That a shard retains."""
 MAX_ANCESTORS = 4_096
 """Incarnations that a directory descends from and still knows."""
-_MAX_COMMIT_DIGITS = 20
 _SCHEDULE_CHUNK = 65_536
 """Learning rates per stored value."""
 _STEP = struct.Struct(">Q")
+_PREPARED = 1 << 63
+"""Added to the key of a stored chunk of learning rates that a prepared change is to put in the place of another."""
 _CHECKSUM = struct.Struct("<Q")
 
 
@@ -99,18 +100,6 @@ class Lineage:
         return any(known == incarnation and commit <= last for known, last in reversed(self.ancestors))
 
 
-def split_mark(mark: str) -> tuple[str, int]:
-    """(incarnation, commit).
-
-    Raises:
-        ValueError: it is no mark.
-    """
-    incarnation, _, commit = mark.partition(":")
-    if len(incarnation) != 16 or not commit.isascii() or not commit.isdigit() or len(commit) > _MAX_COMMIT_DIGITS:
-        raise ValueError(f"{mark[:60]!r} is no mark of a shard")
-    return incarnation, int(commit)
-
-
 @dataclass(frozen=True)
 class State:
     """What changes with every write, stored beside the rows."""
@@ -132,7 +121,8 @@ class State:
 
     @property
     def mark(self) -> str:
-        return f"{self.incarnation}:{self.commit}"
+        """Empty where version 0.1 wrote it."""
+        return f"{self.incarnation}:{self.commit}" if self.incarnation else ""
 
     def checkpoint(self, name: str, identity: str = "") -> Checkpoint:
         """The retained checkpoint of that name and, where given, identity, or NoTableError."""
@@ -182,7 +172,7 @@ def chosen_checkpoint(name: str | None, known: Iterable[Kept]) -> Kept:
     return by_name[name]
 
 
-def read_identity(txn: Transaction) -> Identity | None:
+def read_identity(txn: Reader) -> Identity | None:
     """None where nothing is stored yet.
 
     Raises:
@@ -208,13 +198,12 @@ def write_identity(txn: Transaction, identity: Identity) -> None:
     put_json(txn, "identity", {"format": FORMAT, **asdict(identity)})
 
 
-def is_of_format(txn: Transaction, wanted: int) -> bool:
-    """Whether the directory, which has an identity, is of that format."""
-    stored = get_json(txn, "identity")
-    return stored is not None and stored["format"] == wanted
+def read_format(txn: Reader) -> int:
+    """Of the directory, which has an identity; the present one where nothing is stored yet."""
+    return int((get_json(txn, "identity") or {"format": FORMAT})["format"])
 
 
-def read_spec(txn: Transaction) -> TableSpec | None:
+def read_spec(txn: Reader) -> TableSpec | None:
     """None where there is no table."""
     with _guarded(txn, "spec"):
         stored = _stored(txn, "spec")
@@ -249,7 +238,7 @@ def write_spec(
     put_json(txn, "spec", table)
 
 
-def read_state(txn: Transaction) -> State:
+def read_state(txn: Reader) -> State:
     with _guarded(txn, "state"):
         stored = _stored(txn, "state")
         kept = stored["checkpoints"] if "checkpoints" in stored else _stored(txn, "checkpoints")["retained"]
@@ -266,8 +255,7 @@ def write_state(txn: Transaction, state: State, before: State | None = None) -> 
 
 def read_lineage(txn: Transaction) -> Lineage:
     with _guarded(txn, "lineage"):
-        stored = get_json(txn, "lineage") or {"marks": []}
-        return Lineage().joined(stored["marks"])
+        return Lineage().joined(_stored_marks(txn, "lineage"))
 
 
 def write_lineage(txn: Transaction, lineage: Lineage) -> None:
@@ -277,7 +265,7 @@ def write_lineage(txn: Transaction, lineage: Lineage) -> None:
 def read_peers(txn: Transaction) -> list[str]:
     """The marks of all shards that this one was told last, in their order; none where it was told of none."""
     with _guarded(txn, "peers"):
-        return [str(mark) for mark in (get_json(txn, "peers") or {"marks": []})["marks"]]
+        return list(map(str, _stored_marks(txn, "peers")))
 
 
 def write_peers(txn: Transaction, marks: Iterable[str]) -> None:
@@ -286,22 +274,25 @@ def write_peers(txn: Transaction, marks: Iterable[str]) -> None:
 
 def read_schedule(txn: Transaction) -> Float32Array:
     """All learning rates, float32 [horizon]."""
-    chunks, horizon = [np.zeros(0, np.float32)], 0
-    for key, content in read_records(txn, "schedule"):
-        with _guarded(txn, "schedule"):
-            if _STEP.unpack(key)[0] != horizon:
-                raise ValueError(f"the learning rates of step {horizon} and later ones are missing")
-            chunks.append(np.frombuffer(content, "<f4"))
-        horizon += len(chunks[-1])
-    return np.concatenate(chunks)
+    in_use = [chunk for chunk in _schedule_chunks(txn) if chunk[0] < _PREPARED]
+    return _joined(txn, in_use)
 
 
-def write_schedule(txn: Transaction, start_step: int, learning_rates: Float32Array) -> None:
-    """Stores those of `start_step` (≤ horizon) and later steps, float32 [n]."""
-    end = start_step + len(learning_rates)
+def read_horizon(txn: Reader, num_values: int) -> int:
+    """How many learning rates are in use, of a database `schedule` of `num_values`; only the last of them is read."""
+    for first in range((num_values - 1) * _SCHEDULE_CHUNK, -1, -_SCHEDULE_CHUNK):  # prepared ones are values too
+        if (last := get_record(txn, "schedule", _STEP.pack(first))) is not None:
+            return first + len(last) // 4
+    return 0
+
+
+def write_schedule(txn: Transaction, start_step: int, learning_rates: Float32Array, *, prepared: bool = False) -> None:
+    """Stores those of `start_step` (≤ horizon) and later steps, float32 [n]: for use, or beside those in use."""
+    end, offset = start_step + len(learning_rates), _PREPARED if prepared else 0
     for first in range(start_step - start_step % _SCHEDULE_CHUNK, end, _SCHEDULE_CHUNK):
-        key = _STEP.pack(first)
-        chunk = np.frombuffer(get_record(txn, "schedule", key) or b"", "<f4")
+        key = _STEP.pack(first + offset)
+        stored = get_record(txn, "schedule", key) or get_record(txn, "schedule", _STEP.pack(first)) or b""
+        chunk = np.frombuffer(stored, "<f4")
         low, high = max(first, start_step), min(first + _SCHEDULE_CHUNK, end)
         merged = np.concatenate(
             [chunk[: low - first], learning_rates[low - start_step : high - start_step], chunk[high - first :]]
@@ -309,7 +300,41 @@ def write_schedule(txn: Transaction, start_step: int, learning_rates: Float32Arr
         put_record(txn, "schedule", key, merged.astype("<f4").tobytes())
 
 
-def get_json(txn: Transaction, key: str) -> dict[str, Any] | None:
+def read_prepared_schedule(txn: Transaction, start_step: int, stop_step: int) -> Float32Array:
+    """Prepared learning rates of steps start_step … stop_step − 1, float32 [n]."""
+    prepared = [(first - _PREPARED, content) for first, content in _schedule_chunks(txn) if first >= _PREPARED]
+    first = prepared[0][0]
+    return _joined(txn, prepared, first)[start_step - first : stop_step - first]
+
+
+def end_prepared_schedule(txn: Transaction, *, commit: bool) -> None:
+    """Puts prepared learning rates to use, or forgets them."""
+    for first, content in [chunk for chunk in _schedule_chunks(txn) if chunk[0] >= _PREPARED]:
+        if commit:
+            put_record(txn, "schedule", _STEP.pack(first - _PREPARED), content)
+        txn.delete("schedule", _STEP.pack(first))
+
+
+def _schedule_chunks(txn: Transaction) -> Iterator[tuple[int, bytes]]:
+    for key, content in read_records(txn, "schedule"):
+        with _guarded(txn, "schedule"):
+            (first,) = _STEP.unpack(key)
+        yield first, content
+
+
+def _joined(txn: Transaction, chunks: list[tuple[int, bytes]], start_step: int = 0) -> Float32Array:
+    """The learning rates of chunks that follow one another from `start_step` on."""
+    rates, end = [np.zeros(0, np.float32)], start_step
+    for first, content in chunks:
+        with _guarded(txn, "schedule"):
+            if first != end:
+                raise ValueError(f"the learning rates of step {end} and later ones are missing")
+            rates.append(np.frombuffer(content, "<f4"))
+        end += len(rates[-1])
+    return np.concatenate(rates)
+
+
+def get_json(txn: Reader, key: str) -> dict[str, Any] | None:
     """A value of the database `meta`."""
     content = get_record(txn, "meta", key.encode())
     with _guarded(txn, key):
@@ -323,6 +348,8 @@ def upgrade(txn: Transaction, incarnation: str) -> None:
     spec, table_identity, state = read_spec(txn), read_table_identity(txn), read_state(txn)
     write_spec(txn, spec, table_identity, read_earlier_sizes(txn))
     write_state(txn, replace(state, incarnation=incarnation))
+    write_lineage(txn, Lineage())
+    write_peers(txn, [])
     write_identity(txn, identity)
 
 
@@ -333,7 +360,7 @@ def put_json(txn: Transaction, key: str, value: dict[str, Any]) -> None:
 # ---- checked values
 
 
-def get_record(txn: Transaction, database: str, key: bytes) -> bytes | None:
+def get_record(txn: Reader, database: str, key: bytes) -> bytes | None:
     """A value's content."""
     stored = txn.get(database, key)
     if stored is None:
@@ -346,7 +373,7 @@ def put_record(txn: Transaction, database: str, key: bytes, content: bytes) -> N
     txn.put(database, key, _CHECKSUM.pack(_checksum(database, key, content)) + content)
 
 
-def read_records(txn: Transaction, database: str) -> Iterator[tuple[bytes, bytes]]:
+def read_records(txn: Reader, database: str) -> Iterator[tuple[bytes, bytes]]:
     """(key, content) of all values."""
     for key, stored in txn.items(database):
         with _guarded(txn, _name(database, key)):
@@ -377,11 +404,17 @@ def _bare(stored: memoryview) -> bytes:
     return b""
 
 
-def _stored(txn: Transaction, key: str) -> dict[str, Any]:
+def _stored(txn: Reader, key: str) -> dict[str, Any]:
     stored = get_json(txn, key)
     if stored is None:
         raise ValueError("it is missing")
     return stored
+
+
+def _stored_marks(txn: Reader, key: str) -> list[str]:
+    """None in a directory of format 2."""
+    marks: list[str] = _stored(txn, key)["marks"] if read_format(txn) == FORMAT else []
+    return marks
 
 
 def _json_object(content: bytes) -> dict[str, Any]:
@@ -405,7 +438,7 @@ def _built(kind: type[Record], stored: dict[str, Any]) -> Record:
 
 
 @contextlib.contextmanager
-def _guarded(txn: Transaction, what: str) -> Iterator[None]:
+def _guarded(txn: Reader, what: str) -> Iterator[None]:
     """Whatever damaged bytes can make Python raise becomes one line."""
     try:
         yield

@@ -37,6 +37,7 @@ from weightserver.records import (
 )
 from weightserver.sharding import BlockRun, Int64Array, Sharding, block_runs
 from weightserver.storage import NEWEST, LmdbStorage, Transaction, require_sound
+from weightserver.tombstone import require_current
 from weightserver.wire import Float32Array
 
 _log = logging.getLogger(__name__)
@@ -143,6 +144,7 @@ def _open(directory: Path, stack: ExitStack) -> _Source:
     """A snapshot of a directory that nobody else serves meanwhile."""
     require_sound(directory)
     storage = stack.enter_context(closing(LmdbStorage(directory, readonly=True)))
+    require_current(directory)
     txn = stack.enter_context(storage.read())
     identity = read_identity(txn)
     spec = None if identity is None or identity.unfinished else read_spec(txn)

@@ -34,6 +34,7 @@ from weightserver.overload import MAX_THREADS, MAX_UNSORTED_CALLS, CallLimiter, 
 from weightserver.security import ServerTls, TokenInterceptor, has_token, read_token, server_tls
 from weightserver.shard import Shard
 from weightserver.storage import LmdbStorage, holds_data
+from weightserver.sweeper import Sweeper
 from weightserver.wire import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 
 _MAX_STREAMS = 128
@@ -246,6 +247,7 @@ def serve(config: ServerConfig) -> None:
         if config.reflection:
             reflection.enable_server_reflection((service.NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         committer = Committer(shard.batch, metrics.committed)
+        sweeper = Sweeper(shard, committer)
         grace_seconds = 0.0  # whatever fails ends the process at once
         try:
             metrics.follow_committer(committer)
@@ -272,6 +274,7 @@ def serve(config: ServerConfig) -> None:
             grace_seconds = config.grace_seconds
         finally:
             healthy.enter_graceful_shutdown()
+            sweeper.close()
             _drain(server, committer, grace_seconds)
     _log.info("closed")
 

@@ -30,7 +30,8 @@ from weightserver.errors import (
 from weightserver.metrics import ShardMetrics
 from weightserver.overload import Memory, Reservation, abort, answer_bytes, blocks_bytes, fetch_bytes, write_bytes
 from weightserver.received import ReceivedWrite, write_header
-from weightserver.records import split_mark
+from weightserver.records import State
+from weightserver.schedule_change import Part, ScheduleState
 from weightserver.shard import READ_BYTES, Batch, Rows, Shard, WriteHeader
 from weightserver.sharding import Int64Array
 from weightserver.timing import StageClock, arrived
@@ -49,6 +50,7 @@ from weightserver.wire import (
     rows_from_proto,
     spec_from_proto,
     spec_to_proto,
+    split_mark,
     to_bytes,
 )
 
@@ -78,7 +80,7 @@ class WeightServerService:
 
     def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> Iterator[pb.DescribeResponse]:
         with self._answering("Describe", context), self._memory.reservation("short") as reserved:
-            shard, state = self._shard, self._shard.state
+            shard, state, schedule = self._shard, self._shard.state, self._shard.schedule
             reserved.take(answer_bytes(len(state.checkpoints) * _CHECKPOINT_BYTES))
             yield pb.DescribeResponse(
                 shard=shard.shard,
@@ -86,7 +88,7 @@ class WeightServerService:
                 spec=None if shard.spec is None else spec_to_proto(shard.spec),
                 epoch=state.epoch,
                 clock=state.clock,
-                horizon=shard.horizon,
+                horizon=schedule.hash.horizon,
                 rows_stored=state.rows_stored,
                 disk_bytes=shard.disk_bytes(),
                 run=state.run,
@@ -107,6 +109,12 @@ class WeightServerService:
                     )
                     for known in state.checkpoints
                 ],
+                schedule_digest=schedule.digest,
+                pending_schedule=None
+                if schedule.pending is None
+                else pb.PendingSchedule(
+                    change=bytes.fromhex(schedule.pending.change), schedule_digest=schedule.pending.digest
+                ),
             )
 
     def CreateTable(self, request: pb.CreateTableRequest, context: grpc.ServicerContext) -> pb.CreateTableResponse:
@@ -154,19 +162,38 @@ class WeightServerService:
     ) -> pb.ExtendScheduleResponse:
         with self._answering("ExtendSchedule", context), self._memory.reservation("short") as reserved:
             reserved.take(4 * len(request.learning_rates))  # merged with those that are stored, and in the transaction
-            rates = float32_from_bytes(request.learning_rates, "learning_rates")
-            _require((rates >= 0).all(), "learning rates must be finite and not negative")
-            _require(request.start_step >= 0, f"start_step must not be negative, got {request.start_step}")
+            _require(len(request.change) == _ID_BYTES, f"change must be {_ID_BYTES} bytes")
             self._shard.check_table(request.table)
-            horizon, version = self._commit(
-                context,
-                lambda batch: self._shard.extend_schedule(
-                    batch, request.start_step, rates, request.clock, request.epoch, request.version
-                ),
-            )
-            if version != request.version:
-                _log.info("schedule changed", extra={"start_step": request.start_step, "horizon": horizon})
-            return pb.ExtendScheduleResponse(horizon=horizon, version=version)
+            part = None
+            if request.phase == pb.SCHEDULE_PHASE_PREPARE:
+                rates = float32_from_bytes(request.learning_rates, "learning_rates")
+                _require((rates >= 0).all(), "learning rates must be finite and not negative")
+                _require(request.start_step >= 0, f"start_step must not be negative, got {request.start_step}")
+                part = Part(request.change.hex(), request.start_step, rates, request.last)
+                state, schedule = self._shard.state, self._shard.schedule
+                if self._shard.has_learning_rates(part):
+                    return _schedule_answer(state, schedule, part.change)
+            done, answer = self._commit(context, lambda batch: self._change_schedule(batch, request, part))
+            if done:
+                _log.info(f"schedule change {done}", extra={"horizon": answer.horizon})
+            return answer
+
+    def _change_schedule(
+        self, batch: Batch, request: pb.ExtendScheduleRequest, part: Part | None
+    ) -> tuple[str, pb.ExtendScheduleResponse]:
+        """What was done, and the answer."""
+        change, done = request.change.hex(), ""
+        if part is not None:
+            self._shard.prepare_schedule(batch, part, version=request.version, epoch=request.epoch)
+        elif request.phase == pb.SCHEDULE_PHASE_COMMIT:
+            if self._shard.commit_schedule(batch, change, digest=request.schedule, epoch=request.epoch):
+                done = "committed"
+        elif request.phase == pb.SCHEDULE_PHASE_GIVE_UP:
+            if self._shard.give_up_schedule(batch, change, version=request.version):
+                done = "given up"
+        else:
+            raise InvalidRequestError(f"phase {request.phase} is unknown: is the client of the same version?")
+        return done, _schedule_answer(batch.state, batch.schedule, change)
 
     def OpenSession(self, request: pb.OpenSessionRequest, context: grpc.ServicerContext) -> pb.OpenSessionResponse:
         with self._answering("OpenSession", context):
@@ -208,6 +235,7 @@ class WeightServerService:
                 state=request.state,
                 checkpoint=request.checkpoint or None,
                 identity=request.identity.hex(),
+                schedule=request.schedule,
                 clock=clock,
             )
             self._metrics.requested("fetch", len(rows))
@@ -285,7 +313,9 @@ class WeightServerService:
     def _read_blocks(self, request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         blocks, next_block = self._shard.read_blocks(request.first_block, checkpoint=request.checkpoint)
         return pb.ReadBlocksResponse(
-            blocks=[pb.Block(number=number, content=content) for number, content in blocks], next_block=next_block or 0
+            blocks=[pb.Block(number=number, content=content) for number, content in blocks],
+            next_block=next_block or 0,
+            lineage=[] if next_block else self._shard.lineage_of(request.checkpoint).marks,
         )
 
     def ReadSchedule(
@@ -294,7 +324,9 @@ class WeightServerService:
         with self._answering("ReadSchedule", context), self._memory.reservation("short") as reserved:
             _require(request.start_step >= 0, f"start_step must not be negative, got {request.start_step}")
             reserved.take(answer_bytes(CHUNK_BYTES))
-            yield pb.ReadScheduleResponse(learning_rates=to_bytes(self._shard.learning_rates(request.start_step)))
+            digest = self._shard.schedule.digest
+            rates = self._shard.learning_rates(request.start_step)
+            yield pb.ReadScheduleResponse(learning_rates=to_bytes(rates), schedule=digest)
 
     def _peers(self, marks: Sequence[str]) -> list[str]:
         """Raises InvalidRequestError unless they are marks, none or one of each shard."""
@@ -359,7 +391,7 @@ class WeightServerService:
         version = str(metadata.get(VERSION_KEY, "0.1"))
         if not is_understood(version):
             raise InvalidRequestError(
-                f"this shard is of version {__version__}, the caller of {version[:20]!r}: update the caller"
+                f"this shard is of version {__version__}, the caller of {version[:20]}: update the caller"
             )
         if acknowledged := metadata.get(ACKNOWLEDGED_KEY):
             self._shard.check_acknowledged(str(acknowledged))
@@ -464,6 +496,16 @@ def add_to_server(service: WeightServerService, server: grpc.Server) -> None:
             response_serializer=None if method.name == "Fetch" else response.SerializeToString,
         )
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(contract.full_name, handlers)])
+
+
+def _schedule_answer(state: State, schedule: ScheduleState, change: str) -> pb.ExtendScheduleResponse:
+    pending = schedule.pending if schedule.pending is not None and schedule.pending.change == change else None
+    return pb.ExtendScheduleResponse(
+        horizon=max(schedule.hash.horizon, pending.stop_step if pending else 0),
+        version=state.schedule_version,
+        pending=pending is not None,
+        schedule=pending.digest if pending else schedule.digest,
+    )
 
 
 def _check_header(header: pb.WriteHeader) -> None:

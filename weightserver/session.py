@@ -51,6 +51,9 @@ class Session:
         self._given_up: set[bytes] = before._given_up if before else set()  # that failed, and whose numbers are gone
         self._unfinished_rollback: str = before._unfinished_rollback if before else ""
         self._left = False
+        self.openers = {self.opener}
+        """Of the sessions that this writer is in, was in, or tried to open: while the shards are in one of these, they
+        know its numbers."""
         if before is not None:
             before._leave()
 
@@ -171,7 +174,9 @@ class Session:
         with self._changed:
             return min(self._open[shard], default=self._next[shard])
 
-    def header(self, shard: int, number: int, *, step: int, table: int, num_rows: int = 0) -> pb.WriteHeader:
+    def header(
+        self, shard: int, number: int, *, step: int, table: int, num_rows: int = 0, schedule: int = 0
+    ) -> pb.WriteHeader:
         """What a write under one of its numbers carries."""
         return pb.WriteHeader(
             epoch=self.epoch,
@@ -182,6 +187,7 @@ class Session:
             step=step,
             num_rows=num_rows,
             table=table,
+            schedule=schedule,
         )
 
     def _settle(self, numbers: Numbers) -> None:

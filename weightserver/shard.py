@@ -10,16 +10,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import os
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from dataclasses import asdict, dataclass, field, replace
 
-import numpy as np
-
-from weightserver.blocks import Block, BlockCodec, RowBuffer
+from weightserver.blocks import SMALL, Block, BlockCodec, RowBuffer
 from weightserver.config import TableSpec
-from weightserver.correction import Schedule, apply_push, correct
+from weightserver.correction import Schedule, apply_push, bring_to
 from weightserver.errors import (
     DataLossError,
     FencedError,
@@ -36,11 +37,12 @@ from weightserver.records import (
     MAX_CHECKPOINTS,
     Checkpoint,
     Identity,
+    Lineage,
     State,
     get_record,
-    is_of_format,
     put_record,
     read_earlier_sizes,
+    read_format,
     read_identity,
     read_lineage,
     read_peers,
@@ -48,19 +50,19 @@ from weightserver.records import (
     read_spec,
     read_state,
     read_table_identity,
-    split_mark,
     upgrade,
     write_identity,
     write_lineage,
     write_peers,
-    write_schedule,
     write_spec,
     write_state,
 )
+from weightserver.schedule_change import Part, ScheduleState, read_schedule_state, write_schedule_state
 from weightserver.sharding import BlockRun, Int64Array, Sharding, block_runs
 from weightserver.storage import NEWEST, DiskUsage, Storage, Transaction
 from weightserver.timing import StageClock
-from weightserver.wire import CHUNK_BYTES, MAX_STEPS, Float32Array, all_finite, table_digest
+from weightserver.versions import released_generations, unneeded
+from weightserver.wire import CHUNK_BYTES, MAX_STEPS, Float32Array, split_mark, table_digest
 
 READ_BYTES = 4 << 20
 """Blocks in one answer of `read_blocks`."""
@@ -69,6 +71,8 @@ MAX_EPOCH_STEP = 1 << 20
 that this one never heard of."""
 MAX_EARLIER_SIZES = 64
 """Extensions before which a client may have met the table and still go on with it."""
+_MOST_STANDARD_DEVIATIONS = 10
+"""Beyond which no initial weight lies."""
 _MAX_SEEN_BLOCKS = 50_000
 """Blocks looked at for one answer of `read_blocks`: a snapshot of some 100 ms."""
 
@@ -103,6 +107,8 @@ class WriteHeader:
     sequence: int
     settled_before: int
     step: int
+    schedule: int = 0
+    """Digest of the learning rates that the writer knows; 0 is not checked."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,7 @@ class Batch:
     state: State
     mark: str
     """The shard's once this is committed."""
+    schedule: ScheduleState
     after_commit: list[Callable[[], None]] = field(default_factory=list)
     given_up: Callable[[], bool] = lambda: False
     """Whether nobody waits any more for the operation that runs."""
@@ -153,7 +160,10 @@ class Shard:
         self._verify_reads = verify_reads
         self._on_gaps = on_gaps
         self._state = State()
+        self._schedule = ScheduleState()
         self._table: Table | None = None
+        self._unswept: deque[tuple[int, int, int]] = deque()
+        """(generation, block) to look at next, and the generation to end before."""
         self._peers: list[str] = []
         self._incarnation = os.urandom(8).hex()
         with storage.write() as txn:
@@ -163,17 +173,21 @@ class Shard:
                 write_identity(txn, identity)
                 write_spec(txn, None)
                 write_state(txn, State(incarnation=self._incarnation))
+                write_lineage(txn, Lineage())
+                write_peers(txn, [])
             elif stored != identity:
                 raise StorageError(_identity_mismatch(storage, stored, identity))
-            elif not is_of_format(txn, FORMAT):
+            elif read_format(txn) != FORMAT:
                 upgrade(txn, self._incarnation)
             self._load(txn)
 
     def _load(self, txn: Transaction) -> None:
         self._state, self._lineage, self._peers = read_state(txn), read_lineage(txn), read_peers(txn)
+        self._unswept.append((1, 0, self._state.generation + 1))
         if (spec := read_spec(txn)) is not None:
             self._table = _open_table(spec, read_table_identity(txn), read_earlier_sizes(txn))
             self._table.schedule.extend(0, read_schedule(txn))
+            self._schedule = read_schedule_state(txn, self._table.schedule.learning_rates)
 
     # ---- reading
 
@@ -184,6 +198,10 @@ class Shard:
     @property
     def spec(self) -> TableSpec | None:
         return self._table.spec if self._table else None
+
+    @property
+    def schedule(self) -> ScheduleState:
+        return self._schedule
 
     @property
     def table_identity(self) -> bytes:
@@ -252,33 +270,41 @@ class Shard:
         state: bool,
         checkpoint: str | None = None,
         identity: str = "",
+        schedule: int = 0,
         clock: StageClock | None = None,
     ) -> Iterator[Rows]:
         """Rows (checked, int64 [n]) before update `step`, or raw where `step` is None, in chunks of about 1 MiB.
 
         They are read as they are now, or as they were at a checkpoint.
 
-        Each chunk is a snapshot of its own, so that no snapshot lives while a message waits for its reader. `clock` is
-        told when its stages "read" and "correct" begin.
+        Each chunk is a snapshot of its own, so that no snapshot lives while a message waits for its reader; all are
+        corrected by the same learning rates, those of digest `schedule` where it is given. `clock` is told when its
+        stages "read" and "correct" begin.
 
         Raises:
-            StepError: `step` lies beyond the horizon or before an update that a row has seen.
+            StepError: `step` lies beyond the horizon or before an update that a row has seen, or SGD would make a row
+                infinite or NaN before it.
             NoTableError: there is no such checkpoint, or it is released meanwhile.
+            OverloadedError, TableMismatchError: learning rates before `step` are about to change, or have changed.
         """
         table, at = self.require_table(), (checkpoint, identity, clock or StageClock("read"))
-        if step is not None and not 0 <= step <= table.schedule.horizon:
-            raise StepError(
-                f"step {step} is outside the schedule's 0..{table.schedule.horizon}: extend the schedule first"
-            )
+        schedule = schedule or self._schedule.digest
+        if step is not None:
+            self._schedule.require_settled(step)
+            if not 0 <= step <= table.schedule.horizon:
+                raise StepError(
+                    f"step {step} is outside the schedule's 0..{table.schedule.horizon}: extend the schedule first"
+                )
+            self._schedule.require_known(schedule, step)
         rows_per_chunk = max(1, CHUNK_BYTES // (4 * table.spec.dim))
         runs: list[BlockRun] = []
         for run in block_runs(rows, table.spec.rows_per_block):
             runs.append(run)
             if run.part.stop - runs[0].part.start >= rows_per_chunk:
-                yield self._fetch_chunk(table, rows, runs, step, state, *at)
+                yield self._fetch_chunk(table, rows, runs, step, state, schedule, *at)
                 runs = []
         if runs:
-            yield self._fetch_chunk(table, rows, runs, step, state, *at)
+            yield self._fetch_chunk(table, rows, runs, step, state, schedule, *at)
 
     def _fetch_chunk(
         self,
@@ -287,6 +313,7 @@ class Shard:
         runs: list[BlockRun],
         step: int | None,
         state: bool,
+        schedule: int,
         checkpoint: str | None,
         identity: str,
         clock: StageClock,
@@ -296,6 +323,7 @@ class Shard:
         rows = rows[first : runs[-1].part.stop]
         found = RowBuffer(table.codec, len(rows))
         absent: list[slice] = []  # never-written rows, neighbours together
+        small = _MOST_STANDARD_DEVIATIONS * table.spec.init_std <= SMALL
         with self._storage.read() as txn:
             up_to = NEWEST if checkpoint is None else read_state(txn).checkpoint(checkpoint, identity).generation
             txn.prefetch([run.block for run in runs], up_to=up_to)
@@ -308,6 +336,7 @@ class Shard:
                 else:
                     if self._verify_reads:
                         table.codec.check(block, stored)
+                    small &= table.codec.is_small(stored)
                     found.copy(part, stored, slots)
         if self._table is None or self._table.schedule is not table.schedule:
             raise TableMismatchError("the table was dropped while its rows were read: call describe() and begin anew")
@@ -317,8 +346,10 @@ class Shard:
         clock.enter("correct")
         self._on_gaps((self._state.clock if step is None else step) - found.last_step)
         if step is not None:
-            coefficients = self._coefficients(table, rows, found.last_step, step)
-            correct(found.weight, found.momentum_buffer, coefficients, weight_only=not state)
+            largest = SMALL if small else math.inf
+            self._bring_to(table, step, rows, found, weight_only=not state, largest=largest)
+            self._schedule.require_settled(step)  # rows and learning rates were read before
+            self._schedule.require_known(schedule, step)
             found.last_step[:] = step
         return Rows(found.weight, found.momentum_buffer, found.last_step) if state else Rows(found.weight)
 
@@ -350,22 +381,38 @@ class Shard:
                 block = txn.next_block(block + 1)
         return found, block
 
+    def lineage_of(self, checkpoint: str) -> Lineage:
+        """Which states a retained checkpoint descends from; NoTableError where there is none."""
+        with self._storage.read() as txn:
+            return read_lineage(txn).up_to(read_state(txn).checkpoint(checkpoint).mark)
+
     def learning_rates(self, start_step: int) -> Float32Array:
         """Those of `start_step` and later steps, at most a MiB of them: float32 [n]."""
         rates = self.require_table().schedule.learning_rates
         return rates[start_step : start_step + CHUNK_BYTES // 4]
 
-    def _coefficients(self, table: Table, rows: Int64Array, last_step: Int64Array, step: int) -> Float32Array:
-        """float32 [n, 2, 2] that bring the rows to `step`."""
+    def _bring_to(
+        self, table: Table, step: int, rows: Int64Array, found: RowBuffer, *, weight_only: bool, largest: float
+    ) -> None:
+        """Corrects raw rows for `step`, in place. Raises StepError."""
+        last_step, weight, momentum_buffer = found.last_step, found.weight, found.momentum_buffer
         if last_step.max(initial=0) > step:
             first = int((last_step > step).argmax())
             raise StepError(
                 f"row {rows[first]} has seen {last_step[first]} updates, its state before update {step} is gone: "
                 f"fetch it for step {last_step[first]} or later"
             )
-        if not table.spec.correction:
-            return np.broadcast_to(np.eye(2, dtype=np.float32), (len(rows), 2, 2))
-        return table.schedule.coefficients(last_step, step)
+        if table.spec.correction:
+            bring_to(
+                table.schedule,
+                step,
+                last_step,
+                weight,
+                momentum_buffer,
+                weight_only=weight_only,
+                rows=rows,
+                largest=largest,
+            )
 
     # ---- changing; all below run in the committer's thread
 
@@ -374,8 +421,10 @@ class Shard:
         """A write transaction; the shard's state in memory follows once it is durable."""
         with self._storage.write() as txn:
             before, lineage = self._state, self._lineage
-            batch = Batch(txn, before, f"{self._incarnation}:{before.commit + 1}")
+            batch = Batch(txn, before, f"{self._incarnation}:{before.commit + 1}", self._schedule)
             yield batch
+            if batch.schedule is not self._schedule:
+                write_schedule_state(txn, batch.schedule)
             if txn.changed or batch.state is not before:
                 state = replace(batch.state, incarnation=self._incarnation, commit=before.commit + 1)
                 if before.incarnation not in ("", self._incarnation):
@@ -387,6 +436,7 @@ class Shard:
         self._state = batch.state
         for action in batch.after_commit:
             action()
+        self._schedule = batch.schedule  # at last: a fetch looks whether its learning rates were settled all the time
 
     def create_table(self, batch: Batch, spec: TableSpec, identity: bytes = b"", epoch: int | None = None) -> bytes:
         """Creates the table, unless one was dropped since `epoch`; returns its identity, a new one where none is given.
@@ -454,7 +504,8 @@ class Shard:
             batch.txn.clear(database)
         write_spec(batch.txn, None)
         write_peers(batch.txn, [])
-        batch.state = State(epoch=batch.state.epoch + 1, schedule_version=batch.state.schedule_version)
+        batch.state = State(epoch=batch.state.epoch + 1, schedule_version=batch.state.schedule_version + 1)
+        batch.schedule = ScheduleState()
         batch.after_commit.append(lambda: self._set_table(None))
         batch.after_commit.append(lambda: self._set_peers([]))
 
@@ -504,42 +555,68 @@ class Shard:
         """Raises FencedError unless `epoch`, opened by `opener`, is the current one."""
         self._check_epoch(self._state, epoch, opener)
 
-    def extend_schedule(
-        self, batch: Batch, start_step: int, learning_rates: Float32Array, clock: int, epoch: int, version: int
-    ) -> tuple[int, int]:
-        """Appends or rewrites learning rates (float32 [n], checked); returns the horizon and version of the schedule.
+    def has_learning_rates(self, part: Part) -> bool:
+        """Whether they are those in use, and none of a change that is pending."""
+        known, pending = self.require_table().schedule.learning_rates, self._schedule.pending
+        if part.start_step > len(known) or (pending is not None and pending.change == part.change):
+            return False
+        return part.first_change(known) is None
 
-        A request that comes again changes nothing: the first one has changed the version.
+    def prepare_schedule(self, batch: Batch, part: Part, *, version: int, epoch: int = 0) -> None:
+        """Prepares a part of a change.
+
+        Nothing that uses a step whose learning rate changes is done from now on, until the change is committed or given
+        up. A part that comes again changes nothing, however late.
         """
-        schedule = self.require_table().schedule
+        known, before = self.require_table().schedule.learning_rates, batch.schedule
         if epoch:
             self._check_epoch(batch.state, epoch)
-        known: Float32Array = schedule.learning_rates[start_step : start_step + len(learning_rates)]
-        if start_step > schedule.horizon:
-            raise StepError(f"the schedule ends at {schedule.horizon}: step {start_step} would leave a gap before it")
-        if (end := start_step + len(learning_rates)) > MAX_STEPS:
-            raise StepError(f"a schedule has at most {MAX_STEPS} steps, not {end}: give fewer")
-        changed = np.flatnonzero(known != learning_rates[: len(known)])
-        if not len(changed) and len(known) == len(learning_rates):
-            return schedule.horizon, batch.state.schedule_version
-        reached = max(clock, batch.state.clock)
-        if len(changed) and start_step + int(changed[0]) < reached:
-            raise TableMismatchError(
-                f"the learning rate of step {start_step + int(changed[0])} is {known[changed[0]]} and was used: "
-                f"only steps from {reached} on may be rewritten"
-            )
-        if version != batch.state.schedule_version:
+        if part.stop_step > MAX_STEPS:
+            raise StepError(f"a schedule has at most {MAX_STEPS} steps, not {part.stop_step}: give fewer")
+        horizon = max(len(known), before.pending.stop_step if before.pending else 0)
+        if part.start_step > horizon:
+            raise StepError(f"the schedule ends at {horizon}: step {part.start_step} would leave a gap before it")
+        batch.schedule = before.prepared(batch.txn, part, known, reached=batch.state.clock)
+        if batch.schedule is not before and version != batch.state.schedule_version:
             raise FencedError(
                 "the learning rates were changed by another call: call extend_schedule() again if these are still right"
             )
-        write_schedule(batch.txn, start_step, learning_rates)
-        batch.after_commit.append(lambda: schedule.extend(start_step, learning_rates))
-        batch.state = replace(batch.state, schedule_version=version + 1)
-        return max(start_step + len(learning_rates), schedule.horizon), version + 1
+
+    def commit_schedule(self, batch: Batch, change: str, *, digest: int, epoch: int = 0) -> bool:
+        """Puts a prepared change to use, which leads to learning rates of `digest`; False where it is done already."""
+        schedule, pending = self.require_table().schedule, batch.schedule.pending
+        if pending is None or pending.change != change:
+            if batch.schedule.digest == digest:
+                return False
+            raise FencedError(
+                "this change of the learning rates was given up by another call: call extend_schedule() again if they "
+                "are still right"
+            )
+        if epoch:
+            self._check_epoch(batch.state, epoch)
+        if not pending.digest or pending.digest != digest:
+            raise InvalidRequestError(
+                "a part of this change of the learning rates is missing: prepare all of them first"
+            )
+        batch.schedule, rates = batch.schedule.committed(batch.txn, schedule.learning_rates)
+        batch.state = replace(batch.state, schedule_version=batch.state.schedule_version + 1)
+        batch.after_commit.append(lambda: schedule.extend(pending.first_step, rates))
+        return True
+
+    def give_up_schedule(self, batch: Batch, change: str, *, version: int) -> bool:
+        """Forgets a prepared change; parts of it that come later are refused. False where the shard has another one."""
+        pending = batch.schedule.pending
+        if pending is not None and pending.change == change:
+            batch.schedule = batch.schedule.given_up(batch.txn)
+        elif pending is not None or version != batch.state.schedule_version:
+            return False
+        batch.state = replace(batch.state, schedule_version=batch.state.schedule_version + 1)
+        return True
 
     def push_gradients(self, batch: Batch, header: WriteHeader, rows: Int64Array, gradients: Float32Array) -> bool:
         """Applies update `header.step` with `gradients` (float32 [n, D]); False for a duplicate."""
         table = self.require_table()
+        batch.schedule.require_settled(header.step + 1)
         if not 0 <= header.step < table.schedule.horizon:
             raise StepError(
                 f"step {header.step} is outside the schedule's 0..{table.schedule.horizon - 1}: extend it first"
@@ -548,22 +625,16 @@ class Shard:
         def update(stored: Block, run: BlockRun) -> None:
             last_step, weight = stored.last_step[run.slots], stored.weight[run.slots]
             momentum = stored.momentum_buffer[run.slots]
-            with np.errstate(over="ignore", invalid="ignore"):  # looked for below
-                apply_push(
-                    table.schedule,
-                    bool(table.spec.correction),
-                    header.step,
-                    last_step,
-                    weight,
-                    momentum,
-                    gradients[run.part],
-                    rows=rows[run.part],
-                )
-            if not (all_finite(weight) and all_finite(momentum)):
-                first, last = rows[run.part][[0, -1]]
-                raise InvalidRequestError(
-                    f"the gradient would make a row of {first}..{last} overflow: nothing was written"
-                )
+            apply_push(
+                table.schedule,
+                bool(table.spec.correction),
+                header.step,
+                last_step,
+                weight,
+                momentum,
+                gradients[run.part],
+                rows=rows[run.part],
+            )
             stored.last_step[run.slots], stored.weight[run.slots] = last_step, weight
             stored.momentum_buffer[run.slots] = momentum
 
@@ -580,6 +651,7 @@ class Shard:
     ) -> bool:
         """Replaces rows with raw state (float32 [n, D], float32 [n, D], int64 [n]); False for a duplicate."""
         table = self.require_table()
+        batch.schedule.require_settled(int(last_step.max(initial=0)))
         if len(rows) and not 0 <= last_step.min() <= last_step.max() <= table.schedule.horizon:
             raise StepError(f"last_step must lie in 0..{table.schedule.horizon}: extend the schedule first")
 
@@ -605,12 +677,14 @@ class Shard:
         The same again only changes the identity, which ties the shards' checkpoints together.
         """
         table = self.require_table()
+        batch.schedule.require_settled(header.step)
         if not self._admit(batch, header):
             return False
         if header.step > table.schedule.horizon:
             raise StepError(
                 f"a checkpoint of step {header.step} lies beyond the schedule's 0..{table.schedule.horizon}"
             )
+        batch.schedule.require_known(header.schedule, header.step)
         self._note_peers(batch, peers or [])
         # Learning rates before the checkpoint's step are as good as used: its rows are read for it.
         state = replace(batch.state, clock=max(batch.state.clock, header.step))
@@ -667,14 +741,56 @@ class Shard:
     def release(self, batch: Batch, header: WriteHeader, name: str, identity: str = "") -> bool:
         """Forgets a checkpoint, if there is one; False for a duplicate.
 
-        What only it needed goes when its blocks are written again.
+        What only it needed is deleted when its blocks are written again, or by `sweep`.
         """
         self.require_table()
         if not self._admit(batch, header):
             return False
-        remaining = tuple(known for known in batch.state.checkpoints if known.name != name)
-        batch.state = replace(batch.state, checkpoints=remaining)
+        state = batch.state
+        remaining = tuple(known for known in state.checkpoints if known.name != name)
+        if len(remaining) < len(state.checkpoints):
+            released = state.checkpoint(name)
+            generations = released_generations(released.generation, state.generation, remaining)
+            unswept = (generations.start, 0, generations.stop)
+            batch.after_commit.append(lambda: self._unswept.append(unswept))
+        batch.state = replace(state, checkpoints=remaining)
         return True
+
+    @property
+    def is_swept(self) -> bool:
+        """Whether `sweep` would find nothing to delete."""
+        return not self._unswept
+
+    def sweep(self, submit: Callable[[Callable[[Batch], None]], Future[None]], seconds: float) -> None:
+        """Looks for versions that nothing needs for about `seconds`, and has them deleted; continues where it ended.
+
+        It looks only at blocks that were written in the generations after a released checkpoint; after a start, at all
+        that have more than one version. Unlike the other changes, it runs outside of the committer's thread.
+
+        Args:
+            submit: has the committer run an operation.
+        """
+        until = time.perf_counter() + seconds
+        (generation, block, end), found = self._unswept[0], list[int]()
+        with self._storage.read() as txn:
+            while (change := txn.next_change(generation, block)) is not None and change[0] < end:
+                generation, block = change
+                if unneeded(txn.generations(block), self._state.checkpoints):
+                    found.append(block)
+                block += 1
+                if time.perf_counter() >= until:
+                    break
+
+        def delete(batch: Batch) -> None:
+            for block in found:
+                _delete_unneeded(batch, block)
+
+        if found:
+            submit(delete).result()
+        if change is None or change[0] >= end:
+            self._unswept.popleft()
+        else:
+            self._unswept[0] = generation, block, end  # releases only append
 
     def copy_checkpoint(self, batch: Batch, header: WriteHeader, name: str, source: str, identity: str = "") -> bool:
         """Keeps the checkpoint `source` under `name` too, with its identity; False for a duplicate."""
@@ -703,9 +819,13 @@ class Shard:
         clock: int,
         update: Callable[[Block, BlockRun], None],
     ) -> bool:
-        """Runs `update` on each block that `rows` touch, once; False where the write is a duplicate."""
+        """Runs `update` on each block that `rows` touch, once; False where the write is a duplicate.
+
+        The clock is `clock` then: the write uses the learning rates of so many steps.
+        """
         if not self._admit(batch, header):
             return False
+        batch.schedule.require_known(header.schedule, clock)
         rows_stored = 0
         for run in _prefetched(block_runs(rows, table.spec.rows_per_block), batch.txn):
             if batch.given_up():  # the transaction is taken back, and the write's number with it: it may come again
@@ -722,8 +842,7 @@ class Shard:
             table.codec.seal(run.block, buffer)
             batch.txn.put_block(run.block, batch.state.generation, buffer)
             if batch.state.generation:
-                for generation in _unneeded(batch.txn.generations(run.block), batch.state.checkpoints):
-                    batch.txn.delete_block(run.block, generation)
+                _delete_unneeded(batch, run.block)
         state = batch.state
         batch.state = replace(state, clock=max(state.clock, clock), rows_stored=state.rows_stored + rows_stored)
         return True
@@ -766,13 +885,9 @@ def _prefetched(runs: Iterator[BlockRun], txn: Transaction) -> Iterator[BlockRun
         yield from some
 
 
-def _unneeded(generations: list[int], checkpoints: tuple[Checkpoint, ...]) -> list[int]:
-    """Of a block's versions, newest first, those that neither the current state nor a checkpoint is made of."""
-    return [
-        older
-        for newer, older in itertools.pairwise(generations)
-        if not any(older <= checkpoint.generation < newer for checkpoint in checkpoints)
-    ]
+def _delete_unneeded(batch: Batch, block: int) -> None:
+    for generation in unneeded(batch.txn.generations(block), batch.state.checkpoints):
+        batch.txn.delete_block(block, generation)
 
 
 def _open_table(spec: TableSpec, identity: bytes, earlier_sizes: tuple[int, ...] = ()) -> Table:

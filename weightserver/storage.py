@@ -1,12 +1,14 @@
-"""The only user of LMDB: one shard's environment, its transactions and its key layout.
+"""The only user of LMDB: one shard's environment, its transactions and its key layout. (snapshot.py reads bytes.)
 
 A data directory holds LMDB's `data.mdb` and `lock.mdb`, and `owner.lock`, which the serving process keeps locked; it
 holds the number of a transaction that data.mdb has, from the last time that it was opened or closed.
 The environment holds five named databases; values of the first three begin with a checksum (see records.py):
 
-    meta       ASCII key -> JSON: `identity` (format, shard, num_shards, unfinished), `spec`, `state` (epoch, ...), and
-               where another program made the directory `build` (see building.py)
-    schedule   first step of a chunk, u64 big-endian -> the chunk's learning rates, float32 little-endian
+    meta       ASCII key -> JSON: `identity` (format, shard, num_shards, unfinished), `spec`, `state` (epoch, ...),
+               `schedule` (see schedule_change.py), and where another program made the directory `build` (see
+               building.py)
+    schedule   first step of a chunk, u64 big-endian -> the chunk's learning rates, float32 little-endian; and 2^63
+               more: those that a prepared change is to put in its place
     writers    writer, 16 bytes -> exactly-once state, u64 + 128 bytes (see exactly_once.py)
     blocks     block u64 big-endian + (2^32 - 1 - generation) u32 big-endian -> block bytes (see blocks.py)
     changes    generation u32 big-endian + block u64 big-endian -> nothing: which blocks have a version of it
@@ -25,6 +27,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import logging
 import mmap
 import os
@@ -32,7 +35,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +48,7 @@ import numpy as np
 from weightserver.errors import MapGrownError, StorageError
 from weightserver.files import PRIVATE_DIRECTORY, PRIVATE_FILE, make_private, sync
 from weightserver.page_cache import begin_reading, is_cached, open_scattered
+from weightserver.tombstone import require_current
 
 DATABASES = ("meta", "schedule", "writers", "blocks", "changes")
 _ROOM_BYTES = 256 << 20
@@ -64,30 +68,38 @@ _PAGE_HEADER_BYTES = 16
 _OWNER_SECONDS = 5.0
 """How long a directory is waited for that another process still serves."""
 _READER_CHECK_SECONDS = 5.0
+_COPY_BYTES = 64 << 20
+"""What `copy` writes in one transaction."""
 NEWEST = _MAX_GENERATION = 2**32 - 1
 
 _log = logging.getLogger(__name__)
 
 
-def block_key_parts(key: bytes) -> tuple[int, int]:
+def block_key_parts(key: bytes | memoryview) -> tuple[int, int]:
     """(block, generation) of a key of `blocks`."""
     block, inverted = _BLOCK_KEY.unpack(key)
     return block, _MAX_GENERATION - inverted
 
 
-class Transaction(Protocol):
-    """One snapshot of a shard's data, or one atomic change of it. Buffers die with it."""
+class Reader(Protocol):
+    """One snapshot of what a shard stores beside its blocks. Buffers die with it."""
 
     @property
     def directory(self) -> Path: ...
+    def get(self, database: str, key: bytes) -> memoryview | None: ...
+    def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]: ...
+
+
+class Transaction(Reader, Protocol):
+    """One snapshot of a shard's data, or one atomic change of it."""
+
     @property
     def changed(self) -> bool:
         """Whether anything was put, cleared or deleted."""
         ...
 
-    def get(self, database: str, key: bytes) -> memoryview | None: ...
     def put(self, database: str, key: bytes, value: bytes | bytearray) -> None: ...
-    def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]: ...
+    def delete(self, database: str, key: bytes) -> None: ...
     def block_versions(self) -> Iterator[tuple[int, int]]: ...
     def clear(self, database: str) -> None: ...
     def newest_block(self, block: int, *, up_to: int = NEWEST) -> memoryview | None: ...
@@ -95,6 +107,7 @@ class Transaction(Protocol):
     def next_block(self, first: int) -> int | None: ...
     def generations(self, block: int) -> list[int]: ...
     def is_changed(self, first: int) -> bool: ...
+    def next_change(self, generation: int, block: int) -> tuple[int, int] | None: ...
     def put_block(self, block: int, generation: int, value: bytes | bytearray) -> None: ...
     def delete_block(self, block: int, generation: int) -> None: ...
     def delete_generations(self, first: int) -> None: ...
@@ -107,6 +120,7 @@ class _LmdbTransaction:
         self._databases = databases
         self._data = data
         self._blocks = txn.cursor(databases["blocks"])
+        self._changes = txn.cursor(databases["changes"])
         self.changed = False
 
     def get(self, database: str, key: bytes) -> memoryview | None:
@@ -116,6 +130,10 @@ class _LmdbTransaction:
     def put(self, database: str, key: bytes, value: bytes | bytearray) -> None:
         self.changed = True
         self._txn.put(key, value, db=self._databases[database])
+
+    def delete(self, database: str, key: bytes) -> None:
+        self.changed = True
+        self._txn.delete(key, db=self._databases[database])
 
     def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]:
         for key, value in self._txn.cursor(self._databases[database]):
@@ -190,7 +208,13 @@ class _LmdbTransaction:
 
     def is_changed(self, first: int) -> bool:
         """Whether a block has a version of generation `first` (≥ 1) or later."""
-        return bool(self._txn.cursor(self._databases["changes"]).set_range(_CHANGE.pack(first, 0)))
+        return self.next_change(first, 0) is not None
+
+    def next_change(self, generation: int, block: int) -> tuple[int, int] | None:
+        """The first (generation, block), from these on, of which there is a version; without generation 0."""
+        if not self._changes.set_range(_CHANGE.pack(generation, block)):
+            return None
+        return _CHANGE.unpack(self._changes.key())
 
     def put_block(self, block: int, generation: int, value: bytes | bytearray) -> None:
         self.changed = True
@@ -205,10 +229,8 @@ class _LmdbTransaction:
 
     def delete_generations(self, first: int) -> None:
         """Deletes every version of generation `first` (≥ 1) and later."""
-        changes = self._txn.cursor(self._databases["changes"])
-        found = (
-            [bytes(key) for key in changes.iternext(values=False)] if changes.set_range(_CHANGE.pack(first, 0)) else []
-        )
+        first_found = self._changes.set_range(_CHANGE.pack(first, 0))
+        found = [bytes(key) for key in self._changes.iternext(values=False)] if first_found else []
         for generation, block in map(_CHANGE.unpack, found):
             self.delete_block(block, generation)
 
@@ -240,10 +262,9 @@ class Storage(Protocol):
 class LmdbStorage:
     """One shard's LMDB environment. Reads may run in any thread; writes in one thread at a time.
 
-    It owns the directory: nobody else serves or reads it meanwhile, but who reads `beside` its owner.
+    It owns the directory: nobody else serves or reads it meanwhile; `snapshot.py` reads beside its owner.
 
     Args:
-        beside: with `readonly`, whether another process may serve the directory.
         anew: begin an empty one where the data file of a directory that was served before is gone.
         must_exist: refuse a directory without data, which then stays as it is.
         on_failure: told why, once, when LMDB can read and write no more: every call raises StorageError from then on,
@@ -260,7 +281,6 @@ class LmdbStorage:
         directory: Path,
         *,
         readonly: bool = False,
-        beside: bool = False,
         anew: bool = False,
         must_exist: bool = False,
         on_failure: Callable[[str], None] = lambda reason: None,
@@ -289,13 +309,15 @@ class LmdbStorage:
                     raise StorageError(_missing(directory))
                 directory.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
                 files = [directory / name for name in ("data.mdb", "lock.mdb", "owner.lock")]
-                if changed := make_private(directory, *files):
+                if (changed := make_private(directory, *files)) and holds_data(directory):
                     _log.warning(
                         "others than this user could read or lock %s, and cannot any more",
                         ", ".join(map(str, changed)),
                     )
-            self._owner = _lock(directory, readonly=readonly, beside=beside)
+            self._owner = _lock(directory, readonly=readonly)
             opened.callback(self._release)
+            if not readonly:
+                require_current(directory)
             last_transaction = _last_transaction(directory)
             if last_transaction and _is_gone(data):  # one that went away is no new shard
                 if not anew:
@@ -303,8 +325,7 @@ class LmdbStorage:
                 last_transaction = 0
             if not readonly:
                 _allocate(directory / "lock.mdb", _LOCK_BYTES)
-            served = beside and self._owner is None
-            if not served and not _is_gone(data):
+            if not _is_gone(data):
                 _require_sound(directory, _Trees)
             self._env = lmdb.open(
                 str(directory),
@@ -313,7 +334,7 @@ class LmdbStorage:
                 readonly=readonly,
                 create=not readonly,
                 mode=PRIVATE_FILE,
-                lock=served or not readonly,
+                lock=not readonly,
                 max_readers=_MAX_READERS,
                 readahead=not scattered,
                 lib_version=0,
@@ -438,25 +459,47 @@ class LmdbStorage:
                 self._growing = False
                 self._idle.notify_all()
 
-    def copy(self, path: Path) -> None:
-        """Writes the environment to a file, without its free pages.
+    def copy(self, path: Path, unneeded: Callable[[list[int]], list[int]]) -> None:
+        """Writes the environment to an empty file, without free pages and without versions that nothing needs.
+
+        Args:
+            unneeded: of the generations of a block's versions, newest first, those to leave out.
 
         Raises:
-            StorageError: the copy is not the same. OSError: it cannot be written.
+            StorageError: the copy is not the same, or cannot be written.
         """
-        with _translated(self.directory, (lmdb.Error,)):
-            with path.open("wb") as file:
-                self._env.copyfd(file.fileno(), compact=True)
+        with _translated(path, (lmdb.Error,)), self._env.begin(buffers=True) as txn:
+            blocks = _LmdbTransaction(self.directory, txn, self._databases, self._data)
+            left_out = functools.lru_cache(1)(lambda block: frozenset(unneeded(blocks.generations(block))))
+
+            def is_needed(name: str, key: memoryview) -> bool:
+                if name == "blocks":
+                    block, generation = block_key_parts(key)
+                elif name == "changes":
+                    generation, block = _CHANGE.unpack(key)
+                else:
+                    return True
+                return generation not in left_out(block)
+
+            wanted = dict.fromkeys(DATABASES, 0)
             with lmdb.open(
                 str(path),
                 subdir=False,
-                map_size=path.stat().st_size,
+                map_size=_used_bytes(self._env) + self._room_bytes,
                 max_dbs=len(DATABASES),
-                readonly=True,
                 lock=False,
+                sync=False,
                 lib_version=0,
             ) as copied:
-                found, wanted = _entries(copied), _entries(self._env)
+                for name, database in self._databases.items():
+                    into = copied.open_db(name.encode())
+                    needed = (item for item in txn.cursor(database) if is_needed(name, item[0]))
+                    for some in _batches(needed):
+                        wanted[name] += len(some)
+                        with copied.begin(write=True) as writing:
+                            writing.cursor(into).putmulti(some, append=True)
+                found = _entries(copied)
+                copied.sync(True)
         if found != wanted:
             raise StorageError(f"{path} would hold {found}, not {wanted}: run 'weightserver verify {self.directory}'")
 
@@ -505,19 +548,17 @@ class LmdbStorage:
 class _Trees(lmdb.verify._Verifier):
     """Looks at the pages of all trees, a thousandth of the file, and leaves those of large values alone."""
 
-    def load_metas(self) -> None:
-        super().load_metas()  # type: ignore[no-untyped-call]
-        expected = self.next_pgno * self.psize
-        if self.filesize < expected:  # pages beyond the file's end would kill the process that reads them
-            raise lmdb.verify.VerifyError(f"it has {self.filesize} bytes, its pages take {expected}")
-
     def _bigdata(
         self, ctx: dict[str, Any], pgno: int, i: int, buf: bytes, doff: int, dsize: int, want_bytes: bool
     ) -> bytes | None:
         if ctx["is_free"]:
             arguments = (ctx, pgno, i, buf, doff, dsize, want_bytes)
             return super()._bigdata(*arguments)  # type: ignore[no-untyped-call, no-any-return]
-        ctx["overflow"] += (self.hdrsz - 1 + dsize) // self.psize + 1
+        num_pages = (self.hdrsz - 1 + dsize) // self.psize + 1
+        ctx["overflow"] += num_pages
+        end = (int.from_bytes(buf[doff : doff + 8], sys.byteorder) + num_pages) * self.psize
+        if end > self.filesize:  # they would kill the process that reads them; free pages may lie there
+            self.err(f"it has {self.filesize} bytes, its pages take {end}")  # type: ignore[no-untyped-call]
         return None
 
     def _check_cover(self) -> None:
@@ -579,10 +620,10 @@ def _translated(directory: Path, kinds: tuple[type[Exception], ...] = (lmdb.Erro
         raise StorageError(f"{directory}: {error}{hint}") from error
 
 
-def _lock(directory: Path, *, readonly: bool, beside: bool = False) -> int | None:
+def _lock(directory: Path, *, readonly: bool) -> int | None:
     """The descriptor of the locked owner.lock. Waits a while: the process before this one may be about to end.
 
-    None where there is none to lock and nothing can be written, or another process has it and may go on.
+    None where there is none to lock and nothing can be written.
     """
     path = directory / "owner.lock"
     access = os.O_RDONLY if readonly else os.O_RDWR
@@ -592,7 +633,7 @@ def _lock(directory: Path, *, readonly: bool, beside: bool = False) -> int | Non
         if not readonly or path.exists():
             raise
         return None
-    deadline = time.monotonic() + (0 if beside else _OWNER_SECONDS)
+    deadline = time.monotonic() + _OWNER_SECONDS
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -601,8 +642,6 @@ def _lock(directory: Path, *, readonly: bool, beside: bool = False) -> int | Non
                 time.sleep(0.05)
                 continue
             os.close(descriptor)
-            if beside:
-                return None
             raise StorageError(
                 f"{directory} is served by another process: stop that one, or give this one a --data-dir of its own"
             ) from None
@@ -682,6 +721,19 @@ def _spare_address_space(wanted: int, *, least: int) -> int:
 def _used_bytes(env: lmdb.Environment) -> int:
     """Up to the last page that was ever used."""
     return int((env.info()["last_pgno"] + 1) * env.stat()["psize"])
+
+
+def _batches(items: Iterable[tuple[memoryview, memoryview]]) -> Iterator[list[tuple[memoryview, memoryview]]]:
+    """The same items, some 64 MiB of values at a time."""
+    some, num_bytes = list[tuple[memoryview, memoryview]](), 0
+    for key, value in items:
+        some.append((key, value))
+        num_bytes += len(value)
+        if num_bytes >= _COPY_BYTES:
+            yield some
+            some, num_bytes = [], 0
+    if some:
+        yield some
 
 
 def _entries(env: lmdb.Environment) -> dict[str, int]:

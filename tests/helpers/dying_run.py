@@ -68,12 +68,12 @@ def _between_shards(method: str, number: int) -> Callable[..., Callable[..., Any
         calls: list[None] = []
         one_by_one = threading.Lock()
 
-        def call(self: ShardConnection, name: str, request: Any) -> Any:
+        def call(self: ShardConnection, name: str, request: Any, **options: Any) -> Any:
             if name != method:
-                return original(self, name, request)
+                return original(self, name, request, **options)
             with one_by_one:
                 calls.append(None)
-                return die() if len(calls) == NUM_SHARDS * number else original(self, name, request)
+                return die() if len(calls) == NUM_SHARDS * number else original(self, name, request, **options)
 
         return call
 

@@ -227,13 +227,15 @@ class FaultyProxy:
         if fault is Fault.WRITE_CUT:
             self._cut(request)
             self._abort(fault, context)
-        outcome = self._forward_twice(request) if fault is Fault.TWIN else _outcome(self._forward(request, timeout))
+        future = self._forward_twice(request) if fault is Fault.TWIN else self._forward(request, timeout)
+        outcome = _outcome(future)
         if not isinstance(outcome, bytes):
-            context.abort(outcome.code(), outcome.details())
+            _pass_on(outcome, context)
         with self._lock:
             self._old.append(request)
         if fault is Fault.REPLY_LOST:
             self._abort(fault, context)
+        context.set_trailing_metadata(future.trailing_metadata())
         return outcome
 
     def _fetch(self, method: str, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -247,8 +249,9 @@ class FaultyProxy:
                 if number and fault is Fault.FETCH_CUT:
                     self._abort(fault, context)
                 yield answer
+            context.set_trailing_metadata(call.trailing_metadata())
         except grpc.RpcError as error:
-            context.abort(error.code(), error.details())
+            _pass_on(error, context)
         finally:
             call.cancel()
 
@@ -298,15 +301,15 @@ class FaultyProxy:
         call.cancel()
         cancelled.set()
 
-    def _forward_twice(self, request: Request) -> bytes | Any:
-        """The outcome of one of two copies that are on their way together."""
+    def _forward_twice(self, request: Request) -> Any:
+        """The ended future of one of two copies that are on their way together."""
         futures = [self._forward(request, self._faults.timeout_seconds) for _ in range(2)]
         one, other = map(_outcome, futures)
         if isinstance(one, bytes) and isinstance(other, bytes):
             self._count(Fault.TWIN)
         with self._lock:
             self.twin_answers.append(TwinAnswers(request, (_answer(one), _answer(other))))
-        return one
+        return futures[0]
 
     def _replay_at_random(self) -> None:
         """Until close()."""
@@ -353,6 +356,12 @@ def _metadata(context: grpc.ServicerContext) -> tuple[tuple[str, str | bytes], .
     """What the caller gave along with the call; gRPC adds its own keys to each call itself."""
     given: Sequence[tuple[str, str | bytes]] = context.invocation_metadata()
     return tuple((key, value) for key, value in given if not key.startswith(("grpc-", "user-agent")))
+
+
+def _pass_on(error: Any, context: grpc.ServicerContext) -> NoReturn:
+    """Ends the call as the shard did, with all that it said."""
+    context.set_trailing_metadata(error.trailing_metadata() or ())
+    context.abort(error.code(), error.details())
 
 
 def _outcome(future: Any) -> bytes | Any:

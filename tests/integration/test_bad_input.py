@@ -21,7 +21,6 @@ import pytest
 from weightserver import (
     ClusterError,
     FencedError,
-    InvalidRequestError,
     LocalCluster,
     NoTableError,
     ShardUnavailableError,
@@ -110,8 +109,8 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     ),
     "a gradient that overflows": (
         lambda c: c.push_gradients([50, 51], HUGE, step=19),
-        InvalidRequestError,
-        r"overflow",
+        StepError,
+        r"row 50 would become infinite or NaN in update 19",
     ),
     "a gap in the schedule": (
         lambda c: c.extend_schedule(22, [0.1]),

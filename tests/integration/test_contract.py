@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -51,7 +52,7 @@ class Shard:
         good = {"epoch": self.epoch, "opener": self.opener, "writer": b"c" * 16, "sequence": self.sequence, "step": 2}
         return pb.WriteHeader(**(good | {"num_rows": 2} | changes))  # type: ignore[arg-type]
 
-    def fetch(self, rows: pb.Rows, step: int = 3, **more: bool) -> list[pb.FetchResponse]:
+    def fetch(self, rows: pb.Rows, step: int = 3, **more: int) -> list[pb.FetchResponse]:
         return list(self.stub.Fetch(pb.FetchRequest(rows=rows, step=step, **more), timeout=10))
 
     def push(self, *messages: pb.PushGradientsRequest) -> pb.WriteResponse:
@@ -73,10 +74,19 @@ class Shard:
         return self.stub.WriteState(iter([message]), timeout=10)
 
     def extend(self, start: int, rates: bytes, **more: object) -> pb.ExtendScheduleResponse:
-        return self.stub.ExtendSchedule(
-            pb.ExtendScheduleRequest(start_step=start, learning_rates=rates, **more),
-            timeout=10,  # type: ignore[arg-type]
-        )
+        """Both phases, where the first leads to another."""
+        change = os.urandom(16)
+        prepared = self.prepare(start, rates, change=change, **more)
+        return self.commit(change, prepared.schedule) if prepared.pending else prepared
+
+    def prepare(self, start: int, rates: bytes, **more: object) -> pb.ExtendScheduleResponse:
+        good = {"phase": pb.SCHEDULE_PHASE_PREPARE, "change": b"p" * 16, "last": True}
+        request = pb.ExtendScheduleRequest(start_step=start, learning_rates=rates, **(good | more))  # type: ignore[arg-type]
+        return self.stub.ExtendSchedule(request, timeout=10)
+
+    def commit(self, change: bytes, schedule: int, **more: int) -> pb.ExtendScheduleResponse:
+        request = pb.ExtendScheduleRequest(phase=pb.SCHEDULE_PHASE_COMMIT, change=change, schedule=schedule, **more)
+        return self.stub.ExtendSchedule(request, timeout=10)
 
     def grow(self, num_rows: int, **more: int) -> pb.ExtendTableResponse:
         return self.stub.ExtendTable(pb.ExtendTableRequest(num_rows=num_rows, **more), timeout=10)
@@ -237,15 +247,28 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
         ABORTED,
         r"changed by another call: call extend_schedule\(\) again",
     ),
+    "schedule: no phase": (lambda s: s.prepare(6, values(0.1), phase=0), INVALID, "phase 0 is unknown"),
+    "schedule: no change": (lambda s: s.prepare(6, values(0.1), change=b""), INVALID, "change must be 16 bytes"),
+    "schedule: a commit of nothing": (lambda s: s.commit(b"p" * 16, 7), ABORTED, "was given up by another call"),
+    "fetch: unknown learning rates": (
+        lambda s: s.fetch(OK, schedule=7),
+        grpc.StatusCode.ALREADY_EXISTS,
+        "does not know this client's learning rates",
+    ),
+    "push: unknown learning rates": (
+        lambda s: s.push_rows(OK, schedule=7),
+        grpc.StatusCode.ALREADY_EXISTS,
+        "does not know this client's learning rates",
+    ),
     "drop: a table of a newer session": (
         lambda s: s.stub.DropTable(pb.DropTableRequest(epoch=s.epoch - 1), timeout=10),
         ABORTED,
         r"is that of epoch \d+ \(run 'owner'\) by now, .*: call drop_table\(\) again",
     ),
-    "schedule: a step that another shard has used": (
-        lambda s: s.extend(3, values(0.9), clock=4),
+    "schedule: a step that was used": (
+        lambda s: s.extend(1, values(0.9)),
         grpc.StatusCode.ALREADY_EXISTS,
-        "only steps from 4 on may be rewritten",
+        "only steps from 2 on may be rewritten",
     ),
     "session: no epoch": (lambda s: s.open(0), INVALID, "epoch must be positive"),
     "session: a name too long": (

@@ -25,10 +25,12 @@ from google.protobuf.message_factory import GetMessageClass
 
 from tests.helpers.memory_storage import MemoryStorage
 from tests.helpers.raw_calls import raw_channel
+from tests.helpers.schedules import extend_schedule
 from weightserver import LocalCluster, TableSpec, WeightClient, __version__
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
 from weightserver.committer import Committer
+from weightserver.errors import StepError
 from weightserver.metrics import ShardMetrics
 from weightserver.overload import BASE_BYTES, CallLimiter, Memory
 from weightserver.service import NAME, WeightServerService, add_to_server
@@ -125,6 +127,8 @@ class Inputs:
                 self._fill(getattr(message, field.name), first=first)
                 if field.name == "spec" and r.random() < 0.7:
                     message.spec.CopyFrom(spec_to_proto(r.choice([SPEC, SINGLE_RATE])))
+            elif field.cpp_type == field.CPPTYPE_ENUM:
+                setattr(message, field.name, r.choice([*field.enum_type.values_by_number, 7]))
             elif field.cpp_type == field.CPPTYPE_BOOL:
                 setattr(message, field.name, r.random() < 0.5)
             elif field.cpp_type == field.CPPTYPE_DOUBLE:
@@ -149,7 +153,7 @@ class Inputs:
 
     def _integer(self, name: str) -> int:
         r = self._random
-        right = {"epoch": self._epoch, "table": self.table, "num_rows": 2, "settled_before": 0}
+        right = {"epoch": self._epoch, "table": self.table, "num_rows": 2, "settled_before": 0, "schedule": 0}
         if r.random() < 0.85 and name in right:
             return right[name]
         if r.random() < 0.7:
@@ -162,7 +166,7 @@ class Inputs:
             return r.randbytes(r.choice([0, 1, 8, 15, 16, 100]))
         if name == "opener" and r.random() < 0.7:
             return self.opener
-        if name in ("writer", "opener", "identity", "keep_writer"):
+        if name in ("writer", "opener", "identity", "keep_writer", "change"):
             return bytes([r.randrange(3)]) * 16
         if name == "ranges":
             return b"" if r.random() < 0.8 else struct.pack("<2q", *(self._signed() for _ in range(2)))
@@ -238,11 +242,7 @@ class InProcess:
         if self.shard.spec is None:
             spec = next(self._specs)
             do(lambda batch: self.shard.create_table(batch, spec))
-            do(
-                lambda batch: self.shard.extend_schedule(
-                    batch, 0, np.full(HORIZON, 0.5, np.float32), 0, 0, self.shard.state.schedule_version
-                )
-            )
+            do(lambda batch: extend_schedule(self.shard, batch, 0, np.full(HORIZON, 0.5, np.float32)))
             do(lambda batch: self.shard.open_session(batch, "fuzz", self.shard.state.epoch + 1, b"o" * 16))
 
     def call(
@@ -294,6 +294,12 @@ def test_handlers(count: int) -> None:
             rows = np.flatnonzero((np.arange(SPEC.num_rows) // SPEC.rows_per_block) % 2 == 0)
             for part in place.shard.fetch(rows, step=None, state=True):
                 assert np.isfinite(part.weight).all()
+            for row in rows:  # corrected they are finite, or the fetch says which row and update
+                try:
+                    for part in place.shard.fetch(row[None], step=HORIZON, state=True):
+                        assert np.isfinite([part.weight, part.momentum_buffer]).all()
+                except StepError as error:
+                    assert f"row {row} would become infinite or NaN in update" in str(error)  # noqa: PT017
         place.prepare()
         opened = place.shard.state.epoch + 1
         for request in (

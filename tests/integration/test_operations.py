@@ -31,6 +31,7 @@ from trainer.checkpoint import Checkpoints
 from trainer.loop import train
 from weightserver import (
     Checkpoint,
+    DataLossError,
     FencedError,
     LocalCluster,
     RowState,
@@ -47,6 +48,7 @@ from weightserver import storage as storages
 from weightserver.backup import backup, read_backup
 from weightserver.blocks import BlockCodec
 from weightserver.cli import main
+from weightserver.compact import compact
 from weightserver.export import export_rows
 from weightserver.files import sha256
 from weightserver.initial import initial_rows
@@ -255,6 +257,32 @@ def test_a_backup_that_could_not_be_restored_gets_no_manifest(
     assert not (tmp_path / "backup/manifest.json").exists()
     monkeypatch.setattr(backups, "_copy_shard", original)
     assert backup(client, tmp_path / "backup").rows_stored > 0
+
+
+def test_what_is_restored_descends_from_its_checkpoint_and_nothing_later(
+    weightserver: Weightserver, tmp_path: Path
+) -> None:
+    """So that who knows the checkpoint goes on with it, and who was told of more is refused; resharded shards too."""
+    with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
+        make_table(client)
+        cluster.restart(1)
+        one, two = client.checkpoints()
+        client.release("two")  # of another incarnation
+        later = client.marks()
+        backup(client, tmp_path / "backup", checkpoint="one")
+    assert len(one.marks) == len(two.marks) == 2
+    sources = targets_in(tmp_path / "old", 2)
+    for shard, directory in enumerate(targets_in(tmp_path / "restored", 2)):
+        backups.restore(tmp_path / "backup", directory, shard=shard)
+    resharding.reshard(sources, targets_in(tmp_path / "resharded", 2), checkpoint="one")
+    for name in ("restored", "resharded"):
+        for _ in range(2):  # again behind a restart
+            with LocalCluster(2, tmp_path / name) as cluster, WeightClient(cluster.addresses) as client:
+                client.expect(one.marks)
+                for marks in (two.marks, later):
+                    with pytest.raises(DataLossError, match="does not descend from"):
+                        client.expect(marks)
+                client.open_session("next")
 
 
 @pytest.mark.guard
@@ -665,7 +693,7 @@ def test_lost_shards_are_restored_and_the_run_goes_on(
         epochs = {shard.epoch for shard in client.describe().shards}
         assert len(epochs) == 1
         assert epochs.pop() > before
-        with pytest.raises(ValueError, match=f"do not have the checkpoint of .* or give --resume-step {EVERY},"):
+        with pytest.raises(DataLossError, match=f"lacks what it had acknowledged: .*, or give --resume-step {EVERY},"):
             train(run_on(cluster, output, resume=True))
         assert_goes_on(cluster, output, undisturbed, resume_step=EVERY)
 
@@ -831,7 +859,8 @@ def test_a_killed_reshard_goes_on(
     assert same(rows_in(targets, checkpoint="one"), kept)
     assert weightserver(*command, "--checkpoint", "one")[:2] == (0, said), "it is done, and nothing is changed"
     if place.endswith("finish"):
-        assert inspect_directory(targets[0])["blocks_by_generation"]["1"] == 1
+        with contextlib.closing(LmdbStorage(targets[0], readonly=True)) as used, used.read() as txn:
+            assert txn.generations(0) == [1, 0]
 
 
 def test_a_reshard_that_lost_or_changed_a_row_is_noticed(
@@ -912,12 +941,15 @@ def test_reshards_that_cannot_be(
 
 @pytest.mark.guard
 def test_a_compacted_directory_holds_the_same_in_less_space(weightserver: Weightserver, tmp_path: Path) -> None:
+    """Without versions that no checkpoint needs, here those of released ones."""
     with LocalCluster(1, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
         make_table(client)
         for step in range(5, 12):
             client.checkpoint(f"step {step}", step=step)
             push(client, step, ROWS)
-        client.rollback("two")
+        client.rollback("step 9")
+        for step in range(5, 9):
+            client.release(f"step {step}")
         kept, early = client.fetch_state(ROWS), client.fetch_state(ROWS, checkpoint="one")
     source, target = tmp_path / "old/shard-0", tmp_path / "new/shard-0"
     before = inspect_directory(source)
@@ -925,31 +957,172 @@ def test_a_compacted_directory_holds_the_same_in_less_space(weightserver: Weight
     assert status == 0, error
     after = inspect_directory(target)
     assert said == f"{source} takes {before['disk_bytes']} bytes, {target} {after['disk_bytes']}\n"
-    assert after["disk_bytes"] < 0.5 * before["disk_bytes"]
-    assert after | {"disk_bytes": 0, "directory": ""} == before | {"disk_bytes": 0, "directory": ""}
+    differ = {"disk_bytes": 0, "directory": "", "block_versions": 0}
+    assert after | differ == before | differ
     assert inspect_directory(source) == before
-    assert verify_directory(target).problems == []
+    verdict = verify_directory(target)
+    assert (verdict.problems, verdict.num_blocks) == ([], 143)
+    assert after["block_versions"] == verdict.num_versions < before["block_versions"]
+    assert verdict.num_versions <= 3 * 143  # "one", "two" and "step 9", which is what is there now
+    assert after["disk_bytes"] < 1.3 * verdict.num_versions * 4096
+    assert (target.stat().st_mode & 0o777, (target / "data.mdb").stat().st_mode & 0o777) == (0o700, 0o600)
     with LocalCluster(1, tmp_path / "new") as cluster, WeightClient(cluster.addresses) as client:
         assert same(client.fetch_state(ROWS), kept)
         assert same(client.fetch_state(ROWS, checkpoint="one"), early)
         client.open_session("next")
         push(client, 20, ROWS)
+        client.rollback("two")
         assert_one_line(weightserver("compact", target, "--output", tmp_path / "x"), "is served by another process")
-    assert_one_line(weightserver("compact", source, "--output", target), "is not empty: give another directory")
+    assert verify_directory(target).problems == []
     assert_one_line(weightserver("compact", tmp_path, "--output", tmp_path / "x"), "holds no weight server data")
+    assert_one_line(weightserver("compact", target, "--output", source), "is not empty: give another directory")
     assert not (tmp_path / "x").exists()
 
 
-def test_a_killed_compact_leaves_nothing_in_the_way(
+def served_in_between(source: Path) -> str:
+    """What a supervisor's `serve` of the directory complains of."""
+    command = [sys.executable, "-m", "weightserver", "serve", "--data-dir", str(source), "--listen", "127.0.0.1:0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    return done.stderr
+
+
+COPY, TOMBSTONE, RENAME = "weightserver.compact:write_synced", "pathlib:Path.symlink_to", "pathlib:Path.replace"
+
+
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [
+        pytest.param("weightserver.storage:LmdbStorage.copy", 1, marks=pytest.mark.guard),
+        pytest.param(COPY, 1, marks=pytest.mark.guard),
+        pytest.param("weightserver.compact:sync", 1, marks=pytest.mark.guard),
+        (TOMBSTONE, 1),
+        pytest.param("weightserver.tombstone:sync", 1, marks=pytest.mark.guard),
+        pytest.param("weightserver.compact:leave_tombstone", 1, marks=pytest.mark.guard),
+        pytest.param(RENAME, 1, marks=pytest.mark.guard),
+        pytest.param("weightserver.compact:sync", 4, marks=pytest.mark.guard),
+    ],
+)
+def test_a_killed_compact_and_a_supervisor_lose_no_write(
+    place: str, number: int, weightserver: Weightserver, tmp_path: Path
+) -> None:
+    """Killed anywhere: the source is served and written to again, or refused; the repeated command has all writes."""
+    with LocalCluster(1, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
+        make_table(client)
+    source, target = tmp_path / "old/shard-0", tmp_path / "new/shard-0"
+    dies(place, number, "compact", source, "--output", target)
+    marked, whole = os.path.lexists(source / "compacted-to"), (target / "data.mdb").exists()
+    assert marked or not whole, "both directories can be served"
+    if marked:
+        assert f"to serve the old data nevertheless, remove {source}/compacted-to" in served_in_between(source)
+    else:
+        with LocalCluster(1, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
+            client.open_session("supervised")
+            push(client, 20, ROWS)
+    expected = read_rows(source)
+    again = weightserver("compact", source, "--output", target)
+    if whole:
+        assert_one_line(again, f"{source} was compacted to {target}: serve that copy")
+    else:
+        assert again[0] == 0, again
+        assert not (target / "data.mdb.partial").exists()
+    with LocalCluster(1, tmp_path / "new") as cluster, WeightClient(cluster.addresses) as client:
+        assert same(client.fetch_state(ROWS), expected)
+
+
+def read_rows(directory: Path) -> RowState:
+    """As they are in a directory that nobody serves."""
+    copy = directory.with_name("copy") / "shard-0"
+    copy.mkdir(parents=True)
+    shutil.copy(directory / "data.mdb", copy)
+    with LocalCluster(1, copy.parent) as cluster, WeightClient(cluster.addresses) as client:
+        return client.fetch_state(ROWS)
+
+
+@pytest.mark.guard
+def test_a_compacted_directory_is_not_written_to_or_taken_for_the_shard(
     weightserver: Weightserver, tables: Callable[[int], Table], tmp_path: Path
 ) -> None:
-    (source, _), _, _ = tables(2)
-    target = tmp_path / "new/shard-0"
-    dies("weightserver.storage:LmdbStorage.copy", 1, "compact", source, "--output", target)
-    assert [path.name for path in target.iterdir()] == ["data.mdb.partial"]
+    (original, _), _, _ = tables(2)
+    source, target = Path(shutil.copytree(original, tmp_path / "source")), tmp_path / "deep/new"
     assert weightserver("compact", source, "--output", target)[0] == 0
-    assert [path.name for path in target.iterdir()] == ["data.mdb"]
-    assert inspect_directory(target)["rows_stored"] == inspect_directory(source)["rows_stored"]
+    message = (
+        f"{source} was compacted to {target}: serve that copy; to serve the old data nevertheless, remove {source}/"
+    )
+    other = tmp_path / "other"
+    assert message in served_in_between(source)
+    for output in (target, other):
+        assert_one_line(weightserver("compact", source, "--output", output), message)
+    target.rename(tmp_path / "moved")
+    assert_one_line(weightserver("compact", source, "--output", target), message)
+    assert_one_line(weightserver("reshard", "--source", source, original, "--target", other), message)
+    with pytest.raises(StorageError, match="was compacted to"):
+        LmdbStorage(source)
+    assert verify_directory(source).problems == []
+    assert inspect_directory(source)["rows_stored"] == inspect_directory(tmp_path / "moved")["rows_stored"]
+    (source / "compacted-to").unlink()
+    assert weightserver("compact", source, "--output", other)[0] == 0
+    LmdbStorage(tmp_path / "moved").close()
+    assert not target.exists()
+
+
+def test_the_tombstone_is_durable_before_the_copy_counts(
+    tables: Callable[[int], Table], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (original, _), _, _ = tables(2)
+    source, target = Path(shutil.copytree(original, tmp_path / "source")), tmp_path / "new/shard"
+    done = []
+
+    def record(name: str, describe: Callable[..., str]) -> None:
+        call = getattr(os, name)
+
+        def recorded(*arguments: Any, **options: Any) -> None:
+            done.append(f"{name} {describe(*arguments)}")
+            call(*arguments, **options)
+
+        monkeypatch.setattr(os, name, recorded)
+
+    record("fsync", lambda descriptor: str(Path(f"/proc/self/fd/{descriptor}").readlink().relative_to(tmp_path)))
+    record("symlink", lambda _, link, *options: str(Path(link).relative_to(tmp_path)))
+    record("replace", lambda _, path: str(Path(path).relative_to(tmp_path)))
+    compact(source, target)
+    assert done == [
+        "fsync .",
+        "fsync new",
+        "fsync new/shard/data.mdb.partial",
+        "fsync new/shard",
+        "symlink source/compacted-to",
+        "fsync source",
+        "replace new/shard/data.mdb",
+        "fsync new/shard",
+    ]
+
+
+@pytest.mark.guard
+def test_the_documented_compaction_loses_nothing_to_a_supervisor(tmp_path: Path) -> None:
+    """The commands of operations.md, one by one; between them a supervisor starts the shard."""
+    text = (Path(__file__).parents[2] / "docs/operations.md").read_text().partition("\n## Space\n")[2]
+    block = re.search(r"(?:^ {4}.*\n)+", text, re.MULTILINE)
+    assert block is not None
+    with LocalCluster(1, tmp_path / "data") as cluster, WeightClient(cluster.addresses) as client:
+        make_table(client)
+        kept = client.fetch_state(ROWS)
+    served = (tmp_path / "data/shard-0").rename(tmp_path / "data/ws0")
+    commands = (
+        block.group()
+        .replace("/data/", f"{tmp_path}/data/")
+        .replace("weightserver ", f"{sys.executable} -m weightserver ")
+    )
+    lines = [command.strip() for line in commands.splitlines() for command in line.split("&&")]
+    assert len(lines) == 3
+    subprocess.run(lines[0], shell=True, check=True, cwd=Path(__file__).parents[2], capture_output=True)
+    assert f"ws0 was compacted to {served}.new: serve that copy" in served_in_between(served)
+    subprocess.run(lines[1], shell=True, check=True)
+    assert "--init" in served_in_between(served)
+    subprocess.run(lines[2], shell=True, check=True)
+    served.rename(tmp_path / "data/shard-0")
+    with LocalCluster(1, tmp_path / "data") as cluster, WeightClient(cluster.addresses) as client:
+        assert same(client.fetch_state(ROWS), kept)
 
 
 # ---- export
@@ -1065,6 +1238,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_to_be_taken_for_whole(
     make_table(client)
     new = tmp_path / "new"
     (source, other), _, _ = tables(2)
+    if command == "compact":
+        source = Path(shutil.copytree(source, tmp_path / "source"))
     if command == "restore":
         backup(client, tmp_path / "made", checkpoint="one")
     arguments, whole = {

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from tests.helpers.raw_calls import raw_channel, versioned
+from tests.helpers.schedules import extend_schedule
 from tests.helpers.watching import metric, wait_until
 from weightserver import (
     InvalidRequestError,
@@ -531,7 +532,7 @@ def test_a_waiting_write_ends_with_its_caller(tmp_path: Path) -> None:
     committer, memory = Committer(shard.batch), Memory(64 << 20)
     service = WeightServerService(shard, committer, ShardMetrics(shard=0, num_shards=1, version="0"), memory)
     committer.submit(lambda batch: shard.create_table(batch, SPEC)).result(10)
-    committer.submit(lambda batch: shard.extend_schedule(batch, 0, np.ones(5, np.float32), 0, 0, 0)).result(10)
+    committer.submit(lambda batch: extend_schedule(shard, batch, 0, np.ones(5, np.float32))).result(10)
     committer.submit(lambda batch: shard.open_session(batch, "test", 1, b"o" * 16)).result(10)
     began, go, context = threading.Event(), threading.Event(), FakeContext()
     busy = committer.submit(lambda batch: (began.set(), go.wait(20)))

@@ -1,6 +1,7 @@
-"""Clients and shards of neighbouring versions understand one another: the contract only ever grows.
+"""From 0.2 on, clients and shards of neighbouring versions understand one another: the contract only ever grows. Those
+of 0.1 and later ones refuse each other.
 
-The contract of version 0.1 is kept in golden/; one to come is this one with more in every message. Between client
+The contract of version 0.2 is kept in golden/; one to come is this one with more in every message. Between client
 and shard stands a translator that passes on only what a peer of the one knows, or all that one of the other may send.
 """
 
@@ -29,9 +30,9 @@ from weightserver import (
     LocalCluster,
     NoTableError,
     StepError,
-    TableMismatchError,
     TableSpec,
     WeightClient,
+    __version__,
 )
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.cli import main
@@ -40,6 +41,8 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 SERVICE = "pic.weightserver.v1.WeightServer"
 SPEC = TableSpec(num_rows=500, dim=8, rows_per_block=6)
 ROWS = np.arange(SPEC.num_rows)
+METHODS = list(pb.DESCRIPTOR.services_by_name["WeightServer"].methods)
+LATER_METHODS = {"CopyCheckpoint", "ReadBlocks", "ReadSchedule", "ExtendTable", "CreateSingleRateTable"}
 
 
 def in_pool(file: FileDescriptorProto) -> FileDescriptor:
@@ -50,12 +53,24 @@ def in_pool(file: FileDescriptorProto) -> FileDescriptor:
 
 @pytest.fixture(scope="module")
 def older(tmp_path_factory: pytest.TempPathFactory) -> FileDescriptor:
-    """The contract of version 0.1."""
+    """The contract of version 0.2."""
     output = tmp_path_factory.mktemp("older") / "descriptors"
     include = f"--proto_path={resources.files('grpc_tools') / '_proto'}"
     arguments = ["protoc", f"--proto_path={GOLDEN}", include, f"--descriptor_set_out={output}"]
-    assert protoc.main([*arguments, str(GOLDEN / "weight_server_0.1.proto")]) == 0
+    assert protoc.main([*arguments, str(GOLDEN / "weight_server_0.2.proto")]) == 0
     return in_pool(FileDescriptorSet.FromString(output.read_bytes()).file[0])
+
+
+@pytest.fixture(scope="module")
+def lacking() -> FileDescriptor:
+    """This contract, without some of its methods."""
+    file = FileDescriptorProto.FromString(pb.DESCRIPTOR.serialized_pb)
+    methods = file.service[0].method
+    for position in reversed(range(len(methods))):
+        if methods[position].name in LATER_METHODS:
+            del methods[position]
+    assert len(methods) == len(METHODS) - len(LATER_METHODS)
+    return in_pool(file)
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +106,16 @@ class Translator(grpc.GenericRpcHandler):
         forward = self._channel.stream_stream(call.method)
 
         def behaviour(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            metadata = [(key, value) for key, value in context.invocation_metadata() if key.startswith("weightserver-")]
+            answers = forward(
+                self._translated(requests, method.input_type), timeout=context.time_remaining(), metadata=metadata
+            )
             try:
-                for answer in forward(self._translated(requests, method.input_type), timeout=context.time_remaining()):
+                for answer in answers:
                     yield from self._translated([answer], method.output_type)
+                context.set_trailing_metadata(answers.trailing_metadata())
             except grpc.RpcError as error:
+                context.set_trailing_metadata(error.trailing_metadata() or ())
                 context.abort(error.code(), error.details())
 
         return grpc.stream_stream_rpc_method_handler(behaviour)
@@ -174,7 +195,7 @@ def test_neighbouring_versions_understand_one_another(
 
 
 def test_an_older_shard_is_named_where_it_cannot_do_what_is_asked(
-    older: FileDescriptor,
+    lacking: FileDescriptor,
     client: WeightClient,
     cluster: LocalCluster,
     tmp_path: Path,
@@ -182,20 +203,20 @@ def test_an_older_shard_is_named_where_it_cannot_do_what_is_asked(
 ) -> None:
     everything(client)
     client.checkpoint("kept", step=1)
-    with between(cluster, older, forget) as addresses, pytest.raises(SystemExit):
+    with between(cluster, lacking, forget) as addresses, pytest.raises(SystemExit):
         main(["backup", *addresses, "--output", str(tmp_path / "backup")])
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "does not know this call: it runs an older version" in error
     assert [known.name for known in client.checkpoints()] == ["kept"]
-    with between(cluster, older, forget) as addresses, WeightClient(addresses, retry_seconds=1) as skewed:
+    with between(cluster, lacking, forget) as addresses, WeightClient(addresses, retry_seconds=1) as skewed:
         with pytest.raises(ClusterError, match=r"shard 0 at .* does not know this call: it runs an older version"):
             skewed.extend_table(501)
         with pytest.raises(ClusterError, match="does not know this call"):
             skewed.learning_rates()  # which a trainer that resumes bears with
         assert skewed.describe().spec == SPEC
     client.drop_table()
-    with between(cluster, older, forget) as addresses, WeightClient(addresses, retry_seconds=1) as skewed:
+    with between(cluster, lacking, forget) as addresses, WeightClient(addresses, retry_seconds=1) as skewed:
         with pytest.raises(ClusterError, match=r"does not know this call: it runs an older version"):
             skewed.create_table(replace(SPEC, correction="paper"))
         with pytest.raises(NoTableError):  # nor was another made
@@ -207,18 +228,72 @@ def test_an_older_shard_is_named_where_it_cannot_do_what_is_asked(
     assert stopped.value.code == 0
 
 
-def test_an_older_client_cannot_mistake_the_papers_correction(
-    older: FileDescriptor, client: WeightClient, cluster: LocalCluster
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize("version", [None, "0.1.0"])
+def test_a_caller_of_the_first_version_is_refused(
+    version: str | None, method: Any, client: WeightClient, cluster: LocalCluster
 ) -> None:
-    """It sees a table that is corrected, and knows it by another digest."""
-    client.create_table(replace(SPEC, correction="paper"))
-    client.extend_schedule(0, [0.1, 0.2])
-    with between(cluster, older, forget) as addresses, WeightClient(addresses, retry_seconds=1) as skewed:
-        assert skewed.describe().spec == SPEC
-        with pytest.raises(TableMismatchError, match="another table exists, correction paper there and True here"):
-            skewed.create_table(SPEC)
-        with pytest.raises(TableMismatchError, match=r"the table was replaced, it is now .*correction='paper'"):
-            skewed.fetch(ROWS, step=1)
+    """It says no version: whatever it asks, it hears what to update, and changes nothing."""
+    client.create_table(SPEC)
+    before = client.describe()
+    metadata = [] if version is None else [("weightserver-version", version)]
+    with grpc.insecure_channel(cluster.addresses[0]) as channel, pytest.raises(grpc.RpcError) as raised:
+        list(channel.stream_stream(f"/{SERVICE}/{method.name}")(iter([b""]), timeout=10, metadata=metadata))
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    told = version or "0.1"
+    assert raised.value.details() == f"this shard is of version {__version__}, the caller of {told}: update the caller"
+    assert client.describe() == before
+
+
+@pytest.mark.parametrize("version", ["0.1.0", "0.1.17"])
+def test_a_shard_of_the_first_version_is_refused(
+    version: str, client: WeightClient, cluster: LocalCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It answers as if nothing were amiss."""
+    client.create_table(SPEC)
+    before = client.describe()
+
+    def of_first_version(message: Message) -> None:
+        if isinstance(message, pb.DescribeResponse):
+            message.server_version = version
+
+    with between(cluster, pb.DESCRIPTOR, of_first_version) as addresses:
+        refused = f"{addresses[0]} is a shard of version {version}, this client is of {__version__}: update the shard"
+        with WeightClient(addresses, retry_seconds=1) as skewed:
+            calls: list[Callable[[], object]] = [
+                skewed.describe,
+                skewed.drop_table,
+                lambda: skewed.create_table(SPEC),
+                lambda: skewed.open_session("skew"),
+                lambda: skewed.fetch(ROWS, step=0),
+            ]
+            for call in calls:
+                with pytest.raises(ClusterError) as raised:
+                    call()
+                assert str(raised.value) == refused
+        for command in (
+            ["drop", *addresses, "--yes"],
+            ["backup", *addresses, "--output", str(tmp_path / "backup")],
+        ):
+            with pytest.raises(SystemExit) as stopped:
+                main(command)
+            assert stopped.value.code == 1
+            assert capsys.readouterr().err == f"weightserver {command[0]}: {refused}\n"
+    assert client.describe() == before
+
+
+@pytest.mark.parametrize("version", ["0.2.0", "0.2.9", "0.3", "0.10.0", "1.0.0"])
+def test_later_versions_are_welcome(version: str, client: WeightClient, cluster: LocalCluster) -> None:
+    def of_that_version(message: Message) -> None:
+        if isinstance(message, pb.DescribeResponse):
+            message.server_version = version
+
+    client.create_table(SPEC)
+    with between(cluster, pb.DESCRIPTOR, of_that_version) as addresses, WeightClient(addresses) as skewed:
+        assert {shard.version for shard in skewed.describe().shards} == {version}
+    with grpc.insecure_channel(cluster.addresses[0]) as channel:
+        describe = channel.unary_unary(f"/{SERVICE}/Describe")
+        assert describe(b"", timeout=10, metadata=[("weightserver-version", version)])
 
 
 def test_a_newer_shard_can_be_backed_up(
@@ -234,7 +309,7 @@ def test_a_newer_shard_can_be_backed_up(
 
 
 def test_the_contract_only_grew(older: FileDescriptor) -> None:
-    """What version 0.1 said still means the same on the wire."""
+    """What version 0.2 said still means the same on the wire."""
     now = pb.DESCRIPTOR
     for name, message in older.message_types_by_name.items():
         for field in message.fields:

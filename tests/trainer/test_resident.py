@@ -13,7 +13,7 @@ import torch
 from trainer.config import PRESETS
 from trainer.rows import ResidentRows
 from trainer.rows.slots import SlotMap
-from weightserver import FencedError, RowState, TableSpec, WeightClient
+from weightserver import FencedError, RowState, StepError, TableSpec, WeightClient
 from weightserver.initial import initial_rows
 from weightserver.plan import Workload, plan
 from weightserver.sharding import Int64Array
@@ -234,3 +234,46 @@ def test_slots_find_what_they_hold() -> None:
         held.update(zip(entering.tolist(), added.tolist(), strict=True))
         assert len(set(held.values())) == len(held) == len(slots) <= 40
         assert slots.held().tolist() == [held[row] for row in sorted(held)]
+
+
+def test_rows_that_diverge_while_they_are_idle_end_the_run(watched: WatchedClient) -> None:
+    """Under learning rates that make any row diverge: with the row and the update, as the servers say it."""
+    rates = np.full(200, 1_000.0, np.float32)
+    watched._client.extend_schedule(0, rates)
+    store = ResidentRows(
+        watched,  # type: ignore[arg-type]
+        SPEC,
+        rates,
+        capacity=20,
+        prefetch_steps=2,
+        write_back_rows=1,
+        device=torch.device("cpu"),
+    )
+    try:
+        assert torch.isfinite(store.weights(rows(1, 2), step=10)).all()
+        with pytest.raises(StepError) as mine:
+            store.weights(rows(7, 9), step=150)
+        with pytest.raises(StepError) as theirs:
+            watched._client.fetch([7], step=150)
+        assert str(mine.value).startswith("row 7 would become infinite or NaN in update ")
+        assert str(mine.value) in str(theirs.value)
+        store.flush()
+    finally:
+        store.close()
+    assert not watched.written
+
+
+def test_rows_too_large_to_be_corrected_are_never_written_back(watched: WatchedClient, make_store: Any) -> None:
+    """They are corrected on the device, where nobody looks at them; what leaves tells of it, whichever row it is."""
+    store = make_store(capacity=20)
+    large = np.full((1, SPEC.dim), 3e38, np.float32)
+    watched._client.write_state([3], large, -large, 0)
+    step_with(store, 0, rows(1, 2))
+    store.flush()
+    assert len(watched.written) == 1
+    step_with(store, 5, rows(1, 3))
+    with pytest.raises(
+        ValueError, match=r"by step 6 a row has grown to 3e\+38, too large to be corrected .*: try a lower"
+    ):
+        store.flush()
+    assert len(watched.written) == 1

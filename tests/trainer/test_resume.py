@@ -409,7 +409,7 @@ def test_servers_of_another_run_are_refused_untouched(tmp_path: Path, undisturbe
         servers = ",".join(cluster.addresses)
         train(small_run(tmp_path / "other", servers=servers, seed=1))
         before = client.describe()
-        with pytest.raises(ValueError, match="none of them belong together: are these the run's servers"):
+        with pytest.raises(ValueError, match=r"hold another table than that of .*: start the run's servers$"):
             train(small_run(undisturbed, servers=servers, resume=True))
         assert client.describe() == before
 
@@ -495,7 +495,7 @@ def test_a_run_without_a_checkpoint_goes_on_from_its_start(tmp_path: Path) -> No
     train(small_run(tmp_path / "run", steps=3, checkpoint_every=0, resume=True))
     assert (losses(tmp_path / "run"), first.read_bytes()) == before, "the checkpoint is not taken again"
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    with pytest.raises(ValueError, match=r"no checkpoint to go on from: .* has files for steps \[\]"):
+    with pytest.raises(ValueError, match=r"no checkpoint to go on from: .*checkpoints has no file"):
         train(small_run(tmp_path / "run", steps=3, checkpoint_every=0, resume=True))
 
 

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from tests.helpers.small_run import EVERY, ONLY_ROWS, losses, small_run
-from trainer import demo
+from trainer import checkpoint, demo
 from trainer.checkpoint import saved_steps
 from trainer.config import TrainConfig
 from trainer.loop import train
 from trainer.runs import read_config
-from weightserver import LocalCluster, WeightClient
+from weightserver import DataLossError, LocalCluster, WeightClient
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -77,10 +77,10 @@ def test_nothing_goes_unasked_beside_older_servers(stale: Path, ended: Path) -> 
     before = contents(stale)
     for resume in (True, "auto"):
         with pytest.raises(
-            ValueError, match=r"older copies of them would not: start those that have it, or give"
+            DataLossError, match=r"lacks what it had acknowledged: .*put the newest directory back"
         ) as no:
             train(run(stale, resume=resume))
-        assert f"--resume-step {EVERY}, the newest of which there are both, to set newer files aside" in str(no.value)
+        assert str(no.value).endswith(f", or give --resume-step {EVERY}, the newest whose checkpoint they have")
     assert contents(stale) == before
     train(run(stale, resume=True, resume_step=EVERY))
     assert losses(stale) == losses(ended)
@@ -94,6 +94,7 @@ def test_nothing_goes_unasked_beside_older_servers(stale: Path, ended: Path) -> 
     assert losses(stale) == losses(ended)
 
 
+@pytest.mark.guard
 def test_a_command_that_is_started_again_goes_on_with_what_it_made(
     stale: Path, ended: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -130,13 +131,16 @@ def test_a_step_of_no_run(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.guard
 def test_servers_beside_an_older_directory_give_up_nothing_unasked(ended: Path, tmp_path: Path) -> None:
     """Put back from a copy, or made by files that were lost: the servers have checkpoints of 26 and 39."""
     output = shutil.copytree(ended, tmp_path / "run")
     for step in (2 * EVERY, 3 * EVERY):
         (output / "checkpoints" / f"step-{step:012d}.safetensors").unlink()
     for _ in range(2):  # nothing is given up by being refused
-        with pytest.raises(ValueError, match=r"of steps \[26, 39\], and .* put them there, or give --resume-step 13, "):
+        with pytest.raises(
+            ValueError, match=r"of steps \[26, 39\], and .* put them there, or give --resume-step 13 to"
+        ):
             train(run(output, resume=True))
     train(run(output, resume=True, resume_step=EVERY))
     assert losses(output) == losses(ended)
@@ -166,7 +170,7 @@ def test_files_that_are_not_the_runs_stay(ended: Path, tmp_path: Path) -> None:
         assert set_aside(output) == [{taken.name: theirs.pop(taken)}]
         assert not taken.exists()
         with pytest.raises(
-            ValueError, match=r"do not have the checkpoint of .*step-0+999\.safetensors.* --resume-step 39"
+            ValueError, match=r"another table than that of .*step-0+999\.safetensors: .*, or give --resume-step 39,"
         ):
             train(run(output, resume=True, **settings))
         (files / "step-000000000999.safetensors").rename(files / "other.safetensors")
@@ -174,6 +178,23 @@ def test_files_that_are_not_the_runs_stay(ended: Path, tmp_path: Path) -> None:
         train(run(output, resume=True, **settings))
     assert {path: path.read_bytes() for path in theirs} == theirs
     assert losses(output) == losses(ended)
+
+
+def test_what_is_set_aside_is_there_after_a_power_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each renamed file's old and new directory are synced behind the last rename, copies before the first."""
+    files = tmp_path / "checkpoints"
+    files.mkdir()
+    moved, copied, done = [files / "newer", tmp_path / "summary.json"], tmp_path / "metrics.jsonl", list[Path]()
+    for path in (*moved, copied):
+        path.write_text(path.name)
+    rename = Path.rename
+    monkeypatch.setattr(checkpoint, "sync", done.append)
+    monkeypatch.setattr(Path, "rename", lambda path, to: (done.append(Path("renamed")), rename(path, to)))
+    checkpoint.set_aside(files, moved, [copied])
+    (aside,) = files.iterdir()
+    assert contents(aside) == {path.name: path.name.encode() for path in (*moved, copied)}
+    assert done[:3] == [aside / copied.name, Path("renamed"), Path("renamed")]
+    assert set(done[3:]) == {aside, files, tmp_path}
 
 
 @pytest.mark.parametrize("left", ["metrics.jsonl", "summary.json", "encoder.safetensors", "checkpoints"])

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +16,13 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from weightserver.correction import Schedule, apply_push, correct, single_rate_coefficients
+from tests.helpers.numerics import Rounded, sgd_update
+from weightserver import TableSpec
+from weightserver.correction import Schedule, apply_push, bring_to, correct, single_rate_products
 from weightserver.errors import StepError
 
 Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
 Run = tuple[float, float, str, float, int]
 """momentum, weight decay, kind of schedule, highest learning rate, seed"""
 
@@ -252,8 +258,8 @@ def test_tables_stay_small() -> None:
     many = np.arange(0, 1_400_000, 10)
     for stop in range(1_399_000, 1_400_001, 10):  # results that are remembered stay bounded too
         schedule.transfer(many[many <= stop][-300:], stop)
-    remembered = sum(len(starts) for starts, _ in schedule._tables._recent.values())
-    assert 40 * remembered <= 8 << 20
+    remembered = sum(len(starts) for starts, _, _ in schedule._tables._recent.values())
+    assert 56 * remembered <= 8 << 20
 
 
 def test_bad_learning_rates_are_refused_and_change_nothing() -> None:
@@ -278,19 +284,18 @@ def test_bad_learning_rates_are_refused_and_change_nothing() -> None:
     ("momentum", "weight_decay", "learning_rate"),
     [(0.9, 1e-4, 0.06), (0.0, 1e-3, 0.3), (0.99, 0.1, 0.5), (0.9, 0.0, 1.0)],
 )
-def test_single_rate_coefficients_are_powers(momentum: float, weight_decay: float, learning_rate: float) -> None:
+def test_single_rate_products_are_powers(momentum: float, weight_decay: float, learning_rate: float) -> None:
     """Against rational numbers, rounded to 300 places where they would grow: float32's rounding, and float64's of each
     step."""
     rate = np.float32(learning_rate)
     gaps = np.array([0, 1, 2, 3, 7, 16, 100, 999, 1_000, 18_000, 3, 0])
-    got = single_rate_coefficients(momentum, weight_decay, float(rate), gaps)
-    assert got.dtype == np.float32
+    got = single_rate_products(momentum, weight_decay, float(rate), gaps).astype(np.float32)
     expected = exact_products(momentum, weight_decay, np.full(18_000, rate), sorted(set(gaps.tolist())))
     for gap, matrix in zip(gaps.tolist(), got, strict=True):
         entries = np.array([float(entry) for entry in expected[gap]]).reshape(2, 2)
         allowed = 2.0**-24 * np.abs(entries) + 8 * gap * 2.0**-53 * np.abs(entries).max() + 2.0**-149
         assert (np.abs(matrix - entries) <= allowed).all(), gap
-        alone = single_rate_coefficients(momentum, weight_decay, float(rate), np.array([gap]))
+        alone = single_rate_products(momentum, weight_decay, float(rate), np.array([gap])).astype(np.float32)
         assert alone[0].tobytes() == matrix.tobytes(), "a power depends on its gap alone"
 
 
@@ -298,7 +303,7 @@ def test_one_idle_update_is_the_papers_two_matrices() -> None:
     """The appendix's deduction: weight decay and momentum first, then the step with what they made of u."""
     momentum, weight_decay, rate = 0.875, 0.25, 0.5  # exact in binary
     step, decay = np.array([[1, -rate], [0, 1]]), np.array([[1, 0], [weight_decay, momentum]])
-    assert np.array_equal(single_rate_coefficients(momentum, weight_decay, rate, np.array([1]))[0], step @ decay)
+    assert np.array_equal(single_rate_products(momentum, weight_decay, rate, np.array([1]))[0], step @ decay)
 
 
 def test_the_papers_correction_takes_the_rate_of_the_last_finished_update() -> None:
@@ -307,7 +312,7 @@ def test_the_papers_correction_takes_the_rate_of_the_last_finished_update() -> N
         momentum=0.9, weight_decay=0.01, learning_rates=exact_one.learning_rates, single_rate=True
     )  # Section 2.3 has one η
     starts = np.array([0, 100, 250, 299, 300])
-    expected = single_rate_coefficients(0.9, 0.01, float(paper.learning_rates[299]), 300 - starts)
+    expected = single_rate_products(0.9, 0.01, float(paper.learning_rates[299]), 300 - starts).astype(np.float32)
     assert np.array_equal(paper.coefficients(starts, 300), expected)
     one_step, whole = exact_one.coefficients(starts[3:], 300), exact_one.coefficients(starts[:3], 300)
     assert np.allclose(expected[3:], one_step, rtol=2**-23, atol=0), "a gap of one step is corrected exactly"
@@ -319,7 +324,7 @@ def test_the_papers_correction_takes_the_rate_of_the_last_finished_update() -> N
 def test_diverging_single_rates_saturate_silently() -> None:
     with warnings.catch_warnings(), np.errstate(all="raise"):
         warnings.simplefilter("error")
-        assert np.isfinite(single_rate_coefficients(0.9, 0.1, 1e30, np.arange(0, 50_000, 7))).all()
+        assert np.isfinite(single_rate_products(0.9, 0.1, 1e30, np.arange(0, 50_000, 7))).all()
 
 
 # ---- rows
@@ -458,3 +463,302 @@ def test_without_exact_correction_a_gradient_after_a_later_update_is_refused(sin
     with pytest.raises(StepError, match=r"row 1 has already seen update 5: .* update 4 comes too late"):
         rows.push(4, np.arange(3), np.ones((3, 2), np.float32))
     assert (rows.weight.tobytes(), rows.momentum.tobytes(), rows.last_step.tolist()) == before
+
+
+# ---- what SGD does not keep finite
+
+LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows (n, D), each with the number of updates that it has seen, under a schedule that need not be stable."""
+
+    momentum: float
+    weight_decay: float
+    rates: Float32Array
+    last_step: npt.NDArray[np.int64]
+    weight: Float32Array
+    momentum_buffer: Float32Array
+    gradient: Float32Array
+
+    def schedule(self, *, single_rate: bool = False) -> Schedule:
+        return Schedule(
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            learning_rates=self.rates,
+            single_rate=single_rate,
+        )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Schedules that are stable, unstable or both in turn; rows of any size that float32 has, zeros among them."""
+    momentum = draw(st.sampled_from([0.0, 0.5, 0.9, 0.99]))
+    weight_decay = draw(st.sampled_from([0.0, 1e-4, 0.01, 0.1, 3.0]))
+    stable = 2 * (1 + momentum) / weight_decay if weight_decay else 1e3
+    num_steps = draw(st.integers(1, 120) | st.integers(100, 700))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    parts = []
+    while sum(map(len, parts)) < num_steps:
+        length = draw(st.integers(1, 60) | st.just(num_steps))
+        peak = stable * draw(st.sampled_from([0.0, 0.001, 0.1, 0.3, 0.5, 0.9, 1.1, 1.5, 4.0, 1e3, 1e30]))
+        parts.append(random.uniform(0, peak, length) if draw(st.booleans()) else np.full(length, peak))
+    rates = np.minimum(np.concatenate(parts)[:num_steps], LARGEST).astype(np.float32)
+    num_rows, dim = draw(st.integers(1, 5)), 3
+
+    def values() -> Float32Array:
+        exponents = draw(st.sampled_from([(0, 0), (-44, 38), (30, 38), (37, 38), (-44, -30)]))
+        sizes = 10.0 ** random.uniform(*exponents, (num_rows, 1)) * random.integers(0, 5, (num_rows, 1)).clip(0, 1)
+        return (sizes * random.uniform(-3, 3, (num_rows, dim))).clip(-LARGEST, LARGEST).astype(np.float32)
+
+    return Case(
+        momentum,
+        weight_decay,
+        rates,
+        random.integers(0, num_steps, num_rows, endpoint=True),
+        values(),
+        values() if draw(st.booleans()) else np.zeros((num_rows, dim), np.float32),
+        values(),
+    )
+
+
+@dataclass
+class Followed:
+    """What SGD does to one row (D,): in float64, with a bound of what float32's rounding makes of it."""
+
+    weight: Rounded
+    momentum_buffer: Rounded
+    overflow: int | None = None
+    """The update in which SGD makes it infinite or NaN, however it rounds."""
+    undecided: bool = False
+    """Whether rounding decided that, in an update before."""
+
+    def move(self, case: Case, first_step: int, rates: Float32Array, gradient: Float32Array | None = None) -> None:
+        """Through updates of these learning rates, the gradient in the last; ends in one that SGD does not survive."""
+        spec = TableSpec(num_rows=1, dim=1, momentum=case.momentum, weight_decay=case.weight_decay)
+        for step, rate in enumerate(rates.tolist(), start=first_step):
+            last = gradient is not None and step == first_step + len(rates) - 1
+            given = Rounded.exact(gradient if last and gradient is not None else np.zeros(3), torch.float32)
+            formed = [given + self.weight * Rounded.exact(case.weight_decay, torch.float32)]
+            weight, momentum_buffer = sgd_update(
+                self.weight, self.momentum_buffer, given, learning_rate=rate, spec=spec
+            )
+            formed += [weight, momentum_buffer, momentum_buffer * Rounded.exact(rate, torch.float32)]
+            if any((np.abs(x.value) - 2 * x.error > 2.0**128).any() for x in formed[:3]):
+                self.overflow = step
+                return
+            self.undecided |= any((np.abs(x.value) + 2 * x.error >= LARGEST).any() for x in formed)
+            if self.undecided:
+                return
+            # Below float32's normal numbers a rounding is half of 2^-149, however small the number.
+            self.weight = enlarged(weight, 2.0**-147 * (1 + rate))
+            self.momentum_buffer = enlarged(momentum_buffer, 2.0**-147)
+
+    def assert_raised(self, error: StepError | None, row: int) -> bool:
+        """Whether the row lived on, and it is known what became of it."""
+        if error is None:
+            assert self.overflow is None
+        else:
+            assert self.undecided or self.overflow is not None, error
+            if self.overflow is not None:
+                assert str(error).startswith(f"row {row} would become infinite or NaN in update {self.overflow}, ")
+        return error is None and not self.undecided
+
+
+def enlarged(value: Rounded, error: Float64Array | float) -> Rounded:
+    return Rounded(value.value, value.error + error, value.unit)
+
+
+def followed(weight: Float32Array | Float64Array, momentum_buffer: Float32Array) -> Followed:
+    return Followed(Rounded.exact(weight, torch.float32), Rounded.exact(momentum_buffer, torch.float32))
+
+
+def assert_torch_agrees(case: Case, row: int, expected: Followed) -> None:
+    """The analysis is about torch.optim.SGD in float32: that overflows in the same update, or comes to the same row."""
+    first = int(case.last_step[row])
+    parameter = torch.nn.Parameter(torch.from_numpy(case.weight[row].copy()))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=case.momentum, weight_decay=case.weight_decay)
+    if case.momentum:
+        optimizer.state[parameter]["momentum_buffer"] = torch.from_numpy(case.momentum_buffer[row].copy())
+    for step, rate in enumerate(case.rates[first:].tolist(), start=first):
+        optimizer.param_groups[0]["lr"] = rate
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        if not torch.isfinite(parameter).all():
+            assert expected.undecided or expected.overflow == step
+            return
+    assert expected.overflow is None
+    if not expected.undecided:
+        expected.weight.assert_near(parameter)
+
+
+def allow_for_correction(case: Case, row: Followed, number: int, products: Float64Array) -> None:
+    """Enlarges a row's bounds by what one product with rounded coefficients errs."""
+    size = np.stack([np.abs(case.weight[number]), np.abs(case.momentum_buffer[number])]).astype(np.float64)
+    coefficients = np.minimum(np.abs(products), 1e290)
+    coefficients += 1e-12 * coefficients.max()
+    error = 3 * 2.0**-24 * coefficients @ size + 2.0**-148 * (1 + size.sum(axis=0))
+    row.weight, row.momentum_buffer = enlarged(row.weight, error[0]), enlarged(row.momentum_buffer, error[1])
+
+
+def raised(call: Callable[[], None]) -> StepError | None:
+    try:
+        with np.errstate(all="raise", under="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            call()
+    except StepError as error:
+        return error
+    return None
+
+
+def check_corrected_rows(case: Case, *, single_rate: bool) -> None:
+    schedule, stop = case.schedule(single_rate=single_rate), len(case.rates)
+    names, errors = 1_000 + np.arange(len(case.weight)), []
+    for number, name in enumerate(names):
+        some, first = slice(number, number + 1), int(case.last_step[number])
+        expected = followed(case.weight[number], case.momentum_buffer[number])
+        rates = np.full(stop - first, case.rates[-1]) if single_rate else case.rates[first:]
+        expected.move(case, first, rates)
+        if not single_rate:
+            assert_torch_agrees(case, number, expected)
+        weight, momentum_buffer = case.weight[some].copy(), case.momentum_buffer[some].copy()
+        bring = partial(bring_to, schedule, stop, case.last_step[some], rows=names[some])
+        error = raised(partial(bring, weight, momentum_buffer))
+        errors.append(error)
+        if error is not None:
+            assert (weight == case.weight[some]).all(), "what is refused stays as it was"
+            assert (momentum_buffer == case.momentum_buffer[some]).all()
+        if expected.assert_raised(error, name):
+            allow_for_correction(case, expected, number, schedule.products(case.last_step[some], stop)[0])
+            expected.weight.assert_near(weight[0])
+            expected.momentum_buffer.assert_near(momentum_buffer[0])
+            alone = case.weight[some].copy()
+            bring(alone, case.momentum_buffer[some].copy(), weight_only=True)
+            assert (alone == weight).all()
+    together = raised(
+        partial(bring_to, schedule, stop, case.last_step, case.weight.copy(), case.momentum_buffer.copy(), rows=names)
+    )
+    assert str(together) in {str(error) for error in errors if error is not None or not any(errors)}
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases(), single_rate=st.booleans())
+def test_rows_are_what_sgd_makes_of_them_or_refused(case: Case, single_rate: bool) -> None:
+    check_corrected_rows(case, single_rate=single_rate)
+
+
+@pytest.mark.slow
+@settings(max_examples=5_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases(), single_rate=st.booleans())
+def test_many_rows_are_what_sgd_makes_of_them_or_refused(case: Case, single_rate: bool) -> None:
+    check_corrected_rows(case, single_rate=single_rate)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases(), correction=st.sampled_from([True, False, "paper"]))
+def test_pushed_rows_are_what_sgd_makes_of_them_or_refused(case: Case, correction: bool | str) -> None:
+    schedule, step = case.schedule(single_rate=correction == "paper"), len(case.rates) - 1
+    for number in range(len(case.weight)):
+        some, first = slice(number, number + 1), min(int(case.last_step[number]), step)
+        expected = followed(case.weight[number], case.momentum_buffer[number])
+        if correction:
+            rates = case.rates[first:step] if correction is True else np.full(step - first, case.rates[step - 1])
+            expected.move(case, first, rates)
+        if expected.overflow is None and not expected.undecided:
+            if correction:
+                allow_for_correction(case, expected, number, schedule.products(np.array([first]), step)[0])
+            expected.move(case, step, case.rates[step:], case.gradient[number])
+        weight, momentum_buffer = case.weight[some].copy(), case.momentum_buffer[some].copy()
+        push = partial(apply_push, schedule, bool(correction), step, np.array([first]), weight, momentum_buffer)
+        error = raised(partial(push, case.gradient[some], rows=np.array([7])))
+        if expected.assert_raised(error, 7):
+            expected.weight.assert_near(weight[0])
+            expected.momentum_buffer.assert_near(momentum_buffer[0])
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases(), share=st.floats(0, 1, exclude_max=True))
+def test_late_gradients_add_what_sgd_makes_of_them_or_are_refused(case: Case, share: float) -> None:
+    """To rows of zeros that have seen all updates, so that nothing but the gradient's own way counts."""
+    schedule, stop = case.schedule(), len(case.rates)
+    step = int(share * stop)
+    rate = float(case.rates[step])
+    for number in range(len(case.weight)):
+        gradient, zeros = case.gradient[number], np.zeros(3, np.float32)
+        expected = followed(zeros, zeros)
+        expected.move(case, step, case.rates[step : step + 1], gradient)
+        if expected.overflow is None and not expected.undecided:
+            expected.move(case, step + 1, case.rates[step + 1 :])
+        weight, momentum_buffer = zeros[None].copy(), zeros[None].copy()
+        push = partial(apply_push, schedule, True, step, np.array([stop]), weight, momentum_buffer)
+        error = raised(partial(push, gradient[None], rows=np.array([7])))
+        if expected.assert_raised(error, 7):
+            late = Case(
+                case.momentum,
+                case.weight_decay,
+                case.rates,
+                case.last_step,
+                (-rate * gradient.astype(np.float64))[None],
+                gradient[None],
+                gradient[None],
+            )
+            allow_for_correction(late, expected, 0, schedule.transfer(np.array([step + 1]), stop)[0])
+            expected.weight.assert_near(weight[0])
+            expected.momentum_buffer.assert_near(momentum_buffer[0])
+
+
+def test_what_overflows_on_the_way_is_refused_though_the_end_is_finite() -> None:
+    """η·λ = 1 without momentum sets any weight to 0: the coefficients of the whole gap are harmless."""
+    rates = np.array([*np.full(40, 1_000.0), 8.0, *np.full(500, 0.01)], np.float32)
+    schedule = Schedule(momentum=0.0, weight_decay=0.125, learning_rates=rates)
+    assert np.abs(schedule.coefficients(np.array([0]), 541)).max() < 1
+    weight, buffer = np.full((2, 3), 2.0, np.float32), np.zeros((2, 3), np.float32)
+    weight[0] = 0  # a row of zeros never overflows
+    with pytest.raises(StepError, match="row 12 would become infinite or NaN in update 18, nothing was written"):
+        bring_to(schedule, 541, np.array([0, 0]), weight, buffer, rows=np.array([11, 12]))
+    bring_to(schedule, 541, np.array([0, 30]), weight, buffer)
+    assert not weight[0].any()
+    assert np.isfinite(weight).all()
+
+
+def test_rows_that_only_coefficients_cannot_hold() -> None:
+    """Rows so small that they stay finite where float32 has no number for the growth."""
+    schedule = Schedule(momentum=0.0, weight_decay=0.1, learning_rates=np.full(40, 1_000.0))
+    assert np.abs(schedule.coefficients(np.array([0]), 20)).max() == np.float32(LARGEST)
+    weight = np.array([[1e-30, -1e-35, 0.0], [0.0, 0.0, 0.0]], np.float32)
+    buffer = np.zeros_like(weight)
+    bring_to(schedule, 20, np.zeros(2, np.int64), weight, buffer)
+    assert weight == pytest.approx(99.0**20 * np.array([[1e-30, -1e-35, 0], [0, 0, 0]]), rel=1e-5)
+
+
+@pytest.mark.parametrize("single_rate", [False, True])
+@pytest.mark.parametrize(
+    ("momentum", "weight_decay", "peak"),
+    [(0.9, 1e-4, 0.06), (0.9, 3e-3, 0.3), (0.99, 0.05, 0.03), (0.0, 1e-3, 1.0), (0.9, 0.0, 1.0), (0.9, 0.0, 0.0)],
+)
+def test_rows_of_training_are_known_to_be_harmless(
+    momentum: float, weight_decay: float, peak: float, single_rate: bool
+) -> None:
+    """By one comparison, whatever their number."""
+    for kind in ("constant", "warm-up and cosine", "random"):
+        rates = rates_of(kind, peak, 50_000, 0)
+        schedule = Schedule(momentum=momentum, weight_decay=weight_decay, learning_rates=rates, single_rate=single_rate)
+        assert schedule.safe_size == 2.0**60
+    if weight_decay:
+        schedule.extend(10_000, np.full(5_000, 10 / weight_decay))
+        assert schedule.safe_size == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), single_rate=st.booleans())
+def test_what_is_safe_is_safe(case: Case, single_rate: bool) -> None:
+    """No product of any gap makes a number of that size larger than an update's sums may be."""
+    schedule, stop = case.schedule(single_rate=single_rate), len(case.rates)
+    for end in {stop, stop // 2, stop // 3}:
+        products = schedule.products(np.arange(end + 1), end)
+        assert np.abs(products).max() * schedule.safe_size <= 2.0**125
+    pieces = Schedule(momentum=case.momentum, weight_decay=case.weight_decay, single_rate=single_rate)
+    for start in range(0, stop, 37):
+        pieces.extend(start, case.rates[start : start + 37])
+    assert pieces.safe_size == pytest.approx(schedule.safe_size, rel=1e-3)

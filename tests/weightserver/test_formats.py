@@ -36,12 +36,13 @@ GOLDEN = Path(__file__).parent.parent / "golden" / "block.json"
 SPEC = TableSpec(num_rows=50, dim=3, rows_per_block=10, seed=7)
 
 
-def sealed_block() -> bytearray:
+def sealed_block(*, largest: float = 29 / 8) -> bytearray:
     codec = BlockCodec(SPEC)
     block = codec.initial(2)
     views = codec.views(block)
     views.last_step[:] = np.arange(10) * 1_000_000_007
     views.momentum_buffer[:] = np.arange(30).reshape(10, 3) / 8
+    views.momentum_buffer[9, 2] = largest
     assert codec.mark_written(block, np.array([0, 3, 9])) == 3
     assert codec.mark_written(block, np.array([3, 4])) == 1
     codec.seal(2, block)
@@ -51,8 +52,8 @@ def sealed_block() -> bytearray:
 def test_block_layout() -> None:
     """The docstring of blocks.py, read by hand."""
     block = bytes(sealed_block())
-    assert struct.unpack_from("<HHI", block) == (1, 10, 3)
-    assert struct.unpack_from("<Q", block, 8)[0] == xxhash.xxh3_64_intdigest(block[16:], seed=2)
+    assert struct.unpack_from("<HHI", block) == (2, 10, 3)
+    assert struct.unpack_from("<Q", block, 8)[0] == xxhash.xxh3_64_intdigest(block[16:], seed=2 + 2**63)
     assert block[16:24] == bytes([0b00011001, 0b10, 0, 0, 0, 0, 0, 0])
     assert struct.unpack_from("<10q", block, 24) == tuple(i * 1_000_000_007 for i in range(10))
     assert block[104:224] == initial_rows(SPEC, np.arange(20, 30)).tobytes()
@@ -61,7 +62,22 @@ def test_block_layout() -> None:
 
 
 def test_blocks_of_yesterday_can_be_read() -> None:
-    assert sealed_block().hex() == json.loads(GOLDEN.read_text())["block"]
+    golden = json.loads(GOLDEN.read_text())
+    assert sealed_block().hex() == golden["block of small values"]
+    codec, of_0_1 = BlockCodec(SPEC), bytes.fromhex(golden["block"])
+    codec.check(2, of_0_1)
+    assert not codec.is_small(of_0_1), "0.1 did not say"
+    assert of_0_1[16:] == sealed_block()[16:]
+
+
+def test_blocks_tell_of_large_values() -> None:
+    codec = BlockCodec(SPEC)
+    for largest, small in ((2.0**31, True), (-(2.0**31), True), (2.0**33, False), (-3e38, False)):
+        block = sealed_block(largest=largest)
+        codec.check(2, block)
+        assert codec.is_small(block) is small
+        block[0] ^= 3  # the other format
+        assert codec.problem(2, block) == "is damaged (checksum)"
 
 
 def test_the_default_block_fits_sixteen_pages() -> None:
@@ -92,8 +108,8 @@ def test_a_block_of_another_table_or_format_is_told_from_a_damaged_one() -> None
     assert BlockCodec(other).num_bytes == len(block)
     with pytest.raises(StorageError, match=r"block 2 \(rows 16\.\.23\) holds 10 rows of 3: it belongs"):
         BlockCodec(other).check(2, block)
-    block[0] = 2
-    with pytest.raises(StorageError, match=r"block 2 \(rows 20\.\.29\) has format 2, this version reads 1"):
+    block[0] = 3
+    with pytest.raises(StorageError, match=r"block 2 \(rows 20\.\.29\) has format 3, this version reads 1 and 2"):
         BlockCodec(SPEC).check(2, block)
 
 

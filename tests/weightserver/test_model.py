@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.helpers.schedules import extend_schedule
 from weightserver.committer import Committer
 from weightserver.config import TableSpec
 from weightserver.errors import FencedError, InvalidRequestError, NoTableError, StepError
@@ -90,9 +91,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
 
     def create(self) -> None:
         self.committer.submit(lambda batch: self.shard.create_table(batch, SPEC)).result(10)
-        self.committer.submit(
-            lambda batch: self.shard.extend_schedule(batch, 0, RATES, 0, 0, batch.state.schedule_version)
-        ).result(10)
+        self.committer.submit(lambda batch: extend_schedule(self.shard, batch, 0, RATES)).result(10)
         self.committer.submit(lambda batch: self.shard.open_session(batch, "run", self.epoch, WRITER)).result(10)
         self.rows = untouched(range(SPEC.num_rows))
         self.written: set[int] = set()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -16,9 +19,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weightserver import records, shard, storage
+from tests.helpers.schedules import extend_schedule
+from weightserver import records, shard, storage, sweeper
 from weightserver.blocks import BlockCodec
-from weightserver.committer import MAX_WAITING, Committer
+from weightserver.committer import MAX_WAITING, Committer, Promise
 from weightserver.config import TableSpec
 from weightserver.errors import (
     ERROR_OF_STATUS,
@@ -37,11 +41,11 @@ from weightserver.errors import (
 from weightserver.exactly_once import WINDOW
 from weightserver.initial import initial_rows
 from weightserver.inspect import inspect_directory
-from weightserver.records import MAX_ANCESTORS, Lineage, read_state, split_mark, write_state
+from weightserver.records import MAX_ANCESTORS, Lineage, read_state, write_state
 from weightserver.session import MAX_FAILED, Numbers, Session, Write
 from weightserver.shard import MAX_EARLIER_SIZES, Batch, Shard, WriteHeader
-from weightserver.storage import LmdbStorage
-from weightserver.wire import table_digest
+from weightserver.storage import NEWEST, LmdbStorage, structural_problems
+from weightserver.wire import split_mark, table_digest
 
 OPENER = b"o" * 16
 SPEC = TableSpec(num_rows=100, dim=4, rows_per_block=6)
@@ -77,11 +81,7 @@ class Served:
 def served(tmp_path: Path) -> Iterator[Served]:
     served = Served(tmp_path)
     served.do(lambda batch: served.shard.create_table(batch, SPEC))
-    served.do(
-        lambda batch: served.shard.extend_schedule(
-            batch, 0, np.full(30, 0.5, np.float32), 0, 0, batch.state.schedule_version
-        )
-    )
+    served.do(lambda batch: extend_schedule(served.shard, batch, 0, np.full(30, 0.5, np.float32)))
     served.do(lambda batch: served.shard.open_session(batch, "first", 1, OPENER))
     yield served
     served.close()
@@ -195,7 +195,7 @@ def test_one_bad_write_of_a_group_spoils_no_other(served: Served) -> None:
     go.set()
     blocked.result(10)
     assert good.result(10) is True
-    with pytest.raises(InvalidRequestError, match="overflow"):
+    with pytest.raises(StepError, match=r"row . would become infinite or NaN in update 5"):
         bad.result(10)
     assert last.result(10) is True, "the failed write's sequence number was kept"
     expected = initial_rows(SPEC, ROWS)
@@ -351,6 +351,52 @@ def test_an_epoch_that_nobody_opened_takes_no_writes(served: Served, tmp_path: P
         again.close()
 
 
+def test_free_pages_behind_the_end_of_the_file_are_no_damage(tmp_path: Path) -> None:
+    """LMDB counts pages that one transaction allocates and frees, as a rollback does, and does not write them."""
+    rolled_back = LmdbStorage(tmp_path)
+    for generation, num_blocks, value in ((1, 300, bytes(1_500)), (3, 20, b"short")):
+        with rolled_back.write() as txn:
+            for block in range(num_blocks):
+                txn.put_block(block, generation, value)
+    with rolled_back.write() as txn:
+        txn.put_block(7, 0, bytes(3_000))
+        txn.delete_generations(1)
+    counted = (rolled_back._env.info()["last_pgno"] + 1) * 4096
+    rolled_back.close()
+    assert (tmp_path / "data.mdb").stat().st_size < counted
+    assert structural_problems(tmp_path) == []
+    again = LmdbStorage(tmp_path)
+    with again.write() as txn:
+        assert [bytes(txn.newest_block(block) or b"") for block in (6, 7)] == [b"", bytes(3_000)]
+        for block in range(500):
+            txn.put_block(block, 4, bytes(1_500))
+    again.close()
+    assert structural_problems(tmp_path) == []
+
+
+def test_a_file_that_lacks_its_end_is_refused_or_whole(tmp_path: Path) -> None:
+    """Reading a page that is not there would end the process."""
+    cut = LmdbStorage(tmp_path)
+    for first in (0, 3):
+        with cut.write() as txn:
+            for block in range(first, 6):
+                txn.put_block(block, 0, bytes([block]) * 20_000)
+    cut.close()
+    data, whole = tmp_path / "data.mdb", (tmp_path / "data.mdb").read_bytes()
+    num_refused = 0
+    for num_bytes in range(len(whole) - 4096, 8192, -4096):
+        data.write_bytes(whole[:num_bytes])
+        try:
+            found = LmdbStorage(tmp_path, readonly=True)
+        except StorageError:
+            num_refused += 1
+            continue
+        with found.read() as txn:
+            assert [bytes(txn.newest_block(block) or b"")[-1] for block in range(6)] == list(range(6))
+        found.close()
+    assert num_refused > 10
+
+
 def test_a_write_is_undone_by_an_exception(tmp_path: Path) -> None:
     storage = LmdbStorage(tmp_path)
 
@@ -375,11 +421,7 @@ def test_a_directory_has_one_owner(served: Served, tmp_path: Path, monkeypatch: 
 def test_inspect_reads_beside_a_writer(tmp_path: Path) -> None:
     served = Served(tmp_path)
     served.do(lambda batch: served.shard.create_table(batch, SPEC))
-    served.do(
-        lambda batch: served.shard.extend_schedule(
-            batch, 0, np.full(30, 0.5, np.float32), 0, 0, batch.state.schedule_version
-        )
-    )
+    served.do(lambda batch: extend_schedule(served.shard, batch, 0, np.full(30, 0.5, np.float32)))
     served.do(lambda batch: served.shard.open_session(batch, "live", 1, OPENER))
     served.push(1, step=2)
     # LMDB forbids opening an environment twice in one process.
@@ -391,7 +433,7 @@ def test_inspect_reads_beside_a_writer(tmp_path: Path) -> None:
     assert (seen["shard"], seen["num_shards"], seen["format"]) == (0, 1, 3)
     assert (seen["run"], seen["epoch"], seen["clock"], seen["horizon"]) == ("live", 1, 3, 30)
     assert seen["rows_stored"] == 3
-    assert seen["blocks_by_generation"] == {"0": 2}
+    assert seen["block_versions"] == 2
     assert served.push(2, step=3) is True  # the writer goes on
     served.close()
     assert inspect_directory(tmp_path)["clock"] == 4
@@ -638,3 +680,134 @@ def test_equal_writes_that_failed_are_repeated_each_under_its_own_number() -> No
     assert done(session, [0], b"same") == second
     assert done(session, [0], b"same") == first.numbers
     assert done(session, [0], b"same") == {0: 3}
+
+
+# ---- sweeping
+
+
+def kept_versions(served: Served) -> dict[int, set[int]]:
+    """Block -> the versions that the newest state and the checkpoints consist of, looked for one state at a time."""
+    states = [NEWEST, *(kept.generation for kept in served.shard.state.checkpoints)]
+    stored: dict[int, list[int]] = {}
+    with served.storage.read() as txn:
+        for block, generation in txn.block_versions():
+            stored.setdefault(block, []).append(generation)
+    return {
+        block: {max(version for version in versions if version <= state) for state in states if min(versions) <= state}
+        for block, versions in stored.items()
+    }
+
+
+def all_versions(served: Served) -> dict[int, set[int]]:
+    versions: dict[int, set[int]] = {}
+    with served.storage.read() as txn:
+        for block, generation in txn.block_versions():
+            versions.setdefault(block, set()).add(generation)
+        changes = {(int.from_bytes(key[4:]), int.from_bytes(key[:4])) for key, _ in txn.items("changes")}
+    assert changes == {(block, version) for block in versions for version in versions[block] if version}
+    return versions
+
+
+def sweep(served: Served, seconds: float = 1.0) -> int:
+    """Until all is swept; how many transactions it took."""
+    count = 0
+    while not served.shard.is_swept:
+        served.shard.sweep(served.committer.submit, seconds)
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize(("seed", "seconds"), [(0, 1.0), (1, 0.0), (2, 0.0)])
+def test_a_sweep_deletes_what_nobody_needs_and_nothing_else(seed: int, seconds: float, served: Served) -> None:
+    """Any order of writes, checkpoints, copies, releases, rollbacks and restarts; swept now and then, also partly."""
+    chance, sequence, names = random.Random(seed), itertools.count(1), [f"name {number}" for number in range(6)]
+    rows_of: dict[str, np.ndarray] = {}
+    num_swept = 0
+
+    def change(method: Callable[..., object], *arguments: object) -> None:
+        header = WriteHeader(1, OPENER, b"w" * 16, next(sequence), 0, 0)
+        served.do(lambda batch: method(batch, header, *arguments))
+
+    for _ in range(150):
+        kept = [known.name for known in served.shard.state.checkpoints]
+        free = [name for name in names if name not in kept]
+        event = chance.choice(
+            ["write"] * 5 + ["checkpoint", "copy", "release", "release", "rollback", "sweep", "start"]
+        )
+        if event == "write":
+            rows = np.array(sorted(chance.sample(range(100), 5)), np.int64)
+            change(served.shard.push_gradients, rows, np.ones((5, 4), np.float32))
+        elif event == "checkpoint" and free:
+            change(served.shard.checkpoint, free[0])
+            rows_of[free[0]] = served.weights()
+        elif event == "copy" and free and kept:
+            source = chance.choice(kept)
+            change(served.shard.copy_checkpoint, free[0], source)
+            rows_of[free[0]] = rows_of[source]
+        elif event == "release" and kept:
+            change(served.shard.release, chance.choice(kept))
+        elif event == "rollback" and kept and chance.random() < 0.3:
+            name = chance.choice(kept)
+            change(served.shard.rollback, name)
+            assert np.array_equal(served.weights(), rows_of[name])
+        elif event == "start":
+            served.shard = Shard(served.storage, shard=0, num_shards=1)
+            served.committer.close()
+            served.committer = Committer(served.shard.batch)
+        elif event == "sweep":
+            before, needed = all_versions(served), kept_versions(served)
+            now = served.weights()
+            if chance.random() < 0.5 and not served.shard.is_swept:
+                served.shard.sweep(served.committer.submit, 0.0)  # a part
+                assert all(all_versions(served)[block] >= needed[block] for block in before)
+            sweep(served, seconds)
+            assert all_versions(served) == needed
+            num_swept += before != needed
+            assert np.array_equal(served.weights(), now)
+            for known in served.shard.state.checkpoints:
+                (chunk,) = served.shard.fetch(np.arange(100), step=None, state=False, checkpoint=known.name)
+                assert np.array_equal(chunk.weight, rows_of[known.name])
+    assert num_swept, "nothing was ever deleted"
+
+
+def test_a_sweep_that_fails_is_made_again(served: Served) -> None:
+    def header(sequence: int) -> WriteHeader:
+        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, 0)
+
+    sweep(served)  # what the start left to look at
+    served.push(1)
+    served.do(lambda batch: served.shard.checkpoint(batch, header(2), "one"))
+    served.push(3)
+    served.do(lambda batch: served.shard.release(batch, header(4), "one"))
+
+    def full(operation: Callable[[Batch], None]) -> Promise[None]:
+        def fails(batch: Batch) -> None:
+            operation(batch)
+            raise OSError("the disk is full")
+
+        return served.committer.submit(fails)
+
+    with pytest.raises(OSError, match="full"):
+        served.shard.sweep(full, 1.0)
+    assert not served.shard.is_swept
+    assert all_versions(served) == {0: {0, 1}, 8: {0, 1}}
+    sweep(served)
+    assert all_versions(served) == {0: {1}, 8: {1}}
+
+
+def test_the_sweeper_sweeps_in_small_pieces_and_rests(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def header(sequence: int) -> WriteHeader:
+        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, 0)
+
+    monkeypatch.setattr(sweeper, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(sweeper, "LOOK_SECONDS", 0.0)
+    served.push(1)
+    served.do(lambda batch: served.shard.checkpoint(batch, header(2), "one"))
+    served.push(3)
+    running = sweeper.Sweeper(served.shard, served.committer)
+    served.do(lambda batch: served.shard.release(batch, header(4), "one"))
+    ends = time.monotonic() + 10
+    while not served.shard.is_swept and time.monotonic() < ends:
+        time.sleep(0.01)
+    running.close()
+    assert all_versions(served) == {0: {1}, 8: {1}}

@@ -165,7 +165,13 @@ def _join_session(
                 note_history(files, step or 0, history)  # from now on --resume alone goes on with all images
                 _open_table(client, spec)
             client.extend_schedule(0, _as_held(history.learning_rates(config), client))
-            session = {"addresses": addresses, "epoch": epoch, "checkpoint_step": step, "images": history.to_json()}
+            session = {
+                "addresses": addresses,
+                "epoch": epoch,
+                "marks": client.marks(),
+                "checkpoint_step": step,
+                "images": history.to_json(),
+            }
         except (ValueError, OSError, WeightServerError) as error:
             failure, session = error, {"error": str(error)}
     session = json.loads(ranks.broadcast_text(json.dumps(session)))
@@ -175,6 +181,7 @@ def _join_session(
         raise ValueError(f"rank 0 failed: {session['error']}")
     if not ranks.is_first:
         client = stack.enter_context(_client(config, session["addresses"]))
+        client.expect(session["marks"])
         client.open_session(config.output.name, join=session["epoch"])
     return client, session["epoch"], session["checkpoint_step"], ImageHistory.from_json(session["images"])
 

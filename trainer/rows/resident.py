@@ -15,11 +15,13 @@ from trainer.rows.write_back import LeavingRows, WriteBack
 from trainer.schedule import Float32Array
 from trainer.transfer import HostCopy, to_device
 from weightserver import RowState, TableSpec, WeightClient
-from weightserver.correction import Schedule
+from weightserver.correction import Schedule, bring_to
 from weightserver.sharding import Int64Array
 
 _ROWS_PER_PART = 1 << 16
 """Rows that are copied from the device together."""
+_SAFE_SIZE = 2.0**30
+"""Where rows up to this size are safe in any gap, they are corrected on the device and looked at later."""
 
 
 class ResidentRows:
@@ -67,6 +69,7 @@ class ResidentRows:
         self._momentum_buffer = torch.zeros_like(self._weight)
         self._last_step = np.zeros(capacity, np.int64)
         self._changed = np.zeros(capacity, bool)  # since it came or was last written back
+        self._largest = torch.zeros((), device=device)  # |value| of all rows that were corrected
         self._next_step = 0  # the first whose gradients were not applied
         self._announced: dict[int, Int64Array] = {}  # step -> slots of its rows
         self._active = np.zeros(0, np.int64)  # slots of the current step's rows
@@ -114,8 +117,9 @@ class ResidentRows:
         for start in range(0, len(slots), _ROWS_PER_PART):
             part = slots[start : start + _ROWS_PER_PART]
             chosen = self._tensor(part)
-            values = HostCopy([self._weight[chosen], self._momentum_buffer[chosen]])
-            self._write_back.add(self._slots.row[part], LeavingRows(values, self._last_step[part]))
+            values = HostCopy([self._weight[chosen], self._momentum_buffer[chosen], self._largest])
+            leaving = LeavingRows(values, self._last_step[part], largest_safe=self._schedule.safe_size)
+            self._write_back.add(self._slots.row[part], leaving)
 
     def _ask(self) -> None:
         """Starts one fetch of all rows that are wanted."""
@@ -161,13 +165,29 @@ class ResidentRows:
         return self._weight[self._active_on_device]
 
     def _correct(self, slots: Int64Array, step: int) -> None:
-        """Brings idle rows to `step`: on a CPU the same bits as weightserver.correction.correct, product by product."""
+        """Brings idle rows to `step`: on a CPU the same bits as weightserver.correction.correct, product by product.
+
+        What SGD would have made infinite or NaN meanwhile never gets back to the servers (`LeavingRows`). Under
+        learning rates that may do so to rows of any size they are corrected on the host, which raises StepError.
+        """
+        if self._schedule.safe_size < _SAFE_SIZE:
+            self._correct_on_host(slots, step)
+            return
         coefficients = self._tensor(self._schedule.coefficients(self._last_step[slots], step))
         (ww, wu), (uw, uu) = coefficients[:, :, :, None].permute(1, 2, 0, 3)  # (n, 1) each
         chosen = self._tensor(slots)
         weight, momentum_buffer = self._weight[chosen], self._momentum_buffer[chosen]
         self._weight[chosen] = ww * weight + wu * momentum_buffer
         self._momentum_buffer[chosen] = uu * momentum_buffer + uw * weight
+        self._last_step[slots] = step
+        for values in (weight, momentum_buffer):
+            self._largest = torch.maximum(self._largest, torch.linalg.vector_norm(values, ord=float("inf")))
+
+    def _correct_on_host(self, slots: Int64Array, step: int) -> None:
+        chosen = self._tensor(slots)
+        weight, momentum_buffer = (values[chosen].cpu().numpy() for values in (self._weight, self._momentum_buffer))
+        bring_to(self._schedule, step, self._last_step[slots], weight, momentum_buffer, rows=self._slots.row[slots])
+        self._weight[chosen], self._momentum_buffer[chosen] = self._tensor(weight), self._tensor(momentum_buffer)
         self._last_step[slots] = step
 
     @torch.no_grad()

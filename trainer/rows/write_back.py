@@ -14,15 +14,31 @@ from weightserver.sharding import Int64Array
 
 
 class LeavingRows:
-    """The raw state of n rows that leave; on a GPU its copy to the host may still be under way."""
+    """The raw state of n rows that leave; on a GPU its copy to the host may still be under way.
 
-    def __init__(self, values: HostCopy, last_step: Int64Array) -> None:
-        self._values = values  # weight and momentum_buffer, float32 [n, dim] each
+    Args:
+        values: weight and momentum_buffer, float32 [n, dim] each, and the largest |value| of any row that was corrected
+            so far, [].
+        largest_safe: up to which SGD cannot have made a corrected row infinite or NaN on the way.
+    """
+
+    def __init__(self, values: HostCopy, last_step: Int64Array, *, largest_safe: float) -> None:
+        self._values = values
         self._last_step = last_step
+        self._largest_safe = largest_safe
 
     def state(self) -> RowState:
-        """Waits for the copy; in any thread."""
-        weight, momentum_buffer = self._values.wait()
+        """Waits for the copy; in any thread.
+
+        Raises:
+            ValueError: rows were corrected that were too large for it.
+        """
+        weight, momentum_buffer, largest = self._values.wait()
+        if not float(largest) <= self._largest_safe:
+            raise ValueError(
+                f"by step {self._last_step.max()} a row has grown to {float(largest):.2g}, too large to be corrected "
+                f"(up to {self._largest_safe:.2g}): try a lower --learning-rate"
+            )
         return RowState(weight=weight.numpy(), momentum_buffer=momentum_buffer.numpy(), last_step=self._last_step)
 
 

@@ -1,10 +1,22 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class SchedulePhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SCHEDULE_PHASE_UNSPECIFIED: _ClassVar[SchedulePhase]
+    SCHEDULE_PHASE_PREPARE: _ClassVar[SchedulePhase]
+    SCHEDULE_PHASE_COMMIT: _ClassVar[SchedulePhase]
+    SCHEDULE_PHASE_GIVE_UP: _ClassVar[SchedulePhase]
+SCHEDULE_PHASE_UNSPECIFIED: SchedulePhase
+SCHEDULE_PHASE_PREPARE: SchedulePhase
+SCHEDULE_PHASE_COMMIT: SchedulePhase
+SCHEDULE_PHASE_GIVE_UP: SchedulePhase
 
 class TableSpec(_message.Message):
     __slots__ = ("num_rows", "dim", "momentum", "weight_decay", "init_std", "seed", "rows_per_block", "correction", "single_rate")
@@ -41,7 +53,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("shard", "num_shards", "spec", "epoch", "clock", "horizon", "rows_stored", "disk_bytes", "run", "generation", "server_version", "checkpoints", "schedule_version", "table_identity", "opener", "peers")
+    __slots__ = ("shard", "num_shards", "spec", "epoch", "clock", "horizon", "rows_stored", "disk_bytes", "run", "generation", "server_version", "checkpoints", "schedule_version", "table_identity", "opener", "peers", "schedule_digest", "pending_schedule")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +70,8 @@ class DescribeResponse(_message.Message):
     TABLE_IDENTITY_FIELD_NUMBER: _ClassVar[int]
     OPENER_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PENDING_SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     shard: int
     num_shards: int
     spec: TableSpec
@@ -74,7 +88,17 @@ class DescribeResponse(_message.Message):
     table_identity: bytes
     opener: bytes
     peers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., horizon: _Optional[int] = ..., rows_stored: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., run: _Optional[str] = ..., generation: _Optional[int] = ..., server_version: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., schedule_version: _Optional[int] = ..., table_identity: _Optional[bytes] = ..., opener: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ...) -> None: ...
+    schedule_digest: int
+    pending_schedule: PendingSchedule
+    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., horizon: _Optional[int] = ..., rows_stored: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., run: _Optional[str] = ..., generation: _Optional[int] = ..., server_version: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., schedule_version: _Optional[int] = ..., table_identity: _Optional[bytes] = ..., opener: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., schedule_digest: _Optional[int] = ..., pending_schedule: _Optional[_Union[PendingSchedule, _Mapping]] = ...) -> None: ...
+
+class PendingSchedule(_message.Message):
+    __slots__ = ("change", "schedule_digest")
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    change: bytes
+    schedule_digest: int
+    def __init__(self, change: _Optional[bytes] = ..., schedule_digest: _Optional[int] = ...) -> None: ...
 
 class Checkpoint(_message.Message):
     __slots__ = ("name", "step", "identity", "clock", "rows_stored", "mark")
@@ -127,12 +151,14 @@ class ReadBlocksRequest(_message.Message):
     def __init__(self, checkpoint: _Optional[str] = ..., first_block: _Optional[int] = ..., table: _Optional[int] = ...) -> None: ...
 
 class ReadBlocksResponse(_message.Message):
-    __slots__ = ("blocks", "next_block")
+    __slots__ = ("blocks", "next_block", "lineage")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NEXT_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
     blocks: _containers.RepeatedCompositeFieldContainer[Block]
     next_block: int
-    def __init__(self, blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ..., next_block: _Optional[int] = ...) -> None: ...
+    lineage: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ..., next_block: _Optional[int] = ..., lineage: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Block(_message.Message):
     __slots__ = ("number", "content")
@@ -149,10 +175,12 @@ class ReadScheduleRequest(_message.Message):
     def __init__(self, start_step: _Optional[int] = ...) -> None: ...
 
 class ReadScheduleResponse(_message.Message):
-    __slots__ = ("learning_rates",)
+    __slots__ = ("learning_rates", "schedule")
     LEARNING_RATES_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     learning_rates: bytes
-    def __init__(self, learning_rates: _Optional[bytes] = ...) -> None: ...
+    schedule: int
+    def __init__(self, learning_rates: _Optional[bytes] = ..., schedule: _Optional[int] = ...) -> None: ...
 
 class CreateTableRequest(_message.Message):
     __slots__ = ("spec", "epoch", "identity")
@@ -195,28 +223,40 @@ class DropTableResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ExtendScheduleRequest(_message.Message):
-    __slots__ = ("start_step", "learning_rates", "clock", "epoch", "version", "table")
+    __slots__ = ("start_step", "learning_rates", "clock", "epoch", "version", "table", "phase", "change", "last", "schedule")
     START_STEP_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATES_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     start_step: int
     learning_rates: bytes
     clock: int
     epoch: int
     version: int
     table: int
-    def __init__(self, start_step: _Optional[int] = ..., learning_rates: _Optional[bytes] = ..., clock: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., table: _Optional[int] = ...) -> None: ...
+    phase: SchedulePhase
+    change: bytes
+    last: bool
+    schedule: int
+    def __init__(self, start_step: _Optional[int] = ..., learning_rates: _Optional[bytes] = ..., clock: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., table: _Optional[int] = ..., phase: _Optional[_Union[SchedulePhase, str]] = ..., change: _Optional[bytes] = ..., last: _Optional[bool] = ..., schedule: _Optional[int] = ...) -> None: ...
 
 class ExtendScheduleResponse(_message.Message):
-    __slots__ = ("horizon", "version")
+    __slots__ = ("horizon", "version", "pending", "schedule")
     HORIZON_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     horizon: int
     version: int
-    def __init__(self, horizon: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    pending: bool
+    schedule: int
+    def __init__(self, horizon: _Optional[int] = ..., version: _Optional[int] = ..., pending: _Optional[bool] = ..., schedule: _Optional[int] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
     __slots__ = ("name", "epoch", "join", "opener", "keep_writer", "peers")
@@ -239,7 +279,7 @@ class OpenSessionResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("rows", "step", "raw", "state", "table", "checkpoint", "identity")
+    __slots__ = ("rows", "step", "raw", "state", "table", "checkpoint", "identity", "schedule")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     RAW_FIELD_NUMBER: _ClassVar[int]
@@ -247,6 +287,7 @@ class FetchRequest(_message.Message):
     TABLE_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     rows: Rows
     step: int
     raw: bool
@@ -254,7 +295,8 @@ class FetchRequest(_message.Message):
     table: int
     checkpoint: str
     identity: bytes
-    def __init__(self, rows: _Optional[_Union[Rows, _Mapping]] = ..., step: _Optional[int] = ..., raw: _Optional[bool] = ..., state: _Optional[bool] = ..., table: _Optional[int] = ..., checkpoint: _Optional[str] = ..., identity: _Optional[bytes] = ...) -> None: ...
+    schedule: int
+    def __init__(self, rows: _Optional[_Union[Rows, _Mapping]] = ..., step: _Optional[int] = ..., raw: _Optional[bool] = ..., state: _Optional[bool] = ..., table: _Optional[int] = ..., checkpoint: _Optional[str] = ..., identity: _Optional[bytes] = ..., schedule: _Optional[int] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ("weight", "momentum_buffer", "last_step")
@@ -267,7 +309,7 @@ class FetchResponse(_message.Message):
     def __init__(self, weight: _Optional[bytes] = ..., momentum_buffer: _Optional[bytes] = ..., last_step: _Optional[bytes] = ...) -> None: ...
 
 class WriteHeader(_message.Message):
-    __slots__ = ("epoch", "writer", "sequence", "settled_before", "step", "num_rows", "table", "opener")
+    __slots__ = ("epoch", "writer", "sequence", "settled_before", "step", "num_rows", "table", "opener", "schedule")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WRITER_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -276,6 +318,7 @@ class WriteHeader(_message.Message):
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     OPENER_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     writer: bytes
     sequence: int
@@ -284,7 +327,8 @@ class WriteHeader(_message.Message):
     num_rows: int
     table: int
     opener: bytes
-    def __init__(self, epoch: _Optional[int] = ..., writer: _Optional[bytes] = ..., sequence: _Optional[int] = ..., settled_before: _Optional[int] = ..., step: _Optional[int] = ..., num_rows: _Optional[int] = ..., table: _Optional[int] = ..., opener: _Optional[bytes] = ...) -> None: ...
+    schedule: int
+    def __init__(self, epoch: _Optional[int] = ..., writer: _Optional[bytes] = ..., sequence: _Optional[int] = ..., settled_before: _Optional[int] = ..., step: _Optional[int] = ..., num_rows: _Optional[int] = ..., table: _Optional[int] = ..., opener: _Optional[bytes] = ..., schedule: _Optional[int] = ...) -> None: ...
 
 class PushGradientsRequest(_message.Message):
     __slots__ = ("header", "rows", "gradients")

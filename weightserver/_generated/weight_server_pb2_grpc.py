@@ -159,7 +159,12 @@ class WeightServerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ExtendSchedule(self, request, context):
-        """ExtendSchedule appends learning rates, or rewrites those of steps that no acknowledged write has reached.
+        """ExtendSchedule appends learning rates, or rewrites those of steps that no acknowledged write has reached, in two
+        phases: a change is prepared on every shard, then committed on shard 0, which decides it, then on the others. From
+        the first step that a prepared change touches on, nothing is read or written by the learning rates of before
+        (RESOURCE_EXHAUSTED, to be tried again) until the change is committed or given up. A shard that still has one pending
+        says so in Describe: it is to be committed where that makes the schedule the same as shard 0's, else given up, on
+        shard 0 first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

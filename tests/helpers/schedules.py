@@ -1,0 +1,17 @@
+"""Learning rates for a shard without a client."""
+
+from __future__ import annotations
+
+import os
+
+from weightserver.schedule_change import Part
+from weightserver.shard import Batch, Shard
+from weightserver.wire import Float32Array
+
+
+def extend_schedule(shard: Shard, batch: Batch, start_step: int, learning_rates: Float32Array) -> None:
+    """Both phases of a change in one transaction."""
+    part = Part(os.urandom(16).hex(), start_step, learning_rates)
+    shard.prepare_schedule(batch, part, version=batch.state.schedule_version)
+    if (pending := batch.schedule.pending) is not None:
+        shard.commit_schedule(batch, part.change, digest=pending.digest)

@@ -1,0 +1,257 @@
+"""An older copy of a shard's directory, under a run or between two: the run ends with a line, or its rows are right."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import trainer.rows.opening
+from tests.helpers.comparing import rows_in, same
+from tests.helpers.small_run import EVERY, NUM_IMAGES, NUM_STEPS, ONLY_ROWS, losses, small_run
+from trainer.checkpoint import saved_steps
+from trainer.config import TrainConfig
+from trainer.export import main as export
+from trainer.loop import train
+from trainer.rows import DenseRows
+from weightserver import DataLossError, LocalCluster, RowState, WeightClient
+from weightserver.backup import backup, restore
+from weightserver.reshard import reshard
+
+ROWS = np.arange(NUM_IMAGES)
+STOPPED_AT = 20
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def run(output: Path, **changes: Any) -> TrainConfig:
+    return small_run(output, **{"encoder": ONLY_ROWS} | changes)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> RowState:
+    """The rows at the end of a run by plain SGD over all of them."""
+    stores: list[DenseRows] = []
+
+    def make(*arguments: Any, **options: Any) -> DenseRows:
+        stores.append(DenseRows(*arguments, **options))
+        return stores[-1]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(trainer.rows.opening, "DenseRows", make)
+        train(run(tmp_path_factory.mktemp("dense") / "run", rows="dense"))
+    return stores[0].read_state(ROWS, step=NUM_STEPS)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, dense: RowState) -> Path:
+    """A run's directory."""
+    output = tmp_path_factory.mktemp("undisturbed") / "run"
+    train(run(output))
+    assert_dense(rows_of(output / "servers"), dense)
+    return output
+
+
+def rows_of(servers: Path) -> RowState:
+    """All rows at the end of a run."""
+    directories = sorted(servers.glob("shard-*/"))
+    with LocalCluster(len(directories), servers) as cluster, WeightClient(cluster.addresses) as client:
+        return client.fetch_state(ROWS, step=NUM_STEPS)
+
+
+def assert_dense(state: RowState, dense: RowState) -> None:
+    for actual, expected in ((state.weight, dense.weight), (state.momentum_buffer, dense.momentum_buffer)):
+        assert (np.linalg.norm(actual - expected, axis=1) <= 1e-5 * np.linalg.norm(expected, axis=1)).all()
+
+
+class Shards:
+    """The shards that a run trains on, one of which is killed, copied and put back."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._cluster = cluster
+        self._copies = cluster.directory.parent / "copies"
+
+    def copy(self, name: str, *, then: Callable[[Path], object] = lambda directory: None) -> None:
+        """Kills shard 1, keeps its directory under a name, and starts it again."""
+        directory = self._cluster.directory / "shard-1"
+        self._cluster.processes[1].kill()
+        self._cluster.processes[1].wait()
+        shutil.copytree(directory, self._copies / name, copy_function=shutil.copyfile)
+        then(directory)
+        self._cluster.restart(1)
+
+    def put_back(self, name: str, directory: Path, *, data_alone: bool = False) -> None:
+        if data_alone:
+            shutil.copyfile(self._copies / name / "data.mdb", directory / "data.mdb")
+        else:
+            shutil.rmtree(directory)
+            shutil.copytree(self._copies / name, directory, copy_function=shutil.copyfile)
+
+
+@pytest.mark.parametrize(
+    ("rows", "data_alone"),
+    [
+        ("remote", True),
+        pytest.param("resident", False, marks=pytest.mark.guard),
+        pytest.param("remote", False, marks=pytest.mark.guard),
+        pytest.param("resident", True, marks=pytest.mark.guard),
+    ],
+)
+def test_an_older_copy_under_a_run_ends_it(
+    rows: str, data_alone: bool, tmp_path: Path, undisturbed: Path, dense: RowState
+) -> None:
+    """Which would go on with 37 pushes less, and end well with 245 of 300 wrong rows."""
+    with LocalCluster(2, tmp_path / "servers") as cluster:
+        shards = Shards(cluster)
+
+        def on_step(step: int) -> None:
+            if step == 6:
+                shards.copy("older")
+            if step == 22:
+                shards.copy("newest", then=lambda directory: shards.put_back("older", directory, data_alone=data_alone))
+
+        config = run(tmp_path / "run", servers=",".join(cluster.addresses), rows=rows)
+        with pytest.raises(DataLossError, match=r"shard 1 at .* lacks what it had acknowledged: .* put the newest"):
+            train(config, on_step=on_step)
+        assert len(losses(config.output)) <= 30, "it ended soon"
+        files = config.output / "checkpoints"
+        assert saved_steps(files)[-1] == EVERY * (len(losses(config.output)) // EVERY), "with none of the loss"
+        with pytest.raises(
+            DataLossError, match=r"lacks what it had acknowledged: .*, or give --resume-step 0, the newest"
+        ):
+            train(replace(config, resume=True))
+        shards.copy("ended", then=lambda directory: shards.put_back("newest", directory))
+        train(replace(config, resume=True))
+        assert losses(config.output) == losses(undisturbed)
+    assert same(rows_of(tmp_path / "servers"), rows_of(undisturbed / "servers"))
+    assert_dense(rows_of(tmp_path / "servers"), dense)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that failed at step 20, its `servers`; `copies` of shard 1 at steps 6 and 15, a `backup` of step 13."""
+    root = tmp_path_factory.mktemp("stopped")
+    with LocalCluster(2, root / "servers") as cluster:
+        shards = Shards(cluster)
+
+        def on_step(step: int) -> None:
+            if step in (6, 15):
+                shards.copy(str(step))
+            if step == 15:
+                with WeightClient(cluster.addresses) as operator:
+                    backup(operator, root / "backup")
+            if step == STOPPED_AT:
+                raise OSError("the power went out")
+
+        with pytest.raises(OSError, match="power"):
+            train(run(root / "run", servers=",".join(cluster.addresses)), on_step=on_step)
+    return root
+
+
+def resumed(root: Path, servers: Path, **changes: Any) -> Path:
+    """Goes on with the stopped run, or a copy beside `servers`, on the servers in that directory; returns its own."""
+    output = servers.parent / "run"
+    if not output.exists():
+        shutil.copytree(root / "run", output)
+    num_shards = len(list(servers.glob("shard-*/")))
+    with LocalCluster(num_shards, servers) as cluster:
+        train(run(output, servers=",".join(cluster.addresses), resume=True, **changes))
+    return output
+
+
+def test_an_older_copy_between_two_runs_is_refused(
+    stopped: Path, undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless the step is given that it holds; to an export of rows, too."""
+    servers = shutil.copytree(stopped / "servers", tmp_path / "servers")
+    shutil.rmtree(servers / "shard-1")
+    shutil.copytree(stopped / "copies" / "6", servers / "shard-1")
+    before = rows_in(_directories(servers, 2))
+    with pytest.raises(
+        DataLossError, match=r"shard 1 .* lacks what it had acknowledged: .*, or give --resume-step 0, "
+    ):
+        resumed(stopped, servers)
+    assert same(rows_in(_directories(servers, 2)), before)
+    with LocalCluster(2, servers) as cluster:
+        rows = ["--output", str(tmp_path / "rows"), "--servers", ",".join(cluster.addresses)]
+        with pytest.raises(SystemExit):
+            export(["rows", str(tmp_path / "run"), *rows])
+    assert re.search(r"lacks what it had acknowledged: .*, or give --checkpoint\n", capsys.readouterr().err)
+    assert not (tmp_path / "rows").exists()
+    output = resumed(stopped, servers, resume_step=0)
+    assert losses(output) == losses(undisturbed)
+    assert same(rows_of(servers), rows_of(undisturbed / "servers"))
+
+
+def copied_since(root: Path, servers: Path) -> dict[str, Any]:
+    shutil.copytree(root / "servers", servers)
+    shutil.rmtree(servers / "shard-1")
+    shutil.copytree(root / "copies" / "15", servers / "shard-1")
+    return {}
+
+
+def restored(root: Path, servers: Path) -> dict[str, Any]:
+    for shard in range(2):
+        restore(root / "backup", servers / f"shard-{shard}", shard=shard)
+    return {}
+
+
+def one_restored(root: Path, servers: Path) -> dict[str, Any]:
+    shutil.copytree(root / "servers", servers)
+    shutil.rmtree(servers / "shard-0")
+    restore(root / "backup", servers / "shard-0", shard=0)
+    return {}
+
+
+def other_blocks(root: Path, servers: Path) -> dict[str, Any]:
+    reshard(_directories(root / "servers", 2), _directories(servers, 2), rows_per_block=8)
+    return {"rows_per_block": 8}
+
+
+def more_shards(root: Path, servers: Path) -> dict[str, Any]:
+    reshard(_directories(root / "servers", 2), _directories(servers, 3))
+    return {}
+
+
+def _directories(servers: Path, num_shards: int) -> list[Path]:
+    return [servers / f"shard-{shard}" for shard in range(num_shards)]
+
+
+def files_of_0_1(root: Path, servers: Path) -> dict[str, Any]:
+    """Which know neither table nor marks."""
+    shutil.copytree(root / "servers", servers)
+    output = shutil.copytree(root / "run", servers.parent / "run")
+    for path in (output / "checkpoints").glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            metadata = dict(file.metadata())
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        assert len(bytes.fromhex(metadata.pop("table"))) == 16
+        assert len(json.loads(metadata.pop("marks"))) == 2
+        save_file(tensors, path, metadata=metadata)
+    return {}
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        restored,
+        *(pytest.param(made, marks=pytest.mark.guard) for made in (copied_since, one_restored, other_blocks)),
+        *(pytest.param(made, marks=pytest.mark.guard) for made in (more_shards, files_of_0_1)),
+    ],
+)
+def test_what_holds_the_checkpoint_is_gone_on_with(
+    made: Callable[[Path, Path], dict[str, Any]], stopped: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """A copy made since, a backup of it, other shards made of them; files that know no marks."""
+    servers = tmp_path / "servers"
+    output = resumed(stopped, servers, **made(stopped, servers))
+    assert losses(output) == losses(undisturbed)
+    assert same(rows_of(servers), rows_of(undisturbed / "servers"))
