@@ -350,6 +350,40 @@ def test_a_client_that_is_interrupted_in_between(
     assert_goes_on(client, NEW)
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_change_that_is_given_up_while_its_caller_lives(
+    late: int, client: WeightClient, cluster: LocalCluster
+) -> None:
+    """One shard was prepared; the caller is slow with the other, and finds then that the change was given up."""
+    prepare(client)
+    answers, change = descriptions(cluster), bytes(16)
+
+    def call(shard: int, phase: pb.SchedulePhase, **fields: Any) -> pb.ExtendScheduleResponse:
+        request = pb.ExtendScheduleRequest(phase=phase, change=change, **fields)
+        answer: pb.ExtendScheduleResponse = client.call_shard(shard, "ExtendSchedule", request)
+        return answer
+
+    def prepare_on(shard: int) -> pb.ExtendScheduleResponse:
+        rates, version = NEW[CHANGED_AT:].tobytes(), answers[shard].schedule_version
+        return call(
+            shard, pb.SCHEDULE_PHASE_PREPARE, start_step=CHANGED_AT, learning_rates=rates, version=version, last=True
+        )
+
+    first = prepare_on(1 - late)
+    with WeightClient(cluster.addresses) as other:
+        other.extend_schedule(0, OLD[:1])
+    if late == 0:
+        with pytest.raises(FencedError, match="changed by another call"):
+            prepare_on(late)
+    else:
+        prepare_on(late)
+    with pytest.raises(FencedError, match="given up by another call"):
+        call(0, pb.SCHEDULE_PHASE_COMMIT, schedule=first.schedule)
+    client.extend_schedule(0, OLD[:1])
+    assert_have(cluster, OLD)
+    assert_goes_on(client, OLD)
+
+
 @pytest.mark.parametrize(
     "number", [pytest.param(1, marks=pytest.mark.guard), 2, pytest.param(3, marks=pytest.mark.guard)]
 )
