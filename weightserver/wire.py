@@ -25,6 +25,7 @@ VERSION_KEY, ACKNOWLEDGED_KEY, MARK_KEY = (f"weightserver-{name}" for name in ("
 """Keys of the metadata of calls, and of answers, as the contract tells."""
 OLDEST_VERSION = (0, 2)
 """Of a client or shard that this one works with."""
+_MAX_COMMIT_DIGITS = 20
 RETRY_HINT = "grpc-retry-pushback-ms"
 """Key of the trailing metadata in which a shard that is overloaded says how soon to try again, as gRFC A6 names it."""
 WAITED_KEY = "weightserver-waited-ms"
@@ -51,6 +52,18 @@ def is_understood(version: str) -> bool:
     """Whether a client or shard of that version can be worked with; from 0.2 on neighbours understand each other."""
     parts = version.split(".")[:2]
     return len(parts) == 2 and all(part.isdigit() for part in parts) and tuple(map(int, parts)) >= OLDEST_VERSION
+
+
+def split_mark(mark: str) -> tuple[str, int]:
+    """(incarnation, commit).
+
+    Raises:
+        ValueError: it is no mark.
+    """
+    incarnation, _, commit = mark.partition(":")
+    if len(incarnation) != 16 or not commit.isascii() or not commit.isdigit() or len(commit) > _MAX_COMMIT_DIGITS:
+        raise ValueError(f"{mark[:60]!r} is no mark of a shard")
+    return incarnation, int(commit)
 
 
 def spec_to_proto(spec: TableSpec) -> pb.TableSpec:
