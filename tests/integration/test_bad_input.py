@@ -414,8 +414,8 @@ def test_serve_refuses_what_it_cannot_serve(cluster: LocalCluster, tmp_path: Pat
     )  # fmt: skip
     metrics_port = cluster.metrics_addresses[0].rpartition(":")[2]
     assert_fails(
-        f"cannot serve metrics on port {metrics_port}", "serve", "--data-dir", tmp_path / "d", *free, "--metrics-port",
-        metrics_port,
+        f"cannot serve metrics on port {metrics_port}", "serve", "--init", "--data-dir", tmp_path / "d", *free,
+        "--metrics-port", metrics_port,
     )  # fmt: skip
     for option, value, message in (
         *(("--grace-seconds", value, r"--grace-seconds must lie in 0\.\.3600, got") for value in ("nan", "1e18", "-1")),
