@@ -121,6 +121,7 @@ def test_the_public_names_stay() -> None:
         "Checkpoint",
         "ClientSecurity",
         "ClusterError",
+        "DataLossError",
         "FencedError",
         "InvalidRequestError",
         "LocalCluster",

@@ -30,7 +30,7 @@ from weightserver.errors import (
 from weightserver.metrics import ShardMetrics
 from weightserver.overload import Memory, Reservation, abort, answer_bytes, blocks_bytes, fetch_bytes, write_bytes
 from weightserver.received import ReceivedWrite, write_header
-from weightserver.records import State, split_mark
+from weightserver.records import State
 from weightserver.schedule_change import Part, ScheduleState
 from weightserver.shard import READ_BYTES, Batch, Rows, Shard, WriteHeader
 from weightserver.sharding import Int64Array
@@ -50,6 +50,7 @@ from weightserver.wire import (
     rows_from_proto,
     spec_from_proto,
     spec_to_proto,
+    split_mark,
     to_bytes,
 )
 

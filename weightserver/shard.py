@@ -40,9 +40,9 @@ from weightserver.records import (
     Lineage,
     State,
     get_record,
-    is_of_format,
     put_record,
     read_earlier_sizes,
+    read_format,
     read_identity,
     read_lineage,
     read_peers,
@@ -50,7 +50,6 @@ from weightserver.records import (
     read_spec,
     read_state,
     read_table_identity,
-    split_mark,
     upgrade,
     write_identity,
     write_lineage,
@@ -63,7 +62,7 @@ from weightserver.sharding import BlockRun, Int64Array, Sharding, block_runs
 from weightserver.storage import NEWEST, DiskUsage, Storage, Transaction
 from weightserver.timing import StageClock
 from weightserver.versions import released_generations, unneeded
-from weightserver.wire import CHUNK_BYTES, MAX_STEPS, Float32Array, table_digest
+from weightserver.wire import CHUNK_BYTES, MAX_STEPS, Float32Array, split_mark, table_digest
 
 READ_BYTES = 4 << 20
 """Blocks in one answer of `read_blocks`."""
@@ -178,7 +177,7 @@ class Shard:
                 write_peers(txn, [])
             elif stored != identity:
                 raise StorageError(_identity_mismatch(storage, stored, identity))
-            elif not is_of_format(txn, FORMAT):
+            elif read_format(txn) != FORMAT:
                 upgrade(txn, self._incarnation)
             self._load(txn)
 
