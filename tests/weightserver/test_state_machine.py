@@ -38,18 +38,21 @@ from hypothesis.stateful import (
 import weightserver.exactly_once
 import weightserver.session
 from tests.helpers.histories import Call
-from tests.helpers.memory_cluster import Directory, Event, Fate, Known, MemoryCluster, Message, Run
+from tests.helpers.memory_cluster import RETRY_SECONDS, Directory, Event, Fate, Known, MemoryCluster, Message, Run
 from tests.helpers.sequential_model import TOLERANCE, Model, State, operations_of
 from weightserver import TableSpec, WeightClient
+from weightserver._generated import weight_server_pb2 as pb
 from weightserver.errors import (
     ClusterError,
     DataLossError,
     FencedError,
     InvalidRequestError,
     NoTableError,
+    OverloadedError,
     ShardUnavailableError,
     StepError,
     StorageError,
+    TableMismatchError,
     WeightServerError,
 )
 from weightserver.sharding import Sharding
@@ -60,6 +63,7 @@ MAX_ROWS = 13
 """Of a table that grew."""
 HORIZON = 12
 RATES = np.linspace(0.4, 0.05, HORIZON, dtype=np.float32)
+MAX_HORIZON = 16
 WINDOW, MAX_FAILED = 16, 4
 """Instead of 1,024 and 64, so that schedules reach them."""
 NUM_WRITERS = 3
@@ -111,8 +115,11 @@ releases = st.builds(Action, st.just("release"), name=st.sampled_from(NAMES))
 rollbacks = st.builds(Action, st.just("rollback"), number=picks)
 openings = st.builds(Action, st.sampled_from(["open_session", "open_session", "join_session", "force_session"]))
 extensions = st.builds(Action, st.just("extend_table"), number=st.integers(SPEC.num_rows, MAX_ROWS))
+schedules = st.builds(Action, st.just("extend_schedule"), step=st.integers(0, 2), number=st.integers(1, 3))
 reads = st.builds(Action, st.just("fetch"), some_rows, st.integers(-1, HORIZON), st.sampled_from(["", "", *NAMES]))
-actions = st.one_of(pushes, pushes, writes, repetitions, checkpoints, releases, rollbacks, openings, extensions)
+actions = st.one_of(
+    pushes, pushes, writes, repetitions, checkpoints, releases, rollbacks, openings, extensions, schedules
+)
 
 
 # ---- what must be
@@ -131,6 +138,10 @@ class ShardModel:
     """Calls that must not be applied any more."""
     taken: Mapping[str, tuple[int, bytes]] = field(default_factory=dict)
     """Step and identity of its checkpoints."""
+    rates: tuple[float, ...] = tuple(RATES.tolist())
+    """Its learning rates."""
+    pending: tuple[bytes, tuple[float, ...]] | None = None
+    """A change of them that was prepared, and what they will be."""
     peers: tuple[Known, ...] = ()
     """What it was told last that the shards hold."""
 
@@ -143,6 +154,11 @@ class ShardModel:
         """Whether rows were written."""
         then, now = self.state.checkpoints[checkpoint], self.state.rows
         return any(then[row][3:] != now[row][3:] for row in now)
+
+
+@functools.cache
+def model_of(rates: tuple[float, ...]) -> Model:
+    return Model(SPEC, rates)
 
 
 @dataclass
@@ -182,11 +198,11 @@ class Machine(RuleBasedStateMachine):
     def start(self) -> None:
         self.cluster = MemoryCluster(NUM_SHARDS)
         self.cluster.take_over()
-        self.model = Model(SPEC, RATES)
         self.shards = [self.new_shard(shard) for shard in range(NUM_SHARDS)]
-        self.num_calls = 0
+        self.num_calls = self.num_schedules = 0
         self.writers: list[Writer] = []
         self.changed = set(range(NUM_SHARDS))
+        self.is_anything_lost = False
         self.copies: list[tuple[int, Directory, ShardModel]] = []
         writer = self.new_writer()
         with self.cluster.running(Run()):
@@ -200,10 +216,11 @@ class Machine(RuleBasedStateMachine):
             self.cluster.let_go()
 
     def new_shard(self, shard: int) -> ShardModel:
-        return ShardModel(self.model.initial(self.rows_of(shard, 0, SPEC.num_rows)), SPEC.num_rows)
+        rows = self.rows_of(shard, 0, SPEC.num_rows)
+        return ShardModel(model_of(ShardModel.rates).initial(rows), SPEC.num_rows)
 
     def new_writer(self) -> Writer:
-        client = WeightClient(self.cluster.addresses, timeout_seconds=1)
+        client = WeightClient(self.cluster.addresses, timeout_seconds=1, retry_seconds=RETRY_SECONDS)
         self.writers.append(Writer(f"writer {len(self.writers)}", client))
         return self.writers[-1]
 
@@ -236,7 +253,7 @@ class Machine(RuleBasedStateMachine):
     def change_checkpoints(self, which: int, action: Action, plan: Plan) -> None:
         self.perform(self.writer(which), action, plan)
 
-    @rule(which=picks, action=st.one_of(openings, extensions), plan=plans)
+    @rule(which=picks, action=st.one_of(openings, extensions, schedules, schedules), plan=plans)
     def change_the_table(self, which: int, action: Action, plan: Plan) -> None:
         self.perform(self.writer(which), action, plan)
 
@@ -281,6 +298,7 @@ class Machine(RuleBasedStateMachine):
     def put_a_copy_back(self, which: int) -> None:
         """What was written since is lost, and must not be lost on those who know of it."""
         shard, directory, model = self.copies[which % len(self.copies)]
+        self.is_anything_lost |= directory.history != self.cluster.directories[shard].history
         self.cluster.replace(shard, directory.copy())
         self.shards[shard] = replace(model)
         self.changed.add(shard)
@@ -360,6 +378,12 @@ class Machine(RuleBasedStateMachine):
                 return self.make(writer, client.open_session, name="run")
             case "force_session":
                 return self.make(writer, client.open_session, name="run", force=True)
+            case "extend_schedule":
+                used = max(process.shard.state.clock for process in self.cluster.processes)
+                start = min(used + action.step, *(len(shard.rates) for shard in self.shards))
+                rate = np.float32(0.05 + self.num_calls % 8 / 20)
+                rates = np.full(min(action.number, MAX_HORIZON - start), rate, np.float32)
+                return self.make(writer, client.extend_schedule, start_step=start, learning_rates=rates)
             case "extend_table":
                 most = max(self.num_rows, action.number)
                 return self.make(writer, client.extend_table, num_rows=most)
@@ -420,6 +444,11 @@ class Machine(RuleBasedStateMachine):
                 call.result = vars(answer)
                 for shard in range(NUM_SHARDS):
                     assert self.explained(shard, call, "done") is not None, (call, answer, self.shards[shard])
+        elif call.kind == "extend_schedule":
+            start, rates = call.arguments["start_step"], call.arguments["learning_rates"]
+            for shard in () if beside else self.shards:
+                assert list(shard.rates[start : start + len(rates)]) == rates.tolist(), (call, self.shards)
+                assert shard.rates == self.shards[0].rates or self.is_anything_lost, (call, self.shards)
         elif call.kind == "extend_table":
             assert self.num_rows >= call.arguments["num_rows"]
         else:
@@ -436,6 +465,10 @@ class Machine(RuleBasedStateMachine):
         match error:
             case ValueError():
                 return call.arguments.get("num_rows", MAX_ROWS) < max(shard.num_rows for shard in self.shards)
+            case OverloadedError():
+                return beside or any(shard.pending for shard in self.shards)
+            case TableMismatchError():
+                return self.schedules_differ
             case ShardUnavailableError():
                 return run.silent and not run.patient
             case DataLossError():
@@ -452,8 +485,8 @@ class Machine(RuleBasedStateMachine):
                 others = writer.num_running or self.cluster.threads.ready
                 return call.kind == "rollback" and bool(others)
             case ClusterError():
-                half_extended = len({shard.num_rows for shard in self.shards}) > 1
-                return writer.rolling_back or beside or half_extended or self.is_forgotten(made)
+                differ = len({(shard.num_rows, shard.rates) for shard in self.shards}) > 1
+                return writer.rolling_back or beside or differ or self.is_forgotten(made)
         return False
 
     def knows_of_loss(self, writer: Writer) -> bool:
@@ -461,6 +494,11 @@ class Machine(RuleBasedStateMachine):
         return writer.name in self.cluster.told_of_loss or any(
             self.cluster.lacks(shard, known.event) for shard, known in enumerate(self.cluster.known_to(writer.name))
         )
+
+    @property
+    def schedules_differ(self) -> bool:
+        """Whether learning rates were ever changed, or a change is under way: clients may know others."""
+        return self.num_schedules > 0
 
     def is_forgotten(self, made: Made) -> bool:
         """Whether its client may have lost sight of a call that failed."""
@@ -505,7 +543,9 @@ class Machine(RuleBasedStateMachine):
         elif message.method == "ExtendTable":
             if event.result:
                 more = self.rows_of(number, shard.num_rows, message.first.num_rows)
-                shard.state, shard.num_rows = self.model.extended(shard.state, more), message.first.num_rows
+                shard.state, shard.num_rows = model_of(shard.rates).extended(shard.state, more), message.first.num_rows
+        elif message.method == "ExtendSchedule":
+            self.change_schedule(shard, message.first, *event.result)
         elif event.result:  # else the shard says that it has done this before
             call = made.call
             assert call.number not in shard.applied, (call, f"counts twice on shard {number}")
@@ -514,6 +554,8 @@ class Machine(RuleBasedStateMachine):
             assert message.session == shard.session, (message, "is not of this session")
             done = self.explained(number, call, "done")
             assert done is not None, (call, f"was taken by shard {number}")
+            if message.method in WRITES:
+                self.check_rates(message)
             shard.state = done
             shard.applied |= {call.number}
             shard.given_up |= made.gives_up
@@ -523,6 +565,30 @@ class Machine(RuleBasedStateMachine):
                 shard.taken = {**shard.taken, call.arguments["name"]: (call.arguments["step"], message.first.identity)}
             shard.taken = {name: shard.taken[name] for name in done.checkpoints}
             self.no_version_is_kept_in_vain(message)
+
+    def change_schedule(
+        self, shard: ShardModel, request: pb.ExtendScheduleRequest, done: str, answer: pb.ExtendScheduleResponse
+    ) -> None:
+        """Rewriting learning rates takes no effect before all shards are prepared, and shard 0 has decided."""
+        if request.phase == pb.SCHEDULE_PHASE_PREPARE and answer.pending:
+            start, rates = request.start_step, np.frombuffer(request.learning_rates, "<f4").tolist()
+            shard.pending = request.change, (*shard.rates[:start], *rates, *shard.rates[start + len(rates) :])
+        elif done == "committed":
+            assert shard.pending is not None
+            change, rates = shard.pending
+            assert change == request.change
+            shard.rates, shard.pending = rates, None
+            self.num_schedules += 1
+        elif done == "given up" and shard.pending is not None:
+            assert shard.pending[0] == request.change
+            shard.pending = None
+
+    def check_rates(self, message: Message) -> None:
+        """No shard that could do so now uses other learning rates than those that this write was applied by."""
+        shard, num_steps = self.shards[message.shard], message.first.header.step + (message.method == "PushGradients")
+        for other in self.shards:
+            if other.pending is None and not self.is_anything_lost:
+                assert other.rates[:num_steps] == shard.rates[:num_steps], (message, self.shards)
 
     def check_refusal(self, event: Event) -> None:
         """Whether the shard had to."""
@@ -548,6 +614,12 @@ class Machine(RuleBasedStateMachine):
             had_to = (
                 message.first.name not in shard.taken or shard.taken[message.first.name][1] != message.first.identity
             )
+        elif error is OverloadedError:
+            had_to = shard.pending is not None
+        elif error is TableMismatchError and message.method == "ExtendSchedule":
+            had_to = message.first.start_step < max(2, *(row.last_step for row in shard.state.rows.values()))
+        elif error is TableMismatchError:
+            had_to = self.schedules_differ
         elif error is StepError:
             had_to = self.explained(message.shard, call, error.__name__) is not None
         else:
@@ -560,7 +632,7 @@ class Machine(RuleBasedStateMachine):
         told = replace(call, epoch=model.state.epoch, outcome=outcome, message=f"shard {shard} at")
         state: State | None = model.state
         for operation in operations_of(told, shard, frozenset(model.state.rows)):
-            state = self.model.apply(model.state, operation)
+            state = model_of(model.rates).apply(model.state, operation)
         return state
 
     def no_version_is_kept_in_vain(self, message: Message) -> None:
