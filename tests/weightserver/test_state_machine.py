@@ -38,7 +38,17 @@ from hypothesis.stateful import (
 import weightserver.exactly_once
 import weightserver.session
 from tests.helpers.histories import Call
-from tests.helpers.memory_cluster import RETRY_SECONDS, Directory, Event, Fate, Known, MemoryCluster, Message, Run
+from tests.helpers.memory_cluster import (
+    RETRY_SECONDS,
+    CallFailed,
+    Directory,
+    Event,
+    Fate,
+    Known,
+    MemoryCluster,
+    Message,
+    Run,
+)
 from tests.helpers.sequential_model import TOLERANCE, Model, State, operations_of
 from weightserver import TableSpec, WeightClient
 from weightserver._generated import weight_server_pb2 as pb
@@ -67,6 +77,8 @@ MAX_HORIZON = 16
 WINDOW, MAX_FAILED = 16, 4
 """Instead of 1,024 and 64, so that schedules reach them."""
 NUM_WRITERS = 3
+ELSEWHERE = 10**9
+"""Number of an event that no shard of the cluster descends from."""
 NAMES = "abc"
 
 WRITES = {"PushGradients": "push_gradients", "WriteState": "write_state"}
@@ -157,6 +169,21 @@ class ShardModel:
 
 
 @functools.cache
+def another_cluster() -> list[Directory]:
+    """Directories of a table of the same spec, in a session of the same number."""
+    cluster = MemoryCluster(NUM_SHARDS)
+    cluster.take_over()
+    client = WeightClient(cluster.addresses)
+    with cluster.running(Run()):
+        client.create_table(SPEC)
+        client.extend_schedule(0, RATES)
+        client.open_session("run")
+        client.push_gradients([0, 2], np.ones((2, SPEC.dim), np.float32), step=0)
+    cluster.let_go()
+    return cluster.directories
+
+
+@functools.cache
 def model_of(rates: tuple[float, ...]) -> Model:
     return Model(SPEC, rates)
 
@@ -196,13 +223,15 @@ class Made:
 class Machine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
+        another_cluster()
         self.cluster = MemoryCluster(NUM_SHARDS)
         self.cluster.take_over()
         self.shards = [self.new_shard(shard) for shard in range(NUM_SHARDS)]
-        self.num_calls = self.num_schedules = 0
+        self.num_calls = self.num_writers = self.num_schedules = 0
         self.writers: list[Writer] = []
         self.changed = set(range(NUM_SHARDS))
         self.is_anything_lost = False
+        self.wrong: int | None = None
         self.copies: list[tuple[int, Directory, ShardModel]] = []
         writer = self.new_writer()
         with self.cluster.running(Run()):
@@ -221,7 +250,8 @@ class Machine(RuleBasedStateMachine):
 
     def new_writer(self) -> Writer:
         client = WeightClient(self.cluster.addresses, timeout_seconds=1, retry_seconds=RETRY_SECONDS)
-        self.writers.append(Writer(f"writer {len(self.writers)}", client))
+        self.num_writers += 1
+        self.writers.append(Writer(f"writer {self.num_writers}", client))
         return self.writers[-1]
 
     def rows_of(self, shard: int, first: int, last: int) -> list[int]:
@@ -304,6 +334,32 @@ class Machine(RuleBasedStateMachine):
         self.changed.add(shard)
         for writer in self.writers:
             writer.num_moved += 1
+
+    @rule(
+        shard=st.integers(0, NUM_SHARDS - 1),
+        kind=st.sampled_from(["empty", "another cluster's"]),
+        calls=st.lists(st.tuples(picks, actions, plans), min_size=1, max_size=4),
+    )
+    def serve_a_wrong_directory(self, shard: int, kind: str, calls: list[tuple[int, Action, Plan]]) -> None:
+        """For a while. Nobody changes it, and nobody is told that it holds or did what it does not."""
+        self.threads_go_on()
+        wrong = Directory() if kind == "empty" else another_cluster()[shard].copy()
+        wrong.history = [ELSEWHERE]
+        right, self.wrong = self.cluster.replace(shard, wrong), shard
+        before = wrong.storage.contents
+        self.new_writer()
+        for which, action, plan in calls:
+            self.perform(self.writer(which), action, plan)
+        self.threads_go_on()
+        for message in self.cluster.messages:
+            with contextlib.suppress(CallFailed), self.cluster.running(Run()):
+                if message.shard == shard:
+                    self.cluster.arrive(message)
+        self.catch_up()
+        assert wrong.storage.contents == before
+        self.cluster.replace(shard, right)
+        self.writers.pop()
+        self.wrong = None
 
     @precondition(lambda self: self.cluster.threads.ready)
     @rule()
@@ -431,6 +487,9 @@ class Machine(RuleBasedStateMachine):
     def check_done(self, made: Made, answer: Any, *, beside: bool) -> None:
         """The call has returned."""
         call = made.call
+        if self.wrong is not None:
+            needed = map(self.shard_of, call.arguments["rows"]) if "rows" in call.arguments else range(NUM_SHARDS)
+            assert self.wrong not in needed, (call, "did without the directory that it needed")
         if call.kind == "open_session":
             made.writer.num_moved += "join" in call.arguments and made.writer.epoch != answer
             made.writer.epoch = answer
@@ -460,6 +519,8 @@ class Machine(RuleBasedStateMachine):
         call, writer = made.call, made.writer
         if isinstance(error, KeyboardInterrupt):
             return run.interrupt is not None
+        if self.wrong is not None and isinstance(error, (ClusterError, DataLossError, NoTableError, StepError)):
+            return True
         if type(error) in run.refusals:  # `check_refusal` says whether the shard should have
             return True
         match error:
@@ -522,7 +583,9 @@ class Machine(RuleBasedStateMachine):
             self.changed.add(event.message.shard)
             if event.message.run.call is None:
                 continue
-            if event.refused:
+            if event.message.shard == self.wrong:
+                assert event.refused, (event.message, "changed a wrong directory")
+            elif event.refused:
                 if event.alone:
                     self.check_refusal(event)
             else:
