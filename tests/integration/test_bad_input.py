@@ -176,7 +176,7 @@ def test_a_write_of_too_many_rows(table: WeightClient, monkeypatch: pytest.Monke
 
 def test_a_fetch_of_more_rows_than_a_request_may_name(table: WeightClient, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = table.fetch(np.arange(100), step=9)
-    monkeypatch.setattr("weightserver.client.MAX_ROWS", 7)
+    monkeypatch.setattr("weightserver.fetched.MAX_ROWS", 7)
     assert np.array_equal(table.fetch(np.arange(100), step=9), expected)
 
 
