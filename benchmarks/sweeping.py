@@ -1,6 +1,7 @@
 """What sweeping old versions of blocks frees, how fast, and what it costs those who fetch and push meanwhile.
 
-python -m benchmarks.sweeping [--rows 300000] [--checkpoints 200] [--directory DIR] [--output benchmarks/results]
+python -m benchmarks.sweeping [--rows 300000] [--checkpoints 200] [--cost-rows 300000]
+                              [--directory DIR] [--output benchmarks/results]
 
 D = 128, one shard on this machine. The same writes, with three checkpoints kept, go to a shard that sweeps and to one
 whose sweeper never begins, as fast as they take them: a trainer's writes leave more time. Then one checkpoint of all
@@ -29,8 +30,8 @@ from benchmarks.measure import timing, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.allocator import keep_large_buffers
 
-WINDOW_SIZE, WINDOW_STRIDE, STRIDES_PER_CHECKPOINT = 32_768, 8_192, 4
-ROUNDS, CALLS = 6, 60
+STRIDES_PER_CHECKPOINT, ROUNDS, CALLS = 4, 3, 40
+ROWS_PER_WRITE = 1 << 15
 
 
 class UnsweptCluster(LocalCluster):
@@ -63,25 +64,25 @@ def table(
 
 
 def moving_window(client: WeightClient, number: int, num_rows: int) -> None:
-    """A trainer's: rows that leave the window, and at the checkpoint those in it."""
-    for stride in range(STRIDES_PER_CHECKPOINT):
-        first = (number * STRIDES_PER_CHECKPOINT + stride) * WINDOW_STRIDE
-        write(client, np.sort((first + np.arange(WINDOW_STRIDE)) % num_rows), number)
-    write(client, np.sort((first + WINDOW_STRIDE + np.arange(WINDOW_SIZE)) % num_rows), number)
+    """A trainer's: rows that leave the window, a ninth of all, and at the checkpoint those in it."""
+    size, stride = num_rows // 9, num_rows // 36
+    for first in np.arange(STRIDES_PER_CHECKPOINT) * stride + number * STRIDES_PER_CHECKPOINT * stride:
+        write(client, np.sort((first + np.arange(stride)) % num_rows), number)
+    write(client, np.sort((first + stride + np.arange(size)) % num_rows), number)
 
 
 def half_of_the_rows(client: WeightClient, number: int, num_rows: int) -> None:
     """Every other time half of them, at random."""
     blocks = np.random.default_rng(number).permutation(num_rows // 63)[: num_rows // 126]
     rows = np.sort((blocks[:, None] * 63 + np.arange(63)).reshape(-1))
-    for part in np.array_split(rows, -(-len(rows) // WINDOW_SIZE)):
+    for part in np.array_split(rows, -(-len(rows) // ROWS_PER_WRITE)):
         write(client, part, number)
 
 
 def every_row(client: WeightClient, number: int, num_rows: int) -> None:
     """All of them, between any two checkpoints."""
-    for first in range(0, num_rows, WINDOW_SIZE):
-        write(client, np.arange(first, min(first + WINDOW_SIZE, num_rows)), number)
+    for first in range(0, num_rows, ROWS_PER_WRITE):
+        write(client, np.arange(first, min(first + ROWS_PER_WRITE, num_rows)), number)
 
 
 PATTERNS = {"a trainer's window": moving_window, "half of the rows": half_of_the_rows, "every row": every_row}
@@ -217,6 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=300_000)
     parser.add_argument("--checkpoints", type=int, default=200)
+    parser.add_argument("--cost-rows", type=int, default=300_000, help="of the table whose sweep is timed")
     parser.add_argument("--directory", type=Path, help="for the shard's data; the system's temporary one by default")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
@@ -230,8 +232,8 @@ def main() -> None:
         }
         for name, pattern in PATTERNS.items()
     }
-    costs = cost(num_rows, where)
-    command = f"python -m benchmarks.sweeping --rows {num_rows} --checkpoints {num}"
+    costs = cost(arguments.cost_rows, where)
+    command = f"python -m benchmarks.sweeping --rows {num_rows} --checkpoints {num} --cost-rows {arguments.cost_rows}"
     results = {"space": spaces, "cost": costs}
     write_results(arguments.output, "sweeping", command, results, as_table(num_rows, num, spaces, costs))
     draw(num_rows, spaces, arguments.output / "sweeping.png")

@@ -420,6 +420,10 @@ class WeightClient:
             self._require_common_state(answers)
         epoch, opener = 1 + max(answer.epoch for answer in answers), os.urandom(16)
         session = self._session
+        if session is not None and any(answer.opener not in session.openers for answer in answers):
+            session = None  # another client's session came between, and the shards have forgotten this writer's numbers
+        if session is not None:
+            session.openers.add(opener)
         request = pb.OpenSessionRequest(
             name=name,
             epoch=epoch,
@@ -431,7 +435,7 @@ class WeightClient:
         for connection in connections:  # one by one: of two that race, shard 0 takes one
             connection.call("OpenSession", request)
         if session is None:
-            self._session = Session(epoch, opener, len(connections))
+            self._session = Session(epoch, opener, len(connections), before=self._session)
         else:
             session.renew(epoch, opener)
         self._lost = None  # each shard holds what this client knows it to have acknowledged
@@ -712,7 +716,7 @@ class WeightClient:
         table = self._table().digest
 
         def change(shard: int, connection: ShardConnection) -> None:
-            header = session.header(shard, numbers[shard], step=step, table=table)
+            header = session.header(shard, numbers[shard], step=step, table=table, schedule=schedule)
             connection.call(method, make_request(header=header))
 
         return self._outcomes(change, enumerate(self._connect()))

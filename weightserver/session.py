@@ -51,6 +51,9 @@ class Session:
         self._given_up: set[bytes] = before._given_up if before else set()  # that failed, and whose numbers are gone
         self._unfinished_rollback: str = before._unfinished_rollback if before else ""
         self._left = False
+        self.openers = {self.opener}
+        """Of the sessions that this writer is in, was in, or tried to open: while the shards are in one of these, they
+        know its numbers."""
         if before is not None:
             before._leave()
 

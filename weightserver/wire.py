@@ -82,6 +82,8 @@ class ScheduleHash:
     def __init__(self, rates: Float32Array | None = None) -> None:
         self._hasher = xxhash.xxh3_64()
         self.horizon = 0
+        self.digest = 0
+        """0 where there are no learning rates, and for no others."""
         if rates is not None:
             self._add(rates)
 
@@ -95,11 +97,7 @@ class ScheduleHash:
     def _add(self, rates: Float32Array) -> None:
         self._hasher.update((rates + np.float32(0)).astype("<f4", copy=False).tobytes())
         self.horizon += len(rates)
-
-    @property
-    def digest(self) -> int:
-        """0 where there are no learning rates, and for no others."""
-        return (self._hasher.intdigest() or 1) if self.horizon else 0
+        self.digest = (self._hasher.intdigest() or 1) if self.horizon else 0
 
 
 def spec_from_proto(spec: pb.TableSpec) -> TableSpec:

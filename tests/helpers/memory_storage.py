@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from weightserver.errors import StorageError
 from weightserver.storage import DATABASES, NEWEST, DiskUsage
 
 
@@ -16,16 +17,45 @@ class MemoryStorage:
 
     def __init__(self) -> None:
         self._committed = MemoryTransaction({name: {} for name in DATABASES})
+        self._on_disk = self._committed
+        self.fails = self.fails_too_late = False
+        """Whether the next commit fails, and whether what it wrote is there all the same at the next start."""
+        self.num_landed = 0
+        """Transactions that will be there at the next start."""
+        self._broken = False
+
+    def copy(self) -> MemoryStorage:
+        """The directory as it is on the disk."""
+        copied = MemoryStorage()
+        copied._committed = copied._on_disk = self._on_disk
+        return copied
+
+    def restart(self) -> None:
+        """Another process opens the directory."""
+        self._committed = self._on_disk
+        self.fails = self._broken = False
 
     @contextlib.contextmanager
     def read(self) -> Iterator[MemoryTransaction]:
+        self._check()
         yield self._committed
 
     @contextlib.contextmanager
     def write(self) -> Iterator[MemoryTransaction]:
+        self._check()
         changed = MemoryTransaction({name: dict(values) for name, values in self._committed.databases.items()})
         yield changed
+        if not self.fails or self.fails_too_late:
+            self._on_disk = changed
+            self.num_landed += 1
+        self._broken = self.fails
+        self._check()
         self._committed = changed
+
+    def _check(self) -> None:
+        """As LMDB, whose environment is of no use once it could not write a meta page."""
+        if self._broken:
+            raise StorageError(f"{self.directory}: cannot be written: Input/output error")
 
     def disk_bytes(self) -> int:
         return sum(self.disk_usage().databases.values())

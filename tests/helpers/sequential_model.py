@@ -150,6 +150,12 @@ class Model:
             }
         )
 
+    def extended(self, state: State, rows: Iterable[int]) -> State:
+        """A state whose table has these rows too, which nobody wrote: so have its checkpoints."""
+        new = self.initial(rows).rows
+        checkpoints = {name: kept | new for name, kept in state.checkpoints.items()}
+        return replace(state, rows=state.rows | new, checkpoints=checkpoints)
+
     def _product(self, start: int, stop: int) -> Float64Array:
         """What the updates start … stop−1 without a gradient multiply (weight, momentum_buffer) by."""
         momentum, decay = self.spec.momentum, self.spec.weight_decay

@@ -35,7 +35,7 @@ OLD = np.linspace(0.5, 0.1, 30, dtype=np.float32)
 CLOCK, CHANGED_AT = 10, 12
 NEW = np.append(OLD[:CHANGED_AT], np.linspace(0.9, 0.3, 28, dtype=np.float32))
 """Other learning rates from CHANGED_AT on, and more of them."""
-CHANGE, OTHER = "11" * 16, "22" * 16
+CHANGE, OTHER, OPENER = "11" * 16, "22" * 16, b"o" * 16
 
 
 def digest(rates: Float32Array) -> int:
@@ -93,7 +93,7 @@ class Served:
 
     def header(self, step: int, schedule: int) -> WriteHeader:
         self.sequence += 1
-        return WriteHeader(1, b"o" * 16, b"w" * 16, self.sequence, self.sequence, step, schedule)
+        return WriteHeader(1, OPENER, b"w" * 16, self.sequence, self.sequence, step, schedule)
 
     def push(self, step: int, schedule: int = 0) -> object:
         header = self.header(step, schedule)
@@ -122,11 +122,13 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr(records, "_SCHEDULE_CHUNK", 8)
     served = Served(tmp_path)
     served.do(lambda batch: served.shard.create_table(batch, SPEC))
-    served.do(lambda batch: served.shard.open_session(batch, "run", 1, b"o" * 16))
-    served.extend(0, OLD)
-    served.push(CLOCK - 1)
-    yield served
-    served.close()
+    served.do(lambda batch: served.shard.open_session(batch, "run", 1, OPENER))
+    try:
+        served.extend(0, OLD)
+        served.push(CLOCK - 1)
+        yield served
+    finally:
+        served.close()
 
 
 def test_a_digest_is_that_of_the_contents(served: Served, tmp_path: Path) -> None:
@@ -339,7 +341,7 @@ def test_a_schedule_that_returns_is_no_earlier_one(served: Served) -> None:
 
 def test_a_duplicate_is_answered_though_its_schedule_is_forgotten(served: Served) -> None:
     """That the write was applied must not be taken for a refusal."""
-    header = WriteHeader(1, b"o" * 16, b"v" * 16, 1, 0, CLOCK, digest(OLD))
+    header = WriteHeader(1, OPENER, b"v" * 16, 1, 0, CLOCK, digest(OLD))
 
     def push() -> object:
         return served.do(lambda batch: served.shard.push_gradients(batch, header, ROWS, np.ones((2, 4), np.float32)))

@@ -1,0 +1,568 @@
+"""A cluster in this process's memory, for tests that drive real `WeightClient`s: all of client, connection and session,
+service, shard and group commit is what runs elsewhere. Replaced are gRPC, the disk, threads and the clock.
+
+The test decides what becomes of each attempt (`Fate`), which of the client's threads goes on when, and where a signal
+interrupts its caller. Nothing else decides anything, so that the same decisions make the same run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any, NamedTuple, NoReturn
+
+import grpc
+import pytest
+from google.protobuf.message import Message as Proto
+
+import weightserver.client
+import weightserver.connection
+from tests.helpers.memory_storage import MemoryStorage
+from weightserver._generated import weight_server_pb2 as pb
+from weightserver.committer import Operation, Promise, commit_group
+from weightserver.errors import ERROR_OF_STATUS, WeightServerError
+from weightserver.metrics import ShardMetrics
+from weightserver.overload import Memory
+from weightserver.service import WeightServerService, add_to_server
+from weightserver.shard import Batch, Shard
+
+RETRY_SECONDS = 300.0
+READS = ("Describe", "Fetch", "ReadBlocks", "ReadSchedule")
+_MAX_MESSAGES = 40
+
+
+class Fate(Enum):
+    """What becomes of one attempt of a call."""
+
+    ANSWERED = "answered"
+    UNHEARD = "arrives, and its answer is lost"
+    LOST = "never arrives"
+    LATE = "arrives later, if ever"
+    DIES_BEFORE = "the shard dies before its commit"
+    DIES_AFTER = "the shard dies behind its commit"
+    DISK_FAILS = "its commit fails, and the shard restarts"
+    DISK_FAILS_TOO_LATE = "its commit fails, but is there when the shard restarts"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+SILENT = (Fate.UNHEARD, Fate.LOST, Fate.LATE, Fate.DIES_BEFORE, Fate.DIES_AFTER)
+"""The client hears nothing."""
+
+
+class Known(NamedTuple):
+    """The newest that a client was told of a shard: numbers of events, 0 for none."""
+
+    event: int = 0
+    change: int = 0
+    """Of a write that was applied."""
+
+
+@dataclass
+class Run:
+    """One run of a client's method, and what the test decided on it."""
+
+    call: Any = None
+    """What its requests belong to: the test's own."""
+    client: str = ""
+    """Who makes it."""
+    fates: Sequence[Fate] = ()
+    """Of its first attempts, in their order; all others are answered."""
+    patient: bool = True
+    """Whether the client tries again, or has waited long enough."""
+    turns: Sequence[bool] = ()
+    """At each place where it waits, whether another thread goes on first; then they go on when they are waited for."""
+    interrupt: int | None = None
+    """At which place where its caller waits a KeyboardInterrupt is raised."""
+    knew: tuple[Known, ...] = ()
+    """Of each shard, when it began."""
+    attempts: list[Fate] = field(default_factory=list)
+    refusals: list[type[WeightServerError]] = field(default_factory=list)
+    unnoticed: list[Message] = field(default_factory=list)
+    """Requests that a shard answered though it lacks what the client was told of before."""
+    num_waits: int = 0
+
+    @property
+    def silent(self) -> bool:
+        """Whether an attempt was not answered."""
+        return any(fate in SILENT for fate in self.attempts)
+
+    def next_fate(self) -> Fate:
+        number = len(self.attempts)
+        self.attempts.append(self.fates[number] if number < len(self.fates) else Fate.ANSWERED)
+        return self.attempts[-1]
+
+
+_run: contextvars.ContextVar[Run] = contextvars.ContextVar("run")
+
+
+class Threads:
+    """Threads that take turns in one: while one waits, others may go on. Takes the executor's place."""
+
+    def __init__(self) -> None:
+        self.ready: deque[Callable[[], object]] = deque()
+        """What other threads have not begun."""
+        self._in_others = 0
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:  # noqa: BLE001 - as ThreadPoolExecutor does
+                future.set_exception(error)
+
+        self.start(work)
+        return future
+
+    def start(self, work: Callable[[], object]) -> None:
+        """Another thread, of this one's run."""
+        self.ready.append(functools.partial(contextvars.copy_context().run, work))
+
+    def shutdown(self) -> None:
+        while self.ready:
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Another thread does what it has to do."""
+        self._in_others += 1
+        try:
+            self.ready.popleft()()
+        finally:
+            self._in_others -= 1
+
+    def wait(self) -> None:
+        """Called where a thread waits for something that comes by itself: others may go on meanwhile."""
+        run = _run.get()
+        number = run.num_waits
+        run.num_waits += 1
+        if number < len(run.turns) and run.turns[number] and self.ready:
+            self.go_on()
+        self._interrupt(run, number)
+
+    def wait_for(self, condition: Any, timeout: float | None = None) -> bool:
+        """`threading.Condition.wait`: others go on until one of them notifies."""
+        run = _run.get()
+        waiter = threading.Lock()
+        waiter.acquire()
+        condition._waiters.append(waiter)
+        saved = condition._release_save()
+        try:
+            while not waiter.acquire(blocking=False):
+                run.num_waits += 1
+                self._interrupt(run, run.num_waits - 1)
+                if not self.ready:
+                    assert timeout is not None, "the caller waits for ever"
+                    return False
+                self.go_on()
+            return True
+        finally:
+            condition._acquire_restore(saved)
+            with contextlib.suppress(ValueError):
+                condition._waiters.remove(waiter)
+
+    def _interrupt(self, run: Run, number: int) -> None:
+        if run.interrupt == number and not self._in_others:
+            raise KeyboardInterrupt
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """One attempt's request, as it is on its way to a shard."""
+
+    shard: int
+    method: str
+    requests: tuple[Proto, ...]
+    run: Run
+    metadata: tuple[tuple[str, str | bytes], ...] = ()
+    known: Known = Known()  # noqa: RUF009 - it is immutable
+    """Of its shard, when it was sent."""
+
+    @property
+    def first(self) -> Any:
+        """Its first message, which has the header of a write."""
+        return self.requests[0]
+
+    @property
+    def session(self) -> tuple[int, bytes]:
+        """Epoch and opener of the session that it names."""
+        names = self.first.header if hasattr(self.first, "header") else self.first
+        return names.epoch, getattr(names, "opener", b"")
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a shard did: committed a message's change with a result, or refused it."""
+
+    message: Message
+    result: Any
+    """Of the operation, or the class of the error."""
+    alone: bool
+    """Whether no other message shared the commit."""
+    behind: bool
+    """Whether the shard lacks what the message's client was told of before."""
+
+    @property
+    def refused(self) -> bool:
+        return isinstance(self.result, type)
+
+
+Note = Callable[[Message, Any, bool], None]
+"""Is told of an event: message, result, alone."""
+
+
+@dataclass
+class Directory:
+    """A shard's, and the events that led to what it holds."""
+
+    storage: MemoryStorage = field(default_factory=MemoryStorage)
+    history: list[int] = field(default_factory=list)
+
+    def copy(self) -> Directory:
+        return Directory(self.storage.copy(), self.history[:])
+
+
+class Crash(BaseException):
+    """The shard dies; nobody catches it."""
+
+
+class CallFailed(grpc.RpcError):  # type: ignore[misc]
+    """As gRPC tells a client."""
+
+    def __init__(self, status: grpc.StatusCode, details: str, trailing: Sequence[tuple[str, str]] = ()) -> None:
+        self._status, self._details, self._trailing = status, details, tuple(trailing)
+
+    def code(self) -> grpc.StatusCode:
+        return self._status
+
+    def details(self) -> str:
+        return self._details
+
+    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+        return self._trailing
+
+
+class _Context:
+    """gRPC's context of a call."""
+
+    def __init__(self, metadata: Sequence[tuple[str, Any]]) -> None:
+        self._metadata = metadata
+        self._trailing: list[tuple[str, str]] = []
+
+    def invocation_metadata(self) -> Sequence[tuple[str, Any]]:
+        return self._metadata
+
+    def set_trailing_metadata(self, metadata: Sequence[tuple[str, str]]) -> None:
+        self._trailing = list(metadata)
+
+    def trailing_metadata(self) -> Sequence[tuple[str, str]]:
+        return self._trailing
+
+    def add_callback(self, callback: Callable[[], object]) -> bool:
+        return True
+
+    def abort(self, status: grpc.StatusCode, details: str) -> NoReturn:
+        raise CallFailed(status, details, self._trailing)
+
+
+class _CommittedWhenAsked(Promise[Any]):
+    """Committed when somebody waits for it."""
+
+    def __init__(self, commit: Callable[[], None]) -> None:
+        super().__init__()
+        self._commit = commit
+
+    def result(self, timeout: float | None = None) -> Any:
+        if not self.done():
+            self._commit()
+        return super().result(timeout)
+
+
+@functools.cache
+def _metrics(shard: int, num_shards: int) -> ShardMetrics:
+    return ShardMetrics(shard=shard, num_shards=num_shards, version="0")
+
+
+class Process:
+    """One shard's process, without gRPC: service and shard; takes the committer's place."""
+
+    def __init__(self, storage: MemoryStorage, shard: int, num_shards: int, note: Note) -> None:
+        self.shard = Shard(storage, shard=shard, num_shards=num_shards)
+        self.dying = False
+        """Whether the next commit ends it."""
+        self._storage, self._note = storage, note
+        self._arriving: deque[Message] = deque()
+        self._handling: list[Message] = []
+        self._group: list[tuple[Message, Operation]] = []
+        self._done: list[tuple[Message, Any]] = []
+        service = WeightServerService(self.shard, self, _metrics(shard, num_shards), Memory(64 << 20))  # type: ignore[arg-type]
+        registered: list[Any] = []
+        add_to_server(service, SimpleNamespace(add_generic_rpc_handlers=registered.extend))
+        self._registered = registered[0]
+
+    def call(self, message: Message, sharing: Sequence[Message] = ()) -> tuple[list[bytes], Sequence[tuple[str, str]]]:
+        """The serialized answers and the trailing metadata; `sharing` arrive in time for the same commit.
+
+        Raises:
+            CallFailed: the call ended with a status.
+        """
+        self._arriving = deque(sharing)
+        return self._call(message)
+
+    def _call(self, message: Message) -> tuple[list[bytes], Sequence[tuple[str, str]]]:
+        context = _Context(message.metadata)
+        details = SimpleNamespace(
+            method=f"/{pb.DESCRIPTOR.services_by_name['WeightServer'].full_name}/{message.method}",
+            invocation_metadata=message.metadata,
+        )
+        handler = self._registered.service(details)
+        behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary
+        requests = (handler.request_deserializer(request.SerializeToString()) for request in message.requests)
+        self._handling.append(message)
+        try:
+            answers = behaviour(requests if handler.request_streaming else next(requests), context)
+            answers = list(answers) if handler.response_streaming else [answers]
+        except CallFailed as refused:
+            error = ERROR_OF_STATUS.get(refused.code(), WeightServerError)
+            self._note(message, error, len(self._handling) == 1)
+            raise
+        finally:
+            self._handling.pop()
+        serialize = handler.response_serializer or bytes
+        return [serialize(answer) for answer in answers], context.trailing_metadata()
+
+    def submit(self, operation: Callable[[Batch], Any]) -> Promise[Any]:
+        """The committer's: further messages arrive before the commit."""
+        message, promise = self._handling[-1], _CommittedWhenAsked(self._commit)
+
+        def noted(batch: Batch) -> Any:
+            result = operation(batch)
+            self._done.append((message, result))
+            return result
+
+        self._group.append((message, (noted, promise)))
+        return promise
+
+    def _commit(self) -> None:
+        while self._arriving:
+            with contextlib.suppress(CallFailed):
+                self._call(self._arriving.popleft())
+        group, self._group = self._group, []
+        if group:
+            commit_group(self._transaction, [operation for _, operation in group])
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[Batch]:
+        self._done.clear()
+        landed = self._storage.num_landed
+        try:
+            with self.shard.batch() as batch:
+                yield batch
+                if self.dying:
+                    raise Crash
+        finally:
+            if self._storage.num_landed > landed:
+                for message, result in self._done:
+                    self._note(message, result, len(self._done) == 1)
+
+
+class MemoryCluster:
+    """Shards, the network before them, and the threads and the clock of their clients."""
+
+    def __init__(self, num_shards: int) -> None:
+        self.num_shards = num_shards
+        self.threads = Threads()
+        self.messages: list[Message] = []
+        """The last changes that were sent; any of them may arrive, for the first time or again."""
+        self.log: list[Event] = []
+        """What the shards did, in order."""
+        self.directories = [Directory() for _ in range(num_shards)]
+        self.known: dict[tuple[str, int], Known] = {}
+        """By client and shard."""
+        self.told_of_loss: set[str] = set()
+        """Clients that a shard has refused because it lacks what they know of it."""
+        self._num_events = 0
+        self._changes: set[int] = set()
+        self._now = 0.0
+        self._patches = pytest.MonkeyPatch()
+        self.processes = [self._process(shard) for shard in range(num_shards)]
+
+    @property
+    def addresses(self) -> list[str]:
+        return [f"127.0.0.1:{shard}" for shard in range(self.num_shards)]
+
+    def take_over(self) -> None:
+        """Clients that are made from now on reach these shards and no others."""
+        here, wait = threading.get_ident(), threading.Condition.wait
+
+        def wait_here(condition: threading.Condition, timeout: float | None = None) -> bool:
+            if threading.get_ident() != here or _run.get(None) is None:
+                return wait(condition, timeout)
+            return self.threads.wait_for(condition, timeout)
+
+        clock = SimpleNamespace(monotonic=lambda: self._now, sleep=self._sleep)
+        for module, name, value in (
+            (weightserver.connection, "open_channel", lambda address, _: _Channel(self, int(address.split(":")[1]))),
+            (weightserver.connection, "time", clock),
+            (weightserver.client, "ThreadPoolExecutor", lambda *_, **__: self.threads),
+            (threading.Condition, "wait", wait_here),
+        ):
+            self._patches.setattr(module, name, value)
+
+    def let_go(self) -> None:
+        self._patches.undo()
+
+    @contextlib.contextmanager
+    def running(self, run: Run) -> Iterator[None]:
+        """What clients do in here belongs to this run."""
+        token = _run.set(run)
+        try:
+            yield
+        finally:
+            _run.reset(token)
+
+    def restart(self, shard: int) -> None:
+        self.directories[shard].storage.restart()
+        self.processes[shard] = self._process(shard)
+
+    def replace(self, shard: int, directory: Directory) -> Directory:
+        """Puts another directory in the place of the shard's; returns that."""
+        before, self.directories[shard] = self.directories[shard], directory
+        self.restart(shard)
+        return before
+
+    def known_to(self, client: str) -> tuple[Known, ...]:
+        """Of each shard."""
+        return tuple(self.known.get((client, shard), Known()) for shard in range(self.num_shards))
+
+    def lacks(self, shard: int, number: int) -> bool:
+        """Whether the shard's directory does not descend from that event."""
+        return number != 0 and number not in self.directories[shard].history
+
+    def _process(self, shard: int) -> Process:
+        return Process(self.directories[shard].storage, shard, self.num_shards, self._note)
+
+    def _note(self, message: Message, result: Any, alone: bool) -> None:
+        self._num_events += 1
+        shard, refused = message.shard, isinstance(result, type)
+        behind = self.lacks(shard, message.known.event if refused else message.known.change)
+        self.log.append(Event(message, result, alone, behind))
+        if not refused:
+            self.directories[shard].history.append(self._num_events)
+            if result is True:
+                self._changes.add(self._num_events)
+
+    def _newest(self, shard: int) -> Known:
+        """What the shard's directory holds."""
+        history = self.directories[shard].history
+        return Known(max(history, default=0), max(self._changes.intersection(history), default=0))
+
+    def _tell(self, message: Message, newest: Known) -> None:
+        """A client hears an answer that was given when the shard was there."""
+        if self.lacks(message.shard, message.known.change):
+            message.run.unnoticed.append(message)
+        key = message.run.client, message.shard
+        self.known[key] = max(newest, self.known.get(key, Known()))
+
+    def _sleep(self, seconds: float) -> None:
+        self.threads.wait()
+        self._now += seconds
+
+    def attempt(self, message: Message) -> tuple[list[bytes], Sequence[tuple[str, str]]]:
+        """What a client hears of an attempt: the answer, or `CallFailed`."""
+        fate = message.run.next_fate()
+        if message.method not in READS:
+            self.messages = [*self.messages, message][-_MAX_MESSAGES:]
+        self.threads.wait()
+        try:
+            if fate not in (Fate.LOST, Fate.LATE):
+                answer = self.arrive(message, fate)
+                newest = self._newest(message.shard)
+        finally:
+            self.threads.wait()
+        if fate not in SILENT:
+            self._tell(message, newest)
+            return answer
+        if not message.run.patient:
+            self._now += RETRY_SECONDS
+        raise CallFailed(grpc.StatusCode.DEADLINE_EXCEEDED, "")
+
+    def arrive(
+        self, message: Message, fate: Fate = Fate.ANSWERED, sharing: Sequence[Message] = ()
+    ) -> tuple[list[bytes], Sequence[tuple[str, str]]]:
+        """A message reaches its shard, with others that share its commit."""
+        process, storage = self.processes[message.shard], self.directories[message.shard].storage
+        process.dying = fate is Fate.DIES_BEFORE
+        storage.fails = fate in (Fate.DISK_FAILS, Fate.DISK_FAILS_TOO_LATE)
+        storage.fails_too_late = fate is Fate.DISK_FAILS_TOO_LATE
+        try:
+            answer = process.call(message, sharing)
+        except Crash:
+            answer = [], ()
+        except CallFailed as refused:
+            if refused.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                message.run.refusals.append(ERROR_OF_STATUS.get(refused.code(), WeightServerError))
+            if refused.code() is grpc.StatusCode.DATA_LOSS:
+                self.told_of_loss.add(message.run.client)
+            raise
+        finally:
+            if fate not in (Fate.ANSWERED, Fate.UNHEARD):
+                self.restart(message.shard)
+        return answer
+
+
+class _Channel:
+    """gRPC's, to one shard."""
+
+    def __init__(self, cluster: MemoryCluster, shard: int) -> None:
+        self._cluster, self._shard = cluster, shard
+
+    def unary_unary(self, path: str, *, request_serializer: Any, response_deserializer: Any) -> Any:
+        return SimpleNamespace(
+            with_call=lambda request, **options: self._only(self._call(path, [request], response_deserializer, options))
+        )
+
+    def stream_unary(self, path: str, *, request_serializer: Any, response_deserializer: Any) -> Any:
+        return SimpleNamespace(
+            with_call=lambda requests, **options: self._only(self._call(path, requests, response_deserializer, options))
+        )
+
+    def unary_stream(self, path: str, *, request_serializer: Any, response_deserializer: Any) -> Any:
+        return lambda request, **options: self._call(path, [request], response_deserializer or bytes, options)
+
+    def close(self) -> None: ...
+
+    def _call(self, path: str, requests: Any, parse: Any, options: Any) -> _Answers:
+        method = path.rpartition("/")[2]
+        run = _run.get()
+        known = self._cluster.known.get((run.client, self._shard), Known())
+        message = Message(self._shard, method, tuple(requests), run, tuple(options["metadata"]), known)
+        answers, trailing = self._cluster.attempt(message)
+        return _Answers(map(parse, answers), trailing)
+
+    def _only(self, answers: _Answers) -> tuple[Any, _Answers]:
+        (answer,) = answers
+        return answer, answers
+
+
+class _Answers(list[Any]):
+    """A call whose answers are there."""
+
+    def __init__(self, answers: Iterable[Any], trailing: Sequence[tuple[str, str]]) -> None:
+        super().__init__(answers)
+        self._trailing = trailing
+
+    def trailing_metadata(self) -> Sequence[tuple[str, str]]:
+        return self._trailing
+
+    def cancel(self) -> None: ...
