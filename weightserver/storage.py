@@ -267,8 +267,8 @@ class LmdbStorage:
     Args:
         anew: begin an empty one where the data file of a directory that was served before is gone.
         must_exist: refuse a directory without data, which then stays as it is.
-        on_failure: told why, once, when LMDB can read and write no more: every call raises ShardUnavailableError from then on,
-            and whether the last write is there shows when the directory is opened again.
+        on_failure: told why, once, when LMDB can read and write no more: every call raises ShardUnavailableError from
+            then on, and whether the last write is there shows when the directory is opened again.
         scattered: blocks are read anywhere, after `prefetch`: without the readahead of whoever reads all.
         room_bytes: address space to keep behind the file's pages.
 
