@@ -445,6 +445,8 @@ class WeightClient:
         """Adds a writer to session `epoch`, that of shard 0."""
         self._one_identity(answers)
         opener = answers[0].opener
+        if not opener:
+            raise FencedError(f"session {epoch} was opened by nobody, as behind a restore: open a new one")
         request = pb.OpenSessionRequest(epoch=epoch, join=True, opener=opener)
         connections = self._connect()
         for connection in connections:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.helpers.failing_disk import FailingDisk
+from tests.helpers.failing_disk import META, FailingDisk
 from weightserver import LocalCluster, StorageError, TableSpec, WeightClient, WeightServerError
 from weightserver.connection import open_channel
 
@@ -53,14 +53,14 @@ def sums(client: WeightClient) -> set[float]:
     return set(-client.fetch_state(ROWS).weight.ravel())
 
 
-def calls_of_a_push(disk: FailingDisk, client: WeightClient, step: int) -> int:
-    """How many writes and syncs it takes; it ends with a meta page's."""
+def test_a_commit_ends_with_the_meta_page(disk: FailingDisk, client: WeightClient) -> None:
+    """What the tests below take for granted: pages, a sync, the meta page by a descriptor that syncs."""
     disk.watch()
-    push(client, step)
+    push(client, 0)
     calls = disk.calls()
     assert [call.is_meta for call in calls] == [False] * (len(calls) - 1) + [True], calls
-    assert {"fdatasync", "fsync"} & {call.name for call in calls}, calls
-    return len(calls)
+    assert len(calls) >= 3
+    assert calls[-2].name in ("fdatasync", "fsync"), calls
 
 
 def test_a_meta_page_that_cannot_be_written_ends_the_shard(
@@ -68,8 +68,8 @@ def test_a_meta_page_that_cannot_be_written_ends_the_shard(
 ) -> None:
     """LMDB refuses everything from then on; whether the write is there shows afterwards: here it has landed."""
     push(client, 0)
-    last = calls_of_a_push(disk, client, 1)
-    disk.fail(last, 2, errno.EIO, lands=True)  # and LMDB cannot put the old page back
+    push(client, 1)
+    disk.fail(META, 2, errno.EIO, lands=True)  # and LMDB cannot put the old page back
     with open_channel(cluster.addresses[0], None) as channel:
         health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
         assert next(health).status == health_pb2.HealthCheckResponse.SERVING
@@ -113,8 +113,7 @@ def test_errors_at_each_write_and_sync(
     push(client, next(steps))
     ends = 0
     for count in (1, 1000):
-        position = 1
-        while position <= calls_of_a_push(disk, client, step := next(steps)):
+        for position in itertools.chain([META], itertools.count(1)):
             step = next(steps)
             disk.fail(position, count, error, lands=lands)
             failed = False
@@ -123,8 +122,10 @@ def test_errors_at_each_write_and_sync(
             except WeightServerError:
                 failed = True
             faults = [call for call in disk.calls() if call.error]
-            assert faults, "nothing failed"
             disk.heal()
+            if not faults:  # it takes fewer calls
+                assert position > 3
+                break
             if any(call.is_meta for call in faults):
                 assert failed
                 assert cluster.processes[0].wait(10) == 1
@@ -136,5 +137,4 @@ def test_errors_at_each_write_and_sync(
                 assert sums(client) <= {step, step + 1}
                 push(client, step)
             assert sums(client) == {step + 1}, (position, faults)
-            position += 1
-    assert ends == 2
+    assert ends >= 2

@@ -121,12 +121,14 @@ class Inputs:
             if r.random() < 0.04 or (field.name == "header" and not first and r.random() < 0.9):
                 continue
             if field.is_repeated:
-                for _ in range(r.choice([0, 0, 1, 2, 2, 2])):
-                    getattr(message, field.name).append(r.choice(MARKS) if r.random() < 0.1 else f"{MARK}12")
+                for _ in range(r.choice([0, 0, 0, 1, 2, 2, 2, 2, 2])):
+                    getattr(message, field.name).append(r.choice(MARKS) if r.random() < 0.03 else f"{MARK}12")
             elif field.message_type is not None:
                 self._fill(getattr(message, field.name), first=first)
                 if field.name == "spec" and r.random() < 0.7:
                     message.spec.CopyFrom(spec_to_proto(r.choice([SPEC, SINGLE_RATE])))
+            elif isinstance(message, pb.ExtendTableRequest) and field.name == "num_rows" and r.random() < 0.5:
+                message.num_rows = SPEC.num_rows + r.choice([0, 1, 12])
             elif field.cpp_type == field.CPPTYPE_ENUM:
                 setattr(message, field.name, r.choice([*field.enum_type.values_by_number, 7]))
             elif field.cpp_type == field.CPPTYPE_BOOL:
@@ -164,7 +166,7 @@ class Inputs:
         r = self._random
         if r.random() < 0.08:
             return r.randbytes(r.choice([0, 1, 8, 15, 16, 100]))
-        if name == "opener" and r.random() < 0.7:
+        if name == "opener" and r.random() < 0.85:
             return self.opener
         if name in ("writer", "opener", "identity", "keep_writer", "change"):
             return bytes([r.randrange(3)]) * 16
