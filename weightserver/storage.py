@@ -46,7 +46,7 @@ import lmdb.verify
 import numpy as np
 
 from weightserver.errors import MapGrownError, ShardUnavailableError, StorageError
-from weightserver.files import PRIVATE_DIRECTORY, PRIVATE_FILE, make_private, sync
+from weightserver.files import PRIVATE_DIRECTORY, PRIVATE_FILE, make_directory, make_private, sync
 from weightserver.page_cache import begin_reading, is_cached, open_scattered
 from weightserver.tombstone import require_current
 
@@ -307,7 +307,7 @@ class LmdbStorage:
             else:
                 if must_exist and not holds_data(directory):
                     raise StorageError(_missing(directory))
-                directory.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+                make_directory(directory, mode=PRIVATE_DIRECTORY)
                 files = [directory / name for name in ("data.mdb", "lock.mdb", "owner.lock")]
                 if (changed := make_private(directory, *files)) and holds_data(directory):
                     _log.warning(

@@ -356,7 +356,7 @@ def test_a_backup_killed_before_anything_is_there_begins_anew(
 ) -> None:
     make_table(client)
     arguments = ["backup", *cluster.addresses, "--output", tmp_path / "backup"]
-    dies("weightserver.files:sync", 1, *arguments)
+    dies("weightserver.files:sync", 2, *arguments)
     assert not (tmp_path / "backup/unfinished.json").exists()
     assert weightserver(*arguments)[0] == 0
     assert not list((tmp_path / "backup").glob("*.partial"))
@@ -1002,12 +1002,12 @@ COPY, TOMBSTONE, RENAME = "weightserver.compact:write_synced", "pathlib:Path.sym
     [
         pytest.param("weightserver.storage:LmdbStorage.copy", 1, marks=pytest.mark.guard),
         pytest.param(COPY, 1, marks=pytest.mark.guard),
-        pytest.param("weightserver.compact:sync", 1, marks=pytest.mark.guard),
+        pytest.param("weightserver.files:sync", 1, marks=pytest.mark.guard),
         (TOMBSTONE, 1),
         pytest.param("weightserver.tombstone:sync", 1, marks=pytest.mark.guard),
         pytest.param("weightserver.compact:leave_tombstone", 1, marks=pytest.mark.guard),
         pytest.param(RENAME, 1, marks=pytest.mark.guard),
-        pytest.param("weightserver.compact:sync", 4, marks=pytest.mark.guard),
+        pytest.param("weightserver.compact:sync", 2, marks=pytest.mark.guard),
     ],
 )
 def test_a_killed_compact_and_a_supervisor_lose_no_write(
