@@ -189,7 +189,7 @@ class WeightServerService:
             if self._shard.commit_schedule(batch, change, digest=request.schedule, epoch=request.epoch):
                 done = "committed"
         elif request.phase == pb.SCHEDULE_PHASE_GIVE_UP:
-            if self._shard.give_up_schedule(batch, change, version=request.version):
+            if self._shard.give_up_schedule(batch, change):
                 done = "given up"
         else:
             raise InvalidRequestError(f"phase {request.phase} is unknown: is the client of the same version?")

@@ -603,13 +603,13 @@ class Shard:
         batch.after_commit.append(lambda: schedule.extend(pending.first_step, rates))
         return True
 
-    def give_up_schedule(self, batch: Batch, change: str, *, version: int) -> bool:
-        """Forgets a prepared change; parts of it that come later are refused. False where the shard has another one."""
-        pending = batch.schedule.pending
-        if pending is not None and pending.change == change:
-            batch.schedule = batch.schedule.given_up(batch.txn)
-        elif pending is not None or version != batch.state.schedule_version:
+    def give_up_schedule(self, batch: Batch, change: str) -> bool:
+        """Forgets a prepared change, also before it has come: by the next version its parts are refused. False where
+        another one is pending, or that one was given up just before."""
+        before = batch.schedule
+        if before.given_up == change or (before.pending is not None and before.pending.change != change):
             return False
+        batch.schedule = before.without_pending(batch.txn, change)
         batch.state = replace(batch.state, schedule_version=batch.state.schedule_version + 1)
         return True
 

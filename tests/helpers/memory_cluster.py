@@ -34,7 +34,8 @@ from weightserver.overload import Memory
 from weightserver.service import WeightServerService, add_to_server
 from weightserver.shard import Batch, Shard
 
-RETRY_SECONDS = 300.0
+RETRY_SECONDS = 5.0
+"""Of the clients; on their own clock."""
 READS = ("Describe", "Fetch", "ReadBlocks", "ReadSchedule")
 _MAX_MESSAGES = 40
 

@@ -24,6 +24,11 @@ class MemoryStorage:
         """Transactions that will be there at the next start."""
         self._broken = False
 
+    @property
+    def contents(self) -> dict[str, dict[object, bytes]]:
+        """What the next start finds."""
+        return self._on_disk.databases
+
     def copy(self) -> MemoryStorage:
         """The directory as it is on the disk."""
         copied = MemoryStorage()

@@ -414,8 +414,8 @@ def test_serve_refuses_what_it_cannot_serve(cluster: LocalCluster, tmp_path: Pat
     )  # fmt: skip
     metrics_port = cluster.metrics_addresses[0].rpartition(":")[2]
     assert_fails(
-        f"cannot serve metrics on port {metrics_port}", "serve", "--data-dir", tmp_path / "d", *free, "--metrics-port",
-        metrics_port,
+        f"cannot serve metrics on port {metrics_port}", "serve", "--init", "--data-dir", tmp_path / "d", *free,
+        "--metrics-port", metrics_port,
     )  # fmt: skip
     for option, value, message in (
         *(("--grace-seconds", value, r"--grace-seconds must lie in 0\.\.3600, got") for value in ("nan", "1e18", "-1")),
@@ -442,7 +442,13 @@ def test_serve_refuses_the_data_of_another_shard(tmp_path: Path) -> None:
             identity = {"format": 1, "shard": 0, "num_shards": 2}
             txn.put(b"identity", json.dumps(identity).encode(), db=meta)
     assert_fails(
-        "has format 1, this version reads 2: use the version", "serve", "--data-dir", data, "--num-shards", "2", *free
+        "has format 1, this version reads 2 to 3: use the version",
+        "serve",
+        "--data-dir",
+        data,
+        "--num-shards",
+        "2",
+        *free,
     )
 
 

@@ -182,12 +182,11 @@ def test_directories_made_otherwise_have_the_same_digest(
     for shard, directory in enumerate(restored):
         restore(tmp_path / "backup", directory, shard=shard)
     reshard(restored, resharded := [tmp_path / f"resharded-{shard}" for shard in range(3)])
-    compact(resharded[0], compacted := tmp_path / "compacted")
-    for directories in (restored, resharded, [compacted, *resharded[1:]]):
-        for shard, directory in enumerate(directories):
-            with closing(LmdbStorage(directory)) as storage:
-                made = Shard(storage, shard=shard, num_shards=len(directories))
-                assert made.schedule.digest == ScheduleHash(NEW).digest
+    compact(resharded[2], compacted := tmp_path / "compacted")
+    for shard, directory in (*enumerate(restored), *enumerate([*resharded[:2], compacted])):
+        num_shards = 2 if directory in restored else 3
+        with closing(LmdbStorage(directory)) as storage:
+            assert Shard(storage, shard=shard, num_shards=num_shards).schedule.digest == ScheduleHash(NEW).digest
 
 
 # ---- beside others
@@ -349,6 +348,40 @@ def test_a_client_that_is_interrupted_in_between(
     client.extend_schedule(CHANGED_AT, NEW[CHANGED_AT:])
     assert_have(cluster, NEW)
     assert_goes_on(client, NEW)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_change_that_is_given_up_while_its_caller_lives(
+    late: int, client: WeightClient, cluster: LocalCluster
+) -> None:
+    """One shard was prepared; the caller is slow with the other, and finds then that the change was given up."""
+    prepare(client)
+    answers, change = descriptions(cluster), bytes(16)
+
+    def call(shard: int, phase: pb.SchedulePhase, **fields: Any) -> pb.ExtendScheduleResponse:
+        request = pb.ExtendScheduleRequest(phase=phase, change=change, **fields)
+        answer: pb.ExtendScheduleResponse = client.call_shard(shard, "ExtendSchedule", request)
+        return answer
+
+    def prepare_on(shard: int) -> pb.ExtendScheduleResponse:
+        rates, version = NEW[CHANGED_AT:].tobytes(), answers[shard].schedule_version
+        return call(
+            shard, pb.SCHEDULE_PHASE_PREPARE, start_step=CHANGED_AT, learning_rates=rates, version=version, last=True
+        )
+
+    first = prepare_on(1 - late)
+    with WeightClient(cluster.addresses) as other:
+        other.extend_schedule(0, OLD[:1])
+    if late == 0:
+        with pytest.raises(FencedError, match="changed by another call"):
+            prepare_on(late)
+    else:
+        prepare_on(late)
+    with pytest.raises(FencedError, match="given up by another call"):
+        call(0, pb.SCHEDULE_PHASE_COMMIT, schedule=first.schedule)
+    client.extend_schedule(0, OLD[:1])
+    assert_have(cluster, OLD)
+    assert_goes_on(client, OLD)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_a_resumed_run_of_before_trains_as_it_did(tmp_path: Path) -> None:
     assert losses(run.output) == before
 
 
-@pytest.mark.parametrize("rows", ["resident", "remote"])
+@pytest.mark.parametrize("rows", ["resident", pytest.param("remote", marks=pytest.mark.guard)])
 def test_a_run_that_version_0_1_wrote_is_resumed(rows: str, tmp_path: Path) -> None:
     """Killed behind its third checkpoint, with its servers: to the end that it would have had under version 0.1."""
     with tarfile.open(GOLDEN / "version_0.1" / "run.tar.xz") as archive:

@@ -87,9 +87,8 @@ class Served:
     def commit(self, change: str = CHANGE, schedule: int = digest(NEW)) -> object:
         return self.do(lambda batch: self.shard.commit_schedule(batch, change, digest=schedule))
 
-    def give_up(self, change: str = CHANGE, *, version: int | None = None) -> object:
-        version = self.version if version is None else version
-        return self.do(lambda batch: self.shard.give_up_schedule(batch, change, version=version))
+    def give_up(self, change: str = CHANGE) -> object:
+        return self.do(lambda batch: self.shard.give_up_schedule(batch, change))
 
     def header(self, step: int, schedule: int) -> WriteHeader:
         self.sequence += 1
@@ -211,7 +210,7 @@ def test_what_is_given_up_leaves_nothing(served: Served, restarted: bool) -> Non
     assert served.give_up(OTHER) is False, "another change"
     assert served.shard.schedule.pending is not None
     assert served.give_up() is True
-    assert served.give_up(version=version) is False, "again"
+    assert served.give_up() is False, "again"
     for late in (lambda: served.prepare(version=version), served.commit):
         with pytest.raises(FencedError, match=r"call extend_schedule\(\) again if"):
             late()
@@ -225,9 +224,11 @@ def test_what_is_given_up_leaves_nothing(served: Served, restarted: bool) -> Non
 def test_a_change_that_was_given_up_before_it_came_is_refused(served: Served) -> None:
     version = served.version
     assert served.give_up() is True
+    assert served.give_up() is False
     with pytest.raises(FencedError, match="changed by another call"):
         served.prepare(version=version)
     assert served.shard.schedule.pending is None
+    assert served.version == version + 1
 
 
 def test_what_is_there_already_leaves_nothing(served: Served) -> None:

@@ -38,18 +38,31 @@ from hypothesis.stateful import (
 import weightserver.exactly_once
 import weightserver.session
 from tests.helpers.histories import Call
-from tests.helpers.memory_cluster import Directory, Event, Fate, Known, MemoryCluster, Message, Run
+from tests.helpers.memory_cluster import (
+    RETRY_SECONDS,
+    CallFailed,
+    Directory,
+    Event,
+    Fate,
+    Known,
+    MemoryCluster,
+    Message,
+    Run,
+)
 from tests.helpers.sequential_model import TOLERANCE, Model, State, operations_of
 from weightserver import TableSpec, WeightClient
+from weightserver._generated import weight_server_pb2 as pb
 from weightserver.errors import (
     ClusterError,
     DataLossError,
     FencedError,
     InvalidRequestError,
     NoTableError,
+    OverloadedError,
     ShardUnavailableError,
     StepError,
     StorageError,
+    TableMismatchError,
     WeightServerError,
 )
 from weightserver.sharding import Sharding
@@ -60,9 +73,12 @@ MAX_ROWS = 13
 """Of a table that grew."""
 HORIZON = 12
 RATES = np.linspace(0.4, 0.05, HORIZON, dtype=np.float32)
+MAX_HORIZON = 16
 WINDOW, MAX_FAILED = 16, 4
 """Instead of 1,024 and 64, so that schedules reach them."""
 NUM_WRITERS = 3
+ELSEWHERE = 10**9
+"""Number of an event that no shard of the cluster descends from."""
 NAMES = "abc"
 
 WRITES = {"PushGradients": "push_gradients", "WriteState": "write_state"}
@@ -111,8 +127,11 @@ releases = st.builds(Action, st.just("release"), name=st.sampled_from(NAMES))
 rollbacks = st.builds(Action, st.just("rollback"), number=picks)
 openings = st.builds(Action, st.sampled_from(["open_session", "open_session", "join_session", "force_session"]))
 extensions = st.builds(Action, st.just("extend_table"), number=st.integers(SPEC.num_rows, MAX_ROWS))
+schedules = st.builds(Action, st.just("extend_schedule"), step=st.integers(0, 2), number=st.integers(1, 3))
 reads = st.builds(Action, st.just("fetch"), some_rows, st.integers(-1, HORIZON), st.sampled_from(["", "", *NAMES]))
-actions = st.one_of(pushes, pushes, writes, repetitions, checkpoints, releases, rollbacks, openings, extensions)
+actions = st.one_of(
+    pushes, pushes, writes, repetitions, checkpoints, releases, rollbacks, openings, extensions, schedules
+)
 
 
 # ---- what must be
@@ -131,6 +150,10 @@ class ShardModel:
     """Calls that must not be applied any more."""
     taken: Mapping[str, tuple[int, bytes]] = field(default_factory=dict)
     """Step and identity of its checkpoints."""
+    rates: tuple[float, ...] = tuple(RATES.tolist())
+    """Its learning rates."""
+    pending: tuple[bytes, tuple[float, ...]] | None = None
+    """A change of them that was prepared, and what they will be."""
     peers: tuple[Known, ...] = ()
     """What it was told last that the shards hold."""
 
@@ -143,6 +166,26 @@ class ShardModel:
         """Whether rows were written."""
         then, now = self.state.checkpoints[checkpoint], self.state.rows
         return any(then[row][3:] != now[row][3:] for row in now)
+
+
+@functools.cache
+def another_cluster() -> list[Directory]:
+    """Directories of a table of the same spec, in a session of the same number."""
+    cluster = MemoryCluster(NUM_SHARDS)
+    cluster.take_over()
+    client = WeightClient(cluster.addresses)
+    with cluster.running(Run()):
+        client.create_table(SPEC)
+        client.extend_schedule(0, RATES)
+        client.open_session("run")
+        client.push_gradients([0, 2], np.ones((2, SPEC.dim), np.float32), step=0)
+    cluster.let_go()
+    return cluster.directories
+
+
+@functools.cache
+def model_of(rates: tuple[float, ...]) -> Model:
+    return Model(SPEC, rates)
 
 
 @dataclass
@@ -180,13 +223,15 @@ class Made:
 class Machine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
+        another_cluster()
         self.cluster = MemoryCluster(NUM_SHARDS)
         self.cluster.take_over()
-        self.model = Model(SPEC, RATES)
         self.shards = [self.new_shard(shard) for shard in range(NUM_SHARDS)]
-        self.num_calls = 0
+        self.num_calls = self.num_writers = self.num_schedules = 0
         self.writers: list[Writer] = []
         self.changed = set(range(NUM_SHARDS))
+        self.is_anything_lost = False
+        self.wrong: int | None = None
         self.copies: list[tuple[int, Directory, ShardModel]] = []
         writer = self.new_writer()
         with self.cluster.running(Run()):
@@ -200,11 +245,13 @@ class Machine(RuleBasedStateMachine):
             self.cluster.let_go()
 
     def new_shard(self, shard: int) -> ShardModel:
-        return ShardModel(self.model.initial(self.rows_of(shard, 0, SPEC.num_rows)), SPEC.num_rows)
+        rows = self.rows_of(shard, 0, SPEC.num_rows)
+        return ShardModel(model_of(ShardModel.rates).initial(rows), SPEC.num_rows)
 
     def new_writer(self) -> Writer:
-        client = WeightClient(self.cluster.addresses, timeout_seconds=1)
-        self.writers.append(Writer(f"writer {len(self.writers)}", client))
+        client = WeightClient(self.cluster.addresses, timeout_seconds=1, retry_seconds=RETRY_SECONDS)
+        self.num_writers += 1
+        self.writers.append(Writer(f"writer {self.num_writers}", client))
         return self.writers[-1]
 
     def rows_of(self, shard: int, first: int, last: int) -> list[int]:
@@ -236,7 +283,7 @@ class Machine(RuleBasedStateMachine):
     def change_checkpoints(self, which: int, action: Action, plan: Plan) -> None:
         self.perform(self.writer(which), action, plan)
 
-    @rule(which=picks, action=st.one_of(openings, extensions), plan=plans)
+    @rule(which=picks, action=st.one_of(openings, extensions, schedules, schedules), plan=plans)
     def change_the_table(self, which: int, action: Action, plan: Plan) -> None:
         self.perform(self.writer(which), action, plan)
 
@@ -281,11 +328,38 @@ class Machine(RuleBasedStateMachine):
     def put_a_copy_back(self, which: int) -> None:
         """What was written since is lost, and must not be lost on those who know of it."""
         shard, directory, model = self.copies[which % len(self.copies)]
+        self.is_anything_lost |= directory.history != self.cluster.directories[shard].history
         self.cluster.replace(shard, directory.copy())
         self.shards[shard] = replace(model)
         self.changed.add(shard)
         for writer in self.writers:
             writer.num_moved += 1
+
+    @rule(
+        shard=st.integers(0, NUM_SHARDS - 1),
+        kind=st.sampled_from(["empty", "another cluster's"]),
+        calls=st.lists(st.tuples(picks, actions, plans), min_size=1, max_size=4),
+    )
+    def serve_a_wrong_directory(self, shard: int, kind: str, calls: list[tuple[int, Action, Plan]]) -> None:
+        """For a while. Nobody changes it, and nobody is told that it holds or did what it does not."""
+        self.threads_go_on()
+        wrong = Directory() if kind == "empty" else another_cluster()[shard].copy()
+        wrong.history = [ELSEWHERE]
+        right, self.wrong = self.cluster.replace(shard, wrong), shard
+        before = wrong.storage.contents
+        self.new_writer()
+        for which, action, plan in calls:
+            self.perform(self.writer(which), action, plan)
+        self.threads_go_on()
+        for message in self.cluster.messages:
+            with contextlib.suppress(CallFailed), self.cluster.running(Run()):
+                if message.shard == shard:
+                    self.cluster.arrive(message)
+        self.catch_up()
+        assert wrong.storage.contents == before
+        self.cluster.replace(shard, right)
+        self.writers.pop()
+        self.wrong = None
 
     @precondition(lambda self: self.cluster.threads.ready)
     @rule()
@@ -360,6 +434,12 @@ class Machine(RuleBasedStateMachine):
                 return self.make(writer, client.open_session, name="run")
             case "force_session":
                 return self.make(writer, client.open_session, name="run", force=True)
+            case "extend_schedule":
+                used = max(process.shard.state.clock for process in self.cluster.processes)
+                start = min(used + action.step, *(len(shard.rates) for shard in self.shards))
+                rate = np.float32(0.05 + self.num_calls % 8 / 20)
+                rates = np.full(min(action.number, MAX_HORIZON - start), rate, np.float32)
+                return self.make(writer, client.extend_schedule, start_step=start, learning_rates=rates)
             case "extend_table":
                 most = max(self.num_rows, action.number)
                 return self.make(writer, client.extend_table, num_rows=most)
@@ -407,6 +487,9 @@ class Machine(RuleBasedStateMachine):
     def check_done(self, made: Made, answer: Any, *, beside: bool) -> None:
         """The call has returned."""
         call = made.call
+        if self.wrong is not None:
+            needed = map(self.shard_of, call.arguments["rows"]) if "rows" in call.arguments else range(NUM_SHARDS)
+            assert self.wrong not in needed, (call, "did without the directory that it needed")
         if call.kind == "open_session":
             made.writer.num_moved += "join" in call.arguments and made.writer.epoch != answer
             made.writer.epoch = answer
@@ -420,6 +503,11 @@ class Machine(RuleBasedStateMachine):
                 call.result = vars(answer)
                 for shard in range(NUM_SHARDS):
                     assert self.explained(shard, call, "done") is not None, (call, answer, self.shards[shard])
+        elif call.kind == "extend_schedule":
+            start, rates = call.arguments["start_step"], call.arguments["learning_rates"]
+            for shard in () if beside else self.shards:
+                assert list(shard.rates[start : start + len(rates)]) == rates.tolist(), (call, self.shards)
+                assert shard.rates == self.shards[0].rates or self.is_anything_lost, (call, self.shards)
         elif call.kind == "extend_table":
             assert self.num_rows >= call.arguments["num_rows"]
         else:
@@ -431,11 +519,17 @@ class Machine(RuleBasedStateMachine):
         call, writer = made.call, made.writer
         if isinstance(error, KeyboardInterrupt):
             return run.interrupt is not None
+        if self.wrong is not None and isinstance(error, (ClusterError, DataLossError, NoTableError, StepError)):
+            return True
         if type(error) in run.refusals:  # `check_refusal` says whether the shard should have
             return True
         match error:
             case ValueError():
                 return call.arguments.get("num_rows", MAX_ROWS) < max(shard.num_rows for shard in self.shards)
+            case OverloadedError():
+                return beside or any(shard.pending for shard in self.shards)
+            case TableMismatchError():
+                return self.schedules_differ
             case ShardUnavailableError():
                 return run.silent and not run.patient
             case DataLossError():
@@ -452,8 +546,8 @@ class Machine(RuleBasedStateMachine):
                 others = writer.num_running or self.cluster.threads.ready
                 return call.kind == "rollback" and bool(others)
             case ClusterError():
-                half_extended = len({shard.num_rows for shard in self.shards}) > 1
-                return writer.rolling_back or beside or half_extended or self.is_forgotten(made)
+                differ = len({(shard.num_rows, shard.rates) for shard in self.shards}) > 1
+                return writer.rolling_back or beside or differ or self.is_forgotten(made)
         return False
 
     def knows_of_loss(self, writer: Writer) -> bool:
@@ -461,6 +555,11 @@ class Machine(RuleBasedStateMachine):
         return writer.name in self.cluster.told_of_loss or any(
             self.cluster.lacks(shard, known.event) for shard, known in enumerate(self.cluster.known_to(writer.name))
         )
+
+    @property
+    def schedules_differ(self) -> bool:
+        """Whether learning rates were ever changed, or a change is under way: clients may know others."""
+        return self.num_schedules > 0
 
     def is_forgotten(self, made: Made) -> bool:
         """Whether its client may have lost sight of a call that failed."""
@@ -484,7 +583,9 @@ class Machine(RuleBasedStateMachine):
             self.changed.add(event.message.shard)
             if event.message.run.call is None:
                 continue
-            if event.refused:
+            if event.message.shard == self.wrong:
+                assert event.refused, (event.message, "changed a wrong directory")
+            elif event.refused:
                 if event.alone:
                     self.check_refusal(event)
             else:
@@ -505,7 +606,9 @@ class Machine(RuleBasedStateMachine):
         elif message.method == "ExtendTable":
             if event.result:
                 more = self.rows_of(number, shard.num_rows, message.first.num_rows)
-                shard.state, shard.num_rows = self.model.extended(shard.state, more), message.first.num_rows
+                shard.state, shard.num_rows = model_of(shard.rates).extended(shard.state, more), message.first.num_rows
+        elif message.method == "ExtendSchedule":
+            self.change_schedule(shard, message.first, *event.result)
         elif event.result:  # else the shard says that it has done this before
             call = made.call
             assert call.number not in shard.applied, (call, f"counts twice on shard {number}")
@@ -514,6 +617,8 @@ class Machine(RuleBasedStateMachine):
             assert message.session == shard.session, (message, "is not of this session")
             done = self.explained(number, call, "done")
             assert done is not None, (call, f"was taken by shard {number}")
+            if message.method in WRITES:
+                self.check_rates(message)
             shard.state = done
             shard.applied |= {call.number}
             shard.given_up |= made.gives_up
@@ -523,6 +628,30 @@ class Machine(RuleBasedStateMachine):
                 shard.taken = {**shard.taken, call.arguments["name"]: (call.arguments["step"], message.first.identity)}
             shard.taken = {name: shard.taken[name] for name in done.checkpoints}
             self.no_version_is_kept_in_vain(message)
+
+    def change_schedule(
+        self, shard: ShardModel, request: pb.ExtendScheduleRequest, done: str, answer: pb.ExtendScheduleResponse
+    ) -> None:
+        """Rewriting learning rates takes no effect before all shards are prepared, and shard 0 has decided."""
+        if request.phase == pb.SCHEDULE_PHASE_PREPARE and answer.pending:
+            start, rates = request.start_step, np.frombuffer(request.learning_rates, "<f4").tolist()
+            shard.pending = request.change, (*shard.rates[:start], *rates, *shard.rates[start + len(rates) :])
+        elif done == "committed":
+            assert shard.pending is not None
+            change, rates = shard.pending
+            assert change == request.change
+            shard.rates, shard.pending = rates, None
+            self.num_schedules += 1
+        elif done == "given up" and shard.pending is not None:
+            assert shard.pending[0] == request.change
+            shard.pending = None
+
+    def check_rates(self, message: Message) -> None:
+        """No shard that could do so now uses other learning rates than those that this write was applied by."""
+        shard, num_steps = self.shards[message.shard], message.first.header.step + (message.method == "PushGradients")
+        for other in self.shards:
+            if other.pending is None and not self.is_anything_lost:
+                assert other.rates[:num_steps] == shard.rates[:num_steps], (message, self.shards)
 
     def check_refusal(self, event: Event) -> None:
         """Whether the shard had to."""
@@ -548,6 +677,12 @@ class Machine(RuleBasedStateMachine):
             had_to = (
                 message.first.name not in shard.taken or shard.taken[message.first.name][1] != message.first.identity
             )
+        elif error is OverloadedError:
+            had_to = shard.pending is not None
+        elif error is TableMismatchError and message.method == "ExtendSchedule":
+            had_to = message.first.start_step < max(2, *(row.last_step for row in shard.state.rows.values()))
+        elif error is TableMismatchError:
+            had_to = self.schedules_differ
         elif error is StepError:
             had_to = self.explained(message.shard, call, error.__name__) is not None
         else:
@@ -560,7 +695,7 @@ class Machine(RuleBasedStateMachine):
         told = replace(call, epoch=model.state.epoch, outcome=outcome, message=f"shard {shard} at")
         state: State | None = model.state
         for operation in operations_of(told, shard, frozenset(model.state.rows)):
-            state = self.model.apply(model.state, operation)
+            state = model_of(model.rates).apply(model.state, operation)
         return state
 
     def no_version_is_kept_in_vain(self, message: Message) -> None:
