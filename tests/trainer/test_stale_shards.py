@@ -121,9 +121,9 @@ def test_an_older_copy_under_a_run_ends_it(
         config = run(tmp_path / "run", servers=",".join(cluster.addresses), rows=rows)
         with pytest.raises(DataLossError, match=r"shard 1 at .* lacks what it had acknowledged: .* put the newest"):
             train(config, on_step=on_step)
-        assert len(losses(config.output)) <= 30, "it ended soon"
+        assert len(losses(config.output)) <= 2 * EVERY, "by the next checkpoint at the latest"
         files = config.output / "checkpoints"
-        assert saved_steps(files)[-1] == EVERY * (len(losses(config.output)) // EVERY), "with none of the loss"
+        assert saved_steps(files)[-1] == EVERY, "of nothing that was lost"
         with pytest.raises(
             DataLossError, match=r"lacks what it had acknowledged: .*, or give --resume-step 0, the newest"
         ):
