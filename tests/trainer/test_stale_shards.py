@@ -121,9 +121,9 @@ def test_an_older_copy_under_a_run_ends_it(
         config = run(tmp_path / "run", servers=",".join(cluster.addresses), rows=rows)
         with pytest.raises(DataLossError, match=r"shard 1 at .* lacks what it had acknowledged: .* put the newest"):
             train(config, on_step=on_step)
-        assert len(losses(config.output)) <= 30, "it ended soon"
+        assert len(losses(config.output)) <= 2 * EVERY, "by the next checkpoint at the latest"
         files = config.output / "checkpoints"
-        assert saved_steps(files)[-1] == EVERY * (len(losses(config.output)) // EVERY), "with none of the loss"
+        assert saved_steps(files)[-1] == EVERY, "of nothing that was lost"
         with pytest.raises(
             DataLossError, match=r"lacks what it had acknowledged: .*, or give --resume-step 0, the newest"
         ):
@@ -167,6 +167,7 @@ def resumed(root: Path, servers: Path, **changes: Any) -> Path:
     return output
 
 
+@pytest.mark.guard
 def test_an_older_copy_between_two_runs_is_refused(
     stopped: Path, undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,14 +240,8 @@ def files_of_0_1(root: Path, servers: Path) -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        restored,
-        *(pytest.param(made, marks=pytest.mark.guard) for made in (copied_since, one_restored, other_blocks)),
-        *(pytest.param(made, marks=pytest.mark.guard) for made in (more_shards, files_of_0_1)),
-    ],
-)
+@pytest.mark.guard
+@pytest.mark.parametrize("made", [copied_since, restored, one_restored, other_blocks, more_shards, files_of_0_1])
 def test_what_holds_the_checkpoint_is_gone_on_with(
     made: Callable[[Path, Path], dict[str, Any]], stopped: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
