@@ -6,6 +6,7 @@ import errno
 import itertools
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.helpers.failing_disk import META, FailingDisk
-from weightserver import LocalCluster, StorageError, TableSpec, WeightClient, WeightServerError
+from weightserver import LocalCluster, ShardUnavailableError, StorageError, TableSpec, WeightClient, WeightServerError
 from weightserver.connection import open_channel
 
 SPEC = TableSpec(num_rows=60, dim=8, rows_per_block=10, momentum=0.0, weight_decay=0.0, init_std=0.0)
@@ -73,20 +74,36 @@ def test_a_meta_page_that_cannot_be_written_ends_the_shard(
     with open_channel(cluster.addresses[0], None) as channel:
         health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
         assert next(health).status == health_pb2.HealthCheckResponse.SERVING
-        with pytest.raises(StorageError, match=r"LMDB cannot go on after an error of its file .*: the shard ends, and"):
-            push(client, 2)
-        assert next(health).status == health_pb2.HealthCheckResponse.NOT_SERVING
-    assert cluster.processes[0].wait(10) == 1
+        with WeightClient(cluster.addresses, retry_seconds=60) as patient, ThreadPoolExecutor(1) as pool:
+            patient.open_session("run", join=1)
+            waiting = pool.submit(push, patient, 2)
+            assert next(health).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert cluster.processes[0].wait(10) == 1
+            disk.heal()
+            cluster.restart(0)
+            waiting.result(60)  # the same call went on, under the same number
     log = (tmp_path / "servers/shard-0.log").read_text()
-    assert re.fullmatch("weightserver serve: .*: LMDB cannot go on after .*", log.splitlines()[-1]), log
+    assert re.search("^weightserver serve: .*: LMDB cannot go on after .*$", log, re.MULTILINE), log
     assert "Traceback" not in log
-    disk.heal()
-    cluster.restart(0)
-    assert sums(client) == {3}
-    push(client, 2)  # repeated under the same number
     assert sums(client) == {3}
     push(client, 3)
     assert sums(client) == {4}
+
+
+def test_a_write_whose_page_landed_is_repeated_once(
+    disk: FailingDisk, cluster: LocalCluster, client: WeightClient
+) -> None:
+    """By whoever did not wait for the shard's next start."""
+    push(client, 0)
+    push(client, 1)
+    disk.fail(META, 2, errno.EIO, lands=True)
+    with pytest.raises(ShardUnavailableError, match=r"did not answer"):
+        push(client, 2)
+    assert cluster.processes[0].wait(10) == 1
+    disk.heal()
+    cluster.restart(0)
+    push(client, 2)
+    assert sums(client) == {3}
 
 
 def test_a_full_disk_refuses_writes_and_goes_on_reading(
