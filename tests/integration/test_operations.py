@@ -1111,6 +1111,8 @@ def test_the_tombstone_is_durable_before_the_copy_counts(
         "replace new/shard/data.mdb",
         "fsync new/shard",
     ]
+    with pytest.raises(StorageError, match=f"was compacted to {target}: serve that copy"):
+        LmdbStorage(source)
 
 
 @pytest.mark.guard

@@ -18,7 +18,7 @@ import pytest
 
 from tests.helpers.small_run import EVERY, ONLY_ROWS, losses, small_run
 from trainer import checkpoint, demo
-from trainer.checkpoint import saved_steps
+from trainer.checkpoint import saved_steps, step_to_resume
 from trainer.config import TrainConfig
 from trainer.loop import train
 from trainer.runs import read_config
@@ -123,6 +123,18 @@ def test_steps_that_cannot_be_gone_on_from(changes: dict[str, Any], message: str
     with pytest.raises(ValueError, match=message):
         train(run(stale, **{"resume": True} | changes))
     assert contents(stale) == before
+
+
+def test_a_checkpoint_taken_anew_is_not_the_files(ended: Path, tmp_path: Path) -> None:
+    """It has the name and the step, and other rows."""
+    output, name = shutil.copytree(ended, tmp_path / "run"), f"step-{2 * EVERY:012d}"
+    with LocalCluster(2, output / "servers") as cluster, WeightClient(cluster.addresses) as client:
+        client.open_session("operator")
+        assert step_to_resume(output / "checkpoints", client, 2 * EVERY) == 2 * EVERY
+        client.release(name)
+        client.checkpoint(name, step=2 * EVERY)
+        with pytest.raises(ValueError, match=r"cannot go on from step 26: of steps \[0, 13, 39\] there are both"):
+            step_to_resume(output / "checkpoints", client, 2 * EVERY)
 
 
 def test_a_step_of_no_run(tmp_path: Path) -> None:
