@@ -1,16 +1,18 @@
 """What sweeping old versions of blocks frees, how fast, and what it costs those who fetch and push meanwhile.
 
-python -m benchmarks.sweeping [--rows 300000] [--checkpoints 200] [--directory DIR] [--output benchmarks/results]
+python -m benchmarks.sweeping [--rows 300000] [--checkpoints 200] [--cost-rows 300000]
+                              [--directory DIR] [--output benchmarks/results]
 
 D = 128, one shard on this machine. The same writes, with three checkpoints kept, go to a shard that sweeps and to one
 whose sweeper never begins, as fast as they take them: a trainer's writes leave more time. Then one checkpoint of all
-rows is released, with nobody else at work, and beside fetches and pushes, each of which is also timed without a sweep.
+rows is released, with nobody else at work, and beside fetches and pushes, made in turn to a shard that does not sweep.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -25,12 +27,12 @@ import numpy as np
 from matplotlib import pyplot as plt
 
 from benchmarks.checkpoints import BLOCK_BYTES, DIM, KEEP, NUM_STEPS, Kept, in_pieces, push, seconds, write
-from benchmarks.measure import timing, write_results
+from benchmarks.measure import Timing, timing, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.allocator import keep_large_buffers
 
-WINDOW_SIZE, WINDOW_STRIDE, STRIDES_PER_CHECKPOINT = 32_768, 8_192, 4
-ROUNDS, CALLS = 6, 60
+STRIDES_PER_CHECKPOINT, ROUNDS = 4, 5
+ROWS_PER_WRITE = 1 << 15
 
 
 class UnsweptCluster(LocalCluster):
@@ -63,25 +65,25 @@ def table(
 
 
 def moving_window(client: WeightClient, number: int, num_rows: int) -> None:
-    """A trainer's: rows that leave the window, and at the checkpoint those in it."""
-    for stride in range(STRIDES_PER_CHECKPOINT):
-        first = (number * STRIDES_PER_CHECKPOINT + stride) * WINDOW_STRIDE
-        write(client, np.sort((first + np.arange(WINDOW_STRIDE)) % num_rows), number)
-    write(client, np.sort((first + WINDOW_STRIDE + np.arange(WINDOW_SIZE)) % num_rows), number)
+    """A trainer's: rows that leave the window, a ninth of all, and at the checkpoint those in it."""
+    size, stride = num_rows // 9, num_rows // 36
+    for first in np.arange(STRIDES_PER_CHECKPOINT) * stride + number * STRIDES_PER_CHECKPOINT * stride:
+        write(client, np.sort((first + np.arange(stride)) % num_rows), number)
+    write(client, np.sort((first + stride + np.arange(size)) % num_rows), number)
 
 
 def half_of_the_rows(client: WeightClient, number: int, num_rows: int) -> None:
     """Every other time half of them, at random."""
     blocks = np.random.default_rng(number).permutation(num_rows // 63)[: num_rows // 126]
     rows = np.sort((blocks[:, None] * 63 + np.arange(63)).reshape(-1))
-    for part in np.array_split(rows, -(-len(rows) // WINDOW_SIZE)):
+    for part in np.array_split(rows, -(-len(rows) // ROWS_PER_WRITE)):
         write(client, part, number)
 
 
 def every_row(client: WeightClient, number: int, num_rows: int) -> None:
     """All of them, between any two checkpoints."""
-    for first in range(0, num_rows, WINDOW_SIZE):
-        write(client, np.arange(first, min(first + WINDOW_SIZE, num_rows)), number)
+    for first in range(0, num_rows, ROWS_PER_WRITE):
+        write(client, np.arange(first, min(first + ROWS_PER_WRITE, num_rows)), number)
 
 
 PATTERNS = {"a trainer's window": moving_window, "half of the rows": half_of_the_rows, "every row": every_row}
@@ -122,21 +124,9 @@ BLOCKS = 'weightserver_lmdb_bytes{pages="blocks"'
 def cost(num_rows: int, directory: Path | None) -> dict[str, Any]:
     with table(LocalCluster, num_rows, directory) as (cluster, client):
         every_row(client, 0, num_rows)
-        kept, generator = Kept(client), np.random.default_rng(0)
-        calls = {
-            "fetch of 512 rows": lambda: client.fetch(rows(512), step=5),
-            "fetch of 65,536 rows": lambda: client.fetch(rows(65_536), step=5),
-            "push to 512 rows": lambda: push(client, rows(512)),
-        }
-
-        def rows(count: int) -> np.ndarray:
-            return generator.integers(num_rows - count) + np.arange(count)
-
-        def grow() -> None:
-            kept.take()
-            every_row(client, 0, num_rows)
-
-        grow()
+        kept = Kept(client)
+        kept.take()
+        every_row(client, 2, num_rows)
         before, started, cpu = metric(cluster, BLOCKS), time.perf_counter(), spent(cluster)
         client.release(kept.names.pop())
         while metric(cluster, BLOCKS) > 0.51 * before:
@@ -145,28 +135,44 @@ def cost(num_rows: int, directory: Path | None) -> dict[str, Any]:
         alone = [now - then for now, then in zip(spent(cluster), cpu, strict=True)]
         freed = before - metric(cluster, BLOCKS)
 
-        times: dict[str, dict[str, list[float]]] = {name: {"sweeping": [], "not": []} for name in calls}
-        for _ in range(ROUNDS):
-            grow()
-            whole = metric(cluster, BLOCKS)
-            for when in ("not", "sweeping"):
-                if when == "sweeping":
-                    client.release(kept.names.pop())
-                    time.sleep(1.2)  # until the sweeper has looked
-                for number in range(CALLS * len(calls)):
-                    name = list(calls)[number % len(calls)]
-                    times[name][when].append(seconds(calls[name]))
-                    if metric(cluster, BLOCKS) < 0.53 * whole:  # asked for in both cases
-                        break
-            while metric(cluster, BLOCKS) > 0.51 * whole:
-                time.sleep(0.05)
         return {
             "freed_bytes": freed,
             "seconds": alone_seconds,
             "processor_seconds": alone[0],
             "written_bytes": alone[1],
-            "calls": {name: {when: timing(values) for when, values in both.items()} for name, both in times.items()},
+            "calls": latencies(num_rows, directory),
         }
+
+
+def latencies(num_rows: int, directory: Path | None) -> dict[str, dict[str, Timing]]:
+    """Calls to a shard that sweeps and to one that does not, in turn, until the first is done, ROUNDS times."""
+    generator, steps = np.random.default_rng(0), itertools.count(2)
+    kinds = {"not": UnsweptCluster, "sweeping": LocalCluster}
+    calls = {
+        "fetch of 512 rows": lambda client, rows: client.fetch(rows[:512], step=NUM_STEPS),
+        "fetch of 65,536 rows": lambda client, rows: client.fetch(rows, step=NUM_STEPS),
+        "push to 512 rows": lambda client, rows: push(client, rows[:512]),
+    }
+    times: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in kinds} for name in calls}
+    with contextlib.ExitStack() as stack:
+        tables = {kind: stack.enter_context(table(program, num_rows, directory)) for kind, program in kinds.items()}
+        all_kept = {kind: Kept(client) for kind, (_, client) in tables.items()}
+        for step in itertools.islice(steps, ROUNDS):
+            for kind, (_, client) in tables.items():
+                all_kept[kind].take()
+                every_row(client, step, num_rows)
+            swept = tables["sweeping"][0]
+            before = metric(swept, BLOCKS)
+            for kind, (_, client) in tables.items():
+                client.release(all_kept[kind].names.pop())
+            while metric(swept, BLOCKS) == before:
+                time.sleep(0.01)
+            while metric(swept, BLOCKS) > 0.53 * before:
+                rows = generator.integers(num_rows - 65_536) + np.arange(65_536)
+                for name, call in calls.items():
+                    for kind, (_, client) in tables.items():
+                        times[name][kind].append(seconds(call, client, rows))
+    return {name: {kind: timing(values) for kind, values in both.items()} for name, both in times.items()}
 
 
 def as_table(num_rows: int, num: int, spaces: dict[str, dict[str, dict[str, Any]]], costs: dict[str, Any]) -> str:
@@ -217,6 +223,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=300_000)
     parser.add_argument("--checkpoints", type=int, default=200)
+    parser.add_argument("--cost-rows", type=int, default=300_000, help="of the table whose sweep is timed")
     parser.add_argument("--directory", type=Path, help="for the shard's data; the system's temporary one by default")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
@@ -230,8 +237,8 @@ def main() -> None:
         }
         for name, pattern in PATTERNS.items()
     }
-    costs = cost(num_rows, where)
-    command = f"python -m benchmarks.sweeping --rows {num_rows} --checkpoints {num}"
+    costs = cost(arguments.cost_rows, where)
+    command = f"python -m benchmarks.sweeping --rows {num_rows} --checkpoints {num} --cost-rows {arguments.cost_rows}"
     results = {"space": spaces, "cost": costs}
     write_results(arguments.output, "sweeping", command, results, as_table(num_rows, num, spaces, costs))
     draw(num_rows, spaces, arguments.output / "sweeping.png")

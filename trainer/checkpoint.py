@@ -28,7 +28,7 @@ from trainer.model import load_encoder
 from trainer.rows import RowStore
 from trainer.transfer import HostCopy
 from weightserver import Checkpoint, DataLossError, FencedError, NoTableError, WeightClient
-from weightserver.files import sync, write_synced, write_whole
+from weightserver.files import make_directory, sync, write_synced, write_whole
 
 _log = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class Checkpoints:
         copies = HostCopy(list(tensors.values())).wait()
         tensors = {name: copy.contiguous() for name, copy in zip(tensors, copies, strict=True)}
         path = _path(self._directory, kept.step)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         partial = path.with_suffix(f".{kept.identity.hex()}.partial")
         metadata = {
             "format": _FORMAT,

@@ -21,6 +21,7 @@ from trainer.progress import TrainingProgress
 from trainer.rows import RowCounters
 from trainer.runs import ENCODER_FILE, SUMMARY_FILE
 from trainer.weights_and_biases import weights_and_biases
+from weightserver.files import make_directory, sync, write_whole
 from weightserver.timing import StageClock
 
 _SUMMED = ("fetched_rows", "fetched_bytes", "pushed_rows", "pushed_bytes")
@@ -172,9 +173,7 @@ def _forget_from(path: Path, step: int) -> None:
     """Removes the records of `step` and later from a metrics.jsonl, and one that was cut off."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(kept))
-    partial.replace(path)
+    write_whole(path, lambda new: new.write_text("".join(kept)))
 
 
 def _claim_output(config: TrainConfig) -> None:
@@ -188,9 +187,11 @@ def _claim_output(config: TrainConfig) -> None:
             "put it back to go on with that run, or choose another --output"
         )
     try:
-        config.output.mkdir(parents=True, exist_ok=True)
+        make_directory(config.output)
         with path.open("x") as file:
             file.write(config.to_json())
+        sync(path)
+        sync(config.output)
     except OSError as error:
         if isinstance(error, FileExistsError) and path.exists():
             raise ValueError(f"{config.output} holds another run: choose another --output, or delete it") from None

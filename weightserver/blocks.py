@@ -101,8 +101,9 @@ class BlockCodec:
 
     def seal(self, block: int, buffer: bytearray) -> None:
         """Writes the header, with the checksum of what the block now holds."""
-        values = np.ndarray(2 * self._spec.rows_per_block * self.dim, _FLOAT32, buffer, self.offsets[1])
-        block_format = _SMALL_VALUES if all_within(SMALL, values) else _ANY_VALUES
+        num_values = self._spec.rows_per_block * self.dim
+        values = np.ndarray((2, num_values), _FLOAT32, buffer, self.offsets[1])
+        block_format = _SMALL_VALUES if all_within(SMALL, values[0], values[1]) else _ANY_VALUES
         checksum = _checksum(block, block_format, buffer)
         _HEADER.pack_into(buffer, 0, block_format, self._spec.rows_per_block, self.dim, checksum)
 

@@ -445,6 +445,8 @@ class WeightClient:
         """Adds a writer to session `epoch`, that of shard 0."""
         self._one_identity(answers)
         opener = answers[0].opener
+        if not opener:
+            raise FencedError(f"session {epoch} was opened by nobody, as behind a restore: open a new one")
         request = pb.OpenSessionRequest(epoch=epoch, join=True, opener=opener)
         connections = self._connect()
         for connection in connections:
@@ -716,7 +718,7 @@ class WeightClient:
         table = self._table().digest
 
         def change(shard: int, connection: ShardConnection) -> None:
-            header = session.header(shard, numbers[shard], step=step, table=table)
+            header = session.header(shard, numbers[shard], step=step, table=table, schedule=schedule)
             connection.call(method, make_request(header=header))
 
         return self._outcomes(change, enumerate(self._connect()))

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import ClassVar, Self
 
 from weightserver.errors import ShardUnavailableError
-from weightserver.files import PRIVATE_FILE, make_private, write_whole
+from weightserver.files import PRIVATE_FILE, make_directory, make_private, write_whole
 from weightserver.security import TOKEN_VARIABLE
 
 _MARKER = "cluster.json"
@@ -54,7 +54,7 @@ class LocalCluster:
         self._serve_options = list(serve_options)
         self._temporary = tempfile.TemporaryDirectory(prefix="weightserver-") if directory is None else None
         self.directory = Path(self._temporary.name if self._temporary else directory or "")
-        self.directory.mkdir(parents=True, exist_ok=True)
+        make_directory(self.directory)
         self.processes, self.addresses, self.metrics_addresses = [], [], []
         try:
             finished = self._is_finished()

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from weightserver.errors import StorageError
-from weightserver.files import PRIVATE_DIRECTORY, PRIVATE_FILE, require_empty, sync, write_synced
+from weightserver.files import PRIVATE_DIRECTORY, PRIVATE_FILE, make_directory, require_empty, sync, write_synced
 from weightserver.records import read_identity, read_state
 from weightserver.storage import LmdbStorage, require_sound
 from weightserver.tombstone import copied_to, is_stopped, leave_tombstone, require_current
@@ -35,7 +35,7 @@ def compact(source: Path, target: Path) -> None:
             if identity is None or identity.unfinished:
                 raise StorageError(f"{source} holds no shard that can be served: there is nothing to copy")
             checkpoints = read_state(txn).checkpoints
-        _make(target)
+        make_directory(target, mode=PRIVATE_DIRECTORY)
         copy = target / "data.mdb.partial"
         try:
             write_synced(
@@ -56,11 +56,3 @@ def compact(source: Path, target: Path) -> None:
 def _require_uncopied(source: Path, target: Path) -> None:
     if not (copied_to(source) == target and is_stopped(target)):
         require_current(source)
-
-
-def _make(directory: Path) -> None:
-    """Makes a directory and its parents, durably."""
-    if not directory.exists():
-        _make(directory.parent)
-        directory.mkdir(PRIVATE_DIRECTORY, exist_ok=True)
-        sync(directory.parent)

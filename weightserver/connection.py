@@ -33,8 +33,15 @@ from weightserver.errors import (
 from weightserver.fetched import FetchedRows
 from weightserver.handshake import tls_failure
 from weightserver.logs import REQUEST_ID, new_request_id
-from weightserver.records import split_mark
-from weightserver.wire import ACKNOWLEDGED_KEY, MARK_KEY, MAX_MESSAGE_BYTES, RETRY_HINT, VERSION_KEY, WAITED_KEY
+from weightserver.wire import (
+    ACKNOWLEDGED_KEY,
+    MARK_KEY,
+    MAX_MESSAGE_BYTES,
+    RETRY_HINT,
+    VERSION_KEY,
+    WAITED_KEY,
+    split_mark,
+)
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["WeightServer"]
 _RETRIED = (

@@ -695,12 +695,14 @@ def all_within(size: float, *arrays: Float32Array) -> bool:
     if size < 1:  # squares of small numbers are 0
         return not any(array.any() for array in arrays)
     total = 0.0
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         for array in arrays:
             flat = array.reshape(-1)
-            whole = len(flat) - len(flat) % _SQUARES
-            for part in (flat[:whole].reshape(-1, _SQUARES), flat[whole:]):
-                total += float(np.vecdot(part, part).sum())
+            if rest := len(flat) // _SQUARES * _SQUARES:
+                squares = flat[:rest].reshape(-1, _SQUARES)
+                total += float(np.vecdot(squares, squares).sum())
+                flat = flat[rest:]
+            total += float(flat.dot(flat))
     return total <= size * size
 
 

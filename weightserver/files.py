@@ -69,6 +69,19 @@ def make_private(*paths: Path) -> list[Path]:
     return changed
 
 
+def make_directory(directory: Path, *, mode: int = 0o777) -> None:
+    """Makes a directory, unless it is there, durably, as also the parents that it lacks, with what the umask leaves of
+    `mode`, and of 0777 for the parents.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    if not directory.is_dir():
+        make_directory(directory.parent)
+        directory.mkdir(mode, exist_ok=True)
+        sync(directory.parent)
+
+
 def append_synced(path: Path, content: bytes) -> None:
     """Adds `content` to the end of a file and syncs it. What a process that dies meanwhile leaves is a part of it.
 
@@ -116,7 +129,7 @@ def alone_in(directory: Path, *, mode: int = 0o777) -> Iterator[None]:
         OSError: another process is in it.
     """
     made = [path for path in (directory, *directory.parents) if not path.exists()]
-    directory.mkdir(mode, parents=True, exist_ok=True)
+    make_directory(directory, mode=mode)
     lock = directory / LOCK
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)  # of the directory itself, NFS knows no flock
     try:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from weightserver.records import FORMAT, State, read_horizon, read_identity, read_spec, read_state
+from weightserver.records import State, read_format, read_horizon, read_identity, read_spec, read_state
 from weightserver.snapshot import Snapshot, read_snapshot
 
 
@@ -25,7 +25,7 @@ def _inspect(snapshot: Snapshot) -> dict[str, Any]:
     spec, state = (read_spec(snapshot), read_state(snapshot)) if filled else (None, State())
     return {
         "directory": str(snapshot.directory),
-        "format": FORMAT,
+        "format": read_format(snapshot),
         **(asdict(identity) if identity else {}),
         "spec": spec and asdict(spec),
         "run": state.run,

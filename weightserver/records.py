@@ -19,7 +19,7 @@ import xxhash
 from weightserver.config import TableSpec
 from weightserver.errors import NoTableError, StorageError
 from weightserver.storage import Reader, Transaction
-from weightserver.wire import Float32Array
+from weightserver.wire import Float32Array, split_mark
 
 FORMAT = 3
 _READABLE_FORMATS = (2, FORMAT)
@@ -28,7 +28,6 @@ MAX_CHECKPOINTS = 1_000
 """That a shard retains."""
 MAX_ANCESTORS = 4_096
 """Incarnations that a directory descends from and still knows."""
-_MAX_COMMIT_DIGITS = 20
 _SCHEDULE_CHUNK = 65_536
 """Learning rates per stored value."""
 _STEP = struct.Struct(">Q")
@@ -101,18 +100,6 @@ class Lineage:
         return any(known == incarnation and commit <= last for known, last in reversed(self.ancestors))
 
 
-def split_mark(mark: str) -> tuple[str, int]:
-    """(incarnation, commit).
-
-    Raises:
-        ValueError: it is no mark.
-    """
-    incarnation, _, commit = mark.partition(":")
-    if len(incarnation) != 16 or not commit.isascii() or not commit.isdigit() or len(commit) > _MAX_COMMIT_DIGITS:
-        raise ValueError(f"{mark[:60]!r} is no mark of a shard")
-    return incarnation, int(commit)
-
-
 @dataclass(frozen=True)
 class State:
     """What changes with every write, stored beside the rows."""
@@ -134,7 +121,8 @@ class State:
 
     @property
     def mark(self) -> str:
-        return f"{self.incarnation}:{self.commit}"
+        """Empty where version 0.1 wrote it."""
+        return f"{self.incarnation}:{self.commit}" if self.incarnation else ""
 
     def checkpoint(self, name: str, identity: str = "") -> Checkpoint:
         """The retained checkpoint of that name and, where given, identity, or NoTableError."""
@@ -210,10 +198,9 @@ def write_identity(txn: Transaction, identity: Identity) -> None:
     put_json(txn, "identity", {"format": FORMAT, **asdict(identity)})
 
 
-def is_of_format(txn: Reader, wanted: int) -> bool:
-    """Whether the directory, which has an identity, is of that format."""
-    stored = get_json(txn, "identity")
-    return stored is not None and stored["format"] == wanted
+def read_format(txn: Reader) -> int:
+    """Of the directory, which has an identity; the present one where nothing is stored yet."""
+    return int((get_json(txn, "identity") or {"format": FORMAT})["format"])
 
 
 def read_spec(txn: Reader) -> TableSpec | None:
@@ -424,9 +411,9 @@ def _stored(txn: Reader, key: str) -> dict[str, Any]:
     return stored
 
 
-def _stored_marks(txn: Transaction, key: str) -> list[str]:
+def _stored_marks(txn: Reader, key: str) -> list[str]:
     """None in a directory of format 2."""
-    marks: list[str] = _stored(txn, key)["marks"] if is_of_format(txn, FORMAT) else []
+    marks: list[str] = _stored(txn, key)["marks"] if read_format(txn) == FORMAT else []
     return marks
 
 

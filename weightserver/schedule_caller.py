@@ -77,16 +77,21 @@ class ScheduleCaller:
         if not pending:
             return False
         decided = answers[0].schedule_digest
-        if pending[0] is answers[0]:
-            decided = self._give_up(answers[0], answers[0].pending_schedule.change).schedule
+
+        def is_decided(answer: pb.DescribeResponse) -> bool:
+            return answer.pending_schedule.schedule_digest == decided != 0
+
+        # On shard 0 also what it does not have: the caller may live, and would have it decide when others gave it up.
+        for change in {answer.pending_schedule.change for answer in pending if not is_decided(answer)}:
+            decided = self._give_up(0, change).schedule
 
         def end(answer: pb.DescribeResponse) -> None:
-            found = answer.pending_schedule
-            if found.schedule_digest != decided or not decided:
-                self._give_up(answer, found.change)
+            change = answer.pending_schedule.change
+            if not is_decided(answer):
+                self._give_up(answer.shard, change)
                 return
             with contextlib.suppress(FencedError):  # another call has ended it meanwhile
-                self._call(answer.shard, pb.SCHEDULE_PHASE_COMMIT, found.change, schedule=decided)
+                self._call(answer.shard, pb.SCHEDULE_PHASE_COMMIT, change, schedule=decided)
 
         others = [(answer,) for answer in pending if answer.shard]
         if others:
@@ -147,13 +152,12 @@ class ScheduleCaller:
     def _abandon(self, answers: Answers, change: bytes) -> None:
         """Tries once to give a change up that was not committed; what is left of it the next call ends."""
         with contextlib.suppress(WeightServerError):
-            if self._give_up(answers[0], change, once=True).schedule == answers[0].schedule_digest and answers[1:]:
+            if self._give_up(0, change, once=True).schedule == answers[0].schedule_digest and answers[1:]:
                 give_up = partial(self._give_up, change=change, once=True)
-                self._in_parallel(give_up, [(answer,) for answer in answers[1:]])
+                self._in_parallel(give_up, [(answer.shard,) for answer in answers[1:]])
 
-    def _give_up(self, answer: pb.DescribeResponse, change: bytes, *, once: bool = False) -> pb.ExtendScheduleResponse:
-        version = answer.schedule_version
-        return self._call(answer.shard, pb.SCHEDULE_PHASE_GIVE_UP, change, version=version, once=once)
+    def _give_up(self, shard: int, change: bytes, *, once: bool = False) -> pb.ExtendScheduleResponse:
+        return self._call(shard, pb.SCHEDULE_PHASE_GIVE_UP, change, once=once)
 
     def _call(
         self, shard: int, phase: pb.SchedulePhase, change: bytes, *, once: bool = False, **fields: Any

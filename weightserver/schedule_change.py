@@ -76,6 +76,8 @@ class ScheduleState:
     earlier: tuple[tuple[int, int], ...] = ()
     """(digest, lowest step changed since) of earlier schedules, oldest first."""
     pending: Pending | None = None
+    given_up: str = ""
+    """The change that was given up last, by this process."""
 
     @property
     def digest(self) -> int:
@@ -151,10 +153,10 @@ class ScheduleState:
         kept = [other for other in earlier if other[0] != longer.digest]
         return ScheduleState(longer, tuple(kept[-MAX_EARLIER:])), rates
 
-    def given_up(self, txn: Transaction) -> ScheduleState:
-        """Without the pending change."""
+    def without_pending(self, txn: Transaction, change: str) -> ScheduleState:
+        """Where the change was given up."""
         end_prepared_schedule(txn, commit=False)
-        return replace(self, pending=None)
+        return replace(self, pending=None, given_up=change)
 
     def _with(self, txn: Transaction, pending: Pending, known: Float32Array) -> tuple[ScheduleHash, Float32Array]:
         """The hash of all learning rates once `pending` is committed; and those that it gives, float32 [n]."""

@@ -247,7 +247,6 @@ def serve(config: ServerConfig) -> None:
         if config.reflection:
             reflection.enable_server_reflection((service.NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         committer = Committer(shard.batch, metrics.committed)
-        sweeper = Sweeper(shard, committer)
         grace_seconds = 0.0  # whatever fails ends the process at once
         try:
             metrics.follow_committer(committer)
@@ -269,12 +268,12 @@ def serve(config: ServerConfig) -> None:
             if config.announce:
                 _announce(address=bound, metrics_address=metrics_address)
             grace_seconds = _LAST_ANSWERS_SECONDS
-            stop.wait()
+            with contextlib.closing(Sweeper(shard, committer)):
+                stop.wait()
             _log.info("draining")
             grace_seconds = config.grace_seconds
         finally:
             healthy.enter_graceful_shutdown()
-            sweeper.close()
             _drain(server, committer, grace_seconds)
     _log.info("closed")
 

@@ -30,7 +30,7 @@ from weightserver.errors import (
 from weightserver.metrics import ShardMetrics
 from weightserver.overload import Memory, Reservation, abort, answer_bytes, blocks_bytes, fetch_bytes, write_bytes
 from weightserver.received import ReceivedWrite, write_header
-from weightserver.records import State, split_mark
+from weightserver.records import State
 from weightserver.schedule_change import Part, ScheduleState
 from weightserver.shard import READ_BYTES, Batch, Rows, Shard, WriteHeader
 from weightserver.sharding import Int64Array
@@ -50,6 +50,7 @@ from weightserver.wire import (
     rows_from_proto,
     spec_from_proto,
     spec_to_proto,
+    split_mark,
     to_bytes,
 )
 
@@ -188,7 +189,7 @@ class WeightServerService:
             if self._shard.commit_schedule(batch, change, digest=request.schedule, epoch=request.epoch):
                 done = "committed"
         elif request.phase == pb.SCHEDULE_PHASE_GIVE_UP:
-            if self._shard.give_up_schedule(batch, change, version=request.version):
+            if self._shard.give_up_schedule(batch, change):
                 done = "given up"
         else:
             raise InvalidRequestError(f"phase {request.phase} is unknown: is the client of the same version?")
@@ -198,7 +199,8 @@ class WeightServerService:
         with self._answering("OpenSession", context):
             _require(request.epoch > 0, "epoch must be positive")
             _require(len(request.name) <= MAX_NAME_CHARACTERS, f"name has more than {MAX_NAME_CHARACTERS} characters")
-            _require(len(request.opener) == _ID_BYTES, f"opener must be {_ID_BYTES} bytes")
+            if request.opener or not request.join:  # of an epoch that is nobody's there is none, which nobody joins
+                _require(len(request.opener) == _ID_BYTES, f"opener must be {_ID_BYTES} bytes")
             _require(len(request.keep_writer) in (0, _ID_BYTES), f"keep_writer must be {_ID_BYTES} bytes")
             self._shard.require_table()
             if request.join:

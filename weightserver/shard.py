@@ -40,9 +40,9 @@ from weightserver.records import (
     Lineage,
     State,
     get_record,
-    is_of_format,
     put_record,
     read_earlier_sizes,
+    read_format,
     read_identity,
     read_lineage,
     read_peers,
@@ -50,7 +50,6 @@ from weightserver.records import (
     read_spec,
     read_state,
     read_table_identity,
-    split_mark,
     upgrade,
     write_identity,
     write_lineage,
@@ -63,7 +62,7 @@ from weightserver.sharding import BlockRun, Int64Array, Sharding, block_runs
 from weightserver.storage import NEWEST, DiskUsage, Storage, Transaction
 from weightserver.timing import StageClock
 from weightserver.versions import released_generations, unneeded
-from weightserver.wire import CHUNK_BYTES, MAX_STEPS, Float32Array, table_digest
+from weightserver.wire import CHUNK_BYTES, MAX_STEPS, Float32Array, split_mark, table_digest
 
 READ_BYTES = 4 << 20
 """Blocks in one answer of `read_blocks`."""
@@ -178,7 +177,7 @@ class Shard:
                 write_peers(txn, [])
             elif stored != identity:
                 raise StorageError(_identity_mismatch(storage, stored, identity))
-            elif not is_of_format(txn, FORMAT):
+            elif read_format(txn) != FORMAT:
                 upgrade(txn, self._incarnation)
             self._load(txn)
 
@@ -604,13 +603,13 @@ class Shard:
         batch.after_commit.append(lambda: schedule.extend(pending.first_step, rates))
         return True
 
-    def give_up_schedule(self, batch: Batch, change: str, *, version: int) -> bool:
-        """Forgets a prepared change; parts of it that come later are refused. False where the shard has another one."""
-        pending = batch.schedule.pending
-        if pending is not None and pending.change == change:
-            batch.schedule = batch.schedule.given_up(batch.txn)
-        elif pending is not None or version != batch.state.schedule_version:
+    def give_up_schedule(self, batch: Batch, change: str) -> bool:
+        """Forgets a prepared change, also before it has come: by the next version its parts are refused. False where
+        another one is pending, or that one was given up just before."""
+        before = batch.schedule
+        if before.given_up == change or (before.pending is not None and before.pending.change != change):
             return False
+        batch.schedule = before.without_pending(batch.txn, change)
         batch.state = replace(batch.state, schedule_version=batch.state.schedule_version + 1)
         return True
 

@@ -45,8 +45,8 @@ import lmdb
 import lmdb.verify
 import numpy as np
 
-from weightserver.errors import MapGrownError, StorageError
-from weightserver.files import PRIVATE_DIRECTORY, PRIVATE_FILE, make_private, sync
+from weightserver.errors import MapGrownError, ShardUnavailableError, StorageError
+from weightserver.files import PRIVATE_DIRECTORY, PRIVATE_FILE, make_directory, make_private, sync
 from weightserver.page_cache import begin_reading, is_cached, open_scattered
 from weightserver.tombstone import require_current
 
@@ -267,8 +267,8 @@ class LmdbStorage:
     Args:
         anew: begin an empty one where the data file of a directory that was served before is gone.
         must_exist: refuse a directory without data, which then stays as it is.
-        on_failure: told why, once, when LMDB can read and write no more: every call raises StorageError from then on,
-            and whether the last write is there shows when the directory is opened again.
+        on_failure: told why, once, when LMDB can read and write no more: every call raises ShardUnavailableError from
+            then on, and whether the last write is there shows when the directory is opened again.
         scattered: blocks are read anywhere, after `prefetch`: without the readahead of whoever reads all.
         room_bytes: address space to keep behind the file's pages.
 
@@ -307,7 +307,7 @@ class LmdbStorage:
             else:
                 if must_exist and not holds_data(directory):
                     raise StorageError(_missing(directory))
-                directory.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+                make_directory(directory, mode=PRIVATE_DIRECTORY)
                 files = [directory / name for name in ("data.mdb", "lock.mdb", "owner.lock")]
                 if (changed := make_private(directory, *files)) and holds_data(directory):
                     _log.warning(
@@ -414,14 +414,14 @@ class LmdbStorage:
                     pass
             except lmdb.PanicError:
                 self._fail(error.__cause__)
-                raise StorageError(self._failure) from error.__cause__
+                raise ShardUnavailableError(self._failure) from error.__cause__
             except lmdb.Error:  # no free slot for another reader, say
                 pass
             raise
 
     def _require_usable(self) -> None:
         if self._failure:
-            raise StorageError(self._failure)
+            raise ShardUnavailableError(self._failure)
 
     def _fail(self, error: lmdb.Error) -> None:
         with self._idle:

@@ -25,6 +25,7 @@ VERSION_KEY, ACKNOWLEDGED_KEY, MARK_KEY = (f"weightserver-{name}" for name in ("
 """Keys of the metadata of calls, and of answers, as the contract tells."""
 OLDEST_VERSION = (0, 2)
 """Of a client or shard that this one works with."""
+_MAX_COMMIT_DIGITS = 20
 RETRY_HINT = "grpc-retry-pushback-ms"
 """Key of the trailing metadata in which a shard that is overloaded says how soon to try again, as gRFC A6 names it."""
 WAITED_KEY = "weightserver-waited-ms"
@@ -53,6 +54,18 @@ def is_understood(version: str) -> bool:
     return len(parts) == 2 and all(part.isdigit() for part in parts) and tuple(map(int, parts)) >= OLDEST_VERSION
 
 
+def split_mark(mark: str) -> tuple[str, int]:
+    """(incarnation, commit).
+
+    Raises:
+        ValueError: it is no mark.
+    """
+    incarnation, _, commit = mark.partition(":")
+    if len(incarnation) != 16 or not commit.isascii() or not commit.isdigit() or len(commit) > _MAX_COMMIT_DIGITS:
+        raise ValueError(f"{mark[:60]!r} is no mark of a shard")
+    return incarnation, int(commit)
+
+
 def spec_to_proto(spec: TableSpec) -> pb.TableSpec:
     named = asdict(spec)
     return pb.TableSpec(**named | {"correction": bool(spec.correction), "single_rate": spec.correction == "paper"})
@@ -69,6 +82,8 @@ class ScheduleHash:
     def __init__(self, rates: Float32Array | None = None) -> None:
         self._hasher = xxhash.xxh3_64()
         self.horizon = 0
+        self.digest = 0
+        """0 where there are no learning rates, and for no others."""
         if rates is not None:
             self._add(rates)
 
@@ -82,11 +97,7 @@ class ScheduleHash:
     def _add(self, rates: Float32Array) -> None:
         self._hasher.update((rates + np.float32(0)).astype("<f4", copy=False).tobytes())
         self.horizon += len(rates)
-
-    @property
-    def digest(self) -> int:
-        """0 where there are no learning rates, and for no others."""
-        return (self._hasher.intdigest() or 1) if self.horizon else 0
+        self.digest = (self._hasher.intdigest() or 1) if self.horizon else 0
 
 
 def spec_from_proto(spec: pb.TableSpec) -> TableSpec:

@@ -2,9 +2,9 @@
  *
  * $FAILING_DISK names a file "FIRST COUNT ERRNO LANDS". From the moment that it says so, the calls FIRST to
  * FIRST+COUNT-1 (from 1 on) that would write or sync a data.mdb fail with ERRNO; the first of them is done nevertheless
- * where LANDS is 1. Each call is noted in FILE.calls, as "name offset bytes failed". LMDB has two descriptors of the
- * file, maps it for reading alone (no msync), and writes its meta pages, at offsets below 8,192, through the one that it
- * opened with O_DSYNC.
+ * where LANDS is 1. FIRST is 0 for the first write of a meta page. Each call is noted in FILE.calls, as "name offset
+ * bytes failed". LMDB has two descriptors of the file, maps it for reading alone (no msync), and writes its meta pages
+ * through the one that it opened with O_DSYNC.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -17,9 +17,11 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#define META_BYTES 8192
+
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static char known[64];
-static int calls;
+static int calls, start;
 
 static int is_data(int fd) {
     char link[32], path[4096];
@@ -44,13 +46,14 @@ static int fault(const char *name, int fd, long offset, long bytes, int *lands) 
         fclose(file);
         if (strcmp(text, known) != 0) {
             strcpy(known, text);
-            calls = 0;
+            calls = start = 0;
         }
         calls++;
         int told = sscanf(text, "%d %d %d %d", &first, &count, &number, &landing) == 4;
-        if (told && calls >= first && calls < first + count) {
+        if (told && start == 0 && (first != 0 || (offset >= 0 && offset < META_BYTES))) start = first ? first : calls;
+        if (told && start != 0 && calls >= start && calls < start + count) {
             failed = number;
-            *lands = landing && calls == first;
+            *lands = landing && calls == start;
         }
         snprintf(notes, sizeof notes, "%s.calls", control);
         if ((file = fopen(notes, "a")) != NULL) {

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).with_suffix(".c")
+META = 0
 META_BYTES = 2 * 4096
 """The first pages of data.mdb, by which a commit counts."""
 
@@ -50,12 +51,13 @@ class FailingDisk:
         monkeypatch.setenv("FAILING_DISK", str(self._control))
 
     def fail(self, first: int, count: int, error: int, *, lands: bool = False) -> None:
-        """The calls number `first` and so on, from 1, from now on; the first is done nevertheless where it `lands`."""
+        """`count` calls from number `first` of those from now on, from 1, or from the first of a meta page, `META`; the
+        first of them is done nevertheless where it `lands`."""
         self._tell(f"{first} {count} {error} {int(lands)}")
 
     def watch(self) -> None:
         """Only notes the calls from now on."""
-        self._tell("0 0 0 0")
+        self._tell("1 0 0 0")
 
     def heal(self) -> None:
         self._control.unlink(missing_ok=True)

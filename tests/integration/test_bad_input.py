@@ -176,7 +176,7 @@ def test_a_write_of_too_many_rows(table: WeightClient, monkeypatch: pytest.Monke
 
 def test_a_fetch_of_more_rows_than_a_request_may_name(table: WeightClient, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = table.fetch(np.arange(100), step=9)
-    monkeypatch.setattr("weightserver.client.MAX_ROWS", 7)
+    monkeypatch.setattr("weightserver.fetched.MAX_ROWS", 7)
     assert np.array_equal(table.fetch(np.arange(100), step=9), expected)
 
 
@@ -414,8 +414,8 @@ def test_serve_refuses_what_it_cannot_serve(cluster: LocalCluster, tmp_path: Pat
     )  # fmt: skip
     metrics_port = cluster.metrics_addresses[0].rpartition(":")[2]
     assert_fails(
-        f"cannot serve metrics on port {metrics_port}", "serve", "--data-dir", tmp_path / "d", *free, "--metrics-port",
-        metrics_port,
+        f"cannot serve metrics on port {metrics_port}", "serve", "--init", "--data-dir", tmp_path / "d", *free,
+        "--metrics-port", metrics_port,
     )  # fmt: skip
     for option, value, message in (
         *(("--grace-seconds", value, r"--grace-seconds must lie in 0\.\.3600, got") for value in ("nan", "1e18", "-1")),
@@ -442,7 +442,13 @@ def test_serve_refuses_the_data_of_another_shard(tmp_path: Path) -> None:
             identity = {"format": 1, "shard": 0, "num_shards": 2}
             txn.put(b"identity", json.dumps(identity).encode(), db=meta)
     assert_fails(
-        "has format 1, this version reads 2: use the version", "serve", "--data-dir", data, "--num-shards", "2", *free
+        "has format 1, this version reads 2 to 3: use the version",
+        "serve",
+        "--data-dir",
+        data,
+        "--num-shards",
+        "2",
+        *free,
     )
 
 

@@ -6,14 +6,15 @@ import errno
 import itertools
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.helpers.failing_disk import FailingDisk
-from weightserver import LocalCluster, StorageError, TableSpec, WeightClient, WeightServerError
+from tests.helpers.failing_disk import META, FailingDisk
+from weightserver import LocalCluster, ShardUnavailableError, StorageError, TableSpec, WeightClient, WeightServerError
 from weightserver.connection import open_channel
 
 SPEC = TableSpec(num_rows=60, dim=8, rows_per_block=10, momentum=0.0, weight_decay=0.0, init_std=0.0)
@@ -53,14 +54,14 @@ def sums(client: WeightClient) -> set[float]:
     return set(-client.fetch_state(ROWS).weight.ravel())
 
 
-def calls_of_a_push(disk: FailingDisk, client: WeightClient, step: int) -> int:
-    """How many writes and syncs it takes; it ends with a meta page's."""
+def test_a_commit_ends_with_the_meta_page(disk: FailingDisk, client: WeightClient) -> None:
+    """What the tests below take for granted: pages, a sync, the meta page by a descriptor that syncs."""
     disk.watch()
-    push(client, step)
+    push(client, 0)
     calls = disk.calls()
     assert [call.is_meta for call in calls] == [False] * (len(calls) - 1) + [True], calls
-    assert {"fdatasync", "fsync"} & {call.name for call in calls}, calls
-    return len(calls)
+    assert len(calls) >= 3
+    assert calls[-2].name in ("fdatasync", "fsync"), calls
 
 
 def test_a_meta_page_that_cannot_be_written_ends_the_shard(
@@ -68,25 +69,41 @@ def test_a_meta_page_that_cannot_be_written_ends_the_shard(
 ) -> None:
     """LMDB refuses everything from then on; whether the write is there shows afterwards: here it has landed."""
     push(client, 0)
-    last = calls_of_a_push(disk, client, 1)
-    disk.fail(last, 2, errno.EIO, lands=True)  # and LMDB cannot put the old page back
+    push(client, 1)
+    disk.fail(META, 2, errno.EIO, lands=True)  # and LMDB cannot put the old page back
     with open_channel(cluster.addresses[0], None) as channel:
         health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
         assert next(health).status == health_pb2.HealthCheckResponse.SERVING
-        with pytest.raises(StorageError, match=r"LMDB cannot go on after an error of its file .*: the shard ends, and"):
-            push(client, 2)
-        assert next(health).status == health_pb2.HealthCheckResponse.NOT_SERVING
-    assert cluster.processes[0].wait(10) == 1
+        with WeightClient(cluster.addresses, retry_seconds=60) as patient, ThreadPoolExecutor(1) as pool:
+            patient.open_session("run", join=1)
+            waiting = pool.submit(push, patient, 2)
+            assert next(health).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert cluster.processes[0].wait(10) == 1
+            disk.heal()
+            cluster.restart(0)
+            waiting.result(60)  # the same call went on, under the same number
     log = (tmp_path / "servers/shard-0.log").read_text()
-    assert re.fullmatch("weightserver serve: .*: LMDB cannot go on after .*", log.splitlines()[-1]), log
+    assert re.search("^weightserver serve: .*: LMDB cannot go on after .*$", log, re.MULTILINE), log
     assert "Traceback" not in log
-    disk.heal()
-    cluster.restart(0)
-    assert sums(client) == {3}
-    push(client, 2)  # repeated under the same number
     assert sums(client) == {3}
     push(client, 3)
     assert sums(client) == {4}
+
+
+def test_a_write_whose_page_landed_is_repeated_once(
+    disk: FailingDisk, cluster: LocalCluster, client: WeightClient
+) -> None:
+    """By whoever did not wait for the shard's next start."""
+    push(client, 0)
+    push(client, 1)
+    disk.fail(META, 2, errno.EIO, lands=True)
+    with pytest.raises(ShardUnavailableError, match=r"did not answer"):
+        push(client, 2)
+    assert cluster.processes[0].wait(10) == 1
+    disk.heal()
+    cluster.restart(0)
+    push(client, 2)
+    assert sums(client) == {3}
 
 
 def test_a_full_disk_refuses_writes_and_goes_on_reading(
@@ -113,8 +130,7 @@ def test_errors_at_each_write_and_sync(
     push(client, next(steps))
     ends = 0
     for count in (1, 1000):
-        position = 1
-        while position <= calls_of_a_push(disk, client, step := next(steps)):
+        for position in itertools.chain([META], itertools.count(1)):
             step = next(steps)
             disk.fail(position, count, error, lands=lands)
             failed = False
@@ -123,8 +139,10 @@ def test_errors_at_each_write_and_sync(
             except WeightServerError:
                 failed = True
             faults = [call for call in disk.calls() if call.error]
-            assert faults, "nothing failed"
             disk.heal()
+            if not faults:  # it takes fewer calls
+                assert position > 3
+                break
             if any(call.is_meta for call in faults):
                 assert failed
                 assert cluster.processes[0].wait(10) == 1
@@ -136,5 +154,4 @@ def test_errors_at_each_write_and_sync(
                 assert sums(client) <= {step, step + 1}
                 push(client, step)
             assert sums(client) == {step + 1}, (position, faults)
-            position += 1
-    assert ends == 2
+    assert ends >= 2

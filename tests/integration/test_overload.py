@@ -134,7 +134,7 @@ class Crowd:
 
         self._calls += [self.stub(number).PushGradients.future(messages(number)) for number in range(count)]
 
-    def push(self, number: int, *, waited_ms: int = 0, timeout: float = 30) -> Any:
+    def push(self, number: int, *, waited_ms: int = 0, timeout: float = 60) -> Any:
         """A future of a push of 1 to one row by a writer of its own."""
         message = pb.PushGradientsRequest(
             header=self.header(1000 + number, 1),
@@ -394,19 +394,20 @@ def test_calls_that_wait_are_bounded_and_leave_with_their_callers(tmp_path: Path
     num_pushed = 12
     with crowd_at(tmp_path, "--stall-seconds", "30") as crowd:
         crowd.work(1)
-        end = threading.Event()
-        crowd.trickle(LANES["write"], end)
-        wait_until(lambda: crowd.metric("weightserver_request_memory_bytes ") > 0)
 
         def num_waiting() -> float:
             return crowd.metric('weightserver_waiting_calls{lane="write"}')
 
-        stay = [crowd.push(number) for number in range(num_pushed)]
+        end = threading.Event()
+        crowd.trickle(LANES["write"] + 1, end)
+        wait_until(lambda: num_waiting() == 1)
+        stay = [crowd.push(number) for number in range(num_pushed - 1)]
         leave = [crowd.push(number) for number in range(100, 110)]
-        late = [crowd.push(number, timeout=2) for number in range(200, 210)]
-        wait_until(lambda: num_waiting() == 32)
+        wait_until(lambda: num_waiting() == num_pushed + 10)
         for call in leave:
             call.cancel()
+        wait_until(lambda: num_waiting() == num_pushed)
+        late = [crowd.push(number, timeout=1) for number in range(200, 210)]
         assert {call.code() for call in late} == {grpc.StatusCode.DEADLINE_EXCEEDED}
         wait_until(lambda: num_waiting() == num_pushed)
         assert crowd.metric("weightserver_refused_calls_total") == 0
@@ -421,7 +422,7 @@ def test_calls_that_wait_are_bounded_and_leave_with_their_callers(tmp_path: Path
                 assert call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
                 assert f"busy with 16 write calls, and {MAX_WAITING['write']} wait" in call.details()
                 assert int(dict(call.trailing_metadata())[RETRY_HINT]) == 500
-        old = crowd.push(num_pushed, waited_ms=20_000)
+        old = crowd.push(num_pushed - 1, waited_ms=600_000)
         wait_until(lambda: sum(call.done() for call in more) == num_pushed + 1)  # one of these in its place
         assert num_waiting() == MAX_WAITING["write"]
 
@@ -429,9 +430,9 @@ def test_calls_that_wait_are_bounded_and_leave_with_their_callers(tmp_path: Path
         for call in [*stay, old]:
             call.result(20)
         wait_until(lambda: num_waiting() == 0)
-        fetched = crowd.client.fetch(np.r_[: num_pushed + 1, 100:110, 200:210], step=1)[:, 0]
+        fetched = crowd.client.fetch(np.r_[:num_pushed, 100:110, 200:210], step=1)[:, 0]
         crowd.leave()
-    assert fetched.tolist() == [-1.0 - 1.0] * (num_pushed + 1) + [-1.0] * 20  # and what work() pushed
+    assert fetched.tolist() == [-2.0] * num_pushed + [-1.0] * 20  # of which -1 is what work() pushed
 
 
 def test_the_call_that_has_tried_longest_comes_first() -> None:
@@ -445,13 +446,15 @@ def test_the_call_that_has_tried_longest_comes_first() -> None:
         lane.enter(context)
         entered.append(name)
 
-    with ThreadPoolExecutor(MAX_WAITING["write"] + 8) as pool:
-        gone = FakeContext("9000")
+    with ThreadPoolExecutor(MAX_WAITING["write"] + 8) as pool, ExitStack() as stack:
+        for _ in range(MAX_WAITING["write"]):
+            stack.callback(lane.leave)  # no thread waits without end
+        gone = FakeContext("900000")
         callers = {
             "new": FakeContext(),
-            "old": FakeContext("5000"),
+            "old": FakeContext("500000"),
             "gone": gone,
-            "older": FakeContext("7000"),
+            "older": FakeContext("700000"),
             "odd": FakeContext("soon"),
         }
         turns = {}
@@ -467,17 +470,15 @@ def test_the_call_that_has_tried_longest_comes_first() -> None:
         assert entered == ["older", "old", "new", "odd"]
         assert not refused
 
-        rest = [pool.submit(enter, "", FakeContext("1000")) for _ in range(MAX_WAITING["write"])]
+        rest = [pool.submit(enter, "", FakeContext("100000")) for _ in range(MAX_WAITING["write"])]
         wait_until(lambda: lane.num_waiting == MAX_WAITING["write"])
         with pytest.raises(OverloadedError, match="busy with 16 write calls"):
             lane.enter(FakeContext())
-        last = pool.submit(enter, "last", FakeContext("3000"))
+        last = pool.submit(enter, "last", FakeContext("300000"))
         wait_until(lambda: len(refused) == 2)
-        assert sum(one.done() for one in rest) == 1
+        wait_until(lambda: sum(one.done() for one in rest) == 1)
         lane.leave()
         last.result(10)
-        for _ in range(MAX_WAITING["write"] - 1):
-            lane.leave()
     assert refused == ["write", "write"]
     assert lane.num_waiting == 0
 
@@ -517,10 +518,7 @@ class FakeContext:
         self._waited_ms = waited_ms
 
     def invocation_metadata(self) -> list[tuple[str, str]]:
-        return [(WAITED_KEY, self._waited_ms)] if self._waited_ms else []
-
-    def invocation_metadata(self) -> list[tuple[str, str]]:
-        return [(VERSION_KEY, __version__)]
+        return [(VERSION_KEY, __version__), *([(WAITED_KEY, self._waited_ms)] if self._waited_ms else [])]
 
     def add_callback(self, callback: Callable[[], object]) -> bool:
         self.gone.append(callback)

@@ -14,7 +14,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 
@@ -34,7 +33,6 @@ from weightserver import (
     schedule_caller,
 )
 from weightserver._generated import weight_server_pb2 as pb
-from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
 from weightserver.backup import backup, restore
 from weightserver.compact import compact
 from weightserver.connection import ShardConnection
@@ -69,11 +67,8 @@ def prepare(client: WeightClient, rates: Float32Array = OLD) -> int:
 
 
 def descriptions(cluster: LocalCluster) -> list[pb.DescribeResponse]:
-    found = []
-    for address in cluster.addresses:
-        with grpc.insecure_channel(address) as channel:
-            found.append(WeightServerStub(channel).Describe(pb.DescribeRequest(), timeout=10))
-    return found
+    with WeightClient(cluster.addresses) as client:
+        return [client.call_shard(shard, "Describe", pb.DescribeRequest()) for shard in range(len(cluster.addresses))]
 
 
 def is_pending(cluster: LocalCluster) -> list[bool]:
@@ -165,9 +160,9 @@ def test_known_values_cost_no_commit(client: WeightClient, cluster: LocalCluster
 
 
 def test_a_schedule_of_many_parts(client: WeightClient, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule_caller, "_RATES_PER_CALL", 4)
+    monkeypatch.setattr(schedule_caller, "_RATES_PER_CALL", 7)
     prepare(client)
-    for rates in (NEW, OLD, np.append(NEW, OLD), np.append(OLD, OLD)):
+    for rates in (NEW, np.append(OLD, OLD)):
         client.extend_schedule(0, rates)
         assert_have(cluster, rates)
     client.extend_schedule(CLOCK, NEW[CLOCK:15])
@@ -187,12 +182,11 @@ def test_directories_made_otherwise_have_the_same_digest(
     for shard, directory in enumerate(restored):
         restore(tmp_path / "backup", directory, shard=shard)
     reshard(restored, resharded := [tmp_path / f"resharded-{shard}" for shard in range(3)])
-    compact(resharded[0], compacted := tmp_path / "compacted")
-    for directories in (restored, resharded, [compacted, *resharded[1:]]):
-        for shard, directory in enumerate(directories):
-            with closing(LmdbStorage(directory)) as storage:
-                made = Shard(storage, shard=shard, num_shards=len(directories))
-                assert made.schedule.digest == ScheduleHash(NEW).digest
+    compact(resharded[2], compacted := tmp_path / "compacted")
+    for shard, directory in (*enumerate(restored), *enumerate([*resharded[:2], compacted])):
+        num_shards = 2 if directory in restored else 3
+        with closing(LmdbStorage(directory)) as storage:
+            assert Shard(storage, shard=shard, num_shards=num_shards).schedule.digest == ScheduleHash(NEW).digest
 
 
 # ---- beside others
@@ -356,6 +350,40 @@ def test_a_client_that_is_interrupted_in_between(
     assert_goes_on(client, NEW)
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_change_that_is_given_up_while_its_caller_lives(
+    late: int, client: WeightClient, cluster: LocalCluster
+) -> None:
+    """One shard was prepared; the caller is slow with the other, and finds then that the change was given up."""
+    prepare(client)
+    answers, change = descriptions(cluster), bytes(16)
+
+    def call(shard: int, phase: pb.SchedulePhase, **fields: Any) -> pb.ExtendScheduleResponse:
+        request = pb.ExtendScheduleRequest(phase=phase, change=change, **fields)
+        answer: pb.ExtendScheduleResponse = client.call_shard(shard, "ExtendSchedule", request)
+        return answer
+
+    def prepare_on(shard: int) -> pb.ExtendScheduleResponse:
+        rates, version = NEW[CHANGED_AT:].tobytes(), answers[shard].schedule_version
+        return call(
+            shard, pb.SCHEDULE_PHASE_PREPARE, start_step=CHANGED_AT, learning_rates=rates, version=version, last=True
+        )
+
+    first = prepare_on(1 - late)
+    with WeightClient(cluster.addresses) as other:
+        other.extend_schedule(0, OLD[:1])
+    if late == 0:
+        with pytest.raises(FencedError, match="changed by another call"):
+            prepare_on(late)
+    else:
+        prepare_on(late)
+    with pytest.raises(FencedError, match="given up by another call"):
+        call(0, pb.SCHEDULE_PHASE_COMMIT, schedule=first.schedule)
+    client.extend_schedule(0, OLD[:1])
+    assert_have(cluster, OLD)
+    assert_goes_on(client, OLD)
+
+
 @pytest.mark.parametrize(
     "number", [pytest.param(1, marks=pytest.mark.guard), 2, pytest.param(3, marks=pytest.mark.guard)]
 )
@@ -406,7 +434,10 @@ def dying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DyingCluster]:
         yield dying
 
 
-@pytest.mark.parametrize("repeated", [True, False], ids=["repeated", "never repeated"])
+@pytest.mark.parametrize(
+    "repeated",
+    [pytest.param(True, id="repeated", marks=pytest.mark.guard), pytest.param(False, id="never repeated")],
+)
 @pytest.mark.parametrize(
     ("shard", "commit", "point"),
     [pytest.param(*kill, marks=[] if kill == (0, COMMITTED, "after") else pytest.mark.guard) for kill in KILLS],
@@ -451,11 +482,11 @@ def rewrite(cluster: LocalCluster, shard: int, start: int, rates: Float32Array) 
         version=answer.schedule_version,
         last=True,
     )
-    with grpc.insecure_channel(cluster.addresses[shard]) as channel:
-        extend = WeightServerStub(channel).ExtendSchedule
-        prepared = extend(request, timeout=10)
+    with WeightClient(cluster.addresses) as client:
+        prepared = client.call_shard(shard, "ExtendSchedule", request)
         commit = pb.SCHEDULE_PHASE_COMMIT
-        extend(pb.ExtendScheduleRequest(phase=commit, change=change, schedule=prepared.schedule), timeout=10)
+        request = pb.ExtendScheduleRequest(phase=commit, change=change, schedule=prepared.schedule)
+        client.call_shard(shard, "ExtendSchedule", request)
 
 
 @pytest.mark.parametrize("shard", [0, 1])
@@ -502,12 +533,14 @@ def test_shards_that_used_different_ones_are_mended_by_a_rollback(client: Weight
     of_shard_0, of_shard_1 = ROWS[:7], ROWS[7:14]
     client.push_gradients(of_shard_0, gradients(0)[:7], step=CHANGED_AT)
     rewrite(cluster, 1, CHANGED_AT, NEW[CHANGED_AT:])
-    with grpc.insecure_channel(cluster.addresses[1]) as channel:  # by whoever tells no digest
-        header = pb.WriteHeader(epoch=epoch, writer=b"x" * 16, sequence=1, step=CHANGED_AT, num_rows=7)
-        message = pb.PushGradientsRequest(
-            header=header, rows=pb.Rows(ids=of_shard_1.tobytes()), gradients=gradients(0)[:7].tobytes()
-        )
-        WeightServerStub(channel).PushGradients(iter([message]), timeout=10)
+    opener = descriptions(cluster)[1].opener
+    header = pb.WriteHeader(
+        epoch=epoch, opener=opener, writer=b"x" * 16, sequence=1, step=CHANGED_AT, num_rows=len(of_shard_1)
+    )  # of a writer that tells no digest
+    message = pb.PushGradientsRequest(
+        header=header, rows=pb.Rows(ids=of_shard_1.tobytes()), gradients=gradients(0)[:7].tobytes()
+    )
+    client._connect()[1].write("PushGradients", lambda: iter([message]))
     for rates in (OLD, NEW):
         with pytest.raises(TableMismatchError, match="and was used: only steps from 13 on may be rewritten"):
             client.extend_schedule(0, rates)

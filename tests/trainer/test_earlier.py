@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import runpy
+import tarfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +13,16 @@ import numpy as np
 import pytest
 
 from tests.helpers.small_run import ONLY_ROWS, losses, small_run
-from trainer.checkpoint import check_same_run, note_settings
+from trainer.checkpoint import check_same_run, note_settings, saved_steps
 from trainer.config import TrainConfig, parse_config
 from trainer.history import ImageHistory
 from trainer.loop import train
 from trainer.schedule import learning_rates
+from weightserver.inspect import inspect_directory
+from weightserver.records import FORMAT
 
-CONFIGS: dict[str, dict[str, Any]] = json.loads(
-    (Path(__file__).parent.parent / "golden" / "configs_0.1.json").read_text()
-)
+GOLDEN = Path(__file__).parent.parent / "golden"
+CONFIGS: dict[str, dict[str, Any]] = json.loads((GOLDEN / "configs_0.1.json").read_text())
 """Command line to the config.json that version 0.1 wrote for it."""
 NUM_IMAGES = 1_281_167
 
@@ -79,6 +82,25 @@ def test_a_resumed_run_of_before_trains_as_it_did(tmp_path: Path) -> None:
     (run.output / "config.json").write_text(json.dumps(was | {"correction": True, "small_crop_scale": [0.05, 0.14]}))
     train(replace(run, resume=True))  # again from step 8 on
     assert losses(run.output) == before
+
+
+@pytest.mark.parametrize("rows", ["resident", pytest.param("remote", marks=pytest.mark.guard)])
+def test_a_run_that_version_0_1_wrote_is_resumed(rows: str, tmp_path: Path) -> None:
+    """Killed behind its third checkpoint, with its servers: to the end that it would have had under version 0.1."""
+    with tarfile.open(GOLDEN / "version_0.1" / "run.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    with np.load(GOLDEN / "version_0.1" / "seen.npz", allow_pickle=False) as seen:
+        expected = seen["losses"]
+    output = tmp_path / "run"
+    shards = [output / "servers" / f"shard-{shard}" for shard in range(2)]
+    assert saved_steps(output / "checkpoints") == [0, 7, 14]
+    assert [inspect_directory(shard)["format"] for shard in shards] == [2, 2]
+    writer = runpy.run_path(str(GOLDEN / "version_0.1" / "write.py"))
+    train(TrainConfig(**writer["RUN"], encoder=writer["encoder"](), output=output, rows=rows, resume=True))
+    # On the processor that wrote the file they are the same, on others but for rounding.
+    np.testing.assert_allclose(losses(output), expected, rtol=1e-4)
+    assert saved_steps(output / "checkpoints") == [7, 14, 21]
+    assert [inspect_directory(shard)["format"] for shard in shards] == [FORMAT, FORMAT]
 
 
 def test_new_runs_say_what_they_do(tmp_path: Path) -> None:

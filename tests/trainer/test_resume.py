@@ -26,6 +26,7 @@ import trainer.checkpoint
 import trainer.history
 from tests.helpers import dying_run
 from tests.helpers.dying_run import POINTS
+from tests.helpers.power_loss import PowerLoss
 from tests.helpers.small_run import EVERY, NUM_STEPS, ONLY_ROWS, losses, small_run
 from trainer.__main__ import main
 from trainer.checkpoint import Checkpoints, saved_steps
@@ -38,6 +39,7 @@ from trainer.schedule import learning_rates
 from trainer.stopping import Stopped
 from weightserver import LocalCluster, TableMismatchError, WeightClient
 from weightserver.connection import ShardConnection
+from weightserver.files import sync
 from weightserver.inspect import inspect_directory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -348,6 +350,16 @@ def test_old_checkpoints_are_forgotten(undisturbed: Path) -> None:
     assert sorted(path.stem for path in (undisturbed / "checkpoints").iterdir()) == names
     with LocalCluster(2, undisturbed / "servers") as cluster, WeightClient(cluster.addresses) as client:
         assert [(kept.name, kept.step) for kept in client.checkpoints()] == list(zip(names, steps, strict=True))
+
+
+def test_a_checkpoint_is_there_after_a_power_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all that going on from it takes; of metrics.jsonl and the like a part may be lost."""
+    power_loss, output = PowerLoss(monkeypatch), tmp_path / "new/run"
+    sync(tmp_path)
+    train(small_run(output, encoder=ONLY_ROWS))
+    assert saved_steps(output / "checkpoints") == [EVERY, 2 * EVERY, 3 * EVERY]
+    kinds = {Path(path).relative_to("new/run").parts[0] for path in power_loss.lost(tmp_path)}
+    assert kinds <= {"servers", "metrics.jsonl", "tensorboard"}
 
 
 BAD_RESUMES = {

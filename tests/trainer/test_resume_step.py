@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.small_run import EVERY, ONLY_ROWS, losses, small_run
-from trainer import demo
+from trainer import checkpoint, demo
 from trainer.checkpoint import saved_steps
 from trainer.config import TrainConfig
 from trainer.loop import train
@@ -178,6 +178,23 @@ def test_files_that_are_not_the_runs_stay(ended: Path, tmp_path: Path) -> None:
         train(run(output, resume=True, **settings))
     assert {path: path.read_bytes() for path in theirs} == theirs
     assert losses(output) == losses(ended)
+
+
+def test_what_is_set_aside_is_there_after_a_power_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each renamed file's old and new directory are synced behind the last rename, copies before the first."""
+    files = tmp_path / "checkpoints"
+    files.mkdir()
+    moved, copied, done = [files / "newer", tmp_path / "summary.json"], tmp_path / "metrics.jsonl", list[Path]()
+    for path in (*moved, copied):
+        path.write_text(path.name)
+    rename = Path.rename
+    monkeypatch.setattr(checkpoint, "sync", done.append)
+    monkeypatch.setattr(Path, "rename", lambda path, to: (done.append(Path("renamed")), rename(path, to)))
+    checkpoint.set_aside(files, moved, [copied])
+    (aside,) = files.iterdir()
+    assert contents(aside) == {path.name: path.name.encode() for path in (*moved, copied)}
+    assert done[:3] == [aside / copied.name, Path("renamed"), Path("renamed")]
+    assert set(done[3:]) == {aside, files, tmp_path}
 
 
 @pytest.mark.parametrize("left", ["metrics.jsonl", "summary.json", "encoder.safetensors", "checkpoints"])

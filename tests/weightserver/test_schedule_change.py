@@ -35,7 +35,7 @@ OLD = np.linspace(0.5, 0.1, 30, dtype=np.float32)
 CLOCK, CHANGED_AT = 10, 12
 NEW = np.append(OLD[:CHANGED_AT], np.linspace(0.9, 0.3, 28, dtype=np.float32))
 """Other learning rates from CHANGED_AT on, and more of them."""
-CHANGE, OTHER = "11" * 16, "22" * 16
+CHANGE, OTHER, OPENER = "11" * 16, "22" * 16, b"o" * 16
 
 
 def digest(rates: Float32Array) -> int:
@@ -87,13 +87,12 @@ class Served:
     def commit(self, change: str = CHANGE, schedule: int = digest(NEW)) -> object:
         return self.do(lambda batch: self.shard.commit_schedule(batch, change, digest=schedule))
 
-    def give_up(self, change: str = CHANGE, *, version: int | None = None) -> object:
-        version = self.version if version is None else version
-        return self.do(lambda batch: self.shard.give_up_schedule(batch, change, version=version))
+    def give_up(self, change: str = CHANGE) -> object:
+        return self.do(lambda batch: self.shard.give_up_schedule(batch, change))
 
     def header(self, step: int, schedule: int) -> WriteHeader:
         self.sequence += 1
-        return WriteHeader(1, b"w" * 16, self.sequence, self.sequence, step, schedule)
+        return WriteHeader(1, OPENER, b"w" * 16, self.sequence, self.sequence, step, schedule)
 
     def push(self, step: int, schedule: int = 0) -> object:
         header = self.header(step, schedule)
@@ -122,11 +121,13 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr(records, "_SCHEDULE_CHUNK", 8)
     served = Served(tmp_path)
     served.do(lambda batch: served.shard.create_table(batch, SPEC))
-    served.do(lambda batch: served.shard.open_session(batch, "run", 1, b"o" * 16))
-    served.extend(0, OLD)
-    served.push(CLOCK - 1)
-    yield served
-    served.close()
+    served.do(lambda batch: served.shard.open_session(batch, "run", 1, OPENER))
+    try:
+        served.extend(0, OLD)
+        served.push(CLOCK - 1)
+        yield served
+    finally:
+        served.close()
 
 
 def test_a_digest_is_that_of_the_contents(served: Served, tmp_path: Path) -> None:
@@ -209,7 +210,7 @@ def test_what_is_given_up_leaves_nothing(served: Served, restarted: bool) -> Non
     assert served.give_up(OTHER) is False, "another change"
     assert served.shard.schedule.pending is not None
     assert served.give_up() is True
-    assert served.give_up(version=version) is False, "again"
+    assert served.give_up() is False, "again"
     for late in (lambda: served.prepare(version=version), served.commit):
         with pytest.raises(FencedError, match=r"call extend_schedule\(\) again if"):
             late()
@@ -223,9 +224,11 @@ def test_what_is_given_up_leaves_nothing(served: Served, restarted: bool) -> Non
 def test_a_change_that_was_given_up_before_it_came_is_refused(served: Served) -> None:
     version = served.version
     assert served.give_up() is True
+    assert served.give_up() is False
     with pytest.raises(FencedError, match="changed by another call"):
         served.prepare(version=version)
     assert served.shard.schedule.pending is None
+    assert served.version == version + 1
 
 
 def test_what_is_there_already_leaves_nothing(served: Served) -> None:
@@ -339,7 +342,7 @@ def test_a_schedule_that_returns_is_no_earlier_one(served: Served) -> None:
 
 def test_a_duplicate_is_answered_though_its_schedule_is_forgotten(served: Served) -> None:
     """That the write was applied must not be taken for a refusal."""
-    header = WriteHeader(1, b"v" * 16, 1, 0, CLOCK, digest(OLD))
+    header = WriteHeader(1, OPENER, b"v" * 16, 1, 0, CLOCK, digest(OLD))
 
     def push() -> object:
         return served.do(lambda batch: served.shard.push_gradients(batch, header, ROWS, np.ones((2, 4), np.float32)))

@@ -41,11 +41,11 @@ from weightserver.errors import (
 from weightserver.exactly_once import WINDOW
 from weightserver.initial import initial_rows
 from weightserver.inspect import inspect_directory
-from weightserver.records import MAX_ANCESTORS, Lineage, read_state, split_mark, write_state
+from weightserver.records import MAX_ANCESTORS, Lineage, read_state, write_state
 from weightserver.session import MAX_FAILED, Numbers, Session, Write
 from weightserver.shard import MAX_EARLIER_SIZES, Batch, Shard, WriteHeader
 from weightserver.storage import NEWEST, LmdbStorage, structural_problems
-from weightserver.wire import table_digest
+from weightserver.wire import split_mark, table_digest
 
 OPENER = b"o" * 16
 SPEC = TableSpec(num_rows=100, dim=4, rows_per_block=6)

@@ -157,10 +157,10 @@ def _join_session(
             else:
                 _refuse_used_table(client)
                 client.create_table(spec)
-            epoch = client.open_session(config.output.name, force=bool(config.resume))  # all rows go back below
+            epoch = client.open_session(config.output.name, force=step is not None)
             if config.resume:
                 if step is not None:
-                    client.rollback(checkpoint_name(step))
+                    client.rollback(checkpoint_name(step))  # all shards, whatever they held before
                 remove_unfinished(files)
                 note_history(files, step or 0, history)  # from now on --resume alone goes on with all images
                 _open_table(client, spec)

@@ -1,0 +1,219 @@
+"""What version 0.1 wrote: the first start of this version takes it on, with nothing lost. See golden/version_0.1."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import numpy as np
+import pytest
+
+from tests.helpers.comparing import same
+from tests.helpers.failpoints import POINTS, DyingCluster
+from weightserver import (
+    ClusterError,
+    DataLossError,
+    FencedError,
+    LocalCluster,
+    RowState,
+    ShardUnavailableError,
+    WeightClient,
+)
+from weightserver._generated import weight_server_pb2 as pb
+from weightserver.backup import read_backup, restore
+from weightserver.compact import compact
+from weightserver.inspect import inspect_directory
+from weightserver.records import FORMAT, earlier_identity
+from weightserver.reshard import reshard
+from weightserver.verify import verify_directory
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "version_0.1"
+SHARDS, NUM_ROWS = ("shard-0", "shard-1"), 70
+CHECKPOINTS = ("one", "two", "three")
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, Any]:
+    """What a client of version 0.1 was told."""
+    with np.load(GOLDEN / "seen.npz", allow_pickle=False) as stored:
+        return dict(stored)
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """The directory of its cluster of two shards, and of a backup."""
+    with tarfile.open(GOLDEN / "table.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path / "table"
+
+
+def told(seen: dict[str, Any], checkpoint: str = "now", step: int | str = "stored") -> RowState:
+    return RowState(**{name: seen[f"{checkpoint}/{step}/{name}"] for name in RowState.__dataclass_fields__})
+
+
+def assert_rows(client: WeightClient, seen: dict[str, Any], *, checkpoint: str = "", as_of: str = "") -> None:
+    """Of now or of a checkpoint, as they were told to be."""
+    rows = np.arange(NUM_ROWS)
+    for step in (None, 28):
+        state = client.fetch_state(rows, step=step, checkpoint=checkpoint)
+        assert same(state, told(seen, as_of or checkpoint or "now", step or "stored")), (checkpoint, step)
+
+
+def assert_nothing_lost(client: WeightClient, seen: dict[str, Any]) -> None:
+    info, checkpoints = client.describe(), client.checkpoints()
+    assert [info.epoch, info.clock, info.horizon, info.rows_stored] == seen["numbers"].tolist()
+    assert [shard.rows_stored for shard in info.shards] == seen["rows_stored"].tolist()
+    assert info.run == str(seen["run"])
+    assert [kept.name for kept in checkpoints] == seen["checkpoints"].tolist()
+    assert [kept.step for kept in checkpoints] == seen["steps"].tolist()
+    assert [kept.identity.hex() for kept in checkpoints] == seen["identities"].tolist()
+    for shard in range(len(info.shards)):
+        assert np.array_equal(client.learning_rates(shard=shard), seen["learning_rates"])
+    assert_rows(client, seen)
+    for name in CHECKPOINTS:
+        assert_rows(client, seen, checkpoint=name)
+
+
+def content(directory: Path) -> dict[str, list[tuple[bytes, bytes]]]:
+    """All that LMDB holds of a shard that nobody serves."""
+    with lmdb.open(str(directory), max_dbs=5, readonly=True, lock=False) as env, env.begin() as txn:
+        names = [name for name, _ in txn.cursor()]
+        return {name.decode(): list(txn.cursor(env.open_db(name, txn, create=False))) for name in names}
+
+
+def formats(directory: Path) -> list[int]:
+    return [inspect_directory(directory / shard)["format"] for shard in SHARDS]
+
+
+def test_the_first_start_loses_nothing(old: Path, seen: dict[str, Any]) -> None:
+    assert formats(old) == [2, 2]
+    with LocalCluster(2, old) as cluster, WeightClient(cluster.addresses) as client:
+        assert_nothing_lost(client, seen)
+        answers = [client.call_shard(shard, "Describe", pb.DescribeRequest()) for shard in range(2)]
+        (identity,) = {answer.table_identity for answer in answers}
+        assert len(identity) == 16
+        assert len({answer.opener for answer in answers}) == 1
+        marks = client.marks()
+        assert len({mark.partition(":")[0] for mark in marks}) == 2
+    assert formats(old) == [FORMAT, FORMAT]
+    assert [verify_directory(old / shard).problems for shard in SHARDS] == [[], []]
+
+    before = [content(old / shard) for shard in SHARDS]
+    with LocalCluster(2, old) as cluster, WeightClient(cluster.addresses) as client:
+        client.expect(marks)
+        assert_nothing_lost(client, seen)
+    assert [content(old / shard) for shard in SHARDS] == before, "a second start changes nothing"
+
+    with LocalCluster(2, old) as cluster, WeightClient(cluster.addresses) as client:
+        with pytest.raises(FencedError, match="no session is open"):
+            client.push_gradients([1], np.ones((1, 3), np.float32), step=12)
+        assert client.open_session("third") == seen["numbers"][0] + 1
+        client.expect(marks)
+        client.push_gradients(np.arange(NUM_ROWS), np.ones((NUM_ROWS, 3), np.float32), step=12)
+        client.extend_table(NUM_ROWS + 1)
+        client.checkpoint("four", step=13)
+        assert [kept.name for kept in client.checkpoints()] == [*CHECKPOINTS, "four"]
+        client.rollback("two")
+        assert_rows(client, seen, as_of="two")
+    assert [verify_directory(old / shard).problems for shard in SHARDS] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("point", "shard"),
+    [
+        pytest.param(point, shard, marks=[] if (point, shard) == ("written", 1) else pytest.mark.guard)
+        for point in POINTS
+        for shard in range(2)
+    ],
+)
+def test_a_kill_during_the_upgrade_loses_nothing(point: str, shard: int, old: Path, seen: dict[str, Any]) -> None:
+    (old / f"shard-{shard}.failpoint").write_text(f"{point} 1")  # the upgrade is the first commit of a start
+    with pytest.raises(ShardUnavailableError, match=f"shard {shard} did not start"):
+        DyingCluster(2, old)
+    assert inspect_directory(old / SHARDS[shard])["format"] == (FORMAT if point == "after" else 2)
+    with LocalCluster(2, old) as cluster, WeightClient(cluster.addresses) as client:
+        assert_nothing_lost(client, seen)
+        client.open_session("third")
+    assert formats(old) == [FORMAT, FORMAT]
+
+
+def test_what_only_reads_leaves_it_as_it_is(old: Path, tmp_path: Path, seen: dict[str, Any]) -> None:
+    files = [old / shard / "data.mdb" for shard in SHARDS]
+    before = [path.read_bytes() for path in files]
+    for shard, directory in enumerate(SHARDS):
+        assert verify_directory(old / directory).problems == []
+        looked = inspect_directory(old / directory)
+        assert (looked["format"], looked["checkpoints"]) == (2, list(CHECKPOINTS))
+        assert [looked["epoch"], looked["clock"], looked["horizon"]] == seen["numbers"][:3].tolist()
+        assert looked["rows_stored"] == seen["rows_stored"][shard]
+    sources = [old / shard for shard in SHARDS]
+    reshard(sources, [tmp_path / "one" / "shard-0"], current=True)
+    reshard(
+        sources, [tmp_path / "three" / f"shard-{number}" for number in range(3)], checkpoint="two", rows_per_block=5
+    )
+    assert [path.read_bytes() for path in files] == before
+    for source in sources:
+        compact(source, tmp_path / "compacted" / source.name)  # which marks the source as one that was compacted
+    assert formats(tmp_path / "compacted") == [2, 2]
+
+    with LocalCluster(2, tmp_path / "compacted") as cluster, WeightClient(cluster.addresses) as client:
+        assert_nothing_lost(client, seen)
+        identity = client.describe().identity
+    with LocalCluster(1, tmp_path / "one") as cluster, WeightClient(cluster.addresses) as client:
+        assert_rows(client, seen)
+        assert np.array_equal(client.learning_rates(), seen["learning_rates"])
+        assert client.describe().identity == identity
+        client.open_session("third")
+    with LocalCluster(3, tmp_path / "three") as cluster, WeightClient(cluster.addresses) as client:
+        assert_rows(client, seen, as_of="two")
+        assert_rows(client, seen, checkpoint="two")
+        assert client.describe().identity == identity
+        client.open_session("third")
+
+
+def test_its_backup_is_restored(old: Path, tmp_path: Path, seen: dict[str, Any]) -> None:
+    for shard, directory in enumerate(SHARDS):
+        restore(old / "backup", tmp_path / "restored" / directory, shard=shard)
+    with LocalCluster(2, tmp_path / "restored") as cluster, WeightClient(cluster.addresses) as client:
+        assert_rows(client, seen, as_of="three")
+        assert_rows(client, seen, checkpoint="three")
+        assert np.array_equal(client.learning_rates(), seen["learning_rates"][:30])
+        client.open_session("third")
+        client.push_gradients([1], np.ones((1, 3), np.float32), step=12)
+
+
+def test_one_shard_of_its_backup_beside_one_that_was_upgraded(old: Path, seen: dict[str, Any]) -> None:
+    """They are of one table, and of different times, until all are taken to the checkpoint of the backup."""
+    shutil.rmtree(old / "shard-1")
+    made = restore(old / "backup", old / "shard-1", shard=1)
+    assert made == read_backup(old / "backup")
+    with LocalCluster(2, old) as cluster, WeightClient(cluster.addresses) as client:
+        identity = client.describe().identity
+        assert identity == earlier_identity({"num_rows": 1, **json.loads(json.dumps(vars(made.spec)))})
+        with pytest.raises(ClusterError, match="shard 1 was restored, and its rows are of another time"):
+            client.open_session("third")
+        client.open_session("third", force=True)
+        client.rollback("three")
+        assert_rows(client, seen, as_of="three")
+        client.open_session("fourth")
+
+
+def test_the_old_directory_put_back_is_refused(old: Path, tmp_path: Path) -> None:
+    """It is upgraded once more, and does not descend from what the first upgrade acknowledged."""
+    shutil.copytree(old / "shard-1", tmp_path / "kept")
+    with LocalCluster(2, old) as cluster, WeightClient(cluster.addresses, retry_seconds=10) as client:
+        client.open_session("third")
+        client.push_gradients(np.arange(NUM_ROWS), np.ones((NUM_ROWS, 3), np.float32), step=12)
+        cluster.processes[1].kill()
+        cluster.processes[1].wait()
+        shutil.rmtree(old / "shard-1")
+        shutil.copytree(tmp_path / "kept", old / "shard-1")
+        cluster.restart(1)
+        with pytest.raises(DataLossError, match="shard 1 lacks what it had acknowledged"):
+            client.push_gradients(np.arange(NUM_ROWS), np.ones((NUM_ROWS, 3), np.float32), step=13)
+        with WeightClient(cluster.addresses) as another, pytest.raises(DataLossError, match="lacks what shard 0 knows"):
+            another.open_session("fourth")

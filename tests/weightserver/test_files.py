@@ -1,0 +1,73 @@
+"""Directories and files that a power loss leaves: each is synced, and each directory that has a new name in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.helpers.power_loss import PowerLoss
+from weightserver import LocalCluster, TableSpec, WeightClient
+from weightserver.backup import backup, restore
+from weightserver.compact import compact
+from weightserver.export import export_rows
+from weightserver.files import append_synced, sync, whole_directory, write_whole
+from weightserver.shard import Shard
+from weightserver.storage import LmdbStorage
+
+SPEC = TableSpec(num_rows=40, dim=8, rows_per_block=10)
+
+
+@pytest.fixture
+def power_loss(monkeypatch: pytest.MonkeyPatch) -> PowerLoss:
+    return PowerLoss(monkeypatch)
+
+
+@pytest.mark.parametrize("there", ["", "a", "a/b", "a/b/shard-0"])
+def test_a_new_shard_is_there_after_a_power_loss(there: str, power_loss: PowerLoss, tmp_path: Path) -> None:
+    """Once it has opened its directory, which somebody has just made, or which it makes with the parents it lacks."""
+    directory = tmp_path / "a/b/shard-0"
+    (tmp_path / there).mkdir(parents=True, exist_ok=True)
+    for parent in directory.parents[1:3]:
+        if parent.exists():
+            sync(parent)
+    storage = LmdbStorage(directory)
+    Shard(storage, shard=0, num_shards=1)
+    assert (directory / "data.mdb").exists()
+    assert power_loss.lost(tmp_path) == set()
+    storage.close()
+    assert power_loss.lost(tmp_path) == set()
+
+
+def test_written_files_are_there_after_a_power_loss(power_loss: PowerLoss, tmp_path: Path) -> None:
+    def write(text: str) -> None:
+        write_whole(tmp_path / "replaced", lambda path: path.write_text(text))
+
+    write("old")
+    write("new")
+    sync(tmp_path)
+    (tmp_path / "log").touch()
+    sync(tmp_path)
+    append_synced(tmp_path / "log", b"one")
+    append_synced(tmp_path / "log", b"two")
+    with whole_directory(tmp_path / "deep/whole") as partly:
+        write_whole(partly / "file", lambda path: path.write_text("whole"))
+    assert power_loss.lost(tmp_path) == set()
+
+
+def test_what_operations_have_made_is_there_after_a_power_loss(power_loss: PowerLoss, tmp_path: Path) -> None:
+    sync(tmp_path)
+    with LocalCluster(1, tmp_path / "servers/here") as cluster, WeightClient(cluster.addresses) as client:
+        client.create_table(SPEC)
+        client.extend_schedule(0, np.full(10, 0.1, np.float32))
+        client.open_session("run")
+        client.push_gradients(np.arange(40), np.ones((40, 8), np.float32), step=0)
+        client.checkpoint("kept", step=1)
+        backup(client, tmp_path / "deep/backup")
+        export_rows(client, tmp_path / "deep/rows")
+    restore(tmp_path / "deep/backup", tmp_path / "deep/restored/shard-0", shard=0)
+    compact(tmp_path / "deep/restored/shard-0", tmp_path / "deep/compacted/shard-0")
+    assert {path.name for path in (tmp_path / "deep").iterdir()} == {"backup", "rows", "restored", "compacted"}
+    of_its_process = {path for path in power_loss.lost(tmp_path) if path.startswith("servers/here/shard-0")}
+    assert power_loss.lost(tmp_path) - of_its_process == set()
