@@ -48,6 +48,7 @@ from tests.helpers.memory_cluster import (
     MemoryCluster,
     Message,
     Run,
+    interrupted_at_line,
 )
 from tests.helpers.sequential_model import TOLERANCE, Model, State, operations_of
 from weightserver import TableSpec, WeightClient
@@ -291,11 +292,18 @@ class Machine(RuleBasedStateMachine):
     def read(self, which: int, action: Action, plan: Plan) -> None:
         self.perform(self.writer(which), action, plan)
 
-    @rule(which=picks, first=actions, second=actions, plan=plans, turns=st.lists(st.booleans(), min_size=1, max_size=8))
-    def two_threads(self, which: int, first: Action, second: Action, plan: Plan, turns: list[bool]) -> None:
-        """The second call runs while the first one waits."""
-        writer = self.writer(which)
-        self.cluster.threads.start(lambda: self.perform(writer, second, beside=True))
+    @rule(
+        which=picks,
+        other=picks,
+        first=actions,
+        second=actions,
+        plan=plans,
+        turns=st.lists(st.booleans(), min_size=1, max_size=8),
+    )
+    def two_threads(self, which: int, other: int, first: Action, second: Action, plan: Plan, turns: list[bool]) -> None:
+        """The second call, of the same client or another, runs while the first one waits."""
+        writer, beside = self.writer(which), self.writer(other)
+        self.cluster.threads.start(lambda: self.perform(beside, second, beside=True))
         self.perform(writer, first, replace(plan, turns=tuple(turns), interrupt=None), beside=True)
         self.threads_go_on()
 
@@ -387,6 +395,8 @@ class Machine(RuleBasedStateMachine):
             told = error
         finally:
             writer.num_running -= 1
+        if writer.client._connections is None:  # one that could not connect to all shards has met none
+            self.cluster.forget(writer.name)
         self.catch_up()
         assert not run.unnoticed, "a shard answered a client that knows of more than it holds"
         if told is None:
@@ -828,3 +838,37 @@ def test_a_session_of_another_client_forgets_what_failed(machine: Machine) -> No
     machine.perform(writer, Action("repeat"))
     assert writer.failed
     machine.same()
+
+
+def test_an_attempt_in_doubt_before_a_refusal(machine: Machine) -> None:
+    """Another client's session comes between two attempts: the first may have been taken, and the second is refused."""
+    (writer,) = machine.writers
+    other = machine.new_writer()
+    machine.cluster.threads.start(lambda: machine.perform(other, Action("open_session"), beside=True))
+    machine.perform(writer, Action("push", (0,)), Plan((Fate.UNHEARD,), True, (False, False, True), None), beside=True)
+    machine.threads_go_on()
+    assert writer.failed
+    machine.perform(writer, Action("join_session"))
+    machine.perform(writer, Action("repeat"))
+    machine.same()
+
+
+@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.guard)])
+def test_a_push_interrupted_at_any_line(small_window: None, every: int) -> None:
+    """Of the client, where a signal can come; it counts once when it is made again, and refuses no rollback."""
+    for line in itertools.count(0, every):
+        machine = Machine()
+        machine.start()
+        (writer,) = machine.writers
+        machine.perform(writer, Action("checkpoint", name="a"))
+        with interrupted_at_line(line, machine.cluster.threads) as interrupt:
+            machine.perform(writer, PUSH, interrupted(-1))
+        machine.threads_go_on()
+        machine.perform(writer, Action("repeat"))
+        machine.same()
+        machine.perform(writer, Action("rollback"))
+        machine.same()
+        machine.teardown()
+        if not interrupt.happened:
+            assert line > 100
+            break
