@@ -73,6 +73,10 @@ def open_channel(address: str, credentials: grpc.ChannelCredentials | None) -> g
     return grpc.secure_channel(address, credentials, _OPTIONS)
 
 
+class _AskAgain(Exception):
+    """What was answered is to be asked for once more: the same again does nothing, and is answered as newer."""
+
+
 class ShardConnection:
     """Calls one shard; safe to use from any thread."""
 
@@ -116,7 +120,8 @@ class ShardConnection:
 
         def attempt(options: dict[str, Any]) -> Any:
             answer, call = self._stubs[method].with_call(request, **options)
-            self._note_mark(call, options)
+            if not self._note_mark(call, options) and not acknowledged:
+                raise _AskAgain
             return answer
 
         return self._attempts(attempt, acknowledged, once=once)
@@ -132,7 +137,8 @@ class ShardConnection:
         def attempt(options: dict[str, Any]) -> pb.WriteResponse:
             answer: pb.WriteResponse
             answer, call = self._stubs[method].with_call(messages(), **options)
-            self._note_mark(call, options)
+            if not self._note_mark(call, options):
+                raise _AskAgain
             return answer
 
         return self._attempts(attempt)
@@ -173,6 +179,9 @@ class ShardConnection:
                 metadata.append((WAITED_KEY, str(round(1000 * waited))))
             try:
                 return attempt({"timeout": self._timeout_seconds, "metadata": metadata})
+            except _AskAgain:
+                in_doubt = True
+                continue
             except grpc.RpcError as error:
                 status, details, hint = error.code(), error.details() or "", _retry_hint(error)
             if status is grpc.StatusCode.UNIMPLEMENTED:
@@ -216,8 +225,9 @@ class ShardConnection:
             waited = time.monotonic() - started
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
-    def _note_mark(self, call: Any, options: dict[str, Any]) -> None:
-        """Keeps the shard's mark, which the answer ends with.
+    def _note_mark(self, call: Any, options: dict[str, Any]) -> bool:
+        """Keeps the shard's mark, which the answer ends with; False where nobody can tell whether it is newer than the
+        one that another thread has seen meanwhile: of a process before it, or behind it.
 
         Raises:
             DataLossError: the shard has gone back behind what it had acknowledged.
@@ -225,7 +235,7 @@ class ShardConnection:
         mark = next((value for key, value in call.trailing_metadata() or () if key == MARK_KEY), "")
         told = dict(options["metadata"]).get(ACKNOWLEDGED_KEY, "")
         if not mark or mark == told:
-            return
+            return True
         if _is_behind(mark, told):
             lost = DataLossError(f"{self.name} answers from {mark}, behind {told}, which it had acknowledged")
             lost.not_applied = False
@@ -235,6 +245,7 @@ class ShardConnection:
             # The shard has held `told` against its data, and nothing else that other threads have seen meanwhile.
             if before == told or _is_behind(before, mark):
                 self.acknowledged = mark
+            return self.acknowledged == mark or _is_behind(mark, before)
 
     def close(self) -> None:
         self._channel.close()

@@ -46,7 +46,7 @@ class Session:
     def __post_init__(self, before: Session | None) -> None:
         self._changed: threading.Condition = before._changed if before else threading.Condition()
         self._next = [1] * self.num_shards
-        self._open: list[set[int]] = [set() for _ in range(self.num_shards)]
+        self._open: list[Numbers] = []  # of what is under way, or has failed
         self._failed: list[tuple[bytes, Numbers]] = []  # oldest first; equal writes may fail several times
         self._given_up: set[bytes] = before._given_up if before else set()  # that failed, and whose numbers are gone
         self._unfinished_rollback: str = before._unfinished_rollback if before else ""
@@ -76,7 +76,7 @@ class Session:
         before. Waits while the shards could take note of no further number.
 
         It is settled however the context is left: where an exception leaves it, what the write did is unknown, and the
-        numbers are kept for its repetition, unless it is `not_applied`.
+        numbers are kept for its repetition, unless it is `not_applied`. An interrupt may come at any line here.
 
         Raises:
             ClusterError: a rollback has not succeeded yet, or the write failed so long ago that it cannot be told
@@ -84,16 +84,15 @@ class Session:
         """
         write, repeated = Write({}), False
         try:
-            repeated = self._begin(write.numbers, shards, digest)
+            repeated = self._begin(write, shards, digest)
             yield write
+            self._settle(write)
         except BaseException:
             if write.numbers and (repeated or not write.not_applied):
-                self._fail(write.numbers, digest())
+                self._fail(write, digest())
             else:
-                self._settle(write.numbers)
+                self._settle(write)
             raise
-        else:
-            self._settle(write.numbers)
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[Numbers]:
@@ -103,12 +102,14 @@ class Session:
         Raises:
             ClusterError: a rollback has not succeeded yet.
         """
-        numbers: Numbers = {}
+        change = Write({})
         try:
-            self._begin(numbers, range(self.num_shards))
-            yield numbers
-        finally:
-            self._settle(numbers)
+            self._begin(change, range(self.num_shards))
+            yield change.numbers
+            self._settle(change)
+        except BaseException:
+            self._settle(change)
+            raise
 
     @contextlib.contextmanager
     def rolling_back(self, name: str) -> Iterator[Write]:
@@ -120,20 +121,19 @@ class Session:
         """
         write, unfinished_before = Write({}), self._unfinished_rollback
         try:
-            self._begin_rollback(write.numbers, name)
+            self._begin_rollback(write, name)
             yield write
+            with self._changed:
+                self._given_up.clear()  # what was applied of them is undone
+                self._settle(write)
+                self._unfinished_rollback = ""
         except BaseException:
             if write.not_applied:
                 self._unfinished_rollback = unfinished_before
+            self._settle(write)
             raise
-        else:
-            with self._changed:
-                self._unfinished_rollback = ""
-                self._given_up.clear()  # what was applied of them is undone
-        finally:
-            self._settle(write.numbers)
 
-    def _begin(self, numbers: Numbers, shards: Iterable[int], digest: Callable[[], bytes] | None = None) -> bool:
+    def _begin(self, write: Write, shards: Iterable[int], digest: Callable[[], bytes] | None = None) -> bool:
         """Whether the numbers are those of a write that failed before, which no refusal proves not applied."""
         with self._changed:
             if self._unfinished_rollback:
@@ -143,9 +143,9 @@ class Session:
                 )
             if digest and (self._failed or self._given_up):
                 wanted = digest()
-                for position, (failed, its_numbers) in enumerate(self._failed):
+                for position, (failed, numbers) in enumerate(self._failed):
                     if failed == wanted:
-                        numbers.update(its_numbers)
+                        write.numbers = numbers
                         del self._failed[position]
                         return True
                 if wanted in self._given_up:
@@ -153,26 +153,23 @@ class Session:
                         "this write failed before, too long ago or in another client's session, and may have been "
                         "applied on some of the shards: roll back to a checkpoint"
                     )
-            self._number(numbers, shards)
+            self._number(write, shards)
             return False
 
-    def _begin_rollback(self, numbers: Numbers, name: str) -> None:
+    def _begin_rollback(self, write: Write, name: str) -> None:
         with self._changed:
-            failed = [set[int]() for _ in range(self.num_shards)]
-            for _, its_numbers in self._failed:
-                for shard, number in its_numbers.items():
-                    failed[shard].add(number)
-            if failed != self._open:
+            failed = [id(numbers) for _, numbers in self._failed]
+            if any(id(numbers) not in failed for numbers in self._open):
                 raise InvalidRequestError("other writes of this client are under way: let them return, then roll back")
             while self._failed:
                 self._give_up(0)
             self._unfinished_rollback = name
-            self._number(numbers, range(self.num_shards))
+            self._number(write, range(self.num_shards))
 
     def settled_before(self, shard: int) -> int:
         """The number below which no write to `shard` is open any more."""
         with self._changed:
-            return min(self._open[shard], default=self._next[shard])
+            return self._oldest(shard) or self._next[shard]
 
     def header(
         self, shard: int, number: int, *, step: int, table: int, num_rows: int = 0, schedule: int = 0
@@ -190,43 +187,50 @@ class Session:
             schedule=schedule,
         )
 
-    def _settle(self, numbers: Numbers) -> None:
+    def _settle(self, write: Write) -> None:
         """Ends a write that will not be sent again; what of it is still on its way comes too late."""
         with self._changed:
-            self._close(numbers)
+            self._close(write.numbers)
 
-    def _fail(self, numbers: Numbers, digest: bytes) -> None:
+    def _fail(self, write: Write, digest: bytes) -> None:
         """Remembers the numbers of a write that may have been applied on some of its shards."""
         with self._changed:
-            if (digest, numbers) not in self._failed:
-                self._failed.append((digest, numbers))
+            if not any(write.numbers is numbers for _, numbers in self._failed):
+                self._failed.append((digest, write.numbers))
             if self._left or len(self._failed) > MAX_FAILED:
                 self._give_up(0)
             self._changed.notify_all()
 
-    def _number(self, numbers: Numbers, shards: Iterable[int]) -> None:
+    def _number(self, write: Write, shards: Iterable[int]) -> None:
         wanted = list(shards)
         while full := [shard for shard in wanted if self._is_full(shard)]:
-            oldest = min(self._open[full[0]])
+            oldest = self._oldest(full[0])
             failed = [position for position, (_, known) in enumerate(self._failed) if known.get(full[0]) == oldest]
             if failed:
                 self._give_up(failed[0])
             else:
                 self._changed.wait()  # it is on its way in another thread
+        numbers = {}
         for shard in wanted:
             numbers[shard] = self._next[shard]
             self._next[shard] += 1
-            self._open[shard].add(numbers[shard])
+        self._open.append(write.numbers)
+        write.numbers.update(numbers)  # at once, for the write and for what is open
 
     def _is_full(self, shard: int) -> bool:
-        return bool(self._open[shard]) and self._next[shard] - min(self._open[shard]) >= WINDOW
+        oldest = self._oldest(shard)
+        return oldest is not None and self._next[shard] - oldest >= WINDOW
+
+    def _oldest(self, shard: int) -> int | None:
+        """The lowest number that is open."""
+        return min((numbers[shard] for numbers in self._open if shard in numbers), default=None)
 
     def _give_up(self, position: int) -> None:
-        digest, numbers = self._failed.pop(position)
+        digest, numbers = self._failed[position]
         self._given_up.add(digest)
         self._close(numbers)
+        del self._failed[position]
 
     def _close(self, numbers: Numbers) -> None:
-        for shard, number in numbers.items():
-            self._open[shard].discard(number)
+        self._open = [known for known in self._open if known is not numbers]
         self._changed.notify_all()

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import linecache
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +27,7 @@ from google.protobuf.message import Message as Proto
 
 import weightserver.client
 import weightserver.connection
+import weightserver.session
 from tests.helpers.memory_storage import MemoryStorage
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.committer import Operation, Promise, commit_group
@@ -112,7 +115,7 @@ class Threads:
     def __init__(self) -> None:
         self.ready: deque[Callable[[], object]] = deque()
         """What other threads have not begun."""
-        self._in_others = 0
+        self.in_others = 0
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -136,11 +139,11 @@ class Threads:
 
     def go_on(self) -> None:
         """Another thread does what it has to do."""
-        self._in_others += 1
+        self.in_others += 1
         try:
             self.ready.popleft()()
         finally:
-            self._in_others -= 1
+            self.in_others -= 1
 
     def wait(self) -> None:
         """Called where a thread waits for something that comes by itself: others may go on meanwhile."""
@@ -173,7 +176,7 @@ class Threads:
                 condition._waiters.remove(waiter)
 
     def _interrupt(self, run: Run, number: int) -> None:
-        if run.interrupt == number and not self._in_others:
+        if run.interrupt == number and not self.in_others:
             raise KeyboardInterrupt
 
 
@@ -446,6 +449,11 @@ class MemoryCluster:
         """Of each shard."""
         return tuple(self.known.get((client, shard), Known()) for shard in range(self.num_shards))
 
+    def forget(self, client: str) -> None:
+        """What it was told."""
+        for shard in range(self.num_shards):
+            self.known.pop((client, shard), None)
+
     def lacks(self, shard: int, number: int) -> bool:
         """Whether the shard's directory does not descend from that event."""
         return number != 0 and number not in self.directories[shard].history
@@ -520,6 +528,35 @@ class MemoryCluster:
             if fate not in (Fate.ANSWERED, Fate.UNHEARD):
                 self.restart(message.shard)
         return answer
+
+
+_INTERRUPTED = {module.__file__ for module in (weightserver.client, weightserver.session, weightserver.connection)}
+
+
+@contextlib.contextmanager
+def interrupted_at_line(number: int, threads: Threads) -> Iterator[SimpleNamespace]:
+    """Raises a KeyboardInterrupt before a line of the client, the how manyth that its caller's thread comes to, as a
+    signal does; whether there were so many, `happened` says. Python interrupts no `with` on its way in or out."""
+    interrupt = SimpleNamespace(happened=False, left=number)
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        name = frame.f_code.co_filename
+        if name not in _INTERRUPTED or interrupt.happened:
+            return None
+        if event == "line" and not threads.in_others:
+            if not linecache.getline(name, frame.f_lineno).lstrip().startswith("with "):
+                interrupt.left -= 1
+            if interrupt.left < 0:
+                interrupt.happened = True
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield interrupt
+    finally:
+        sys.settrace(before)
 
 
 class _Channel:

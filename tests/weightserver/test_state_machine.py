@@ -48,6 +48,7 @@ from tests.helpers.memory_cluster import (
     MemoryCluster,
     Message,
     Run,
+    interrupted_at_line,
 )
 from tests.helpers.sequential_model import TOLERANCE, Model, State, operations_of
 from weightserver import TableSpec, WeightClient
@@ -291,11 +292,21 @@ class Machine(RuleBasedStateMachine):
     def read(self, which: int, action: Action, plan: Plan) -> None:
         self.perform(self.writer(which), action, plan)
 
-    @rule(which=picks, first=actions, second=actions, plan=plans, turns=st.lists(st.booleans(), min_size=1, max_size=8))
-    def two_threads(self, which: int, first: Action, second: Action, plan: Plan, turns: list[bool]) -> None:
-        """The second call runs while the first one waits."""
-        writer = self.writer(which)
-        self.cluster.threads.start(lambda: self.perform(writer, second, beside=True))
+    @rule(
+        which=picks,
+        other=picks,
+        first=actions,
+        second=actions,
+        plan=plans,
+        its_plan=plans,
+        turns=st.lists(st.booleans(), min_size=1, max_size=8),
+    )
+    def two_threads(
+        self, which: int, other: int, first: Action, second: Action, plan: Plan, its_plan: Plan, turns: list[bool]
+    ) -> None:
+        """The second call, of the same client or another, runs while the first one waits."""
+        writer, beside = self.writer(which), self.writer(other)
+        self.cluster.threads.start(lambda: self.perform(beside, second, its_plan, beside=True))
         self.perform(writer, first, replace(plan, turns=tuple(turns), interrupt=None), beside=True)
         self.threads_go_on()
 
@@ -387,6 +398,8 @@ class Machine(RuleBasedStateMachine):
             told = error
         finally:
             writer.num_running -= 1
+        if writer.client._connections is None:  # one that could not connect to all shards has met none
+            self.cluster.forget(writer.name)
         self.catch_up()
         assert not run.unnoticed, "a shard answered a client that knows of more than it holds"
         if told is None:
@@ -531,7 +544,7 @@ class Machine(RuleBasedStateMachine):
             case TableMismatchError():
                 return self.schedules_differ
             case ShardUnavailableError():
-                return run.silent and not run.patient
+                return run.silent and (not run.patient or beside)  # the time of another call passes for this one too
             case DataLossError():
                 return self.knows_of_loss(writer) or (
                     call.kind == "open_session" and any(map(self.knows_of_loss, self.writers))
@@ -827,4 +840,80 @@ def test_a_session_of_another_client_forgets_what_failed(machine: Machine) -> No
     machine.perform(writer, Action("open_session"))
     machine.perform(writer, Action("repeat"))
     assert writer.failed
+    machine.same()
+
+
+def test_an_attempt_in_doubt_before_a_refusal(machine: Machine) -> None:
+    """Another client's session comes between two attempts: the first may have been taken, and the second is refused."""
+    (writer,) = machine.writers
+    other = machine.new_writer()
+    machine.cluster.threads.start(lambda: machine.perform(other, Action("open_session"), beside=True))
+    machine.perform(writer, Action("push", (0,)), Plan((Fate.UNHEARD,), True, (False, False, True), None), beside=True)
+    machine.threads_go_on()
+    assert writer.failed
+    machine.perform(writer, Action("join_session"))
+    machine.perform(writer, Action("repeat"))
+    machine.same()
+
+
+@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.guard)])
+def test_a_push_interrupted_at_any_line(small_window: None, every: int) -> None:
+    """Of the client, where a signal can come; it counts once when it is made again, and refuses no rollback."""
+    for line in itertools.count(0, every):
+        machine = Machine()
+        machine.start()
+        (writer,) = machine.writers
+        machine.perform(writer, Action("checkpoint", name="a"))
+        with interrupted_at_line(line, machine.cluster.threads) as interrupt:
+            machine.perform(writer, PUSH, interrupted(-1))
+        machine.threads_go_on()
+        machine.perform(writer, Action("repeat"))
+        machine.same()
+        machine.perform(writer, Action("rollback"))
+        machine.same()
+        machine.teardown()
+        if not interrupt.happened:
+            assert line > 100
+            break
+
+
+def test_marks_that_two_threads_see_in_the_other_order(machine: Machine) -> None:
+    """A push whose attempt was sent before the shard died, and arrives after another thread has heard of the new
+    process, is not forgotten when the state before it is put back."""
+    (writer,) = machine.writers
+    push = Action("push", (0,))
+
+    def meanwhile() -> None:
+        machine.perform(writer, push, Plan((Fate.DIES_AFTER,), True, (), None), beside=True)
+        machine.copy_a_directory(0)
+
+    machine.cluster.threads.start(meanwhile)
+    machine.perform(writer, push, Plan((), True, (True,), None), beside=True)
+    machine.put_a_copy_back(0)
+    machine.perform(writer, Action("fetch", (0,), 1))
+    machine.same()
+    assert writer.name in machine.cluster.told_of_loss
+
+
+def test_what_a_rollback_gave_up_comes_too_late(machine: Machine) -> None:
+    (writer,) = machine.writers
+    machine.perform(writer, Action("checkpoint", name="a"))
+    machine.perform(writer, PUSH, Plan((Fate.LATE, Fate.LATE), False, (), None))
+    machine.perform(writer, Action("rollback"))
+    for which in range(len(machine.cluster.messages)):
+        machine.arrive([which], Fate.ANSWERED)
+    machine.same()
+
+
+def test_half_changed_learning_rates_move_no_rows(machine: Machine) -> None:
+    """Shard 0 has committed the change, and shard 1 does not hear of it: it moves no row before somebody settles it."""
+    (writer,) = machine.writers
+    change = Action("extend_schedule", number=2)  # described twice, prepared twice, committed twice
+    machine.perform(writer, change, Plan((*[Fate.ANSWERED] * 5, Fate.LOST), False, (), None))
+    assert [shard.pending is None for shard in machine.shards] == [True, False]
+    machine.perform(writer, PUSH)
+    machine.perform(writer, Action("fetch", (0, 2), 2))
+    assert machine.shards[1].applied == frozenset()
+    machine.perform(writer, Action("extend_schedule", number=2))
+    machine.perform(writer, Action("repeat"))
     machine.same()
