@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -77,6 +78,8 @@ def make_directory(directory: Path, *, mode: int = 0o777) -> None:
         OSError: it cannot be made.
     """
     if not directory.is_dir():
+        if directory.exists():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
         make_directory(directory.parent)
         directory.mkdir(mode, exist_ok=True)
         sync(directory.parent)

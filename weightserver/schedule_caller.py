@@ -82,7 +82,7 @@ class ScheduleCaller:
             return answer.pending_schedule.schedule_digest == decided != 0
 
         # On shard 0 also what it does not have: the caller may live, and would have it decide when others gave it up.
-        for change in {answer.pending_schedule.change for answer in pending if not is_decided(answer)}:
+        for change in dict.fromkeys(answer.pending_schedule.change for answer in pending if not is_decided(answer)):
             decided = self._give_up(0, change).schedule
 
         def end(answer: pb.DescribeResponse) -> None:
