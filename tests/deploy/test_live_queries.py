@@ -153,6 +153,7 @@ def test_the_screenshot_shows_a_curve_for_each_shard(watched: Watched, tmp_path:
         assert line.any(axis=0).sum() > 500, "columns of the picture in which the line is"
 
 
+@pytest.mark.guard
 def test_a_run_that_has_ended_has_no_step_left(cluster: LocalCluster, client: WeightClient, tmp_path: Path) -> None:
     """TrainerGone takes it that way."""
     train(small_run(tmp_path / "run", servers=",".join(cluster.addresses), encoder=ONLY_ROWS))

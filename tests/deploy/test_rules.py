@@ -36,6 +36,7 @@ def test_prometheus_takes_the_configuration() -> None:
     assert checked.returncode == 0, checked.stderr
 
 
+@pytest.mark.guard
 @needs_promtool
 def test_alerts_fire_when_they_must_and_only_then() -> None:
     tested = promtool("test", "rules", DIRECTORY / "rules_test.yml")

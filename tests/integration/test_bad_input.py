@@ -355,6 +355,7 @@ def test_different_tables_are_no_cluster(tmp_path: Path) -> None:
             client.create_table(SPEC)
 
 
+@pytest.mark.guard
 def test_a_silent_server_holds_no_caller_longer_than_its_budget() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

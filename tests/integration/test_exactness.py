@@ -190,6 +190,7 @@ def test_a_killed_shard_keeps_what_it_acknowledged(own_cluster: LocalCluster) ->
         assert client.describe().clock == 12
 
 
+@pytest.mark.guard
 def test_a_failed_call_can_be_repeated_without_adding_twice(own_cluster: LocalCluster) -> None:
     """Shard 0 applies the push, shard 1 is away: the call fails naming shard 1; repeated, shard 0 adds nothing."""
     spec = TableSpec(num_rows=40, dim=4, rows_per_block=10)

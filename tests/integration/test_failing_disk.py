@@ -64,6 +64,7 @@ def test_a_commit_ends_with_the_meta_page(disk: FailingDisk, client: WeightClien
     assert calls[-2].name in ("fdatasync", "fsync"), calls
 
 
+@pytest.mark.guard
 def test_a_meta_page_that_cannot_be_written_ends_the_shard(
     disk: FailingDisk, cluster: LocalCluster, client: WeightClient, tmp_path: Path
 ) -> None:

@@ -113,6 +113,7 @@ def test_rows_in_any_order_go_on_too(shard: LocalCluster) -> None:
         proxy.check(np.unique(rows))
 
 
+@pytest.mark.guard
 def test_a_fetch_may_take_longer_than_its_deadline(shard: LocalCluster) -> None:
     """The link takes at least 2 s for it, an attempt 0.7 s."""
     with (
@@ -125,6 +126,7 @@ def test_a_fetch_may_take_longer_than_its_deadline(shard: LocalCluster) -> None:
         assert len(proxy.asked) > 3
 
 
+@pytest.mark.guard
 def test_what_arrives_renews_the_time_to_try_again(shard: LocalCluster) -> None:
     """The shard is away for 0.3 s behind each message: ten times that is more than `retry_seconds`."""
     back = [0.0]

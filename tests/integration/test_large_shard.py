@@ -148,6 +148,7 @@ def let_go(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+@pytest.mark.guard
 def test_rows_anywhere_read_no_more_than_their_blocks(tmp_path: Path) -> None:
     """From a file of which nothing is in memory, whatever the disk's readahead; fetched and pushed."""
     spec, data = TableSpec(num_rows=63 * 300, dim=128), tmp_path / "shard-0" / "data.mdb"

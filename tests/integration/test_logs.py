@@ -121,6 +121,7 @@ def test_a_trainer_logs_events_and_no_steps(tmp_path: Path, monkeypatch: pytest.
     ]
 
 
+@pytest.mark.guard
 def test_a_shard_whose_log_nobody_reads_goes_on(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "weightserver", "serve", "--init", "--data-dir", str(tmp_path / "data")]
     shard = subprocess.Popen(

@@ -187,13 +187,14 @@ def test_a_backup_is_one_checkpoint_while_training_goes_on(
         assert same(client.fetch_state(ROWS), kept)
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize(
     ("blocks_per_read", "dim", "num_rows_known"),
     [
         (1, 1_100, True),
-        pytest.param(1, 1_100, False, marks=pytest.mark.guard),
-        pytest.param(3, 340, True, marks=pytest.mark.guard),
-        pytest.param(3, 340, False, marks=pytest.mark.guard),
+        (1, 1_100, False),
+        (3, 340, True),
+        (3, 340, False),
     ],
 )
 def test_a_backup_ends_with_its_checkpoints_table(
@@ -421,6 +422,7 @@ def test_a_damaged_piece_of_a_stopped_backup_is_copied_again(
         assert same(reader.fetch_state(rows), kept)
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("content", [b"{}", b"[]", b'{"checkpoint": "on', b"\xff", b'{"checkpoint": "one", "more": 1}'])
 def test_a_stopped_backup_that_cannot_be_read_says_so(
     content: bytes, weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
@@ -795,7 +797,13 @@ def targets_in(directory: Path, num_shards: int) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "rows_per_block"), [(2, 3, 7), (3, 1, 7), (2, 2, 4), (3, 2, 1), (2, 1, 63)], ids=str
+    ("old", "new", "rows_per_block"),
+    [
+        (2, 3, 7),
+        (3, 1, 7),
+        *(pytest.param(*case, marks=pytest.mark.guard) for case in [(2, 2, 4), (3, 2, 1), (2, 1, 63)]),
+    ],
+    ids=str,
 )
 def test_resharded_rows_are_the_same(
     old: int,
@@ -838,6 +846,7 @@ def test_resharding_the_rows_of_now(weightserver: Weightserver, tables: Callable
     assert {tuple(inspect_directory(target)["checkpoints"]) for target in targets} == {()}
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize(
     ("place", "number"),
     [
@@ -1145,6 +1154,7 @@ def test_the_documented_compaction_loses_nothing_to_a_supervisor(tmp_path: Path)
 # ---- export
 
 
+@pytest.mark.guard
 def test_an_export_of_several_files_is_whole_or_not_there(
     weightserver: Weightserver,
     cluster: LocalCluster,
@@ -1242,6 +1252,7 @@ def no_room() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("command", ["backup", "restore", "reshard", "compact", "export"])
 def test_a_full_disk_is_one_line_and_leaves_nothing_to_be_taken_for_whole(
     command: str,

@@ -218,6 +218,7 @@ def test_silent_callers_stop_nobody(crowd: Crowd) -> None:
     crowd.leave()
 
 
+@pytest.mark.guard
 def test_replies_that_nobody_reads_are_bounded(crowd: Crowd) -> None:
     """Of one message too: each is in its lane and in the memory until it is taken, or its caller is cut off."""
     crowd.work(3)

@@ -159,6 +159,7 @@ def test_known_values_cost_no_commit(client: WeightClient, cluster: LocalCluster
     assert_have(cluster, OLD)
 
 
+@pytest.mark.guard
 def test_a_schedule_of_many_parts(client: WeightClient, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule_caller, "_RATES_PER_CALL", 7)
     prepare(client)
@@ -192,6 +193,7 @@ def test_directories_made_otherwise_have_the_same_digest(
 # ---- beside others
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize(("num_changes", "num_steps"), [(8, 40), pytest.param(200, 600, marks=pytest.mark.slow)])
 def test_changes_beside_a_running_writer(
     client: WeightClient, cluster: LocalCluster, num_changes: int, num_steps: int
@@ -233,6 +235,7 @@ def test_changes_beside_a_running_writer(
     assert_goes_on(client, rates, first=num_steps)
 
 
+@pytest.mark.guard
 def test_changes_of_many_at_once(client: WeightClient, cluster: LocalCluster) -> None:
     """Each is made on all shards or on none, whoever else gives it up."""
     prepare(client)

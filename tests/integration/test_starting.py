@@ -78,7 +78,8 @@ def test_a_shard_that_never_began_takes_init(tmp_path: Path) -> None:
     LmdbStorage(tmp_path, must_exist=True).close()
 
 
-@pytest.mark.parametrize("left_by", ["this version", pytest.param("0.1", marks=pytest.mark.guard)])
+@pytest.mark.guard
+@pytest.mark.parametrize("left_by", ["this version", "0.1"])
 def test_a_cluster_refuses_a_shard_that_went_away(left_by: str, tmp_path: Path) -> None:
     with LocalCluster(2, tmp_path) as cluster:
         make_table(cluster)
@@ -165,6 +166,7 @@ def dies(command: list[str], directory: Path, seconds: str) -> None:
     ends(shard, directory)
 
 
+@pytest.mark.guard
 def test_a_shard_ends_whose_announcement_nobody_reads(tmp_path: Path) -> None:
     """Also where it does not follow its parent: stdout is closed."""
     point = "weightserver.server:_announce"

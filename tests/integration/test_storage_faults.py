@@ -121,6 +121,7 @@ def test_a_truncated_file_is_refused(data: Path, capsys: pytest.CaptureFixture[s
     assert verify(data, capsys)[0] == 1
 
 
+@pytest.mark.guard
 def test_a_file_that_went_away_is_no_new_shard(data: Path) -> None:
     path = data / "data.mdb"
     whole = path.read_bytes()

@@ -37,6 +37,7 @@ def test_quantiles_of_few_values() -> None:
     assert quantile(0.99, {1.0: 1.0, math.inf: 9.0}) == 1.0, "all that is known: more than the last bound"
 
 
+@pytest.mark.guard
 def test_it_shows_what_shards_do(client: WeightClient, cluster: LocalCluster) -> None:
     client.create_table(TableSpec(num_rows=2000, dim=16, rows_per_block=10))
     client.extend_schedule(0, np.full(10_000, 0.1, np.float32))

@@ -141,6 +141,7 @@ def test_a_kill_during_the_upgrade_loses_nothing(point: str, shard: int, old: Pa
     assert formats(old) == [FORMAT, FORMAT]
 
 
+@pytest.mark.guard
 def test_what_only_reads_leaves_it_as_it_is(old: Path, tmp_path: Path, seen: dict[str, Any]) -> None:
     files = [old / shard / "data.mdb" for shard in SHARDS]
     before = [path.read_bytes() for path in files]

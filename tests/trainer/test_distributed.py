@@ -178,6 +178,7 @@ def expected_of(case: Case, features: numerics.Rounded | None = None) -> numeric
     return numerics.softmax_loss(given if features is None else features, weight, labels, temperature=case.temperature)
 
 
+@pytest.mark.guard
 def test_loss_and_gradients_are_those_of_one_rank(recorded: list[Recorded]) -> None:
     """Each within what rounding explains of the formula."""
     for case in CASES:

@@ -188,6 +188,7 @@ def test_ranks_see_a_signal_in_the_same_step(tmp_path: Path) -> None:
     assert errors.count(f"stopped by a signal after {stopped} steps: --resume goes on there") == 2
 
 
+@pytest.mark.guard
 def test_a_signal_behind_the_last_step_ends_the_run_too(
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -500,6 +501,7 @@ def test_a_run_that_is_killed_before_its_first_file_goes_on(tmp_path: Path, undi
     assert_same(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.guard
 def test_a_run_without_a_checkpoint_goes_on_from_its_start(tmp_path: Path) -> None:
     train(small_run(tmp_path / "run", steps=3, checkpoint_every=0))
     first = tmp_path / "run" / "checkpoints" / "step-000000000000.safetensors"

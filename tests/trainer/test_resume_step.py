@@ -73,6 +73,7 @@ def set_aside(output: Path) -> list[dict[str, bytes]]:
     return [contents(path) for path in sorted((output / "checkpoints").glob("set-aside-*"))]
 
 
+@pytest.mark.guard
 def test_nothing_goes_unasked_beside_older_servers(stale: Path, ended: Path) -> None:
     before = contents(stale)
     for resume in (True, "auto"):

@@ -99,7 +99,7 @@ class Shards:
 @pytest.mark.parametrize(
     ("rows", "data_alone"),
     [
-        ("remote", True),
+        pytest.param("remote", True, marks=pytest.mark.guard),
         pytest.param("resident", False, marks=pytest.mark.guard),
         pytest.param("remote", False, marks=pytest.mark.guard),
         pytest.param("resident", True, marks=pytest.mark.guard),

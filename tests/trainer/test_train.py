@@ -100,6 +100,7 @@ def test_training_is_the_same_with_any_row_store(data_dir: Path, tmp_path: Path)
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.guard
 def test_generated_images_in_any_number(tmp_path: Path) -> None:
     """A billion rows, of which a run stores those it visited."""
     train(

@@ -750,7 +750,7 @@ def small_window(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "num_schedules",
     [
-        100,
+        60,
         pytest.param(1_000, marks=pytest.mark.guard),
         pytest.param(5_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
     ],

@@ -41,6 +41,7 @@ def described(boxes: NDArray[np.float64], width: int, height: int) -> dict[str, 
     }
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("size", SIZES)
 def test_the_distribution_is_torchvisions(size: tuple[int, int], scale: tuple[float, float]) -> None:

@@ -63,6 +63,7 @@ def few_files() -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("of_before", [False, True])
 def test_more_tars_than_files_may_be_open(few_files: int, tmp_path: Path, of_before: bool) -> None:
     """Read by more threads than tars stay open, each row from another tar than the one before."""

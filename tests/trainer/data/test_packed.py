@@ -107,6 +107,7 @@ def run(output: Path, dataset: str, data_dir: Path, **changes: Any) -> list[floa
     return losses(output)
 
 
+@pytest.mark.guard
 def test_packed_and_plain_images_train_to_the_same_losses(folder: Path, directory: Path, tmp_path: Path) -> None:
     plain = run(tmp_path / "plain", "folder", folder)
     assert run(tmp_path / "packed", "packed", directory) == plain
@@ -228,6 +229,7 @@ def test_an_image_that_breaks_later_is_logged_and_shown_as_the_next(
     assert record.path in record.getMessage()  # type: ignore[attr-defined]
 
 
+@pytest.mark.guard
 def test_training_on_a_damaged_pack_ends(tmp_path: Path) -> None:
     """Where more images are broken than packing would bear with, however often each is visited."""
     tree, packed = plain_tree(tmp_path / "tree", 1), tmp_path / "packed"
