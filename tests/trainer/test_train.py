@@ -358,7 +358,7 @@ BAD_COMMAND_LINES = {
         r"generated images have no labels: train without evaluations",
     ),
     "channels": (["--encoder.in-channels", "3"], r"encoder takes 3-channel images, .* have 1: give --encoder.in-chan"),
-    "output": (["--output", __file__], r"--output .* cannot be used \(File exists\): choose another directory"),
+    "output": (["--output", __file__], r"--output .* cannot be used \(Not a directory\): choose another directory"),
 }
 
 
