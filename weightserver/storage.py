@@ -276,7 +276,7 @@ class LmdbStorage:
 
     Raises:
         StorageError: the directory cannot be used, another process serves it, or its pages are damaged.
-        ValueError: it holds no shard, and other files, which stay as they are.
+        ValueError: it is a file, or holds no shard, and other files, which stay as they are.
     """
 
     def __init__(
@@ -305,8 +305,6 @@ class LmdbStorage:
         with _translated(directory), contextlib.ExitStack() as opened:
             if readonly:
                 _check_there(directory)
-            elif directory.exists() and not directory.is_dir():
-                raise StorageError(f"{directory} is a file: give a directory")
             else:
                 if not holds_data(directory):
                     if not _last_transaction(directory):

@@ -31,6 +31,7 @@ from weightserver import (
     WeightServerError,
 )
 from weightserver._generated import weight_server_pb2 as pb
+from weightserver.cli import main
 from weightserver.wire import spec_to_proto
 
 SPEC = TableSpec(num_rows=100, dim=4, rows_per_block=3)
@@ -435,6 +436,70 @@ def test_serve_refuses_the_data_of_another_shard(tmp_path: Path) -> None:
     data = tmp_path / "shard-0"
     assert_fails(
         "holds shard 0 of 2, not shard 1 of 2", "serve", "--data-dir", data, "--shard", "1", "--num-shards", "2", *free
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("export 127.0.0.1:9 --output ? --rows 5:1", "'5:1' is no FIRST:END, as in 0:1000"),
+        ("export 127.0.0.1:9 --output ? --rows=-5:1", "'-5:1' is no FIRST:END"),
+        ("export 127.0.0.1:9 --output ? --step=-1", "step must not be negative"),
+        ("export 127.0.0.1:9 --output .", "is a mounted disk or the current directory: give a new directory in it"),
+        ("backup 127.0.0.1:9 --output .", "is not empty: give another directory"),
+        ("extend 127.0.0.1:9 --num-rows=-5", r"num_rows must lie in 1\.\.\d+, got -5"),
+        ("extend 127.0.0.1:9 --num-rows 0", r"num_rows must lie in 1\.\.\d+, got 0"),
+        ("export 127.0.0.1:9 --output ? --checkpoint=", "--checkpoint: the name is empty"),
+        ("backup 127.0.0.1:9 --output ? --checkpoint=", "--checkpoint: the name is empty"),
+        ("rollback  127.0.0.1:9", "argument name: the name is empty"),
+        ("release  127.0.0.1:9", "argument name: the name is empty"),
+        ("checkpoints 127.0.0.1", "'127.0.0.1' is no address"),
+    ],
+)
+def test_what_cannot_be_right_is_told_before_a_shard_is_asked(
+    command: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is none at this address, which would take ten seconds to find out."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").write_text("")
+    began = time.monotonic()
+    with pytest.raises(SystemExit):
+        main([argument.replace("?", "new") for argument in command.split(" ")])
+    assert time.monotonic() - began < 5
+    assert re.search(message, capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "serve --data-dir ?",
+        "serve --data-dir d --init --tls-cert ?",
+        "serve --data-dir d --token-file=?",
+        "certs ? --host h",
+        "health h:1 --data-dir ?",
+        "inspect ?",
+        "verify ?",
+        "backup h:1 --output ?",
+        "restore ? --data-dir d --shard 0",
+        "restore b --data-dir ? --shard 0",
+        "reshard --source ? --target t",
+        "reshard --source s --target t ?",
+        "compact ? --output o",
+        "compact d --output ?",
+        "export h:1 --output ?",
+        "checkpoints h:1 --tls-ca ?",
+    ],
+)
+def test_an_empty_path_is_not_the_current_directory(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a variable that is not set."""
+    monkeypatch.chdir(tmp_path)
+    tmp_path.chmod(0o755)
+    with pytest.raises(SystemExit, match="2"):
+        main([argument.replace("?", "") for argument in command.split()])
+    assert "the path is empty: is a variable not set? The current directory is ." in capsys.readouterr().err
+    assert (tmp_path.stat().st_mode & 0o777, list(tmp_path.iterdir())) == (0o755, [])
+
+
     )
     assert_fails("holds shard 0 of 2, not shard 0 of 3", "serve", "--data-dir", data, "--num-shards", "3", *free)
     with lmdb.open(str(data), max_dbs=4, lib_version=0) as environment:
