@@ -465,6 +465,14 @@ class WeightClient:
             for connection, mark in zip(self._connect(), answer.peers, strict=False):
                 try:
                     connection.require(mark)
+    def require_common_state(self) -> None:
+        """Holds the shards' rows to be of one time, as open_session does: for who reads them all, without a session.
+
+        Raises:
+            DataLossError, ClusterError: as open_session.
+        """
+        self._require_common_state(self._describe_shards())
+
                 except DataLossError:
                     raise DataLossError(
                         f"{connection.name} lacks what shard {answer.shard} knows it to have acknowledged: {remedy}"
