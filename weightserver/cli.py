@@ -16,11 +16,18 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from weightserver import __version__
+from weightserver._generated import weight_server_pb2 as pb
 from weightserver.addresses import split_address
 from weightserver.allocator import keep_large_buffers
 from weightserver.client import WeightClient
 from weightserver.connection import open_channel
-from weightserver.errors import AuthenticationError, ShardUnavailableError, StorageError, WeightServerError
+from weightserver.errors import (
+    AuthenticationError,
+    NoTableError,
+    ShardUnavailableError,
+    StorageError,
+    WeightServerError,
+)
 from weightserver.files import to_path
 from weightserver.handshake import tls_failure
 from weightserver.logs import LOG_FORMATS, complain, log_events
@@ -426,8 +433,17 @@ def _export(arguments: argparse.Namespace) -> None:
 
 def _drop(arguments: argparse.Namespace) -> None:
     with _client(arguments) as client:
-        info = client.describe()
-        what = f"{info.rows_stored} stored rows of run {info.run!r} at step {info.clock}"
+        # A drop that ended halfway is repeated: some shards may hold no table any more.
+        answers = [
+            client.call_shard(shard, "Describe", pb.DescribeRequest()) for shard in range(len(arguments.addresses))
+        ]
+        holding = [answer for answer in answers if answer.HasField("spec")]
+        if not holding:
+            raise NoTableError("no shard holds a table: there is nothing to drop")
+        run, clock = max(holding, key=lambda answer: answer.epoch).run, max(answer.clock for answer in holding)
+        what = f"{sum(answer.rows_stored for answer in holding)} stored rows of run {run!r} at step {clock}"
+        if lacking := ", ".join(str(answer.shard) for answer in answers if not answer.HasField("spec")):
+            what += f" (shard {lacking} holds no table)"
         if not arguments.yes:
             raise ValueError(f"this would delete {what}: give --yes to do it")
         client.drop_table()

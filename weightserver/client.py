@@ -279,10 +279,18 @@ class WeightClient:
         return extended
 
     def drop_table(self) -> None:
-        """Deletes the table, its rows and its schedule on every shard, and fences every session."""
+        """Deletes the table, its rows and its schedule on every shard, and fences every session. It may be repeated,
+        where it ended halfway.
+
+        Raises:
+            ClusterError: the shards hold tables of several clusters; nothing was deleted.
+        """
+        answers = self._describe_shards()
+        if len({answer.table_identity for answer in answers if answer.HasField("spec")}) > 1:
+            raise ClusterError("the shards hold tables of several clusters: give the addresses of one cluster")
         self._in_parallel(
             lambda connection, answer: connection.call("DropTable", pb.DropTableRequest(epoch=answer.epoch)),
-            zip(self._connect(), self._describe_shards(), strict=True),
+            zip(self._connect(), answers, strict=True),
         )
         self._known = self._schedule = self._session = None
 

@@ -314,6 +314,11 @@ def test_a_drop_that_ended_halfway_can_be_repeated(tmp_path: Path) -> None:
         client.call_shard(0, "DropTable", pb.DropTableRequest())  # as if it had gone away a moment later
         with pytest.raises(TableMismatchError, match=LOST_ROWS.format(1, 0)):
             client.create_table(SPEC)
+        message = r"would delete 1 stored rows of run 'old' at step 1 \(shard 0 holds no table\): give --yes to do it"
+        assert_fails(message, "drop", *cluster.addresses)
+        done = (0, "deleted 1 stored rows of run 'old' at step 1 (shard 0 holds no table)\n", "")
+        assert weightserver("drop", *cluster.addresses, "--yes") == done
+        assert_fails("no shard holds a table: there is nothing to drop", "drop", *cluster.addresses, "--yes")
         client.drop_table()
         client.create_table(SPEC)
         assert client.describe().rows_stored == 0
@@ -352,6 +357,9 @@ def test_different_tables_are_no_cluster(tmp_path: Path) -> None:
             client.describe()
         with pytest.raises(ClusterError, match=message):
             client.extend_table(SPEC.num_rows + 1)
+        with pytest.raises(ClusterError, match=message):
+            client.drop_table()
+        assert all(client.call_shard(shard, "Describe", pb.DescribeRequest()).HasField("spec") for shard in range(2))
         with pytest.raises(TableMismatchError, match=r"shard 1 holds another table, .*: use its spec, or other shards"):
             client.create_table(SPEC)
 
@@ -527,7 +535,7 @@ def test_the_other_commands_refuse(client: WeightClient, cluster: LocalCluster, 
         message = "--timeout-seconds must be positive and at most 3600, got"
         assert_fails(message, "health", "127.0.0.1:9", f"--timeout-seconds={seconds}")
     assert_fails("127.0.0.1:9 does not answer", "health", "127.0.0.1:9", "--timeout-seconds", "1")
-    assert_fails("holds no table", "drop", *cluster.addresses)
+    assert_fails("no shard holds a table: there is nothing to drop", "drop", *cluster.addresses)
     client.create_table(SPEC)
     assert_fails("this would delete 0 stored rows .*: give --yes to do it", "drop", *cluster.addresses)
     assert client.describe().spec == SPEC
