@@ -138,20 +138,20 @@ def _parser() -> argparse.ArgumentParser:
     checkpoints.set_defaults(run=_checkpoints)
 
     rollback = commands.add_parser("rollback", help="take all rows back to a checkpoint; fences whoever writes")
-    rollback.add_argument("name", help="the checkpoint's name")
+    rollback.add_argument("name", type=_name, help="the checkpoint's name")
     _add_addresses(rollback)
     rollback.add_argument("--yes", action="store_true", help="do it; without this, only say what would be lost")
     rollback.set_defaults(run=_rollback)
 
     release = commands.add_parser("release", help="forget a checkpoint; whoever writes goes on")
-    release.add_argument("name", help="the checkpoint's name")
+    release.add_argument("name", type=_name, help="the checkpoint's name")
     _add_addresses(release)
     release.set_defaults(run=_release)
 
     backup = commands.add_parser("backup", help="copy a checkpoint of all shards to files while training goes on")
     _add_addresses(backup)
     backup.add_argument("--output", type=to_path, required=True, help="a new directory, or that of a stopped backup")
-    backup.add_argument("--checkpoint", help="its name (default the newest that all shards keep)")
+    backup.add_argument("--checkpoint", type=_name, help="its name (default the newest that all shards keep)")
     backup.set_defaults(run=_backup)
 
     restore = commands.add_parser("restore", help="make one shard's directory from a backup")
@@ -166,7 +166,9 @@ def _parser() -> argparse.ArgumentParser:
     reshard.add_argument("--target", type=to_path, nargs="+", required=True, help="new ones, of shards 0, 1, ...")
     reshard.add_argument("--rows-per-block", type=int, help="of the new shards (default as before)")
     which = reshard.add_mutually_exclusive_group()
-    which.add_argument("--checkpoint", help="whose rows to take, and to keep (default the newest of all shards)")
+    which.add_argument(
+        "--checkpoint", type=_name, help="whose rows to take, and to keep (default the newest of all shards)"
+    )
     which.add_argument("--current", action="store_true", help="take the rows of now, without any checkpoint")
     reshard.set_defaults(run=_reshard)
 
@@ -231,7 +233,11 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
     """What `export` is told of rows and files; the trainer's own export is told the same."""
     parser.add_argument("--output", type=to_path, required=True, help="a new directory")
     parser.add_argument("--rows", type=_range, help="FIRST:END, the rows FIRST to END-1 (default all)")
-    parser.add_argument("--checkpoint", help="name of the checkpoint whose rows to write (default the rows of now)")
+    parser.add_argument(
+        "--checkpoint",
+        type=_name,
+        help="name of the checkpoint whose rows to write (default the rows of now)",
+    )
     parser.add_argument("--step", type=int, help="for which update (default the checkpoint's, or the newest)")
     parser.add_argument("--format", choices=["safetensors", "npz"], default="safetensors")
 
@@ -248,9 +254,18 @@ def _client(arguments: argparse.Namespace) -> WeightClient:
 def _range(text: str) -> range:
     first, _, end = text.partition(":")
     try:
-        return range(int(first), int(end))
+        rows = range(int(first), int(end))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no FIRST:END, as in 0:1000") from None
+        rows = range(0)
+    if not 0 <= rows.start < rows.stop:
+        raise argparse.ArgumentTypeError(f"{text!r} is no FIRST:END, as in 0:1000")
+    return rows
+
+
+def _name(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty: is a variable not set?")
+    return text
 
 
 def _serve(arguments: argparse.Namespace) -> None:

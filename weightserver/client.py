@@ -37,7 +37,7 @@ from google.protobuf.message import Message
 from weightserver import __version__
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.addresses import is_loopback
-from weightserver.config import TableSpec
+from weightserver.config import MAX_ROWS, TableSpec
 from weightserver.connection import ShardConnection
 from weightserver.errors import (
     ClusterError,
@@ -251,6 +251,8 @@ class WeightClient:
             same time.
         """
         num_rows = _integer(num_rows, "num_rows")
+        if not 1 <= num_rows <= MAX_ROWS:
+            raise ValueError(f"num_rows must lie in 1..{MAX_ROWS}, got {num_rows}")
         answers = self._describe_shards()
         identity = self._one_identity(answers)
         specs = [_spec_of(answer) for answer in answers]
@@ -463,6 +465,14 @@ class WeightClient:
             self._session = Session(epoch, opener, len(connections), before=self._session)
         return epoch
 
+    def require_common_state(self) -> None:
+        """Holds the shards' rows to be of one time, as open_session does: for who reads them all, without a session.
+
+        Raises:
+            DataLossError, ClusterError: as open_session.
+        """
+        self._require_common_state(self._describe_shards())
+
     def _require_common_state(self, answers: list[pb.DescribeResponse]) -> None:
         """Raises DataLossError or ClusterError where the shards' rows are known not to be of one time."""
         remedy = (
@@ -473,14 +483,6 @@ class WeightClient:
             for connection, mark in zip(self._connect(), answer.peers, strict=False):
                 try:
                     connection.require(mark)
-    def require_common_state(self) -> None:
-        """Holds the shards' rows to be of one time, as open_session does: for who reads them all, without a session.
-
-        Raises:
-            DataLossError, ClusterError: as open_session.
-        """
-        self._require_common_state(self._describe_shards())
-
                 except DataLossError:
                     raise DataLossError(
                         f"{connection.name} lacks what shard {answer.shard} knows it to have acknowledged: {remedy}"

@@ -436,14 +436,6 @@ def test_serve_refuses_what_it_cannot_serve(cluster: LocalCluster, tmp_path: Pat
     assert_fails("file is a file: give a directory", "serve", "--data-dir", tmp_path / "file", *free)
 
 
-@pytest.mark.guard
-def test_serve_refuses_the_data_of_another_shard(tmp_path: Path) -> None:
-    with LocalCluster(2, tmp_path):
-        pass
-    free = ("--listen", "127.0.0.1:0")
-    data = tmp_path / "shard-0"
-    assert_fails(
-        "holds shard 0 of 2, not shard 1 of 2", "serve", "--data-dir", data, "--shard", "1", "--num-shards", "2", *free
 @pytest.mark.parametrize(
     ("command", "message"),
     [
@@ -508,6 +500,14 @@ def test_an_empty_path_is_not_the_current_directory(
     assert (tmp_path.stat().st_mode & 0o777, list(tmp_path.iterdir())) == (0o755, [])
 
 
+@pytest.mark.guard
+def test_serve_refuses_the_data_of_another_shard(tmp_path: Path) -> None:
+    with LocalCluster(2, tmp_path):
+        pass
+    free = ("--listen", "127.0.0.1:0")
+    data = tmp_path / "shard-0"
+    assert_fails(
+        "holds shard 0 of 2, not shard 1 of 2", "serve", "--data-dir", data, "--shard", "1", "--num-shards", "2", *free
     )
     assert_fails("holds shard 0 of 2, not shard 0 of 3", "serve", "--data-dir", data, "--num-shards", "3", *free)
     with lmdb.open(str(data), max_dbs=4, lib_version=0) as environment:
