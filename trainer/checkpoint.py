@@ -83,10 +83,11 @@ _OF_ONE_START = frozenset(["resume", "extend", "init_encoder"])
 class Checkpoints:
     """Takes the checkpoints of a run, step by step consistent, and forgets old ones.
 
-    In this order: every rank's rows are made durable; every shard keeps them under the checkpoint's name; the file is
-    written and renamed into place; older files are removed and their checkpoints released. A run that dies anywhere in
-    between goes on from its newest file, which names the shards' checkpoint by its identity, so that it goes with no
-    other. Files that belong to none of the shards' checkpoints are left alone.
+    In this order: every rank's rows are made durable; the directory says that the checkpoint was begun; every shard
+    keeps the rows under its name; the file is written and renamed into place; older files are removed and their
+    checkpoints released. A run that dies anywhere in between goes on from its newest file, which names the shards'
+    checkpoint by its identity, so that it goes with no other. Files that belong to none of the shards' checkpoints are
+    left alone.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Checkpoints:
         self._rows.flush()
         self._ranks.barrier()
         if self._ranks.is_first:
+            self._begin(step)
             self._client.checkpoint(checkpoint_name(step), step=step)
         try:
             self._ranks.barrier()  # nobody writes rows of later steps before that
@@ -134,6 +136,13 @@ class Checkpoints:
             self._forget_old()
             _log.info("checkpoint saved", extra={"checkpoint": checkpoint_name(step), "step": step})
 
+    def _begin(self, step: int) -> None:
+        """From now on a checkpoint of the shards without its file is one in which this run has died."""
+        begun = _begun(self._directory, step)
+        make_directory(begun.parent)
+        write_synced(begun, lambda path: None)
+        sync(begun.parent)
+
     def _write(self, kept: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Writes the file of the shards' checkpoint `kept`, whole or not at all."""
         assert self._client is not None
@@ -145,7 +154,6 @@ class Checkpoints:
         copies = HostCopy(list(tensors.values())).wait()
         tensors = {name: copy.contiguous() for name, copy in zip(tensors, copies, strict=True)}
         path = _path(self._directory, kept.step)
-        make_directory(path.parent)
         partial = path.with_suffix(f".{kept.identity.hex()}.partial")
         metadata = {
             "format": _FORMAT,
@@ -168,6 +176,7 @@ class Checkpoints:
             set_aside(self._directory, [path])
         partial.replace(path)
         sync(path.parent)
+        _begun(self._directory, kept.step).unlink(missing_ok=True)
 
     def _forget_old(self) -> None:
         assert self._client is not None
@@ -310,12 +319,18 @@ def step_to_resume(directory: Path, client: WeightClient, asked: int | None = No
             f"would not: start those that have it{or_older}"
         )
     later = sorted(known.step for known in kept if known.step > newest and _STEM.fullmatch(known.name))
-    if len(later) > 1:  # a run that dies in a checkpoint leaves one
+    if later and not (len(later) == 1 and _may_have_died_in(directory, later[0], client)):
         raise ValueError(
             f"the weight servers have checkpoints of steps {later}, and {directory} has none of these files, as an "
             f"older copy of it would not: put them there, or give --resume-step {newest} to give up what came later"
         )
     return newest
+
+
+def _may_have_died_in(directory: Path, step: int, client: WeightClient) -> bool:
+    """Whether a run may have left this checkpoint on the shards without ever having had its file: it was begun, and
+    nothing came after it, since nobody ends another step before the file is there."""
+    return _begun(directory, step).exists() and client.describe().clock <= step
 
 
 def check_descent(directory: Path, step: int, client: WeightClient, *, otherwise: str) -> None:
@@ -480,6 +495,11 @@ def _unreadable(path: Path, error: Exception) -> ValueError:
 def checkpoint_name(step: int) -> str:
     """Under which the shards keep it; the stem of its file."""
     return f"step-{step:012d}"
+
+
+def _begun(directory: Path, step: int) -> Path:
+    """The file that is there from before the shards' checkpoint until the trainer's file is."""
+    return directory / f"{checkpoint_name(step)}.begun.partial"
 
 
 def _path(directory: Path, step: int) -> Path:

@@ -21,6 +21,7 @@ from trainer.data.augment import Augmentation, AugmentationConfig, Unchanged
 from trainer.earlier import began_earlier, earlier_defaults
 from trainer.model import EncoderConfig
 from weightserver.addresses import is_loopback
+from weightserver.files import EMPTY_PATH
 from weightserver.logs import LogFormat, complain
 from weightserver.security import ClientSecurity
 from weightserver.wire import MAX_STEPS
@@ -502,6 +503,7 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
 def parse_config(arguments: Sequence[str] | None = None) -> TrainConfig:
     """The config that a command line, PRESET --OPTIONS, asks for; exits where it cannot be parsed."""
     arguments = _with_correction_named(sys.argv[1:] if arguments is None else arguments)
+    _refuse_empty_paths(arguments)
     preset = arguments[0] if arguments else ""
     if preset in PRESETS:
         description, default = PRESETS[preset]
@@ -532,6 +534,17 @@ def parse_config(arguments: Sequence[str] | None = None) -> TrainConfig:
         args=arguments,
     )
     return anything
+
+
+def _refuse_empty_paths(arguments: Sequence[str]) -> None:
+    """Exits where one is given, as by a variable that is not set: it would be the current folder."""
+    paths = {f"--{field.name.replace('_', '-')}" for field in fields(TrainConfig) if "Path" in str(field.type)}
+    for argument, following in itertools.zip_longest(arguments, arguments[1:]):
+        name, is_assigned, value = argument.partition("=")
+        name = name.replace("_", "-")
+        if name in paths and (value if is_assigned else following) == "":
+            complain(f"trainer: {name}: {EMPTY_PATH}")
+            sys.exit(2)
 
 
 def _with_correction_named(arguments: Sequence[str]) -> list[str]:

@@ -22,6 +22,7 @@ from trainer.loop import train
 from trainer.plot import draw_training
 from trainer.stopping import failures_in_one_line
 from weightserver.allocator import keep_large_buffers
+from weightserver.files import to_path
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,8 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer.demo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--epochs", type=float, help="length of the training (default: the preset's)")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default 0)")
-    parser.add_argument("--data-dir", type=Path, help="folder with Fashion-MNIST's files (default: looked for)")
-    parser.add_argument("--output", type=Path, help="the run's directory (default: runs/demo-1, -2, ...)")
+    parser.add_argument("--data-dir", type=to_path, help="folder with Fashion-MNIST's files (default: looked for)")
+    parser.add_argument("--output", type=to_path, help="the run's directory (default: runs/demo-1, -2, ...)")
     options = parser.parse_args(arguments)
     keep_large_buffers()
     with failures_in_one_line("demo"):

@@ -26,6 +26,7 @@ from trainer.stopping import failures_in_one_line
 from weightserver import ClientSecurity, LocalCluster, WeightClient
 from weightserver.cli import add_export_options, add_security_options, security_options
 from weightserver.export import export_rows
+from weightserver.files import to_path
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -41,15 +42,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainer.export", description=(__doc__ or "").splitlines()[0])
     what = parser.add_subparsers(dest="what", required=True)
     rows = what.add_parser("rows", help="rows, of now or of a checkpoint, with their images")
-    rows.add_argument("run", type=Path, help="the run's directory")
+    rows.add_argument("run", type=to_path, help="the run's directory")
     rows.add_argument("--servers", help="host:port,host:port of all weight servers (default the run's)")
     add_security_options(rows)
     add_export_options(rows)
     rows.set_defaults(export=_export_rows)
     encoder = what.add_parser("encoder", help="the encoder in another library's keys, with a model card")
-    encoder.add_argument("run", type=Path, help="the run's directory")
+    encoder.add_argument("run", type=to_path, help="the run's directory")
     encoder.add_argument("--format", choices=LIBRARIES, required=True, help="the library that is to load it")
-    encoder.add_argument("--output", type=Path, required=True, help="a new directory")
+    encoder.add_argument("--output", type=to_path, required=True, help="a new directory")
     encoder.add_argument("--checkpoint", default="", help="step-…, a checkpoint of the run (default: its end)")
     encoder.add_argument("--licence", default="unknown", help="licence of the weights, for the model card")
     encoder.set_defaults(export=_export_encoder)

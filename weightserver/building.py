@@ -13,7 +13,6 @@ from typing import Any, Self
 from weightserver.blocks import BlockCodec
 from weightserver.config import TableSpec
 from weightserver.errors import StorageError
-from weightserver.files import require_empty
 from weightserver.records import (
     Checkpoint,
     Identity,
@@ -36,7 +35,6 @@ from weightserver.wire import Float32Array
 
 BATCH_BYTES = 64 << 20
 """Blocks that are written in one transaction."""
-_OWN_FILES = frozenset({"data.mdb", "lock.mdb", "owner.lock", "lost+found"})
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,6 @@ class ShardBuilder:
         self.shard = shard
         self._num_shards = num_shards
         self._origin = {**origin, "shard": shard, "num_shards": num_shards}
-        require_empty(directory, but=_OWN_FILES)
         self._storage = LmdbStorage(directory, anew=True)
         try:
             with self._storage.write() as txn:

@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from dataclasses import asdict, fields
-from pathlib import Path
 from shutil import disk_usage
 from typing import NoReturn
 
@@ -17,11 +16,19 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from weightserver import __version__
+from weightserver._generated import weight_server_pb2 as pb
 from weightserver.addresses import split_address
 from weightserver.allocator import keep_large_buffers
 from weightserver.client import WeightClient
 from weightserver.connection import open_channel
-from weightserver.errors import AuthenticationError, ShardUnavailableError, StorageError, WeightServerError
+from weightserver.errors import (
+    AuthenticationError,
+    NoTableError,
+    ShardUnavailableError,
+    StorageError,
+    WeightServerError,
+)
+from weightserver.files import to_path
 from weightserver.handshake import tls_failure
 from weightserver.logs import LOG_FORMATS, complain, log_events
 from weightserver.plan import Workload, plan
@@ -60,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     serve = commands.add_parser("serve", help="serve one shard until SIGTERM")
-    serve.add_argument("--data-dir", type=Path, required=True, help="the shard's own directory, on a local disk")
+    serve.add_argument("--data-dir", type=to_path, required=True, help="the shard's own directory, on a local disk")
     serve.add_argument(
         "--init",
         action=argparse.BooleanOptionalAction,
@@ -85,10 +92,10 @@ def _parser() -> argparse.ArgumentParser:
         action="store_false",
         help="skip the checksums of fetched rows",
     )
-    serve.add_argument("--tls-cert", type=Path, help="serve TLS with this certificate (PEM)")
-    serve.add_argument("--tls-key", type=Path, help="its key (PEM)")
-    serve.add_argument("--tls-client-ca", type=Path, help="take only clients with a certificate of this CA (PEM)")
-    serve.add_argument("--token-file", type=Path, help=f"token that calls must bring (default ${TOKEN_VARIABLE})")
+    serve.add_argument("--tls-cert", type=to_path, help="serve TLS with this certificate (PEM)")
+    serve.add_argument("--tls-key", type=to_path, help="its key (PEM)")
+    serve.add_argument("--tls-client-ca", type=to_path, help="take only clients with a certificate of this CA (PEM)")
+    serve.add_argument("--token-file", type=to_path, help=f"token that calls must bring (default ${TOKEN_VARIABLE})")
     serve.add_argument("--insecure", action="store_true", help="listen beyond loopback without TLS or a token")
     serve.add_argument("--reflection", action="store_true", help="tell the contract over gRPC reflection")
     serve.add_argument("--log-format", choices=LOG_FORMATS, default="text", help="how events are logged (default text)")
@@ -97,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.set_defaults(run=_serve)
 
     certs = commands.add_parser("certs", help="make a CA, certificates and a token for a quick start")
-    certs.add_argument("directory", type=Path, help="where to write them; what exists is not overwritten")
+    certs.add_argument("directory", type=to_path, help="where to write them; what exists is not overwritten")
     certs.add_argument(
         "--host", nargs="+", action="extend", required=True, help="names and addresses that clients connect to"
     )
@@ -107,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     health = commands.add_parser("health", help="tell whether a shard serves (exit status 0) or not (1)")
     health.add_argument("address", help="host:port")
     health.add_argument("--timeout-seconds", type=float, default=5.0, help="deadline (default 5)")
-    health.add_argument("--data-dir", type=Path, help="the shard's own directory, whose volume must have room left")
+    health.add_argument("--data-dir", type=to_path, help="the shard's own directory, whose volume must have room left")
     health.add_argument("--min-free-mib", type=int, default=256, help="how much of it (default 256)")
     add_security_options(health)
     health.set_defaults(run=_health)
@@ -119,11 +126,11 @@ def _parser() -> argparse.ArgumentParser:
     top.set_defaults(run=_top)
 
     inspect = commands.add_parser("inspect", help="print what a data directory holds; safe beside a running shard")
-    inspect.add_argument("directory", type=Path, help="the --data-dir of a shard")
+    inspect.add_argument("directory", type=to_path, help="the --data-dir of a shard")
     inspect.set_defaults(run=_inspect)
 
     verify = commands.add_parser("verify", help="read everything in a directory that no shard serves")
-    verify.add_argument("directory", type=Path, help="the --data-dir of a shard")
+    verify.add_argument("directory", type=to_path, help="the --data-dir of a shard")
     verify.set_defaults(run=_verify)
 
     checkpoints = commands.add_parser("checkpoints", help="list the checkpoints that all shards keep")
@@ -131,41 +138,43 @@ def _parser() -> argparse.ArgumentParser:
     checkpoints.set_defaults(run=_checkpoints)
 
     rollback = commands.add_parser("rollback", help="take all rows back to a checkpoint; fences whoever writes")
-    rollback.add_argument("name", help="the checkpoint's name")
+    rollback.add_argument("name", type=_name, help="the checkpoint's name")
     _add_addresses(rollback)
     rollback.add_argument("--yes", action="store_true", help="do it; without this, only say what would be lost")
     rollback.set_defaults(run=_rollback)
 
     release = commands.add_parser("release", help="forget a checkpoint; whoever writes goes on")
-    release.add_argument("name", help="the checkpoint's name")
+    release.add_argument("name", type=_name, help="the checkpoint's name")
     _add_addresses(release)
     release.set_defaults(run=_release)
 
     backup = commands.add_parser("backup", help="copy a checkpoint of all shards to files while training goes on")
     _add_addresses(backup)
-    backup.add_argument("--output", type=Path, required=True, help="a new directory, or that of a stopped backup")
-    backup.add_argument("--checkpoint", help="its name (default the newest that all shards keep)")
+    backup.add_argument("--output", type=to_path, required=True, help="a new directory, or that of a stopped backup")
+    backup.add_argument("--checkpoint", type=_name, help="its name (default the newest that all shards keep)")
     backup.set_defaults(run=_backup)
 
     restore = commands.add_parser("restore", help="make one shard's directory from a backup")
-    restore.add_argument("backup", type=Path, help="the --output of a backup")
-    restore.add_argument("--data-dir", type=Path, required=True, help="the shard's new directory, on a local disk")
+    restore.add_argument("backup", type=to_path, help="the --output of a backup")
+    restore.add_argument("--data-dir", type=to_path, required=True, help="the shard's new directory, on a local disk")
     restore.add_argument("--shard", type=int, required=True, help="number of the shard, from 0")
     restore.add_argument("--num-shards", type=int, help="shards in the cluster (default as many as were backed up)")
     restore.set_defaults(run=_restore)
 
     reshard = commands.add_parser("reshard", help="make other shards from directories that nobody serves")
-    reshard.add_argument("--source", type=Path, nargs="+", required=True, help="the directories of all old shards")
-    reshard.add_argument("--target", type=Path, nargs="+", required=True, help="new ones, of shards 0, 1, ...")
+    reshard.add_argument("--source", type=to_path, nargs="+", required=True, help="the directories of all old shards")
+    reshard.add_argument("--target", type=to_path, nargs="+", required=True, help="new ones, of shards 0, 1, ...")
     reshard.add_argument("--rows-per-block", type=int, help="of the new shards (default as before)")
     which = reshard.add_mutually_exclusive_group()
-    which.add_argument("--checkpoint", help="whose rows to take, and to keep (default the newest of all shards)")
+    which.add_argument(
+        "--checkpoint", type=_name, help="whose rows to take, and to keep (default the newest of all shards)"
+    )
     which.add_argument("--current", action="store_true", help="take the rows of now, without any checkpoint")
     reshard.set_defaults(run=_reshard)
 
     compact = commands.add_parser("compact", help="copy a directory that nobody serves, without its free space")
-    compact.add_argument("directory", type=Path, help="the --data-dir of a shard")
-    compact.add_argument("--output", type=Path, required=True, help="a new directory")
+    compact.add_argument("directory", type=to_path, help="the --data-dir of a shard")
+    compact.add_argument("--output", type=to_path, required=True, help="a new directory")
     compact.set_defaults(run=_compact)
 
     planned = commands.add_parser("plan", help="tell the disk, memory and bandwidth that a run needs")
@@ -213,18 +222,22 @@ def _add_addresses(parser: argparse.ArgumentParser) -> None:
 
 def add_security_options(parser: argparse.ArgumentParser) -> None:
     """How shards are called."""
-    parser.add_argument("--tls-ca", type=Path, help="use TLS; CA that signed the shards' certificates (PEM)")
-    parser.add_argument("--tls-cert", type=Path, help="own certificate, for shards that ask for one (PEM)")
-    parser.add_argument("--tls-key", type=Path, help="its key (PEM)")
-    parser.add_argument("--token-file", type=Path, help=f"token of the shards (default ${TOKEN_VARIABLE})")
+    parser.add_argument("--tls-ca", type=to_path, help="use TLS; CA that signed the shards' certificates (PEM)")
+    parser.add_argument("--tls-cert", type=to_path, help="own certificate, for shards that ask for one (PEM)")
+    parser.add_argument("--tls-key", type=to_path, help="its key (PEM)")
+    parser.add_argument("--token-file", type=to_path, help=f"token of the shards (default ${TOKEN_VARIABLE})")
     parser.add_argument("--insecure", action="store_true", help="take addresses beyond loopback without TLS")
 
 
 def add_export_options(parser: argparse.ArgumentParser) -> None:
     """What `export` is told of rows and files; the trainer's own export is told the same."""
-    parser.add_argument("--output", type=Path, required=True, help="a new directory")
+    parser.add_argument("--output", type=to_path, required=True, help="a new directory")
     parser.add_argument("--rows", type=_range, help="FIRST:END, the rows FIRST to END-1 (default all)")
-    parser.add_argument("--checkpoint", help="name of the checkpoint whose rows to write (default the rows of now)")
+    parser.add_argument(
+        "--checkpoint",
+        type=_name,
+        help="name of the checkpoint whose rows to write (default the rows of now)",
+    )
     parser.add_argument("--step", type=int, help="for which update (default the checkpoint's, or the newest)")
     parser.add_argument("--format", choices=["safetensors", "npz"], default="safetensors")
 
@@ -241,9 +254,18 @@ def _client(arguments: argparse.Namespace) -> WeightClient:
 def _range(text: str) -> range:
     first, _, end = text.partition(":")
     try:
-        return range(int(first), int(end))
+        rows = range(int(first), int(end))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no FIRST:END, as in 0:1000") from None
+        rows = range(0)
+    if not 0 <= rows.start < rows.stop:
+        raise argparse.ArgumentTypeError(f"{text!r} is no FIRST:END, as in 0:1000")
+    return rows
+
+
+def _name(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty: is a variable not set?")
+    return text
 
 
 def _serve(arguments: argparse.Namespace) -> None:
@@ -426,8 +448,17 @@ def _export(arguments: argparse.Namespace) -> None:
 
 def _drop(arguments: argparse.Namespace) -> None:
     with _client(arguments) as client:
-        info = client.describe()
-        what = f"{info.rows_stored} stored rows of run {info.run!r} at step {info.clock}"
+        # A drop that ended halfway is repeated: some shards may hold no table any more.
+        answers = [
+            client.call_shard(shard, "Describe", pb.DescribeRequest()) for shard in range(len(arguments.addresses))
+        ]
+        holding = [answer for answer in answers if answer.HasField("spec")]
+        if not holding:
+            raise NoTableError("no shard holds a table: there is nothing to drop")
+        run, clock = max(holding, key=lambda answer: answer.epoch).run, max(answer.clock for answer in holding)
+        what = f"{sum(answer.rows_stored for answer in holding)} stored rows of run {run!r} at step {clock}"
+        if lacking := ", ".join(str(answer.shard) for answer in answers if not answer.HasField("spec")):
+            what += f" (shard {lacking} holds no table)"
         if not arguments.yes:
             raise ValueError(f"this would delete {what}: give --yes to do it")
         client.drop_table()

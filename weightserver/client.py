@@ -37,7 +37,7 @@ from google.protobuf.message import Message
 from weightserver import __version__
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.addresses import is_loopback
-from weightserver.config import TableSpec
+from weightserver.config import MAX_ROWS, TableSpec
 from weightserver.connection import ShardConnection
 from weightserver.errors import (
     ClusterError,
@@ -251,6 +251,8 @@ class WeightClient:
             same time.
         """
         num_rows = _integer(num_rows, "num_rows")
+        if not 1 <= num_rows <= MAX_ROWS:
+            raise ValueError(f"num_rows must lie in 1..{MAX_ROWS}, got {num_rows}")
         answers = self._describe_shards()
         identity = self._one_identity(answers)
         specs = [_spec_of(answer) for answer in answers]
@@ -279,10 +281,18 @@ class WeightClient:
         return extended
 
     def drop_table(self) -> None:
-        """Deletes the table, its rows and its schedule on every shard, and fences every session."""
+        """Deletes the table, its rows and its schedule on every shard, and fences every session. It may be repeated,
+        where it ended halfway.
+
+        Raises:
+            ClusterError: the shards hold tables of several clusters; nothing was deleted.
+        """
+        answers = self._describe_shards()
+        if len({answer.table_identity for answer in answers if answer.HasField("spec")}) > 1:
+            raise ClusterError("the shards hold tables of several clusters: give the addresses of one cluster")
         self._in_parallel(
             lambda connection, answer: connection.call("DropTable", pb.DropTableRequest(epoch=answer.epoch)),
-            zip(self._connect(), self._describe_shards(), strict=True),
+            zip(self._connect(), answers, strict=True),
         )
         self._known = self._schedule = self._session = None
 
@@ -455,6 +465,14 @@ class WeightClient:
         if self._session is None or (self._session.epoch, self._session.opener) != (epoch, opener):
             self._session = Session(epoch, opener, len(connections), before=self._session)
         return epoch
+
+    def require_common_state(self) -> None:
+        """Holds the shards' rows to be of one time, as open_session does: for who reads them all, without a session.
+
+        Raises:
+            DataLossError, ClusterError: as open_session.
+        """
+        self._require_common_state(self._describe_shards())
 
     def _require_common_state(self, answers: list[pb.DescribeResponse]) -> None:
         """Raises DataLossError or ClusterError where the shards' rows are known not to be of one time."""

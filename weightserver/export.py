@@ -59,22 +59,27 @@ def export_rows(
     Raises:
         ValueError: rows that do not exist, an unknown format, or a directory that is not empty.
         NoTableError: there is no such checkpoint. StepError: a row has seen updates beyond `step`.
+        DataLossError, ClusterError: without `checkpoint`, the shards' rows are not of one time.
         OSError: the disk is full, or another process writes there.
     """
-    info = client.describe()
-    rows = range(info.spec.num_rows) if rows is None else rows
-    if not 0 <= rows.start < rows.stop <= info.spec.num_rows or rows.step != 1:
-        raise ValueError(f"rows {rows.start}:{rows.stop} do not exist: the table has rows 0:{info.spec.num_rows}")
     if file_format not in FORMATS:
         raise ValueError(f"format {file_format!r} is unknown: give {' or '.join(FORMATS)}")
-    kept = None if checkpoint is None else chosen_checkpoint(checkpoint, client.checkpoints())
-    if step is None:
-        step = kept.step if kept else info.clock
-    rows_per_file = rows_per_file or max(1, _BYTES_PER_FILE // (8 * info.spec.dim + 16))
-    of = {"run": info.run, "checkpoint": checkpoint or "", "step": str(step)}
-    metadata = {"spec": json.dumps(asdict(info.spec)), **of}
+    if step is not None and step < 0:
+        raise ValueError(f"step must not be negative, got {step}")
     written = []
     with whole_directory(directory) as partly:
+        info = client.describe()
+        rows = range(info.spec.num_rows) if rows is None else rows
+        if not 0 <= rows.start < rows.stop <= info.spec.num_rows or rows.step != 1:
+            raise ValueError(f"rows {rows.start}:{rows.stop} do not exist: the table has rows 0:{info.spec.num_rows}")
+        kept = None if checkpoint is None else chosen_checkpoint(checkpoint, client.checkpoints())
+        if kept is None:
+            client.require_common_state()
+        if step is None:
+            step = kept.step if kept else info.clock
+        rows_per_file = rows_per_file or max(1, _BYTES_PER_FILE // (8 * info.spec.dim + 16))
+        of = {"run": info.run, "checkpoint": checkpoint or "", "step": str(step)}
+        metadata = {"spec": json.dumps(asdict(info.spec)), **of}
         for first in range(rows.start, rows.stop, rows_per_file):
             ids = np.arange(first, min(first + rows_per_file, rows.stop))
             state = client.fetch_state(ids, step=step, checkpoint=kept or "")

@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,8 +16,16 @@ from safetensors import SafetensorError
 
 PRIVATE_FILE, PRIVATE_DIRECTORY = 0o600, 0o700
 """Modes of what holds rows."""
+EMPTY_PATH = "the path is empty: is a variable not set? The current directory is ."
 LOCK = ".weightserver-lock"
 """The file of `alone_in`."""
+
+
+def to_path(text: str) -> Path:
+    """A path of a command line. An empty one, as of a variable that is not set, would be the current directory."""
+    if not text:
+        raise ArgumentTypeError(EMPTY_PATH)
+    return Path(text)
 
 
 def write_whole(path: Path, write: Callable[[Path], object], *, mode: int = 0o666) -> None:
@@ -116,7 +125,9 @@ def sha256(path: Path) -> str:
 
 
 def require_empty(directory: Path, *, but: frozenset[str] = frozenset()) -> None:
-    """Raises ValueError where there is anything `but` what is named."""
+    """Raises ValueError where there is anything `but` what is named, or a link to a directory that is missing."""
+    if directory.is_symlink() and not directory.exists():
+        raise ValueError(f"{directory} is a link to {directory.readlink()}, which is missing: is its disk mounted?")
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file: give a directory")
     if directory.exists() and any(path.name not in but for path in directory.iterdir()):

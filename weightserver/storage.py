@@ -46,11 +46,13 @@ import lmdb.verify
 import numpy as np
 
 from weightserver.errors import MapGrownError, ShardUnavailableError, StorageError
-from weightserver.files import PRIVATE_DIRECTORY, PRIVATE_FILE, make_directory, make_private, sync
+from weightserver.files import PRIVATE_DIRECTORY, PRIVATE_FILE, make_directory, make_private, require_empty, sync
 from weightserver.page_cache import begin_reading, is_cached, open_scattered
-from weightserver.tombstone import require_current
+from weightserver.tombstone import TOMBSTONE, require_current
 
 DATABASES = ("meta", "schedule", "writers", "blocks", "changes")
+_OWN_FILES = frozenset({"data.mdb", "lock.mdb", "owner.lock", TOMBSTONE, "lost+found"})
+"""What may be where a shard begins."""
 _ROOM_BYTES = 256 << 20
 """Address space that a transaction finds behind the file's pages; a larger one makes the map grow and is repeated."""
 _MAX_READERS = 512
@@ -274,6 +276,7 @@ class LmdbStorage:
 
     Raises:
         StorageError: the directory cannot be used, another process serves it, or its pages are damaged.
+        ValueError: it is a file, or holds no shard, and other files, which stay as they are.
     """
 
     def __init__(
@@ -302,11 +305,12 @@ class LmdbStorage:
         with _translated(directory), contextlib.ExitStack() as opened:
             if readonly:
                 _check_there(directory)
-            elif directory.exists() and not directory.is_dir():
-                raise StorageError(f"{directory} is a file: give a directory")
             else:
-                if must_exist and not holds_data(directory):
-                    raise StorageError(_missing(directory))
+                if not holds_data(directory):
+                    if not _last_transaction(directory):
+                        require_empty(directory, but=_OWN_FILES)
+                    if must_exist:
+                        raise StorageError(_missing(directory))
                 make_directory(directory, mode=PRIVATE_DIRECTORY)
                 files = [directory / name for name in ("data.mdb", "lock.mdb", "owner.lock")]
                 if (changed := make_private(directory, *files)) and holds_data(directory):

@@ -31,6 +31,7 @@ from weightserver import (
     WeightServerError,
 )
 from weightserver._generated import weight_server_pb2 as pb
+from weightserver.cli import main
 from weightserver.wire import spec_to_proto
 
 SPEC = TableSpec(num_rows=100, dim=4, rows_per_block=3)
@@ -313,6 +314,11 @@ def test_a_drop_that_ended_halfway_can_be_repeated(tmp_path: Path) -> None:
         client.call_shard(0, "DropTable", pb.DropTableRequest())  # as if it had gone away a moment later
         with pytest.raises(TableMismatchError, match=LOST_ROWS.format(1, 0)):
             client.create_table(SPEC)
+        message = r"would delete 1 stored rows of run 'old' at step 1 \(shard 0 holds no table\): give --yes to do it"
+        assert_fails(message, "drop", *cluster.addresses)
+        done = (0, "deleted 1 stored rows of run 'old' at step 1 (shard 0 holds no table)\n", "")
+        assert weightserver("drop", *cluster.addresses, "--yes") == done
+        assert_fails("no shard holds a table: there is nothing to drop", "drop", *cluster.addresses, "--yes")
         client.drop_table()
         client.create_table(SPEC)
         assert client.describe().rows_stored == 0
@@ -351,6 +357,9 @@ def test_different_tables_are_no_cluster(tmp_path: Path) -> None:
             client.describe()
         with pytest.raises(ClusterError, match=message):
             client.extend_table(SPEC.num_rows + 1)
+        with pytest.raises(ClusterError, match=message):
+            client.drop_table()
+        assert all(client.call_shard(shard, "Describe", pb.DescribeRequest()).HasField("spec") for shard in range(2))
         with pytest.raises(TableMismatchError, match=r"shard 1 holds another table, .*: use its spec, or other shards"):
             client.create_table(SPEC)
 
@@ -427,6 +436,70 @@ def test_serve_refuses_what_it_cannot_serve(cluster: LocalCluster, tmp_path: Pat
     assert_fails("file is a file: give a directory", "serve", "--data-dir", tmp_path / "file", *free)
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("export 127.0.0.1:9 --output ? --rows 5:1", "'5:1' is no FIRST:END, as in 0:1000"),
+        ("export 127.0.0.1:9 --output ? --rows=-5:1", "'-5:1' is no FIRST:END"),
+        ("export 127.0.0.1:9 --output ? --step=-1", "step must not be negative"),
+        ("export 127.0.0.1:9 --output .", "is a mounted disk or the current directory: give a new directory in it"),
+        ("backup 127.0.0.1:9 --output .", "is not empty: give another directory"),
+        ("extend 127.0.0.1:9 --num-rows=-5", r"num_rows must lie in 1\.\.\d+, got -5"),
+        ("extend 127.0.0.1:9 --num-rows 0", r"num_rows must lie in 1\.\.\d+, got 0"),
+        ("export 127.0.0.1:9 --output ? --checkpoint=", "--checkpoint: the name is empty"),
+        ("backup 127.0.0.1:9 --output ? --checkpoint=", "--checkpoint: the name is empty"),
+        ("rollback  127.0.0.1:9", "argument name: the name is empty"),
+        ("release  127.0.0.1:9", "argument name: the name is empty"),
+        ("checkpoints 127.0.0.1", "'127.0.0.1' is no address"),
+    ],
+)
+def test_what_cannot_be_right_is_told_before_a_shard_is_asked(
+    command: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is none at this address, which would take ten seconds to find out."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").write_text("")
+    began = time.monotonic()
+    with pytest.raises(SystemExit):
+        main([argument.replace("?", "new") for argument in command.split(" ")])
+    assert time.monotonic() - began < 5
+    assert re.search(message, capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "serve --data-dir ?",
+        "serve --data-dir d --init --tls-cert ?",
+        "serve --data-dir d --token-file=?",
+        "certs ? --host h",
+        "health h:1 --data-dir ?",
+        "inspect ?",
+        "verify ?",
+        "backup h:1 --output ?",
+        "restore ? --data-dir d --shard 0",
+        "restore b --data-dir ? --shard 0",
+        "reshard --source ? --target t",
+        "reshard --source s --target t ?",
+        "compact ? --output o",
+        "compact d --output ?",
+        "export h:1 --output ?",
+        "checkpoints h:1 --tls-ca ?",
+    ],
+)
+def test_an_empty_path_is_not_the_current_directory(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a variable that is not set."""
+    monkeypatch.chdir(tmp_path)
+    tmp_path.chmod(0o755)
+    with pytest.raises(SystemExit, match="2"):
+        main([argument.replace("?", "") for argument in command.split()])
+    assert "the path is empty: is a variable not set? The current directory is ." in capsys.readouterr().err
+    assert (tmp_path.stat().st_mode & 0o777, list(tmp_path.iterdir())) == (0o755, [])
+
+
 @pytest.mark.guard
 def test_serve_refuses_the_data_of_another_shard(tmp_path: Path) -> None:
     with LocalCluster(2, tmp_path):
@@ -462,7 +535,7 @@ def test_the_other_commands_refuse(client: WeightClient, cluster: LocalCluster, 
         message = "--timeout-seconds must be positive and at most 3600, got"
         assert_fails(message, "health", "127.0.0.1:9", f"--timeout-seconds={seconds}")
     assert_fails("127.0.0.1:9 does not answer", "health", "127.0.0.1:9", "--timeout-seconds", "1")
-    assert_fails("holds no table", "drop", *cluster.addresses)
+    assert_fails("no shard holds a table: there is nothing to drop", "drop", *cluster.addresses)
     client.create_table(SPEC)
     assert_fails("this would delete 0 stored rows .*: give --yes to do it", "drop", *cluster.addresses)
     assert client.describe().spec == SPEC

@@ -465,7 +465,7 @@ def test_shards_of_different_sessions_are_not_of_one_time(tmp_path: Path) -> Non
 def test_files_that_are_no_directories_are_named(tmp_path: Path) -> None:
     (source,) = make_shards(tmp_path, 1)
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="file is a file: give a directory"):
+    with pytest.raises(ValueError, match="file is a file: give a directory"):
         serve(tmp_path / "file")
     with pytest.raises(ValueError, match="file is a file: give a directory"):
         reshard([source], [tmp_path / "file"])

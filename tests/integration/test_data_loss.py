@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from tests.helpers.comparing import same
 from weightserver import (
@@ -31,6 +32,7 @@ from weightserver import (
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.backup import backup, restore
 from weightserver.reshard import Resharded, reshard
+from weightserver.export import export_rows
 
 SPEC = TableSpec(num_rows=40, dim=2, momentum=0.0, weight_decay=0.0, init_std=0.0, rows_per_block=5)
 ROWS = np.arange(SPEC.num_rows)
@@ -169,6 +171,9 @@ def test_who_comes_later_knows_what_the_newest_checkpoint_held(place: Place) -> 
         with pytest.raises(DataLossError, match=r"shard 1 .* lacks what shard 0 knows it to have acknowledged: serve"):
             later.open_session("later")
         assert later.describe().run == "run", "nobody was fenced"
+        with pytest.raises(DataLossError, match=r"shard 1 .* lacks what shard 0 knows it to have acknowledged: serve"):
+            export_rows(later, place.directory / "exported")
+        assert not (place.directory / "exported").exists()
         later.open_session("later", force=True)
     place.replace(1, newer)
     with place.connect() as later, pytest.raises(DataLossError, match="shard 1 lacks what it had acknowledged"):
@@ -371,6 +376,11 @@ def test_a_restored_shard_without_a_later_checkpoint_is_not_taken_either(place: 
     with place.connect() as later:
         with pytest.raises((ClusterError, DataLossError), match="take all shards to one checkpoint"):
             later.open_session("later")
+        with pytest.raises((ClusterError, DataLossError), match="take all shards to one checkpoint"):
+            export_rows(later, tmp_path / "exported")
+        (path,) = export_rows(later, tmp_path / "exported", checkpoint="a")
+        with safe_open(path, "np") as file:
+            assert (file.get_tensor("weight") == -1).all(), "a checkpoint is of one time"
         later.open_session("later", force=True)
         later.rollback("a")
         later.push_gradients(ROWS, ONES, step=0)

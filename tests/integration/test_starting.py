@@ -69,6 +69,27 @@ def test_an_empty_directory_takes_init(tmp_path: Path) -> None:
     assert "warning" in next(line for line in log.splitlines() if "--init does nothing" in line)
 
 
+@pytest.mark.parametrize("init", [["--init"], []], ids=["with --init", "without"])
+def test_a_directory_of_other_files_begins_no_shard(init: list[str], tmp_path: Path) -> None:
+    """As where --data-dir names the wrong folder: it stays as it is, its mode too."""
+    home = tmp_path / "home"
+    home.mkdir(mode=0o755)
+    (home / "precious.txt").write_text("mine")
+    (home / "lost+found").mkdir()
+    message = refused(home, *init)
+    assert f"{home} is not empty: give another directory" in message
+    assert "--init" not in message
+    assert (home.stat().st_mode & 0o777, len(list(home.iterdir()))) == (0o755, 2)
+
+
+def test_a_link_to_nothing_begins_no_shard(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "disk/shard")
+    message = f"{tmp_path}/link is a link to {tmp_path}/disk/shard, which is missing: is its disk mounted?"
+    assert refused(tmp_path / "link", "--init") == message
+    assert refused(tmp_path / "link") == message
+    assert not (tmp_path / "disk").exists()
+
+
 def test_a_shard_that_never_began_takes_init(tmp_path: Path) -> None:
     """LMDB makes a file before anything is in it."""
     lmdb.open(str(tmp_path), lib_version=0).close()

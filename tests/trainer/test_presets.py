@@ -138,6 +138,8 @@ def test_presets_are_settings_that_fit_together(preset: str) -> None:
         (["synthetic", "--encoder.blocks", "0"], "Error parsing encoder: blocks is (0,)"),
         (["synthetic", "--augmentation.min-scale", "2"], "Error parsing augmentation: min_scale and max_scale are"),
         (["imagenet-1k", "--batch-size", "many"], "--batch-size"),
+        (["imagenet-1k", "--output", "", "--resume"], "trainer: --output: the path is empty: is a variable not set?"),
+        (["synthetic", "--data_dir="], "trainer: --data-dir: the path is empty"),
     ],
 )
 def test_the_nearest_right_option_is_told(arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:

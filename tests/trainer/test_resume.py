@@ -357,8 +357,17 @@ def test_a_checkpoint_is_there_after_a_power_loss(tmp_path: Path, monkeypatch: p
     """With all that going on from it takes; of metrics.jsonl and the like a part may be lost."""
     power_loss, output = PowerLoss(monkeypatch), tmp_path / "new/run"
     sync(tmp_path)
+    take, begun = WeightClient.checkpoint, list[bool]()
+
+    def take_begun(self: WeightClient, name: str, *, step: int) -> None:
+        path = output / "checkpoints" / f"{name}.begun.partial"
+        begun.append(path.exists() and str(path.relative_to(tmp_path)) not in power_loss.lost(tmp_path))
+        take(self, name, step=step)
+
+    monkeypatch.setattr(WeightClient, "checkpoint", take_begun)
     train(small_run(output, encoder=ONLY_ROWS, steps=EVERY + 1, num_shards=1))
     assert saved_steps(output / "checkpoints") == [0, EVERY]
+    assert begun == [True, True], "the directory says so before any shard is asked"
     kinds = {Path(path).relative_to("new/run").parts[0] for path in power_loss.lost(tmp_path)}
     assert kinds <= {"servers", "metrics.jsonl", "tensorboard"}
 

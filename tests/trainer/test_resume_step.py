@@ -18,11 +18,11 @@ import pytest
 
 from tests.helpers.small_run import EVERY, ONLY_ROWS, losses, small_run
 from trainer import checkpoint, demo
-from trainer.checkpoint import saved_steps, step_to_resume
+from trainer.checkpoint import Checkpoints, saved_steps, step_to_resume
 from trainer.config import TrainConfig
 from trainer.loop import train
 from trainer.runs import read_config
-from weightserver import DataLossError, LocalCluster, WeightClient
+from weightserver import Checkpoint, DataLossError, LocalCluster, WeightClient
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -144,19 +144,69 @@ def test_a_step_of_no_run(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("lacking", [[2 * EVERY, 3 * EVERY], [3 * EVERY]], ids=["two", "one"])
 @pytest.mark.guard
-def test_servers_beside_an_older_directory_give_up_nothing_unasked(ended: Path, tmp_path: Path) -> None:
-    """Put back from a copy, or made by files that were lost: the servers have checkpoints of 26 and 39."""
-    output = shutil.copytree(ended, tmp_path / "run")
-    for step in (2 * EVERY, 3 * EVERY):
+def test_servers_beside_an_older_directory_give_up_nothing_unasked(
+    lacking: list[int], ended: Path, tmp_path: Path
+) -> None:
+    """Put back from a copy, or made by files that were lost: the servers have checkpoints of 39, or of 26 and 39."""
+    output, newest = shutil.copytree(ended, tmp_path / "run"), lacking[0] - EVERY
+    for step in lacking:
         (output / "checkpoints" / f"step-{step:012d}.safetensors").unlink()
+    refused = rf"of steps {re.escape(str(lacking))}, and .* put them there, or give --resume-step {newest} to"
     for _ in range(2):  # nothing is given up by being refused
-        with pytest.raises(
-            ValueError, match=r"of steps \[26, 39\], and .* put them there, or give --resume-step 13 to"
-        ):
+        with pytest.raises(ValueError, match=refused):
             train(run(output, resume=True))
-    train(run(output, resume=True, resume_step=EVERY))
+    train(run(output, resume=True, resume_step=newest))
     assert losses(output) == losses(ended)
+
+
+@pytest.mark.parametrize("keep", [1, 2, 9])
+@pytest.mark.parametrize("rows", ["resident", "remote"])
+@pytest.mark.parametrize("stopped", [EVERY, EVERY + 1], ids=["behind the checkpoint", "a step later"])
+@pytest.mark.guard
+def test_a_copy_one_checkpoint_behind_a_stopped_run_is_refused(
+    stopped: int, rows: str, keep: int, tmp_path: Path
+) -> None:
+    """Also where the servers have not heard of any later step."""
+    output, older = tmp_path / "run", tmp_path / "older"
+
+    def copies_and_stops(step: int) -> None:
+        if step == 5:
+            shutil.copytree(output, older, ignore=shutil.ignore_patterns("servers"))
+        stops_before(stopped)(step)
+
+    settings = {"rows": rows, "keep_checkpoints": keep}
+    with pytest.raises(OSError, match="power"):
+        train(run(output, **settings), on_step=copies_and_stops)
+    shutil.move(output / "servers", older)
+    before = contents(older)
+    refused = "has none of these files, as an older copy" if keep > 1 else "do not have the checkpoint of"
+    with pytest.raises(ValueError, match=refused):
+        train(run(older, resume=True, **settings))
+    assert contents(older) == before
+
+
+@pytest.mark.guard
+def test_a_copy_that_was_made_in_a_checkpoint_is_refused_where_the_run_went_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks as if the run had died there, and goes on where nothing came later."""
+    output, older = tmp_path / "run", tmp_path / "older"
+    write = Checkpoints._write
+
+    def copies_and_writes(self: Checkpoints, kept: Checkpoint, *rest: Any) -> None:
+        if kept.step == EVERY:
+            shutil.copytree(output, older, ignore=shutil.ignore_patterns("servers"))
+        write(self, kept, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Checkpoints, "_write", copies_and_writes)
+        with pytest.raises(OSError, match="power"):
+            train(run(output, rows="remote"), on_step=stops_before(EVERY + 2))
+    shutil.move(output / "servers", older)
+    with pytest.raises(ValueError, match=r"have checkpoints of steps \[13\], and .* as an older copy of it would not"):
+        train(run(older, resume=True))
 
 
 def test_files_that_are_not_the_runs_stay(ended: Path, tmp_path: Path) -> None:

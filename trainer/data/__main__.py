@@ -22,6 +22,7 @@ from trainer.data.manifest import is_packed
 from trainer.data.pack import PackOptions, pack, verify
 from trainer.data.preview import write_preview
 from trainer.stopping import failures_in_one_line
+from weightserver.files import to_path
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -41,8 +42,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     packing = commands.add_parser("pack", help="pack images, or go on with it")
-    packing.add_argument("source", type=Path, help="a folder of images, of class folders or of class tars, or a list")
-    packing.add_argument("output", type=Path, help="the packed directory")
+    packing.add_argument(
+        "source", type=to_path, help="a folder of images, of class folders or of class tars, or a list"
+    )
+    packing.add_argument("output", type=to_path, help="the packed directory")
     packing.add_argument("--order-seed", type=int, metavar="SEED", help="the trainer's --order-seed (default 0)")
     packing.add_argument("--extend", action="store_true", help="add the images that are not packed yet, as new ids")
     packing.add_argument("--no-labels", action="store_true", help="keep no labels")
@@ -56,11 +59,11 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     verifying = commands.add_parser("verify", help="compare packed files with their checksums")
-    verifying.add_argument("directory", type=Path)
+    verifying.add_argument("directory", type=to_path)
 
     preview = commands.add_parser("preview", help="a picture of the paper's augmentation and of the plain one")
-    preview.add_argument("source", type=Path, help="images as for pack, or a packed directory")
-    preview.add_argument("--output", type=Path, default=Path("preview.png"), metavar="PNG")
+    preview.add_argument("source", type=to_path, help="images as for pack, or a packed directory")
+    preview.add_argument("--output", type=to_path, default=Path("preview.png"), metavar="PNG")
     preview.add_argument("--image-size", type=int, default=224, metavar="PX", help="side of a view (default 224)")
     preview.add_argument("--images", type=int, default=4, metavar="N")
     preview.add_argument("--views", type=int, default=8, metavar="N", help="of each image")

@@ -18,6 +18,7 @@ from trainer.evaluate import FeatureSet, encoder_features, pixel_features
 from trainer.evaluate.table import PROTOCOLS
 from trainer.model import load_encoder
 from trainer.runs import ENCODER_FILE
+from weightserver.files import to_path
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,13 +40,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainer.evaluate", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("protocol", choices=sorted(PROTOCOLS))
     subject = parser.add_mutually_exclusive_group(required=True)
-    subject.add_argument("--run", type=Path, metavar="DIR", help=f"a run's directory, with its {ENCODER_FILE}")
-    subject.add_argument("--encoder", type=Path, metavar="FILE", help="an encoder file of the trainer")
+    subject.add_argument("--run", type=to_path, metavar="DIR", help=f"a run's directory, with its {ENCODER_FILE}")
+    subject.add_argument("--encoder", type=to_path, metavar="FILE", help="an encoder file of the trainer")
     subject.add_argument("--pixels", action="store_true", help="raw pixels, for comparison")
     parser.add_argument(
         "--dataset", choices=sorted([*DATASETS, *DECODED]), help="default: the run's, else fashion-mnist"
     )
-    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="the folder that holds it; default: the run's")
+    parser.add_argument("--data-dir", type=to_path, metavar="DIR", help="the folder that holds it; default: the run's")
     return parser
 
 

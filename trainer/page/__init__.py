@@ -21,7 +21,7 @@ from trainer.page.looks import Looks, look
 from trainer.plot import read_metrics
 from trainer.runs import ENCODER_FILE, flat, number, read_config, read_encoder, read_summary
 from trainer.stopping import failures_in_one_line
-from weightserver.files import write_whole
+from weightserver.files import to_path, write_whole
 
 _TEMPLATES = Environment(
     loader=PackageLoader("trainer.page", "."),
@@ -45,9 +45,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainer report", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("run", type=Path, help="the run's directory")
-    parser.add_argument("--output", type=Path, help="the file to write (default RUN/report.html)")
-    parser.add_argument("--data-dir", type=Path, help="the folder that holds the data set (default the run's)")
+    parser.add_argument("run", type=to_path, help="the run's directory")
+    parser.add_argument("--output", type=to_path, help="the file to write (default RUN/report.html)")
+    parser.add_argument("--data-dir", type=to_path, help="the folder that holds the data set (default the run's)")
     parser.add_argument(
         "--images", type=int, default=10_000, help="first training images to look for neighbours among (default 10000)"
     )
