@@ -20,8 +20,9 @@ import math
 import operator
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -69,6 +70,7 @@ from weightserver.wire import (
     table_digest,
     to_bytes,
 )
+from weightserver.workers import Workers
 
 _MAX_SECONDS = 86_400
 _MAX_READS = 10
@@ -185,8 +187,8 @@ class WeightClient:
         }
         self._lock = threading.Lock()
         self._connections: list[ShardConnection] | None = None
-        # Enough that callers of shards that answer do not queue behind those that wait for one that does not.
-        self._pool = ThreadPoolExecutor(max(64, 4 * len(addresses)), thread_name_prefix="weight-client")
+        self._workers = Workers()
+        weakref.finalize(self, self._workers.end)
         self._known: _Table | None = None
         self._schedule: KnownSchedule | None = None
         self._lost: DataLossError | None = None
@@ -732,13 +734,14 @@ class WeightClient:
     # ---- closing
 
     def close(self) -> None:
-        """Closes the connections. Safe to repeat."""
+        """Closes the connections, which ends calls of other threads, and those that interrupts left behind. Safe to
+        repeat."""
         with self._lock:
             self._closed = True
             connections, self._connections = self._connections or [], None
-        self._pool.shutdown()
-        for connection in connections:
-            connection.close()
+        self._end(connections)
+        self._workers.end()
+        self._workers.wait()
 
     def __enter__(self) -> Self:
         return self
@@ -764,12 +767,16 @@ class WeightClient:
             if self._connections is None and not self._closed:
                 self._connections = connections
                 return
-        for connection in connections:
-            connection.close()
+        self._end(connections)
+
+    def _end(self, connections: list[ShardConnection]) -> None:
+        self._workers.outcomes(ShardConnection.close, zip(connections, strict=True))
 
     def _identify(self) -> list[ShardConnection]:
         """Asks each address which shard it is."""
-        connections = [ShardConnection(address, **self._options) for address in self._addresses]
+        connections = [
+            ShardConnection(address, workers=self._workers, **self._options) for address in self._addresses
+        ]
         try:
             answers = self._in_parallel(
                 lambda connection: connection.call("Describe", pb.DescribeRequest()), zip(connections, strict=True)
@@ -798,8 +805,7 @@ class WeightClient:
                     + ", ".join(missing)
                 )
         except BaseException:
-            for connection in connections:
-                connection.close()
+            self._end(connections)
             raise
         return [by_shard[shard] for shard in sorted(by_shard)]
 
@@ -812,21 +818,17 @@ class WeightClient:
     def _outcomes(self, call: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
         """Calls once for each shard's arguments; the answers, and the errors of calls that raised.
 
-        An interrupt of the caller while the others work leaves them behind: see `_Lent`.
+        An interrupt of the caller leaves them behind: see `_Lent` and `Workers.check`.
         """
 
-        def outcome(*arguments: Any) -> Any:
+        def noting_loss(*arguments: Any) -> Any:
             try:
                 return call(*arguments)
             except DataLossError as error:
                 self._lost = error
-                return error
-            except BaseException as error:  # noqa: BLE001 - an interrupt too: the others end before it is raised
-                return error
+                raise
 
-        first, *others = arguments
-        futures = [self._pool.submit(outcome, *other) for other in others]
-        return [outcome(*first), *(future.result() for future in futures)]
+        return self._workers.outcomes(noting_loss, arguments)
 
     def _on_all(self, method: str, request: Message) -> list[Any]:
         return self._in_parallel(lambda connection: connection.call(method, request), zip(self._connect(), strict=True))
@@ -980,11 +982,7 @@ class WeightClient:
                     header = None
 
             def send(shard: int) -> None:
-                def begin() -> Iterator[Message]:
-                    lent.check()
-                    return messages(shard)
-
-                connections[shard].write(method, begin)
+                connections[shard].write(method, partial(messages, shard))
 
             outcomes = self._outcomes(send, zip(by_shard, strict=True))
             write.not_applied = _not_applied(outcomes)
@@ -1042,14 +1040,9 @@ class _Lent:
         self._lock = threading.Lock()
         self._returned = False
 
-    def check(self) -> None:
-        """Raises CancelledError where the caller has left."""
-        with self.in_use():
-            pass
-
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """While a thread uses the arrays."""
+        """While a thread uses the arrays. Raises CancelledError where the caller has left."""
         with self._lock:
             if self._returned:
                 raise CancelledError

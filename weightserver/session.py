@@ -44,7 +44,9 @@ class Session:
     before: InitVar[Session | None] = None
 
     def __post_init__(self, before: Session | None) -> None:
-        self._changed: threading.Condition = before._changed if before else threading.Condition()
+        # Entered as itself: a signal that comes while a Condition is entered leaves its lock taken for ever.
+        self._lock: threading.RLock = before._lock if before else threading.RLock()
+        self._changed: threading.Condition = before._changed if before else threading.Condition(self._lock)
         self._next = [1] * self.num_shards
         self._open: list[Numbers] = []  # of what is under way, or has failed
         self._failed: list[tuple[bytes, Numbers]] = []  # oldest first; equal writes may fail several times
@@ -60,12 +62,12 @@ class Session:
     def renew(self, epoch: int, opener: bytes) -> None:
         """Goes on in a newer epoch that the same client opened. The shards still know the writer's numbers, so that
         what failed, or is under way in another thread, may be repeated there."""
-        with self._changed:
+        with self._lock:
             self.epoch, self.opener = epoch, opener
 
     def _leave(self) -> None:
         """What failed, and what is under way and will fail, cannot be repeated any more."""
-        with self._changed:
+        with self._lock:
             self._left = True
             while self._failed:
                 self._give_up(0)
@@ -123,7 +125,7 @@ class Session:
         try:
             self._begin_rollback(write, name)
             yield write
-            with self._changed:
+            with self._lock:
                 self._given_up.clear()  # what was applied of them is undone
                 self._settle(write)
                 self._unfinished_rollback = ""
@@ -135,7 +137,7 @@ class Session:
 
     def _begin(self, write: Write, shards: Iterable[int], digest: Callable[[], bytes] | None = None) -> bool:
         """Whether the numbers are those of a write that failed before, which no refusal proves not applied."""
-        with self._changed:
+        with self._lock:
             if self._unfinished_rollback:
                 raise ClusterError(
                     f"rollback({self._unfinished_rollback!r}) is under way, or has failed on some of the shards: "
@@ -157,7 +159,7 @@ class Session:
             return False
 
     def _begin_rollback(self, write: Write, name: str) -> None:
-        with self._changed:
+        with self._lock:
             failed = [id(numbers) for _, numbers in self._failed]
             if any(id(numbers) not in failed for numbers in self._open):
                 raise InvalidRequestError("other writes of this client are under way: let them return, then roll back")
@@ -168,7 +170,7 @@ class Session:
 
     def settled_before(self, shard: int) -> int:
         """The number below which no write to `shard` is open any more."""
-        with self._changed:
+        with self._lock:
             return self._oldest(shard) or self._next[shard]
 
     def header(
@@ -189,12 +191,12 @@ class Session:
 
     def _settle(self, write: Write) -> None:
         """Ends a write that will not be sent again; what of it is still on its way comes too late."""
-        with self._changed:
+        with self._lock:
             self._close(write.numbers)
 
     def _fail(self, write: Write, digest: bytes) -> None:
         """Remembers the numbers of a write that may have been applied on some of its shards."""
-        with self._changed:
+        with self._lock:
             if not any(write.numbers is numbers for _, numbers in self._failed):
                 self._failed.append((digest, write.numbers))
             if self._left or len(self._failed) > MAX_FAILED:

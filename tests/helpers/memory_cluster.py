@@ -15,7 +15,6 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from types import SimpleNamespace
@@ -36,6 +35,7 @@ from weightserver.metrics import ShardMetrics
 from weightserver.overload import Memory
 from weightserver.service import WeightServerService, add_to_server
 from weightserver.shard import Batch, Shard
+from weightserver.workers import Answers, Task, Workers
 
 RETRY_SECONDS = 5.0
 """Of the clients; on their own clock."""
@@ -109,39 +109,52 @@ class Run:
 _run: contextvars.ContextVar[Run] = contextvars.ContextVar("run")
 
 
-class Threads:
-    """Threads that take turns in one: while one waits, others may go on. Takes the executor's place."""
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """Of one thread."""
+
+    do: Callable[[], object]
+    answers: Answers | None
+    """Where somebody waits for its end."""
+
+
+class Threads(Workers):
+    """Threads that take turns in one: while one waits, others may go on."""
 
     def __init__(self) -> None:
-        self.ready: deque[Callable[[], object]] = deque()
+        super().__init__()
+        self.ready: list[_Work] = []
         """What other threads have not begun."""
         self.in_others = 0
 
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        future: Future[Any] = Future()
+    def _submit(self, tasks: list[Task]) -> None:
+        for task in tasks:
+            self.start(task.do, task.answers)
 
-        def work() -> None:
-            try:
-                future.set_result(function(*arguments))
-            except BaseException as error:  # noqa: BLE001 - as ThreadPoolExecutor does
-                future.set_exception(error)
+    def _next(self, answers: Answers) -> tuple[int, Any]:
+        """Those go on that this thread waits for, unless others do first."""
+        while answers.empty():
+            self.wait()
+            if answers.empty():
+                self.go_on(next(work for work in self.ready if work.answers is answers))
+        return answers.get_nowait()
 
-        self.start(work)
-        return future
+    def end(self) -> None: ...
 
-    def start(self, work: Callable[[], object]) -> None:
-        """Another thread, of this one's run."""
-        self.ready.append(functools.partial(contextvars.copy_context().run, work))
+    def start(self, work: Callable[[], object], answers: Answers | None = None) -> None:
+        """Another thread, of this one's run, which answers there."""
+        self.ready.append(_Work(functools.partial(contextvars.copy_context().run, work), answers))
 
     def shutdown(self) -> None:
         while self.ready:
-            self.go_on()
+            self.go_on(self.ready[0])
 
-    def go_on(self) -> None:
+    def go_on(self, work: _Work) -> None:
         """Another thread does what it has to do."""
+        self.ready.remove(work)
         self.in_others += 1
         try:
-            self.ready.popleft()()
+            work.do()
         finally:
             self.in_others -= 1
 
@@ -151,7 +164,7 @@ class Threads:
         number = run.num_waits
         run.num_waits += 1
         if number < len(run.turns) and run.turns[number] and self.ready:
-            self.go_on()
+            self.go_on(self.ready[0])
         self._interrupt(run, number)
 
     def wait_for(self, condition: Any, timeout: float | None = None) -> bool:
@@ -168,7 +181,7 @@ class Threads:
                 if not self.ready:
                     assert timeout is not None, "the caller waits for ever"
                     return False
-                self.go_on()
+                self.go_on(self.ready[0])
             return True
         finally:
             condition._acquire_restore(saved)
@@ -418,7 +431,7 @@ class MemoryCluster:
         for module, name, value in (
             (weightserver.connection, "open_channel", lambda address, _: _Channel(self, int(address.split(":")[1]))),
             (weightserver.connection, "time", clock),
-            (weightserver.client, "ThreadPoolExecutor", lambda *_, **__: self.threads),
+            (weightserver.client, "Workers", lambda: self.threads),
             (threading.Condition, "wait", wait_here),
         ):
             self._patches.setattr(module, name, value)

@@ -824,7 +824,7 @@ def test_a_session_that_opens_beside_a_push(machine: Machine, fate: Fate) -> Non
     """The push fails, at least on one shard, and is made again in the new session."""
     (writer,) = machine.writers
     machine.cluster.threads.start(lambda: machine.perform(writer, Action("open_session"), beside=True))
-    machine.perform(writer, PUSH, Plan((fate,), True, (False, False, True), None), beside=True)
+    machine.perform(writer, PUSH, Plan((fate,), True, (False, False, False, True), None), beside=True)
     machine.threads_go_on()
     while writer.failed:
         machine.perform(writer, Action("repeat"))
@@ -848,7 +848,7 @@ def test_an_attempt_in_doubt_before_a_refusal(machine: Machine) -> None:
     (writer,) = machine.writers
     other = machine.new_writer()
     machine.cluster.threads.start(lambda: machine.perform(other, Action("open_session"), beside=True))
-    machine.perform(writer, Action("push", (0,)), Plan((Fate.UNHEARD,), True, (False, False, True), None), beside=True)
+    machine.perform(writer, Action("push", (0,)), Plan((Fate.UNHEARD,), True, (False, False, False, True), None), beside=True)
     machine.threads_go_on()
     assert writer.failed
     machine.perform(writer, Action("join_session"))
