@@ -52,7 +52,7 @@ from weightserver.errors import (
 from weightserver.fetched import FetchedRows, Output
 from weightserver.schedule_caller import KnownSchedule, ScheduleCaller, common_schedule
 from weightserver.security import MAX_TOKEN_CHARACTERS
-from weightserver.session import Numbers, Session
+from weightserver.session import Numbers, Session, Write
 from weightserver.sharding import Int64Array, Sharding
 from weightserver.wire import (
     CHUNK_BYTES,
@@ -671,10 +671,13 @@ class WeightClient:
         """
         meant, session = self._complete(name), self._require_session()
         request = partial(pb.CheckpointRequest, name=name, identity=meant.identity, peers=self.marks())
-        with session.rolling_back(name) as write:
+
+        def send(write: Write) -> None:
             outcomes = self._changed(session, write.numbers, "Rollback", request)
             write.not_applied = _not_applied(outcomes)
             _raise_first(outcomes)
+
+        session.roll_back(name, send)
 
     def release(self, name: str) -> None:
         """Forgets a checkpoint. The disk space that only it needed is reused as its rows are written again.
@@ -704,8 +707,9 @@ class WeightClient:
     def _change_all(self, method: str, make_request: Callable[..., Message], step: int = 0, schedule: int = 0) -> None:
         """One change of every shard, once, however often it is tried."""
         session = self._require_session()
-        with session.changing() as numbers:
-            _raise_first(self._changed(session, numbers, method, make_request, step, schedule))
+        session.change(
+            lambda numbers: _raise_first(self._changed(session, numbers, method, make_request, step, schedule))
+        )
 
     def _changed(
         self,
@@ -774,9 +778,7 @@ class WeightClient:
 
     def _identify(self) -> list[ShardConnection]:
         """Asks each address which shard it is."""
-        connections = [
-            ShardConnection(address, workers=self._workers, **self._options) for address in self._addresses
-        ]
+        connections = [ShardConnection(address, workers=self._workers, **self._options) for address in self._addresses]
         try:
             answers = self._in_parallel(
                 lambda connection: connection.call("Describe", pb.DescribeRequest()), zip(connections, strict=True)
@@ -962,31 +964,34 @@ class WeightClient:
             return hasher.digest()
 
         connections, table = self._connect(), self._table().digest
-        with session.writing(by_shard, digest) as write, _Lent() as lent:
 
-            def messages(shard: int) -> Iterator[Message]:
-                positions = by_shard[shard]
+        def messages(shard: int, number: int, lent: _Lent) -> Iterator[Message]:
+            positions = by_shard[shard]
+            with lent.in_use():
+                mine = rows[positions]
+                parts = {name: array[positions] for name, array in arrays.items()}
+            header: pb.WriteHeader | None = session.header(
+                shard, number, step=step, num_rows=len(mine), table=table, schedule=schedule
+            )
+            rows_per_message = max(1, CHUNK_BYTES // sum(array.nbytes // len(rows) for array in arrays.values()))
+            for start in range(0, len(mine), rows_per_message):
+                chunk = slice(start, start + rows_per_message)
                 with lent.in_use():
-                    mine = rows[positions]
-                    parts = {name: array[positions] for name, array in arrays.items()}
-                header: pb.WriteHeader | None = session.header(
-                    shard, write.numbers[shard], step=step, num_rows=len(mine), table=table, schedule=schedule
+                    values = {name: to_bytes(part[chunk]) for name, part in parts.items()}
+                    message = make_message(header, rows_to_proto(mine[chunk]), values)
+                yield message
+                header = None
+
+        def send(write: Write) -> None:
+            with _Lent() as lent:
+                outcomes = self._outcomes(
+                    lambda shard, number: connections[shard].write(method, partial(messages, shard, number, lent)),
+                    ((shard, write.numbers[shard]) for shard in by_shard),
                 )
-                rows_per_message = max(1, CHUNK_BYTES // sum(array.nbytes // len(rows) for array in arrays.values()))
-                for start in range(0, len(mine), rows_per_message):
-                    chunk = slice(start, start + rows_per_message)
-                    with lent.in_use():
-                        values = {name: to_bytes(part[chunk]) for name, part in parts.items()}
-                        message = make_message(header, rows_to_proto(mine[chunk]), values)
-                    yield message
-                    header = None
-
-            def send(shard: int) -> None:
-                connections[shard].write(method, partial(messages, shard))
-
-            outcomes = self._outcomes(send, zip(by_shard, strict=True))
             write.not_applied = _not_applied(outcomes)
             _raise_first(outcomes)
+
+        session.write(by_shard, digest, send)
 
     # ---- checks of what the caller gives
 

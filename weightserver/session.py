@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import InitVar, dataclass, field
+from typing import TypeVar
 
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.errors import ClusterError, InvalidRequestError
@@ -16,6 +16,7 @@ MAX_FAILED = 64
 """Failed writes that can be repeated. The oldest is given up beyond this number, and any that lies WINDOW writes back,
 because the shard could take note of no further write: repeating it is refused then."""
 
+Result = TypeVar("Result")
 Numbers = dict[int, int]
 """shard -> sequence number of one write."""
 
@@ -72,13 +73,13 @@ class Session:
             while self._failed:
                 self._give_up(0)
 
-    @contextlib.contextmanager
-    def writing(self, shards: Iterable[int], digest: Callable[[], bytes]) -> Iterator[Write]:
-        """A write to those shards, by its numbers: new ones, or those under which the write of that digest failed
+    def write(self, shards: Iterable[int], digest: Callable[[], bytes], send: Callable[[Write], Result]) -> Result:
+        """Sends a write to those shards, by its numbers: new ones, or those under which the write of that digest failed
         before. Waits while the shards could take note of no further number.
 
-        It is settled however the context is left: where an exception leaves it, what the write did is unknown, and the
-        numbers are kept for its repetition, unless it is `not_applied`. An interrupt may come at any line here.
+        It is settled however `send` ends: where that raises, what the write did is unknown, and the numbers are kept
+        for its repetition, unless it is `not_applied`. An interrupt may come anywhere here; hence no context managers:
+        it would find one of Python code outside of both its body and its own `try`.
 
         Raises:
             ClusterError: a rollback has not succeeded yet, or the write failed so long ago that it cannot be told
@@ -87,7 +88,7 @@ class Session:
         write, repeated = Write({}), False
         try:
             repeated = self._begin(write, shards, digest)
-            yield write
+            result = send(write)
             self._settle(write)
         except BaseException:
             if write.numbers and (repeated or not write.not_applied):
@@ -95,10 +96,10 @@ class Session:
             else:
                 self._settle(write)
             raise
+        return result
 
-    @contextlib.contextmanager
-    def changing(self) -> Iterator[Numbers]:
-        """One change of every shard, by its numbers. After a failure it is made again as a new one, which changes
+    def change(self, send: Callable[[Numbers], None]) -> None:
+        """Sends one change to every shard, by its numbers. After a failure it is made again as a new one, which changes
         nothing where it was made; what is left of the first one on its way does nothing once a later write is there.
 
         Raises:
@@ -107,16 +108,15 @@ class Session:
         change = Write({})
         try:
             self._begin(change, range(self.num_shards))
-            yield change.numbers
+            send(change.numbers)
             self._settle(change)
         except BaseException:
             self._settle(change)
             raise
 
-    @contextlib.contextmanager
-    def rolling_back(self, name: str) -> Iterator[Write]:
-        """A rollback of every shard, before which every failed write is given up, so that none of them comes after it.
-        Nothing else begins before one has ended on all shards, or on none.
+    def roll_back(self, name: str, send: Callable[[Write], None]) -> None:
+        """Sends a rollback to every shard, before which every failed write is given up, so that none of them comes
+        after it. Nothing else begins before one has ended on all shards, or on none.
 
         Raises:
             InvalidRequestError: writes of other threads are under way.
@@ -124,7 +124,7 @@ class Session:
         write, unfinished_before = Write({}), self._unfinished_rollback
         try:
             self._begin_rollback(write, name)
-            yield write
+            send(write)
             with self._lock:
                 self._given_up.clear()  # what was applied of them is undone
                 self._settle(write)

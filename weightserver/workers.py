@@ -74,7 +74,9 @@ class Workers:
         try:
             tasks = [Task(caller, answers, number, call, those) for number, those in enumerate(arguments)]
             self._submit(tasks)
-            return [outcome for _, outcome in sorted((self._next(answers) for _ in tasks), key=lambda answer: answer[0])]
+            return [
+                outcome for _, outcome in sorted((self._next(answers) for _ in tasks), key=lambda answer: answer[0])
+            ]
         except BaseException:
             caller.has_left = True
             raise
@@ -162,4 +164,3 @@ class Workers:
             self._num_idle -= 1
             if not self._num_threads:
                 self._working.release()
-

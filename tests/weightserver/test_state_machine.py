@@ -848,7 +848,9 @@ def test_an_attempt_in_doubt_before_a_refusal(machine: Machine) -> None:
     (writer,) = machine.writers
     other = machine.new_writer()
     machine.cluster.threads.start(lambda: machine.perform(other, Action("open_session"), beside=True))
-    machine.perform(writer, Action("push", (0,)), Plan((Fate.UNHEARD,), True, (False, False, False, True), None), beside=True)
+    machine.perform(
+        writer, Action("push", (0,)), Plan((Fate.UNHEARD,), True, (False, False, False, True), None), beside=True
+    )
     machine.threads_go_on()
     assert writer.failed
     machine.perform(writer, Action("join_session"))
