@@ -172,8 +172,8 @@ class ShardConnection:
         rows: FetchedRows | None = None,
         once: bool = False,
     ) -> Result:
-        """In a worker: the result of the first attempt that succeeds, or of the only one. After one in which some of `rows` arrived
-        the next follows at once, and `retry_seconds` begin anew."""
+        """The result of the first attempt that succeeds, or of the only one. After one in which some of `rows` arrived
+        the next follows at once, and `retry_seconds` begin anew. Runs in a worker."""
         started, pause, warned, request_id = time.monotonic(), _FIRST_PAUSE_SECONDS, False, new_request_id()
         in_doubt, waited, num_arrived = False, 0.0, rows.num_arrived if rows else 0
         while True:
