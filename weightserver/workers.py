@@ -74,9 +74,8 @@ class Workers:
         try:
             tasks = [Task(caller, answers, number, call, those) for number, those in enumerate(arguments)]
             self._submit(tasks)
-            return [
-                outcome for _, outcome in sorted((self._next(answers) for _ in tasks), key=lambda answer: answer[0])
-            ]
+            found = dict(self._next(answers) for _ in tasks)
+            return [found[number] for number in range(len(tasks))]
         except BaseException:
             caller.has_left = True
             raise

@@ -1,5 +1,7 @@
-"""Clients of one process, whose calls an alarm interrupts at random times: python -m tests.helpers.interrupted_calls
-SECONDS SEED ADDRESS... for a table like `SPEC` that no session has written to. Tells how often the alarm came in time."""
+"""Clients in one process, whose calls an alarm interrupts at random times; prints how often it came in time.
+
+Usage: python -m tests.helpers.interrupted_calls SECONDS SEED ADDRESS..., for a table `SPEC` that nobody has written to.
+"""
 
 from __future__ import annotations
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dis
 import functools
-import linecache
+import inspect
 import sys
 import threading
 from collections import deque
@@ -27,6 +28,7 @@ from google.protobuf.message import Message as Proto
 import weightserver.client
 import weightserver.connection
 import weightserver.session
+import weightserver.workers
 from tests.helpers.memory_storage import MemoryStorage
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.committer import Operation, Promise, commit_group
@@ -543,33 +545,74 @@ class MemoryCluster:
         return answer
 
 
-_INTERRUPTED = {module.__file__ for module in (weightserver.client, weightserver.session, weightserver.connection)}
+_INTERRUPTED = {
+    module.__file__
+    for module in (weightserver.client, weightserver.session, weightserver.connection, weightserver.workers)
+}
+_CALLED = {contextlib.__file__, threading.__file__}
+"""By these."""
 
 
 @contextlib.contextmanager
-def interrupted_at_line(number: int, threads: Threads) -> Iterator[SimpleNamespace]:
-    """Raises a KeyboardInterrupt before a line of the client, the how manyth that its caller's thread comes to, as a
-    signal does; whether there were so many, `happened` says. Python interrupts no `with` on its way in or out."""
+def interrupted_at(number: int, threads: Threads) -> Iterator[SimpleNamespace]:
+    """Raises a KeyboardInterrupt in the caller's thread, as a signal does, at one of the places of the client where
+    CPython looks for signals: the how manyth it comes to; whether there were so many, `happened` says.
+
+    It looks when a function begins or a generator goes on, when a function in C has returned, and where a loop begins
+    anew; so also inside the `with` of an object whose methods are Python code, as a `threading.Condition`.
+    """
     interrupt = SimpleNamespace(happened=False, left=number)
+    before: dict[Any, int | None] = {}  # frame -> its last instruction, if that was no call of a Python function
+
+    def is_place(frame: Any, event: str) -> bool:
+        names, handlers = _instructions(frame.f_code)
+        if event == "call":
+            return names[frame.f_lasti] == "RESUME"  # a generator that is closed does not go on
+        last = before.get(frame)
+        # With another handler it would be raised outside of the `try` in which a signal comes.
+        return (
+            last is not None
+            and names[last].startswith(("CALL", "JUMP_BACKWARD"))
+            and handlers(last) == handlers(frame.f_lasti)
+        )
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         name = frame.f_code.co_filename
-        if name not in _INTERRUPTED or interrupt.happened:
-            return None
-        if event == "line" and not threads.in_others:
-            if not linecache.getline(name, frame.f_lineno).lstrip().startswith("with "):
-                interrupt.left -= 1
+        if interrupt.happened or event not in ("call", "opcode"):
+            return trace
+        if event == "call":
+            frame.f_trace_opcodes = True
+            known = frame in before or frame.f_back in before
+            if frame.f_back in before and not frame.f_code.co_flags & inspect.CO_GENERATOR:
+                before[frame.f_back] = None
+            if name not in _INTERRUPTED and not (name in _CALLED and known):
+                return None
+        if not threads.in_others:
+            interrupt.left -= is_place(frame, event)
             if interrupt.left < 0:
                 interrupt.happened = True
+                before.clear()
                 raise KeyboardInterrupt
+        before[frame] = frame.f_lasti
         return trace
 
-    before = sys.gettrace()
+    tracing = sys.gettrace()
     sys.settrace(trace)
     try:
         yield interrupt
     finally:
-        sys.settrace(before)
+        sys.settrace(tracing)
+
+
+@functools.cache
+def _instructions(code: Any) -> tuple[dict[int, str], Callable[[int], int | None]]:
+    """Offset -> name; and where an exception at an offset is handled."""
+    table = dis._parse_exception_table(code)  # type: ignore[attr-defined]
+
+    def handler(offset: int) -> int | None:
+        return next((entry.target for entry in table if entry.start <= offset < entry.end), None)
+
+    return {instruction.offset: instruction.opname for instruction in dis.get_instructions(code)}, handler
 
 
 class _Channel:
