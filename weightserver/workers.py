@@ -9,6 +9,7 @@ Python raises what a signal's handler raises in the main thread, before nearly a
 from __future__ import annotations
 
 import _thread
+import contextlib
 import contextvars
 import threading
 from collections.abc import Callable, Iterable
@@ -66,6 +67,7 @@ class Workers:
 
     def outcomes(self, call: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
         """Calls once for each of the arguments, all at a time; what the calls returned, or the errors that they raised.
+        Other threads than the main one make the first call themselves.
 
         An interrupt of the caller leaves them behind: see `check`.
         """
@@ -73,7 +75,10 @@ class Workers:
         caller = _Caller()
         try:
             tasks = [Task(caller, answers, number, call, those) for number, those in enumerate(arguments)]
-            self._submit(tasks)
+            own = int(threading.current_thread() is not threading.main_thread())  # which no signal interrupts
+            self._submit(tasks[own:])
+            for task in tasks[:own]:
+                task.do()
             found = dict(self._next(answers) for _ in tasks)
             return [found[number] for number in range(len(tasks))]
         except BaseException:
@@ -115,7 +120,7 @@ class Workers:
                 raise ValueError("the client is closed: make a new one")
             for task in tasks:
                 self._tasks.put(task)
-        if tasks and not self._num_threads:
+        for _ in range(self._tasks.qsize() - self._num_idle):
             _thread.start_new_thread(self._begin, ())  # the caller of Thread.start() waits for a condition
 
     def _next(self, answers: Answers) -> tuple[int, Any]:
@@ -124,35 +129,26 @@ class Workers:
     # ---- in other threads, which no signal interrupts
 
     def _begin(self) -> None:
-        """Starts the first worker. Callers may have asked for it several times."""
+        """Starts a worker where there are more tasks than idle ones."""
         with self._lock:
-            if self._num_threads:
+            if self._tasks.qsize() <= self._num_idle:
                 return
-            self._working.acquire()
-            self._num_threads = self._num_idle = 1
-        if not self._start():
-            self._serve()
-
-    def _start(self) -> bool:
-        """Starts a worker that was counted; False where there are too many threads."""
+            if not self._num_threads:
+                self._working.acquire()
+            self._num_threads += 1
+            self._num_idle += 1
         try:
             threading.Thread(target=self._serve, name="weight-client", daemon=True).start()
-        except RuntimeError:
-            return False
-        return True
+        except RuntimeError:  # there are too many threads
+            self._serve()
 
     def _serve(self) -> None:
         while (task := self._tasks.get()) is not None:
             with self._lock:
-                alone = self._num_idle == 1
-                if alone:
-                    self._num_threads += 1
-                else:
-                    self._num_idle -= 1
-            if alone and not self._start():
-                with self._lock:
-                    self._num_threads -= 1
-                    self._num_idle -= 1
+                self._num_idle -= 1
+            if self._tasks.qsize() > self._num_idle:  # a caller took this thread for idle
+                with contextlib.suppress(RuntimeError):  # too many threads: it comes after this task
+                    _thread.start_new_thread(self._begin, ())
             task.do()
             del task  # it holds the client
             with self._lock:
