@@ -2,8 +2,8 @@
 
 Python raises what a signal's handler raises in the main thread, before nearly any instruction of Python code: also in
 `threading.Condition.__enter__` when it has its lock, which is then taken for ever. gRPC, `Future` and
-`ThreadPoolExecutor` are made of conditions. So a caller uses none of these: what it shares with other threads are a
-`SimpleQueue` and plain locks in a `with`, which are C code that a signal finds either before or behind.
+`ThreadPoolExecutor` are made of conditions. So the main thread uses none of these: what it shares with other threads are
+a `SimpleQueue` and plain locks in a `with`, which are C code that a signal finds either before or behind.
 """
 
 from __future__ import annotations
