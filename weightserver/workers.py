@@ -2,7 +2,7 @@
 
 Python raises what a signal's handler raises in the main thread, before nearly any instruction of Python code: also in
 `threading.Condition.__enter__` when it has its lock, which is then taken for ever. gRPC, `Future` and
-`ThreadPoolExecutor` are made of conditions. So the main thread uses none of these: what it shares with other threads are
+`ThreadPoolExecutor` are made of conditions. So the main thread uses none of these: what it shares with others are
 a `SimpleQueue` and plain locks in a `with`, which are C code that a signal finds either before or behind.
 """
 
