@@ -176,6 +176,7 @@ def restore(directory: Path, data_dir: Path, *, shard: int, num_shards: int | No
             schedule_version=copied["schedule_version"] + 1,
             checkpoint=KeptCheckpoint(made.checkpoint, made.step, made.identity),
             identity=bytes.fromhex(made.table_identity) or earlier_identity(asdict(made.spec)),
+            timeline=made.identity,
             lineage=Lineage().joined(copied.get("lineage", ())),
         )
         builder.finish(table, rows_stored=copied["rows_stored"])

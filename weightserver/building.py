@@ -55,6 +55,7 @@ class TableState:
     """As which the rows are kept."""
     identity: bytes
     """The table's."""
+    timeline: str
     lineage: Lineage = field(default_factory=Lineage)
     """Of the shards that the rows come from, up to which they hold all."""
 
@@ -155,6 +156,7 @@ class ShardBuilder:
                 schedule_version=table.schedule_version,
                 generation=len(checkpoints),
                 incarnation=incarnation,
+                timeline=table.timeline,
                 checkpoints=checkpoints,
             )
             write_spec(txn, table.spec, table.identity)

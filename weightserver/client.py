@@ -432,6 +432,7 @@ class WeightClient:
             opener=opener,
             keep_writer=session.writer if session else b"",
             peers=[] if force else self.marks(),
+            force=force,
         )
         connections = self._connect()
         for connection in connections:  # one by one: of two that race, shard 0 takes one
@@ -478,6 +479,16 @@ class WeightClient:
             raise ClusterError(
                 f"shard {restored[0].shard} was restored, and its rows are of another time than those of shard "
                 f"{(going_on or restored[1:])[0].shard}: {remedy}"
+            )
+        self._require_one_timeline(answers)
+
+    def _require_one_timeline(self, answers: list[pb.DescribeResponse]) -> None:
+        """Raises ClusterError where a rollback, or what was to be one, ended halfway."""
+        if other := next((answer for answer in answers if answer.timeline != answers[0].timeline), None):
+            raise ClusterError(
+                f"shard {other.shard} was not rolled back or restored together with shard 0, and its rows are of "
+                "another time: take all shards to one checkpoint ('weightserver rollback'), or restore all of them "
+                "from one backup"
             )
 
     def marks(self) -> list[str]:
@@ -622,9 +633,22 @@ class WeightClient:
             FencedError: no session, or a superseded one.
             InvalidRequestError: the name was used for another step, or rows were written since it was used.
         """
-        request = partial(pb.CheckpointRequest, name=_name(name), identity=os.urandom(16), peers=self.marks())
         step = _step(step, "step")
-        self._change_all("Checkpoint", request, step, self._known_schedule(step))
+        request = partial(pb.CheckpointRequest, name=_name(name), peers=self.marks())
+        session, schedule = self._require_session(), self._known_schedule(step)
+        with session.changing() as numbers:
+            self._require_one_timeline(self._describe_shards())
+
+            def take(shards: Iterable[int], identity: bytes) -> list[Any]:
+                one = partial(request, identity=identity)
+                outcomes = self._changed(session, numbers, "Checkpoint", one, step, schedule, shards=shards)
+                _raise_first(outcomes)
+                return outcomes
+
+            shard_0, *others = range(len(self._connect()))
+            (first,) = take([shard_0], os.urandom(16))  # of calls that take the same one, all use what it has
+            if others:
+                take(others, first.identity)
 
     def checkpoints(self) -> list[Checkpoint]:
         """Those that every shard retains, in the order of their steps."""
@@ -670,7 +694,9 @@ class WeightClient:
             InvalidRequestError: other threads' writes are under way.
         """
         meant, session = self._complete(name), self._require_session()
-        request = partial(pb.CheckpointRequest, name=name, identity=meant.identity, peers=self.marks())
+        request = partial(
+            pb.CheckpointRequest, name=name, identity=meant.identity, peers=self.marks(), timeline=os.urandom(16)
+        )
 
         def send(write: Write) -> None:
             outcomes = self._changed(session, write.numbers, "Rollback", request)
@@ -719,15 +745,17 @@ class WeightClient:
         make_request: Callable[..., Message],
         step: int = 0,
         schedule: int = 0,
+        *,
+        shards: Iterable[int] | None = None,
     ) -> list[Any]:
-        """Each shard's answer or error."""
-        table = self._table().digest
+        """The answer or error of each of `shards`, or of all."""
+        table, connections = self._table().digest, self._connect()
 
-        def change(shard: int, connection: ShardConnection) -> None:
+        def change(shard: int) -> Any:
             header = session.header(shard, numbers[shard], step=step, table=table, schedule=schedule)
-            connection.call(method, make_request(header=header))
+            return connections[shard].call(method, make_request(header=header))
 
-        return self._outcomes(change, enumerate(self._connect()))
+        return self._outcomes(change, zip(range(len(connections)) if shards is None else shards, strict=False))
 
     # ---- one shard
 
@@ -858,6 +886,14 @@ class WeightClient:
                 raise ClusterError(
                     f"{connection.name} holds the table of another cluster than {self._connect()[0].name}: give the "
                     "addresses of one cluster"
+                )
+        first_of_epoch: dict[int, pb.DescribeResponse] = {}
+        for answer, connection in zip(answers, self._connect(), strict=True):
+            first = first_of_epoch.setdefault(answer.epoch, answer) if answer.opener else answer
+            if answer.opener != first.opener:  # shards of one cluster are never in two sessions of one epoch
+                raise ClusterError(
+                    f"{connection.name} is in another session {answer.epoch} (run {answer.run!r}) than "
+                    f"{self._connect()[first.shard].name} (run {first.run!r}): give the addresses of one cluster"
                 )
         return bytes(answers[0].table_identity)
 

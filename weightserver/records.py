@@ -116,6 +116,8 @@ class State:
     """Of the process that wrote last: 16 hexadecimal digits."""
     commit: int = 0
     """Counts the transactions that changed anything; compacting leaves it alone."""
+    timeline: str = ""
+    """Of the newest rollback or restore; shards of different ones hold rows of different times."""
     checkpoints: tuple[Checkpoint, ...] = ()
     """Retained, oldest first; the current generation is newer than all of theirs."""
 

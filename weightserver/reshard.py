@@ -30,6 +30,7 @@ from weightserver.records import (
     chosen_checkpoint,
     read_identity,
     read_lineage,
+    read_peers,
     read_schedule,
     read_spec,
     read_state,
@@ -67,6 +68,7 @@ class _Source:
     table_identity: bytes
     state: State
     lineage: Lineage
+    peers: list[str]
     learning_rates: Float32Array
     txn: Transaction
     rows_stored: int
@@ -159,6 +161,7 @@ def _open(directory: Path, stack: ExitStack) -> _Source:
         read_table_identity(txn),
         state,
         read_lineage(txn),
+        read_peers(txn),
         read_schedule(txn),
         txn,
         state.rows_stored,
@@ -183,12 +186,32 @@ def _check_complete(shards: list[_Source], current: bool) -> TableSpec:
             )
     if len({shard.shard for shard in shards}) < len(shards):
         raise ValueError(f"two directories hold the same shard of {len(shards)}: give each once")
-    epochs = {shard.state.epoch for shard in shards}
-    if current and len(epochs) > 1:
-        raise ValueError(
-            f"the shards are of sessions {sorted(epochs)}, their rows not of one time: take a checkpoint's"
-        )
+    if current:
+        _require_one_time(shards)
     return first.spec
+
+
+def _require_one_time(shards: list[_Source]) -> None:
+    """Raises ValueError where the newest rows of the shards are known to be of different times."""
+    remedy = "their rows are not of one time: take a checkpoint's"
+    epochs = {shard.state.epoch for shard in shards}
+    if len(epochs) > 1:
+        raise ValueError(f"the shards are of sessions {sorted(epochs)}, {remedy}")
+    first = shards[0]
+    for shard in shards:
+        if shard.state.opener != first.state.opener or shard.state.timeline != first.state.timeline:
+            raise ValueError(
+                f"{first.directory} and {shard.directory} were not opened, rolled back or restored together, {remedy}"
+            )
+    by_number = {shard.shard: shard for shard in shards}
+    for shard in shards:
+        for number, mark in enumerate(shard.peers):
+            other = by_number[number]
+            if mark and not other.lineage.joined([other.state.mark]).holds(mark):
+                raise ValueError(
+                    f"{other.directory} is older than {shard.directory}, which knows of later writes of shard "
+                    f"{number}: give its newest directory, or take a checkpoint's rows"
+                )
 
 
 def _table_state(shards: list[_Source], spec: TableSpec, checkpoint: str | None, current: bool) -> TableState:
@@ -218,6 +241,7 @@ def _table_state(shards: list[_Source], spec: TableSpec, checkpoint: str | None,
         schedule_version=version,
         checkpoint=kept,
         identity=shards[0].table_identity,
+        timeline=kept.identity if kept else states[0].timeline,
         lineage=Lineage().joined(
             mark for shard, up_to in zip(shards, marks, strict=True) for mark in shard.lineage.up_to(up_to).marks
         ),

@@ -98,6 +98,7 @@ class WeightServerService:
                 table_identity=shard.table_identity,
                 opener=bytes.fromhex(state.opener),
                 peers=shard.peers,
+                timeline=bytes.fromhex(state.timeline),
                 checkpoints=[
                     pb.Checkpoint(
                         name=known.name,
@@ -216,6 +217,7 @@ class WeightServerService:
                         request.opener,
                         keep_writer=request.keep_writer,
                         peers=peers,
+                        force=request.force,
                     ),
                 )
                 _log.info("session opened", extra={"run": request.name})
@@ -283,11 +285,17 @@ class WeightServerService:
         def take(batch: Batch, header: WriteHeader, name: str, identity: str) -> bool:
             return self._shard.checkpoint(batch, header, name, identity, self._peers(request.peers))
 
-        return self._on_checkpoint("Checkpoint", take, request, context)
+        answer = self._on_checkpoint("Checkpoint", take, request, context)
+        kept = [known for known in self._shard.state.checkpoints if known.name == request.name]
+        answer.identity = bytes.fromhex(kept[0].identity) if kept else b""  # released meanwhile
+        return answer
 
     def Rollback(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
         def go_back(batch: Batch, header: WriteHeader, name: str, identity: str) -> bool:
-            return self._shard.rollback(batch, header, name, identity, self._peers(request.peers))
+            _require(len(request.timeline) == _ID_BYTES, f"timeline must be {_ID_BYTES} bytes")
+            return self._shard.rollback(
+                batch, header, name, identity, self._peers(request.peers), request.timeline.hex()
+            )
 
         return self._on_checkpoint("Rollback", go_back, request, context)
 

@@ -452,9 +452,11 @@ class Shard:
             )
         if existing is not None and identity in (b"", found):
             return found
-        if batch.state.rows_stored or batch.state.clock:
+        state = batch.state
+        if existing is not None and (state.rows_stored or state.clock or state.opener or state.checkpoints):
             raise TableMismatchError(
-                f"shard {self.shard} holds rows of another table of the same spec: are all addresses of one cluster?"
+                f"shard {self.shard} holds another table of the same spec, of {_session(state)}: are all addresses of "
+                "one cluster?"
             )
         identity = identity or os.urandom(16)
         write_spec(batch.txn, spec, identity)
@@ -530,10 +532,13 @@ class Shard:
         *,
         keep_writer: bytes = b"",
         peers: list[str] | None = None,
+        force: bool = False,
     ) -> None:
         """Starts `epoch` and fences every older one; a repeated attempt of the same opener changes nothing.
 
-        The sequence numbers of `keep_writer`, the caller's writer in an earlier session, stay known.
+        The sequence numbers of `keep_writer`, the caller's writer in an earlier session, stay known. With `force` the
+        shard's timeline is one of its own until the next rollback, so that no other session takes the shards for ones
+        of a common state before.
         """
         state = batch.state
         if epoch == state.epoch and opener.hex() == state.opener:
@@ -549,7 +554,8 @@ class Shard:
         if kept is not None:
             put_record(batch.txn, "writers", keep_writer, kept)
         self._note_peers(batch, peers or [])
-        batch.state = replace(state, epoch=epoch, opener=opener.hex(), run=name)
+        timeline = os.urandom(16).hex() if force else state.timeline
+        batch.state = replace(state, epoch=epoch, opener=opener.hex(), run=name, timeline=timeline)
 
     def join_session(self, epoch: int, opener: bytes) -> None:
         """Raises FencedError unless `epoch`, opened by `opener`, is the current one."""
@@ -674,7 +680,7 @@ class Shard:
     ) -> bool:
         """Keeps the rows as they are before update `header.step` under `name`; False for a duplicate.
 
-        The same again only changes the identity, which ties the shards' checkpoints together.
+        The same again only changes the identity, which ties the shards' checkpoints together; shard 0 keeps its own.
         """
         table = self.require_table()
         batch.schedule.require_settled(header.step)
@@ -708,6 +714,8 @@ class Shard:
                     raise InvalidRequestError(
                         f"rows were written since checkpoint {name!r} was taken: choose another name"
                     )
+                if self.shard == 0:
+                    identity = known.identity or identity
                 again = replace(known, identity=identity, mark=batch.mark)
                 checkpoints = tuple(again if other is known else other for other in state.checkpoints)
                 batch.state = replace(state, checkpoints=checkpoints)
@@ -717,7 +725,13 @@ class Shard:
         return True
 
     def rollback(
-        self, batch: Batch, header: WriteHeader, name: str, identity: str = "", peers: list[str] | None = None
+        self,
+        batch: Batch,
+        header: WriteHeader,
+        name: str,
+        identity: str = "",
+        peers: list[str] | None = None,
+        timeline: str = "",
     ) -> bool:
         """Takes the rows and the clock back to a checkpoint and forgets later ones; False for a duplicate.
 
@@ -734,6 +748,7 @@ class Shard:
             clock=kept.clock,
             rows_stored=kept.rows_stored,
             generation=kept.generation + 1,
+            timeline=timeline,
             checkpoints=tuple(known for known in state.checkpoints if known.generation <= kept.generation),
         )
         return True

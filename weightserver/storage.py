@@ -545,7 +545,18 @@ class LmdbStorage:
             self._owner = None
 
 
-class _Trees(lmdb.verify._Verifier):
+class _Verifier(lmdb.verify._Verifier):
+    """LMDB's, that also notices where the file's first two pages are not of consecutive transactions. LMDB takes the
+    higher number for the newest: by a damaged number it would serve the one before."""
+
+    def load_metas(self) -> None:
+        super().load_metas()  # type: ignore[no-untyped-call]
+        numbers = [self._read_meta(page, self.psize).txnid for page in range(2)]  # type: ignore[no-untyped-call]
+        if abs(numbers[0] - numbers[1]) > 1:
+            self.err(f"the first pages are of transactions {numbers[0]} and {numbers[1]}")  # type: ignore[no-untyped-call]
+
+
+class _Trees(_Verifier):
     """Looks at the pages of all trees, a thousandth of the file, and leaves those of large values alone."""
 
     def _bigdata(
@@ -575,7 +586,7 @@ def structural_problems(directory: Path) -> list[str]:
         _check_there(directory)
         owner = _lock(directory, readonly=True)
         try:
-            return _problems(directory, lmdb.verify._Verifier)
+            return _problems(directory, _Verifier)
         finally:
             if owner is not None:
                 os.close(owner)
@@ -587,12 +598,12 @@ def require_sound(directory: Path) -> None:
         raise _damage(directory, problems)
 
 
-def _require_sound(directory: Path, verifier: type[lmdb.verify._Verifier]) -> None:
+def _require_sound(directory: Path, verifier: type[_Verifier]) -> None:
     if problems := _problems(directory, verifier):
         raise _damage(directory, problems)
 
 
-def _problems(directory: Path, verifier: type[lmdb.verify._Verifier]) -> list[str]:
+def _problems(directory: Path, verifier: type[_Verifier]) -> list[str]:
     data = directory / "data.mdb"
     try:
         with data.open("rb") as file:

@@ -167,7 +167,13 @@ def test_two_halves_make_no_checkpoint(writer: WeightClient, cluster: LocalClust
     push(writer, 1)
     with pytest.raises(InvalidRequestError, match=r"shard 0 at .* rows were written since"):
         writer.checkpoint("half", step=1)
-    assert [[kept.name for kept in shard.checkpoints] for shard in writer.describe().shards] == [["half"], ["half"]]
+    assert [[kept.name for kept in shard.checkpoints] for shard in writer.describe().shards] == [["half"], []]
+    assert writer.checkpoints() == []
+    for call in (writer.rollback, lambda name: writer.fetch(ROWS, step=2, checkpoint=name)):
+        with pytest.raises(NoTableError, match="shard 1 has no checkpoint 'half'"):
+            call("half")
+    header = writer._require_session().header(1, 1000, step=1, table=writer._table().digest, schedule=0)
+    writer.call_shard(1, "Checkpoint", pb.CheckpointRequest(header=header, name="half", identity=bytes(16)))
     assert writer.checkpoints() == []
     for call in (writer.rollback, lambda name: writer.fetch(ROWS, step=2, checkpoint=name)):
         with pytest.raises(NoTableError, match="the shards' checkpoints 'half' are not of one call"):

@@ -308,6 +308,11 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
         INVALID,
         "3 marks of 2 shards",
     ),
+    "rollback: no timeline": (
+        lambda s: s.stub.Rollback(pb.CheckpointRequest(header=s.header(), name="kept"), timeout=10),
+        INVALID,
+        "timeline must be 16 bytes",
+    ),
     "checkpoint: a step to come": (
         lambda s: s.stub.Checkpoint(pb.CheckpointRequest(header=s.header(step=HORIZON + 1), name="c"), timeout=10),
         RANGE,
@@ -328,7 +333,7 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
     "table: the same spec of another identity": (
         lambda s: s.create(identity=b"x" * 16),
         grpc.StatusCode.ALREADY_EXISTS,
-        "shard 0 holds rows of another table of the same spec: are all addresses of one cluster",
+        "shard 0 holds another table of the same spec, of epoch ",
     ),
     "table: a short identity": (lambda s: s.create(identity=b"x"), INVALID, "identity must be 16 bytes"),
     "table: one learning rate in a call that an older shard takes": (
@@ -427,7 +432,7 @@ def test_requests_that_come_again_late_change_nothing(shard: Shard, client: Weig
     assert shard.extend(7, values(0.3), version=version + 1).version == version + 2
     early = pb.CheckpointRequest(header=shard.header(step=2), name="early")
     assert not shard.stub.Checkpoint(early, timeout=10).duplicate
-    rollback = pb.CheckpointRequest(header=shard.header(), name="early")
+    rollback = pb.CheckpointRequest(header=shard.header(), name="early", timeline=b"t" * 16)
     assert not shard.stub.Rollback(rollback, timeout=10).duplicate
     shard.push_rows(OK, step=3)
     before = everything(client)
@@ -456,6 +461,7 @@ def test_requests_that_come_again_late_change_nothing(shard: Shard, client: Weig
     assert shard.describe().epoch == shard.epoch + 1
     with pytest.raises(grpc.RpcError, match="a table was dropped since epoch"):
         shard.create(epoch=shard.epoch)
+    client.call_shard(1, "DropTable", drop)
     client.create_table(SPEC)
     with pytest.raises(grpc.RpcError, match="was superseded"):
         shard.grow(50, epoch=shard.epoch)

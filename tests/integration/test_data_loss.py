@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,11 +22,15 @@ from weightserver import (
     DataLossError,
     FencedError,
     LocalCluster,
+    NoTableError,
+    ShardUnavailableError,
+    TableMismatchError,
     TableSpec,
     WeightClient,
 )
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.backup import backup, restore
+from weightserver.reshard import Resharded, reshard
 
 SPEC = TableSpec(num_rows=40, dim=2, momentum=0.0, weight_decay=0.0, init_std=0.0, rows_per_block=5)
 ROWS = np.arange(SPEC.num_rows)
@@ -387,3 +392,159 @@ def test_an_opening_that_failed_halfway_needs_no_force(place: Place) -> None:
         later.open_session("later")
         later.push_gradients(ROWS, ONES, step=0)
         assert (later.fetch(ROWS, step=1) == -2).all()
+
+
+# ---- rows of several times
+
+
+def dies_in_rollback(place: Place, monkeypatch: pytest.MonkeyPatch, shard: int) -> None:
+    """The client describes the shards, and then one is gone."""
+    changed = WeightClient._changed
+
+    def without_it(self: WeightClient, *arguments: Any, **options: Any) -> list[Any]:
+        place.kill(shard)
+        return changed(self, *arguments, **options)
+
+    place.client._connect()[shard]._retry_seconds = 0.3
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightClient, "_changed", without_it)
+        with pytest.raises(ShardUnavailableError):
+            place.client.rollback("one")
+
+
+@pytest.mark.parametrize("shard", [0, pytest.param(1, marks=pytest.mark.guard)])
+def test_a_rollback_that_ended_halfway_is_no_common_state(
+    place: Place, shard: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.push()
+    place.client.checkpoint("one", step=1)
+    place.push(1)
+    epoch = place.client.describe().epoch
+    with place.connect() as beside:
+        beside.open_session("run", join=epoch)
+        dies_in_rollback(place, monkeypatch, shard)
+        place.cluster.restart(shard)
+        with pytest.raises(
+            ClusterError, match=r"was not rolled back .* together with shard 0, .*weightserver rollback"
+        ):
+            beside.checkpoint("of two times", step=2)
+    with place.connect() as other:
+        for call in (
+            lambda: other.open_session("other"),
+            lambda: other.join_newest_session() and other.rollback("two"),
+        ):
+            with pytest.raises((ClusterError, NoTableError)):
+                call()
+        other.open_session("other", force=True)
+        other.rollback("one")
+        other.open_session("other")
+        assert (other.fetch(ROWS, step=1) == -1).all()
+        other.push_gradients(ROWS, ONES, step=1)
+        other.checkpoint("two", step=2)
+    place.client.close()
+    place.cluster.close()
+    assert merged(place, tmp_path / "new").checkpoint is None
+
+
+def merged(place: Place, target: Path) -> Resharded:
+    """The rows of now, on one shard."""
+    return reshard([place.directory / f"shard-{shard}" for shard in range(2)], [target], current=True)
+
+
+@pytest.mark.guard
+def test_who_forced_a_session_and_died_leaves_no_common_state(place: Place, tmp_path: Path) -> None:
+    """As a restored shard, or an older copy, would look like one of the others behind that."""
+    place.push()
+    place.client.checkpoint("one", step=1)
+    backup(place.client, tmp_path / "backup")
+    place.push(1)
+    place.kill(1)
+    (place.directory / "shard-1").rename(tmp_path / "lost")
+    restore(tmp_path / "backup", place.directory / "shard-1", shard=1)
+    place.cluster.restart(1)
+    with place.connect() as killed:
+        killed.open_session("rollback to one", force=True)
+    with place.connect() as other:
+        with pytest.raises(ClusterError, match="weightserver rollback"):
+            other.open_session("other")
+        other.open_session("other", force=True)
+        other.rollback("one")
+        other.open_session("other")
+        assert (other.fetch(ROWS, step=1) == -1).all()
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("restored", [False, True], ids=["older copy", "restored"])
+def test_directories_of_several_times_are_not_resharded_as_they_are(
+    place: Place, restored: bool, tmp_path: Path
+) -> None:
+    place.push()
+    older = place.copy(1, "older")
+    place.push()
+    place.client.checkpoint("one", step=1)
+    if restored:
+        backup(place.client, tmp_path / "backup")
+        restore(tmp_path / "backup", tmp_path / "restored", shard=1)
+    place.push(1)
+    place.client.close()
+    place.cluster.close()
+    newest = place.directory / "shard-1"
+    newest.rename(tmp_path / "newest")
+    shutil.copytree(tmp_path / "restored" if restored else older, newest)
+    with pytest.raises(ValueError, match=r"their rows are not of one time: take|is older than .*: give its newest"):
+        merged(place, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    shutil.rmtree(newest)
+    (tmp_path / "newest").rename(newest)
+    assert merged(place, tmp_path / "new").step == 2
+
+
+@pytest.mark.guard
+def test_copies_of_a_cluster_are_not_taken_as_one(place: Place, tmp_path: Path) -> None:
+    """Both have the same table, as tables of one spec that were upgraded from version 0.1 do."""
+    place.client.close()
+    place.cluster.close()
+    shutil.copytree(place.directory, tmp_path / "copy")
+    with LocalCluster(2, place.directory) as first, LocalCluster(2, tmp_path / "copy") as second:
+        for cluster in first, second:
+            with WeightClient(cluster.addresses) as client:
+                client.open_session("run")
+                client.push_gradients(ROWS, ONES, step=0)
+        with WeightClient([first.addresses[0], second.addresses[1]]) as mixed:
+            for call in (mixed.describe, lambda: mixed.open_session("typo", force=True)):
+                with pytest.raises(ClusterError, match=r"shard 1 .* is in another session 2 .* than shard 0"):
+                    call()
+
+
+def test_a_table_in_use_is_not_taken_into_another_cluster(place: Place, tmp_path: Path) -> None:
+    """Though no row of it was written yet."""
+    with LocalCluster(2, tmp_path / "other") as other, WeightClient(other.addresses) as client:
+        client.create_table(SPEC)
+        with (
+            WeightClient([other.addresses[0], place.cluster.addresses[1]]) as mistyped,
+            pytest.raises(TableMismatchError, match=r"of epoch 1 \(run 'run'\): are all addresses of one cluster"),
+        ):
+            mistyped.create_table(SPEC)
+    place.push()
+
+
+@pytest.mark.guard
+def test_a_checkpoint_taken_again_stays_one(place: Place) -> None:
+    """However often, by however many at once, and where it ends halfway."""
+    epoch = place.client.describe().epoch
+    with place.connect() as other, ThreadPoolExecutor() as pool:
+        other.open_session("run", join=epoch)
+        for step in range(1, 30):
+            place.push()
+            name = f"step {step}"
+            list(pool.map(lambda client, name=name: client.checkpoint(name, step=1), (place.client, other)))
+            assert name in [known.name for known in place.client.checkpoints()]
+        identity = place.client.checkpoints()[-1].identity
+        place.kill(1)
+        place.client._connect()[1]._retry_seconds = 0.3
+        with pytest.raises(ShardUnavailableError):
+            place.client.checkpoint(name, step=1)
+        place.cluster.restart(1)
+        place.push()
+        assert place.client.checkpoints()[-1].identity == identity
+        place.client.rollback(name)

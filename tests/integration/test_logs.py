@@ -51,7 +51,7 @@ def test_a_shard_logs_each_event_once_and_no_rows(tmp_path: Path) -> None:
     assert events == {
         "serving": 2,
         "table created": 1,
-        "schedule changed": 1,
+        "schedule change committed": 1,
         "session opened": 2,
         "checkpoint taken": 1,
         "rolled back": 1,

@@ -179,7 +179,7 @@ def test_a_backup_is_one_checkpoint_while_training_goes_on(
             (Checkpoint("one", 2), made.identity)
         ]
         assert same(client.fetch_state(ROWS), kept)
-        with pytest.raises(FencedError, match="open a session first"):
+        with pytest.raises(FencedError, match="was opened by nobody, as behind a restore"):
             client.open_session("an old writer", join=epoch)
         client.open_session("next")
         push(client, 50, ROWS)

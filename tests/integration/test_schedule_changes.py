@@ -451,7 +451,7 @@ def test_a_shard_killed_half_way_through(
     dying.arm(shard, point, commit)
     with (
         WeightClient(dying.addresses) as other,
-        WeightClient(dying.addresses, timeout_seconds=10, retry_seconds=0.5) as client,
+        WeightClient(dying.addresses, timeout_seconds=10, retry_seconds=1.5) as client,
     ):
         client.drop_table()
         prepare(client)

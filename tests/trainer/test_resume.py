@@ -114,16 +114,16 @@ def test_a_shard_that_is_killed_during_a_checkpoint_changes_nothing(
     restarts = []
     with LocalCluster(2, tmp_path / "servers") as cluster:
 
-        def die_and_call(self: ShardConnection, method: str, request: Any) -> Any:
+        def die_and_call(self: ShardConnection, method: str, request: Any, **options: Any) -> Any:
             dies = method == "Checkpoint" and cluster.addresses.index(self.address) == request.header.step // EVERY % 2
-            answer = call(self, method, request) if dies and after else None
+            answer = call(self, method, request, **options) if dies and after else None
             if dies:
                 shard = cluster.addresses.index(self.address)
                 cluster.processes[shard].kill()
                 cluster.processes[shard].wait()
                 restarts.append(threading.Thread(target=cluster.restart, args=(shard,)))
                 restarts[-1].start()
-            return answer or call(self, method, request)
+            return answer or call(self, method, request, **options)
 
         monkeypatch.setattr(ShardConnection, "call", die_and_call)
         train(small_run(tmp_path / "run", servers=",".join(cluster.addresses)))

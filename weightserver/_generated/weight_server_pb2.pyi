@@ -53,7 +53,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("shard", "num_shards", "spec", "epoch", "clock", "horizon", "rows_stored", "disk_bytes", "run", "generation", "server_version", "checkpoints", "schedule_version", "table_identity", "opener", "peers", "schedule_digest", "pending_schedule")
+    __slots__ = ("shard", "num_shards", "spec", "epoch", "clock", "horizon", "rows_stored", "disk_bytes", "run", "generation", "server_version", "checkpoints", "schedule_version", "table_identity", "opener", "peers", "timeline", "schedule_digest", "pending_schedule")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,7 @@ class DescribeResponse(_message.Message):
     TABLE_IDENTITY_FIELD_NUMBER: _ClassVar[int]
     OPENER_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
     SCHEDULE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     PENDING_SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     shard: int
@@ -88,9 +89,10 @@ class DescribeResponse(_message.Message):
     table_identity: bytes
     opener: bytes
     peers: _containers.RepeatedScalarFieldContainer[str]
+    timeline: bytes
     schedule_digest: int
     pending_schedule: PendingSchedule
-    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., horizon: _Optional[int] = ..., rows_stored: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., run: _Optional[str] = ..., generation: _Optional[int] = ..., server_version: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., schedule_version: _Optional[int] = ..., table_identity: _Optional[bytes] = ..., opener: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., schedule_digest: _Optional[int] = ..., pending_schedule: _Optional[_Union[PendingSchedule, _Mapping]] = ...) -> None: ...
+    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., horizon: _Optional[int] = ..., rows_stored: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., run: _Optional[str] = ..., generation: _Optional[int] = ..., server_version: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., schedule_version: _Optional[int] = ..., table_identity: _Optional[bytes] = ..., opener: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., timeline: _Optional[bytes] = ..., schedule_digest: _Optional[int] = ..., pending_schedule: _Optional[_Union[PendingSchedule, _Mapping]] = ...) -> None: ...
 
 class PendingSchedule(_message.Message):
     __slots__ = ("change", "schedule_digest")
@@ -117,16 +119,18 @@ class Checkpoint(_message.Message):
     def __init__(self, name: _Optional[str] = ..., step: _Optional[int] = ..., identity: _Optional[bytes] = ..., clock: _Optional[int] = ..., rows_stored: _Optional[int] = ..., mark: _Optional[str] = ...) -> None: ...
 
 class CheckpointRequest(_message.Message):
-    __slots__ = ("header", "name", "identity", "peers")
+    __slots__ = ("header", "name", "identity", "peers", "timeline")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
     header: WriteHeader
     name: str
     identity: bytes
     peers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ..., name: _Optional[str] = ..., identity: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ...) -> None: ...
+    timeline: bytes
+    def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ..., name: _Optional[str] = ..., identity: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., timeline: _Optional[bytes] = ...) -> None: ...
 
 class CopyCheckpointRequest(_message.Message):
     __slots__ = ("header", "name", "source", "identity")
@@ -259,20 +263,22 @@ class ExtendScheduleResponse(_message.Message):
     def __init__(self, horizon: _Optional[int] = ..., version: _Optional[int] = ..., pending: _Optional[bool] = ..., schedule: _Optional[int] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("name", "epoch", "join", "opener", "keep_writer", "peers")
+    __slots__ = ("name", "epoch", "join", "opener", "keep_writer", "peers", "force")
     NAME_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
     OPENER_FIELD_NUMBER: _ClassVar[int]
     KEEP_WRITER_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
     name: str
     epoch: int
     join: bool
     opener: bytes
     keep_writer: bytes
     peers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., join: _Optional[bool] = ..., opener: _Optional[bytes] = ..., keep_writer: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ...) -> None: ...
+    force: bool
+    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., join: _Optional[bool] = ..., opener: _Optional[bytes] = ..., keep_writer: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., force: _Optional[bool] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
     __slots__ = ()
@@ -355,9 +361,11 @@ class WriteStateRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., weight: _Optional[bytes] = ..., momentum_buffer: _Optional[bytes] = ..., last_step: _Optional[bytes] = ...) -> None: ...
 
 class WriteResponse(_message.Message):
-    __slots__ = ("duplicate", "mark")
+    __slots__ = ("duplicate", "mark", "identity")
     DUPLICATE_FIELD_NUMBER: _ClassVar[int]
     MARK_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
     duplicate: bool
     mark: str
-    def __init__(self, duplicate: _Optional[bool] = ..., mark: _Optional[str] = ...) -> None: ...
+    identity: bytes
+    def __init__(self, duplicate: _Optional[bool] = ..., mark: _Optional[str] = ..., identity: _Optional[bytes] = ...) -> None: ...
