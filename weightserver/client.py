@@ -636,7 +636,8 @@ class WeightClient:
         step = _step(step, "step")
         request = partial(pb.CheckpointRequest, name=_name(name), peers=self.marks())
         session, schedule = self._require_session(), self._known_schedule(step)
-        with session.changing() as numbers:
+
+        def send(numbers: Numbers) -> None:
             self._require_one_timeline(self._describe_shards())
 
             def take(shards: Iterable[int], identity: bytes) -> list[Any]:
@@ -649,6 +650,8 @@ class WeightClient:
             (first,) = take([shard_0], os.urandom(16))  # of calls that take the same one, all use what it has
             if others:
                 take(others, first.identity)
+
+        session.change(send)
 
     def checkpoints(self) -> list[Checkpoint]:
         """Those that every shard retains, in the order of their steps."""
