@@ -20,8 +20,9 @@ import math
 import operator
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -51,7 +52,7 @@ from weightserver.errors import (
 from weightserver.fetched import FetchedRows, Output
 from weightserver.schedule_caller import KnownSchedule, ScheduleCaller, common_schedule
 from weightserver.security import MAX_TOKEN_CHARACTERS
-from weightserver.session import Numbers, Session
+from weightserver.session import Numbers, Session, Write
 from weightserver.sharding import Int64Array, Sharding
 from weightserver.wire import (
     CHUNK_BYTES,
@@ -69,6 +70,7 @@ from weightserver.wire import (
     table_digest,
     to_bytes,
 )
+from weightserver.workers import Workers
 
 _MAX_SECONDS = 86_400
 _MAX_READS = 10
@@ -185,8 +187,8 @@ class WeightClient:
         }
         self._lock = threading.Lock()
         self._connections: list[ShardConnection] | None = None
-        # Enough that callers of shards that answer do not queue behind those that wait for one that does not.
-        self._pool = ThreadPoolExecutor(max(64, 4 * len(addresses)), thread_name_prefix="weight-client")
+        self._workers = Workers()
+        weakref.finalize(self, self._workers.end)
         self._known: _Table | None = None
         self._schedule: KnownSchedule | None = None
         self._lost: DataLossError | None = None
@@ -652,7 +654,8 @@ class WeightClient:
         step = _step(step, "step")
         request = partial(pb.CheckpointRequest, name=_name(name), peers=self.marks())
         session, schedule = self._require_session(), self._known_schedule(step)
-        with session.changing() as numbers:
+
+        def send(numbers: Numbers) -> None:
             self._require_one_timeline(self._describe_shards())
 
             def take(shards: Iterable[int], identity: bytes) -> list[Any]:
@@ -665,6 +668,8 @@ class WeightClient:
             (first,) = take([shard_0], os.urandom(16))  # of calls that take the same one, all use what it has
             if others:
                 take(others, first.identity)
+
+        session.change(send)
 
     def checkpoints(self) -> list[Checkpoint]:
         """Those that every shard retains, in the order of their steps."""
@@ -713,10 +718,13 @@ class WeightClient:
         request = partial(
             pb.CheckpointRequest, name=name, identity=meant.identity, peers=self.marks(), timeline=os.urandom(16)
         )
-        with session.rolling_back(name) as write:
+
+        def send(write: Write) -> None:
             outcomes = self._changed(session, write.numbers, "Rollback", request)
             write.not_applied = _not_applied(outcomes)
             _raise_first(outcomes)
+
+        session.roll_back(name, send)
 
     def release(self, name: str) -> None:
         """Forgets a checkpoint. The disk space that only it needed is reused as its rows are written again.
@@ -746,8 +754,9 @@ class WeightClient:
     def _change_all(self, method: str, make_request: Callable[..., Message], step: int = 0, schedule: int = 0) -> None:
         """One change of every shard, once, however often it is tried."""
         session = self._require_session()
-        with session.changing() as numbers:
-            _raise_first(self._changed(session, numbers, method, make_request, step, schedule))
+        session.change(
+            lambda numbers: _raise_first(self._changed(session, numbers, method, make_request, step, schedule))
+        )
 
     def _changed(
         self,
@@ -778,13 +787,14 @@ class WeightClient:
     # ---- closing
 
     def close(self) -> None:
-        """Closes the connections. Safe to repeat."""
+        """Closes the connections, which ends calls of other threads, and those that interrupts left behind. Safe to
+        repeat."""
         with self._lock:
             self._closed = True
             connections, self._connections = self._connections or [], None
-        self._pool.shutdown()
-        for connection in connections:
-            connection.close()
+        self._end(connections)
+        self._workers.end()
+        self._workers.wait()
 
     def __enter__(self) -> Self:
         return self
@@ -810,12 +820,14 @@ class WeightClient:
             if self._connections is None and not self._closed:
                 self._connections = connections
                 return
-        for connection in connections:
-            connection.close()
+        self._end(connections)
+
+    def _end(self, connections: list[ShardConnection]) -> None:
+        self._workers.outcomes(ShardConnection.close, zip(connections, strict=True))
 
     def _identify(self) -> list[ShardConnection]:
         """Asks each address which shard it is."""
-        connections = [ShardConnection(address, **self._options) for address in self._addresses]
+        connections = [ShardConnection(address, workers=self._workers, **self._options) for address in self._addresses]
         try:
             answers = self._in_parallel(
                 lambda connection: connection.call("Describe", pb.DescribeRequest()), zip(connections, strict=True)
@@ -844,8 +856,7 @@ class WeightClient:
                     + ", ".join(missing)
                 )
         except BaseException:
-            for connection in connections:
-                connection.close()
+            self._end(connections)
             raise
         return [by_shard[shard] for shard in sorted(by_shard)]
 
@@ -858,21 +869,17 @@ class WeightClient:
     def _outcomes(self, call: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
         """Calls once for each shard's arguments; the answers, and the errors of calls that raised.
 
-        An interrupt of the caller while the others work leaves them behind: see `_Lent`.
+        An interrupt of the caller leaves them behind: see `_Lent` and `Workers.check`.
         """
 
-        def outcome(*arguments: Any) -> Any:
+        def noting_loss(*arguments: Any) -> Any:
             try:
                 return call(*arguments)
             except DataLossError as error:
                 self._lost = error
-                return error
-            except BaseException as error:  # noqa: BLE001 - an interrupt too: the others end before it is raised
-                return error
+                raise
 
-        first, *others = arguments
-        futures = [self._pool.submit(outcome, *other) for other in others]
-        return [outcome(*first), *(future.result() for future in futures)]
+        return self._workers.outcomes(noting_loss, arguments)
 
     def _on_all(self, method: str, request: Message) -> list[Any]:
         return self._in_parallel(lambda connection: connection.call(method, request), zip(self._connect(), strict=True))
@@ -1014,35 +1021,34 @@ class WeightClient:
             return hasher.digest()
 
         connections, table = self._connect(), self._table().digest
-        with session.writing(by_shard, digest) as write, _Lent() as lent:
 
-            def messages(shard: int) -> Iterator[Message]:
-                positions = by_shard[shard]
+        def messages(shard: int, number: int, lent: _Lent) -> Iterator[Message]:
+            positions = by_shard[shard]
+            with lent.in_use():
+                mine = rows[positions]
+                parts = {name: array[positions] for name, array in arrays.items()}
+            header: pb.WriteHeader | None = session.header(
+                shard, number, step=step, num_rows=len(mine), table=table, schedule=schedule
+            )
+            rows_per_message = max(1, CHUNK_BYTES // sum(array.nbytes // len(rows) for array in arrays.values()))
+            for start in range(0, len(mine), rows_per_message):
+                chunk = slice(start, start + rows_per_message)
                 with lent.in_use():
-                    mine = rows[positions]
-                    parts = {name: array[positions] for name, array in arrays.items()}
-                header: pb.WriteHeader | None = session.header(
-                    shard, write.numbers[shard], step=step, num_rows=len(mine), table=table, schedule=schedule
+                    values = {name: to_bytes(part[chunk]) for name, part in parts.items()}
+                    message = make_message(header, rows_to_proto(mine[chunk]), values)
+                yield message
+                header = None
+
+        def send(write: Write) -> None:
+            with _Lent() as lent:
+                outcomes = self._outcomes(
+                    lambda shard, number: connections[shard].write(method, partial(messages, shard, number, lent)),
+                    ((shard, write.numbers[shard]) for shard in by_shard),
                 )
-                rows_per_message = max(1, CHUNK_BYTES // sum(array.nbytes // len(rows) for array in arrays.values()))
-                for start in range(0, len(mine), rows_per_message):
-                    chunk = slice(start, start + rows_per_message)
-                    with lent.in_use():
-                        values = {name: to_bytes(part[chunk]) for name, part in parts.items()}
-                        message = make_message(header, rows_to_proto(mine[chunk]), values)
-                    yield message
-                    header = None
-
-            def send(shard: int) -> None:
-                def begin() -> Iterator[Message]:
-                    lent.check()
-                    return messages(shard)
-
-                connections[shard].write(method, begin)
-
-            outcomes = self._outcomes(send, zip(by_shard, strict=True))
             write.not_applied = _not_applied(outcomes)
             _raise_first(outcomes)
+
+        session.write(by_shard, digest, send)
 
     # ---- checks of what the caller gives
 
@@ -1096,14 +1102,9 @@ class _Lent:
         self._lock = threading.Lock()
         self._returned = False
 
-    def check(self) -> None:
-        """Raises CancelledError where the caller has left."""
-        with self.in_use():
-            pass
-
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """While a thread uses the arrays."""
+        """While a thread uses the arrays. Raises CancelledError where the caller has left."""
         with self._lock:
             if self._returned:
                 raise CancelledError

@@ -11,6 +11,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -42,6 +43,7 @@ from weightserver.wire import (
     WAITED_KEY,
     split_mark,
 )
+from weightserver.workers import Workers
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["WeightServer"]
 _RETRIED = (
@@ -78,7 +80,7 @@ class _AskAgain(Exception):
 
 
 class ShardConnection:
-    """Calls one shard; safe to use from any thread."""
+    """Calls one shard; safe to use from any thread. Its calls are made by `workers`."""
 
     def __init__(
         self,
@@ -88,7 +90,9 @@ class ShardConnection:
         token: str | None,
         timeout_seconds: float,
         retry_seconds: float,
+        workers: Workers,
     ) -> None:
+        self._workers = workers
         self.address = self.name = address
         self._tls = credentials is not None
         self._timeout_seconds = timeout_seconds
@@ -124,7 +128,7 @@ class ShardConnection:
                 raise _AskAgain
             return answer
 
-        return self._attempts(attempt, acknowledged, once=once)
+        return self._workers.run(partial(self._attempts, attempt, acknowledged, once=once))
 
     def require(self, mark: str) -> None:
         """Raises DataLossError unless the shard's data descends from the state of that mark."""
@@ -141,7 +145,7 @@ class ShardConnection:
                 raise _AskAgain
             return answer
 
-        return self._attempts(attempt)
+        return self._workers.run(partial(self._attempts, attempt))
 
     def fetch(self, request: pb.FetchRequest, rows: FetchedRows) -> None:
         """Fetches all of `rows`, asked for as `request` says. An attempt asks for those that have not arrived yet."""
@@ -158,7 +162,7 @@ class ShardConnection:
                 raise ClusterError(f"{self.name} answered {rows.num_arrived} of {rows.num_asked} rows")
 
         while rows.num_arrived < rows.num_rows:
-            self._attempts(attempt, rows=rows)
+            self._workers.run(partial(self._attempts, attempt, rows=rows))
 
     def _attempts(
         self,
@@ -169,7 +173,7 @@ class ShardConnection:
         once: bool = False,
     ) -> Result:
         """The result of the first attempt that succeeds, or of the only one. After one in which some of `rows` arrived
-        the next follows at once, and `retry_seconds` begin anew."""
+        the next follows at once, and `retry_seconds` begin anew. Runs in a worker."""
         started, pause, warned, request_id = time.monotonic(), _FIRST_PAUSE_SECONDS, False, new_request_id()
         in_doubt, waited, num_arrived = False, 0.0, rows.num_arrived if rows else 0
         while True:
@@ -177,6 +181,7 @@ class ShardConnection:
             metadata = [*self._metadata, *([(ACKNOWLEDGED_KEY, mark)] if mark else []), (REQUEST_ID, request_id)]
             if waited:
                 metadata.append((WAITED_KEY, str(round(1000 * waited))))
+            self._workers.check()
             try:
                 return attempt({"timeout": self._timeout_seconds, "metadata": metadata})
             except _AskAgain:

@@ -44,8 +44,6 @@ class FetchedRows:
 
     def request(self, like: pb.FetchRequest) -> pb.FetchRequest:
         """Asks for the rows that have not arrived, at most as many as one fetch may name."""
-        with self._in_use():
-            pass  # nothing is asked for in vain
         missing = self._rows[self.num_arrived : self.num_arrived + MAX_ROWS]
         self.num_asked = self.num_arrived + len(missing)
         request = pb.FetchRequest(rows=rows_to_proto(missing))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import InitVar, dataclass, field
+from typing import TypeVar
 
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.errors import ClusterError, InvalidRequestError
@@ -16,6 +16,7 @@ MAX_FAILED = 64
 """Failed writes that can be repeated. The oldest is given up beyond this number, and any that lies WINDOW writes back,
 because the shard could take note of no further write: repeating it is refused then."""
 
+Result = TypeVar("Result")
 Numbers = dict[int, int]
 """shard -> sequence number of one write."""
 
@@ -44,7 +45,9 @@ class Session:
     before: InitVar[Session | None] = None
 
     def __post_init__(self, before: Session | None) -> None:
-        self._changed: threading.Condition = before._changed if before else threading.Condition()
+        # Entered as itself: a signal that comes while a Condition is entered leaves its lock taken for ever.
+        self._lock: threading.RLock = before._lock if before else threading.RLock()
+        self._changed: threading.Condition = before._changed if before else threading.Condition(self._lock)
         self._next = [1] * self.num_shards
         self._open: list[Numbers] = []  # of what is under way, or has failed
         self._failed: list[tuple[bytes, Numbers]] = []  # oldest first; equal writes may fail several times
@@ -60,23 +63,23 @@ class Session:
     def renew(self, epoch: int, opener: bytes) -> None:
         """Goes on in a newer epoch that the same client opened. The shards still know the writer's numbers, so that
         what failed, or is under way in another thread, may be repeated there."""
-        with self._changed:
+        with self._lock:
             self.epoch, self.opener = epoch, opener
 
     def _leave(self) -> None:
         """What failed, and what is under way and will fail, cannot be repeated any more."""
-        with self._changed:
+        with self._lock:
             self._left = True
             while self._failed:
                 self._give_up(0)
 
-    @contextlib.contextmanager
-    def writing(self, shards: Iterable[int], digest: Callable[[], bytes]) -> Iterator[Write]:
-        """A write to those shards, by its numbers: new ones, or those under which the write of that digest failed
+    def write(self, shards: Iterable[int], digest: Callable[[], bytes], send: Callable[[Write], Result]) -> Result:
+        """Sends a write to those shards, by its numbers: new ones, or those under which the write of that digest failed
         before. Waits while the shards could take note of no further number.
 
-        It is settled however the context is left: where an exception leaves it, what the write did is unknown, and the
-        numbers are kept for its repetition, unless it is `not_applied`. An interrupt may come at any line here.
+        It is settled however `send` ends: where that raises, what the write did is unknown, and the numbers are kept
+        for its repetition, unless it is `not_applied`. An interrupt may come anywhere here; hence no context managers:
+        it would find one of Python code outside of both its body and its own `try`.
 
         Raises:
             ClusterError: a rollback has not succeeded yet, or the write failed so long ago that it cannot be told
@@ -85,7 +88,7 @@ class Session:
         write, repeated = Write({}), False
         try:
             repeated = self._begin(write, shards, digest)
-            yield write
+            result = send(write)
             self._settle(write)
         except BaseException:
             if write.numbers and (repeated or not write.not_applied):
@@ -93,10 +96,10 @@ class Session:
             else:
                 self._settle(write)
             raise
+        return result
 
-    @contextlib.contextmanager
-    def changing(self) -> Iterator[Numbers]:
-        """One change of every shard, by its numbers. After a failure it is made again as a new one, which changes
+    def change(self, send: Callable[[Numbers], None]) -> None:
+        """Sends one change to every shard, by its numbers. After a failure it is made again as a new one, which changes
         nothing where it was made; what is left of the first one on its way does nothing once a later write is there.
 
         Raises:
@@ -105,16 +108,15 @@ class Session:
         change = Write({})
         try:
             self._begin(change, range(self.num_shards))
-            yield change.numbers
+            send(change.numbers)
             self._settle(change)
         except BaseException:
             self._settle(change)
             raise
 
-    @contextlib.contextmanager
-    def rolling_back(self, name: str) -> Iterator[Write]:
-        """A rollback of every shard, before which every failed write is given up, so that none of them comes after it.
-        Nothing else begins before one has ended on all shards, or on none.
+    def roll_back(self, name: str, send: Callable[[Write], None]) -> None:
+        """Sends a rollback to every shard, before which every failed write is given up, so that none of them comes
+        after it. Nothing else begins before one has ended on all shards, or on none.
 
         Raises:
             InvalidRequestError: writes of other threads are under way.
@@ -122,8 +124,8 @@ class Session:
         write, unfinished_before = Write({}), self._unfinished_rollback
         try:
             self._begin_rollback(write, name)
-            yield write
-            with self._changed:
+            send(write)
+            with self._lock:
                 self._given_up.clear()  # what was applied of them is undone
                 self._settle(write)
                 self._unfinished_rollback = ""
@@ -135,7 +137,7 @@ class Session:
 
     def _begin(self, write: Write, shards: Iterable[int], digest: Callable[[], bytes] | None = None) -> bool:
         """Whether the numbers are those of a write that failed before, which no refusal proves not applied."""
-        with self._changed:
+        with self._lock:
             if self._unfinished_rollback:
                 raise ClusterError(
                     f"rollback({self._unfinished_rollback!r}) is under way, or has failed on some of the shards: "
@@ -157,7 +159,7 @@ class Session:
             return False
 
     def _begin_rollback(self, write: Write, name: str) -> None:
-        with self._changed:
+        with self._lock:
             failed = [id(numbers) for _, numbers in self._failed]
             if any(id(numbers) not in failed for numbers in self._open):
                 raise InvalidRequestError("other writes of this client are under way: let them return, then roll back")
@@ -168,7 +170,7 @@ class Session:
 
     def settled_before(self, shard: int) -> int:
         """The number below which no write to `shard` is open any more."""
-        with self._changed:
+        with self._lock:
             return self._oldest(shard) or self._next[shard]
 
     def header(
@@ -189,12 +191,12 @@ class Session:
 
     def _settle(self, write: Write) -> None:
         """Ends a write that will not be sent again; what of it is still on its way comes too late."""
-        with self._changed:
+        with self._lock:
             self._close(write.numbers)
 
     def _fail(self, write: Write, digest: bytes) -> None:
         """Remembers the numbers of a write that may have been applied on some of its shards."""
-        with self._changed:
+        with self._lock:
             if not any(write.numbers is numbers for _, numbers in self._failed):
                 self._failed.append((digest, write.numbers))
             if self._left or len(self._failed) > MAX_FAILED:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dis
 import functools
-import linecache
+import inspect
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from google.protobuf.message import Message as Proto
 import weightserver.client
 import weightserver.connection
 import weightserver.session
+import weightserver.workers
 from tests.helpers.memory_storage import MemoryStorage
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.committer import Operation, Promise, commit_group
@@ -36,6 +37,7 @@ from weightserver.metrics import ShardMetrics
 from weightserver.overload import Memory
 from weightserver.service import WeightServerService, add_to_server
 from weightserver.shard import Batch, Shard
+from weightserver.workers import Answers, Task, Workers
 
 RETRY_SECONDS = 5.0
 """Of the clients; on their own clock."""
@@ -109,39 +111,52 @@ class Run:
 _run: contextvars.ContextVar[Run] = contextvars.ContextVar("run")
 
 
-class Threads:
-    """Threads that take turns in one: while one waits, others may go on. Takes the executor's place."""
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """Of one thread."""
+
+    do: Callable[[], object]
+    answers: Answers | None
+    """Where somebody waits for its end."""
+
+
+class Threads(Workers):
+    """Threads that take turns in one: while one waits, others may go on."""
 
     def __init__(self) -> None:
-        self.ready: deque[Callable[[], object]] = deque()
+        super().__init__()
+        self.ready: list[_Work] = []
         """What other threads have not begun."""
         self.in_others = 0
 
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        future: Future[Any] = Future()
+    def _submit(self, tasks: list[Task]) -> None:
+        for task in tasks:
+            self.start(task.do, task.answers)
 
-        def work() -> None:
-            try:
-                future.set_result(function(*arguments))
-            except BaseException as error:  # noqa: BLE001 - as ThreadPoolExecutor does
-                future.set_exception(error)
+    def _next(self, answers: Answers) -> tuple[int, Any]:
+        """Those go on that this thread waits for, unless others do first."""
+        while answers.empty():
+            self.wait()
+            if answers.empty():
+                self.go_on(next(work for work in self.ready if work.answers is answers))
+        return answers.get_nowait()
 
-        self.start(work)
-        return future
+    def end(self) -> None: ...
 
-    def start(self, work: Callable[[], object]) -> None:
-        """Another thread, of this one's run."""
-        self.ready.append(functools.partial(contextvars.copy_context().run, work))
+    def start(self, work: Callable[[], object], answers: Answers | None = None) -> None:
+        """Another thread, of this one's run, which answers there."""
+        self.ready.append(_Work(functools.partial(contextvars.copy_context().run, work), answers))
 
     def shutdown(self) -> None:
         while self.ready:
-            self.go_on()
+            self.go_on(self.ready[0])
 
-    def go_on(self) -> None:
+    def go_on(self, work: _Work) -> None:
         """Another thread does what it has to do."""
+        self.ready.remove(work)
         self.in_others += 1
         try:
-            self.ready.popleft()()
+            work.do()
         finally:
             self.in_others -= 1
 
@@ -151,7 +166,7 @@ class Threads:
         number = run.num_waits
         run.num_waits += 1
         if number < len(run.turns) and run.turns[number] and self.ready:
-            self.go_on()
+            self.go_on(self.ready[0])
         self._interrupt(run, number)
 
     def wait_for(self, condition: Any, timeout: float | None = None) -> bool:
@@ -168,7 +183,7 @@ class Threads:
                 if not self.ready:
                     assert timeout is not None, "the caller waits for ever"
                     return False
-                self.go_on()
+                self.go_on(self.ready[0])
             return True
         finally:
             condition._acquire_restore(saved)
@@ -418,7 +433,7 @@ class MemoryCluster:
         for module, name, value in (
             (weightserver.connection, "open_channel", lambda address, _: _Channel(self, int(address.split(":")[1]))),
             (weightserver.connection, "time", clock),
-            (weightserver.client, "ThreadPoolExecutor", lambda *_, **__: self.threads),
+            (weightserver.client, "Workers", lambda: self.threads),
             (threading.Condition, "wait", wait_here),
         ):
             self._patches.setattr(module, name, value)
@@ -530,33 +545,74 @@ class MemoryCluster:
         return answer
 
 
-_INTERRUPTED = {module.__file__ for module in (weightserver.client, weightserver.session, weightserver.connection)}
+_INTERRUPTED = {
+    module.__file__
+    for module in (weightserver.client, weightserver.session, weightserver.connection, weightserver.workers)
+}
+_CALLED = {contextlib.__file__, threading.__file__}
+"""By these."""
 
 
 @contextlib.contextmanager
-def interrupted_at_line(number: int, threads: Threads) -> Iterator[SimpleNamespace]:
-    """Raises a KeyboardInterrupt before a line of the client, the how manyth that its caller's thread comes to, as a
-    signal does; whether there were so many, `happened` says. Python interrupts no `with` on its way in or out."""
+def interrupted_at(number: int, threads: Threads) -> Iterator[SimpleNamespace]:
+    """Raises a KeyboardInterrupt in the caller's thread, as a signal does, at one of the places of the client where
+    CPython looks for signals: the how manyth it comes to; whether there were so many, `happened` says.
+
+    It looks when a function begins or a generator goes on, when a function in C has returned, and where a loop begins
+    anew; so also inside the `with` of an object whose methods are Python code, as a `threading.Condition`.
+    """
     interrupt = SimpleNamespace(happened=False, left=number)
+    before: dict[Any, int | None] = {}  # frame -> its last instruction, if that was no call of a Python function
+
+    def is_place(frame: Any, event: str) -> bool:
+        names, handlers = _instructions(frame.f_code)
+        if event == "call":
+            return names[frame.f_lasti] == "RESUME"  # a generator that is closed does not go on
+        last = before.get(frame)
+        # With another handler it would be raised outside of the `try` in which a signal comes.
+        return (
+            last is not None
+            and names[last].startswith(("CALL", "JUMP_BACKWARD"))
+            and handlers(last) == handlers(frame.f_lasti)
+        )
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         name = frame.f_code.co_filename
-        if name not in _INTERRUPTED or interrupt.happened:
-            return None
-        if event == "line" and not threads.in_others:
-            if not linecache.getline(name, frame.f_lineno).lstrip().startswith("with "):
-                interrupt.left -= 1
+        if interrupt.happened or event not in ("call", "opcode"):
+            return trace
+        if event == "call":
+            frame.f_trace_opcodes = True
+            known = frame in before or frame.f_back in before
+            if frame.f_back in before and not frame.f_code.co_flags & inspect.CO_GENERATOR:
+                before[frame.f_back] = None
+            if name not in _INTERRUPTED and not (name in _CALLED and known):
+                return None
+        if not threads.in_others:
+            interrupt.left -= is_place(frame, event)
             if interrupt.left < 0:
                 interrupt.happened = True
+                before.clear()
                 raise KeyboardInterrupt
+        before[frame] = frame.f_lasti
         return trace
 
-    before = sys.gettrace()
+    tracing = sys.gettrace()
     sys.settrace(trace)
     try:
         yield interrupt
     finally:
-        sys.settrace(before)
+        sys.settrace(tracing)
+
+
+@functools.cache
+def _instructions(code: Any) -> tuple[dict[int, str], Callable[[int], int | None]]:
+    """Offset -> name; and where an exception at an offset is handled."""
+    table = dis._parse_exception_table(code)  # type: ignore[attr-defined]
+
+    def handler(offset: int) -> int | None:
+        return next((entry.target for entry in table if entry.start <= offset < entry.end), None)
+
+    return {instruction.offset: instruction.opname for instruction in dis.get_instructions(code)}, handler
 
 
 class _Channel:

@@ -49,6 +49,7 @@ from weightserver.wire import (
     WAITED_KEY,
     rows_to_proto,
 )
+from weightserver.workers import Workers
 
 SPEC = TableSpec(num_rows=1_000_000, dim=64, momentum=0, weight_decay=0, init_std=0)
 MEMORY_MIB = 128
@@ -366,11 +367,15 @@ def test_a_client_waits_as_long_as_it_is_told() -> None:
     )
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
-    connection = ShardConnection(address, credentials=None, token=None, timeout_seconds=5, retry_seconds=5)
+    workers = Workers()
+    connection = ShardConnection(
+        address, credentials=None, token=None, timeout_seconds=5, retry_seconds=5, workers=workers
+    )
     try:
         connection.call("Describe", pb.DescribeRequest())
     finally:
         connection.close()
+        workers.end()
         server.stop(None)
     assert [0.39 < later - earlier < 2 for earlier, later in itertools.pairwise(times)] == [True, True]
 

@@ -18,7 +18,7 @@ from weightserver.config import TableSpec
 from weightserver.errors import NoTableError, StepError, TableMismatchError
 from weightserver.exactly_once import WINDOW, WriterState
 from weightserver.initial import initial_rows
-from weightserver.session import MAX_FAILED, Session
+from weightserver.session import MAX_FAILED, Session, Write
 from weightserver.shard import Batch, Shard, WriteHeader
 from weightserver.storage import LmdbStorage
 
@@ -139,26 +139,39 @@ def test_nothing_is_written_to_a_table_dropped_in_its_group(groups: Groups) -> N
 def test_writes_that_failed_for_good_never_stop_a_writer(failures: int) -> None:
     """A refused write that nobody repeats keeps its number open; the window of numbers must move past it at last."""
     session, shard = Session(1, b"o" * 16, num_shards=1), WriterState()
+
+    def time_out(write: Write) -> None:
+        raise TimeoutError
+
+    def admitted(write: Write) -> bool:
+        return shard.admit(write.numbers[0], session.settled_before(0))
+
     for number in range(failures):
-        with contextlib.suppress(TimeoutError), session.writing([0], lambda n=number: b"%d" % n):
-            raise TimeoutError
+        with contextlib.suppress(TimeoutError):
+            session.write([0], lambda n=number: b"%d" % n, time_out)
     for _ in range(3 * WINDOW):
-        with session.writing([0], lambda: b"another") as write:
-            assert shard.admit(write.numbers[0], session.settled_before(0)) is True
+        assert session.write([0], lambda: b"another", admitted) is True
 
 
 def test_a_failed_write_is_recognised_as_long_as_the_window_reaches() -> None:
     """What a shard applied though the call failed is not applied again half a window of writes later."""
     session, shard = Session(1, b"o" * 16, num_shards=1), WriterState()
-    with contextlib.suppress(TimeoutError), session.writing([0], lambda: b"lost") as lost:
-        assert shard.admit(lost.numbers[0], session.settled_before(0)) is True
+    numbers = []
+
+    def admitted(write: Write) -> bool:
+        numbers.append(write.numbers)
+        return shard.admit(write.numbers[0], session.settled_before(0))
+
+    def time_out(write: Write) -> None:
+        assert admitted(write) is True
         raise TimeoutError
+
+    with contextlib.suppress(TimeoutError):
+        session.write([0], lambda: b"lost", time_out)
     for _ in range(WINDOW // 2):
-        with session.writing([0], lambda: b"another") as write:
-            assert shard.admit(write.numbers[0], session.settled_before(0)) is True
-    with session.writing([0], lambda: b"lost") as again:
-        assert again.numbers == lost.numbers
-        assert shard.admit(again.numbers[0], session.settled_before(0)) is False
+        assert session.write([0], lambda: b"another", admitted) is True
+    assert session.write([0], lambda: b"lost", admitted) is False
+    assert numbers[-1] == numbers[0]
 
 
 def test_a_repeated_write_too_tells_what_its_writer_gave_up(groups: Groups) -> None:

@@ -11,10 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -543,25 +543,42 @@ def refuse(write: Write) -> None:
     raise FencedError
 
 
-def interrupt_by(error: type[BaseException]) -> None:
-    raise error
+def raising(error: type[BaseException], *before: Callable[[], object]) -> Callable[[object], None]:
+    """What happens while a write is sent."""
+
+    def send(_: object) -> None:
+        for call in before:
+            call()
+        raise error
+
+    return send
 
 
-def begun(session: Session, shards: list[int], digest: bytes = b"") -> AbstractContextManager[Write]:
-    return session.writing(shards, lambda: digest)
+def begun(session: Session, shards: list[int], digest: bytes, send: Callable[[Write], Any]) -> Numbers:
+    """The numbers of a write, however `send` ends it."""
+    numbers: list[Numbers] = []
+
+    def noting(write: Write) -> None:
+        numbers.append(write.numbers)
+        send(write)
+
+    with contextlib.suppress(Lost):
+        session.write(shards, lambda: digest, noting)
+    return numbers[0]
 
 
 def done(session: Session, shards: list[int], digest: bytes = b"another") -> Numbers:
     """The numbers of a write that is answered."""
-    with begun(session, shards, digest) as write:
-        return write.numbers
+    return begun(session, shards, digest, lambda write: None)
 
 
 def failed(session: Session, shards: list[int], digest: bytes) -> Numbers:
     """The numbers of a write whose answers are lost."""
-    with contextlib.suppress(Lost), begun(session, shards, digest) as write:
-        raise Lost
-    return write.numbers
+    return begun(session, shards, digest, raising(Lost))
+
+
+def rolled_back(session: Session) -> None:
+    session.roll_back("kept", lambda write: None)
 
 
 def new_session(num_shards: int = 1, before: Session | None = None) -> Session:
@@ -584,28 +601,25 @@ def test_a_write_is_settled_whatever_ends_it(interrupt: type[BaseException]) -> 
     """What is not proven to have done nothing may have been applied, and keeps its numbers."""
     session = new_session()
     for _ in range(3):
-        with pytest.raises(interrupt), begun(session, [0], b"same"):
-            interrupt_by(interrupt)
+        with pytest.raises(interrupt):
+            begun(session, [0], b"same", raising(interrupt))
     assert session.settled_before(0) == 1
-    with pytest.raises(FencedError), begun(session, [0], b"refused") as write:
-        refuse(write)
-    with pytest.raises(FencedError), begun(session, [0], b"same") as write:
-        refuse(write)  # which proves nothing of the attempts before
+    with pytest.raises(FencedError):
+        begun(session, [0], b"refused", refuse)
+    with pytest.raises(FencedError):
+        begun(session, [0], b"same", refuse)  # which proves nothing of the attempts before
     assert done(session, [0], b"same") == {0: 1}
     assert session.settled_before(0) == 3
-    with session.rolling_back("kept"):
-        pass
+    rolled_back(session)
 
 
 def test_a_failed_write_is_repeated_in_the_next_session() -> None:
     """The shards still know the writer's numbers: also of what failed behind the new session, in another thread."""
     session = new_session(2)
     earlier = failed(session, [0, 1], b"earlier")
-    with contextlib.suppress(Lost), begun(session, [0], b"under way") as write:
-        session.renew(2, b"p" * 16)
-        raise Lost
+    under_way = begun(session, [0], b"under way", raising(Lost, lambda: session.renew(2, b"p" * 16)))
     assert done(session, [0, 1], b"earlier") == earlier
-    assert done(session, [0], b"under way") == write.numbers
+    assert done(session, [0], b"under way") == under_way
     assert session.header(0, 1, step=0, table=0).epoch == 2
 
 
@@ -618,36 +632,39 @@ def test_failed_writes_are_given_up_at_last_and_not_taken_for_new_ones() -> None
     with pytest.raises(ClusterError, match=r"this write failed before, .* roll back to a checkpoint"):
         done(session, [0], bytes([2]))
     assert done(session, [0], bytes([3])) == {0: 4}
-    with contextlib.suppress(Lost), begun(session, [0], b"under way"):
-        later = new_session(before=session)
-        raise Lost
+    next_ones: list[Session] = []
+    begun(session, [0], b"under way", raising(Lost, lambda: next_ones.append(new_session(before=session))))
+    (later,) = next_ones
     for digest in (bytes([2]), bytes([5]), bytes([MAX_FAILED + 2]), b"under way"):
         with pytest.raises(ClusterError, match="this write failed before"):
             done(later, [0], digest)
-    with contextlib.suppress(Lost), later.rolling_back("kept"):
-        raise Lost
+    with pytest.raises(Lost):
+        later.roll_back("kept", raising(Lost))
     for unfinished in (later, new_session(before=later)):
         with pytest.raises(ClusterError, match=r"rollback\('kept'\) is under way, or has failed"):
             done(unfinished, [0])
-    with pytest.raises(FencedError), later.rolling_back("kept") as write:
-        refuse(write)
+    with pytest.raises(FencedError):
+        later.roll_back("kept", refuse)
     with pytest.raises(ClusterError, match="is under way, or has failed"):  # the first attempt may have
         done(later, [0])
-    with later.rolling_back("kept"):
-        pass
+    rolled_back(later)
     assert done(later, [0], bytes([2])) == {0: 4}
 
 
 def test_a_write_waits_for_room_behind_one_that_is_on_its_way() -> None:
     session = new_session()
     with ThreadPoolExecutor(1) as pool:
-        with begun(session, [0]):
+        waiting: list[Future[Numbers]] = []
+
+        def send(_: Write) -> None:
             for _ in range(WINDOW - 1):
                 done(session, [0])
-            waiting = pool.submit(done, session, [0])
+            waiting.append(pool.submit(done, session, [0]))
             with pytest.raises(TimeoutError):
-                waiting.result(0.2)
-        assert waiting.result(10) == {0: WINDOW + 1}
+                waiting[0].result(0.2)
+
+        begun(session, [0], b"first", send)
+        assert waiting[0].result(10) == {0: WINDOW + 1}
 
 
 def test_a_rollback_gives_up_what_failed_before_it() -> None:
@@ -655,30 +672,32 @@ def test_a_rollback_gives_up_what_failed_before_it() -> None:
     session = new_session(2)
     for name in (b"one", b"two"):
         failed(session, [0, 1], name)
-    with session.rolling_back("kept") as rollback:
+
+    def roll_back(rollback: Write) -> None:
         assert rollback.numbers == {0: 3, 1: 3}
         assert (session.settled_before(0), session.settled_before(1)) == (3, 3)
         with pytest.raises(ClusterError, match=r"rollback\('kept'\) is under way, or has failed"):
             done(session, [1], b"one")
+
+    session.roll_back("kept", roll_back)
     failed(session, [0], b"one")
-    with begun(session, [1]) as write:
+
+    def meanwhile(write: Write) -> None:
         assert write.numbers == {1: 4}
-        with (
-            pytest.raises(InvalidRequestError, match="other writes of this client are under way"),
-            session.rolling_back("kept"),
-        ):
-            pass
+        with pytest.raises(InvalidRequestError, match="other writes of this client are under way"):
+            rolled_back(session)
+
+    begun(session, [1], b"another", meanwhile)
     assert done(session, [0], b"one") == {0: 4}, "refused, it gave nothing up"
 
 
 def test_equal_writes_that_failed_are_repeated_each_under_its_own_number() -> None:
     """The first may have been applied, its answer lost: giving its repetition a new number would apply it twice."""
     session = new_session()
-    with contextlib.suppress(Lost), begun(session, [0], b"same") as first:
-        second = failed(session, [0], b"same")
-        raise Lost
-    assert done(session, [0], b"same") == second
-    assert done(session, [0], b"same") == first.numbers
+    second: list[Numbers] = []
+    first = begun(session, [0], b"same", raising(Lost, lambda: second.append(failed(session, [0], b"same"))))
+    assert done(session, [0], b"same") == second[0]
+    assert done(session, [0], b"same") == first
     assert done(session, [0], b"same") == {0: 3}
 
 

@@ -1,0 +1,85 @@
+"""Clients in one process, whose calls an alarm interrupts at random times; prints how often it came in time.
+
+Usage: python -m tests.helpers.interrupted_calls SECONDS SEED ADDRESS..., for a table `SPEC` that nobody has written to.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from weightserver import TableSpec, WeightClient
+
+SPEC = TableSpec(num_rows=40, dim=2, momentum=0.0, weight_decay=0.0, init_std=0.0, rows_per_block=5)
+HORIZON = 100_000
+CALLS_PER_CLIENT = 12
+ROWS, ONES = np.arange(SPEC.num_rows), np.ones((SPEC.num_rows, SPEC.dim), np.float32)
+
+
+class Interrupted(BaseException):
+    """As a signal's handler raises it."""
+
+
+class Alarm:
+    """Interrupts calls, each at most once."""
+
+    def __init__(self, seed: int) -> None:
+        self.num_interrupts = 0
+        self._random = random.Random(seed)
+        self._seconds: dict[str, float] = {}
+        """What a call takes."""
+        self._is_calling = False
+        signal.signal(signal.SIGALRM, self._ring)
+
+    def _ring(self, *_: object) -> None:
+        if self._is_calling:
+            self._is_calling = False
+            raise Interrupted
+
+    def interrupt(self, name: str, call: Callable[[], object]) -> None:
+        """Makes the call, and once more where it was interrupted: already while the first exception is handled."""
+        try:
+            self._is_calling = True
+            signal.setitimer(signal.ITIMER_REAL, max(1e-6, self._random.uniform(0, self._seconds.get(name, 0.01))))
+            call()
+            self._is_calling = False  # no signal is looked at between the return and this
+        except Interrupted:
+            self.num_interrupts += 1
+            started = time.monotonic()
+            call()
+            self._seconds[name] = time.monotonic() - started
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def main() -> None:
+    seconds, seed, *addresses = sys.argv[1:]
+    alarm, end, num_pushes = Alarm(int(seed)), time.monotonic() + float(seconds), 0
+    with WeightClient(addresses, timeout_seconds=5, retry_seconds=5) as first:
+        epoch = first.open_session("interrupted")
+    while time.monotonic() < end:
+        client = WeightClient(addresses, timeout_seconds=5, retry_seconds=5)
+        alarm.interrupt("open", lambda client=client: client.open_session("interrupted", join=epoch))
+        for number in range(CALLS_PER_CLIENT):
+            step, name = num_pushes, f"at {num_pushes}"
+            alarm.interrupt("push", lambda client=client, step=step: client.push_gradients(ROWS, ONES, step=step))
+            num_pushes += 1
+            alarm.interrupt("fetch", lambda client=client, step=step: client.fetch(ROWS, step=step + 1))
+            fetched = client.fetch(ROWS, step=num_pushes)
+            assert (fetched == -num_pushes).all(), f"{num_pushes} pushes counted as {-fetched.min()}..{-fetched.max()}"
+            if number == CALLS_PER_CLIENT // 2:
+                alarm.interrupt(
+                    "checkpoint", lambda client=client, step=step, name=name: client.checkpoint(name, step=step + 1)
+                )
+                client.release(name)
+        alarm.interrupt("close", client.close)
+    print(alarm.num_interrupts)
+
+
+if __name__ == "__main__":
+    main()
