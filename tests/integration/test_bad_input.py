@@ -300,6 +300,7 @@ def test_a_table_replaced_behind_a_client_is_noticed(client: WeightClient, clust
         assert np.array_equal(other.fetch([150], step=0), client.fetch([150], step=0))
 
 
+@pytest.mark.guard
 def test_a_drop_that_ended_halfway_can_be_repeated(tmp_path: Path) -> None:
     with LocalCluster(2, tmp_path) as cluster, WeightClient(cluster.addresses, retry_seconds=1) as client:
         client.create_table(SPEC)

@@ -456,7 +456,7 @@ def test_shards_of_different_sessions_are_not_of_one_time(tmp_path: Path) -> Non
     with storage.write() as txn:
         write_state(txn, replace(read_state(txn), epoch=2))
     storage.close()
-    with pytest.raises(ValueError, match=r"the shards are of sessions \[1, 2\], their rows not of one time"):
+    with pytest.raises(ValueError, match=r"the shards are of sessions \[1, 2\], their rows are not of one time"):
         reshard([source, other], [tmp_path / "new"], current=True)
     assert not (tmp_path / "new").exists()
     assert reshard([source, other], [tmp_path / "new"]).rows_stored == 4_000

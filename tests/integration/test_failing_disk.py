@@ -91,6 +91,7 @@ def test_a_meta_page_that_cannot_be_written_ends_the_shard(
     assert sums(client) == {4}
 
 
+@pytest.mark.guard
 def test_a_write_whose_page_landed_is_repeated_once(
     disk: FailingDisk, cluster: LocalCluster, client: WeightClient
 ) -> None:

@@ -355,6 +355,7 @@ def everything(client: WeightClient) -> tuple[object, ...]:
     )
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("count", [600, pytest.param(40_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_over_a_channel(place: tuple[LocalCluster, WeightClient], count: int) -> None:
     """No request has the session, so none may change anything."""

@@ -54,6 +54,7 @@ def test_a_stopped_inspect_holds_no_space(tmp_path: Path) -> None:
     kept.close()
 
 
+@pytest.mark.guard
 def test_what_inspect_tells_is_of_one_transaction(tmp_path: Path) -> None:
     """Beside a shard that writes all the time, with values of many pages."""
     kept = LmdbStorage(tmp_path)

@@ -68,6 +68,7 @@ def test_a_shard_logs_each_event_once_and_no_rows(tmp_path: Path) -> None:
     assert (taken["shard"], taken["epoch"], taken["step"], taken["checkpoint"]) == (0, epoch, 100, "kept")
 
 
+@pytest.mark.guard
 def test_a_failure_is_found_by_its_request(tmp_path: Path) -> None:
     with LocalCluster(1, tmp_path, serve_options=["--log-format", "json"]) as cluster:
         with WeightClient(cluster.addresses) as client:

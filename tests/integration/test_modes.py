@@ -48,6 +48,7 @@ def write_rows(cluster: LocalCluster, backup_to: Path) -> None:
         backup(client, backup_to)
 
 
+@pytest.mark.guard
 def test_what_holds_rows_is_its_owners_alone(public: Path) -> None:
     with LocalCluster(1, public / "servers") as cluster:
         write_rows(cluster, public / "backup")

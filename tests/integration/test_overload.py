@@ -323,6 +323,7 @@ def test_large_messages_stay_below_the_ceiling(crowd: Crowd) -> None:
     assert crowd.peak < BASE_BYTES + (MEMORY_MIB << 20) + 8 * MAX_REQUEST_BYTES
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("method", ["Watch", "Check"])
 def test_silent_callers_without_a_token_stop_nobody(crowd: Crowd, method: str) -> None:
     """Health needs no token. Its callers take their own lane alone, and who comes too late hears when to try again."""
@@ -350,6 +351,7 @@ def test_silent_callers_without_a_token_stop_nobody(crowd: Crowd, method: str) -
         call.cancel()
 
 
+@pytest.mark.guard
 def test_a_client_waits_as_long_as_it_is_told() -> None:
     times = []
 
@@ -395,6 +397,7 @@ def test_a_fetch_ends_with_its_caller(crowd: Crowd) -> None:
     assert crowd.metric(fetched) - before == read
 
 
+@pytest.mark.guard
 def test_calls_that_wait_are_bounded_and_leave_with_their_callers(tmp_path: Path) -> None:
     """The write lane is full of callers that go on sending. What waits there keeps no other lane out."""
     num_pushed = 12

@@ -108,6 +108,7 @@ def start(data: Path, message: str, *options: str) -> None:
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.guard
 def test_a_truncated_file_is_refused(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = data / "data.mdb"
     whole = path.read_bytes()

@@ -69,6 +69,7 @@ def test_it_shows_what_shards_do(client: WeightClient, cluster: LocalCluster) ->
     assert "127.0.0.1:1 is down: [Errno 111] Connection refused" in shown.stdout
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

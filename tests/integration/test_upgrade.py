@@ -176,6 +176,7 @@ def test_what_only_reads_leaves_it_as_it_is(old: Path, tmp_path: Path, seen: dic
         client.open_session("third")
 
 
+@pytest.mark.guard
 def test_its_backup_is_restored(old: Path, tmp_path: Path, seen: dict[str, Any]) -> None:
     for shard, directory in enumerate(SHARDS):
         restore(old / "backup", tmp_path / "restored" / directory, shard=shard)
@@ -187,6 +188,7 @@ def test_its_backup_is_restored(old: Path, tmp_path: Path, seen: dict[str, Any])
         client.push_gradients([1], np.ones((1, 3), np.float32), step=12)
 
 
+@pytest.mark.guard
 def test_one_shard_of_its_backup_beside_one_that_was_upgraded(old: Path, seen: dict[str, Any]) -> None:
     """They are of one table, and of different times, until all are taken to the checkpoint of the backup."""
     shutil.rmtree(old / "shard-1")
@@ -203,6 +205,7 @@ def test_one_shard_of_its_backup_beside_one_that_was_upgraded(old: Path, seen: d
         client.open_session("fourth")
 
 
+@pytest.mark.guard
 def test_the_old_directory_put_back_is_refused(old: Path, tmp_path: Path) -> None:
     """It is upgraded once more, and does not descend from what the first upgrade acknowledged."""
     shutil.copytree(old / "shard-1", tmp_path / "kept")

@@ -190,6 +190,7 @@ def test_loss_and_gradients_are_those_of_one_rank(recorded: list[Recorded]) -> N
                 getattr(expected, name).assert_near(value, f"{case}, {name}")
 
 
+@pytest.mark.guard
 def test_an_encoder_under_ddp_gets_the_gradients_of_one_process(recorded: list[Recorded]) -> None:
     for case in CASES:
         expected = encoder_gradients(case)

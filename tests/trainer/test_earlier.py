@@ -35,6 +35,7 @@ def resumed(command: str, output: Path, *more: str) -> TrainConfig:
     return parse_config([*command.split(), "--output", str(output), "--resume", *more])
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("command", CONFIGS)
 def test_the_same_command_resumes_the_same_run(command: str, tmp_path: Path) -> None:
     config, was = resumed(command, tmp_path), CONFIGS[command]

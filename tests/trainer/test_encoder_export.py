@@ -134,6 +134,7 @@ def test_the_library_gives_the_same_features(
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize(
     ("name", "in_channels", "library"),
     [("resnet18", 1, "torchvision"), ("resnet18", 3, "timm"), ("timm:resnet18", 1, "timm")],
@@ -218,6 +219,7 @@ def detectron2_features(
     return x.mean(dim=(2, 3))
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize(
     "name", ["resnet18", "timm:resnet50", "resnext50_32x4d", pytest.param("wide_resnet50_2", marks=pytest.mark.slow)]
 )

@@ -73,6 +73,7 @@ def test_the_losses_stay_what_they_were(
     assert run(tmp_path / "run", **changes) == pytest.approx(plain, rel=tolerance, abs=0)
 
 
+@pytest.mark.guard
 def test_two_equal_views_are_as_good_as_one(tmp_path: Path) -> None:
     one = run(tmp_path / "one", augmentation=NO_AUGMENTATION)
     assert run(tmp_path / "two", augmentation=NO_AUGMENTATION, views=2) == pytest.approx(one, rel=1e-5)
@@ -118,6 +119,7 @@ def test_small_crops_move_the_encoder_but_no_row(tmp_path: Path, monkeypatch: py
     assert (moved - expected).norm() > 0.1 * expected.norm(), "small crops are seen"
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize(
     "changes",
     [

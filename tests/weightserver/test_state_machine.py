@@ -771,7 +771,7 @@ def small_window(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "num_schedules",
     [
-        60,
+        30,
         pytest.param(500, marks=pytest.mark.guard),
         pytest.param(3_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
     ],
