@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from weightserver.inspect import inspect_directory
 from weightserver.records import Checkpoint, State, put_record, read_state, write_schedule, write_state

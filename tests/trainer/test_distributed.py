@@ -217,6 +217,7 @@ def encoder_gradients(case: Case) -> numerics.Rounded:
     return numerics.Rounded(value, error, inputs.unit)
 
 
+@pytest.mark.guard
 def test_autocast_changes_no_bit(recorded: list[Recorded]) -> None:
     for case in CASES:
         plain, autocast = of_whole(recorded, case), of_whole(recorded, case, "autocast ")
@@ -237,6 +238,7 @@ def test_extreme_logits_are_extreme() -> None:
     assert (logits.exp().sum(dim=1) < 1e-30).any(), "exp of a whole row is next to nothing"
 
 
+@pytest.mark.guard
 def test_ranks_tell_each_other(recorded: list[Recorded]) -> None:
     world_size = len(recorded)
     for rank, part in enumerate(recorded):
