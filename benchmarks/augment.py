@@ -27,9 +27,9 @@ from torch.utils.data import DataLoader
 
 from benchmarks.measure import draw_bars, in_turn, write_results
 from trainer.data import load_dataset
-from trainer.data.ahead import Visits, views_ahead
 from trainer.data.augment import Augmentation, AugmentationConfig
-from trainer.data.stored import DecodedImages
+from trainer.data.decoded_images import DecodedImages
+from trainer.data.prefetch import Visits, views_ahead
 from trainer.schedule import visit_uniforms
 from trainer.torchvision_compat import import_module
 

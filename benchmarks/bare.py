@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 from grpc.experimental import ChannelOptions
 
-from weightserver.allocator import keep_large_buffers
-from weightserver.wire import CHUNK_BYTES, MAX_MESSAGE_BYTES
+from weightserver.common.malloc import keep_large_buffers
+from weightserver.protocol.codec import CHUNK_BYTES, MAX_MESSAGE_BYTES
 
 OPTIONS = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", MAX_MESSAGE_BYTES)]
 CHANNEL_OPTIONS = [*OPTIONS, (ChannelOptions.SingleThreadedUnaryStream, 1)]  # 8 % faster

@@ -28,7 +28,7 @@ from matplotlib import pyplot as plt
 
 from benchmarks.measure import Timing, in_turn, timing, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
-from weightserver.allocator import keep_large_buffers
+from weightserver.common.malloc import keep_large_buffers
 
 DIM, KEEP, GOAL_SECONDS, NUM_STEPS = 128, 3, 0.1, 100_000
 ROWS_PER_WRITE = 1 << 14

@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.measure import draw_bars, in_turn, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
-from weightserver.allocator import keep_large_buffers
+from weightserver.common.malloc import keep_large_buffers
 
 SPEC = TableSpec(num_rows=1_000_000, dim=128)
 STEP = 18_000

@@ -35,8 +35,8 @@ import psutil
 
 from benchmarks.measure import Timing, in_turn, timing, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
-from weightserver.allocator import keep_large_buffers
-from weightserver.blocks import BlockCodec
+from weightserver.common.malloc import keep_large_buffers
+from weightserver.core.blocks import BlockCodec
 
 DIM, NUM_STEPS = 128, 1_000
 PAGE_BYTES = 4096

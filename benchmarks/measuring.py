@@ -25,17 +25,17 @@ import numpy as np
 
 from benchmarks.measure import draw_bars, in_turn, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
-from weightserver._generated import weight_server_pb2 as pb
-from weightserver.allocator import keep_large_buffers
-from weightserver.committer import Committer
-from weightserver.metrics import ShardMetrics
-from weightserver.overload import Memory
-from weightserver.schedule_change import Part
-from weightserver.service import WeightServerService
-from weightserver.shard import Shard, WriteHeader
-from weightserver.storage import LmdbStorage
-from weightserver.timing import StageClock
-from weightserver.wire import rows_to_proto
+from weightserver.common.malloc import keep_large_buffers
+from weightserver.common.stages import StageClock
+from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.protocol.codec import rows_to_proto
+from weightserver.server.admission import Memory
+from weightserver.server.metrics import ShardMetrics
+from weightserver.server.service import WeightServerService
+from weightserver.shard.group_commit import Committer
+from weightserver.shard.schedule_change import Part
+from weightserver.shard.shard import Shard, WriteHeader
+from weightserver.storage.lmdb_storage import LmdbStorage
 
 SPEC = TableSpec(num_rows=200_000, dim=128)
 STEP = 18_000

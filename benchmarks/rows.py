@@ -28,11 +28,11 @@ import numpy as np
 from benchmarks.bare import CHANNEL_OPTIONS
 from benchmarks.measure import Timing, in_turn, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
-from weightserver.allocator import keep_large_buffers
-from weightserver.blocks import BlockCodec
-from weightserver.correction import Schedule
-from weightserver.sharding import Int64Array
-from weightserver.wire import CHUNK_BYTES
+from weightserver.common.malloc import keep_large_buffers
+from weightserver.core.blocks import BlockCodec
+from weightserver.core.correction import Schedule
+from weightserver.core.sharding import Int64Array
+from weightserver.protocol.codec import CHUNK_BYTES
 
 DIM = 128
 NUM_STORED = 1 << 20

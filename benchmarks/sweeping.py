@@ -29,7 +29,7 @@ from matplotlib import pyplot as plt
 from benchmarks.checkpoints import BLOCK_BYTES, DIM, KEEP, NUM_STEPS, Kept, in_pieces, push, seconds, write
 from benchmarks.measure import Timing, timing, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
-from weightserver.allocator import keep_large_buffers
+from weightserver.common.malloc import keep_large_buffers
 
 STRIDES_PER_CHECKPOINT, ROUNDS = 4, 5
 ROWS_PER_WRITE = 1 << 15

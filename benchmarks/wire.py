@@ -22,7 +22,7 @@ from trainer.recency import RecentRows, announced
 from trainer.rows import RemoteRows, ResidentRows, RowStore
 from trainer.schedule import VisitSchedule
 from weightserver import LocalCluster, TableSpec, WeightClient
-from weightserver.allocator import keep_large_buffers
+from weightserver.common.malloc import keep_large_buffers
 
 BATCH_SIZE, NUM_ACTIVE, WINDOW_SIZE, WINDOW_STRIDE = 512, 65_536, 131_072, 16_384
 SPEC = TableSpec(num_rows=1_281_167, dim=128)

@@ -1,4 +1,4 @@
-"""Regenerates weightserver/_generated from the protos: python protos/generate.py [OUTPUT_DIRECTORY]."""
+"""Regenerates weightserver/protocol/_generated from the protos: python protos/generate.py [OUTPUT_DIRECTORY]."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpc_tools import protoc
 
 PROTOS = Path(__file__).parent
 PROTO = PROTOS / "pic/weightserver/v1/weight_server.proto"
-GENERATED = PROTOS.parent / "weightserver/_generated"
+GENERATED = PROTOS.parent / "weightserver/protocol/_generated"
 
 
 def generate(output: Path) -> None:

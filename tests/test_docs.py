@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 import trainer.data.__main__
-import trainer.export
-import trainer.page
+import trainer.export.__main__
+import trainer.report
 import weightserver.cli
 
 ROOT = Path(__file__).parent.parent
 PARSERS = {
     "weightserver ": weightserver.cli._parser,
-    "python -m trainer.export ": trainer.export._parser,
+    "python -m trainer.export ": trainer.export.__main__._parser,
     "python -m trainer.data ": trainer.data.__main__._parser,
-    "python -m trainer report ": trainer.page._parser,
+    "python -m trainer report ": trainer.report._parser,
 }
 COMMANDS = [
     (document, line.strip())

@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 import weightserver
-from weightserver.errors import ERROR_OF_STATUS, WeightServerError
+from weightserver.core.errors import ERROR_OF_STATUS, WeightServerError
 
 ROOT = Path(__file__).parent.parent
 PROTO = ROOT / "protos/pic/weightserver/v1/weight_server.proto"
@@ -57,7 +57,9 @@ def test_generated_code_is_fresh(tmp_path: Path) -> None:
     generated = {path.name for path in tmp_path.iterdir()}
     assert generated == {"weight_server_pb2.py", "weight_server_pb2.pyi", "weight_server_pb2_grpc.py"}
     for name in generated:
-        assert (tmp_path / name).read_text() == (ROOT / "weightserver/_generated" / name).read_text(), "make protos"
+        assert (tmp_path / name).read_text() == (ROOT / "weightserver/protocol/_generated" / name).read_text(), (
+            "make protos"
+        )
 
 
 def test_every_part_of_the_contract_is_documented() -> None:

@@ -16,14 +16,14 @@ from typing import NoReturn
 
 from trainer.config import parse_config
 from trainer.loop import train
-from trainer.stopping import failures_in_one_line
-from weightserver.allocator import keep_large_buffers
-from weightserver.logs import log_events
+from trainer.run.stopping import failures_in_one_line
+from weightserver.common.logs import log_events
+from weightserver.common.malloc import keep_large_buffers
 
 
 def report(arguments: list[str]) -> NoReturn:
-    """Writes a page about a run: see `trainer.page`."""
-    from trainer.page import main as write_page  # training needs none of what it imports
+    """Writes a page about a run: see `trainer.report`."""
+    from trainer.report import main as write_page  # training needs none of what it imports
 
     write_page(arguments)
 

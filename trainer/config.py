@@ -18,13 +18,13 @@ import tyro
 
 from trainer.data import DECODED
 from trainer.data.augment import Augmentation, AugmentationConfig, Unchanged
-from trainer.earlier import began_earlier, earlier_defaults
 from trainer.model import EncoderConfig
-from weightserver.addresses import is_loopback
-from weightserver.files import EMPTY_PATH
-from weightserver.logs import LogFormat, complain
-from weightserver.security import ClientSecurity
-from weightserver.wire import MAX_STEPS
+from trainer.run.earlier import began_earlier, earlier_defaults
+from weightserver.common.addresses import is_loopback
+from weightserver.common.atomic_files import EMPTY_PATH
+from weightserver.common.logs import LogFormat, complain
+from weightserver.common.security import ClientSecurity
+from weightserver.protocol.codec import MAX_STEPS
 
 Resume = bool | Literal["auto"]
 

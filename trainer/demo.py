@@ -19,10 +19,10 @@ from trainer.evaluate import evaluate_features, pixel_features, untrained_encode
 from trainer.evaluate.features import encoder_features
 from trainer.evaluate.table import print_table
 from trainer.loop import train
-from trainer.plot import draw_training
-from trainer.stopping import failures_in_one_line
-from weightserver.allocator import keep_large_buffers
-from weightserver.files import to_path
+from trainer.run.plot import draw_training
+from trainer.run.stopping import failures_in_one_line
+from weightserver.common.atomic_files import to_path
+from weightserver.common.malloc import keep_large_buffers
 
 
 def main(arguments: list[str] | None = None) -> int:

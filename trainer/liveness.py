@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from weightserver.logs import complain
+from weightserver.common.logs import complain
 
 GRACE_SECONDS = 15.0
 """How long a rank may take to end by itself: one that failed, and one that learns that another is gone."""

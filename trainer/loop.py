@@ -22,16 +22,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.background import computed_ahead
-from trainer.checkpoint import Checkpoints, load, saved_steps, with_pixel_scale, with_resume_decided
 from trainer.config import TrainConfig
 from trainer.data import Dataset, load_dataset
-from trainer.data.ahead import Visits, views_ahead
 from trainer.data.augment import Augmentation
+from trainer.data.prefetch import Visits, views_ahead
 from trainer.distributed import Ranks, averaging_gradients, process_group
 from trainer.evaluate import ProbeResult, encoder_features, evaluate_features
 from trainer.evaluate.knn import held_out_knn_top1
 from trainer.loss import cosine_softmax_loss, padded, padded_rows, softmax_loss
-from trainer.metrics import peak_gpu_bytes
 from trainer.model import (
     PICModel,
     build_model,
@@ -41,15 +39,17 @@ from trainer.model import (
     set_precision_of_products,
 )
 from trainer.recency import ActiveRows, RecentRows, announced
-from trainer.report import Report
 from trainer.rows.opening import images_of_run, open_rows
-from trainer.runs import ENCODER_FILE, SUMMARY_FILE
+from trainer.run.checkpoint import Checkpoints, load, saved_steps, with_pixel_scale, with_resume_decided
+from trainer.run.directory import ENCODER_FILE, SUMMARY_FILE
+from trainer.run.prometheus import peak_gpu_bytes
+from trainer.run.recorder import Report
+from trainer.run.stopping import Stopped, stop_signals
 from trainer.schedule import RangesOrder, VisitSchedule, forward_seed, visit_uniforms
-from trainer.stopping import Stopped, stop_signals
 from trainer.transfer import to_device
 from weightserver import TableSpec
-from weightserver.files import write_whole
-from weightserver.sharding import Sharding
+from weightserver.common.atomic_files import write_whole
+from weightserver.core.sharding import Sharding
 
 _log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from trainer.data.pixels import MINUS_ONE_TO_ONE, PixelScale
 from trainer.torchvision_compat import import_module
-from weightserver.files import write_whole
+from weightserver.common.atomic_files import write_whole
 
 _FORMAT = "pic-encoder-1"
 

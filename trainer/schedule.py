@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from weightserver.double_double import cosine
-from weightserver.initial import splitmix64
-from weightserver.sharding import Int64Array
+from weightserver.core.double_double import cosine
+from weightserver.core.initial import splitmix64
+from weightserver.core.sharding import Int64Array
 
 Float32Array = npt.NDArray[np.float32]
 _NUM_ROUNDS = 6

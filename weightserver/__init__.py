@@ -10,10 +10,9 @@ __version__ = "0.2.0"
 # gRPC reads it when it is imported. What it would log of a failed handshake, the errors of the client say better.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
-from weightserver.client import Checkpoint, RowState, TableInfo, WeightClient
-from weightserver.cluster import LocalCluster
-from weightserver.config import TableSpec
-from weightserver.errors import (
+from weightserver.client.client import Checkpoint, RowState, TableInfo, WeightClient
+from weightserver.common.security import ClientSecurity
+from weightserver.core.errors import (
     AuthenticationError,
     ClusterError,
     DataLossError,
@@ -27,7 +26,8 @@ from weightserver.errors import (
     TableMismatchError,
     WeightServerError,
 )
-from weightserver.security import ClientSecurity
+from weightserver.core.spec import TableSpec
+from weightserver.local_cluster import LocalCluster
 
 __all__ = [
     "AuthenticationError",

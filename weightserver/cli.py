@@ -16,23 +16,23 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from weightserver import __version__
-from weightserver._generated import weight_server_pb2 as pb
-from weightserver.addresses import split_address
-from weightserver.allocator import keep_large_buffers
-from weightserver.client import WeightClient
-from weightserver.connection import open_channel
-from weightserver.errors import (
+from weightserver.client.client import WeightClient
+from weightserver.client.connection import open_channel
+from weightserver.client.tls_diagnosis import tls_failure
+from weightserver.common.addresses import split_address
+from weightserver.common.atomic_files import to_path
+from weightserver.common.logs import LOG_FORMATS, complain, log_events
+from weightserver.common.malloc import keep_large_buffers
+from weightserver.common.security import TOKEN_VARIABLE, ClientSecurity
+from weightserver.core.errors import (
     AuthenticationError,
     NoTableError,
     ShardUnavailableError,
     StorageError,
     WeightServerError,
 )
-from weightserver.files import to_path
-from weightserver.handshake import tls_failure
-from weightserver.logs import LOG_FORMATS, complain, log_events
-from weightserver.plan import Workload, plan
-from weightserver.security import TOKEN_VARIABLE, ClientSecurity
+from weightserver.operations.plan import Workload, plan
+from weightserver.protocol._generated import weight_server_pb2 as pb
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -269,14 +269,14 @@ def _name(text: str) -> str:
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    from weightserver.server import ServerConfig, serve  # the other commands need neither LMDB nor a server
+    from weightserver.server.process import ServerConfig, serve  # the other commands need neither LMDB nor a server
 
     names = ServerConfig.__dataclass_fields__
     serve(ServerConfig(**{name: getattr(arguments, name) for name in names}))
 
 
 def _top(arguments: argparse.Namespace) -> None:
-    from weightserver.top import watch  # the other commands need no rich
+    from weightserver.operations.top import watch  # the other commands need no rich
 
     for address in arguments.addresses:
         split_address(address)
@@ -284,7 +284,7 @@ def _top(arguments: argparse.Namespace) -> None:
 
 
 def _certs(arguments: argparse.Namespace) -> None:
-    from weightserver.certificates import write_certificates  # the other commands make none
+    from weightserver.operations.certificates import write_certificates  # the other commands make none
 
     directory = arguments.directory
     end = write_certificates(directory, arguments.host, days=arguments.days)
@@ -325,13 +325,13 @@ def _health(arguments: argparse.Namespace) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
-    from weightserver.inspect import inspect_directory
+    from weightserver.operations.inspect import inspect_directory
 
     print(json.dumps(inspect_directory(arguments.directory), indent=2))
 
 
 def _verify(arguments: argparse.Namespace) -> None:
-    from weightserver.verify import verify_directory
+    from weightserver.operations.verify import verify_directory
 
     verdict = verify_directory(arguments.directory)
     for problem in verdict.problems:
@@ -370,7 +370,7 @@ def _release(arguments: argparse.Namespace) -> None:
 
 
 def _backup(arguments: argparse.Namespace) -> None:
-    from weightserver.backup import backup  # the other commands need no safetensors
+    from weightserver.operations.backup import backup  # the other commands need no safetensors
 
     with _client(arguments) as client:
         made = backup(client, arguments.output, checkpoint=arguments.checkpoint)
@@ -381,7 +381,7 @@ def _backup(arguments: argparse.Namespace) -> None:
 
 
 def _restore(arguments: argparse.Namespace) -> None:
-    from weightserver.backup import restore
+    from weightserver.operations.backup import restore
 
     made = restore(arguments.backup, arguments.data_dir, shard=arguments.shard, num_shards=arguments.num_shards)
     print(
@@ -391,7 +391,7 @@ def _restore(arguments: argparse.Namespace) -> None:
 
 
 def _reshard(arguments: argparse.Namespace) -> None:
-    from weightserver.reshard import reshard
+    from weightserver.operations.reshard import reshard
 
     made = reshard(
         arguments.source,
@@ -408,7 +408,7 @@ def _reshard(arguments: argparse.Namespace) -> None:
 
 
 def _compact(arguments: argparse.Namespace) -> None:
-    from weightserver.compact import compact
+    from weightserver.operations.compact import compact
 
     compact(arguments.directory, arguments.output)
     before, after = (
@@ -432,7 +432,7 @@ def _extend(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from weightserver.export import export_rows  # the other commands need no safetensors
+    from weightserver.operations.export import export_rows  # the other commands need no safetensors
 
     with _client(arguments) as client:
         written = export_rows(

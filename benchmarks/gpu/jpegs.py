@@ -17,8 +17,8 @@ import numpy as np
 
 from benchmarks.augment import picture
 from trainer.data.augment import Augmentation, AugmentationConfig
+from trainer.data.decoded_images import DecodedImages
 from trainer.data.listing import ImageSource, Listing, listing_lines
-from trainer.data.stored import DecodedImages
 from trainer.schedule import visit_uniforms
 
 _BATCH_SIZE = 128

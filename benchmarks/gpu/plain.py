@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config import TrainConfig, parse_config
-from trainer.data.ahead import Visits, views_ahead
 from trainer.data.augment import Augmentation
+from trainer.data.prefetch import Visits, views_ahead
 from trainer.distributed import Ranks, process_group
 from trainer.loop import dataset_of
 from trainer.loss import cosine_softmax_loss
-from trainer.metrics import peak_gpu_bytes
 from trainer.model import build_model, set_precision_of_products
+from trainer.run.prometheus import peak_gpu_bytes
 from trainer.schedule import visit_uniforms
 
 

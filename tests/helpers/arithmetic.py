@@ -12,9 +12,9 @@ import numpy.typing as npt
 import xxhash
 
 from trainer.schedule import RangesOrder, RowOrder, VisitSchedule, forward_seed, learning_rates, visit_uniforms
-from weightserver.config import TableSpec
-from weightserver.correction import Schedule, apply_push, correct
-from weightserver.initial import initial_rows
+from weightserver.core.correction import Schedule, apply_push, correct
+from weightserver.core.initial import initial_rows
+from weightserver.core.spec import TableSpec
 
 PRESETS = {"long": (50_000, 0.03, 1_250), "demo": (3_000, 0.1, 100), "no warm-up": (777, 1.7, 0)}
 """num_steps, base and warmup_steps of a schedule."""

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from weightserver import RowState
-from weightserver.shard import Shard
-from weightserver.sharding import Sharding
-from weightserver.storage import LmdbStorage
+from weightserver.core.sharding import Sharding
+from weightserver.shard.shard import Shard
+from weightserver.storage.lmdb_storage import LmdbStorage
 
 
 def same(one: RowState, other: RowState) -> bool:

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from weightserver import RowState, TableSpec
-from weightserver.initial import initial_rows
+from weightserver.core.initial import initial_rows
 
 Float64Array = npt.NDArray[np.float64]
 

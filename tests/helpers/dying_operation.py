@@ -10,8 +10,8 @@ import sys
 from operator import attrgetter
 from typing import Any
 
-from weightserver import backup, export, reshard
 from weightserver.cli import main
+from weightserver.operations import backup, export, reshard
 
 PIECE_BYTES = 2_000
 

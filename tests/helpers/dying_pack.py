@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainer.data import index, manifest
-from weightserver.files import append_synced
+from weightserver.common.atomic_files import append_synced
 
 
 class Killed(BaseException):

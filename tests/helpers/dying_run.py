@@ -13,13 +13,13 @@ from typing import Any, NoReturn
 
 import torch
 
-import trainer.checkpoint
+import trainer.run.checkpoint
 from tests.helpers.small_run import small_run
-from trainer.checkpoint import Checkpoints
 from trainer.config import TrainConfig
 from trainer.loop import train
+from trainer.run.checkpoint import Checkpoints
 from weightserver import WeightClient
-from weightserver.connection import ShardConnection
+from weightserver.client.connection import ShardConnection
 
 NUM_SHARDS = TrainConfig().num_shards
 Patch = tuple[Any, str, Callable[..., Callable[..., Any]]]
@@ -86,7 +86,7 @@ POINTS: dict[str, Patch] = {
     "after the flush, before the shards": (WeightClient, "checkpoint", _before(2)),
     "between two shards": (ShardConnection, "call", _between_shards("Checkpoint", 2)),
     "after the shards, before the file": (Checkpoints, "_write", _before(2)),
-    "in the file": (trainer.checkpoint, "save_file", _after(2)),
+    "in the file": (trainer.run.checkpoint, "save_file", _after(2)),
     "after the file, before the old one goes": (Checkpoints, "_forget_old", _before(2)),
     "after the old file went, before the release": (WeightClient, "release", _before(1)),
     "between two shards of the release": (ShardConnection, "call", _between_shards("Release", 1)),

@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 from weightserver import WeightClient
-from weightserver.connection import ShardConnection
+from weightserver.client.connection import ShardConnection
 
 if __name__ == "__main__":
     number, start_step, rate, *addresses = sys.argv[1:]

@@ -24,9 +24,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
-from weightserver import server, storage
 from weightserver.cli import main
-from weightserver.cluster import LocalCluster
+from weightserver.local_cluster import LocalCluster
+from weightserver.server import process as server
+from weightserver.storage import lmdb_storage as storage
 
 POINTS = ("before", "writing", "written", "after")
 DEATHS = {-signal.SIGKILL, -signal.SIGSYS}

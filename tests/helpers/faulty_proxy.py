@@ -19,7 +19,7 @@ from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import grpc
 
-from weightserver._generated import weight_server_pb2 as pb
+from weightserver.protocol._generated import weight_server_pb2 as pb
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["WeightServer"]
 _NUM_THREADS = 256

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from trainer.data.manifest import Manifest, index_path, shards_path, tar_index_path
-from weightserver.files import sha256
+from weightserver.common.atomic_files import sha256
 
 
 def in_format_1(directory: Path) -> Path:

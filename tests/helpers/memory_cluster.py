@@ -25,19 +25,19 @@ import grpc
 import pytest
 from google.protobuf.message import Message as Proto
 
-import weightserver.client
-import weightserver.connection
-import weightserver.session
-import weightserver.workers
+import weightserver.client.client
+import weightserver.client.connection
+import weightserver.client.session
+import weightserver.client.workers
 from tests.helpers.memory_storage import MemoryStorage
-from weightserver._generated import weight_server_pb2 as pb
-from weightserver.committer import Operation, Promise, commit_group
-from weightserver.errors import ERROR_OF_STATUS, WeightServerError
-from weightserver.metrics import ShardMetrics
-from weightserver.overload import Memory
-from weightserver.service import WeightServerService, add_to_server
-from weightserver.shard import Batch, Shard
-from weightserver.workers import Answers, Task, Workers
+from weightserver.client.workers import Answers, Task, Workers
+from weightserver.core.errors import ERROR_OF_STATUS, WeightServerError
+from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.server.admission import Memory
+from weightserver.server.metrics import ShardMetrics
+from weightserver.server.service import WeightServerService, add_to_server
+from weightserver.shard.group_commit import Operation, Promise, commit_group
+from weightserver.shard.shard import Batch, Shard
 
 RETRY_SECONDS = 5.0
 """Of the clients; on their own clock."""
@@ -431,9 +431,13 @@ class MemoryCluster:
 
         clock = SimpleNamespace(monotonic=lambda: self._now, sleep=self._sleep)
         for module, name, value in (
-            (weightserver.connection, "open_channel", lambda address, _: _Channel(self, int(address.split(":")[1]))),
-            (weightserver.connection, "time", clock),
-            (weightserver.client, "Workers", lambda: self.threads),
+            (
+                weightserver.client.connection,
+                "open_channel",
+                lambda address, _: _Channel(self, int(address.split(":")[1])),
+            ),
+            (weightserver.client.connection, "time", clock),
+            (weightserver.client.client, "Workers", lambda: self.threads),
             (threading.Condition, "wait", wait_here),
         ):
             self._patches.setattr(module, name, value)
@@ -547,7 +551,12 @@ class MemoryCluster:
 
 _INTERRUPTED = {
     module.__file__
-    for module in (weightserver.client, weightserver.session, weightserver.connection, weightserver.workers)
+    for module in (
+        weightserver.client.client,
+        weightserver.client.session,
+        weightserver.client.connection,
+        weightserver.client.workers,
+    )
 }
 _CALLED = {contextlib.__file__, threading.__file__}
 """By these."""

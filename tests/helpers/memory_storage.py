@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from weightserver.errors import StorageError
-from weightserver.storage import DATABASES, NEWEST, DiskUsage
+from weightserver.core.errors import StorageError
+from weightserver.storage.lmdb_storage import DATABASES, NEWEST, DiskUsage
 
 
 class MemoryStorage:

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from weightserver import __version__
-from weightserver.wire import VERSION_KEY
+from weightserver.protocol.codec import VERSION_KEY
 
 
 class _Versioned(

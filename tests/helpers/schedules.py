@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from weightserver.schedule_change import Part
-from weightserver.shard import Batch, Shard
-from weightserver.wire import Float32Array
+from weightserver.protocol.codec import Float32Array
+from weightserver.shard.schedule_change import Part
+from weightserver.shard.shard import Batch, Shard
 
 
 def extend_schedule(shard: Shard, batch: Batch, start_step: int, learning_rates: Float32Array) -> None:

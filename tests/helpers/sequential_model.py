@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from tests.helpers.histories import Call
 from weightserver import FencedError, NoTableError, StepError, TableSpec
-from weightserver.initial import initial_rows
+from weightserver.core.initial import initial_rows
 
 TOLERANCE = 1e-5
 """Of a row's scale, between float32 and float64."""

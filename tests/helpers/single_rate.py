@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainer.rows import RowCounters
 from weightserver import RowState, TableSpec
-from weightserver.initial import initial_rows
+from weightserver.core.initial import initial_rows
 
 Float64Array = npt.NDArray[np.float64]
 

@@ -30,9 +30,9 @@ from weightserver import (
     WeightClient,
     WeightServerError,
 )
-from weightserver._generated import weight_server_pb2 as pb
 from weightserver.cli import main
-from weightserver.wire import spec_to_proto
+from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.protocol.codec import spec_to_proto
 
 SPEC = TableSpec(num_rows=100, dim=4, rows_per_block=3)
 ONES = np.ones((2, 4), np.float32)
@@ -168,7 +168,7 @@ def test_refused_and_nothing_changed(table: WeightClient, call: Call, error: typ
 
 @pytest.mark.parametrize(("limit", "most"), [("MAX_WRITE_ROWS", 3), ("MAX_WRITE_BYTES", 3 * (8 + 16))])
 def test_a_write_of_too_many_rows(table: WeightClient, monkeypatch: pytest.MonkeyPatch, limit: str, most: int) -> None:
-    monkeypatch.setattr(f"weightserver.client.{limit}", most)
+    monkeypatch.setattr(f"weightserver.client.client.{limit}", most)
     rows = np.array([0, 1, 2, 3, 4, 6])  # four of them on shard 0
     with pytest.raises(ValueError, match="4 rows of one shard in one write, at most 3 are taken: split it"):
         table.push_gradients(rows, np.ones((6, 4), np.float32), step=8)
@@ -177,7 +177,7 @@ def test_a_write_of_too_many_rows(table: WeightClient, monkeypatch: pytest.Monke
 
 def test_a_fetch_of_more_rows_than_a_request_may_name(table: WeightClient, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = table.fetch(np.arange(100), step=9)
-    monkeypatch.setattr("weightserver.fetched.MAX_ROWS", 7)
+    monkeypatch.setattr("weightserver.client.fetched_rows.MAX_ROWS", 7)
     assert np.array_equal(table.fetch(np.arange(100), step=9), expected)
 
 

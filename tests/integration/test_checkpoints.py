@@ -30,10 +30,10 @@ from weightserver import (
     WeightClient,
     storage,
 )
-from weightserver._generated import weight_server_pb2 as pb
-from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
 from weightserver.cli import main
-from weightserver.export import export_rows
+from weightserver.operations.export import export_rows
+from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.protocol._generated.weight_server_pb2_grpc import WeightServerStub
 
 SPEC = TableSpec(num_rows=1_000, dim=16, rows_per_block=7)
 ROWS = np.arange(SPEC.num_rows)

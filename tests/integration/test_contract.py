@@ -13,9 +13,9 @@ import pytest
 
 from tests.helpers.raw_calls import raw_channel
 from weightserver import FencedError, LocalCluster, TableSpec, WeightClient
-from weightserver._generated import weight_server_pb2 as pb
-from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
-from weightserver.wire import MAX_ROWS, MAX_WRITE_ROWS, spec_to_proto
+from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.protocol._generated.weight_server_pb2_grpc import WeightServerStub
+from weightserver.protocol.codec import MAX_ROWS, MAX_WRITE_ROWS, spec_to_proto
 
 SPEC = TableSpec(num_rows=40, dim=2, rows_per_block=5)  # shard 0 has rows 0..4, 10..14, 20..24, 30..34
 SINGLE_RATE = TableSpec(num_rows=40, dim=2, rows_per_block=5, correction="paper")

@@ -20,12 +20,18 @@ import numpy as np
 import pytest
 
 from weightserver import StorageError, TableSpec
-from weightserver import storage as storages
-from weightserver.blocks import BlockCodec
-from weightserver.committer import commit_group
-from weightserver.compact import compact
-from weightserver.inspect import inspect_directory
-from weightserver.records import (
+from weightserver.core.blocks import BlockCodec
+from weightserver.core.sharding import Sharding
+from weightserver.operations.compact import compact
+from weightserver.operations.inspect import inspect_directory
+from weightserver.operations.reshard import reshard
+from weightserver.operations.verify import verify_directory
+from weightserver.server.process import ServerConfig
+from weightserver.shard.group_commit import commit_group
+from weightserver.shard.shard import Batch, Shard
+from weightserver.storage import lmdb_storage as storages
+from weightserver.storage.lmdb_storage import LmdbStorage
+from weightserver.storage.records import (
     FORMAT,
     Checkpoint,
     Lineage,
@@ -39,13 +45,7 @@ from weightserver.records import (
     write_spec,
     write_state,
 )
-from weightserver.reshard import reshard
-from weightserver.server import ServerConfig
-from weightserver.shard import Batch, Shard
-from weightserver.sharding import Sharding
-from weightserver.storage import LmdbStorage
-from weightserver.tombstone import TOMBSTONE
-from weightserver.verify import verify_directory
+from weightserver.storage.tombstone import TOMBSTONE
 
 SPEC = TableSpec(num_rows=4_000, dim=64, rows_per_block=7)
 

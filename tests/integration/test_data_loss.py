@@ -29,10 +29,10 @@ from weightserver import (
     TableSpec,
     WeightClient,
 )
-from weightserver._generated import weight_server_pb2 as pb
-from weightserver.backup import backup, restore
-from weightserver.export import export_rows
-from weightserver.reshard import Resharded, reshard
+from weightserver.operations.backup import backup, restore
+from weightserver.operations.export import export_rows
+from weightserver.operations.reshard import Resharded, reshard
+from weightserver.protocol._generated import weight_server_pb2 as pb
 
 SPEC = TableSpec(num_rows=40, dim=2, momentum=0.0, weight_decay=0.0, init_std=0.0, rows_per_block=5)
 ROWS = np.arange(SPEC.num_rows)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from weightserver import StepError, TableSpec, WeightClient
-from weightserver.initial import initial_rows
+from weightserver.core.initial import initial_rows
 
 SPEC = TableSpec(num_rows=60, dim=2, rows_per_block=5, momentum=0.0, weight_decay=0.125)
 DIVERGING, RESET = 64.0, 8.0

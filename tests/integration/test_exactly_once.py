@@ -26,7 +26,7 @@ import numpy.typing as npt
 import pytest
 from google.protobuf.message_factory import GetMessageClass
 
-import weightserver.client
+import weightserver.client.client
 from tests.helpers.faulty_proxy import Answer, Fault, Faults, FaultyProxy
 from tests.helpers.watching import metric
 from tests.weightserver import test_model
@@ -39,9 +39,9 @@ from weightserver import (
     TableSpec,
     WeightClient,
 )
-from weightserver._generated import weight_server_pb2 as pb
-from weightserver.initial import initial_rows
-from weightserver.sharding import Sharding
+from weightserver.core.initial import initial_rows
+from weightserver.core.sharding import Sharding
+from weightserver.protocol._generated import weight_server_pb2 as pb
 
 # More than a MiB of weights on each shard: a fetch of all rows is answered in two messages.
 SPEC = TableSpec(num_rows=70_000, dim=8, momentum=0.8, weight_decay=0.01, init_std=1.0, rows_per_block=63)
@@ -581,7 +581,7 @@ def long(seed: int) -> Load:
 )
 @pytest.mark.guard
 def test_every_call_counts_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weightserver.client, "CHUNK_BYTES", BYTES_PER_MESSAGE)
+    monkeypatch.setattr(weightserver.client.client, "CHUNK_BYTES", BYTES_PER_MESSAGE)
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(LocalCluster(NUM_SHARDS))
         proxies = [

@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.dense_sgd import Oracle, schedule
 from weightserver import LocalCluster, ShardUnavailableError, TableSpec, WeightClient
-from weightserver.initial import initial_rows
+from weightserver.core.initial import initial_rows
 
 
 def open_table(client: WeightClient, spec: TableSpec, rates: npt.NDArray[np.float32]) -> int:

@@ -24,15 +24,15 @@ from weightserver import (
     TableSpec,
     WeightClient,
 )
-from weightserver import backup as backups
-from weightserver.backup import backup, read_backup, restore
 from weightserver.cli import main
-from weightserver.compact import compact
-from weightserver.export import export_rows
-from weightserver.initial import initial_rows
-from weightserver.inspect import inspect_directory
-from weightserver.reshard import reshard
-from weightserver.verify import verify_directory
+from weightserver.core.initial import initial_rows
+from weightserver.operations import backup as backups
+from weightserver.operations.backup import backup, read_backup, restore
+from weightserver.operations.compact import compact
+from weightserver.operations.export import export_rows
+from weightserver.operations.inspect import inspect_directory
+from weightserver.operations.reshard import reshard
+from weightserver.operations.verify import verify_directory
 
 SPEC = TableSpec(num_rows=100, dim=6, momentum=0.9, weight_decay=1e-3, rows_per_block=7, seed=4)
 LARGER = replace(SPEC, num_rows=263)  # neither ends with a block

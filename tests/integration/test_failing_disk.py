@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.helpers.failing_disk import META, FailingDisk
 from weightserver import LocalCluster, ShardUnavailableError, StorageError, TableSpec, WeightClient, WeightServerError
-from weightserver.connection import open_channel
+from weightserver.client.connection import open_channel
 
 SPEC = TableSpec(num_rows=60, dim=8, rows_per_block=10, momentum=0.0, weight_decay=0.0, init_std=0.0)
 """Without momentum and decay a row is the sum of its gradients."""

@@ -28,15 +28,15 @@ from tests.helpers.memory_storage import MemoryStorage
 from tests.helpers.raw_calls import raw_channel
 from tests.helpers.schedules import extend_schedule
 from weightserver import LocalCluster, TableSpec, WeightClient, __version__
-from weightserver._generated import weight_server_pb2 as pb
-from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
-from weightserver.committer import Committer
-from weightserver.errors import StepError
-from weightserver.metrics import ShardMetrics
-from weightserver.overload import BASE_BYTES, CallLimiter, Memory
-from weightserver.service import NAME, WeightServerService, add_to_server
-from weightserver.shard import Shard
-from weightserver.wire import ACKNOWLEDGED_KEY, MARK_KEY, VERSION_KEY, spec_to_proto, table_digest
+from weightserver.core.errors import StepError
+from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.protocol._generated.weight_server_pb2_grpc import WeightServerStub
+from weightserver.protocol.codec import ACKNOWLEDGED_KEY, MARK_KEY, VERSION_KEY, spec_to_proto, table_digest
+from weightserver.server.admission import BASE_BYTES, CallLimiter, Memory
+from weightserver.server.metrics import ShardMetrics
+from weightserver.server.service import NAME, WeightServerService, add_to_server
+from weightserver.shard.group_commit import Committer
+from weightserver.shard.shard import Shard
 
 SPEC = TableSpec(num_rows=60, dim=2, rows_per_block=5)
 SINGLE_RATE = replace(SPEC, correction="paper")

@@ -15,17 +15,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weightserver.inspect import inspect_directory
-from weightserver.records import Checkpoint, State, put_record, read_state, write_schedule, write_state
-from weightserver.shard import Shard
-from weightserver.snapshot import Snapshot, read_snapshot
-from weightserver.storage import LmdbStorage
+from weightserver.operations.inspect import inspect_directory
+from weightserver.shard.shard import Shard
+from weightserver.storage.lmdb_storage import LmdbStorage
+from weightserver.storage.records import Checkpoint, State, put_record, read_state, write_schedule, write_state
+from weightserver.storage.snapshot import Snapshot, read_snapshot
 
 
 def test_a_stopped_inspect_holds_no_space(tmp_path: Path) -> None:
     """SIGSTOP at random moments of its reading, while every row is written again and again."""
     code = (
-        "import sys; from pathlib import Path; from weightserver.inspect import inspect_directory\n"
+        "import sys; from pathlib import Path; from weightserver.operations.inspect import inspect_directory\n"
         "for number in range(10 ** 9):\n"
         "    inspect_directory(Path(sys.argv[1])); print(number, flush=True) if number < 2 else None"
     )

@@ -14,9 +14,9 @@ import pytest
 from tests.helpers.faulty_proxy import Fault, Faults, FaultyProxy
 from tests.helpers.watching import metric
 from weightserver import LocalCluster, NoTableError, RowState, ShardUnavailableError, TableSpec, WeightClient
-from weightserver._generated import weight_server_pb2 as pb
-from weightserver.sharding import Int64Array
-from weightserver.wire import CHUNK_BYTES, decode_fetch_response, rows_from_proto
+from weightserver.core.sharding import Int64Array
+from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.protocol.codec import CHUNK_BYTES, decode_fetch_response, rows_from_proto
 
 SPEC = TableSpec(num_rows=40_000, dim=64, init_std=0.1)
 ROWS = np.arange(SPEC.num_rows)

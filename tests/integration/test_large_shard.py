@@ -20,10 +20,10 @@ import psutil
 import pytest
 
 from weightserver import LocalCluster, TableSpec, WeightClient
-from weightserver.committer import commit_group
-from weightserver.inspect import inspect_directory
-from weightserver.shard import Batch, Shard
-from weightserver.storage import LmdbStorage
+from weightserver.operations.inspect import inspect_directory
+from weightserver.shard.group_commit import commit_group
+from weightserver.shard.shard import Batch, Shard
+from weightserver.storage.lmdb_storage import LmdbStorage
 
 PAGE_BYTES = 4096
 LAST_PAGE = struct.Struct("<Q")
@@ -81,8 +81,8 @@ def test_a_map_takes_the_address_space_that_is_left(tmp_path: Path) -> None:
         "import resource, sys\n"
         "from pathlib import Path\n"
         "from weightserver import StorageError\n"
-        "from weightserver.records import read_identity\n"
-        "from weightserver.storage import LmdbStorage\n"
+        "from weightserver.storage.records import read_identity\n"
+        "from weightserver.storage.lmdb_storage import LmdbStorage\n"
         f"resource.setrlimit(resource.RLIMIT_AS, ({13 * gigabyte},) * 2)\n"
         "storage = LmdbStorage(Path(sys.argv[1]))\n"
         "try:\n"

@@ -19,7 +19,7 @@ import pytest
 from tests.helpers.small_run import EVERY, ONLY_ROWS, small_run
 from trainer.loop import train
 from weightserver import FencedError, LocalCluster, StorageError, TableSpec, WeightClient
-from weightserver.logs import LOG_FORMATS, LogFormat, log_events
+from weightserver.common.logs import LOG_FORMATS, LogFormat, log_events
 
 
 def lines(cluster: LocalCluster, shard: int = 0) -> list[dict[str, Any]]:
@@ -98,7 +98,7 @@ def test_a_traceback_shows_no_values(log_format: LogFormat, monkeypatch: pytest.
     try:
         raise RuntimeError("as planned", len(token))
     except RuntimeError:
-        logging.getLogger("weightserver.service").exception("failed")
+        logging.getLogger("weightserver.server.service").exception("failed")
     text = told.getvalue()
     assert "as planned" in text
     assert "token-of-the-shard" not in text
@@ -173,7 +173,9 @@ def test_every_line_is_json_where_that_is_asked_for(cluster: LocalCluster, tmp_p
 def test_names_command_no_terminal(log_format: LogFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", told := io.StringIO())
     log_events(log_format)
-    logging.getLogger("weightserver.service").info("session opened", extra={"run": "\x1b[31mred\x9b\u202e\nline"})
+    logging.getLogger("weightserver.server.service").info(
+        "session opened", extra={"run": "\x1b[31mred\x9b\u202e\nline"}
+    )
     assert told.getvalue().count("\n") == 1
     assert not set(told.getvalue()) & set("\x1b\x9b\u202e")
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from weightserver import LocalCluster, TableSpec, WeightClient
-from weightserver.backup import backup
-from weightserver.compact import compact
+from weightserver.operations.backup import backup
+from weightserver.operations.compact import compact
 
 NOBODY = 65534
 SPEC = TableSpec(num_rows=40, dim=8, rows_per_block=10)

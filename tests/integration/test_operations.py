@@ -27,8 +27,8 @@ from safetensors.numpy import load_file
 
 from tests.helpers.comparing import rows_in, same
 from tests.helpers.small_run import EVERY, NUM_IMAGES, ONLY_ROWS, losses, small_run
-from trainer.checkpoint import Checkpoints
 from trainer.loop import train
+from trainer.run.checkpoint import Checkpoints
 from weightserver import (
     Checkpoint,
     DataLossError,
@@ -40,22 +40,22 @@ from weightserver import (
     TableSpec,
     WeightClient,
 )
-from weightserver import backup as backups
-from weightserver import export as exports
-from weightserver import reshard as resharding
-from weightserver import shard as shards
-from weightserver import storage as storages
-from weightserver.backup import backup, read_backup
-from weightserver.blocks import BlockCodec
 from weightserver.cli import main
-from weightserver.compact import compact
-from weightserver.export import export_rows
-from weightserver.files import sha256
-from weightserver.initial import initial_rows
-from weightserver.inspect import inspect_directory
-from weightserver.records import read_state, write_spec, write_state
-from weightserver.storage import LmdbStorage
-from weightserver.verify import verify_directory
+from weightserver.common.atomic_files import sha256
+from weightserver.core.blocks import BlockCodec
+from weightserver.core.initial import initial_rows
+from weightserver.operations import backup as backups
+from weightserver.operations import export as exports
+from weightserver.operations import reshard as resharding
+from weightserver.operations.backup import backup, read_backup
+from weightserver.operations.compact import compact
+from weightserver.operations.export import export_rows
+from weightserver.operations.inspect import inspect_directory
+from weightserver.operations.verify import verify_directory
+from weightserver.shard import shard as shards
+from weightserver.storage import lmdb_storage as storages
+from weightserver.storage.lmdb_storage import LmdbStorage
+from weightserver.storage.records import read_state, write_spec, write_state
 
 SPEC = TableSpec(num_rows=1_000, dim=16, rows_per_block=7)
 ROWS = np.arange(SPEC.num_rows)
@@ -323,13 +323,15 @@ def test_a_backup_of_a_large_table_is_small_and_ends(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "number"),
     [
-        ("weightserver.client:pb.CopyCheckpointRequest", 1),  # while the shards are told to hold the checkpoint
-        ("weightserver.backup:write_whole", 3),  # in the first shard
-        ("weightserver.backup:_write_json", 2),  # behind its manifest, before the checkpoint is let go
-        ("weightserver.backup:_release", 1),  # when it is let go
-        pytest.param("weightserver.backup:_write_json", 1, marks=pytest.mark.slow),  # before any shard holds it
-        pytest.param("weightserver.backup:_hold", 1, marks=pytest.mark.slow),  # before the first file
-        pytest.param("weightserver.backup:write_whole", 5, marks=pytest.mark.slow),  # in the second shard
+        ("weightserver.client.client:pb.CopyCheckpointRequest", 1),  # while the shards are told to hold the checkpoint
+        ("weightserver.operations.backup:write_whole", 3),  # in the first shard
+        ("weightserver.operations.backup:_write_json", 2),  # behind its manifest, before the checkpoint is let go
+        ("weightserver.operations.backup:_release", 1),  # when it is let go
+        pytest.param(
+            "weightserver.operations.backup:_write_json", 1, marks=pytest.mark.slow
+        ),  # before any shard holds it
+        pytest.param("weightserver.operations.backup:_hold", 1, marks=pytest.mark.slow),  # before the first file
+        pytest.param("weightserver.operations.backup:write_whole", 5, marks=pytest.mark.slow),  # in the second shard
     ],
 )
 @pytest.mark.guard
@@ -365,7 +367,7 @@ def test_a_backup_killed_before_anything_is_there_begins_anew(
 ) -> None:
     make_table(client)
     arguments = ["backup", *cluster.addresses, "--output", tmp_path / "backup"]
-    dies("weightserver.files:sync", 2, *arguments)
+    dies("weightserver.common.atomic_files:sync", 2, *arguments)
     assert not (tmp_path / "backup/unfinished.json").exists()
     assert weightserver(*arguments)[0] == 0
     assert not list((tmp_path / "backup").glob("*.partial"))
@@ -406,7 +408,7 @@ def test_a_damaged_piece_of_a_stopped_backup_is_copied_again(
     client.checkpoint("one", step=1)
     kept = client.fetch_state(rows)
     arguments = ["backup", *cluster.addresses, "--output", tmp_path / "backup"]
-    dies("weightserver.backup:write_whole", 4, *arguments)
+    dies("weightserver.operations.backup:write_whole", 4, *arguments)
     first, _ = sorted((tmp_path / "backup/shard-0").glob("blocks-*.safetensors"))
     whole = first.read_bytes()
     if damage:
@@ -549,11 +551,11 @@ def test_a_killed_restore_goes_on(
     commands = [
         ["restore", tmp_path / "backup", "--data-dir", target, "--shard", shard] for shard, target in enumerate(targets)
     ]
-    dies("weightserver.building:ShardBuilder.add", 1, *commands[0])
+    dies("weightserver.storage.shard_builder:ShardBuilder.add", 1, *commands[0])
     assert "unfinished" in inspect_directory(targets[0])
     for command in commands:
         assert weightserver(*command)[0] == 0
-    dies("weightserver.backup:restore", 1, *commands[0][:3], tmp_path / "x", "--shard", 0)
+    dies("weightserver.operations.backup:restore", 1, *commands[0][:3], tmp_path / "x", "--shard", 0)
     outcome = weightserver(*commands[0][:3], tmp_path / "x", "--shard", 0)
     assert_one_line(outcome, "was restored from")  # it is all there
     assert "before: serve it, or give another directory" in outcome[2]
@@ -566,7 +568,7 @@ def test_a_backup_whose_checkpoint_went_away_says_so(
 ) -> None:
     make_table(client)
     arguments = ["backup", *cluster.addresses, "--output", tmp_path / "backup"]
-    dies("weightserver.backup:write_whole", 3, *arguments, "--checkpoint", "two")
+    dies("weightserver.operations.backup:write_whole", 3, *arguments, "--checkpoint", "two")
     client.open_session("back")
     client.rollback("one")
     assert_one_line(
@@ -850,12 +852,14 @@ def test_resharding_the_rows_of_now(weightserver: Weightserver, tables: Callable
 @pytest.mark.parametrize(
     ("place", "number"),
     [
-        ("weightserver.building:ShardBuilder.add", 20),  # halfway
-        ("weightserver.building:ShardBuilder.finish", 2),  # when two of three are finished
-        pytest.param("weightserver.building:ShardBuilder._begin", 2, marks=pytest.mark.slow),
-        pytest.param("weightserver.building:ShardBuilder.add", 4, marks=pytest.mark.slow),  # between two directories
-        pytest.param("weightserver.reshard:_Resharding.fill", 1, marks=pytest.mark.slow),
-        pytest.param("weightserver.building:ShardBuilder.finish", 3, marks=pytest.mark.slow),
+        ("weightserver.storage.shard_builder:ShardBuilder.add", 20),  # halfway
+        ("weightserver.storage.shard_builder:ShardBuilder.finish", 2),  # when two of three are finished
+        pytest.param("weightserver.storage.shard_builder:ShardBuilder._begin", 2, marks=pytest.mark.slow),
+        pytest.param(
+            "weightserver.storage.shard_builder:ShardBuilder.add", 4, marks=pytest.mark.slow
+        ),  # between two directories
+        pytest.param("weightserver.operations.reshard:_Resharding.fill", 1, marks=pytest.mark.slow),
+        pytest.param("weightserver.storage.shard_builder:ShardBuilder.finish", 3, marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_reshard_goes_on(
@@ -1011,20 +1015,24 @@ def served_in_between(source: Path) -> str:
     return done.stderr
 
 
-COPY, TOMBSTONE, RENAME = "weightserver.compact:write_synced", "pathlib:Path.symlink_to", "pathlib:Path.replace"
+COPY, TOMBSTONE, RENAME = (
+    "weightserver.operations.compact:write_synced",
+    "pathlib:Path.symlink_to",
+    "pathlib:Path.replace",
+)
 
 
 @pytest.mark.parametrize(
     ("place", "number"),
     [
-        pytest.param("weightserver.storage:LmdbStorage.copy", 1, marks=pytest.mark.guard),
+        pytest.param("weightserver.storage.lmdb_storage:LmdbStorage.copy", 1, marks=pytest.mark.guard),
         pytest.param(COPY, 1, marks=pytest.mark.guard),
-        pytest.param("weightserver.files:sync", 1, marks=pytest.mark.guard),
+        pytest.param("weightserver.common.atomic_files:sync", 1, marks=pytest.mark.guard),
         pytest.param(TOMBSTONE, 1, marks=pytest.mark.guard),
-        pytest.param("weightserver.tombstone:sync", 1, marks=pytest.mark.guard),
-        pytest.param("weightserver.compact:leave_tombstone", 1, marks=pytest.mark.guard),
+        pytest.param("weightserver.storage.tombstone:sync", 1, marks=pytest.mark.guard),
+        pytest.param("weightserver.operations.compact:leave_tombstone", 1, marks=pytest.mark.guard),
         pytest.param(RENAME, 1, marks=pytest.mark.guard),
-        pytest.param("weightserver.compact:sync", 2, marks=pytest.mark.guard),
+        pytest.param("weightserver.operations.compact:sync", 2, marks=pytest.mark.guard),
     ],
 )
 def test_a_killed_compact_and_a_supervisor_lose_no_write(
@@ -1166,7 +1174,7 @@ def test_an_export_of_several_files_is_whole_or_not_there(
     make_table(client)
     state, new = client.fetch_state(ROWS, step=4), tmp_path / "out/new"
     command = ["export", *cluster.addresses, "--output", new]
-    dies("weightserver.export:write_whole", 3, *command)
+    dies("weightserver.operations.export:write_whole", 3, *command)
     assert not list(new.glob("*rows*"))
     monkeypatch.setattr(exports, "_BYTES_PER_FILE", 20_000)
     original, written, others = exports.write_whole, [], []

@@ -31,16 +31,11 @@ from weightserver import (
     __version__,
     connection,
 )
-from weightserver._generated import weight_server_pb2 as pb
-from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
-from weightserver.committer import Committer
-from weightserver.connection import ShardConnection
-from weightserver.metrics import ShardMetrics
-from weightserver.overload import BASE_BYTES, LANES, MAX_CALLS, MAX_WAITING, Lane, Memory
-from weightserver.service import NAME, WeightServerService
-from weightserver.shard import Shard
-from weightserver.storage import LmdbStorage
-from weightserver.wire import (
+from weightserver.client.connection import ShardConnection
+from weightserver.client.workers import Workers
+from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.protocol._generated.weight_server_pb2_grpc import WeightServerStub
+from weightserver.protocol.codec import (
     CHUNK_BYTES,
     MAX_REQUEST_BYTES,
     MAX_ROWS,
@@ -49,7 +44,12 @@ from weightserver.wire import (
     WAITED_KEY,
     rows_to_proto,
 )
-from weightserver.workers import Workers
+from weightserver.server.admission import BASE_BYTES, LANES, MAX_CALLS, MAX_WAITING, Lane, Memory
+from weightserver.server.metrics import ShardMetrics
+from weightserver.server.service import NAME, WeightServerService
+from weightserver.shard.group_commit import Committer
+from weightserver.shard.shard import Shard
+from weightserver.storage.lmdb_storage import LmdbStorage
 
 SPEC = TableSpec(num_rows=1_000_000, dim=64, momentum=0, weight_decay=0, init_std=0)
 MEMORY_MIB = 128

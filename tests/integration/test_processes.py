@@ -23,10 +23,10 @@ from tests.helpers.failpoints import DyingCluster
 from tests.helpers.raw_calls import raw_channel
 from tests.helpers.watching import metric, wait_until
 from weightserver import LocalCluster, ShardUnavailableError, TableSpec, WeightClient, WeightServerError
-from weightserver._generated import weight_server_pb2 as pb
-from weightserver._generated.weight_server_pb2_grpc import WeightServerStub
-from weightserver.metrics_page import MAX_CONNECTIONS
-from weightserver.wire import rows_to_proto
+from weightserver.common.metrics_http import MAX_CONNECTIONS
+from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.protocol._generated.weight_server_pb2_grpc import WeightServerStub
+from weightserver.protocol.codec import rows_to_proto
 
 SPEC = TableSpec(num_rows=200_000, dim=32)
 

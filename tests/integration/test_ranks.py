@@ -28,7 +28,7 @@ from trainer.rows import DenseRows, RemoteRows, ResidentRows, RowStore
 from trainer.rows.opening import start_servers
 from trainer.schedule import VisitSchedule, learning_rates
 from weightserver import LocalCluster, TableSpec, WeightClient
-from weightserver.sharding import Sharding
+from weightserver.core.sharding import Sharding
 
 BATCH_SIZE, DIM, NUM_ROWS, NUM_ACTIVE = 10, 16, 300, 60
 SPEC = TableSpec(num_rows=NUM_ROWS, dim=DIM, weight_decay=1e-3, rows_per_block=7)

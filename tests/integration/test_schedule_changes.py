@@ -32,14 +32,14 @@ from weightserver import (
     WeightClient,
     schedule_caller,
 )
-from weightserver._generated import weight_server_pb2 as pb
-from weightserver.backup import backup, restore
-from weightserver.compact import compact
-from weightserver.connection import ShardConnection
-from weightserver.reshard import reshard
-from weightserver.shard import Shard
-from weightserver.storage import LmdbStorage
-from weightserver.wire import Float32Array, ScheduleHash
+from weightserver.client.connection import ShardConnection
+from weightserver.operations.backup import backup, restore
+from weightserver.operations.compact import compact
+from weightserver.operations.reshard import reshard
+from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.protocol.codec import Float32Array, ScheduleHash
+from weightserver.shard.shard import Shard
+from weightserver.storage.lmdb_storage import LmdbStorage
 
 SPEC = TableSpec(num_rows=60, dim=4, momentum=0.9, weight_decay=1e-3, rows_per_block=7, seed=2)
 ROWS = np.arange(SPEC.num_rows)

@@ -29,11 +29,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tests.helpers.secure_shards import Served, served
 from weightserver import AuthenticationError, LocalCluster, ShardUnavailableError, TableSpec, WeightClient
-from weightserver._generated import weight_server_pb2 as pb
-from weightserver.certificates import write_certificates
 from weightserver.cli import main
-from weightserver.security import TOKEN_VARIABLE, ClientSecurity, read_token, server_tls
-from weightserver.server import ServerConfig
+from weightserver.common.security import TOKEN_VARIABLE, ClientSecurity, read_token, server_tls
+from weightserver.operations.certificates import write_certificates
+from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.server.process import ServerConfig
 
 SPEC = TableSpec(num_rows=1000, dim=8)
 CONTRACT = pb.DESCRIPTOR.services_by_name["WeightServer"]

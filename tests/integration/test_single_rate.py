@@ -25,7 +25,7 @@ from trainer.loop import train
 from trainer.rows import DenseRows
 from trainer.schedule import learning_rates
 from weightserver import LocalCluster, StepError, TableMismatchError, TableSpec, WeightClient
-from weightserver.reshard import reshard
+from weightserver.operations.reshard import reshard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

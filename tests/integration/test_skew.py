@@ -34,8 +34,8 @@ from weightserver import (
     WeightClient,
     __version__,
 )
-from weightserver._generated import weight_server_pb2 as pb
 from weightserver.cli import main
+from weightserver.protocol._generated import weight_server_pb2 as pb
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 SERVICE = "pic.weightserver.v1.WeightServer"

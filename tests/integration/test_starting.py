@@ -21,7 +21,7 @@ import pytest
 
 from tests.helpers.watching import wait_until
 from weightserver import LocalCluster, ShardUnavailableError, StorageError, TableSpec, WeightClient
-from weightserver.storage import LmdbStorage
+from weightserver.storage.lmdb_storage import LmdbStorage
 
 ROOT = Path(__file__).parents[2]
 SERVE = [sys.executable, "-m", "weightserver", "serve", "--listen", "127.0.0.1:0"]
@@ -142,14 +142,14 @@ def test_a_first_start_that_was_cut_short_goes_on(tmp_path: Path) -> None:
 
 
 POINTS = (
-    "weightserver.server:_listen",
-    "weightserver.storage:lmdb.open",
-    "weightserver.server:Shard",
-    "weightserver.server:Committer",
-    "weightserver.server:service.add_to_server",
+    "weightserver.server.process:_listen",
+    "weightserver.storage.lmdb_storage:lmdb.open",
+    "weightserver.server.process:Shard",
+    "weightserver.server.process:Committer",
+    "weightserver.server.process:service.add_to_server",
     "grpc._server:_Server.start",
-    "weightserver.server:_announce",
-    "weightserver.server:_Stop.wait",
+    "weightserver.server.process:_announce",
+    "weightserver.server.process:_Stop.wait",
 )
 """Of a start, in their order; `Committer` is the first behind which a thread would keep the process."""
 
@@ -190,7 +190,7 @@ def dies(command: list[str], directory: Path, seconds: str) -> None:
 @pytest.mark.guard
 def test_a_shard_ends_whose_announcement_nobody_reads(tmp_path: Path) -> None:
     """Also where it does not follow its parent: stdout is closed."""
-    point = "weightserver.server:_announce"
+    point = "weightserver.server.process:_announce"
     dies(serve(tmp_path / "data", "--announce", what=("orphaned", point)), tmp_path / "data", "never")
     command = serve(tmp_path / "data", "--announce")
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as shard:
@@ -226,7 +226,7 @@ def test_sigterm_ends_a_start(point: str, tmp_path: Path) -> None:
     """Before the shard serves as a kill does; from then on it drains."""
     command = serve(tmp_path, "--announce", what=("SIGTERM", point))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
-    drains = POINTS.index(point) > POINTS.index("weightserver.server:service.add_to_server")
+    drains = POINTS.index(point) > POINTS.index("weightserver.server.process:service.add_to_server")
     assert done.returncode == (0 if drains else 128 + signal.SIGTERM), done.stderr
     assert ("draining" in done.stderr) is drains
     assert "Traceback" not in done.stderr

@@ -20,7 +20,7 @@ from weightserver import (
     WeightClient,
 )
 from weightserver.cli import main
-from weightserver.verify import verify_directory
+from weightserver.operations.verify import verify_directory
 
 SPEC = TableSpec(num_rows=40, dim=8, rows_per_block=10)
 ROWS = np.arange(SPEC.num_rows)

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from weightserver import LocalCluster, TableSpec, WeightClient
-from weightserver.top import Sample, quantile, view
+from weightserver.operations.top import Sample, quantile, view
 
 
 def top(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -23,13 +23,13 @@ from weightserver import (
     ShardUnavailableError,
     WeightClient,
 )
-from weightserver._generated import weight_server_pb2 as pb
-from weightserver.backup import read_backup, restore
-from weightserver.compact import compact
-from weightserver.inspect import inspect_directory
-from weightserver.records import FORMAT, earlier_identity
-from weightserver.reshard import reshard
-from weightserver.verify import verify_directory
+from weightserver.operations.backup import read_backup, restore
+from weightserver.operations.compact import compact
+from weightserver.operations.inspect import inspect_directory
+from weightserver.operations.reshard import reshard
+from weightserver.operations.verify import verify_directory
+from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.storage.records import FORMAT, earlier_identity
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "version_0.1"
 SHARDS, NUM_ROWS = ("shard-0", "shard-1"), 70

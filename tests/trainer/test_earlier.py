@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from tests.helpers.small_run import ONLY_ROWS, losses, small_run
-from trainer.checkpoint import check_same_run, note_settings, saved_steps
 from trainer.config import TrainConfig, parse_config
-from trainer.history import ImageHistory
 from trainer.loop import train
+from trainer.run.checkpoint import check_same_run, note_settings, saved_steps
+from trainer.run.history import ImageHistory
 from trainer.schedule import learning_rates
-from weightserver.inspect import inspect_directory
-from weightserver.records import FORMAT
+from weightserver.operations.inspect import inspect_directory
+from weightserver.storage.records import FORMAT
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 CONFIGS: dict[str, dict[str, Any]] = json.loads((GOLDEN / "configs_0.1.json").read_text())

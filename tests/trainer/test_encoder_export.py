@@ -27,12 +27,12 @@ from tests.helpers.small_run import EVERY, small_run
 from trainer.data import load_dataset
 from trainer.data.decode import decoded_side
 from trainer.data.pixels import IMAGENET, normalise
-from trainer.encoder_export import _DETECTRON2, detectron2_key
-from trainer.export import main
+from trainer.export.__main__ import main
+from trainer.export.encoders import _DETECTRON2, detectron2_key
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_encoder, load_encoder, save_encoder
 from trainer.torchvision_compat import import_module
-from weightserver.files import sha256
+from weightserver.common.atomic_files import sha256
 
 SIDE = 28
 

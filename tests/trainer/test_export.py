@@ -13,11 +13,11 @@ from safetensors import safe_open
 
 from tests.helpers.secure_shards import served
 from tests.helpers.small_run import EVERY, NUM_IMAGES, ONLY_ROWS, small_run
-from trainer.export import main
+from trainer.export.__main__ import main
 from trainer.loop import train
 from trainer.schedule import RowOrder, VisitSchedule
 from weightserver import LocalCluster, TableSpec, WeightClient
-from weightserver.certificates import write_certificates
+from weightserver.operations.certificates import write_certificates
 
 
 def export(*arguments: object) -> int | str | None:

@@ -21,20 +21,20 @@ from tests.helpers import dying_run
 from tests.helpers.dying_run import NUM_SHARDS, _after, _before, _between_shards
 from tests.helpers.image_tree import plain_tree
 from tests.helpers.small_run import EVERY, losses, small_run
-from trainer.checkpoint import Checkpoints
 from trainer.config import TrainConfig
 from trainer.data import load_dataset
 from trainer.data.manifest import Manifest
 from trainer.data.pack import PackOptions, pack
-from trainer.export import main as export
-from trainer.history import ImageHistory
+from trainer.export.__main__ import main as export
 from trainer.loop import train
 from trainer.recency import RecentRows
 from trainer.rows import opening
+from trainer.run.checkpoint import Checkpoints
+from trainer.run.history import ImageHistory
 from trainer.schedule import VisitSchedule, learning_rates
 from weightserver import LocalCluster, RowState, WeightClient
-from weightserver.connection import ShardConnection
-from weightserver.initial import initial_rows
+from weightserver.client.connection import ShardConnection
+from weightserver.core.initial import initial_rows
 
 OLD, ALL = 100, 160
 NUM_STEPS, ALL_STEPS = 25, 40  # four visits for each image

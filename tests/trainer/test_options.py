@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from tests.helpers.small_run import EVERY, losses, small_run
-from trainer.checkpoint import saved_steps
 from trainer.config import PRESETS, TrainConfig, parse_config
 from trainer.data.augment import AugmentationConfig
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_model
 from trainer.rows.dense import DenseRows
-from weightserver.sharding import Int64Array
+from trainer.run.checkpoint import saved_steps
+from weightserver.core.sharding import Int64Array
 
 GROUP_NORM = EncoderConfig(in_channels=3, image_size=16, width=8, stem_stride=2, blocks=(1, 1), norm="group")
 NO_AUGMENTATION = AugmentationConfig(

@@ -18,7 +18,7 @@ from trainer.__main__ import main
 from trainer.data import Dataset
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_encoder
-from trainer.page.looks import look, saliency
+from trainer.report.inspection import look, saliency
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WATCH = """<script>

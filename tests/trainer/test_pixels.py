@@ -20,7 +20,7 @@ from trainer.data.pixels import IMAGENET, MINUS_ONE_TO_ONE, PixelScale, measured
 from trainer.evaluate.__main__ import main as evaluate
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_encoder, load_encoder, save_encoder
-from trainer.runs import read_encoder
+from trainer.run.directory import read_encoder
 from trainer.torchvision_compat import import_module
 
 pytestmark = pytest.mark.usefixtures("one_thread")

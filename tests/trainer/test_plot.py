@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from trainer.plot import draw_training, read_metrics
+from trainer.run.plot import draw_training, read_metrics
 
 RECORDS = [{"step": step, "loss": 7 - 0.01 * step} for step in range(20)]
 for _record in RECORDS[::5]:

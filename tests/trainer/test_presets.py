@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from trainer.config import PRESETS, parse_config
-from trainer.history import ImageHistory
+from trainer.run.history import ImageHistory
 
 NUM_IMAGES = 1_281_167
 """N of ImageNet-1K."""

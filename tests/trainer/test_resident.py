@@ -14,9 +14,9 @@ from trainer.config import PRESETS
 from trainer.rows import ResidentRows
 from trainer.rows.slots import SlotMap
 from weightserver import FencedError, RowState, StepError, TableSpec, WeightClient
-from weightserver.initial import initial_rows
-from weightserver.plan import Workload, plan
-from weightserver.sharding import Int64Array
+from weightserver.core.initial import initial_rows
+from weightserver.core.sharding import Int64Array
+from weightserver.operations.plan import Workload, plan
 
 SPEC = TableSpec(num_rows=500, dim=8, rows_per_block=7, weight_decay=0.01)
 RATES = np.full(200, 0.1, np.float32)

@@ -22,25 +22,25 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-import trainer.checkpoint
-import trainer.history
+import trainer.run.checkpoint
+import trainer.run.history
 from tests.helpers import dying_run
 from tests.helpers.dying_run import POINTS
 from tests.helpers.power_loss import PowerLoss
 from tests.helpers.small_run import EVERY, NUM_STEPS, ONLY_ROWS, losses, small_run
 from trainer.__main__ import main
-from trainer.checkpoint import Checkpoints, saved_steps
 from trainer.distributed import Ranks
 from trainer.loop import train
 from trainer.model import EncoderConfig, load_encoder
-from trainer.report import Report
-from trainer.runs import read_config, read_encoder, read_summary
+from trainer.run.checkpoint import Checkpoints, saved_steps
+from trainer.run.directory import read_config, read_encoder, read_summary
+from trainer.run.recorder import Report
+from trainer.run.stopping import Stopped
 from trainer.schedule import learning_rates
-from trainer.stopping import Stopped
 from weightserver import LocalCluster, TableMismatchError, WeightClient
-from weightserver.connection import ShardConnection
-from weightserver.files import sync
-from weightserver.inspect import inspect_directory
+from weightserver.client.connection import ShardConnection
+from weightserver.common.atomic_files import sync
+from weightserver.operations.inspect import inspect_directory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -333,14 +333,16 @@ def test_learning_rates_that_the_servers_hold_stay(tmp_path: Path, monkeypatch: 
     output, settings = tmp_path / "run", {"encoder": ONLY_ROWS, "keep_checkpoints": 9}
     with monkeypatch.context() as elsewhere:
         rounded_otherwise = lambda **shape: np.nextafter(learning_rates(**shape), np.float32(2))  # noqa: E731
-        elsewhere.setattr(trainer.history, "learning_rates", rounded_otherwise)
+        elsewhere.setattr(trainer.run.history, "learning_rates", rounded_otherwise)
         train(small_run(output, **settings))
-        expected, held = losses(output), trainer.history.ImageHistory(((0, 300),)).learning_rates(small_run(output))
+        expected, held = losses(output), trainer.run.history.ImageHistory(((0, 300),)).learning_rates(small_run(output))
     train(small_run(output, resume=True, resume_step=0, **settings))
     assert losses(output) == expected
     with LocalCluster(2, output / "servers") as cluster, WeightClient(cluster.addresses) as client:
         assert np.array_equal(client.learning_rates(), held)
-    monkeypatch.setattr(trainer.history, "learning_rates", lambda **shape: learning_rates(**shape) * np.float32(1.001))
+    monkeypatch.setattr(
+        trainer.run.history, "learning_rates", lambda **shape: learning_rates(**shape) * np.float32(1.001)
+    )
     with pytest.raises(TableMismatchError, match="was used"):
         train(small_run(output, resume=True, **settings))
 
@@ -486,7 +488,7 @@ def test_a_run_that_fails_before_its_first_file_can_be_started_again(
     with LocalCluster(2) as cluster:
         run = small_run(tmp_path / "run", servers=",".join(cluster.addresses))
         with monkeypatch.context() as patched:
-            patched.setattr(trainer.checkpoint, "save_file", fail)
+            patched.setattr(trainer.run.checkpoint, "save_file", fail)
             with pytest.raises(OSError, match=r"step-000000000000\..*partial cannot be written \(no space\)"):
                 train(run)
         with monkeypatch.context() as patched:
@@ -500,8 +502,8 @@ def test_a_run_that_fails_before_its_first_file_can_be_started_again(
 @pytest.mark.slow
 def test_a_run_that_is_killed_before_its_first_file_goes_on(tmp_path: Path, undisturbed: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; import trainer.checkpoint, tests.helpers.dying_run as run\n"
-        "trainer.checkpoint.save_file = run.die; run.torch.set_num_threads(1)\n"
+        "import sys; from pathlib import Path; import trainer.run.checkpoint, tests.helpers.dying_run as run\n"
+        "trainer.run.checkpoint.save_file = run.die; run.torch.set_num_threads(1)\n"
         "run.train(run.small_run(Path(sys.argv[1])))"
     )
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], timeout=60, check=False)

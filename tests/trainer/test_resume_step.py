@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 
 from tests.helpers.small_run import EVERY, ONLY_ROWS, losses, small_run
-from trainer import checkpoint, demo
-from trainer.checkpoint import Checkpoints, saved_steps, step_to_resume
+from trainer import demo
 from trainer.config import TrainConfig
 from trainer.loop import train
-from trainer.runs import read_config
+from trainer.run import checkpoint
+from trainer.run.checkpoint import Checkpoints, saved_steps, step_to_resume
+from trainer.run.directory import read_config
 from weightserver import Checkpoint, DataLossError, LocalCluster, WeightClient
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ import torch
 from tests.helpers.numerics import Rounded, sgd_update
 from trainer.rows import DenseRows
 from weightserver import TableSpec
-from weightserver.initial import initial_rows
+from weightserver.core.initial import initial_rows
 
 NUM_ROWS, DIM, NUM_STEPS = 40, 6, 60
 ALL = np.arange(NUM_ROWS)

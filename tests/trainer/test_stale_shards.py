@@ -18,14 +18,14 @@ from safetensors.torch import save_file
 import trainer.rows.opening
 from tests.helpers.comparing import rows_in, same
 from tests.helpers.small_run import EVERY, NUM_IMAGES, NUM_STEPS, ONLY_ROWS, losses, small_run
-from trainer.checkpoint import saved_steps
 from trainer.config import TrainConfig
-from trainer.export import main as export
+from trainer.export.__main__ import main as export
 from trainer.loop import train
 from trainer.rows import DenseRows
+from trainer.run.checkpoint import saved_steps
 from weightserver import DataLossError, LocalCluster, RowState, WeightClient
-from weightserver.backup import backup, restore
-from weightserver.reshard import reshard
+from weightserver.operations.backup import backup, restore
+from weightserver.operations.reshard import reshard
 
 ROWS = np.arange(NUM_IMAGES)
 STOPPED_AT = 20

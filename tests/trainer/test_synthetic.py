@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainer.data import Dataset, SyntheticImages, load_dataset
 from trainer.evaluate import calibrate_batch_norm, encoder_features, pixel_features
 from trainer.model import EncoderConfig, build_encoder
-from weightserver.initial import splitmix64
+from weightserver.core.initial import splitmix64
 
 BILLION = 10**9
 

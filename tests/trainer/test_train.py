@@ -32,7 +32,7 @@ from weightserver import (
     WeightClient,
     WeightServerError,
 )
-from weightserver.certificates import write_certificates
+from weightserver.operations.certificates import write_certificates
 
 NUM_IMAGES = 160
 

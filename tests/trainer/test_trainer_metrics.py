@@ -12,7 +12,7 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from trainer.metrics import TrainerMetrics
+from trainer.run.prometheus import TrainerMetrics
 
 RECORD = {
     "step": 9,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightserver.addresses import is_loopback, split_address
+from weightserver.common.addresses import is_loopback, split_address
 
 
 @pytest.mark.parametrize(

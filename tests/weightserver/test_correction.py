@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from tests.helpers.numerics import Rounded, sgd_update
 from weightserver import TableSpec
-from weightserver.correction import Schedule, apply_push, bring_to, correct, single_rate_products
-from weightserver.errors import StepError
+from weightserver.core.correction import Schedule, apply_push, bring_to, correct, single_rate_products
+from weightserver.core.errors import StepError
 
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]

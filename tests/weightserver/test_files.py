@@ -9,12 +9,12 @@ import pytest
 
 from tests.helpers.power_loss import PowerLoss
 from weightserver import LocalCluster, TableSpec, WeightClient
-from weightserver.backup import backup, restore
-from weightserver.compact import compact
-from weightserver.export import export_rows
-from weightserver.files import append_synced, sync, whole_directory, write_whole
-from weightserver.shard import Shard
-from weightserver.storage import LmdbStorage
+from weightserver.common.atomic_files import append_synced, sync, whole_directory, write_whole
+from weightserver.operations.backup import backup, restore
+from weightserver.operations.compact import compact
+from weightserver.operations.export import export_rows
+from weightserver.shard.shard import Shard
+from weightserver.storage.lmdb_storage import LmdbStorage
 
 SPEC = TableSpec(num_rows=40, dim=8, rows_per_block=10)
 

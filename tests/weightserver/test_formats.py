@@ -14,14 +14,14 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightserver._generated import weight_server_pb2 as pb
-from weightserver.blocks import BlockCodec
-from weightserver.config import TableSpec
-from weightserver.errors import InvalidRequestError, StorageError
-from weightserver.exactly_once import WINDOW, WriterState
-from weightserver.initial import initial_rows
-from weightserver.sharding import Sharding, from_ranges, to_ranges
-from weightserver.wire import (
+from weightserver.core.blocks import BlockCodec
+from weightserver.core.errors import InvalidRequestError, StorageError
+from weightserver.core.exactly_once import WINDOW, WriterState
+from weightserver.core.initial import initial_rows
+from weightserver.core.sharding import Sharding, from_ranges, to_ranges
+from weightserver.core.spec import TableSpec
+from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.protocol.codec import (
     all_finite,
     decode_fetch_response,
     encode_fetch_response,

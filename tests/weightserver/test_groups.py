@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from tests.helpers.schedules import extend_schedule
-from weightserver import shard
-from weightserver.committer import MAX_GROUP, Committer, Promise
-from weightserver.config import TableSpec
-from weightserver.errors import NoTableError, StepError, TableMismatchError
-from weightserver.exactly_once import WINDOW, WriterState
-from weightserver.initial import initial_rows
-from weightserver.session import MAX_FAILED, Session, Write
-from weightserver.shard import Batch, Shard, WriteHeader
-from weightserver.storage import LmdbStorage
+from weightserver.client.session import MAX_FAILED, Session, Write
+from weightserver.core.errors import NoTableError, StepError, TableMismatchError
+from weightserver.core.exactly_once import WINDOW, WriterState
+from weightserver.core.initial import initial_rows
+from weightserver.core.spec import TableSpec
+from weightserver.shard import shard
+from weightserver.shard.group_commit import MAX_GROUP, Committer, Promise
+from weightserver.shard.shard import Batch, Shard, WriteHeader
+from weightserver.storage.lmdb_storage import LmdbStorage
 
 SPEC = TableSpec(num_rows=20, dim=3, weight_decay=0.0, rows_per_block=4)
 ROW = np.array([7], np.int64)

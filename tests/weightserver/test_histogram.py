@@ -11,7 +11,7 @@ import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from weightserver.histogram import GapHistogram, Histogram
+from weightserver.server.histogram import GapHistogram, Histogram
 
 BUCKETS = (0.0001, 0.25, 1, 16_384, 4_194_304)
 VALUES = [0, 0.0001, 0.00010001, 0.25, 0.3, 1, 2, 16_384, 20_000.5, 4_194_304, 4_194_305]

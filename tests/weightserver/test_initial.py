@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from weightserver.config import TableSpec
-from weightserver.initial import initial_rows, splitmix64
+from weightserver.core.initial import initial_rows, splitmix64
+from weightserver.core.spec import TableSpec
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "initial_rows.json"
 

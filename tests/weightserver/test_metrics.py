@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.helpers.watching import metric, page
 from weightserver import FencedError, LocalCluster, TableSpec, WeightClient
-from weightserver.metrics import ShardMetrics
-from weightserver.timing import StageClock
+from weightserver.common.stages import StageClock
+from weightserver.server.metrics import ShardMetrics
 
 
 @pytest.fixture

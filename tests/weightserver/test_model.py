@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.helpers.schedules import extend_schedule
-from weightserver.committer import Committer
-from weightserver.config import TableSpec
-from weightserver.errors import FencedError, InvalidRequestError, NoTableError, StepError
-from weightserver.initial import initial_rows
-from weightserver.shard import Shard, WriteHeader
-from weightserver.storage import LmdbStorage
+from weightserver.core.errors import FencedError, InvalidRequestError, NoTableError, StepError
+from weightserver.core.initial import initial_rows
+from weightserver.core.spec import TableSpec
+from weightserver.shard.group_commit import Committer
+from weightserver.shard.shard import Shard, WriteHeader
+from weightserver.storage.lmdb_storage import LmdbStorage
 
 SPEC = TableSpec(num_rows=12, dim=2, momentum=0.8, weight_decay=0.05, rows_per_block=5, init_std=1.0)
 HORIZON = 24

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from weightserver.cli import main
-from weightserver.plan import Workload, plan
+from weightserver.operations.plan import Workload, plan
 
 RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results"
 

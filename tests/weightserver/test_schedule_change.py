@@ -11,11 +11,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.schedules import extend_schedule
-from weightserver import records
-from weightserver.committer import Committer
-from weightserver.config import TableSpec
-from weightserver.correction import Schedule
-from weightserver.errors import (
+from weightserver.core.correction import Schedule
+from weightserver.core.errors import (
     FencedError,
     InvalidRequestError,
     OverloadedError,
@@ -23,11 +20,14 @@ from weightserver.errors import (
     TableMismatchError,
     WeightServerError,
 )
-from weightserver.schedule_change import MAX_EARLIER, Part
-from weightserver.shard import Batch, Shard, WriteHeader
-from weightserver.storage import LmdbStorage
-from weightserver.verify import verify_directory
-from weightserver.wire import Float32Array, ScheduleHash
+from weightserver.core.spec import TableSpec
+from weightserver.operations.verify import verify_directory
+from weightserver.protocol.codec import Float32Array, ScheduleHash
+from weightserver.shard.group_commit import Committer
+from weightserver.shard.schedule_change import MAX_EARLIER, Part
+from weightserver.shard.shard import Batch, Shard, WriteHeader
+from weightserver.storage import records
+from weightserver.storage.lmdb_storage import LmdbStorage
 
 SPEC = TableSpec(num_rows=20, dim=4, rows_per_block=6)
 ROWS = np.array([1, 8], np.int64)
@@ -354,7 +354,7 @@ def test_a_duplicate_is_answered_though_its_schedule_is_forgotten(served: Served
 
 
 def test_a_fetch_in_chunks_is_of_one_schedule(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightserver.shard.CHUNK_BYTES", 6 * 4 * SPEC.dim)
+    monkeypatch.setattr("weightserver.shard.shard.CHUNK_BYTES", 6 * 4 * SPEC.dim)
     rows = np.arange(20)
     chunks = [served.shard.fetch(rows, step=step, state=False) for step in (CHANGED_AT, 30, None)]
     for fetched in chunks:
@@ -370,7 +370,7 @@ def test_a_fetch_in_chunks_is_of_one_schedule(served: Served, monkeypatch: pytes
 
 
 def test_a_chunk_behind_a_change_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightserver.shard.CHUNK_BYTES", 6 * 4 * SPEC.dim)
+    monkeypatch.setattr("weightserver.shard.shard.CHUNK_BYTES", 6 * 4 * SPEC.dim)
     fetched = served.shard.fetch(np.arange(20), step=30, state=False)
     next(fetched)
     served.extend(CHANGED_AT, NEW[CHANGED_AT:])

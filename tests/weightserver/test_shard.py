@@ -20,11 +20,9 @@ import numpy as np
 import pytest
 
 from tests.helpers.schedules import extend_schedule
-from weightserver import records, shard, storage, sweeper
-from weightserver.blocks import BlockCodec
-from weightserver.committer import MAX_WAITING, Committer, Promise
-from weightserver.config import TableSpec
-from weightserver.errors import (
+from weightserver.client.session import MAX_FAILED, Numbers, Session, Write
+from weightserver.core.blocks import BlockCodec
+from weightserver.core.errors import (
     ERROR_OF_STATUS,
     ClusterError,
     DataLossError,
@@ -38,14 +36,18 @@ from weightserver.errors import (
     TableMismatchError,
     WeightServerError,
 )
-from weightserver.exactly_once import WINDOW
-from weightserver.initial import initial_rows
-from weightserver.inspect import inspect_directory
-from weightserver.records import MAX_ANCESTORS, Lineage, read_state, write_state
-from weightserver.session import MAX_FAILED, Numbers, Session, Write
-from weightserver.shard import MAX_EARLIER_SIZES, Batch, Shard, WriteHeader
-from weightserver.storage import NEWEST, LmdbStorage, structural_problems
-from weightserver.wire import split_mark, table_digest
+from weightserver.core.exactly_once import WINDOW
+from weightserver.core.initial import initial_rows
+from weightserver.core.spec import TableSpec
+from weightserver.operations.inspect import inspect_directory
+from weightserver.protocol.codec import split_mark, table_digest
+from weightserver.shard import shard, sweeper
+from weightserver.shard.group_commit import MAX_WAITING, Committer, Promise
+from weightserver.shard.shard import MAX_EARLIER_SIZES, Batch, Shard, WriteHeader
+from weightserver.storage import lmdb_storage as storage
+from weightserver.storage import records
+from weightserver.storage.lmdb_storage import NEWEST, LmdbStorage, structural_problems
+from weightserver.storage.records import MAX_ANCESTORS, Lineage, read_state, write_state
 
 OPENER = b"o" * 16
 SPEC = TableSpec(num_rows=100, dim=4, rows_per_block=6)

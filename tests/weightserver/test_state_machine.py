@@ -36,8 +36,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-import weightserver.exactly_once
-import weightserver.session
+import weightserver.client.session
+import weightserver.core.exactly_once
 from tests.helpers.histories import Call
 from tests.helpers.memory_cluster import (
     RETRY_SECONDS,
@@ -53,8 +53,7 @@ from tests.helpers.memory_cluster import (
 )
 from tests.helpers.sequential_model import TOLERANCE, Model, State, operations_of
 from weightserver import TableSpec, WeightClient
-from weightserver._generated import weight_server_pb2 as pb
-from weightserver.errors import (
+from weightserver.core.errors import (
     ClusterError,
     DataLossError,
     FencedError,
@@ -67,7 +66,8 @@ from weightserver.errors import (
     TableMismatchError,
     WeightServerError,
 )
-from weightserver.sharding import Sharding
+from weightserver.core.sharding import Sharding
+from weightserver.protocol._generated import weight_server_pb2 as pb
 
 SPEC = TableSpec(num_rows=8, dim=1, momentum=0.8, weight_decay=0.05, rows_per_block=2, init_std=1.0)
 NUM_SHARDS = 2
@@ -762,9 +762,9 @@ class Machine(RuleBasedStateMachine):
 @pytest.fixture
 def small_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Schedules are short: few failed writes are too many."""
-    for module in (weightserver.exactly_once, weightserver.session):
+    for module in (weightserver.core.exactly_once, weightserver.client.session):
         monkeypatch.setattr(module, "WINDOW", WINDOW)
-    monkeypatch.setattr(weightserver.session, "MAX_FAILED", MAX_FAILED)
+    monkeypatch.setattr(weightserver.client.session, "MAX_FAILED", MAX_FAILED)
 
 
 @pytest.mark.usefixtures("small_window")

@@ -21,8 +21,8 @@ from trainer.data.datasets import load_dataset
 from trainer.data.manifest import is_packed
 from trainer.data.pack import PackOptions, pack, verify
 from trainer.data.preview import write_preview
-from trainer.stopping import failures_in_one_line
-from weightserver.files import to_path
+from trainer.run.stopping import failures_in_one_line
+from weightserver.common.atomic_files import to_path
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from trainer.data.decode import decoded_side
+from trainer.data.decoded_images import DecodedImages
 from trainer.data.idx import DataNotFoundError, find_idx, read_idx
 from trainer.data.labels import LabelsField, StoredLabels
 from trainer.data.listing import ImageSource, Listing, listing_lines
 from trainer.data.manifest import is_packed
 from trainer.data.packed import PackedImages
 from trainer.data.pixels import IMAGENET, MINUS_ONE_TO_ONE, PixelScale, measured
-from trainer.data.stored import DecodedImages
 from trainer.data.synthetic import NUM_CHANNELS, SyntheticImages
 from trainer.schedule import RangesOrder
 from trainer.torchvision_compat import import_module

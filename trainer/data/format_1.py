@@ -15,7 +15,7 @@ import numpy as np
 
 from trainer.data.index import INDEX, create_index
 from trainer.data.manifest import Manifest, Range, Shard, index_path, tar_index_path
-from weightserver.files import sha256
+from weightserver.common.atomic_files import sha256
 
 
 def in_present_form(manifest: Manifest, directory: Path) -> Manifest:

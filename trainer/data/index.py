@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from weightserver.files import append_synced, sync, write_whole
+from weightserver.common.atomic_files import append_synced, sync, write_whole
 
 INDEX = np.dtype([("offset", "<i8"), ("length", "<i8"), ("image", "<i8"), ("shown", "<i8"), ("label", "<i8")])
 """Of a row: where its image's bytes are in the tar, the image's id, the id of the image that they are (another one

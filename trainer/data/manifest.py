@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weightserver.files import append_synced, write_whole
+from weightserver.common.atomic_files import append_synced, write_whole
 
 FORMAT = 2
 

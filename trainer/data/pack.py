@@ -39,10 +39,10 @@ from trainer.data.manifest import (
     tar_index_path,
     tar_path,
 )
+from trainer.data.pack_plan import planned
 from trainer.data.packed import PackedImages
-from trainer.data.plan import planned
 from trainer.schedule import RangesOrder
-from weightserver.files import sha256, write_whole
+from weightserver.common.atomic_files import sha256, write_whole
 
 _TAR_BLOCK = tarfile.BLOCKSIZE
 _MAX_TRIED = 1_000

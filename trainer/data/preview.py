@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from trainer.data.ahead import Visits, views_ahead
 from trainer.data.augment import AUGMENTATIONS, Augmentation
 from trainer.data.datasets import TrainImages
+from trainer.data.prefetch import Visits, views_ahead
 from trainer.schedule import visit_uniforms
 
 _GAP = 4

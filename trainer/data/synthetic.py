@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.transfer import to_device
-from weightserver.initial import splitmix64
+from weightserver.core.initial import splitmix64
 
 MAX_IMAGES = 10**9
 MAX_IMAGE_SIZE = 1024

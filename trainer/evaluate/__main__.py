@@ -17,8 +17,8 @@ from trainer.data import DATASETS, DECODED, SYNTHETIC, load_dataset
 from trainer.evaluate import FeatureSet, encoder_features, pixel_features
 from trainer.evaluate.table import PROTOCOLS
 from trainer.model import load_encoder
-from trainer.runs import ENCODER_FILE
-from weightserver.files import to_path
+from trainer.run.directory import ENCODER_FILE
+from weightserver.common.atomic_files import to_path
 
 
 def main(arguments: list[str] | None = None) -> int:

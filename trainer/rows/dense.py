@@ -10,8 +10,8 @@ from trainer.rows.store import RowCounters
 from trainer.schedule import Float32Array
 from trainer.transfer import to_device
 from weightserver import RowState, TableSpec
-from weightserver.initial import initial_rows
-from weightserver.sharding import Int64Array, Sharding
+from weightserver.core.initial import initial_rows
+from weightserver.core.sharding import Int64Array, Sharding
 
 
 class DenseRows:

@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.checkpoint import (
+from trainer.config import TrainConfig
+from trainer.data import Dataset
+from trainer.distributed import Ranks
+from trainer.rows.dense import DenseRows
+from trainer.rows.remote import RemoteRows
+from trainer.rows.resident import ResidentRows
+from trainer.rows.store import RowStore
+from trainer.run.checkpoint import (
     checkpoint_name,
     history_to_resume,
     note_history,
@@ -20,17 +27,10 @@ from trainer.checkpoint import (
     saved_history,
     step_to_resume,
 )
-from trainer.config import TrainConfig
-from trainer.data import Dataset
-from trainer.distributed import Ranks
-from trainer.history import ImageHistory
-from trainer.rows.dense import DenseRows
-from trainer.rows.remote import RemoteRows
-from trainer.rows.resident import ResidentRows
-from trainer.rows.store import RowStore
+from trainer.run.history import ImageHistory
 from trainer.schedule import Float32Array
 from weightserver import ClusterError, LocalCluster, NoTableError, TableSpec, WeightClient, WeightServerError
-from weightserver.sharding import Sharding
+from weightserver.core.sharding import Sharding
 
 _log = logging.getLogger(__name__)
 

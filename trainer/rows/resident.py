@@ -15,8 +15,8 @@ from trainer.rows.write_back import LeavingRows, WriteBack
 from trainer.schedule import Float32Array
 from trainer.transfer import HostCopy, to_device
 from weightserver import RowState, TableSpec, WeightClient
-from weightserver.correction import Schedule, bring_to
-from weightserver.sharding import Int64Array
+from weightserver.core.correction import Schedule, bring_to
+from weightserver.core.sharding import Int64Array
 
 _ROWS_PER_PART = 1 << 16
 """Rows that are copied from the device together."""
@@ -165,7 +165,7 @@ class ResidentRows:
         return self._weight[self._active_on_device]
 
     def _correct(self, slots: Int64Array, step: int) -> None:
-        """Brings idle rows to `step`: on a CPU the same bits as weightserver.correction.correct, product by product.
+        """Brings idle rows to `step`: on a CPU the same bits as `correct`, product by product.
 
         What SGD would have made infinite or NaN meanwhile never gets back to the servers (`LeavingRows`). Under
         learning rates that may do so to rows of any size they are corrected on the host, which raises StepError.

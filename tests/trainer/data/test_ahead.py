@@ -13,9 +13,9 @@ import torch
 
 from tests.helpers.image_tree import plain_tree
 from trainer.data import load_dataset
-from trainer.data.ahead import Visits, views_ahead
 from trainer.data.augment import Augmentation, AugmentationConfig, Unchanged
 from trainer.data.pixels import normalise
+from trainer.data.prefetch import Visits, views_ahead
 from trainer.schedule import visit_uniforms
 
 AUGMENTATIONS = [

@@ -28,7 +28,7 @@ from trainer.data.manifest import Manifest, tar_path
 from trainer.data.pack import PackOptions, pack, verify
 from trainer.data.packed import PackedImages
 from trainer.schedule import RangesOrder, RowOrder
-from weightserver.files import append_synced
+from weightserver.common.atomic_files import append_synced
 
 SHARD_BYTES = 20_000
 ROOT = Path(__file__).parents[3]

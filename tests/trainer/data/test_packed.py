@@ -17,13 +17,13 @@ from tests.helpers.small_run import ONLY_ROWS, losses, small_run
 from trainer.data import DataNotFoundError, load_dataset, packed
 from trainer.data.augment import Augmentation, AugmentationConfig
 from trainer.data.decode import BrokenImageError, Crop, centre, decode
+from trainer.data.decoded_images import DecodedImages
 from trainer.data.listing import Listing
 from trainer.data.pack import PackOptions, pack
 from trainer.data.packed import PackedImages
-from trainer.data.stored import DecodedImages
 from trainer.evaluate import encoder_features
 from trainer.evaluate.table import PROTOCOLS
-from trainer.export import main as export_rows
+from trainer.export.__main__ import main as export_rows
 from trainer.loop import train
 from trainer.schedule import RangesOrder, visit_uniforms
 
@@ -220,7 +220,7 @@ def test_an_image_that_breaks_later_is_logged_and_shown_as_the_next(
             raise BrokenImageError("it broke")
         return decode(content, crops)
 
-    monkeypatch.setattr("trainer.data.stored.decode", breaking)
+    monkeypatch.setattr("trainer.data.decoded_images.decode", breaking)
     for _ in range(2):
         assert torch.equal(images[4:6], expected[[1, 1]])
     (record,) = caplog.records  # once
@@ -290,7 +290,7 @@ def test_decode_threads_are_those_that_are_asked_for(
     def unasked() -> int:
         raise AssertionError("the cores' number")
 
-    monkeypatch.setattr("trainer.data.stored.decode_threads", unasked)
+    monkeypatch.setattr("trainer.data.decoded_images.decode_threads", unasked)
     data_dir = {"folder": folder, "packed": directory}[name]
     assert len(run(tmp_path, name, data_dir, steps=2, decode_threads=2)) == 2
     with pytest.raises(AssertionError, match="the cores' number"):

@@ -1,0 +1,157 @@
+"""Images that are decoded when they are asked for, so that a data set may be larger than any memory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainer.cores import decode_threads
+from trainer.data.augment import Augmentation
+from trainer.data.decode import BrokenImageError, Crop, centre, decode, max_broken
+from trainer.schedule import Float32Array
+from weightserver.core.sharding import Int64Array
+
+_log = logging.getLogger(__name__)
+NUM_CHANNELS = 3
+_MAX_TRIED = 1_000
+
+
+class EncodedImages(Protocol):
+    """N images as files' bytes: a `Listing` of files, or `PackedImages`. Thread-safe."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, image: int, /) -> bytes:
+        """The encoded bytes of image 0..N-1. Raises OSError where they cannot be read."""
+
+    def name(self, image: int, /) -> str:
+        """What a message calls an image."""
+
+    def positions(self, images: Int64Array, /) -> Int64Array:
+        """Numbers in whose order images (int64 [n]) are best read: int64 [n]."""
+
+
+class DecodedImages:
+    """Encoded images, decoded by threads for each batch: their centre squares to evaluate on, crops to train on.
+
+    Nothing is kept but the batch. An image that is broken, or cannot be read, is logged once and shown as the next
+    intact one by id, after the last the first: what packing does with it too, and with no more of them.
+
+    `num_images` are the first of `images`, without it all; `threads` are without it this rank's share of the cores.
+
+    Raises:
+        ValueError: side below 1.
+    """
+
+    def __init__(
+        self,
+        images: EncodedImages,
+        side: int,
+        *,
+        num_images: int | None = None,
+        threads: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if side < 1:
+            raise ValueError(f"the side of images must be at least 1, got {side}")
+        self._images, self._side, self._device = images, side, torch.device(device)
+        self._num_images = len(images) if num_images is None else num_images
+        self._broken: set[int] = set()
+        self._lock = threading.Lock()
+        self._threads = threads or decode_threads()
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="decode")
+
+    def __len__(self) -> int:
+        return self._num_images
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self), NUM_CHANNELS, self._side, self._side))
+
+    def __getitem__(self, ids: Tensor | slice) -> Tensor:
+        """Centre squares uint8 [n, 3, side, side] of `ids`, int64 [n] in 0..N-1, any order.
+
+        Raises:
+            ValueError: too many of the images cannot be read.
+        """
+        if isinstance(ids, slice):
+            ids = torch.arange(*ids.indices(len(self)))
+        (squares,) = self._squares(ids.cpu().numpy(), [self._side], lambda _: [Crop(self._side, centre)])
+        return squares
+
+    def crops(self, images: Int64Array, augmentations: Sequence[Augmentation], uniforms: Float32Array) -> list[Tensor]:
+        """What each augmentation cuts out of images (int64 [n]): uint8 [n, 3, image_size, image_size] each.
+
+        `uniforms` are float32 [augmentations, n, num_uniforms]. Each image is decoded once. Raises as above.
+        """
+
+        chosen = [augment.crops(own) for augment, own in zip(augmentations, uniforms, strict=True)]
+
+        def wanted(place: int) -> list[Crop]:
+            return [
+                Crop(augment.image_size, boxes[place].box) for augment, boxes in zip(augmentations, chosen, strict=True)
+            ]
+
+        return self._squares(images, [augment.image_size for augment in augmentations], wanted)
+
+    def _squares(self, images: Int64Array, sides: list[int], wanted: Callable[[int], list[Crop]]) -> list[Tensor]:
+        """The crops wanted of images[place], for every place: uint8 [n, 3, side, side] for each of `sides`."""
+        if len(images) and not 0 <= images.min() <= images.max() < len(self):
+            raise IndexError(f"images are asked for by ids in 0..{len(self) - 1}")
+        # What is copied to a GPU goes from pinned memory, while this thread goes on.
+        pinned = self._device.type == "cuda"
+        batches = [
+            torch.empty((len(images), NUM_CHANNELS, side, side), dtype=torch.uint8, pin_memory=pinned) for side in sides
+        ]
+        pixels = [batch.numpy() for batch in batches]
+        order = np.argsort(self._images.positions(images), kind="stable")
+
+        def fill(place: int) -> None:
+            for batch, square in zip(pixels, self._decode(int(images[place]), wanted(place)), strict=True):
+                batch[place] = square
+
+        for _ in self._pool.map(fill, order.tolist()):
+            pass
+        return [batch.to(self._device, non_blocking=True) for batch in batches]
+
+    def to(self, device: torch.device) -> DecodedImages:
+        return self._like(num_images=len(self), device=device)
+
+    def first(self, num_images: int) -> DecodedImages:
+        """The first of these images."""
+        return self._like(num_images=num_images, device=self._device)
+
+    def _like(self, *, num_images: int, device: torch.device) -> DecodedImages:
+        return DecodedImages(self._images, self._side, num_images=num_images, threads=self._threads, device=device)
+
+    def _decode(self, image: int, crops: list[Crop]) -> list[NDArray[np.uint8]]:
+        num_tried = min(len(self), _MAX_TRIED)
+        for distance in range(num_tried):
+            shown = (image + distance) % len(self)
+            try:
+                return decode(self._images.read(shown), crops)
+            except (BrokenImageError, OSError) as error:
+                self._note_broken(shown, error)
+        name = self._images.name(image)
+        raise ValueError(f"{name} and all {num_tried} images from it on are broken: is their disk there?")
+
+    def _note_broken(self, image: int, error: Exception) -> None:
+        with self._lock:
+            if image in self._broken:
+                return
+            self._broken.add(image)
+            num_broken = len(self._broken)
+        name = self._images.name(image)
+        _log.warning("broken image: %s (%s)", name, error, extra={"image": image, "path": name, "why": str(error)})
+        if num_broken > (limit := max_broken(len(self))):
+            raise ValueError(
+                f"more than {limit} of {len(self)} images are broken, the last of them {name} ({error}): see to them"
+            )

@@ -1,0 +1,108 @@
+"""What is to be packed: the images of a source are listed once, and given ids behind those there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from trainer.data.format_1 import in_present_form
+from trainer.data.listing import ImageSource, Listing, image_hash, kind_of_labels, listing_lines
+from trainer.data.manifest import Manifest, Range, is_packed, listing_path
+from weightserver.common.atomic_files import write_whole
+
+_SHARD_BYTES = 1 << 28
+
+
+class PackRequest(Protocol):
+    """What `pack` is asked for; `PackOptions` says what each means."""
+
+    @property
+    def order_seed(self) -> int | None: ...
+
+    @property
+    def shard_bytes(self) -> int | None: ...
+
+    @property
+    def labelled(self) -> bool: ...
+
+    @property
+    def extend(self) -> bool: ...
+
+    @property
+    def on_broken(self) -> Callable[[str], None]: ...
+
+
+def planned(source: Path, output: Path, request: PackRequest) -> Manifest:
+    """The manifest to pack by: the one that is there, with a new range where images are added.
+
+    Raises:
+        ValueError: a source without images, or a directory that holds something else than `request` asks for.
+    """
+    source = source.resolve()
+    if not is_packed(output):
+        if request.extend:
+            raise ValueError(f"{output} holds no packed images to extend: leave --extend away")
+        if any(path.name.endswith((".tar", ".npy", ".json")) for path in output.iterdir()):
+            raise ValueError(f"{output} holds other files: give a directory of its own")
+        size = _SHARD_BYTES if request.shard_bytes is None else request.shard_bytes
+        empty = Manifest(order_seed=request.order_seed or 0, shard_bytes=size, classes=(), ranges=())
+        return _with_new_range(empty, source, output, request)
+    manifest = Manifest.load(output)
+    if request.order_seed not in (None, manifest.order_seed):
+        raise ValueError(
+            f"{output} is packed in the order of seed {manifest.order_seed}, not {request.order_seed}: "
+            f"give --order-seed {manifest.order_seed}, or another directory"
+        )
+    if request.shard_bytes not in (None, manifest.shard_bytes):
+        raise ValueError(f"{output} has tars of up to {manifest.shard_bytes:,} bytes, not {request.shard_bytes:,}")
+    last = manifest.ranges[-1]
+    if last.source != str(source) and (not manifest.complete or not request.extend):
+        do = "give --extend to add these" if manifest.complete else "go on with those first"
+        raise ValueError(f"{output} holds images of {last.source}: {do}, or give another directory")
+    if not request.labelled and manifest.labelled:
+        raise ValueError(f"{output} keeps labels: leave --no-labels away, or give another directory")
+    if request.labelled and not last.labelled and source.exists() and ImageSource(source).labelled:
+        raise ValueError(f"{output} keeps no labels: give --no-labels, or another directory")
+    if manifest.complete and request.extend:
+        return _with_new_range(manifest, source, output, request)
+    return manifest
+
+
+def _with_new_range(manifest: Manifest, source: Path, output: Path, request: PackRequest) -> Manifest:
+    """Lists the source's images that are in no range yet, and names them in the manifest; unchanged without any."""
+    found = ImageSource(source, labelled=request.labelled, classes=manifest.classes)
+    kind = kind_of_labels(manifest.labelled, manifest.classes)
+    if manifest.ranges and found.kind != kind:
+        raise ValueError(f"{source} has {found.kind}, {output} {kind}: add images of the same kind, or pack them apart")
+    known = _known(manifest, output)
+    first, count = manifest.num_images, 0
+
+    def write(path: Path) -> None:
+        nonlocal count
+        with path.open("wb") as file:
+            new = (entry for entry in found.entries() if image_hash(found.root / entry.path, entry.member) not in known)
+            for count, line in enumerate(listing_lines(new, request.on_broken), 1):  # noqa: B007 - how many there were
+                file.write(line)
+
+    write_whole(listing_path(output, first), write)
+    if count == 0:
+        listing_path(output, first).unlink()
+        if manifest.ranges:
+            return manifest
+        raise ValueError(f"no images in {source}: give a folder or a list of images")
+    part = Range(first=first, count=count, source=str(source), root=str(found.root), labelled=found.labelled, shards=())
+    manifest = in_present_form(manifest, output)
+    manifest = replace(manifest, classes=tuple(found.classes), ranges=(*manifest.ranges, part))
+    manifest.save(output)
+    return manifest
+
+
+def _known(manifest: Manifest, output: Path) -> set[int]:
+    """Hashes of the images that have ids."""
+    known = set()
+    for part in manifest.ranges:
+        listing = Listing.open(listing_path(output, part.first), Path(part.root))
+        known |= {image_hash(Path(part.root) / entry.path, entry.member) for entry in listing.entries()}
+    return known

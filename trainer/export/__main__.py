@@ -1,0 +1,126 @@
+"""Writes a run's rows together with the images that they belong to, or its encoder for another library.
+
+    python -m trainer.export rows runs/a --output rows/ --checkpoint step-000000001000
+    python -m trainer.export encoder runs/a --format timm --output encoder/
+
+Rows: as `weightserver export`, with one more column: image int64 [n], the image's place in the data set. A row is its
+image's position in a random order that the run's order_seed makes. The run's own weight servers are used: those of its
+--servers, or else its local ones, which are started for the while. They are called with the run's TLS and token options
+unless any is given here. Encoder: see `trainer.export.encoders`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trainer.data.packed import PackedImages
+from trainer.export.encoders import LIBRARIES, export_encoder
+from trainer.run.checkpoint import check_descent, newest_history, saved_steps
+from trainer.run.directory import read_config
+from trainer.run.stopping import failures_in_one_line
+from trainer.schedule import RangesOrder
+from weightserver import ClientSecurity, LocalCluster, WeightClient
+from weightserver.cli import add_export_options, add_security_options, security_options
+from weightserver.common.atomic_files import to_path
+from weightserver.operations.export import export_rows
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Runs the command line. Exit status 0; 1 with one line on stderr when it failed; 2 for wrong arguments."""
+    options = _parser().parse_args(arguments)
+    with failures_in_one_line("trainer.export"):
+        written = options.export(options)
+    print(f"wrote {len(written)} files to {options.output}")
+    sys.exit(0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m trainer.export", description=(__doc__ or "").splitlines()[0])
+    what = parser.add_subparsers(dest="what", required=True)
+    rows = what.add_parser("rows", help="rows, of now or of a checkpoint, with their images")
+    rows.add_argument("run", type=to_path, help="the run's directory")
+    rows.add_argument("--servers", help="host:port,host:port of all weight servers (default the run's)")
+    add_security_options(rows)
+    add_export_options(rows)
+    rows.set_defaults(export=_export_rows)
+    encoder = what.add_parser("encoder", help="the encoder in another library's keys, with a model card")
+    encoder.add_argument("run", type=to_path, help="the run's directory")
+    encoder.add_argument("--format", choices=LIBRARIES, required=True, help="the library that is to load it")
+    encoder.add_argument("--output", type=to_path, required=True, help="a new directory")
+    encoder.add_argument("--checkpoint", default="", help="step-…, a checkpoint of the run (default: its end)")
+    encoder.add_argument("--licence", default="unknown", help="licence of the weights, for the model card")
+    encoder.set_defaults(export=_export_encoder)
+    return parser
+
+
+def _export_encoder(options: argparse.Namespace) -> list[Path]:
+    return export_encoder(
+        options.run, options.format, options.output, checkpoint=options.checkpoint, licence=options.licence
+    )
+
+
+def _export_rows(options: argparse.Namespace) -> list[Path]:
+    config = read_config(options.run)
+    with ExitStack() as stack:
+        servers = options.servers or config.get("servers")
+        security: dict[str, Any] = {}
+        if servers:
+            security = _security(options, config).client_arguments()
+            addresses = [address.strip() for address in servers.split(",")]
+        else:
+            directory = options.run / "servers"
+            if not directory.exists():
+                raise ValueError(f"{options.run} has no weight servers of its own (dense rows?): give --servers")
+            addresses = stack.enter_context(LocalCluster(len(list(directory.glob("shard-*/"))), directory)).addresses
+        client = stack.enter_context(WeightClient(addresses, retry_seconds=10, **security))
+        spec = client.describe().spec
+        if (spec.dim, spec.seed) != (config["dim"], config["seed"]):
+            raise ValueError(
+                f"the weight servers hold another table than {options.run}, {spec}: give the run's --servers"
+            )
+        steps = saved_steps(options.run / "checkpoints")
+        if steps and not options.checkpoint:
+            check_descent(options.run / "checkpoints", steps[-1], client, otherwise=", or give --checkpoint")
+        order, num_images = _order(options.run, spec.num_rows, config)
+        rows = options.rows or range(num_images)
+        if rows.stop > num_images:
+            raise ValueError(f"rows {rows.start}:{rows.stop} have no images: {options.run} has {num_images}")
+        return export_rows(
+            client,
+            options.output,
+            rows=rows,
+            checkpoint=options.checkpoint,
+            step=options.step,
+            file_format=options.format,
+            more_columns=lambda rows: {"image": order.images(rows)},
+        )
+
+
+def _order(run: Path, num_rows: int, config: dict[str, Any]) -> tuple[RangesOrder, int]:
+    """Which row belongs to which image: packed images say it themselves, where more were added later. And how many of
+    the table's rows are images of the run."""
+    history = newest_history(run / "checkpoints")
+    num_images = history.num_images if history else num_rows
+    if config.get("dataset") != "packed":
+        return RangesOrder((num_images,), config["order_seed"]), num_images
+    order = PackedImages(Path(config["data_dir"])).order
+    if order.num_rows < num_images:
+        raise ValueError(f"{run} has {num_images} images, {config['data_dir']} only {order.num_rows}: put all there")
+    return order, num_images
+
+
+def _security(options: argparse.Namespace, config: dict[str, Any]) -> ClientSecurity:
+    """The options of this command, or else the run's."""
+    own = security_options(options)
+    if own != ClientSecurity():
+        return own
+    files = {name: config[name] for name in ("tls_ca", "tls_cert", "tls_key", "token_file") if config.get(name)}
+    return ClientSecurity(**{name: Path(file) for name, file in files.items()}, insecure=bool(config.get("insecure")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""One HTML page about a run, with all that it shows inside: python -m trainer report RUN.
+
+Curves of its metrics.jsonl, its results and settings, and what its encoder makes of a dozen training images: their
+nearest neighbours by cosine of the features, and saliency. A run that has not ended shows what there is: its encoder is
+then that of the newest checkpoint. The page loads nothing from anywhere; its content security policy forbids it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from trainer.data import Dataset, load_dataset
+from trainer.report.charts import charts
+from trainer.report.inspection import Looks, look
+from trainer.run.checkpoint import saved_steps
+from trainer.run.directory import ENCODER_FILE, flat, number, read_config, read_encoder, read_summary
+from trainer.run.plot import read_metrics
+from trainer.run.stopping import failures_in_one_line
+from weightserver.common.atomic_files import to_path, write_whole
+
+_TEMPLATES = Environment(
+    loader=PackageLoader("trainer.report", "."),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Runs the command line. Exit status 0; 1 with one line on stderr when it failed; 2 for wrong arguments."""
+    options = _parser().parse_args(arguments)
+    output = options.output or options.run / "report.html"
+    with failures_in_one_line("trainer report"):
+        text = page(options.run, data_dir=options.data_dir, bank=options.images)
+        write_whole(output, lambda path: path.write_text(text))
+    print(f"wrote {output}")
+    sys.exit(0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m trainer report", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("run", type=to_path, help="the run's directory")
+    parser.add_argument("--output", type=to_path, help="the file to write (default RUN/report.html)")
+    parser.add_argument("--data-dir", type=to_path, help="the folder that holds the data set (default the run's)")
+    parser.add_argument(
+        "--images", type=int, default=10_000, help="first training images to look for neighbours among (default 10000)"
+    )
+    return parser
+
+
+def page(run: Path, *, data_dir: Path | None = None, bank: int = 10_000) -> str:
+    """The page as HTML; neighbours are looked for among the first `bank` training images.
+
+    Raises:
+        ValueError: no run, one without a single record, or a broken file.
+    """
+    config, summary = read_config(run), read_summary(run)
+    records = [record for record in read_metrics(run / "metrics.jsonl") if "step" in record and "loss" in record]
+    if not records:
+        raise ValueError(f"{run / 'metrics.jsonl'} has no records yet: wait for the run's first")
+    looks, source, reason = _looks(run, config, data_dir, bank)
+    done, last = records[-1]["step"] + 1, records[-1]
+    results = summary or {"steps": done, "loss": last["loss"]}
+    if not summary and (accuracies := [record["knn_top1"] for record in records if "knn_top1" in record]):
+        results["knn_top1 during training"] = accuracies[-1]
+    return _TEMPLATES.get_template("page.html").render(
+        name=run.resolve().name,
+        state="finished" if summary else f"not finished, {done:,} steps so far",
+        dataset=config.get("dataset", "?"),
+        encoder=(config.get("encoder") or {}).get("name", "?"),
+        charts=charts(records, config),
+        results={key: number(value) for key, value in results.items()},
+        settings={key: number(value) for key, value in flat(config).items() if value is not None},
+        looks=looks,
+        source=source,
+        reason=reason,
+    )
+
+
+def _looks(run: Path, config: dict[str, Any], data_dir: Path | None, bank: int) -> tuple[Looks | None, str, str]:
+    """What the encoder makes of images, and which encoder; or why there is none of it."""
+    checkpoint, source = "", "the encoder at the end of the run"
+    if not (run / ENCODER_FILE).exists():
+        steps = saved_steps(run / "checkpoints")
+        if not steps:
+            return None, "", "the run has neither ended nor kept a checkpoint with its encoder"
+        checkpoint = f"step-{steps[-1]:012d}"
+        source = f"the encoder after {steps[-1]:,} steps (the newest checkpoint)"
+    encoder, encoder_config = read_encoder(run, checkpoint)
+    try:
+        images = _dataset(config, data_dir)
+    except (ValueError, OSError, KeyError) as error:
+        return None, "", f"the training images cannot be had here ({error})"
+    return look(encoder, encoder_config, images, bank=bank), source, ""
+
+
+def _dataset(config: dict[str, Any], data_dir: Path | None) -> Dataset:
+    """The run's images, as `trainer.loop.train` loads them."""
+    own = Path(config["data_dir"]) if config.get("data_dir") else None
+    return load_dataset(
+        config["dataset"],
+        data_dir or own,
+        num_images=config.get("num_images"),
+        image_size=config["encoder"]["image_size"],
+        seed=config["seed"],
+    )

@@ -1,0 +1,141 @@
+"""A trainer process's Prometheus metrics: a registry of its own, fed with the records of metrics.jsonl."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
+
+from weightserver.common.metrics_http import serve_metrics
+
+# 1 ms to 60 s: a step of no encoder and resident rows lies at the lower end, a large encoder on a CPU at the upper.
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
+
+_GAUGES = {
+    "loss": "Loss of the last logged step, in nats; chance is the logarithm of the number of active rows.",
+    "learning_rate": "Learning rate of the last logged step.",
+    "images_per_second": "Images trained on per second, between the last two logged steps.",
+    "resident_rows": "Rows that this process holds.",
+    "active_rows": "Rows that are the classes of a step.",
+    "prefetch_pending_rows": "Rows asked for from the weight servers and not here yet.",
+    "write_back_pending_rows": "Rows on their way back to the weight servers.",
+}
+"""Key of a record, and name behind pic_trainer_, to help; NaN until a record has it."""
+
+_COUNTERS = {
+    "row_wait_seconds": ("row_wait_seconds", "Time that training waited for rows."),
+    "fetched_bytes": ("row_fetched_bytes", "Bytes of rows fetched from the weight servers."),
+    "fetched_rows": ("row_fetched_rows", "Rows fetched from the weight servers."),
+    "pushed_bytes": ("row_pushed_bytes", "Bytes of gradients pushed, or rows written back, to the weight servers."),
+    "pushed_rows": ("row_pushed_rows", "Rows whose gradients were pushed, or that were written back."),
+}
+"""Key of a record, whose values are summed, to name behind pic_trainer_ and help."""
+
+
+STAGES = ("data", "rows", "forward", "backward", "optimizer", "other")
+"""Parts of a step; a record has the seconds of each as NAME_seconds."""
+
+
+def peak_gpu_bytes(device: torch.device) -> int:
+    """The most that this process's tensors took on `device`; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+class TrainerMetrics:
+    """What one trainer process counts since it started; safe to scrape from any thread."""
+
+    def __init__(self, *, run: str, rank: int, window_size: int, batch_size: int, device: torch.device) -> None:
+        self.registry = CollectorRegistry()
+        self._next_step = 0
+        Info("pic_trainer_run", "Run and rank of this process.", registry=self.registry).info(
+            {"run": run, "rank": str(rank)}
+        )
+        for name, text, value in (
+            ("window_size_rows", "W, rows of the sliding window.", window_size),
+            ("batch_size", "B, images in each update, on all ranks together.", batch_size),
+        ):
+            Gauge(f"pic_trainer_{name}", text, registry=self.registry).set(value)
+        self._steps = Counter("pic_trainer_steps", "Finished steps.", registry=self.registry)
+        self._images = Counter("pic_trainer_images", "Images trained on.", registry=self.registry)
+        self._step_seconds = Histogram(
+            "pic_trainer_step_seconds",
+            "Time a step takes: each counts with the mean of those between two logged steps.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._stage_seconds = Counter(
+            "pic_trainer_stage_seconds",
+            "Time that the steps spent on each of their parts; a GPU's is seen where its results are waited for.",
+            ["stage"],
+            registry=self.registry,
+        )
+        self._fetch_seconds = Histogram(
+            "pic_trainer_fetch_seconds",
+            "Time from asking the weight servers for rows until all of them were here, retries included.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._checkpoint_time = Gauge(
+            "pic_trainer_last_checkpoint_timestamp_seconds",
+            "When the last checkpoint was complete, or this process began, in seconds since 1970.",
+            registry=self.registry,
+        )
+        self._checkpoint_time.set_to_current_time()
+        Gauge(
+            "pic_trainer_gpu_memory_bytes",
+            "The most that this process's tensors took on its GPU.",
+            registry=self.registry,
+        ).set_function(lambda: peak_gpu_bytes(device))
+        ProcessCollector(registry=self.registry)
+        self._gauges = {key: Gauge(f"pic_trainer_{key}", text, registry=self.registry) for key, text in _GAUGES.items()}
+        for gauge in self._gauges.values():
+            gauge.set(math.nan)
+        self._counters = {
+            key: Counter(f"pic_trainer_{name}", text, registry=self.registry) for key, (name, text) in _COUNTERS.items()
+        }
+
+    def checkpoint_saved(self) -> None:
+        self._checkpoint_time.set_to_current_time()
+
+    def observe(self, record: dict[str, Any], *, fetch_seconds: Sequence[float] = ()) -> None:
+        """Takes one line of metrics.jsonl, and how long each fetch since the last one took; keys without a metric are
+        left alone.
+
+        Without num_steps, the steps since the last record count, or since step 0; without batch_size,
+        images_per_second tells the images.
+        """
+        num_steps = record.get("num_steps", record["step"] + 1 - self._next_step)
+        self._next_step = record["step"] + 1
+        self._steps.inc(num_steps)
+        if "batch_size" in record:
+            self._images.inc(num_steps * record["batch_size"])
+        else:
+            self._images.inc(round(record["images_per_second"] * record["seconds"]))
+        for _ in range(num_steps):
+            self._step_seconds.observe(record["seconds"] / num_steps)
+        for key in self._gauges.keys() & record.keys():
+            self._gauges[key].set(record[key])
+        for key in self._counters.keys() & record.keys():
+            self._counters[key].inc(record[key])
+        for stage in STAGES:
+            if (key := f"{stage}_seconds") in record:
+                self._stage_seconds.labels(stage).inc(record[key])
+        for seconds in fetch_seconds:
+            self._fetch_seconds.observe(seconds)
+
+    def serve(self, port: int, host: str = "127.0.0.1") -> tuple[str, Callable[[], None]]:
+        """Serves /metrics on a port, 0 for a free one; returns host:port and what ends it.
+
+        Raises:
+            OSError: in one line, where the port cannot be had.
+        """
+        try:
+            bound, close = serve_metrics(self.registry, host, port)
+        except OSError as error:
+            reason = os.strerror(error.errno or 0)
+            raise OSError(f"cannot serve metrics on port {port} ({reason}): choose another") from error
+        return f"{host}:{bound}", close

@@ -1,0 +1,78 @@
+"""How a run ends before its time: by a signal without losing a step, by a failure in one line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+import torch
+
+from trainer.distributed import RankLostError
+from weightserver import WeightServerError
+from weightserver.common.logs import complain
+
+
+class Stopped(Exception):
+    """A signal ended the run after it had kept what it finished."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.exit_status = 128 + number
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """SIGTERM and SIGINT are added to the list that this yields; a second one ends the process as usual."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # only that one can handle signals
+        yield received
+        return
+
+    def note(number: int, _: FrameType | None) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def failures_in_one_line(command: str) -> Iterator[None]:
+    """Ends the process where what is inside fails: one line on stderr, exit status 1; 128 + the number of a signal."""
+    try:
+        yield
+    except Stopped as stopped:
+        complain(f"{command}: {stopped}")
+        _exit(stopped.exit_status)
+    except MemoryError as error:
+        complain(f"{command}: not enough memory for these settings: {error}")
+        _exit(1)
+    except torch.OutOfMemoryError as error:
+        complain(
+            f"{command}: the GPU's memory is too small for these settings: give a lower --batch-size, a higher "
+            f"--accumulate, fewer --num-negatives or --precision bfloat16 ({'. '.join(str(error).split('. ')[:2])})"
+        )
+        _exit(1)
+    except (ValueError, OSError, RankLostError, WeightServerError) as error:
+        complain(f"{command}: {error}")
+        _exit(1)
+
+
+def _exit(status: int) -> NoReturn:
+    """Ends the process; one of several ranks at once, because what NCCL and threads have under way may never end."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        sys.exit(status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

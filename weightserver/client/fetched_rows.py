@@ -1,0 +1,69 @@
+"""The rows of a fetch as they arrive from one shard, each in its place among those that the caller asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import numpy as np
+
+from weightserver.core.errors import ClusterError
+from weightserver.core.sharding import Int64Array
+from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.protocol.codec import MAX_ROWS, Float32Array, decode_fetch_response, rows_to_proto
+
+Output = tuple[Float32Array, Float32Array | None, Int64Array | None]
+"""weight [n, D], momentum_buffer [n, D] and last_step [n]; None where it was not asked for."""
+
+
+class FetchedRows:
+    """One shard's rows of a fetch, in ascending order: those that have arrived, and those that are to be asked for.
+
+    Args:
+        rows: all rows that the caller asked for, strictly increasing, int64 [n].
+        positions: which of them are this shard's.
+        out: where they go.
+        in_use: the context in which `out` may be written to; raises CancelledError where that is over.
+    """
+
+    def __init__(
+        self,
+        rows: Int64Array,
+        positions: slice | Int64Array,
+        out: Output,
+        in_use: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._rows = rows[positions]
+        self._positions = positions
+        self._out = out
+        self._in_use = in_use
+        self.num_rows = len(self._rows)
+        self.num_asked = 0
+        """Rows that have arrived, and those that the newest request names."""
+        self.num_arrived = 0
+
+    def request(self, like: pb.FetchRequest) -> pb.FetchRequest:
+        """Asks for the rows that have not arrived, at most as many as one fetch may name."""
+        missing = self._rows[self.num_arrived : self.num_arrived + MAX_ROWS]
+        self.num_asked = self.num_arrived + len(missing)
+        request = pb.FetchRequest(rows=rows_to_proto(missing))
+        request.MergeFrom(like)
+        return request
+
+    def add(self, message: bytes) -> None:
+        """Takes the next message of a shard's answer.
+
+        Raises:
+            ClusterError: it holds more rows than were asked for; InvalidRequestError: it is no FetchResponse.
+        """
+        parts = decode_fetch_response(message)
+        start, end = self.num_arrived, self.num_arrived + len(parts[0]) // (4 * self._out[0].shape[1])
+        if end > self.num_asked:
+            raise ClusterError(f"a shard answered {end} of {self.num_asked} rows: is it of the same version?")
+        where = slice(start, end) if isinstance(self._positions, slice) else self._positions[start:end]
+        with self._in_use():
+            for array, data in zip(self._out, parts, strict=True):
+                if array is not None:
+                    values = np.frombuffer(data, array.dtype.newbyteorder("<"))
+                    array[where] = values.reshape(-1, *array.shape[1:])
+        self.num_arrived = end

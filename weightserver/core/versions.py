@@ -1,0 +1,27 @@
+"""Which versions of a block are needed: what the newest state and the retained checkpoints consist of."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from weightserver.storage.records import Checkpoint
+
+
+def unneeded(generations: Sequence[int], checkpoints: Sequence[Checkpoint]) -> list[int]:
+    """The generations of a block's versions, newest first, that neither the newest state nor a checkpoint needs."""
+    return [
+        older
+        for newer, older in itertools.pairwise(generations)
+        if not any(older <= checkpoint.generation < newer for checkpoint in checkpoints)
+    ]
+
+
+def released_generations(generation: int, newest: int, checkpoints: Sequence[Checkpoint]) -> range:
+    """Where to look after a checkpoint of `generation` was released, `checkpoints` remain and `newest` is current.
+
+    A version becomes unneeded only when the last checkpoint between it and its block's next version is released. That
+    next version is then of one of these generations: newer than the released one, not newer than the next retained one.
+    """
+    retained = [checkpoint.generation for checkpoint in checkpoints if checkpoint.generation >= generation]
+    return range(generation + 1, min(retained, default=newest) + 1)

@@ -1,0 +1,170 @@
+"""A weight server on this machine: real shard processes on loopback, as tests and single-node runs use them."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import ClassVar, Self
+
+from weightserver.common.atomic_files import PRIVATE_FILE, make_directory, make_private, write_whole
+from weightserver.common.security import TOKEN_VARIABLE
+from weightserver.core.errors import ShardUnavailableError
+
+_MARKER = "cluster.json"
+_START_SECONDS = 60.0
+_STOP_SECONDS = 30.0
+
+
+class LocalCluster:
+    """Starts `num_shards` shard processes on free loopback ports, and stops them when closed. A context manager.
+
+    The shards also stop when this process dies. Each keeps its data in `directory`/shard-K and its log beside it; a
+    directory used before is served again, and a shard whose data went away is refused. `directory`/cluster.json says
+    that: {"num_shards": n, "finished": whether all shards have begun}; empty ones begin only until they have.
+
+    Args:
+        directory: where the shards keep their data; without one, a temporary directory that is deleted when closed.
+        serve_options: more options of `weightserver serve` for every shard.
+
+    Raises:
+        ShardUnavailableError: a shard did not start; the message ends with the last line of its log.
+    """
+
+    addresses: list[str]
+    """host:port of every shard, in shard order."""
+    metrics_addresses: list[str]
+    """host:port of every shard's /metrics, in shard order."""
+    processes: list[subprocess.Popen[str]]
+    """The shards' processes, in shard order."""
+    _program: ClassVar[list[str]] = [sys.executable, "-m", "weightserver"]
+
+    def __init__(
+        self, num_shards: int = 1, directory: str | Path | None = None, *, serve_options: Sequence[str] = ()
+    ) -> None:
+        if num_shards < 1:
+            raise ValueError(f"num_shards must be at least 1, got {num_shards}")
+        self._serve_options = list(serve_options)
+        self._temporary = tempfile.TemporaryDirectory(prefix="weightserver-") if directory is None else None
+        self.directory = Path(self._temporary.name if self._temporary else directory or "")
+        make_directory(self.directory)
+        self.processes, self.addresses, self.metrics_addresses = [], [], []
+        try:
+            finished = self._is_finished()
+            if not finished:
+                self._mark(num_shards, finished=False)
+            # All start at once, then each is waited for.
+            self.processes = [
+                self._start(shard, num_shards, "127.0.0.1:0", 0, init=not finished) for shard in range(num_shards)
+            ]
+            for shard, process in enumerate(self.processes):
+                address, metrics_address = self._wait_until_serving(shard, process)
+                self.addresses.append(address)
+                self.metrics_addresses.append(metrics_address)
+            self._mark(num_shards, finished=True)
+        except BaseException:
+            self.close()
+            raise
+
+    def restart(self, shard: int) -> None:
+        """Stops the shard if it runs (SIGTERM), and starts it at the same address with the same data."""
+        if not 0 <= shard < len(self.processes):
+            raise ValueError(f"there is no shard {shard}: the cluster has shards 0..{len(self.processes) - 1}")
+        self._stop(self.processes[shard])
+        metrics_port = int(self.metrics_addresses[shard].rpartition(":")[2])
+        process = self._start(shard, len(self.processes), self.addresses[shard], metrics_port)
+        self.processes[shard] = process
+        self._wait_until_serving(shard, process)
+
+    def close(self) -> None:
+        """Stops the shards. Safe to repeat."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.terminate()
+        for process in self.processes:
+            self._stop(process)
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _log(self, shard: int) -> Path:
+        return self.directory / f"shard-{shard}.log"
+
+    def _is_finished(self) -> bool:
+        """Whether all shards have begun. Where version 0.1 left no marker, they have if there is any data."""
+        marker = self.directory / _MARKER
+        if not marker.exists():
+            return any(self.directory.glob("shard-*/data.mdb"))
+        try:
+            return json.loads(marker.read_text())["finished"] is True
+        except (ValueError, LookupError, TypeError):
+            return True
+
+    def _mark(self, num_shards: int, *, finished: bool) -> None:
+        text = json.dumps({"num_shards": num_shards, "finished": finished}) + "\n"
+        marker = self.directory / _MARKER
+        if not marker.exists() or marker.read_text() != text:
+            write_whole(marker, lambda path: path.write_text(text))
+
+    def _start(
+        self, shard: int, num_shards: int, listen: str, metrics_port: int, *, init: bool = False
+    ) -> subprocess.Popen[str]:
+        command = [*self._program, "serve", "--announce", "--stop-with-parent"]
+        command += ["--data-dir", str(self.directory / f"shard-{shard}"), "--listen", listen]
+        command += ["--shard", str(shard), "--num-shards", str(num_shards), "--metrics-port", str(metrics_port)]
+        command += [*(["--init"] if init else []), *self._serve_options]
+        # These shards serve loopback alone; a token that the caller has is for others.
+        environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+        log_file = self._log(shard)
+        make_private(log_file)
+        with os.fdopen(os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, PRIVATE_FILE), "a") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+                start_new_session=True,  # a Ctrl-C for the caller does not stop the shards under it
+            )
+
+    def _wait_until_serving(self, shard: int, process: subprocess.Popen[str]) -> tuple[str, str]:
+        """(address, metrics address), as the shard announces them."""
+        assert process.stdout is not None
+        lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=lambda out=process.stdout: lines.put(out.readline()), daemon=True).start()
+        try:
+            line = lines.get(timeout=_START_SECONDS)
+        except queue.Empty:
+            line = ""
+        if not line:
+            last = self._log(shard).read_text().strip().rpartition("\n")[2]
+            raise ShardUnavailableError(f"shard {shard} did not start: {last or 'it said nothing'}")
+        announced = json.loads(line)
+        return announced["address"], announced["metrics_address"]
+
+    def _stop(self, process: subprocess.Popen[str]) -> None:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()

@@ -1,0 +1,243 @@
+"""Proto <-> arrays, as both sides of the wire need them. All numbers in `bytes` fields are little-endian.
+
+Fetch answers are framed by hand, because they are megabytes and each copy of them costs: a FetchResponse has three
+length-delimited fields, and joining their tags, lengths and buffers makes the same bytes as the generated class (a test
+compares them) with one copy instead of three. Slicing them apart makes none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, astuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from weightserver.core.errors import InvalidRequestError
+from weightserver.core.sharding import Int64Array, from_ranges, to_ranges
+from weightserver.core.spec import TableSpec
+from weightserver.protocol._generated import weight_server_pb2 as pb
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""The largest message either side takes; bulk goes as streams of messages of about `CHUNK_BYTES`."""
+CHUNK_BYTES = 1 << 20
+VERSION_KEY, ACKNOWLEDGED_KEY, MARK_KEY = (f"weightserver-{name}" for name in ("version", "acknowledged", "mark"))
+"""Keys of the metadata of calls, and of answers, as the contract tells."""
+OLDEST_VERSION = (0, 2)
+"""Of a client or shard that this one works with."""
+_MAX_COMMIT_DIGITS = 20
+RETRY_HINT = "grpc-retry-pushback-ms"
+"""Key of the trailing metadata in which a shard that is overloaded says how soon to try again, as gRFC A6 names it."""
+WAITED_KEY = "weightserver-waited-ms"
+"""Key of the metadata in which a client that tries again says for how long it has tried, in milliseconds."""
+MAX_ROWS = 1 << 22
+"""Rows that one fetch, or one message of a write, may name: 32 MiB of them where they are scattered."""
+MAX_WRITE_ROWS = 1 << 24
+"""Rows in one push or state write."""
+MAX_REQUEST_BYTES = 8 * MAX_ROWS + (1 << 20)
+"""The largest message that a shard takes: as many rows one by one as a fetch may name."""
+MAX_WRITE_BYTES = 1 << 30
+"""Rows and values in one push or state write; the client splits none, because a write is atomic on a shard."""
+MAX_STEPS = 1 << 25
+"""Learning rates of a schedule: a month of 12 steps a second. A shard keeps all of them in memory."""
+MAX_NAME_CHARACTERS = 256
+"""Length of a run's name: error messages quote it, and gRPC carries those in headers of at most 8 KiB."""
+_VARINT, _LENGTH_DELIMITED = 0, 2
+_FIXED_BYTES = {1: 8, 5: 4}
+
+Float32Array = npt.NDArray[np.float32]
+
+
+def is_understood(version: str) -> bool:
+    """Whether a client or shard of that version can be worked with; from 0.2 on neighbours understand each other."""
+    parts = version.split(".")[:2]
+    return len(parts) == 2 and all(part.isdigit() for part in parts) and tuple(map(int, parts)) >= OLDEST_VERSION
+
+
+def split_mark(mark: str) -> tuple[str, int]:
+    """(incarnation, commit).
+
+    Raises:
+        ValueError: it is no mark.
+    """
+    incarnation, _, commit = mark.partition(":")
+    if len(incarnation) != 16 or not commit.isascii() or not commit.isdigit() or len(commit) > _MAX_COMMIT_DIGITS:
+        raise ValueError(f"{mark[:60]!r} is no mark of a shard")
+    return incarnation, int(commit)
+
+
+def spec_to_proto(spec: TableSpec) -> pb.TableSpec:
+    named = asdict(spec)
+    return pb.TableSpec(**named | {"correction": bool(spec.correction), "single_rate": spec.correction == "paper"})
+
+
+def table_digest(spec: TableSpec, identity: bytes) -> int:
+    """Recognises a table: XXH3-64 of the spec's values in the order of its fields, and of its identity; never 0."""
+    return xxhash.xxh3_64_intdigest(repr(astuple(spec)).encode() + identity) or 1
+
+
+class ScheduleHash:
+    """XXH3-64 of learning rates as float32 little-endian; −0 counts as 0. It grows with the schedule."""
+
+    def __init__(self, rates: Float32Array | None = None) -> None:
+        self._hasher = xxhash.xxh3_64()
+        self.horizon = 0
+        self.digest = 0
+        """0 where there are no learning rates, and for no others."""
+        if rates is not None:
+            self._add(rates)
+
+    def followed_by(self, rates: Float32Array) -> ScheduleHash:
+        """That of these learning rates (float32 [n]) too, behind those there are."""
+        longer = ScheduleHash()
+        longer._hasher, longer.horizon = self._hasher.copy(), self.horizon
+        longer._add(rates)
+        return longer
+
+    def _add(self, rates: Float32Array) -> None:
+        self._hasher.update((rates + np.float32(0)).astype("<f4", copy=False).tobytes())
+        self.horizon += len(rates)
+        self.digest = (self._hasher.intdigest() or 1) if self.horizon else 0
+
+
+def spec_from_proto(spec: pb.TableSpec) -> TableSpec:
+    """Raises ValueError for a spec that no table can have."""
+    named = {field.name: getattr(spec, field.name) for field in pb.TableSpec.DESCRIPTOR.fields}
+    if named.pop("single_rate"):
+        if not spec.correction:
+            raise ValueError("single_rate is a way to correct: it must not be set where correction is not")
+        named["correction"] = "paper"
+    return TableSpec(**named)
+
+
+def rows_to_proto(rows: Int64Array) -> pb.Rows:
+    """Strictly increasing rows, as ids or as ranges, whichever is shorter."""
+    ranges = to_ranges(rows)
+    if 2 * len(ranges) < len(rows):
+        return pb.Rows(ranges=to_bytes(ranges))
+    return pb.Rows(ids=to_bytes(rows))
+
+
+def count_rows(rows: pb.Rows) -> int:
+    """How many rows a message names; ranges are short for what they name.
+
+    Raises:
+        InvalidRequestError: the bytes are no rows, or more than MAX_ROWS.
+    """
+    if rows.ids and rows.ranges:
+        raise InvalidRequestError("rows are given as ids or as ranges, not both")
+    if rows.ids:
+        if len(rows.ids) > 8 * MAX_ROWS:
+            raise InvalidRequestError(f"one message may name at most {MAX_ROWS} rows: split it")
+        return len(int64_from_bytes(rows.ids, "ids"))
+    ranges = int64_from_bytes(rows.ranges, "ranges")
+    if len(ranges) % 2:
+        raise InvalidRequestError("ranges must be pairs of first row and count")
+    counts = ranges[1::2]
+    if ((counts < 1) | (counts > MAX_ROWS)).any() or int(counts.sum()) > MAX_ROWS:
+        raise InvalidRequestError(
+            f"ranges must have positive counts, and one message may name at most {MAX_ROWS} rows: split it"
+        )
+    return int(counts.sum())
+
+
+def rows_from_proto(rows: pb.Rows) -> Int64Array:
+    """The rows that a message names, int64 [n]; whether the table has them is not checked. Raises as `count_rows`."""
+    count_rows(rows)
+    if rows.ids:
+        return int64_from_bytes(rows.ids, "ids")
+    return from_ranges(int64_from_bytes(rows.ranges, "ranges").reshape(-1, 2))
+
+
+def to_bytes(array: npt.NDArray[np.float32] | Int64Array) -> bytes:
+    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def int64_from_bytes(data: bytes, name: str) -> Int64Array:
+    """int64 [n], read-only. Raises InvalidRequestError."""
+    if len(data) % 8:
+        raise InvalidRequestError(f"{name} has {len(data)} bytes, not a multiple of 8")
+    return np.frombuffer(data, "<i8")
+
+
+def float32_from_bytes(data: bytes, name: str) -> Float32Array:
+    """float32 [n], read-only, finite. Raises InvalidRequestError."""
+    if len(data) % 4:
+        raise InvalidRequestError(f"{name} has {len(data)} bytes, not a multiple of 4")
+    values = np.frombuffer(data, "<f4")
+    if not all_finite(values):
+        raise InvalidRequestError(f"{name} holds NaN or infinite values: nothing was written")
+    return values
+
+
+def all_finite(values: Float32Array) -> bool:
+    """Whether no value is NaN or infinite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(values.sum()):  # one pass; it may overflow though all values are finite
+            return True
+    return bool(np.isfinite(values).all())
+
+
+def encode_fetch_response(
+    weight: Float32Array, momentum_buffer: Float32Array | None, last_step: Int64Array | None
+) -> bytes:
+    """A serialized FetchResponse."""
+    parts: list[bytes | memoryview] = []
+    for number, array in enumerate((weight, momentum_buffer, last_step), start=1):
+        if array is not None and array.size:
+            data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data
+            parts += [bytes([number << 3 | _LENGTH_DELIMITED]), _varint(len(data)), data]
+    return b"".join(parts)
+
+
+def decode_fetch_response(message: bytes) -> tuple[memoryview, memoryview, memoryview]:
+    """weight, momentum_buffer and last_step of a serialized FetchResponse, empty where absent, without a copy.
+
+    Other fields, which a newer shard may send, are skipped.
+
+    Raises:
+        InvalidRequestError: the bytes are no such message.
+    """
+    view, position = memoryview(message), 0
+    fields = dict.fromkeys((1, 2, 3), view[:0])
+    try:
+        while position < len(view):
+            tag, position = _read_varint(view, position)
+            kind, length = tag & 7, 0
+            if kind == _VARINT:
+                _, position = _read_varint(view, position)
+            elif kind == _LENGTH_DELIMITED:
+                length, position = _read_varint(view, position)
+                fields[tag >> 3] = view[position : position + length]
+            elif kind in _FIXED_BYTES:
+                length = _FIXED_BYTES[kind]
+            else:
+                raise IndexError
+            position += length
+            if position > len(view):
+                raise IndexError
+    except IndexError:
+        raise InvalidRequestError(
+            "the answer is no FetchResponse: is this a weight server of the same version?"
+        ) from None
+    return fields[1], fields[2], fields[3]
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _read_varint(view: memoryview, position: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = view[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7

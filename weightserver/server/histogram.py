@@ -1,0 +1,118 @@
+"""Histograms that Prometheus scrapes, cheap to observe: each fetch does so seven times."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from weightserver.core.sharding import Int64Array
+
+
+class Histogram(Collector):
+    """What `prometheus_client.Histogram` is, and shows; an observation takes a third of the time. Thread-safe."""
+
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        label_names: Sequence[str] = (),
+        *,
+        buckets: Sequence[float],
+        registry: CollectorRegistry,
+    ) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._label_names = label_names
+        self._bounds = (*map(float, buckets), math.inf)
+        self._series: dict[tuple[str, ...], Series] = {}
+        registry.register(self)
+
+    def labels(self, *values: str) -> Series:
+        """The observations under these values of the labels, from now on shown."""
+        return self._series.get(values) or self._series.setdefault(values, Series(self._bounds))
+
+    def describe(self) -> Iterator[HistogramMetricFamily]:
+        yield HistogramMetricFamily(self._name, self._documentation, labels=self._label_names)
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        bounds = [floatToGoString(bound) for bound in self._bounds]  # type: ignore[no-untyped-call]
+        for family in self.describe():
+            for values, series in list(self._series.items()):
+                counts, total = series.read()
+                family.add_metric(values, list(zip(bounds, itertools.accumulate(counts), strict=True)), total)
+                labels = dict(zip(self._label_names, values, strict=True))
+                family.add_sample(f"{self._name}_created", labels, series.created)
+            yield family
+
+
+class Series:
+    """One histogram."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.created = time.time()
+        self._bounds = bounds
+        self._lock = threading.Lock()
+        self._counts = [0] * len(bounds)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        bucket = bisect_left(self._bounds, value)
+        with self._lock:
+            self._counts[bucket] += 1
+            self._sum += value
+
+    def read(self) -> tuple[list[float], float]:
+        """How many observations lie in each bucket, and the sum of all."""
+        with self._lock:
+            return [float(count) for count in self._counts], self._sum
+
+
+class GapHistogram(Collector):
+    """weightserver_correction_gap_steps; gaps are counted many at a time, which costs a tenth. Thread-safe."""
+
+    _NUM_BUCKETS = 23
+    """Gaps up to 1, 2, 4, ... 2^22 steps, and longer ones."""
+    _MAX_WAITING = 65_536
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = np.zeros(65, np.int64)  # of gaps up to 2^n that are longer than 2^(n-1)
+        self._sum = 0.0
+        self._waiting: list[Int64Array] = []
+        self._num_waiting = 0
+
+    def observe(self, gaps: Int64Array) -> None:
+        with self._lock:
+            self._waiting.append(gaps)
+            self._num_waiting += len(gaps)
+            if self._num_waiting >= self._MAX_WAITING:
+                self._count()
+
+    def _count(self) -> None:
+        if not self._waiting:
+            return
+        gaps = np.concatenate(self._waiting, dtype=np.float64)
+        self._waiting, self._num_waiting = [], 0
+        self._sum += float(gaps.sum())
+        gaps -= 0.5  # in place: what a fetch has in the cache is worth more than the sum of this
+        self._counts += np.bincount(np.frexp(gaps)[1], minlength=len(self._counts))
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        with self._lock:
+            self._count()
+            reached, total = self._counts.cumsum(), self._sum
+        bounds = [*(str(2.0**number) for number in range(self._NUM_BUCKETS)), "+Inf"]
+        counts = [*map(float, reached[: self._NUM_BUCKETS]), float(reached[-1])]
+        family = HistogramMetricFamily("weightserver_correction_gap_steps", "Updates that a fetched row had not seen.")
+        family.add_metric([], list(zip(bounds, counts, strict=True)), total)
+        yield family

@@ -1,0 +1,448 @@
+"""What a shard stores beside its blocks: who it is, the table's spec, its state, the schedule (where: storage.py).
+
+Every value is 8 bytes of checksum, u64 little-endian, XXH3-64 of the database's name, the key and the content; and the
+content. Whatever is not what was written raises StorageError, here and in one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import xxhash
+
+from weightserver.core.errors import NoTableError, StorageError
+from weightserver.core.spec import TableSpec
+from weightserver.protocol.codec import Float32Array, split_mark
+from weightserver.storage.lmdb_storage import Reader, Transaction
+
+FORMAT = 3
+_READABLE_FORMATS = (2, FORMAT)
+"""Format 2, of version 0.1, kept the checkpoints in `state`, and had neither marks nor a table's identity."""
+MAX_CHECKPOINTS = 1_000
+"""That a shard retains."""
+MAX_ANCESTORS = 4_096
+"""Incarnations that a directory descends from and still knows."""
+_SCHEDULE_CHUNK = 65_536
+"""Learning rates per stored value."""
+_STEP = struct.Struct(">Q")
+_PREPARED = 1 << 63
+"""Added to the key of a stored chunk of learning rates that a prepared change is to put in the place of another."""
+_CHECKSUM = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whose data a directory holds."""
+
+    shard: int
+    num_shards: int
+    unfinished: bool = False
+    """While another program than a shard fills the directory; see building.py."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A state of the shard that can be read and returned to: the newest versions of a generation ≤ `generation`."""
+
+    name: str
+    step: int
+    generation: int
+    clock: int
+    rows_stored: int
+    identity: str = ""
+    """Hexadecimal; the same on every shard of the call that took it."""
+    mark: str = ""
+    """The shard's once it was taken; see `Lineage`."""
+    num_rows: int = 0
+    """Of the table when it was taken; 0 where version 0.1 took it, which did not tell."""
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Which states a directory descends from: those of each incarnation, one process that wrote, up to a commit.
+
+    A mark, `incarnation:commit`, names one of these states. Who was shown a mark can tell an older copy of the
+    directory, or another directory, from one that holds all that was there: only that one descends from it.
+    """
+
+    ancestors: tuple[tuple[str, int], ...] = ()
+    """(incarnation, its last commit), oldest first."""
+
+    def joined(self, marks: Iterable[str]) -> Lineage:
+        """Descending from these too."""
+        ancestors = dict(self.ancestors)
+        for incarnation, commit in map(split_mark, marks):
+            ancestors[incarnation] = max(commit, ancestors.pop(incarnation, 0))
+        return Lineage(tuple(ancestors.items())[-MAX_ANCESTORS:])
+
+    def up_to(self, mark: str) -> Lineage:
+        """That of the state of a mark, which is this one's or an earlier one; of none where a version before 0.2 left
+        no mark."""
+        if not mark:
+            return Lineage()
+        names = [name for name, _ in self.ancestors]
+        incarnation, _ = split_mark(mark)
+        before = self.ancestors[: names.index(incarnation)] if incarnation in names else self.ancestors
+        return Lineage(before).joined([mark])
+
+    @property
+    def marks(self) -> list[str]:
+        return [f"{incarnation}:{commit}" for incarnation, commit in self.ancestors]
+
+    def holds(self, mark: str) -> bool:
+        incarnation, commit = split_mark(mark)
+        return any(known == incarnation and commit <= last for known, last in reversed(self.ancestors))
+
+
+@dataclass(frozen=True)
+class State:
+    """What changes with every write, stored beside the rows."""
+
+    epoch: int = 0
+    opener: str = ""
+    """Of the newest session. Empty where the epoch is nobody's, as behind a drop or a restore."""
+    run: str = ""
+    clock: int = 0
+    rows_stored: int = 0
+    schedule_version: int = 0
+    generation: int = 0
+    incarnation: str = ""
+    """Of the process that wrote last: 16 hexadecimal digits."""
+    commit: int = 0
+    """Counts the transactions that changed anything; compacting leaves it alone."""
+    timeline: str = ""
+    """Of the newest rollback or restore; shards of different ones hold rows of different times."""
+    checkpoints: tuple[Checkpoint, ...] = ()
+    """Retained, oldest first; the current generation is newer than all of theirs."""
+
+    @property
+    def mark(self) -> str:
+        """Empty where version 0.1 wrote it."""
+        return f"{self.incarnation}:{self.commit}" if self.incarnation else ""
+
+    def checkpoint(self, name: str, identity: str = "") -> Checkpoint:
+        """The retained checkpoint of that name and, where given, identity, or NoTableError."""
+        for checkpoint in self.checkpoints:
+            if checkpoint.name == name:
+                if identity not in ("", checkpoint.identity):
+                    raise NoTableError(f"checkpoint {name!r} is another one by now: call checkpoints() and begin anew")
+                return checkpoint
+        raise NoTableError(f"there is no checkpoint {name!r}: call checkpoints() for those of all shards")
+
+
+HELD_PREFIX = "backup-"
+"""Of the second names under which backups keep checkpoints while they read them."""
+
+
+class KeptCheckpoint(NamedTuple):
+    """A checkpoint of all shards, as each of them keeps it."""
+
+    name: str
+    step: int
+    identity: str
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def step(self) -> int: ...
+
+
+Kept = TypeVar("Kept", bound=_Named)
+
+
+def chosen_checkpoint(name: str | None, known: Iterable[Kept]) -> Kept:
+    """The one of that name, or the newest, among those that all shards keep.
+
+    Raises:
+        NoTableError: there is none.
+    """
+    by_name = {kept.name: kept for kept in known}
+    of_runs = [(kept.step, kept.name) for kept in by_name.values() if not kept.name.startswith(HELD_PREFIX)]
+    if name is None and of_runs:
+        _, name = max(of_runs)
+    if name is None or name not in by_name:
+        what = "no checkpoint" if name is None else f"no checkpoint {name!r}"
+        raise NoTableError(f"there is {what} on all shards, only {sorted(by_name)}")
+    return by_name[name]
+
+
+def read_identity(txn: Reader) -> Identity | None:
+    """None where nothing is stored yet.
+
+    Raises:
+        StorageError: it is damaged, or of another format.
+    """
+    stored = txn.get("meta", b"identity")
+    with _guarded(txn, "identity"):
+        if stored is None:
+            if any(True for _ in txn.items("meta")):
+                raise ValueError("it is missing")
+            return None
+        found = _json_object(_bare(stored) or _checked("meta", b"identity", stored))
+        found_format = found.pop("format")
+        if found_format in _READABLE_FORMATS:
+            return _built(Identity, found)
+    raise StorageError(
+        f"{txn.directory} has format {found_format!r}, this version reads {_READABLE_FORMATS[0]} to {FORMAT}: "
+        "use the version of weightserver that wrote it"
+    )
+
+
+def write_identity(txn: Transaction, identity: Identity) -> None:
+    put_json(txn, "identity", {"format": FORMAT, **asdict(identity)})
+
+
+def read_format(txn: Reader) -> int:
+    """Of the directory, which has an identity; the present one where nothing is stored yet."""
+    return int((get_json(txn, "identity") or {"format": FORMAT})["format"])
+
+
+def read_spec(txn: Reader) -> TableSpec | None:
+    """None where there is no table."""
+    with _guarded(txn, "spec"):
+        stored = _stored(txn, "spec")
+        return TableSpec(**stored["table"]) if stored["table"] is not None else None
+
+
+def read_earlier_sizes(txn: Transaction) -> tuple[int, ...]:
+    """How many rows the table had before each of its extensions, the newest last."""
+    with _guarded(txn, "spec"):
+        return tuple(map(int, _stored(txn, "spec").get("earlier_sizes", ())))
+
+
+def read_table_identity(txn: Transaction) -> bytes:
+    """16 bytes; none where there is no table."""
+    with _guarded(txn, "spec"):
+        stored = _stored(txn, "spec")
+        if stored["table"] is None:
+            return b""
+        return bytes.fromhex(stored["identity"]) if "identity" in stored else earlier_identity(stored["table"])
+
+
+def earlier_identity(spec: dict[str, Any]) -> bytes:
+    """That of a table of version 0.1, which had none: made of its spec, so that all shards and backups agree."""
+    never_changing = {name: value for name, value in spec.items() if name != "num_rows"}
+    return xxhash.xxh3_128_digest(json.dumps(never_changing, sort_keys=True).encode())
+
+
+def write_spec(
+    txn: Transaction, spec: TableSpec | None, identity: bytes = b"", earlier_sizes: tuple[int, ...] = ()
+) -> None:
+    table = {"table": spec and asdict(spec), "identity": identity.hex(), "earlier_sizes": earlier_sizes}
+    put_json(txn, "spec", table)
+
+
+def read_state(txn: Reader) -> State:
+    with _guarded(txn, "state"):
+        stored = _stored(txn, "state")
+        kept = stored["checkpoints"] if "checkpoints" in stored else _stored(txn, "checkpoints")["retained"]
+        checkpoints = tuple(_built(Checkpoint, checkpoint) for checkpoint in kept)
+        return _built(State, stored | {"checkpoints": checkpoints})
+
+
+def write_state(txn: Transaction, state: State, before: State | None = None) -> None:
+    """Stores it in the place of `before`, or of anything."""
+    put_json(txn, "state", {name: value for name, value in vars(state).items() if name != "checkpoints"})
+    if before is None or state.checkpoints is not before.checkpoints:
+        put_json(txn, "checkpoints", {"retained": [asdict(known) for known in state.checkpoints]})
+
+
+def read_lineage(txn: Transaction) -> Lineage:
+    with _guarded(txn, "lineage"):
+        return Lineage().joined(_stored_marks(txn, "lineage"))
+
+
+def write_lineage(txn: Transaction, lineage: Lineage) -> None:
+    put_json(txn, "lineage", {"marks": lineage.marks})
+
+
+def read_peers(txn: Transaction) -> list[str]:
+    """The marks of all shards that this one was told last, in their order; none where it was told of none."""
+    with _guarded(txn, "peers"):
+        return list(map(str, _stored_marks(txn, "peers")))
+
+
+def write_peers(txn: Transaction, marks: Iterable[str]) -> None:
+    put_json(txn, "peers", {"marks": list(marks)})
+
+
+def read_schedule(txn: Transaction) -> Float32Array:
+    """All learning rates, float32 [horizon]."""
+    in_use = [chunk for chunk in _schedule_chunks(txn) if chunk[0] < _PREPARED]
+    return _joined(txn, in_use)
+
+
+def read_horizon(txn: Reader, num_values: int) -> int:
+    """How many learning rates are in use, of a database `schedule` of `num_values`; only the last of them is read."""
+    for first in range((num_values - 1) * _SCHEDULE_CHUNK, -1, -_SCHEDULE_CHUNK):  # prepared ones are values too
+        if (last := get_record(txn, "schedule", _STEP.pack(first))) is not None:
+            return first + len(last) // 4
+    return 0
+
+
+def write_schedule(txn: Transaction, start_step: int, learning_rates: Float32Array, *, prepared: bool = False) -> None:
+    """Stores those of `start_step` (≤ horizon) and later steps, float32 [n]: for use, or beside those in use."""
+    end, offset = start_step + len(learning_rates), _PREPARED if prepared else 0
+    for first in range(start_step - start_step % _SCHEDULE_CHUNK, end, _SCHEDULE_CHUNK):
+        key = _STEP.pack(first + offset)
+        stored = get_record(txn, "schedule", key) or get_record(txn, "schedule", _STEP.pack(first)) or b""
+        chunk = np.frombuffer(stored, "<f4")
+        low, high = max(first, start_step), min(first + _SCHEDULE_CHUNK, end)
+        merged = np.concatenate(
+            [chunk[: low - first], learning_rates[low - start_step : high - start_step], chunk[high - first :]]
+        )
+        put_record(txn, "schedule", key, merged.astype("<f4").tobytes())
+
+
+def read_prepared_schedule(txn: Transaction, start_step: int, stop_step: int) -> Float32Array:
+    """Prepared learning rates of steps start_step … stop_step − 1, float32 [n]."""
+    prepared = [(first - _PREPARED, content) for first, content in _schedule_chunks(txn) if first >= _PREPARED]
+    first = prepared[0][0]
+    return _joined(txn, prepared, first)[start_step - first : stop_step - first]
+
+
+def end_prepared_schedule(txn: Transaction, *, commit: bool) -> None:
+    """Puts prepared learning rates to use, or forgets them."""
+    for first, content in [chunk for chunk in _schedule_chunks(txn) if chunk[0] >= _PREPARED]:
+        if commit:
+            put_record(txn, "schedule", _STEP.pack(first - _PREPARED), content)
+        txn.delete("schedule", _STEP.pack(first))
+
+
+def _schedule_chunks(txn: Transaction) -> Iterator[tuple[int, bytes]]:
+    for key, content in read_records(txn, "schedule"):
+        with _guarded(txn, "schedule"):
+            (first,) = _STEP.unpack(key)
+        yield first, content
+
+
+def _joined(txn: Transaction, chunks: list[tuple[int, bytes]], start_step: int = 0) -> Float32Array:
+    """The learning rates of chunks that follow one another from `start_step` on."""
+    rates, end = [np.zeros(0, np.float32)], start_step
+    for first, content in chunks:
+        with _guarded(txn, "schedule"):
+            if first != end:
+                raise ValueError(f"the learning rates of step {end} and later ones are missing")
+            rates.append(np.frombuffer(content, "<f4"))
+        end += len(rates[-1])
+    return np.concatenate(rates)
+
+
+def get_json(txn: Reader, key: str) -> dict[str, Any] | None:
+    """A value of the database `meta`."""
+    content = get_record(txn, "meta", key.encode())
+    with _guarded(txn, key):
+        return None if content is None else _json_object(content)
+
+
+def upgrade(txn: Transaction, incarnation: str) -> None:
+    """Brings a directory of format 2 to the present one. What the rows are does not change."""
+    identity = read_identity(txn)
+    assert identity is not None
+    spec, table_identity, state = read_spec(txn), read_table_identity(txn), read_state(txn)
+    write_spec(txn, spec, table_identity, read_earlier_sizes(txn))
+    write_state(txn, replace(state, incarnation=incarnation))
+    write_lineage(txn, Lineage())
+    write_peers(txn, [])
+    write_identity(txn, identity)
+
+
+def put_json(txn: Transaction, key: str, value: dict[str, Any]) -> None:
+    put_record(txn, "meta", key.encode(), json.dumps(value).encode())
+
+
+# ---- checked values
+
+
+def get_record(txn: Reader, database: str, key: bytes) -> bytes | None:
+    """A value's content."""
+    stored = txn.get(database, key)
+    if stored is None:
+        return None
+    with _guarded(txn, _name(database, key)):
+        return _checked(database, key, stored)
+
+
+def put_record(txn: Transaction, database: str, key: bytes, content: bytes) -> None:
+    txn.put(database, key, _CHECKSUM.pack(_checksum(database, key, content)) + content)
+
+
+def read_records(txn: Reader, database: str) -> Iterator[tuple[bytes, bytes]]:
+    """(key, content) of all values."""
+    for key, stored in txn.items(database):
+        with _guarded(txn, _name(database, key)):
+            content = _checked(database, key, stored)
+        yield key, content
+
+
+def _checked(database: str, key: bytes, stored: memoryview) -> bytes:
+    content = bytes(stored[_CHECKSUM.size :])
+    if bytes(stored[: _CHECKSUM.size]) != _CHECKSUM.pack(_checksum(database, key, content)):
+        raise ValueError("checksum")
+    return content
+
+
+def _checksum(database: str, key: bytes, content: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(b"/".join([database.encode(), key, content]))
+
+
+def _name(database: str, key: bytes) -> str:
+    return key.decode(errors="replace") if database == "meta" else f"{database} {key.hex()}"
+
+
+def _bare(stored: memoryview) -> bytes:
+    """An identity without a checksum, as format 1 had it; else nothing."""
+    with contextlib.suppress(ValueError):
+        json.loads(bytes(stored))
+        return bytes(stored)
+    return b""
+
+
+def _stored(txn: Reader, key: str) -> dict[str, Any]:
+    stored = get_json(txn, key)
+    if stored is None:
+        raise ValueError("it is missing")
+    return stored
+
+
+def _stored_marks(txn: Reader, key: str) -> list[str]:
+    """None in a directory of format 2."""
+    marks: list[str] = _stored(txn, key)["marks"] if read_format(txn) == FORMAT else []
+    return marks
+
+
+def _json_object(content: bytes) -> dict[str, Any]:
+    found = json.loads(content)
+    if not isinstance(found, dict):
+        raise TypeError(f"{found!r} is no object")
+    return found
+
+
+Record = TypeVar("Record", Identity, Checkpoint, State)
+
+
+def _built(kind: type[Record], stored: dict[str, Any]) -> Record:
+    """With values of the types that its fields say."""
+    made = kind(**stored)
+    for field in fields(made):
+        value = getattr(made, field.name)
+        if field.type in ("bool", "int", "str") and type(value).__name__ != field.type:
+            raise TypeError(f"{field.name} is {value!r}")
+    return made
+
+
+@contextlib.contextmanager
+def _guarded(txn: Reader, what: str) -> Iterator[None]:
+    """Whatever damaged bytes can make Python raise becomes one line."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
+        raise StorageError(f"{txn.directory}: its {what} is damaged ({error}): restore it from a backup") from error

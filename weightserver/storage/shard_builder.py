@@ -1,0 +1,176 @@
+"""A shard's directory in the making, filled from elsewhere: what `restore` and `reshard` write."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from weightserver.core.blocks import BlockCodec
+from weightserver.core.errors import StorageError
+from weightserver.core.sharding import Sharding
+from weightserver.core.spec import TableSpec
+from weightserver.protocol.codec import Float32Array
+from weightserver.storage.lmdb_storage import LmdbStorage, Transaction
+from weightserver.storage.records import (
+    Checkpoint,
+    Identity,
+    KeptCheckpoint,
+    Lineage,
+    State,
+    get_json,
+    put_json,
+    read_identity,
+    write_identity,
+    write_lineage,
+    write_peers,
+    write_schedule,
+    write_spec,
+    write_state,
+)
+
+BATCH_BYTES = 64 << 20
+"""Blocks that are written in one transaction."""
+
+
+@dataclass(frozen=True)
+class TableState:
+    """What the shards of a new cluster begin with, beside their rows."""
+
+    spec: TableSpec
+    learning_rates: Float32Array
+    epoch: int
+    """The newest session's; nobody writes before a newer one is opened."""
+    run: str
+    clock: int
+    schedule_version: int
+    """Higher than that of any shard that it came from: requests of before change nothing."""
+    checkpoint: KeptCheckpoint | None
+    """As which the rows are kept."""
+    identity: bytes
+    """The table's."""
+    timeline: str
+    lineage: Lineage = field(default_factory=Lineage)
+    """Of the shards that the rows come from, up to which they hold all."""
+
+
+class ShardBuilder:
+    """Fills a directory with the blocks of one shard; a context manager.
+
+    What was done is recorded in the directory, in the transaction that did it: a build that was killed goes on where it
+    was. `serve` refuses the directory until it is finished.
+
+    Args:
+        origin: what the blocks come from, as JSON; a build goes on only from the same.
+
+    Raises:
+        ValueError, StorageError: the directory holds anything else, or another process uses it.
+    """
+
+    def __init__(self, directory: Path, *, shard: int, num_shards: int, origin: dict[str, Any]) -> None:
+        self.directory = directory
+        self.shard = shard
+        self._num_shards = num_shards
+        self._origin = {**origin, "shard": shard, "num_shards": num_shards}
+        self._storage = LmdbStorage(directory, anew=True)
+        try:
+            with self._storage.write() as txn:
+                self._begin(txn)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, txn: Transaction) -> None:
+        identity, build = read_identity(txn), get_json(txn, "build")
+        self.finished = identity is not None and not identity.unfinished
+        self.next_block = 0
+        """Blocks below it are there."""
+        if build is not None and build["origin"] == self._origin:
+            self.next_block = build["next_block"]
+        elif identity is not None and not self.finished:
+            raise StorageError(f"{self.directory} was begun from something else: remove it, or finish that first")
+        elif identity is not None or txn.next_block(0) is not None:
+            raise StorageError(f"{self.directory} holds a shard's data: give another directory")
+        else:
+            write_identity(txn, Identity(self.shard, self._num_shards, unfinished=True))
+            self._record(txn, 0)
+
+    def _record(self, txn: Transaction, next_block: int) -> None:
+        put_json(txn, "build", {"origin": self._origin, "next_block": next_block})
+
+    def add(self, blocks: Iterable[tuple[int, bytearray | bytes]], *, next_block: int) -> None:
+        """Stores sealed blocks; all below `next_block` are there then. The same again changes nothing."""
+        with self._storage.write() as txn:
+            for number, content in blocks:
+                txn.put_block(number, 0, content)
+            self._record(txn, next_block)
+        self.next_block = next_block
+
+    def read(self) -> AbstractContextManager[Transaction]:
+        """A snapshot of what is there."""
+        return self._storage.read()
+
+    def finish(self, table: TableState, *, rows_stored: int) -> None:
+        """Reads all blocks back, and makes the directory one that can be served.
+
+        Raises:
+            StorageError: a block is not what was sealed, belongs to another shard, or they do not hold so many rows.
+        """
+        codec, sharding = BlockCodec(table.spec), Sharding(table.spec.rows_per_block, self._num_shards)
+        num_found = 0
+        with self._storage.write() as txn:
+            block = txn.next_block(0)
+            while block is not None:
+                content = txn.newest_block(block)
+                assert content is not None
+                codec.check(block, content)
+                if sharding.shard_of_block(block) != self.shard:
+                    raise StorageError(f"{self.directory}: block {block} belongs to another shard")
+                num_found += codec.num_written(content)
+                block = txn.next_block(block + 1)
+            if num_found != rows_stored:
+                raise StorageError(f"{self.directory} holds {num_found} rows, not {rows_stored}: begin anew")
+            incarnation = os.urandom(8).hex()
+            checkpoints: tuple[Checkpoint, ...] = ()
+            if table.checkpoint is not None:
+                kept = {
+                    **table.checkpoint._asdict(),
+                    "clock": table.clock,
+                    "rows_stored": rows_stored,
+                    "mark": f"{incarnation}:0",
+                    "num_rows": table.spec.num_rows,
+                }
+                checkpoints = (Checkpoint(generation=0, **kept),)
+            state = State(
+                epoch=table.epoch,
+                run=table.run,
+                clock=table.clock,
+                rows_stored=rows_stored,
+                schedule_version=table.schedule_version,
+                generation=len(checkpoints),
+                incarnation=incarnation,
+                timeline=table.timeline,
+                checkpoints=checkpoints,
+            )
+            write_spec(txn, table.spec, table.identity)
+            write_lineage(txn, table.lineage)
+            write_peers(txn, [])
+            write_schedule(txn, 0, table.learning_rates)
+            write_state(txn, state)
+            write_identity(txn, Identity(self.shard, self._num_shards))
+        self.finished = True
+
+    def close(self) -> None:
+        self._storage.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,57 @@
+"""What `compact` leaves in the directory that it copied, so that nobody serves the old data by mistake.
+
+The tombstone is a symbolic link to the copy: made in one step, and without room on a full disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from weightserver.common.atomic_files import sync
+from weightserver.core.errors import StorageError
+
+TOMBSTONE = "compacted-to"
+
+
+def copied_to(directory: Path) -> Path | None:
+    """Where the directory was copied; None if it has no tombstone."""
+    tombstone = directory / TOMBSTONE
+    if not os.path.lexists(tombstone):
+        return None
+    return tombstone.readlink() if tombstone.is_symlink() else tombstone
+
+
+def is_stopped(target: Path) -> bool:
+    """Whether a `compact` to `target` was stopped before the copy took its place."""
+    return (target / "data.mdb.partial").exists()
+
+
+def require_current(directory: Path) -> None:
+    """Raises StorageError if the directory was copied by `compact`."""
+    if (target := copied_to(directory)) is None:
+        return
+    what = f"to serve the old data nevertheless, remove {directory / TOMBSTONE}"
+    if is_stopped(target):
+        raise StorageError(
+            f"{directory} is being compacted to {target}: repeat 'weightserver compact {directory} --output {target}' "
+            f"if that was stopped; {what}"
+        )
+    raise StorageError(f"{directory} was compacted to {target}: serve that copy; {what}")
+
+
+def leave_tombstone(directory: Path, target: Path) -> None:
+    """Marks the directory as copied to `target`, durably; does nothing where it is so marked, or cannot be written to.
+
+    Raises:
+        OSError: it cannot be marked.
+    """
+    if copied_to(directory) == target:
+        return
+    try:
+        (directory / TOMBSTONE).symlink_to(target)
+        sync(directory)
+    except OSError as error:
+        if error.errno != errno.EROFS:  # nobody can serve what lies on a read-only disk
+            raise OSError(f"{directory} cannot be marked as compacted ({error})") from None
