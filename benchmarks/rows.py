@@ -29,9 +29,9 @@ from benchmarks.bare import CHANNEL_OPTIONS
 from benchmarks.measure import Timing, in_turn, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
+from weightserver.core.arrays import Int64Array
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.correction import Schedule
-from weightserver.core.sharding import Int64Array
 from weightserver.protocol.codec import CHUNK_BYTES
 
 DIM = 128

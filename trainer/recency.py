@@ -12,7 +12,8 @@ import numpy as np
 from trainer.background import computed_ahead
 from trainer.rows.store import RowStore
 from trainer.schedule import VisitSchedule
-from weightserver.core.sharding import Int64Array, Sharding
+from weightserver.core.arrays import Int64Array
+from weightserver.core.sharding import Sharding
 
 _COMPUTED_AHEAD = 2
 """Steps whose active rows are known before the store is told them."""

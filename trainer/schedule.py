@@ -15,11 +15,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.double_double import cosine
 from weightserver.core.initial import splitmix64
-from weightserver.core.sharding import Int64Array
 
-Float32Array = npt.NDArray[np.float32]
 _NUM_ROUNDS = 6
 _KEPT_WINDOWS = 8
 # What a seed's numbers are for, so that no two uses share any.

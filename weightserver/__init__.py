@@ -5,13 +5,12 @@ The names listed in `__all__` are the public interface; everything else may chan
 
 import os
 
-__version__ = "0.2.0"
-
 # gRPC reads it when it is imported. What it would log of a failed handshake, the errors of the client say better.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 from weightserver.client.client import Checkpoint, RowState, TableInfo, WeightClient
 from weightserver.common.security import ClientSecurity
+from weightserver.common.version import __version__
 from weightserver.core.errors import (
     AuthenticationError,
     ClusterError,

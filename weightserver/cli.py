@@ -15,7 +15,7 @@ from typing import NoReturn
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from weightserver import __version__
+from weightserver.common.version import __version__
 from weightserver.client.client import WeightClient
 from weightserver.client.connection import open_channel
 from weightserver.client.tls_diagnosis import tls_failure

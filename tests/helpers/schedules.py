@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from weightserver.protocol.codec import Float32Array
+from weightserver.core.arrays import Float32Array
 from weightserver.shard.schedule_change import Part
 from weightserver.shard.shard import Batch, Shard
 

@@ -21,6 +21,8 @@ import pytest
 
 from weightserver import StorageError, TableSpec
 from weightserver.core.blocks import BlockCodec
+from weightserver.core.checkpoints import Checkpoint
+from weightserver.core.lineage import Lineage
 from weightserver.core.sharding import Sharding
 from weightserver.operations.compact import compact
 from weightserver.operations.inspect import inspect_directory
@@ -33,8 +35,6 @@ from weightserver.storage import lmdb_storage as storages
 from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import (
     FORMAT,
-    Checkpoint,
-    Lineage,
     State,
     put_json,
     put_record,

@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from weightserver.core.checkpoints import Checkpoint
 from weightserver.operations.inspect import inspect_directory
 from weightserver.shard.shard import Shard
 from weightserver.storage.lmdb_storage import LmdbStorage
-from weightserver.storage.records import Checkpoint, State, put_record, read_state, write_schedule, write_state
+from weightserver.storage.records import State, put_record, read_state, write_schedule, write_state
 from weightserver.storage.snapshot import Snapshot, read_snapshot
 
 

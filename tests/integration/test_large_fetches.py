@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.faulty_proxy import Fault, Faults, FaultyProxy
 from tests.helpers.watching import metric
 from weightserver import LocalCluster, NoTableError, RowState, ShardUnavailableError, TableSpec, WeightClient
-from weightserver.core.sharding import Int64Array
+from weightserver.core.arrays import Int64Array
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import CHUNK_BYTES, decode_fetch_response, rows_from_proto
 

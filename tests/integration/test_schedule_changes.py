@@ -33,11 +33,12 @@ from weightserver import (
     schedule_caller,
 )
 from weightserver.client.connection import ShardConnection
+from weightserver.core.arrays import Float32Array
 from weightserver.operations.backup import backup, restore
 from weightserver.operations.compact import compact
 from weightserver.operations.reshard import reshard
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol.codec import Float32Array, ScheduleHash
+from weightserver.protocol.codec import ScheduleHash
 from weightserver.shard.shard import Shard
 from weightserver.storage.lmdb_storage import LmdbStorage
 

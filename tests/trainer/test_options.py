@@ -19,7 +19,7 @@ from trainer.loop import train
 from trainer.model import EncoderConfig, build_model
 from trainer.rows.dense import DenseRows
 from trainer.run.checkpoint import saved_steps
-from weightserver.core.sharding import Int64Array
+from weightserver.core.arrays import Int64Array
 
 GROUP_NORM = EncoderConfig(in_channels=3, image_size=16, width=8, stem_stride=2, blocks=(1, 1), norm="group")
 NO_AUGMENTATION = AugmentationConfig(

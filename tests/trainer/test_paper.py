@@ -14,7 +14,7 @@ from trainer.distributed import Ranks
 from trainer.model import EncoderConfig, build_model
 from trainer.recency import RecentRows
 from trainer.schedule import RowOrder, VisitSchedule
-from weightserver.core.sharding import Int64Array
+from weightserver.core.arrays import Int64Array
 
 NUM_IMAGES = 1_281_167
 """N of ImageNet-1K."""

@@ -14,8 +14,8 @@ from trainer.config import PRESETS
 from trainer.rows import ResidentRows
 from trainer.rows.slots import SlotMap
 from weightserver import FencedError, RowState, StepError, TableSpec, WeightClient
+from weightserver.core.arrays import Int64Array
 from weightserver.core.initial import initial_rows
-from weightserver.core.sharding import Int64Array
 from weightserver.operations.plan import Workload, plan
 
 SPEC = TableSpec(num_rows=500, dim=8, rows_per_block=7, weight_decay=0.01)

@@ -14,6 +14,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightserver.core.arrays import all_finite
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import InvalidRequestError, StorageError
 from weightserver.core.exactly_once import WINDOW, WriterState
@@ -22,7 +23,6 @@ from weightserver.core.sharding import Sharding, from_ranges, to_ranges
 from weightserver.core.spec import TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import (
-    all_finite,
     decode_fetch_response,
     encode_fetch_response,
     rows_from_proto,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.schedules import extend_schedule
+from weightserver.core.arrays import Float32Array
 from weightserver.core.correction import Schedule
 from weightserver.core.errors import (
     FencedError,
@@ -22,7 +23,7 @@ from weightserver.core.errors import (
 )
 from weightserver.core.spec import TableSpec
 from weightserver.operations.verify import verify_directory
-from weightserver.protocol.codec import Float32Array, ScheduleHash
+from weightserver.protocol.codec import ScheduleHash
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.schedule_change import MAX_EARLIER, Part
 from weightserver.shard.shard import Batch, Shard, WriteHeader

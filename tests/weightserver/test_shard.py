@@ -38,16 +38,17 @@ from weightserver.core.errors import (
 )
 from weightserver.core.exactly_once import WINDOW
 from weightserver.core.initial import initial_rows
+from weightserver.core.lineage import MAX_ANCESTORS, Lineage, split_mark
 from weightserver.core.spec import TableSpec
 from weightserver.operations.inspect import inspect_directory
-from weightserver.protocol.codec import split_mark, table_digest
+from weightserver.protocol.codec import table_digest
 from weightserver.shard import shard, sweeper
 from weightserver.shard.group_commit import MAX_WAITING, Committer, Promise
 from weightserver.shard.shard import MAX_EARLIER_SIZES, Batch, Shard, WriteHeader
 from weightserver.storage import lmdb_storage as storage
 from weightserver.storage import records
 from weightserver.storage.lmdb_storage import NEWEST, LmdbStorage, structural_problems
-from weightserver.storage.records import MAX_ANCESTORS, Lineage, read_state, write_state
+from weightserver.storage.records import read_state, write_state
 
 OPENER = b"o" * 16
 SPEC = TableSpec(num_rows=100, dim=4, rows_per_block=6)

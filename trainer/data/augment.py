@@ -28,8 +28,8 @@ from torch import Tensor
 from trainer.data.crops import NUM_TRIES, Centre, ChosenBox, draw_crops
 from trainer.data.decode import Box
 from trainer.data.pixels import MINUS_ONE_TO_ONE, PixelScale, normalise
-from trainer.schedule import Float32Array
 from trainer.transfer import to_device
+from weightserver.core.arrays import Float32Array
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.decode import Box, centre
-from trainer.schedule import Float32Array
-
-Float64Array = NDArray[np.float64]
+from weightserver.core.arrays import Float32Array, Float64Array
 
 NUM_TRIES = 10
 """Shapes that are tried before the centre is taken, as in torchvision."""

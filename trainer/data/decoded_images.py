@@ -16,8 +16,7 @@ from torch import Tensor
 from trainer.cores import decode_threads
 from trainer.data.augment import Augmentation
 from trainer.data.decode import BrokenImageError, Crop, centre, decode, max_broken
-from trainer.schedule import Float32Array
-from weightserver.core.sharding import Int64Array
+from weightserver.core.arrays import Float32Array, Int64Array
 
 _log = logging.getLogger(__name__)
 NUM_CHANNELS = 3

@@ -19,7 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from trainer.data.decode import IMAGE_SUFFIXES
-from weightserver.core.sharding import Int64Array
+from weightserver.core.arrays import Int64Array
 
 _log = logging.getLogger(__name__)
 NO_LABEL = -1

@@ -13,9 +13,8 @@ from torch import Tensor
 from trainer.data.augment import Augmentation
 from trainer.data.datasets import TrainImages
 from trainer.data.decoded_images import DecodedImages
-from trainer.schedule import Float32Array
 from trainer.transfer import to_device
-from weightserver.core.sharding import Int64Array
+from weightserver.core.arrays import Float32Array, Int64Array
 
 _BATCHES_AHEAD = 2
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from trainer.rows.store import RowCounters
-from trainer.schedule import Float32Array
 from trainer.transfer import to_device
 from weightserver import RowState, TableSpec
+from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.initial import initial_rows
-from weightserver.core.sharding import Int64Array, Sharding
+from weightserver.core.sharding import Sharding
 
 
 class DenseRows:

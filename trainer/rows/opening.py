@@ -28,8 +28,8 @@ from trainer.run.checkpoint import (
     step_to_resume,
 )
 from trainer.run.history import ImageHistory
-from trainer.schedule import Float32Array
 from weightserver import ClusterError, LocalCluster, NoTableError, TableSpec, WeightClient, WeightServerError
+from weightserver.core.arrays import Float32Array
 from weightserver.core.sharding import Sharding
 
 _log = logging.getLogger(__name__)

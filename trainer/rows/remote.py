@@ -10,7 +10,7 @@ from torch import Tensor
 from trainer.rows.store import RowCounters
 from trainer.transfer import HostCopy, to_device
 from weightserver import RowState, WeightClient
-from weightserver.core.sharding import Int64Array
+from weightserver.core.arrays import Int64Array
 
 _CPU = torch.device("cpu")
 

@@ -12,11 +12,10 @@ from torch import Tensor
 from trainer.rows.slots import SlotMap
 from trainer.rows.store import RowCounters
 from trainer.rows.write_back import LeavingRows, WriteBack
-from trainer.schedule import Float32Array
 from trainer.transfer import HostCopy, to_device
 from weightserver import RowState, TableSpec, WeightClient
+from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.correction import Schedule, bring_to
-from weightserver.core.sharding import Int64Array
 
 _ROWS_PER_PART = 1 << 16
 """Rows that are copied from the device together."""

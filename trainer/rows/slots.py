@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weightserver.core.sharding import Int64Array
+from weightserver.core.arrays import Int64Array
 
 _EMPTY = -1
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from weightserver import RowState
-from weightserver.core.sharding import Int64Array
+from weightserver.core.arrays import Int64Array
 
 
 @dataclass

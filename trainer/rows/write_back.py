@@ -10,7 +10,7 @@ import numpy as np
 from trainer.rows.store import RowCounters
 from trainer.transfer import HostCopy
 from weightserver import RowState, WeightClient
-from weightserver.core.sharding import Int64Array
+from weightserver.core.arrays import Int64Array
 
 
 class LeavingRows:

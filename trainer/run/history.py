@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trainer.config import TrainConfig
-from trainer.schedule import Float32Array, learning_rates
+from trainer.schedule import learning_rates
+from weightserver.core.arrays import Float32Array
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,5 @@
+"""The client of a cluster: connections, retries, sessions, fetches.
+
+Import from it: `WeightClient` and its results, which `weightserver` exports.
+It may import: `common`, `core` and `protocol`.
+"""

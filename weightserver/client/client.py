@@ -35,7 +35,7 @@ import numpy.typing as npt
 import xxhash
 from google.protobuf.message import Message
 
-from weightserver import __version__
+from weightserver.common.version import __version__
 from weightserver.client.connection import ShardConnection
 from weightserver.client.fetched_rows import FetchedRows, Output
 from weightserver.client.schedule_caller import KnownSchedule, ScheduleCaller, common_schedule
@@ -43,6 +43,7 @@ from weightserver.client.session import Numbers, Session, Write
 from weightserver.client.workers import Workers
 from weightserver.common.addresses import is_loopback
 from weightserver.common.security import MAX_TOKEN_CHARACTERS
+from weightserver.core.arrays import Float32Array, Int64Array, all_finite
 from weightserver.core.errors import (
     ClusterError,
     DataLossError,
@@ -52,7 +53,7 @@ from weightserver.core.errors import (
     TableMismatchError,
     WeightServerError,
 )
-from weightserver.core.sharding import Int64Array, Sharding
+from weightserver.core.sharding import Sharding
 from weightserver.core.spec import MAX_ROWS, TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import (
@@ -60,9 +61,7 @@ from weightserver.protocol.codec import (
     MAX_NAME_CHARACTERS,
     MAX_WRITE_BYTES,
     MAX_WRITE_ROWS,
-    Float32Array,
     ScheduleHash,
-    all_finite,
     float32_from_bytes,
     is_understood,
     rows_to_proto,

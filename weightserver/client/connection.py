@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc.experimental import ChannelOptions
 
-from weightserver import __version__
+from weightserver.common.version import __version__
 from weightserver.client.fetched_rows import FetchedRows
 from weightserver.client.tls_diagnosis import tls_failure
 from weightserver.client.workers import Workers
@@ -34,6 +34,7 @@ from weightserver.core.errors import (
     StorageError,
     WeightServerError,
 )
+from weightserver.core.lineage import split_mark
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import (
     ACKNOWLEDGED_KEY,
@@ -42,7 +43,6 @@ from weightserver.protocol.codec import (
     RETRY_HINT,
     VERSION_KEY,
     WAITED_KEY,
-    split_mark,
 )
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["WeightServer"]

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 
+from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.errors import ClusterError
-from weightserver.core.sharding import Int64Array
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol.codec import MAX_ROWS, Float32Array, decode_fetch_response, rows_to_proto
+from weightserver.protocol.codec import MAX_ROWS, decode_fetch_response, rows_to_proto
 
 Output = tuple[Float32Array, Float32Array | None, Int64Array | None]
 """weight [n, D], momentum_buffer [n, D] and last_step [n]; None where it was not asked for."""

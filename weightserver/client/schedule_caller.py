@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from weightserver.client.connection import ShardConnection
+from weightserver.core.arrays import Float32Array
 from weightserver.core.errors import ClusterError, FencedError, WeightServerError
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol.codec import Float32Array, ScheduleHash, to_bytes
+from weightserver.protocol.codec import ScheduleHash, to_bytes
 
 _RATES_PER_CALL = 1 << 18
 InParallel = Callable[..., list[Any]]

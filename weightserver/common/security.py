@@ -97,6 +97,13 @@ def _read_ca(file: Path, option: str) -> bytes:
     return pem
 
 
+def holds_until(pem: bytes) -> datetime:
+    """When the first certificate in `pem` expires."""
+    from cryptography import x509  # slow to import; calls without certificates do not need it
+
+    return x509.load_pem_x509_certificate(pem).not_valid_after_utc
+
+
 # ---- the server's side
 
 
@@ -115,8 +122,6 @@ def server_tls(cert: Path, key: Path, client_ca: Path | None) -> ServerTls:
     Raises:
         ValueError: files that are none of this.
     """
-    from weightserver.operations.certificates import holds_until  # who has no certificate needs no cryptography
-
     pair = _read_pair(cert, key, "--tls-cert", "--tls-key")
     authority = None if client_ca is None else _read_ca(client_ca, "--tls-client-ca")
     credentials = grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
@@ -194,8 +199,6 @@ class ClientSecurity:
         authority = _read_ca(self.tls_ca, "--tls-ca")
         if self.tls_cert is None or self.tls_key is None:
             return grpc.ssl_channel_credentials(authority)
-        from weightserver.operations.certificates import holds_until
-
         key, certificate = _read_pair(self.tls_cert, self.tls_key, "--tls-cert", "--tls-key")
         if (end := holds_until(certificate)) <= datetime.now(UTC):
             raise ValueError(f"--tls-cert {self.tls_cert} has expired on {end:%Y-%m-%d}: give one that still holds")

@@ -28,12 +28,10 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from weightserver.core.double_double import Float64Array, Pair, matmul, pair, pieces, times, two_sum
+from weightserver.core.arrays import Float32Array, Float64Array, Int64Array
+from weightserver.core.double_double import Pair, matmul, pair, pieces, times, two_sum
 from weightserver.core.errors import StepError
 from weightserver.core.spec import TableSpec
-
-Float32Array = npt.NDArray[np.float32]
-Int64Array = npt.NDArray[np.int64]
 
 _LEAF = 16
 """Steps in the smallest stored product; shorter ones are multiplied when needed. Bounds the tables' size."""

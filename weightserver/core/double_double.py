@@ -13,9 +13,9 @@ import math
 from fractions import Fraction
 
 import numpy as np
-import numpy.typing as npt
 
-Float64Array = npt.NDArray[np.float64]
+from weightserver.core.arrays import Float64Array
+
 Pair = tuple[Float64Array, Float64Array]
 """High and low part: their sum is the value, and the high part is that sum rounded."""
 

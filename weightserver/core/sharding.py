@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-Int64Array = npt.NDArray[np.int64]
+from weightserver.core.arrays import Int64Array
+
 _ROWS_AT_A_TIME = 1 << 16
 """How many rows' places in blocks are looked up together: as Python integers they take 40 times a row's 8 bytes."""
 

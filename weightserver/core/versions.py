@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from weightserver.storage.records import Checkpoint
+from weightserver.core.checkpoints import Checkpoint
 
 
 def unneeded(generations: Sequence[int], checkpoints: Sequence[Checkpoint]) -> list[int]:

@@ -29,7 +29,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from weightserver import __version__
+from weightserver.common.version import __version__
 from weightserver.client.client import TableInfo, WeightClient
 from weightserver.common.atomic_files import (
     LOCK,
@@ -41,11 +41,13 @@ from weightserver.common.atomic_files import (
     write_whole,
 )
 from weightserver.core.blocks import BlockCodec
+from weightserver.core.checkpoints import HELD_PREFIX, KeptCheckpoint, chosen_checkpoint
 from weightserver.core.errors import ClusterError, NoTableError, StorageError
+from weightserver.core.lineage import Lineage
 from weightserver.core.spec import TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import table_digest
-from weightserver.storage.records import HELD_PREFIX, KeptCheckpoint, Lineage, chosen_checkpoint, earlier_identity
+from weightserver.storage.records import earlier_identity
 from weightserver.storage.shard_builder import BATCH_BYTES, ShardBuilder, TableState
 
 _FORMAT = 1

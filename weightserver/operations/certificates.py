@@ -81,11 +81,6 @@ def write_certificates(
     return end
 
 
-def holds_until(pem: bytes) -> datetime:
-    """When the first certificate in `pem` expires."""
-    return x509.load_pem_x509_certificate(pem).not_valid_after_utc
-
-
 def _write_new(directory: Path, contents: dict[str, bytes]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for name in contents:

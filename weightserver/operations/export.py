@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 
 from weightserver.client.client import WeightClient
 from weightserver.common.atomic_files import whole_directory, write_whole
-from weightserver.core.sharding import Int64Array
-from weightserver.storage.records import chosen_checkpoint
+from weightserver.core.arrays import Int64Array
+from weightserver.core.checkpoints import chosen_checkpoint
 
 _BYTES_PER_FILE = 1 << 30
 Columns = dict[str, npt.NDArray[Any]]

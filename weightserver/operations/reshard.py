@@ -19,17 +19,16 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.blocks import Block, BlockCodec
+from weightserver.core.checkpoints import KeptCheckpoint, chosen_checkpoint
 from weightserver.core.errors import StorageError
-from weightserver.core.sharding import BlockRun, Int64Array, Sharding, block_runs
+from weightserver.core.lineage import Lineage
+from weightserver.core.sharding import BlockRun, Sharding, block_runs
 from weightserver.core.spec import TableSpec
-from weightserver.protocol.codec import Float32Array
 from weightserver.storage.lmdb_storage import NEWEST, LmdbStorage, Transaction, require_sound
 from weightserver.storage.records import (
-    KeptCheckpoint,
-    Lineage,
     State,
-    chosen_checkpoint,
     read_identity,
     read_lineage,
     read_peers,

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from weightserver.core.arrays import Float32Array, Int64Array, all_finite
 from weightserver.core.errors import InvalidRequestError
-from weightserver.core.sharding import Int64Array, from_ranges, to_ranges
+from weightserver.core.sharding import from_ranges, to_ranges
 from weightserver.core.spec import TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
@@ -25,7 +26,6 @@ VERSION_KEY, ACKNOWLEDGED_KEY, MARK_KEY = (f"weightserver-{name}" for name in ("
 """Keys of the metadata of calls, and of answers, as the contract tells."""
 OLDEST_VERSION = (0, 2)
 """Of a client or shard that this one works with."""
-_MAX_COMMIT_DIGITS = 20
 RETRY_HINT = "grpc-retry-pushback-ms"
 """Key of the trailing metadata in which a shard that is overloaded says how soon to try again, as gRFC A6 names it."""
 WAITED_KEY = "weightserver-waited-ms"
@@ -45,25 +45,11 @@ MAX_NAME_CHARACTERS = 256
 _VARINT, _LENGTH_DELIMITED = 0, 2
 _FIXED_BYTES = {1: 8, 5: 4}
 
-Float32Array = npt.NDArray[np.float32]
-
 
 def is_understood(version: str) -> bool:
     """Whether a client or shard of that version can be worked with; from 0.2 on neighbours understand each other."""
     parts = version.split(".")[:2]
     return len(parts) == 2 and all(part.isdigit() for part in parts) and tuple(map(int, parts)) >= OLDEST_VERSION
-
-
-def split_mark(mark: str) -> tuple[str, int]:
-    """(incarnation, commit).
-
-    Raises:
-        ValueError: it is no mark.
-    """
-    incarnation, _, commit = mark.partition(":")
-    if len(incarnation) != 16 or not commit.isascii() or not commit.isdigit() or len(commit) > _MAX_COMMIT_DIGITS:
-        raise ValueError(f"{mark[:60]!r} is no mark of a shard")
-    return incarnation, int(commit)
 
 
 def spec_to_proto(spec: TableSpec) -> pb.TableSpec:
@@ -168,14 +154,6 @@ def float32_from_bytes(data: bytes, name: str) -> Float32Array:
     if not all_finite(values):
         raise InvalidRequestError(f"{name} holds NaN or infinite values: nothing was written")
     return values
-
-
-def all_finite(values: Float32Array) -> bool:
-    """Whether no value is NaN or infinite."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(values.sum()):  # one pass; it may overflow though all values are finite
-            return True
-    return bool(np.isfinite(values).all())
 
 
 def encode_fetch_response(

@@ -15,7 +15,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from weightserver.core.sharding import Int64Array
+from weightserver.core.arrays import Int64Array
 
 
 class Histogram(Collector):

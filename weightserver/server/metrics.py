@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCo
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from weightserver.core.arrays import Int64Array
 from weightserver.core.errors import StorageError
-from weightserver.core.sharding import Int64Array
 from weightserver.server.admission import LANES, MAX_WAITING
 from weightserver.server.histogram import GapHistogram, Histogram
 from weightserver.shard.group_commit import Committer

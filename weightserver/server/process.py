@@ -22,7 +22,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from weightserver import __version__
+from weightserver.common.version import __version__
 from weightserver.common.addresses import is_loopback, split_address
 from weightserver.common.logs import LogFormat, log_events
 from weightserver.common.malloc import keep_large_buffers

@@ -16,8 +16,9 @@ import grpc
 import numpy as np
 from google.protobuf.message_factory import GetMessageClass
 
-from weightserver import __version__
+from weightserver.common.version import __version__
 from weightserver.common.stages import StageClock, arrived
+from weightserver.core.arrays import Int64Array
 from weightserver.core.errors import (
     DataLossError,
     FencedError,
@@ -25,7 +26,7 @@ from weightserver.core.errors import (
     StorageError,
     WeightServerError,
 )
-from weightserver.core.sharding import Int64Array
+from weightserver.core.lineage import split_mark
 from weightserver.core.spec import MAX_ROWS, TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import (
@@ -43,7 +44,6 @@ from weightserver.protocol.codec import (
     rows_from_proto,
     spec_from_proto,
     spec_to_proto,
-    split_mark,
     to_bytes,
 )
 from weightserver.server.admission import (

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from weightserver.core.arrays import Float32Array, Int64Array, all_finite
 from weightserver.core.errors import InvalidRequestError
-from weightserver.core.sharding import Int64Array
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol.codec import Float32Array, all_finite, count_rows, rows_from_proto
+from weightserver.protocol.codec import count_rows, rows_from_proto
 from weightserver.shard.shard import WriteHeader
 
 

@@ -19,7 +19,9 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import asdict, dataclass, field, replace
 
 from weightserver.common.stages import StageClock
+from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.blocks import SMALL, Block, BlockCodec, RowBuffer
+from weightserver.core.checkpoints import Checkpoint
 from weightserver.core.correction import Schedule, apply_push, bring_to
 from weightserver.core.errors import (
     DataLossError,
@@ -32,18 +34,17 @@ from weightserver.core.errors import (
 )
 from weightserver.core.exactly_once import WriterState
 from weightserver.core.initial import initial_rows
-from weightserver.core.sharding import BlockRun, Int64Array, Sharding, block_runs
+from weightserver.core.lineage import Lineage, split_mark
+from weightserver.core.sharding import BlockRun, Sharding, block_runs
 from weightserver.core.spec import TableSpec
 from weightserver.core.versions import released_generations, unneeded
-from weightserver.protocol.codec import CHUNK_BYTES, MAX_STEPS, Float32Array, split_mark, table_digest
+from weightserver.protocol.codec import CHUNK_BYTES, MAX_STEPS, table_digest
 from weightserver.shard.schedule_change import Part, ScheduleState, read_schedule_state, write_schedule_state
 from weightserver.storage.lmdb_storage import NEWEST, DiskUsage, Storage, Transaction
 from weightserver.storage.records import (
     FORMAT,
     MAX_CHECKPOINTS,
-    Checkpoint,
     Identity,
-    Lineage,
     State,
     get_record,
     put_record,

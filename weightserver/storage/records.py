@@ -11,14 +11,16 @@ import json
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
 
+from weightserver.core.arrays import Float32Array
+from weightserver.core.checkpoints import Checkpoint
 from weightserver.core.errors import NoTableError, StorageError
+from weightserver.core.lineage import Lineage
 from weightserver.core.spec import TableSpec
-from weightserver.protocol.codec import Float32Array, split_mark
 from weightserver.storage.lmdb_storage import Reader, Transaction
 
 FORMAT = 3
@@ -26,8 +28,6 @@ _READABLE_FORMATS = (2, FORMAT)
 """Format 2, of version 0.1, kept the checkpoints in `state`, and had neither marks nor a table's identity."""
 MAX_CHECKPOINTS = 1_000
 """That a shard retains."""
-MAX_ANCESTORS = 4_096
-"""Incarnations that a directory descends from and still knows."""
 _SCHEDULE_CHUNK = 65_536
 """Learning rates per stored value."""
 _STEP = struct.Struct(">Q")
@@ -44,60 +44,6 @@ class Identity:
     num_shards: int
     unfinished: bool = False
     """While another program than a shard fills the directory; see building.py."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A state of the shard that can be read and returned to: the newest versions of a generation ≤ `generation`."""
-
-    name: str
-    step: int
-    generation: int
-    clock: int
-    rows_stored: int
-    identity: str = ""
-    """Hexadecimal; the same on every shard of the call that took it."""
-    mark: str = ""
-    """The shard's once it was taken; see `Lineage`."""
-    num_rows: int = 0
-    """Of the table when it was taken; 0 where version 0.1 took it, which did not tell."""
-
-
-@dataclass(frozen=True)
-class Lineage:
-    """Which states a directory descends from: those of each incarnation, one process that wrote, up to a commit.
-
-    A mark, `incarnation:commit`, names one of these states. Who was shown a mark can tell an older copy of the
-    directory, or another directory, from one that holds all that was there: only that one descends from it.
-    """
-
-    ancestors: tuple[tuple[str, int], ...] = ()
-    """(incarnation, its last commit), oldest first."""
-
-    def joined(self, marks: Iterable[str]) -> Lineage:
-        """Descending from these too."""
-        ancestors = dict(self.ancestors)
-        for incarnation, commit in map(split_mark, marks):
-            ancestors[incarnation] = max(commit, ancestors.pop(incarnation, 0))
-        return Lineage(tuple(ancestors.items())[-MAX_ANCESTORS:])
-
-    def up_to(self, mark: str) -> Lineage:
-        """That of the state of a mark, which is this one's or an earlier one; of none where a version before 0.2 left
-        no mark."""
-        if not mark:
-            return Lineage()
-        names = [name for name, _ in self.ancestors]
-        incarnation, _ = split_mark(mark)
-        before = self.ancestors[: names.index(incarnation)] if incarnation in names else self.ancestors
-        return Lineage(before).joined([mark])
-
-    @property
-    def marks(self) -> list[str]:
-        return [f"{incarnation}:{commit}" for incarnation, commit in self.ancestors]
-
-    def holds(self, mark: str) -> bool:
-        incarnation, commit = split_mark(mark)
-        return any(known == incarnation and commit <= last for known, last in reversed(self.ancestors))
 
 
 @dataclass(frozen=True)
@@ -134,44 +80,6 @@ class State:
                     raise NoTableError(f"checkpoint {name!r} is another one by now: call checkpoints() and begin anew")
                 return checkpoint
         raise NoTableError(f"there is no checkpoint {name!r}: call checkpoints() for those of all shards")
-
-
-HELD_PREFIX = "backup-"
-"""Of the second names under which backups keep checkpoints while they read them."""
-
-
-class KeptCheckpoint(NamedTuple):
-    """A checkpoint of all shards, as each of them keeps it."""
-
-    name: str
-    step: int
-    identity: str
-
-
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def step(self) -> int: ...
-
-
-Kept = TypeVar("Kept", bound=_Named)
-
-
-def chosen_checkpoint(name: str | None, known: Iterable[Kept]) -> Kept:
-    """The one of that name, or the newest, among those that all shards keep.
-
-    Raises:
-        NoTableError: there is none.
-    """
-    by_name = {kept.name: kept for kept in known}
-    of_runs = [(kept.step, kept.name) for kept in by_name.values() if not kept.name.startswith(HELD_PREFIX)]
-    if name is None and of_runs:
-        _, name = max(of_runs)
-    if name is None or name not in by_name:
-        what = "no checkpoint" if name is None else f"no checkpoint {name!r}"
-        raise NoTableError(f"there is {what} on all shards, only {sorted(by_name)}")
-    return by_name[name]
 
 
 def read_identity(txn: Reader) -> Identity | None:

@@ -10,17 +10,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from weightserver.core.arrays import Float32Array
 from weightserver.core.blocks import BlockCodec
+from weightserver.core.checkpoints import Checkpoint, KeptCheckpoint
 from weightserver.core.errors import StorageError
+from weightserver.core.lineage import Lineage
 from weightserver.core.sharding import Sharding
 from weightserver.core.spec import TableSpec
-from weightserver.protocol.codec import Float32Array
 from weightserver.storage.lmdb_storage import LmdbStorage, Transaction
 from weightserver.storage.records import (
-    Checkpoint,
     Identity,
-    KeptCheckpoint,
-    Lineage,
     State,
     get_json,
     put_json,

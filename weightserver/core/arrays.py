@@ -1,0 +1,18 @@
+"""Types of NumPy arrays, and what is asked of all of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
+
+
+def all_finite(values: Float32Array) -> bool:
+    """Whether no value is NaN or infinite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(values.sum()):  # one pass; it may overflow though all values are finite
+            return True
+    return bool(np.isfinite(values).all())

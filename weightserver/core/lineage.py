@@ -1,0 +1,59 @@
+"""Marks, which name states of a shard, and the lineage of a directory: which of these states it descends from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MAX_ANCESTORS = 4_096
+"""Incarnations that a directory descends from and still knows."""
+_MAX_COMMIT_DIGITS = 20
+
+
+def split_mark(mark: str) -> tuple[str, int]:
+    """(incarnation, commit).
+
+    Raises:
+        ValueError: it is no mark.
+    """
+    incarnation, _, commit = mark.partition(":")
+    if len(incarnation) != 16 or not commit.isascii() or not commit.isdigit() or len(commit) > _MAX_COMMIT_DIGITS:
+        raise ValueError(f"{mark[:60]!r} is no mark of a shard")
+    return incarnation, int(commit)
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Which states a directory descends from: those of each incarnation, one process that wrote, up to a commit.
+
+    A mark, `incarnation:commit`, names one of these states. Who was shown a mark can tell an older copy of the
+    directory, or another directory, from one that holds all that was there: only that one descends from it.
+    """
+
+    ancestors: tuple[tuple[str, int], ...] = ()
+    """(incarnation, its last commit), oldest first."""
+
+    def joined(self, marks: Iterable[str]) -> Lineage:
+        """Descending from these too."""
+        ancestors = dict(self.ancestors)
+        for incarnation, commit in map(split_mark, marks):
+            ancestors[incarnation] = max(commit, ancestors.pop(incarnation, 0))
+        return Lineage(tuple(ancestors.items())[-MAX_ANCESTORS:])
+
+    def up_to(self, mark: str) -> Lineage:
+        """That of the state of a mark, which is this one's or an earlier one; of none where a version before 0.2 left
+        no mark."""
+        if not mark:
+            return Lineage()
+        names = [name for name, _ in self.ancestors]
+        incarnation, _ = split_mark(mark)
+        before = self.ancestors[: names.index(incarnation)] if incarnation in names else self.ancestors
+        return Lineage(before).joined([mark])
+
+    @property
+    def marks(self) -> list[str]:
+        return [f"{incarnation}:{commit}" for incarnation, commit in self.ancestors]
+
+    def holds(self, mark: str) -> bool:
+        incarnation, commit = split_mark(mark)
+        return any(known == incarnation and commit <= last for known, last in reversed(self.ancestors))
