@@ -17,6 +17,8 @@ if lacking := [name for name in NEEDED if find_spec(name) is None]:
         f"the trainer needs {', '.join(lacking)}, which a weight server does not: install the extra too, "
         "pip install 'pic-weightserver[trainer]'"
     )
-    if Path(sys.argv[0]).name.startswith("pic-"):  # a console script imports this before any of our code can complain
+    if Path(sys.argv[0]).name.startswith(
+        "pic-"
+    ):  # a console script imports this before any of our code can print_error
         sys.exit(_message)
     raise ModuleNotFoundError(_message, name=__name__)  # `python -m` tells an error of this name in one line

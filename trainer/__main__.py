@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from trainer.config import parse_config
 from trainer.loop import train
-from trainer.run.stopping import failures_in_one_line
+from trainer.run.stopping import exit_on_error
 from weightserver.common.logs import log_events
 from weightserver.common.malloc import keep_large_buffers
 
@@ -29,12 +29,12 @@ def report(arguments: list[str]) -> NoReturn:
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Runs the command line. Exit status 0; 2 for arguments that are none; else as `failures_in_one_line` says."""
+    """Runs the command line. Exit status 0; 2 for arguments that are none; else as `exit_on_error` says."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["report"]:
         report(arguments[1:])
     keep_large_buffers()
-    with failures_in_one_line("trainer"):
+    with exit_on_error("trainer"):
         config = parse_config(arguments)
         log_events(config.log_format, lambda: {"run": config.output.name, "rank": int(os.environ.get("RANK", "0"))})
         result = train(config)

@@ -22,7 +22,7 @@ from trainer.model import EncoderConfig
 from trainer.run.earlier import began_earlier, earlier_defaults
 from weightserver.common.addresses import is_loopback
 from weightserver.common.atomic_files import EMPTY_PATH
-from weightserver.common.logs import LogFormat, complain
+from weightserver.common.logs import LogFormat, print_error
 from weightserver.common.security import ClientSecurity
 from weightserver.protocol.codec import MAX_STEPS
 
@@ -525,7 +525,7 @@ def parse_config(arguments: Sequence[str] | None = None) -> TrainConfig:
     if preset and not preset.startswith("-"):
         near = difflib.get_close_matches(preset, [*PRESETS, "report"], n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(PRESETS)}"
-        complain(f"trainer: there is no preset {preset!r}: {hint}")
+        print_error(f"trainer: there is no preset {preset!r}: {hint}")
         sys.exit(2)
     anything: TrainConfig = tyro.extras.overridable_config_cli(
         PRESETS,
@@ -543,7 +543,7 @@ def _refuse_empty_paths(arguments: Sequence[str]) -> None:
         name, is_assigned, value = argument.partition("=")
         name = name.replace("_", "-")
         if name in paths and (value if is_assigned else following) == "":
-            complain(f"trainer: {name}: {EMPTY_PATH}")
+            print_error(f"trainer: {name}: {EMPTY_PATH}")
             sys.exit(2)
 
 

@@ -20,13 +20,13 @@ from trainer.evaluate.features import encoder_features
 from trainer.evaluate.table import print_table
 from trainer.loop import train
 from trainer.run.plot import draw_training
-from trainer.run.stopping import failures_in_one_line
+from trainer.run.stopping import exit_on_error
 from weightserver.common.atomic_files import to_path
 from weightserver.common.malloc import keep_large_buffers
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the demo and returns 0; exits as `failures_in_one_line` says when it failed."""
+    """Runs the demo and returns 0; exits as `exit_on_error` says when it failed."""
     parser = argparse.ArgumentParser(prog="python -m trainer.demo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--epochs", type=float, help="length of the training (default: the preset's)")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default 0)")
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=to_path, help="the run's directory (default: runs/demo-1, -2, ...)")
     options = parser.parse_args(arguments)
     keep_large_buffers()
-    with failures_in_one_line("demo"):
+    with exit_on_error("demo"):
         run(options.epochs, options.seed, options.data_dir, options.output or _next_output(Path("runs")))
     return 0
 

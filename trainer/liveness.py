@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from weightserver.common.logs import complain
+from weightserver.common.logs import print_error
 
 GRACE_SECONDS = 15.0
 """How long a rank may take to end by itself: one that failed, and one that learns that another is gone."""
@@ -147,7 +147,7 @@ class _Watch(threading.Thread):
         """Ends this process, unless it ends by itself."""
         self._hang_up()
         if not self._is_over.wait(GRACE_SECONDS):
-            complain(f"trainer: rank {self._rank} ends because another rank is gone: what it said last tells why")
+            print_error(f"trainer: rank {self._rank} ends because another rank is gone: what it said last tells why")
             sys.stderr.flush()
             os._exit(1)
 

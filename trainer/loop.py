@@ -40,15 +40,15 @@ from trainer.model import (
 )
 from trainer.recency import ActiveRows, RecentRows, announced
 from trainer.rows.opening import images_of_run, open_rows
-from trainer.run.checkpoint import Checkpoints, load, saved_steps, with_pixel_scale, with_resume_decided
+from trainer.run.checkpoint import Checkpoints, load, resolve_resume, saved_steps, with_pixel_scale
 from trainer.run.directory import ENCODER_FILE, SUMMARY_FILE
 from trainer.run.prometheus import peak_gpu_bytes
 from trainer.run.recorder import Report
-from trainer.run.stopping import Stopped, stop_signals
+from trainer.run.stopping import Interrupted, stop_signals
 from trainer.schedule import RangesOrder, VisitSchedule, forward_seed, visit_uniforms
 from trainer.transfer import to_device
 from weightserver import TableSpec
-from weightserver.common.atomic_files import write_whole
+from weightserver.common.atomic_files import atomic_write
 from weightserver.core.sharding import Sharding
 
 _log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def train(config: TrainConfig, *, on_step: Callable[[int], None] = lambda step: 
     Raises:
         ValueError: settings that do not fit the data, a directory or a table that another run used.
         WeightServerError: the weight servers failed for longer than the client tries.
-        Stopped: a signal ended the run, behind a checkpoint.
+        Interrupted: a signal ended the run, behind a checkpoint.
     """
     config.check()
     started = time.perf_counter()
@@ -95,8 +95,8 @@ def train(config: TrainConfig, *, on_step: Callable[[int], None] = lambda step: 
     if config.evaluate or config.knn_every:
         dataset.check_labelled(tested=config.evaluate)
     timeout_seconds = config.rank_timeout_seconds + config.retry_seconds
-    with process_group(device, timeout_seconds=timeout_seconds, agreed=(Stopped,)) as ranks:
-        config = with_resume_decided(config, ranks)
+    with process_group(device, timeout_seconds=timeout_seconds, agreed=(Interrupted,)) as ranks:
+        config = resolve_resume(config, ranks)
         dataset = images_of_run(config, dataset, ranks)
         config = with_pixel_scale(config, dataset, ranks)
         model, summary = _train_rank(config, dataset, ranks, on_step)
@@ -109,7 +109,7 @@ def train(config: TrainConfig, *, on_step: Callable[[int], None] = lambda step: 
         summary |= {f"{protocol}_top1": result.top1 for protocol, result in results.items()}
         summary["seconds"] = time.perf_counter() - started
         text = json.dumps(summary, indent=2) + "\n"
-        write_whole(config.output / SUMMARY_FILE, lambda path: path.write_text(text))
+        atomic_write(config.output / SUMMARY_FILE, lambda path: path.write_text(text))
     return TrainResult(dataset, model, summary, results, is_first=ranks.is_first)
 
 
@@ -245,7 +245,7 @@ def _train_rank(
             if last or (step + 1) % config.log_every == 0:
                 record = report.measure(step, loss.item(), float(rates[step]), len(active.rows))
                 if ranks.is_first and _is_due(config.knn_every * num_images / batch_size, step, config.log_every, last):
-                    record["knn_top1"] = _watch(model, dataset, order)
+                    record["knn_top1"] = _knn_probe(model, dataset, order)
                 if not math.isfinite(record["loss"]):
                     raise ValueError(f"the loss is {record['loss']} at step {step}: try a lower --learning-rate")
                 report.write(record)
@@ -254,14 +254,14 @@ def _train_rank(
                 if signalled:
                     checkpoints.save(step + 1, model, optimizer)
                     hint = "--resume goes on there" if opened.client else "dense rows leave no checkpoint"
-                    raise Stopped(int(signalled), f"stopped by a signal after {step + 1} steps: {hint}")
+                    raise Interrupted(int(signalled), f"stopped by a signal after {step + 1} steps: {hint}")
             if config.checkpoint_every and (step + 1) % config.checkpoint_every == 0 and not last:
                 checkpoints.save(step + 1, model, optimizer)
             report.stage("rows")  # the next step's are announced
         rows.flush()  # every update is durable
         (signalled,) = ranks.max_over_ranks([max(signals, default=0)])
         if signalled:
-            raise Stopped(int(signalled), "stopped by a signal behind its last step: --resume ends the run")
+            raise Interrupted(int(signalled), "stopped by a signal behind its last step: --resume ends the run")
         moved = ranks.sum_over_ranks([rows.counters.fetched_rows, rows.counters.pushed_rows])
         ranks.barrier()  # nobody stops the servers before that
 
@@ -322,7 +322,7 @@ def _is_due(every_steps: float, step: int, log_every: int, last: bool) -> bool:
     return last or (step + 1) // every_steps > max(0, step + 1 - log_every) // every_steps
 
 
-def _watch(model: PICModel, dataset: Dataset, order: RangesOrder) -> float:
+def _knn_probe(model: PICModel, dataset: Dataset, order: RangesOrder) -> float:
     """kNN top-1 of held-out training images, in percent; those of the first rows, which are of all classes."""
     images = torch.from_numpy(order.images(np.arange(min(_NUM_WATCHED, len(dataset.train_images)))))
     watched = replace(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from trainer.data.pixels import MINUS_ONE_TO_ONE, PixelScale
 from trainer.torchvision_compat import import_module
-from weightserver.common.atomic_files import write_whole
+from weightserver.common.atomic_files import atomic_write
 
 _FORMAT = "pic-encoder-1"
 
@@ -317,7 +317,7 @@ def save_encoder(encoder: nn.Module, config: EncoderConfig, path: Path) -> None:
     """Writes an encoder and its config as one safetensors file, whole or not at all."""
     tensors = {name: tensor.cpu().contiguous() for name, tensor in encoder.state_dict().items()}
     metadata = {"format": _FORMAT, "encoder": json.dumps(asdict(config))}
-    write_whole(path, lambda partial: save_file(tensors, partial, metadata=metadata))
+    atomic_write(path, lambda partial: save_file(tensors, partial, metadata=metadata))
 
 
 def load_encoder(path: Path) -> tuple[nn.Module, EncoderConfig]:

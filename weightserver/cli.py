@@ -15,15 +15,15 @@ from typing import NoReturn
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from weightserver.common.version import __version__
 from weightserver.client.client import WeightClient
 from weightserver.client.connection import open_channel
 from weightserver.client.tls_diagnosis import tls_failure
 from weightserver.common.addresses import split_address
 from weightserver.common.atomic_files import to_path
-from weightserver.common.logs import LOG_FORMATS, complain, log_events
+from weightserver.common.logs import LOG_FORMATS, log_events, print_error
 from weightserver.common.malloc import keep_large_buffers
 from weightserver.common.security import TOKEN_VARIABLE, ClientSecurity
+from weightserver.common.version import __version__
 from weightserver.core.errors import (
     AuthenticationError,
     NoTableError,
@@ -44,10 +44,10 @@ def main(argv: list[str] | None = None) -> NoReturn:
     try:
         arguments.run(arguments)
     except (WeightServerError, ValueError, OSError) as error:
-        complain(f"weightserver {arguments.command}: {error}")
+        print_error(f"weightserver {arguments.command}: {error}")
         sys.exit(1)
     except KeyboardInterrupt:
-        complain(f"weightserver {arguments.command}: stopped")
+        print_error(f"weightserver {arguments.command}: stopped")
         sys.exit(128 + signal.SIGINT)
     sys.exit(0)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Self
 
-from weightserver.common.atomic_files import PRIVATE_FILE, make_directory, make_private, write_whole
+from weightserver.common.atomic_files import PRIVATE_FILE, atomic_write, make_directory, make_private
 from weightserver.common.security import TOKEN_VARIABLE
 from weightserver.core.errors import ShardUnavailableError
 
@@ -118,7 +118,7 @@ class LocalCluster:
         text = json.dumps({"num_shards": num_shards, "finished": finished}) + "\n"
         marker = self.directory / _MARKER
         if not marker.exists() or marker.read_text() != text:
-            write_whole(marker, lambda path: path.write_text(text))
+            atomic_write(marker, lambda path: path.write_text(text))
 
     def _start(
         self, shard: int, num_shards: int, listen: str, metrics_port: int, *, init: bool = False

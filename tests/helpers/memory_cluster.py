@@ -33,11 +33,11 @@ from tests.helpers.memory_storage import MemoryStorage
 from weightserver.client.workers import Answers, Task, Workers
 from weightserver.core.errors import ERROR_OF_STATUS, WeightServerError
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.server.admission import Memory
+from weightserver.server.admission import RequestMemory
 from weightserver.server.metrics import ShardMetrics
 from weightserver.server.service import WeightServerService, add_to_server
-from weightserver.shard.group_commit import Operation, Promise, commit_group
-from weightserver.shard.shard import Batch, Shard
+from weightserver.shard.group_commit import CancellableFuture, Operation, commit_group
+from weightserver.shard.shard import Shard, WriteTransaction
 
 RETRY_SECONDS = 5.0
 """Of the clients; on their own clock."""
@@ -294,7 +294,7 @@ class _Context:
         raise CallFailed(status, details, self._trailing)
 
 
-class _CommittedWhenAsked(Promise[Any]):
+class _CommittedWhenAsked(CancellableFuture[Any]):
     """Committed when somebody waits for it."""
 
     def __init__(self, commit: Callable[[], None]) -> None:
@@ -324,7 +324,7 @@ class Process:
         self._handling: list[Message] = []
         self._group: list[tuple[Message, Operation]] = []
         self._done: list[tuple[Message, Any]] = []
-        service = WeightServerService(self.shard, self, _metrics(shard, num_shards), Memory(64 << 20))  # type: ignore[arg-type]
+        service = WeightServerService(self.shard, self, _metrics(shard, num_shards), RequestMemory(64 << 20))  # type: ignore[arg-type]
         registered: list[Any] = []
         add_to_server(service, SimpleNamespace(add_generic_rpc_handlers=registered.extend))
         self._registered = registered[0]
@@ -360,11 +360,11 @@ class Process:
         serialize = handler.response_serializer or bytes
         return [serialize(answer) for answer in answers], context.trailing_metadata()
 
-    def submit(self, operation: Callable[[Batch], Any]) -> Promise[Any]:
+    def submit(self, operation: Callable[[WriteTransaction], Any]) -> CancellableFuture[Any]:
         """The committer's: further messages arrive before the commit."""
         message, promise = self._handling[-1], _CommittedWhenAsked(self._commit)
 
-        def noted(batch: Batch) -> Any:
+        def noted(batch: WriteTransaction) -> Any:
             result = operation(batch)
             self._done.append((message, result))
             return result
@@ -381,7 +381,7 @@ class Process:
             commit_group(self._transaction, [operation for _, operation in group])
 
     @contextlib.contextmanager
-    def _transaction(self) -> Iterator[Batch]:
+    def _transaction(self) -> Iterator[WriteTransaction]:
         self._done.clear()
         landed = self._storage.num_landed
         try:

@@ -6,10 +6,10 @@ import os
 
 from weightserver.core.arrays import Float32Array
 from weightserver.shard.schedule_change import Part
-from weightserver.shard.shard import Batch, Shard
+from weightserver.shard.shard import Shard, WriteTransaction
 
 
-def extend_schedule(shard: Shard, batch: Batch, start_step: int, learning_rates: Float32Array) -> None:
+def extend_schedule(shard: Shard, batch: WriteTransaction, start_step: int, learning_rates: Float32Array) -> None:
     """Both phases of a change in one transaction."""
     part = Part(os.urandom(16).hex(), start_step, learning_rates)
     shard.prepare_schedule(batch, part, version=batch.state.schedule_version)

@@ -205,7 +205,7 @@ def test_a_rollback_that_every_shard_refuses_stops_nobody(
     writer.checkpoint("gone", step=1)
     (kept,) = writer.checkpoints()
     writer.release("gone")
-    monkeypatch.setattr(writer, "_complete", lambda name: kept)
+    monkeypatch.setattr(writer, "_checkpoint_on_all_shards", lambda name: kept)
     with pytest.raises(NoTableError, match="there is no checkpoint 'gone'"):
         writer.rollback("gone")
     push(writer, 1)

@@ -30,7 +30,7 @@ from weightserver.operations.reshard import reshard
 from weightserver.operations.verify import verify_directory
 from weightserver.server.process import ServerConfig
 from weightserver.shard.group_commit import commit_group
-from weightserver.shard.shard import Batch, Shard
+from weightserver.shard.shard import Shard, WriteTransaction
 from weightserver.storage import lmdb_storage as storages
 from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import (
@@ -323,7 +323,7 @@ def test_a_full_map_grows_under_readers(tmp_path: Path) -> None:
         for first in (0, 100, 101, 102):
             count = 100 if first == 0 else 1
 
-            def put(batch: Batch, first: int = first, count: int = count) -> int:
+            def put(batch: WriteTransaction, first: int = first, count: int = count) -> int:
                 for block in range(first, first + count):
                     batch.txn.put_block(block, 0, value)
                 return count

@@ -32,7 +32,7 @@ from weightserver.core.errors import StepError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol._generated.weight_server_pb2_grpc import WeightServerStub
 from weightserver.protocol.codec import ACKNOWLEDGED_KEY, MARK_KEY, VERSION_KEY, spec_to_proto, table_digest
-from weightserver.server.admission import BASE_BYTES, CallLimiter, Memory
+from weightserver.server.admission import BASE_BYTES, CallLimiter, RequestMemory
 from weightserver.server.metrics import ShardMetrics
 from weightserver.server.service import NAME, WeightServerService, add_to_server
 from weightserver.shard.group_commit import Committer
@@ -223,7 +223,7 @@ class InProcess:
     def __init__(self) -> None:
         self.shard = Shard(MemoryStorage(), shard=0, num_shards=2)
         self._specs = itertools.cycle([SPEC, SINGLE_RATE])
-        self.committer, self.memory = Committer(self.shard.batch), Memory(MEMORY_MIB << 20)
+        self.committer, self.memory = Committer(self.shard.batch), RequestMemory(MEMORY_MIB << 20)
         service = WeightServerService(
             self.shard, self.committer, ShardMetrics(shard=0, num_shards=2, version="0"), self.memory
         )

@@ -22,7 +22,7 @@ import pytest
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.operations.inspect import inspect_directory
 from weightserver.shard.group_commit import commit_group
-from weightserver.shard.shard import Batch, Shard
+from weightserver.shard.shard import Shard, WriteTransaction
 from weightserver.storage.lmdb_storage import LmdbStorage
 
 PAGE_BYTES = 4096
@@ -55,7 +55,7 @@ def test_a_map_outgrows_memory(tmp_path: Path) -> None:
         storage = LmdbStorage(tmp_path, room_bytes=64 << 10)
         shard = Shard(storage, shard=0, num_shards=1)
 
-        def put(batch: Batch, first: int = first) -> None:
+        def put(batch: WriteTransaction, first: int = first) -> None:
             for block in range(first, first + 100):
                 batch.txn.put_block(block, 0, value)
 

@@ -324,14 +324,14 @@ def test_a_backup_of_a_large_table_is_small_and_ends(tmp_path: Path) -> None:
     ("place", "number"),
     [
         ("weightserver.client.client:pb.CopyCheckpointRequest", 1),  # while the shards are told to hold the checkpoint
-        ("weightserver.operations.backup:write_whole", 3),  # in the first shard
+        ("weightserver.operations.backup:atomic_write", 3),  # in the first shard
         ("weightserver.operations.backup:_write_json", 2),  # behind its manifest, before the checkpoint is let go
         ("weightserver.operations.backup:_release", 1),  # when it is let go
         pytest.param(
             "weightserver.operations.backup:_write_json", 1, marks=pytest.mark.slow
         ),  # before any shard holds it
         pytest.param("weightserver.operations.backup:_hold", 1, marks=pytest.mark.slow),  # before the first file
-        pytest.param("weightserver.operations.backup:write_whole", 5, marks=pytest.mark.slow),  # in the second shard
+        pytest.param("weightserver.operations.backup:atomic_write", 5, marks=pytest.mark.slow),  # in the second shard
     ],
 )
 @pytest.mark.guard
@@ -408,7 +408,7 @@ def test_a_damaged_piece_of_a_stopped_backup_is_copied_again(
     client.checkpoint("one", step=1)
     kept = client.fetch_state(rows)
     arguments = ["backup", *cluster.addresses, "--output", tmp_path / "backup"]
-    dies("weightserver.operations.backup:write_whole", 4, *arguments)
+    dies("weightserver.operations.backup:atomic_write", 4, *arguments)
     first, _ = sorted((tmp_path / "backup/shard-0").glob("blocks-*.safetensors"))
     whole = first.read_bytes()
     if damage:
@@ -568,7 +568,7 @@ def test_a_backup_whose_checkpoint_went_away_says_so(
 ) -> None:
     make_table(client)
     arguments = ["backup", *cluster.addresses, "--output", tmp_path / "backup"]
-    dies("weightserver.operations.backup:write_whole", 3, *arguments, "--checkpoint", "two")
+    dies("weightserver.operations.backup:atomic_write", 3, *arguments, "--checkpoint", "two")
     client.open_session("back")
     client.rollback("one")
     assert_one_line(
@@ -694,7 +694,7 @@ def test_lost_shards_are_restored_and_the_run_goes_on(
                 cluster.processes[shard].wait()
                 data_dir = cluster.directory / f"shard-{shard}"
                 shutil.rmtree(data_dir)
-                if len(lost) == 1:  # only its data is gone, as `serve` would complain
+                if len(lost) == 1:  # only its data is gone, as `serve` would print_error
                     data_dir.mkdir()
                     (data_dir / "owner.lock").write_text("999999\n")
                 restore = ["restore", tmp_path / "backup", "--data-dir", data_dir, "--shard", shard, "--num-shards", 2]
@@ -1174,10 +1174,10 @@ def test_an_export_of_several_files_is_whole_or_not_there(
     make_table(client)
     state, new = client.fetch_state(ROWS, step=4), tmp_path / "out/new"
     command = ["export", *cluster.addresses, "--output", new]
-    dies("weightserver.operations.export:write_whole", 3, *command)
+    dies("weightserver.operations.export:atomic_write", 3, *command)
     assert not list(new.glob("*rows*"))
     monkeypatch.setattr(exports, "_BYTES_PER_FILE", 20_000)
-    original, written, others = exports.write_whole, [], []
+    original, written, others = exports.atomic_write, [], []
 
     def full(path: Path, write: Callable[[Path], object]) -> None:
         if len(written) == 3:
@@ -1185,7 +1185,7 @@ def test_an_export_of_several_files_is_whole_or_not_there(
         written.append(path)
         original(path, write)
 
-    monkeypatch.setattr(exports, "write_whole", full)
+    monkeypatch.setattr(exports, "atomic_write", full)
     assert_one_line(weightserver(*command), "No space left on device")
     assert not list(new.glob("*rows*"))
     shutil.rmtree(tmp_path / "out")
@@ -1197,7 +1197,7 @@ def test_an_export_of_several_files_is_whole_or_not_there(
         others.append(weightserver(*command))
         original(path, write)
 
-    monkeypatch.setattr(exports, "write_whole", beside_another)
+    monkeypatch.setattr(exports, "atomic_write", beside_another)
     assert weightserver(*command)[1].endswith(f"wrote {len(others)} files to {new}\n")
     assert len(others) > 5
     for other in others:

@@ -44,7 +44,7 @@ from weightserver.protocol.codec import (
     WAITED_KEY,
     rows_to_proto,
 )
-from weightserver.server.admission import BASE_BYTES, LANES, MAX_CALLS, MAX_WAITING, Lane, Memory
+from weightserver.server.admission import BASE_BYTES, LANES, MAX_CALLS, MAX_WAITING, Lane, RequestMemory
 from weightserver.server.metrics import ShardMetrics
 from weightserver.server.service import NAME, WeightServerService
 from weightserver.shard.group_commit import Committer
@@ -258,7 +258,7 @@ def test_who_announces_much_and_sends_little_holds_little(crowd: Crowd) -> None:
 
 def test_no_lane_takes_all_memory() -> None:
     """What is left is for calls of other kinds; those that hold it are pressed by whoever asks in vain."""
-    memory, full = Memory(64 << 20), list[str | None]()
+    memory, full = RequestMemory(64 << 20), list[str | None]()
     memory.on_full = full.append
     with memory.reservation("write") as write, memory.reservation("Fetch") as fetch:
         with pytest.raises(
@@ -538,7 +538,7 @@ def test_a_waiting_write_ends_with_its_caller(tmp_path: Path) -> None:
     """It is behind another one in the queue: it is never applied, and what it held is given back at once."""
     storage = LmdbStorage(tmp_path)
     shard = Shard(storage, shard=0, num_shards=1)
-    committer, memory = Committer(shard.batch), Memory(64 << 20)
+    committer, memory = Committer(shard.batch), RequestMemory(64 << 20)
     service = WeightServerService(shard, committer, ShardMetrics(shard=0, num_shards=1, version="0"), memory)
     committer.submit(lambda batch: shard.create_table(batch, SPEC)).result(10)
     committer.submit(lambda batch: extend_schedule(shard, batch, 0, np.ones(5, np.float32))).result(10)

@@ -266,7 +266,7 @@ def test_changes_of_many_at_once(client: WeightClient, cluster: LocalCluster) ->
 # ---- clients that are stopped
 
 
-class Stopped(BaseException):
+class Interrupted(BaseException):
     """As a Ctrl-C, or nothing more at all."""
 
 
@@ -288,13 +288,13 @@ class Stopping:
                 return original(connection, method, request, **options)
             with one_by_one:
                 if stopped and dead:
-                    raise Stopped
+                    raise Interrupted
                 if method != "ExtendSchedule" or next(calls) != number:
                     return original(connection, method, request, **options)
                 stopped = True
                 if when == "after":
                     original(connection, method, request, **options)
-                raise Stopped
+                raise Interrupted
 
         monkeypatch.setattr(ShardConnection, "call", call)
 
@@ -318,7 +318,7 @@ def test_a_client_that_dies_in_between(
         dying.open_session("test", join=epoch)
         dying.describe()
         stopping.stop(dying)
-        with pytest.raises(Stopped):
+        with pytest.raises(Interrupted):
             dying.extend_schedule(CHANGED_AT, NEW[CHANGED_AT:])
     pending = is_pending(cluster)
     with WeightClient(cluster.addresses, timeout_seconds=10, retry_seconds=0.3) as other:
@@ -343,7 +343,7 @@ def test_a_client_that_is_interrupted_in_between(
     prepare(client)
     stopping = Stopping(monkeypatch, number, when, dead=False)
     stopping.stop(client)
-    with pytest.raises(Stopped):
+    with pytest.raises(Interrupted):
         client.extend_schedule(CHANGED_AT, NEW[CHANGED_AT:])
     decided = number > 3 or (number, when) == (3, "after")
     assert any(is_pending(cluster)) == (decided and (number, when) != (4, "after"))

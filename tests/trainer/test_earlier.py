@@ -15,7 +15,7 @@ import pytest
 from tests.helpers.small_run import ONLY_ROWS, losses, small_run
 from trainer.config import TrainConfig, parse_config
 from trainer.loop import train
-from trainer.run.checkpoint import check_same_run, note_settings, saved_steps
+from trainer.run.checkpoint import check_same_run, saved_steps, update_settings
 from trainer.run.history import ImageHistory
 from trainer.schedule import learning_rates
 from weightserver.operations.inspect import inspect_directory
@@ -41,7 +41,7 @@ def test_the_same_command_resumes_the_same_run(command: str, tmp_path: Path) -> 
     config, was = resumed(command, tmp_path), CONFIGS[command]
     config.check()
     check_same_run(config)
-    note_settings(config)
+    update_settings(config)
     check_same_run(resumed(command, tmp_path))  # also from then on
     num_steps = config.num_steps(NUM_IMAGES)
     assert num_steps == was["steps"] or num_steps == round(was["epochs"] * NUM_IMAGES / was["batch_size"])

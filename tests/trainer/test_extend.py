@@ -241,7 +241,7 @@ def test_more_images_wait_for_extend(
 def test_other_images_are_refused(range_sizes: list[int], message: str) -> None:
     for extend in (False, True):
         with pytest.raises(ValueError, match=message):
-            ImageHistory(((0, OLD),)).going_on(13, range_sizes, extend=extend)
+            ImageHistory(((0, OLD),)).extended(13, range_sizes, extend=extend)
 
 
 @pytest.mark.guard
@@ -260,14 +260,14 @@ def test_as_many_other_images_are_refused(output: Path, images: Path, tmp_path: 
 
 def test_images_are_known_by_the_ranges_that_the_run_had() -> None:
     history = ImageHistory(((0, OLD),), ("a",))
-    assert history.going_on(13, [OLD, 60], ["a", "b"], extend=True) == ImageHistory(((0, 100), (13, 160)), ("a", "b"))
-    assert history.going_on(13, [OLD], ["a"], extend=False) == history
+    assert history.extended(13, [OLD, 60], ["a", "b"], extend=True) == ImageHistory(((0, 100), (13, 160)), ("a", "b"))
+    assert history.extended(13, [OLD], ["a"], extend=False) == history
     assert ImageHistory.from_json(history.to_json()) == history
     older = ImageHistory.from_json(f"[[0, {OLD}]]")
-    assert older.going_on(13, [OLD], ["a"], extend=False) == history
+    assert older.extended(13, [OLD], ["a"], extend=False) == history
     for digests in (["b"], ["b", "a"], []):
         with pytest.raises(ValueError, match="images are not those of the run"):
-            history.going_on(13, [OLD, 60][: len(digests) or 1], digests, extend=True)
+            history.extended(13, [OLD, 60][: len(digests) or 1], digests, extend=True)
 
 
 def test_images_are_the_same_wherever_they_lie(images: Path, tmp_path: Path) -> None:
@@ -285,11 +285,11 @@ def test_images_are_the_same_wherever_they_lie(images: Path, tmp_path: Path) -> 
 def test_each_extension_counts_from_its_own_step() -> None:
     config = run(Path("unused"), Path("unused"))
     history = ImageHistory(((0, OLD),))
-    assert history.going_on(13, [OLD], extend=True) == history
-    once = history.going_on(13, [OLD, 60], extend=True)
-    twice = once.going_on(30, [OLD, 60, 80], extend=True)
+    assert history.extended(13, [OLD], extend=True) == history
+    once = history.extended(13, [OLD, 60], extend=True)
+    twice = once.extended(30, [OLD, 60, 80], extend=True)
     assert twice == ImageHistory(((0, 100), (13, 160), (30, 240)))
-    assert once.going_on(13, [OLD, 60, 80], extend=True) == ImageHistory(((0, 100), (13, 240)))
+    assert once.extended(13, [OLD, 60, 80], extend=True) == ImageHistory(((0, 100), (13, 240)))
     assert ImageHistory.from_json(twice.to_json()) == twice
     expected = np.concatenate([rates(100)[:13], rates(160)[13:30], rates(240)[30:]])
     assert np.array_equal(twice.learning_rates(config), expected)
@@ -299,7 +299,7 @@ def test_each_extension_counts_from_its_own_step() -> None:
 def test_an_extension_does_not_bring_the_warm_up_back(step: int) -> None:
     """Within it, at its end and later: it takes as many steps as it was to take."""
     config = run(Path("unused"), Path("unused"), warmup_epochs=1.0)
-    extended = ImageHistory(((0, OLD),)).going_on(step, [OLD, 300], extend=True).learning_rates(config)
+    extended = ImageHistory(((0, OLD),)).extended(step, [OLD, 300], extend=True).learning_rates(config)
     old, new = (learning_rates(num_steps=n, base=0.2, warmup_steps=6) for n in (NUM_STEPS, 100))
     assert np.array_equal(extended, np.concatenate([old[:step], new[step:]]))
     assert (np.diff(extended[:7]) > 0).all()

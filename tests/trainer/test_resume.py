@@ -35,7 +35,7 @@ from trainer.model import EncoderConfig, load_encoder
 from trainer.run.checkpoint import Checkpoints, saved_steps
 from trainer.run.directory import read_config, read_encoder, read_summary
 from trainer.run.recorder import Report
-from trainer.run.stopping import Stopped
+from trainer.run.stopping import Interrupted
 from trainer.schedule import learning_rates
 from weightserver import LocalCluster, TableMismatchError, WeightClient
 from weightserver.client.connection import ShardConnection
@@ -137,7 +137,7 @@ def test_a_signal_ends_a_run_behind_a_checkpoint(tmp_path: Path, undisturbed: Pa
     output = tmp_path / "run"
     killer = threading.Thread(target=signal_after, args=(output / "metrics.jsonl", 20))
     killer.start()
-    with pytest.raises(Stopped, match=r"after \d+ steps: --resume goes on there") as stopped:
+    with pytest.raises(Interrupted, match=r"after \d+ steps: --resume goes on there") as stopped:
         train(small_run(output, checkpoint_every=0))
     killer.join()
     assert stopped.value.exit_status == 128 + signal.SIGTERM
@@ -158,7 +158,7 @@ def test_a_signal_is_seen_between_logged_steps(tmp_path: Path) -> None:
 
     killer = threading.Thread(target=signal_soon)
     killer.start()
-    with pytest.raises(Stopped, match=r"after \d+ steps: --resume goes on there"):
+    with pytest.raises(Interrupted, match=r"after \d+ steps: --resume goes on there"):
         train(small_run(output, log_every=100_000, steps=100_000, encoder=ONLY_ROWS))
     killer.join()
     assert losses(output) == []
@@ -200,7 +200,7 @@ def test_a_signal_behind_the_last_step_ends_the_run_too(
 
     with monkeypatch.context() as patched:
         patched.setattr(Report, "write", write_and_signal)
-        with pytest.raises(Stopped, match="behind its last step: --resume ends the run"):
+        with pytest.raises(Interrupted, match="behind its last step: --resume ends the run"):
             train(small_run(output, log_every=NUM_STEPS))
     train(small_run(output, log_every=NUM_STEPS, resume=True))
     assert json.loads((output / "metrics.jsonl").read_text())["loss"] == losses(undisturbed)[-1]

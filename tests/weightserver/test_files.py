@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.power_loss import PowerLoss
 from weightserver import LocalCluster, TableSpec, WeightClient
-from weightserver.common.atomic_files import append_synced, sync, whole_directory, write_whole
+from weightserver.common.atomic_files import append_synced, atomic_directory, atomic_write, sync
 from weightserver.operations.backup import backup, restore
 from weightserver.operations.compact import compact
 from weightserver.operations.export import export_rows
@@ -42,7 +42,7 @@ def test_a_new_shard_is_there_after_a_power_loss(there: str, power_loss: PowerLo
 
 def test_written_files_are_there_after_a_power_loss(power_loss: PowerLoss, tmp_path: Path) -> None:
     def write(text: str) -> None:
-        write_whole(tmp_path / "replaced", lambda path: path.write_text(text))
+        atomic_write(tmp_path / "replaced", lambda path: path.write_text(text))
 
     write("old")
     write("new")
@@ -51,8 +51,8 @@ def test_written_files_are_there_after_a_power_loss(power_loss: PowerLoss, tmp_p
     sync(tmp_path)
     append_synced(tmp_path / "log", b"one")
     append_synced(tmp_path / "log", b"two")
-    with whole_directory(tmp_path / "deep/whole") as partly:
-        write_whole(partly / "file", lambda path: path.write_text("whole"))
+    with atomic_directory(tmp_path / "deep/whole") as partly:
+        atomic_write(partly / "file", lambda path: path.write_text("whole"))
     assert power_loss.lost(tmp_path) == set()
 
 

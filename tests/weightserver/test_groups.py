@@ -18,8 +18,8 @@ from weightserver.core.exactly_once import WINDOW, WriterState
 from weightserver.core.initial import initial_rows
 from weightserver.core.spec import TableSpec
 from weightserver.shard import shard
-from weightserver.shard.group_commit import MAX_GROUP, Committer, Promise
-from weightserver.shard.shard import Batch, Shard, WriteHeader
+from weightserver.shard.group_commit import MAX_GROUP, CancellableFuture, Committer
+from weightserver.shard.shard import Shard, WriteHeader, WriteTransaction
 from weightserver.storage.lmdb_storage import LmdbStorage
 
 SPEC = TableSpec(num_rows=20, dim=3, weight_decay=0.0, rows_per_block=4)
@@ -37,10 +37,10 @@ class Groups:
         self.committer = Committer(self.shard.batch)
         self.sequence = 0
 
-    def commit(self, *operations: Callable[[Batch], object]) -> list[Future[object]]:
+    def commit(self, *operations: Callable[[WriteTransaction], object]) -> list[Future[object]]:
         busy, go = threading.Event(), threading.Event()
 
-        def hold(_: Batch) -> None:
+        def hold(_: WriteTransaction) -> None:
             busy.set()
             assert go.wait(10)
 
@@ -52,20 +52,22 @@ class Groups:
             future.exception(10)
         return futures
 
-    def push(self, step: int, *, sequence: int | None = None, settled_before: int = 0) -> Callable[[Batch], object]:
+    def push(
+        self, step: int, *, sequence: int | None = None, settled_before: int = 0
+    ) -> Callable[[WriteTransaction], object]:
         """With the next sequence number, where none is given."""
         if sequence is None:
             self.sequence = sequence = self.sequence + 1
         header = WriteHeader(1, b"o" * 16, b"w" * 16, sequence, settled_before, step)
         return lambda batch: self.shard.push_gradients(batch, header, ROW, ONES)
 
-    def extend(self, start: int, *rates: float) -> Callable[[Batch], object]:
+    def extend(self, start: int, *rates: float) -> Callable[[WriteTransaction], object]:
         return lambda batch: extend_schedule(self.shard, batch, start, np.array(rates, np.float32))
 
-    def create(self, batch: Batch) -> None:
+    def create(self, batch: WriteTransaction) -> None:
         self.shard.create_table(batch, SPEC)
 
-    def open_session(self, batch: Batch) -> None:
+    def open_session(self, batch: WriteTransaction) -> None:
         self.shard.open_session(batch, "run", 1, b"o" * 16)
 
     def weight(self) -> float:
@@ -189,10 +191,10 @@ def test_a_repeated_write_too_tells_what_its_writer_gave_up(groups: Groups) -> N
 def test_a_write_that_is_given_up_while_it_runs_is_taken_back(groups: Groups) -> None:
     """As where its caller has gone: the others of its group are there, and its repetition is applied once."""
     groups.commit(groups.create, groups.open_session, groups.extend(0, 1.0, 1.0))
-    promises: list[Promise[object]] = []
+    promises: list[CancellableFuture[object]] = []
     first, second = groups.push(0), groups.push(0)
 
-    def give_up(batch: Batch) -> object:
+    def give_up(batch: WriteTransaction) -> object:
         promises[0].cancel()
         return second(batch)
 

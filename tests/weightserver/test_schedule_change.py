@@ -26,7 +26,7 @@ from weightserver.operations.verify import verify_directory
 from weightserver.protocol.codec import ScheduleHash
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.schedule_change import MAX_EARLIER, Part
-from weightserver.shard.shard import Batch, Shard, WriteHeader
+from weightserver.shard.shard import Shard, WriteHeader, WriteTransaction
 from weightserver.storage import records
 from weightserver.storage.lmdb_storage import LmdbStorage
 
@@ -55,7 +55,7 @@ class Served:
         self.shard = Shard(self.storage, shard=0, num_shards=1)
         self.committer = Committer(self.shard.batch)
 
-    def do(self, operation: Callable[[Batch], object]) -> object:
+    def do(self, operation: Callable[[WriteTransaction], object]) -> object:
         return self.committer.submit(operation).result(10)
 
     def close(self) -> None:

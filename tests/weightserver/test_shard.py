@@ -43,8 +43,8 @@ from weightserver.core.spec import TableSpec
 from weightserver.operations.inspect import inspect_directory
 from weightserver.protocol.codec import table_digest
 from weightserver.shard import shard, sweeper
-from weightserver.shard.group_commit import MAX_WAITING, Committer, Promise
-from weightserver.shard.shard import MAX_EARLIER_SIZES, Batch, Shard, WriteHeader
+from weightserver.shard.group_commit import MAX_WAITING, CancellableFuture, Committer
+from weightserver.shard.shard import MAX_EARLIER_SIZES, Shard, WriteHeader, WriteTransaction
 from weightserver.storage import lmdb_storage as storage
 from weightserver.storage import records
 from weightserver.storage.lmdb_storage import NEWEST, LmdbStorage, structural_problems
@@ -64,7 +64,7 @@ class Served:
         self.shard = Shard(self.storage, shard=0, num_shards=1)
         self.committer = Committer(self.shard.batch)
 
-    def do(self, operation: Callable[[Batch], object]) -> object:
+    def do(self, operation: Callable[[WriteTransaction], object]) -> object:
         return self.committer.submit(operation).result(10)
 
     def push(self, sequence: int, *, step: int = 0, epoch: int = 1, writer: bytes = b"w" * 16) -> object:
@@ -179,7 +179,7 @@ def test_one_bad_write_of_a_group_spoils_no_other(served: Served) -> None:
     """Three writes wait while the committer is busy, so they form one group; the second fails after it has written."""
     busy, go = threading.Event(), threading.Event()
 
-    def block(_: Batch) -> None:
+    def block(_: WriteTransaction) -> None:
         busy.set()
         go.wait(10)
 
@@ -189,7 +189,7 @@ def test_one_bad_write_of_a_group_spoils_no_other(served: Served) -> None:
     headers = [WriteHeader(1, OPENER, b"w" * 16, sequence, 0, 5) for sequence in (1, 2, 3)]
     good = served.committer.submit(lambda batch: served.shard.push_gradients(batch, headers[0], ROWS, GRADIENT))
 
-    def twice(batch: Batch) -> None:
+    def twice(batch: WriteTransaction) -> None:
         served.shard.push_gradients(batch, headers[1], ROWS, huge)
         served.shard.push_gradients(batch, headers[2], ROWS, huge)
 
@@ -210,7 +210,7 @@ def test_one_bad_write_of_a_group_spoils_no_other(served: Served) -> None:
 def test_a_committer_that_is_full_says_so_and_drains_when_closed(served: Served) -> None:
     busy, go = threading.Event(), threading.Event()
 
-    def block(_: Batch) -> None:
+    def block(_: WriteTransaction) -> None:
         busy.set()
         go.wait(10)
 
@@ -230,7 +230,7 @@ def test_a_committer_that_is_full_says_so_and_drains_when_closed(served: Served)
 
 
 def test_an_unexpected_error_is_the_callers_and_the_committer_goes_on(served: Served) -> None:
-    def fail(batch: Batch) -> None:
+    def fail(batch: WriteTransaction) -> None:
         batch.txn.put("meta", b"garbage", b"1")
         raise RuntimeError("a bug")
 
@@ -802,8 +802,8 @@ def test_a_sweep_that_fails_is_made_again(served: Served) -> None:
     served.push(3)
     served.do(lambda batch: served.shard.release(batch, header(4), "one"))
 
-    def full(operation: Callable[[Batch], None]) -> Promise[None]:
-        def fails(batch: Batch) -> None:
+    def full(operation: Callable[[WriteTransaction], None]) -> CancellableFuture[None]:
+        def fails(batch: WriteTransaction) -> None:
             operation(batch)
             raise OSError("the disk is full")
 

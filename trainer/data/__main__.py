@@ -21,14 +21,14 @@ from trainer.data.datasets import load_dataset
 from trainer.data.manifest import is_packed
 from trainer.data.pack import PackOptions, pack, verify
 from trainer.data.preview import write_preview
-from trainer.run.stopping import failures_in_one_line
+from trainer.run.stopping import exit_on_error
 from weightserver.common.atomic_files import to_path
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs the command line. Exit status 0; 1 with one line on stderr when it failed; 2 for wrong arguments."""
     options = _parser().parse_args(arguments)
-    with failures_in_one_line("trainer.data"):
+    with exit_on_error("trainer.data"):
         try:
             {"pack": _pack, "verify": _verify, "preview": _preview}[options.command](options)
         except KeyboardInterrupt:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from weightserver.common.atomic_files import append_synced, sync, write_whole
+from weightserver.common.atomic_files import append_synced, atomic_write, sync
 
 INDEX = np.dtype([("offset", "<i8"), ("length", "<i8"), ("image", "<i8"), ("shown", "<i8"), ("label", "<i8")])
 """Of a row: where its image's bytes are in the tar, the image's id, the id of the image that they are (another one
@@ -26,7 +26,7 @@ def create_index(path: Path, count: int, records: Iterable[bytes] = ()) -> None:
             file.write(_header(count))
             file.writelines(records)
 
-    write_whole(path, write)
+    atomic_write(path, write)
 
 
 def add_records(path: Path, records: NDArray[np.void]) -> str:

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weightserver.common.atomic_files import append_synced, write_whole
+from weightserver.common.atomic_files import append_synced, atomic_write
 
 FORMAT = 2
 
@@ -113,11 +113,11 @@ class Manifest:
         assert not self.indexed_by_tar, "format 1 is read, not written"
         for part in self.ranges:
             lines = b"".join(map(_line, part.shards))
-            write_whole(shards_path(directory, part.first), partial(Path.write_bytes, data=lines))
+            atomic_write(shards_path(directory, part.first), partial(Path.write_bytes, data=lines))
         content = {"format": FORMAT} | _without(vars(self), "indexed_by_tar")
         content["ranges"] = [_without(vars(part), "shards") for part in self.ranges]
         text = json.dumps(content, indent=1, ensure_ascii=True) + "\n"
-        write_whole(directory / "manifest.json", lambda path: path.write_text(text))
+        atomic_write(directory / "manifest.json", lambda path: path.write_text(text))
 
     @classmethod
     def load(cls, directory: Path, *, substitutes: bool = True) -> Manifest:

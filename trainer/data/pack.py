@@ -42,7 +42,7 @@ from trainer.data.manifest import (
 from trainer.data.pack_plan import planned
 from trainer.data.packed import PackedImages
 from trainer.schedule import RangesOrder
-from weightserver.common.atomic_files import sha256, write_whole
+from weightserver.common.atomic_files import atomic_write, sha256
 
 _TAR_BLOCK = tarfile.BLOCKSIZE
 _MAX_TRIED = 1_000
@@ -219,7 +219,7 @@ class _Packer:
                     self._options.on_rows(first - self._part.first + len(index), self._part.count)
 
         tar = tar_path(self._output, first)
-        write_whole(tar, write)
+        atomic_write(tar, write)
         shard = Shard(
             first=first,
             count=len(index),

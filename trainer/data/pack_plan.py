@@ -10,7 +10,7 @@ from typing import Protocol
 from trainer.data.format_1 import in_present_form
 from trainer.data.listing import ImageSource, Listing, image_hash, kind_of_labels, listing_lines
 from trainer.data.manifest import Manifest, Range, is_packed, listing_path
-from weightserver.common.atomic_files import write_whole
+from weightserver.common.atomic_files import atomic_write
 
 _SHARD_BYTES = 1 << 28
 
@@ -86,7 +86,7 @@ def _with_new_range(manifest: Manifest, source: Path, output: Path, request: Pac
             for count, line in enumerate(listing_lines(new, request.on_broken), 1):  # noqa: B007 - how many there were
                 file.write(line)
 
-    write_whole(listing_path(output, first), write)
+    atomic_write(listing_path(output, first), write)
     if count == 0:
         listing_path(output, first).unlink()
         if manifest.ranges:

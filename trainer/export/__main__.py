@@ -21,7 +21,7 @@ from trainer.data.packed import PackedImages
 from trainer.export.encoders import LIBRARIES, export_encoder
 from trainer.run.checkpoint import check_descent, newest_history, saved_steps
 from trainer.run.directory import read_config
-from trainer.run.stopping import failures_in_one_line
+from trainer.run.stopping import exit_on_error
 from trainer.schedule import RangesOrder
 from weightserver import ClientSecurity, LocalCluster, WeightClient
 from weightserver.cli import add_export_options, add_security_options, security_options
@@ -32,7 +32,7 @@ from weightserver.operations.export import export_rows
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs the command line. Exit status 0; 1 with one line on stderr when it failed; 2 for wrong arguments."""
     options = _parser().parse_args(arguments)
-    with failures_in_one_line("trainer.export"):
+    with exit_on_error("trainer.export"):
         written = options.export(options)
     print(f"wrote {len(written)} files to {options.output}")
     sys.exit(0)

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from trainer.data.decode import decoded_side
 from trainer.data.pixels import PixelScale
 from trainer.model import EncoderConfig, TorchvisionEncoder, build_encoder
-from trainer.run.checkpoint import FREE_SETTINGS
+from trainer.run.checkpoint import RESUMABLE
 from trainer.run.directory import flat, number, read_config, read_encoder, read_summary
-from weightserver.common.atomic_files import require_empty, sha256, write_whole
+from weightserver.common.atomic_files import atomic_write, require_empty, sha256
 
 LIBRARIES = ("torchvision", "timm", "detectron2")
 
@@ -83,20 +83,20 @@ def export_encoder(
     tensors = {name: tensor.contiguous() for name, tensor in converted.tensors.items()}
     unnamed = output / "encoder.safetensors"
     described = {"pixel_mean": json.dumps(converted.pixels.mean), "pixel_std": json.dumps(converted.pixels.std)}
-    write_whole(unnamed, lambda path: save_file(tensors, path, metadata={"format": "pt"} | described))
+    atomic_write(unnamed, lambda path: save_file(tensors, path, metadata={"format": "pt"} | described))
     digest = sha256(unnamed)
     weights = unnamed.rename(output / f"{converted.name}-{library}-{digest[:8]}.safetensors")
     checksum, card = weights.with_suffix(".sha256"), output / "README.md"
     text = model_card(
         converted, config, settings, summary, weights.name, digest, checkpoint=checkpoint, licence=licence
     )
-    write_whole(checksum, lambda path: path.write_text(f"{digest}  {weights.name}\n"))
-    write_whole(card, lambda path: path.write_text(text))
+    atomic_write(checksum, lambda path: path.write_text(f"{digest}  {weights.name}\n"))
+    atomic_write(card, lambda path: path.write_text(text))
     if library != "timm":
         return [weights, checksum, card]
     fields = output / "config.json"
     content = json.dumps(_timm_config(converted, config), indent=2) + "\n"
-    write_whole(fields, lambda path: path.write_text(content))
+    atomic_write(fields, lambda path: path.write_text(content))
     return [weights, checksum, card, fields]
 
 
@@ -185,7 +185,7 @@ def model_card(
     dataset = settings.get("dataset", "unknown")
     state = f"checkpoint {checkpoint} of a run, not evaluated" if checkpoint else "the state at the end of its run"
     results = _table("result", {key: value for key, value in summary.items() if value is not None})
-    chosen = {key: value for key, value in settings.items() if key not in FREE_SETTINGS}
+    chosen = {key: value for key, value in settings.items() if key not in RESUMABLE}
     grey = " Repeat a grey image three times." if config.in_channels < converted.in_channels else ""
     channels = "RGB" if converted.in_channels == 3 else "grey"
     weights_licence = "not stated by who exported it" if licence == "unknown" else licence

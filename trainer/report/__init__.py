@@ -20,8 +20,8 @@ from trainer.report.inspection import Looks, look
 from trainer.run.checkpoint import saved_steps
 from trainer.run.directory import ENCODER_FILE, flat, number, read_config, read_encoder, read_summary
 from trainer.run.plot import read_metrics
-from trainer.run.stopping import failures_in_one_line
-from weightserver.common.atomic_files import to_path, write_whole
+from trainer.run.stopping import exit_on_error
+from weightserver.common.atomic_files import atomic_write, to_path
 
 _TEMPLATES = Environment(
     loader=PackageLoader("trainer.report", "."),
@@ -36,9 +36,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs the command line. Exit status 0; 1 with one line on stderr when it failed; 2 for wrong arguments."""
     options = _parser().parse_args(arguments)
     output = options.output or options.run / "report.html"
-    with failures_in_one_line("trainer report"):
+    with exit_on_error("trainer report"):
         text = page(options.run, data_dir=options.data_dir, bank=options.images)
-        write_whole(output, lambda path: path.write_text(text))
+        atomic_write(output, lambda path: path.write_text(text))
     print(f"wrote {output}")
     sys.exit(0)
 

@@ -152,7 +152,7 @@ def _join_session(
             if config.resume:
                 step = step_to_resume(files, client, config.resume_step)
                 before = saved_history(files, step or 0) or _history_of_table(client) or history
-                history = before.going_on(step or 0, range_sizes, digests, extend=config.extend)
+                history = before.extended(step or 0, range_sizes, digests, extend=config.extend)
                 _open_table(client, replace(spec, num_rows=before.num_images))
             else:
                 _refuse_used_table(client)

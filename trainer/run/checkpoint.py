@@ -28,7 +28,7 @@ from trainer.run.earlier import in_todays_terms
 from trainer.run.history import ImageHistory
 from trainer.transfer import HostCopy
 from weightserver import Checkpoint, DataLossError, FencedError, NoTableError, WeightClient
-from weightserver.common.atomic_files import make_directory, sync, write_synced, write_whole
+from weightserver.common.atomic_files import atomic_write, make_directory, sync, write_synced
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _STEM = re.compile(r"step-(\d{12})")
 _PARTIAL = re.compile(_STEM.pattern + r"\..*\.partial")
 # What may differ when a run goes on: where it runs, how its rows are stored ('weightserver reshard' changes that; what
 # does not fit is refused by the weight servers), and what it tells.
-FREE_SETTINGS = frozenset(
+RESUMABLE = frozenset(
     [
         "output",
         "resume",
@@ -189,7 +189,7 @@ class Checkpoints:
                 self._client.release(name)
 
 
-def with_resume_decided(config: TrainConfig, ranks: Ranks) -> TrainConfig:
+def resolve_resume(config: TrainConfig, ranks: Ranks) -> TrainConfig:
     """`config` with True or False for `--resume auto`, on every rank what rank 0 finds in the run's directory.
 
     Whatever stands in the way of going on with a run that is there is found later, and refused then: only a directory
@@ -197,7 +197,7 @@ def with_resume_decided(config: TrainConfig, ranks: Ranks) -> TrainConfig:
     """
     if config.resume != "auto":
         return config
-    found = ranks.is_first and config.rows != "dense" and claim(config).exists()
+    found = ranks.is_first and config.rows != "dense" and config_path(config).exists()
     (goes_on,) = ranks.max_over_ranks([float(found)])
     if config.resume_step is not None and not goes_on:
         raise ValueError(f"{config.output} holds no run to go on with: leave --resume-step away, or name its --output")
@@ -223,8 +223,8 @@ def with_pixel_scale(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> Tra
 def _pixel_scale(config: TrainConfig, dataset: Dataset) -> dict[str, Sequence[float] | None]:
     """pixel_mean and pixel_std as a config.json has them; None, which is -1..1, for runs of before."""
     names = ("pixel_mean", "pixel_std")
-    if config.resume and claim(config).exists():
-        stored = _settings(claim(config)).get("encoder", {})
+    if config.resume and config_path(config).exists():
+        stored = _settings(config_path(config)).get("encoder", {})
         if names[0] not in stored:
             _log.warning("the run began with an earlier version: from now on its crops and colours are drawn otherwise")
         return {name: stored.get(name) for name in names}
@@ -236,7 +236,7 @@ def _pixel_scale(config: TrainConfig, dataset: Dataset) -> dict[str, Sequence[fl
 
 def check_same_run(config: TrainConfig) -> None:
     """Raises ValueError unless the run in config.output is the one that `config` describes."""
-    path = claim(config)
+    path = config_path(config)
     if not path.exists():
         raise ValueError(f"{config.output} holds no run to go on with: leave --resume away, or name another --output")
     num_local = len(list((config.output / "servers").glob("shard-*/")))
@@ -245,7 +245,7 @@ def check_same_run(config: TrainConfig) -> None:
     wanted, defaults = json.loads(config.to_json()), json.loads(TrainConfig().to_json())
     stored = _with_defaults(in_todays_terms(_settings(path)), defaults)
     begins = not saved_steps(config.output / "checkpoints")  # it was killed before its first
-    free = FREE_SETTINGS | config.unused_settings().keys() | (set() if begins else {"init_encoder"})
+    free = RESUMABLE | config.unused_settings().keys() | (set() if begins else {"init_encoder"})
     for name in sorted(wanted.keys() - free):
         if stored[name] != wanted[name]:
             raise ValueError(
@@ -254,14 +254,14 @@ def check_same_run(config: TrainConfig) -> None:
             )
 
 
-def note_settings(config: TrainConfig) -> None:
+def update_settings(config: TrainConfig) -> None:
     """Makes the config.json of a run that goes on say where its data and servers are now, and what else may differ."""
-    stored, now = _settings(claim(config)), json.loads(config.to_json())
-    settings = stored | {name: now[name] for name in FREE_SETTINGS - _OF_ONE_START}
-    write_whole(claim(config), lambda path: path.write_text(json.dumps(settings, indent=2) + "\n"))
+    stored, now = _settings(config_path(config)), json.loads(config.to_json())
+    settings = stored | {name: now[name] for name in RESUMABLE - _OF_ONE_START}
+    atomic_write(config_path(config), lambda path: path.write_text(json.dumps(settings, indent=2) + "\n"))
 
 
-def claim(config: TrainConfig) -> Path:
+def config_path(config: TrainConfig) -> Path:
     """The file by which a run claims its directory."""
     return config.output / "config.json"
 
@@ -426,7 +426,7 @@ def note_history(directory: Path, step: int, history: ImageHistory) -> None:
     path = _path(directory, step)
     if path.exists() and saved_history(directory, step) != history:
         metadata = _metadata(path) | {_HISTORY: history.to_json()}
-        write_whole(path, lambda partial: save_file(_tensors(path), partial, metadata=metadata))
+        atomic_write(path, lambda partial: save_file(_tensors(path), partial, metadata=metadata))
 
 
 def saved_steps(directory: Path) -> list[int]:

@@ -27,7 +27,7 @@ class ImageHistory:
     def num_images(self) -> int:
         return self.parts[-1][1]
 
-    def going_on(
+    def extended(
         self, step: int, range_sizes: Sequence[int], digests: Sequence[str] = (), *, extend: bool
     ) -> ImageHistory:
         """That of a run which goes on at `step` with images that came in ranges of these sizes and digests.

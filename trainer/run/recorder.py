@@ -16,12 +16,12 @@ from torch.utils.tensorboard import SummaryWriter
 from trainer.config import TrainConfig
 from trainer.distributed import Ranks
 from trainer.rows import RowCounters
-from trainer.run.checkpoint import check_same_run, claim, note_settings, saved_steps, set_newer_aside
+from trainer.run.checkpoint import check_same_run, config_path, saved_steps, set_newer_aside, update_settings
 from trainer.run.directory import ENCODER_FILE, SUMMARY_FILE
 from trainer.run.progress import TrainingProgress
 from trainer.run.prometheus import STAGES, TrainerMetrics
 from trainer.run.weights_and_biases import weights_and_biases
-from weightserver.common.atomic_files import make_directory, sync, write_whole
+from weightserver.common.atomic_files import atomic_write, make_directory, sync
 from weightserver.common.stages import StageClock
 
 _SUMMED = ("fetched_rows", "fetched_bytes", "pushed_rows", "pushed_bytes")
@@ -77,7 +77,7 @@ class Report:
 
     def _let_go(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and not self._has_begun:
-            claim(self._config).unlink(missing_ok=True)
+            config_path(self._config).unlink(missing_ok=True)
 
     def follow(self, counters: RowCounters, start_step: int) -> None:
         """Begins the first interval, of steps from `start_step` on, which `counters` belong to."""
@@ -87,7 +87,7 @@ class Report:
         if self._ranks.is_first:
             output = self._config.output
             if self._config.resume:
-                note_settings(self._config)
+                update_settings(self._config)
                 results = [output / SUMMARY_FILE, output / ENCODER_FILE]  # there are others to come
                 set_newer_aside(output / "checkpoints", start_step, results, output / "metrics.jsonl")
             _forget_from(output / "metrics.jsonl", start_step)
@@ -173,12 +173,12 @@ def _forget_from(path: Path, step: int) -> None:
     """Removes the records of `step` and later from a metrics.jsonl, and one that was cut off."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]
-    write_whole(path, lambda new: new.write_text("".join(kept)))
+    atomic_write(path, lambda new: new.write_text("".join(kept)))
 
 
 def _claim_output(config: TrainConfig) -> None:
     """Makes the run's directory and writes config.json."""
-    path = claim(config)
+    path = config_path(config)
     files = [config.output / name for name in ("metrics.jsonl", SUMMARY_FILE, ENCODER_FILE)]
     there = [file.name for file in files if file.exists()]
     if not path.exists() and (there or saved_steps(config.output / "checkpoints")):

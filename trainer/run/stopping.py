@@ -15,10 +15,10 @@ import torch
 
 from trainer.distributed import RankLostError
 from weightserver import WeightServerError
-from weightserver.common.logs import complain
+from weightserver.common.logs import print_error
 
 
-class Stopped(Exception):
+class Interrupted(Exception):
     """A signal ended the run after it had kept what it finished."""
 
     def __init__(self, number: int, message: str) -> None:
@@ -48,24 +48,24 @@ def stop_signals() -> Iterator[list[int]]:
 
 
 @contextmanager
-def failures_in_one_line(command: str) -> Iterator[None]:
+def exit_on_error(command: str) -> Iterator[None]:
     """Ends the process where what is inside fails: one line on stderr, exit status 1; 128 + the number of a signal."""
     try:
         yield
-    except Stopped as stopped:
-        complain(f"{command}: {stopped}")
+    except Interrupted as stopped:
+        print_error(f"{command}: {stopped}")
         _exit(stopped.exit_status)
     except MemoryError as error:
-        complain(f"{command}: not enough memory for these settings: {error}")
+        print_error(f"{command}: not enough memory for these settings: {error}")
         _exit(1)
     except torch.OutOfMemoryError as error:
-        complain(
+        print_error(
             f"{command}: the GPU's memory is too small for these settings: give a lower --batch-size, a higher "
             f"--accumulate, fewer --num-negatives or --precision bfloat16 ({'. '.join(str(error).split('. ')[:2])})"
         )
         _exit(1)
     except (ValueError, OSError, RankLostError, WeightServerError) as error:
-        complain(f"{command}: {error}")
+        print_error(f"{command}: {error}")
         _exit(1)
 
 

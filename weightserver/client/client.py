@@ -35,7 +35,6 @@ import numpy.typing as npt
 import xxhash
 from google.protobuf.message import Message
 
-from weightserver.common.version import __version__
 from weightserver.client.connection import ShardConnection
 from weightserver.client.fetched_rows import FetchedRows, Output
 from weightserver.client.schedule_caller import KnownSchedule, ScheduleCaller, common_schedule
@@ -43,6 +42,7 @@ from weightserver.client.session import Numbers, Session, Write
 from weightserver.client.workers import Workers
 from weightserver.common.addresses import is_loopback
 from weightserver.common.security import MAX_TOKEN_CHARACTERS
+from weightserver.common.version import __version__
 from weightserver.core.arrays import Float32Array, Int64Array, all_finite
 from weightserver.core.errors import (
     ClusterError,
@@ -490,12 +490,12 @@ class WeightClient:
                         f"{connection.name} lacks what shard {answer.shard} knows it to have acknowledged: {remedy}"
                     ) from None
         restored = [answer for answer in answers if answer.epoch and not answer.opener and _has_rows(answer)]
-        going_on = [answer for answer in answers if answer.opener]
+        continued = [answer for answer in answers if answer.opener]
         kept = [{(known.identity, known.name) for known in answer.checkpoints} for answer in restored]
-        if restored and (going_on or (any(kept) and not set.intersection(*kept))):
+        if restored and (continued or (any(kept) and not set.intersection(*kept))):
             raise ClusterError(
                 f"shard {restored[0].shard} was restored, and its rows are of another time than those of shard "
-                f"{(going_on or restored[1:])[0].shard}: {remedy}"
+                f"{(continued or restored[1:])[0].shard}: {remedy}"
             )
         self._require_one_timeline(answers)
 
@@ -546,7 +546,7 @@ class WeightClient:
         elif out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
             raise ValueError(f"out must be a contiguous float32 array of shape {list(shape)}")
         step = _step(step, "step")
-        request = pb.FetchRequest(step=step, schedule=self._known_schedule(step), **self._meant(checkpoint))
+        request = pb.FetchRequest(step=step, schedule=self._known_schedule(step), **self._checkpoint_fields(checkpoint))
         self._fetch(rows, request, (out, None, None))
         return out
 
@@ -565,11 +565,11 @@ class WeightClient:
             np.empty(len(rows), np.int64),
         )
         if step is None:
-            request = pb.FetchRequest(raw=True, state=True, **self._meant(checkpoint))
+            request = pb.FetchRequest(raw=True, state=True, **self._checkpoint_fields(checkpoint))
         else:
             step = _step(step, "step")
             schedule = self._known_schedule(step)
-            request = pb.FetchRequest(step=step, state=True, schedule=schedule, **self._meant(checkpoint))
+            request = pb.FetchRequest(step=step, state=True, schedule=schedule, **self._checkpoint_fields(checkpoint))
         self._fetch(rows, request, (state.weight, state.momentum_buffer, state.last_step))
         return state
 
@@ -683,7 +683,7 @@ class WeightClient:
         ]
         return sorted(common, key=lambda known: (known.step, known.name))
 
-    def _complete(self, name: str) -> Checkpoint:
+    def _checkpoint_on_all_shards(self, name: str) -> Checkpoint:
         """The checkpoint of that name, if it is one and the same on every shard."""
         for known in self.checkpoints():
             if known.name == name:
@@ -695,11 +695,11 @@ class WeightClient:
             f"shard {having.index(False)} has no checkpoint {name!r}: call checkpoints() for those of all shards"
         )
 
-    def _meant(self, checkpoint: str | Checkpoint) -> dict[str, Any]:
+    def _checkpoint_fields(self, checkpoint: str | Checkpoint) -> dict[str, Any]:
         """The fields of a request that name a checkpoint, or none."""
         if not checkpoint:
             return {}
-        known = self._complete(checkpoint) if isinstance(checkpoint, str) else checkpoint
+        known = self._checkpoint_on_all_shards(checkpoint) if isinstance(checkpoint, str) else checkpoint
         return {"checkpoint": known.name, "identity": known.identity}
 
     def rollback(self, name: str) -> None:
@@ -713,7 +713,7 @@ class WeightClient:
             NoTableError: a shard has no such checkpoint, or one of another call; then no shard was changed.
             InvalidRequestError: other threads' writes are under way.
         """
-        meant, session = self._complete(name), self._require_session()
+        meant, session = self._checkpoint_on_all_shards(name), self._require_session()
         request = partial(
             pb.CheckpointRequest, name=name, identity=meant.identity, peers=self.marks(), timeline=os.urandom(16)
         )
@@ -742,7 +742,7 @@ class WeightClient:
             NoTableError: a shard has no checkpoint `source`, or one of another call. InvalidRequestError: `name` is
             that of another one.
         """
-        kept = self._complete(source) if isinstance(source, str) else source
+        kept = self._checkpoint_on_all_shards(source) if isinstance(source, str) else source
         request = partial(pb.CopyCheckpointRequest, name=_name(name), source=kept.name, identity=kept.identity)
         self._change_all("CopyCheckpoint", request)
 

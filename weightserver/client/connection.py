@@ -19,11 +19,11 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc.experimental import ChannelOptions
 
-from weightserver.common.version import __version__
 from weightserver.client.fetched_rows import FetchedRows
 from weightserver.client.tls_diagnosis import tls_failure
 from weightserver.client.workers import Workers
 from weightserver.common.logs import REQUEST_ID, new_request_id
+from weightserver.common.version import __version__
 from weightserver.core.errors import (
     ERROR_OF_STATUS,
     AuthenticationError,

@@ -18,7 +18,7 @@ PRIVATE_FILE, PRIVATE_DIRECTORY = 0o600, 0o700
 """Modes of what holds rows."""
 EMPTY_PATH = "the path is empty: is a variable not set? The current directory is ."
 LOCK = ".weightserver-lock"
-"""The file of `alone_in`."""
+"""The file of `directory_lock`."""
 
 
 def to_path(text: str) -> Path:
@@ -28,7 +28,7 @@ def to_path(text: str) -> Path:
     return Path(text)
 
 
-def write_whole(path: Path, write: Callable[[Path], object], *, mode: int = 0o666) -> None:
+def atomic_write(path: Path, write: Callable[[Path], object], *, mode: int = 0o666) -> None:
     """Has `write` fill a file beside `path`, syncs it and renames it into place, with what the umask leaves of `mode`.
 
     Raises:
@@ -135,7 +135,7 @@ def require_empty(directory: Path, *, but: frozenset[str] = frozenset()) -> None
 
 
 @contextlib.contextmanager
-def alone_in(directory: Path, *, mode: int = 0o777) -> Iterator[None]:
+def directory_lock(directory: Path, *, mode: int = 0o777) -> Iterator[None]:
     """Keeps other processes that ask for the same out of a directory, which is made where there is none, with what the
     umask leaves of `mode`, and goes again where nothing was put in.
 
@@ -163,7 +163,7 @@ def alone_in(directory: Path, *, mode: int = 0o777) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def whole_directory(directory: Path) -> Iterator[Path]:
+def atomic_directory(directory: Path) -> Iterator[Path]:
     """Yields a directory beside `directory` that takes its place when all went well, and goes otherwise.
 
     Raises:
@@ -172,7 +172,7 @@ def whole_directory(directory: Path) -> Iterator[Path]:
     directory = directory.resolve()  # what a link names is replaced, not the link
     if directory.is_mount() or directory == Path.cwd():
         raise ValueError(f"{directory} is a mounted disk or the current directory: give a new directory in it")
-    with alone_in(directory):
+    with directory_lock(directory):
         require_empty(directory, but=frozenset({LOCK}))
         partial = directory.with_name(f".{directory.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed

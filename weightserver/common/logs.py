@@ -94,7 +94,7 @@ def log_events(log_format: LogFormat, fields: Callable[[], dict[str, Any]] = dic
     root.setLevel(logging.INFO)
 
 
-def complain(line: str) -> None:
+def print_error(line: str) -> None:
     """Says on stderr why the process ends: one line, or one event where they are JSON."""
     if any(isinstance(handler, _Stderr) and handler.as_json for handler in logging.getLogger().handlers):
         logging.getLogger(__name__).error(line)

@@ -26,7 +26,7 @@ class Checkpoint:
     """Of the table when it was taken; 0 where version 0.1 took it, which did not tell."""
 
 
-HELD_PREFIX = "backup-"
+BACKUP_PREFIX = "backup-"
 """Of the second names under which backups keep checkpoints while they read them."""
 
 
@@ -55,7 +55,7 @@ def chosen_checkpoint(name: str | None, known: Iterable[Kept]) -> Kept:
         NoTableError: there is none.
     """
     by_name = {kept.name: kept for kept in known}
-    of_runs = [(kept.step, kept.name) for kept in by_name.values() if not kept.name.startswith(HELD_PREFIX)]
+    of_runs = [(kept.step, kept.name) for kept in by_name.values() if not kept.name.startswith(BACKUP_PREFIX)]
     if name is None and of_runs:
         _, name = max(of_runs)
     if name is None or name not in by_name:

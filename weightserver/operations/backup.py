@@ -29,19 +29,19 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from weightserver.common.version import __version__
 from weightserver.client.client import TableInfo, WeightClient
 from weightserver.common.atomic_files import (
     LOCK,
     PRIVATE_DIRECTORY,
     PRIVATE_FILE,
-    alone_in,
+    atomic_write,
+    directory_lock,
     require_empty,
     sha256,
-    write_whole,
 )
+from weightserver.common.version import __version__
 from weightserver.core.blocks import BlockCodec
-from weightserver.core.checkpoints import HELD_PREFIX, KeptCheckpoint, chosen_checkpoint
+from weightserver.core.checkpoints import BACKUP_PREFIX, KeptCheckpoint, chosen_checkpoint
 from weightserver.core.errors import ClusterError, NoTableError, StorageError
 from weightserver.core.lineage import Lineage
 from weightserver.core.spec import TableSpec
@@ -110,7 +110,7 @@ def backup(client: WeightClient, directory: Path, *, checkpoint: str | None = No
         ValueError: the directory holds something else. NoTableError: there is no such checkpoint, or no longer.
         StorageError: a block is damaged. OSError: the disk is full, or another process makes a backup there.
     """
-    with alone_in(directory, mode=PRIVATE_DIRECTORY):
+    with directory_lock(directory, mode=PRIVATE_DIRECTORY):
         begun = _read_begun(directory, checkpoint)
         if not (directory / _MANIFEST).exists():
             begun = _hold(client, directory, begun, checkpoint)
@@ -206,7 +206,7 @@ def _read_begun(directory: Path, checkpoint: str | None) -> _Begun | None:
     except (ValueError, TypeError):
         raise ValueError(
             f"{path} is damaged: remove the directory and begin anew, and let go with 'weightserver release' what "
-            f"'weightserver checkpoints' shows as {HELD_PREFIX}…"
+            f"'weightserver checkpoints' shows as {BACKUP_PREFIX}…"
         ) from None
     if checkpoint not in (None, begun.checkpoint):
         raise ValueError(f"{directory} holds a backup begun of {begun.checkpoint!r}: give another directory")
@@ -230,7 +230,7 @@ def _hold(client: WeightClient, directory: Path, begun: _Begun | None, checkpoin
     known = {KeptCheckpoint(kept.name, kept.step, kept.identity.hex()): kept for kept in client.checkpoints()}
     chosen = chosen_checkpoint(checkpoint, known)
     client.join_newest_session()
-    begun = _Begun(chosen.name, chosen.step, chosen.identity, held_as=f"{HELD_PREFIX}{os.urandom(4).hex()}")
+    begun = _Begun(chosen.name, chosen.step, chosen.identity, held_as=f"{BACKUP_PREFIX}{os.urandom(4).hex()}")
     _write_json(directory / _UNFINISHED, asdict(begun))
     client.copy_checkpoint(known[chosen], begun.held_as)  # and no other that takes its name meanwhile
     return begun
@@ -285,7 +285,7 @@ def _copy_shard(client: WeightClient, directory: Path, shard: int, info: TableIn
     spec, codec = info.spec, BlockCodec(info.spec)
     request = pb.ReadBlocksRequest(checkpoint=name, table=table_digest(spec, info.identity))
     rates = client.learning_rates(shard=shard)
-    write_whole(directory / _SCHEDULE, lambda path: save_file({"learning_rates": rates}, path), mode=PRIVATE_FILE)
+    atomic_write(directory / _SCHEDULE, lambda path: save_file({"learning_rates": rates}, path), mode=PRIVATE_FILE)
     pieces, rows_stored = _sound_pieces(directory, codec)
     first = pieces[-1][1] if pieces else 0
     while first < spec.num_blocks:
@@ -297,7 +297,7 @@ def _copy_shard(client: WeightClient, directory: Path, shard: int, info: TableIn
             ),
         }
         path = directory / f"blocks-{first:015d}-{end:015d}.safetensors"
-        write_whole(path, partial(save_file, columns), mode=PRIVATE_FILE)
+        atomic_write(path, partial(save_file, columns), mode=PRIVATE_FILE)
         pieces.append((first, end, path))
         rows_stored += sum(codec.num_written(block.content) for block in blocks)
         first = end
@@ -401,4 +401,4 @@ def _check_file(path: Path, entry: dict[str, Any]) -> None:
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     text = json.dumps(value, indent=2) + "\n"
-    write_whole(path, lambda new: new.write_text(text), mode=PRIVATE_FILE)
+    atomic_write(path, lambda new: new.write_text(text), mode=PRIVATE_FILE)

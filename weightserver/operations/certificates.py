@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from weightserver.common.atomic_files import write_whole
+from weightserver.common.atomic_files import atomic_write
 
 MAX_DAYS = 3650
 _CLOCK_SKEW = timedelta(hours=1)
@@ -90,7 +90,7 @@ def _write_new(directory: Path, contents: dict[str, bytes]) -> None:
     try:
         for name, content in contents.items():
             secret = name == "token" or name.endswith("-key.pem")
-            write_whole(directory / name, partial(_fill, content=content), mode=0o600 if secret else 0o644)
+            atomic_write(directory / name, partial(_fill, content=content), mode=0o600 if secret else 0o644)
             written.append(directory / name)
     except OSError:
         for path in written:  # a part of them is no use, and would stand in the way of the next attempt

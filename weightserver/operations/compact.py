@@ -16,7 +16,7 @@ from weightserver.common.atomic_files import (
 )
 from weightserver.core.errors import StorageError
 from weightserver.core.versions import unneeded
-from weightserver.storage.lmdb_storage import LmdbStorage, require_sound
+from weightserver.storage.lmdb_storage import LmdbStorage, check_integrity
 from weightserver.storage.records import read_identity, read_state
 from weightserver.storage.tombstone import copied_to, is_stopped, leave_tombstone, require_current
 
@@ -34,7 +34,7 @@ def compact(source: Path, target: Path) -> None:
     target = target.resolve()
     _require_uncopied(source, target)
     require_empty(target, but=frozenset({"data.mdb.partial", "lost+found"}))
-    require_sound(source)
+    check_integrity(source)
     with closing(LmdbStorage(source, readonly=True)) as storage:
         _require_uncopied(source, target)  # nobody can copy or serve it from here on
         with storage.read() as txn:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 
 from weightserver.client.client import WeightClient
-from weightserver.common.atomic_files import whole_directory, write_whole
+from weightserver.common.atomic_files import atomic_directory, atomic_write
 from weightserver.core.arrays import Int64Array
 from weightserver.core.checkpoints import chosen_checkpoint
 
@@ -67,7 +67,7 @@ def export_rows(
     if step is not None and step < 0:
         raise ValueError(f"step must not be negative, got {step}")
     written = []
-    with whole_directory(directory) as partly:
+    with atomic_directory(directory) as partly:
         info = client.describe()
         rows = range(info.spec.num_rows) if rows is None else rows
         if not 0 <= rows.start < rows.stop <= info.spec.num_rows or rows.step != 1:
@@ -85,6 +85,6 @@ def export_rows(
             state = client.fetch_state(ids, step=step, checkpoint=kept or "")
             name = f"rows-{ids[0]:012d}-{ids[-1]:012d}.{file_format}"
             columns = {"row": ids, **vars(state), **(more_columns(ids) if more_columns else {})}
-            write_whole(partly / name, partial(FORMATS[file_format], columns, metadata))
+            atomic_write(partly / name, partial(FORMATS[file_format], columns, metadata))
             written.append(directory / name)
     return written

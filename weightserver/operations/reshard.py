@@ -26,7 +26,7 @@ from weightserver.core.errors import StorageError
 from weightserver.core.lineage import Lineage
 from weightserver.core.sharding import BlockRun, Sharding, block_runs
 from weightserver.core.spec import TableSpec
-from weightserver.storage.lmdb_storage import NEWEST, LmdbStorage, Transaction, require_sound
+from weightserver.storage.lmdb_storage import NEWEST, LmdbStorage, Transaction, check_integrity
 from weightserver.storage.records import (
     State,
     read_identity,
@@ -143,7 +143,7 @@ def reshard(
 
 def _open(directory: Path, stack: ExitStack) -> _Source:
     """A snapshot of a directory that nobody else serves meanwhile."""
-    require_sound(directory)
+    check_integrity(directory)
     storage = stack.enter_context(closing(LmdbStorage(directory, readonly=True)))
     require_current(directory)
     txn = stack.enter_context(storage.read())

@@ -4,8 +4,8 @@ Three things are bounded, and what is beyond them is refused with a hint when to
 
 - calls in progress, in lanes (`LANES`), so that callers of one kind keep out no others, and a thread for each of them;
   and the calls that wait for a place in their lane, in a thread too (`MAX_WAITING`), of which nothing is received yet;
-- the bytes that requests and their answers hold (`Memory`), taken as they arrive and before they are made, given back
-  when the call ends; no lane may take all of them;
+- the bytes that requests and their answers hold (`RequestMemory`), taken as they arrive and before they are made, given
+  back when the call ends; no lane may take all of them;
 - the time that a silent caller is waited for: one that neither sends nor takes a message is cut off, and much sooner
   when others find its lane, or the memory, full.
 
@@ -16,7 +16,7 @@ clients that ask equally often are served equally often, however many they are.
 
 A shard's memory stays below
 
-    BASE_BYTES + limit of `Memory` + MAX_CALLS · MAX_REQUEST_BYTES + SCHEDULE_BYTES_PER_STEP · horizon
+    BASE_BYTES + limit of `RequestMemory` + MAX_CALLS · MAX_REQUEST_BYTES + SCHEDULE_BYTES_PER_STEP · horizon
 
 where the third term is messages that have not arrived whole yet. This project's own clients send messages of 1 MiB,
 which makes it 72 MiB; only callers that begin the largest message and never end it reach its 2.3 GiB.
@@ -107,7 +107,7 @@ def answer_bytes(num_bytes: int) -> int:
     return 3 * num_bytes
 
 
-class Memory:
+class RequestMemory:
     """The bytes that the calls in progress may hold together, those of one lane seven eighths of them. Thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
@@ -144,9 +144,9 @@ class Memory:
 
 
 class Reservation:
-    """What one call has taken of `Memory`."""
+    """What one call has taken of `RequestMemory`."""
 
-    def __init__(self, memory: Memory, lane: str) -> None:
+    def __init__(self, memory: RequestMemory, lane: str) -> None:
         self._memory = memory
         self._lane = lane
         self.num_bytes = 0
@@ -286,7 +286,7 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
 
     def __init__(
         self,
-        memory: Memory,
+        memory: RequestMemory,
         *,
         stall_seconds: float,
         on_refused: Callable[[str], None],

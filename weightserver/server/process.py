@@ -22,16 +22,16 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from weightserver.common.version import __version__
 from weightserver.common.addresses import is_loopback, split_address
 from weightserver.common.logs import LogFormat, log_events
 from weightserver.common.malloc import keep_large_buffers
 from weightserver.common.metrics_http import serve_metrics
 from weightserver.common.security import ServerTls, TokenInterceptor, has_token, read_token, server_tls
+from weightserver.common.version import __version__
 from weightserver.core.errors import StorageError
 from weightserver.protocol.codec import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 from weightserver.server import service
-from weightserver.server.admission import MAX_THREADS, MAX_UNSORTED_CALLS, CallLimiter, Memory
+from weightserver.server.admission import MAX_THREADS, MAX_UNSORTED_CALLS, CallLimiter, RequestMemory
 from weightserver.server.metrics import ShardMetrics
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.shard import Shard
@@ -201,7 +201,7 @@ def serve(config: ServerConfig) -> None:
         tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca)
     token = read_token(config.token_file)
     metrics = ShardMetrics(shard=config.shard, num_shards=config.num_shards, version=__version__)
-    memory = Memory(config.request_memory_mib << 20)
+    memory = RequestMemory(config.request_memory_mib << 20)
     limiter = CallLimiter(
         memory, stall_seconds=config.stall_seconds, on_refused=metrics.refused, on_cut_off=metrics.cut_off
     )

@@ -16,8 +16,8 @@ import grpc
 import numpy as np
 from google.protobuf.message_factory import GetMessageClass
 
-from weightserver.common.version import __version__
 from weightserver.common.stages import StageClock, arrived
+from weightserver.common.version import __version__
 from weightserver.core.arrays import Int64Array
 from weightserver.core.errors import (
     DataLossError,
@@ -47,7 +47,7 @@ from weightserver.protocol.codec import (
     to_bytes,
 )
 from weightserver.server.admission import (
-    Memory,
+    RequestMemory,
     Reservation,
     abort,
     answer_bytes,
@@ -59,7 +59,7 @@ from weightserver.server.metrics import ShardMetrics
 from weightserver.server.write_stream import ReceivedWrite, write_header
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.schedule_change import Part, ScheduleState
-from weightserver.shard.shard import READ_BYTES, Batch, Rows, Shard, WriteHeader
+from weightserver.shard.shard import READ_BYTES, Rows, Shard, WriteHeader, WriteTransaction
 from weightserver.storage.records import State
 
 NAME = pb.DESCRIPTOR.services_by_name["WeightServer"].full_name
@@ -79,7 +79,7 @@ Result = TypeVar("Result")
 class WeightServerService:
     """Serves one shard; its methods run in gRPC's threads."""
 
-    def __init__(self, shard: Shard, committer: Committer, metrics: ShardMetrics, memory: Memory) -> None:
+    def __init__(self, shard: Shard, committer: Committer, metrics: ShardMetrics, memory: RequestMemory) -> None:
         self._shard = shard
         self._committer = committer
         self._metrics = metrics
@@ -188,7 +188,7 @@ class WeightServerService:
             return answer
 
     def _change_schedule(
-        self, batch: Batch, request: pb.ExtendScheduleRequest, part: Part | None
+        self, batch: WriteTransaction, request: pb.ExtendScheduleRequest, part: Part | None
     ) -> tuple[str, pb.ExtendScheduleResponse]:
         """What was done, and the answer."""
         change, done = request.change.hex(), ""
@@ -290,7 +290,7 @@ class WeightServerService:
             return pb.WriteResponse(duplicate=not applied, mark=self._shard.state.mark)
 
     def Checkpoint(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
-        def take(batch: Batch, header: WriteHeader, name: str, identity: str) -> bool:
+        def take(batch: WriteTransaction, header: WriteHeader, name: str, identity: str) -> bool:
             return self._shard.checkpoint(batch, header, name, identity, self._peers(request.peers))
 
         answer = self._on_checkpoint("Checkpoint", take, request, context)
@@ -299,7 +299,7 @@ class WeightServerService:
         return answer
 
     def Rollback(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
-        def go_back(batch: Batch, header: WriteHeader, name: str, identity: str) -> bool:
+        def go_back(batch: WriteTransaction, header: WriteHeader, name: str, identity: str) -> bool:
             _require(len(request.timeline) == _ID_BYTES, f"timeline must be {_ID_BYTES} bytes")
             return self._shard.rollback(
                 batch, header, name, identity, self._peers(request.peers), request.timeline.hex()
@@ -311,7 +311,7 @@ class WeightServerService:
         return self._on_checkpoint("Release", self._shard.release, request, context)
 
     def CopyCheckpoint(self, request: pb.CopyCheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
-        def copy(batch: Batch, header: WriteHeader, name: str, identity: str) -> bool:
+        def copy(batch: WriteTransaction, header: WriteHeader, name: str, identity: str) -> bool:
             _check_name(request.source)
             return self._shard.copy_checkpoint(batch, header, name, request.source, identity)
 
@@ -355,7 +355,7 @@ class WeightServerService:
     def _on_checkpoint(
         self,
         method: str,
-        change: Callable[[Batch, WriteHeader, str, str], bool],
+        change: Callable[[WriteTransaction, WriteHeader, str, str], bool],
         request: pb.CheckpointRequest | pb.CopyCheckpointRequest,
         context: grpc.ServicerContext,
     ) -> pb.WriteResponse:
@@ -425,7 +425,7 @@ class WeightServerService:
         self._refusal_logged[method] = now
         return True
 
-    def _commit(self, context: grpc.ServicerContext, operation: Callable[[Batch], Result]) -> Result:
+    def _commit(self, context: grpc.ServicerContext, operation: Callable[[WriteTransaction], Result]) -> Result:
         """Runs `operation` in the committer; returns once it is durable."""
         future = self._committer.submit(operation)
         if not context.add_callback(future.cancel):  # called too when the deadline passes

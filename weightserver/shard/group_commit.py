@@ -22,7 +22,7 @@ Operation = tuple[Callable[[Any], Any], Future[Any]]
 """What to do in a transaction, and where its result goes."""
 
 
-class Promise(Future[Result]):
+class CancellableFuture(Future[Result]):
     """The result of an operation: its effect is durable, or it has failed without any.
 
     Whoever cancels it gives the operation up also while it runs: its batch tells it so.
@@ -56,13 +56,13 @@ class Committer:
         self._thread = threading.Thread(target=self._run, name="committer")
         self._thread.start()
 
-    def submit(self, operation: Callable[[Any], Result]) -> Promise[Result]:
+    def submit(self, operation: Callable[[Any], Result]) -> CancellableFuture[Result]:
         """Queues `operation`.
 
         Raises:
             OverloadedError: too many operations are waiting.
         """
-        future = Promise[Result]()
+        future = CancellableFuture[Result]()
         waiting = [operation]  # emptied by whoever cancels: what it holds is not to wait in the queue
 
         def run(batch: Any) -> Result:

@@ -1,7 +1,7 @@
 """The state machine of one shard: what fetch, push and write do to the stored rows. No gRPC, no LMDB.
 
-Reads run in any thread, each on a snapshot of the storage. Every change is an operation on a `Batch`, which is one
-write transaction; `Committer` runs them one after another. What the shard keeps in memory (the table, the schedule, the
+Reads run in any thread, each on a snapshot of the storage. Every change is an operation on a `WriteTransaction`;
+`Committer` runs them one after another. What the shard keeps in memory (the table, the schedule, the
 state) is replaced only after the transaction that changed it is durable.
 """
 
@@ -44,7 +44,7 @@ from weightserver.storage.lmdb_storage import NEWEST, DiskUsage, Storage, Transa
 from weightserver.storage.records import (
     FORMAT,
     MAX_CHECKPOINTS,
-    Identity,
+    ShardIdentity,
     State,
     get_record,
     put_record,
@@ -122,7 +122,7 @@ class Rows:
 
 
 @dataclass
-class Batch:
+class WriteTransaction:
     """One write transaction in the making."""
 
     txn: Transaction
@@ -168,7 +168,7 @@ class Shard:
         self._peers: list[str] = []
         self._incarnation = os.urandom(8).hex()
         with storage.write() as txn:
-            identity = Identity(shard, num_shards)
+            identity = ShardIdentity(shard, num_shards)
             stored = read_identity(txn)
             if stored is None:
                 write_identity(txn, identity)
@@ -418,11 +418,11 @@ class Shard:
     # ---- changing; all below run in the committer's thread
 
     @contextlib.contextmanager
-    def batch(self) -> Iterator[Batch]:
+    def batch(self) -> Iterator[WriteTransaction]:
         """A write transaction; the shard's state in memory follows once it is durable."""
         with self._storage.write() as txn:
             before, lineage = self._state, self._lineage
-            batch = Batch(txn, before, f"{self._incarnation}:{before.commit + 1}", self._schedule)
+            batch = WriteTransaction(txn, before, f"{self._incarnation}:{before.commit + 1}", self._schedule)
             yield batch
             if batch.schedule is not self._schedule:
                 write_schedule_state(txn, batch.schedule)
@@ -439,7 +439,9 @@ class Shard:
             action()
         self._schedule = batch.schedule  # at last: a fetch looks whether its learning rates were settled all the time
 
-    def create_table(self, batch: Batch, spec: TableSpec, identity: bytes = b"", epoch: int | None = None) -> bytes:
+    def create_table(
+        self, batch: WriteTransaction, spec: TableSpec, identity: bytes = b"", epoch: int | None = None
+    ) -> bytes:
         """Creates the table, unless one was dropped since `epoch`; returns its identity, a new one where none is given.
 
         Where the same one exists, nothing happens, but that one without rows takes on the identity.
@@ -466,7 +468,7 @@ class Shard:
         batch.after_commit.append(lambda: self._set_table(table))
         return identity
 
-    def extend_table(self, batch: Batch, num_rows: int, epoch: int | None = None) -> bool:
+    def extend_table(self, batch: WriteTransaction, num_rows: int, epoch: int | None = None) -> bool:
         """Gives the table more rows, unless another session than `epoch` is the newest; False where it has as many.
 
         Nothing is written for them: a row that nobody wrote is a function of the seed and its number.
@@ -492,7 +494,7 @@ class Shard:
         batch.after_commit.append(grow)
         return True
 
-    def drop_table(self, batch: Batch, epoch: int | None = None) -> None:
+    def drop_table(self, batch: WriteTransaction, epoch: int | None = None) -> None:
         """Deletes the table and fences every session; epochs go on counting.
 
         Where `epoch` has passed, a request that comes again finds nothing to do, and a newer table stays.
@@ -518,7 +520,7 @@ class Shard:
     def _set_peers(self, marks: list[str]) -> None:
         self._peers = marks
 
-    def _note_peers(self, batch: Batch, marks: list[str]) -> None:
+    def _note_peers(self, batch: WriteTransaction, marks: list[str]) -> None:
         """Keeps the marks of all shards that a client has met, unless it tells none."""
         if marks and marks != self._peers:
             write_peers(batch.txn, marks)
@@ -526,7 +528,7 @@ class Shard:
 
     def open_session(
         self,
-        batch: Batch,
+        batch: WriteTransaction,
         name: str,
         epoch: int,
         opener: bytes,
@@ -569,7 +571,7 @@ class Shard:
             return False
         return part.first_change(known) is None
 
-    def prepare_schedule(self, batch: Batch, part: Part, *, version: int, epoch: int = 0) -> None:
+    def prepare_schedule(self, batch: WriteTransaction, part: Part, *, version: int, epoch: int = 0) -> None:
         """Prepares a part of a change.
 
         Nothing that uses a step whose learning rate changes is done from now on, until the change is committed or given
@@ -589,7 +591,7 @@ class Shard:
                 "the learning rates were changed by another call: call extend_schedule() again if these are still right"
             )
 
-    def commit_schedule(self, batch: Batch, change: str, *, digest: int, epoch: int = 0) -> bool:
+    def commit_schedule(self, batch: WriteTransaction, change: str, *, digest: int, epoch: int = 0) -> bool:
         """Puts a prepared change to use, which leads to learning rates of `digest`; False where it is done already."""
         schedule, pending = self.require_table().schedule, batch.schedule.pending
         if pending is None or pending.change != change:
@@ -610,7 +612,7 @@ class Shard:
         batch.after_commit.append(lambda: schedule.extend(pending.first_step, rates))
         return True
 
-    def give_up_schedule(self, batch: Batch, change: str) -> bool:
+    def give_up_schedule(self, batch: WriteTransaction, change: str) -> bool:
         """Forgets a prepared change, also before it has come: by the next version its parts are refused. False where
         another one is pending, or that one was given up just before."""
         before = batch.schedule
@@ -620,7 +622,9 @@ class Shard:
         batch.state = replace(batch.state, schedule_version=batch.state.schedule_version + 1)
         return True
 
-    def push_gradients(self, batch: Batch, header: WriteHeader, rows: Int64Array, gradients: Float32Array) -> bool:
+    def push_gradients(
+        self, batch: WriteTransaction, header: WriteHeader, rows: Int64Array, gradients: Float32Array
+    ) -> bool:
         """Applies update `header.step` with `gradients` (float32 [n, D]); False for a duplicate."""
         table = self.require_table()
         batch.schedule.require_settled(header.step + 1)
@@ -649,7 +653,7 @@ class Shard:
 
     def write_state(
         self,
-        batch: Batch,
+        batch: WriteTransaction,
         header: WriteHeader,
         rows: Int64Array,
         weight: Float32Array,
@@ -677,7 +681,12 @@ class Shard:
         return self._write(batch, table, header, rows, int(last_step.max(initial=0)), update)
 
     def checkpoint(
-        self, batch: Batch, header: WriteHeader, name: str, identity: str = "", peers: list[str] | None = None
+        self,
+        batch: WriteTransaction,
+        header: WriteHeader,
+        name: str,
+        identity: str = "",
+        peers: list[str] | None = None,
     ) -> bool:
         """Keeps the rows as they are before update `header.step` under `name`; False for a duplicate.
 
@@ -727,7 +736,7 @@ class Shard:
 
     def rollback(
         self,
-        batch: Batch,
+        batch: WriteTransaction,
         header: WriteHeader,
         name: str,
         identity: str = "",
@@ -754,7 +763,7 @@ class Shard:
         )
         return True
 
-    def release(self, batch: Batch, header: WriteHeader, name: str, identity: str = "") -> bool:
+    def release(self, batch: WriteTransaction, header: WriteHeader, name: str, identity: str = "") -> bool:
         """Forgets a checkpoint, if there is one; False for a duplicate.
 
         What only it needed is deleted when its blocks are written again, or by `sweep`.
@@ -777,7 +786,7 @@ class Shard:
         """Whether `sweep` would find nothing to delete."""
         return not self._unswept
 
-    def sweep(self, submit: Callable[[Callable[[Batch], None]], Future[None]], seconds: float) -> None:
+    def sweep(self, submit: Callable[[Callable[[WriteTransaction], None]], Future[None]], seconds: float) -> None:
         """Looks for versions that nothing needs for about `seconds`, and has them deleted; continues where it ended.
 
         It looks only at blocks that were written in the generations after a released checkpoint; after a start, at all
@@ -797,7 +806,7 @@ class Shard:
                 if time.perf_counter() >= until:
                     break
 
-        def delete(batch: Batch) -> None:
+        def delete(batch: WriteTransaction) -> None:
             for block in found:
                 _delete_unneeded(batch, block)
 
@@ -808,7 +817,9 @@ class Shard:
         else:
             self._unswept[0] = generation, block, end  # releases only append
 
-    def copy_checkpoint(self, batch: Batch, header: WriteHeader, name: str, source: str, identity: str = "") -> bool:
+    def copy_checkpoint(
+        self, batch: WriteTransaction, header: WriteHeader, name: str, source: str, identity: str = ""
+    ) -> bool:
         """Keeps the checkpoint `source` under `name` too, with its identity; False for a duplicate."""
         self.require_table()
         if not self._admit(batch, header):
@@ -828,7 +839,7 @@ class Shard:
 
     def _write(
         self,
-        batch: Batch,
+        batch: WriteTransaction,
         table: Table,
         header: WriteHeader,
         rows: Int64Array,
@@ -863,7 +874,7 @@ class Shard:
         batch.state = replace(state, clock=max(state.clock, clock), rows_stored=state.rows_stored + rows_stored)
         return True
 
-    def _admit(self, batch: Batch, header: WriteHeader) -> bool:
+    def _admit(self, batch: WriteTransaction, header: WriteHeader) -> bool:
         """Fences old sessions and recognises duplicates."""
         self._check_epoch(batch.state, header.epoch, header.opener)
         stored = get_record(batch.txn, "writers", header.writer)
@@ -901,7 +912,7 @@ def _prefetched(runs: Iterator[BlockRun], txn: Transaction) -> Iterator[BlockRun
         yield from some
 
 
-def _delete_unneeded(batch: Batch, block: int) -> None:
+def _delete_unneeded(batch: WriteTransaction, block: int) -> None:
     for generation in unneeded(batch.txn.generations(block), batch.state.checkpoints):
         batch.txn.delete_block(block, generation)
 
@@ -919,7 +930,7 @@ def _difference(existing: TableSpec, wanted: TableSpec) -> str:
     return ", ".join(f"{name} {old[name]} there and {new[name]} here" for name in old if old[name] != new[name])
 
 
-def _identity_mismatch(storage: Storage, stored: Identity, wanted: Identity) -> str:
+def _identity_mismatch(storage: Storage, stored: ShardIdentity, wanted: ShardIdentity) -> str:
     if stored.unfinished:
         return f"{storage.directory} is unfinished: repeat the 'restore' or 'reshard' that was stopped"
     return (

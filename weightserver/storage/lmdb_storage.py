@@ -337,7 +337,7 @@ class LmdbStorage:
             if not readonly:
                 _allocate(directory / "lock.mdb", _LOCK_BYTES)
             if not _is_gone(data):
-                _require_sound(directory, _Trees)
+                _check_integrity(directory, _Trees)
             self._env = lmdb.open(
                 str(directory),
                 map_size=(data.stat().st_size if data.exists() else 0) + 2 * room_bytes,
@@ -603,13 +603,13 @@ def structural_problems(directory: Path) -> list[str]:
                 os.close(owner)
 
 
-def require_sound(directory: Path) -> None:
+def check_integrity(directory: Path) -> None:
     """Raises StorageError where LMDB's own pages are damaged, another process serves them, or there are none."""
     if problems := structural_problems(directory):
         raise _damage(directory, problems)
 
 
-def _require_sound(directory: Path, verifier: type[_Verifier]) -> None:
+def _check_integrity(directory: Path, verifier: type[_Verifier]) -> None:
     if problems := _problems(directory, verifier):
         raise _damage(directory, problems)
 

@@ -37,7 +37,7 @@ _CHECKSUM = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
-class Identity:
+class ShardIdentity:
     """Whose data a directory holds."""
 
     shard: int
@@ -82,7 +82,7 @@ class State:
         raise NoTableError(f"there is no checkpoint {name!r}: call checkpoints() for those of all shards")
 
 
-def read_identity(txn: Reader) -> Identity | None:
+def read_identity(txn: Reader) -> ShardIdentity | None:
     """None where nothing is stored yet.
 
     Raises:
@@ -97,14 +97,14 @@ def read_identity(txn: Reader) -> Identity | None:
         found = _json_object(_bare(stored) or _checked("meta", b"identity", stored))
         found_format = found.pop("format")
         if found_format in _READABLE_FORMATS:
-            return _built(Identity, found)
+            return _built(ShardIdentity, found)
     raise StorageError(
         f"{txn.directory} has format {found_format!r}, this version reads {_READABLE_FORMATS[0]} to {FORMAT}: "
         "use the version of weightserver that wrote it"
     )
 
 
-def write_identity(txn: Transaction, identity: Identity) -> None:
+def write_identity(txn: Transaction, identity: ShardIdentity) -> None:
     put_json(txn, "identity", {"format": FORMAT, **asdict(identity)})
 
 
@@ -334,7 +334,7 @@ def _json_object(content: bytes) -> dict[str, Any]:
     return found
 
 
-Record = TypeVar("Record", Identity, Checkpoint, State)
+Record = TypeVar("Record", ShardIdentity, Checkpoint, State)
 
 
 def _built(kind: type[Record], stored: dict[str, Any]) -> Record:

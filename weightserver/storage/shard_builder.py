@@ -19,7 +19,7 @@ from weightserver.core.sharding import Sharding
 from weightserver.core.spec import TableSpec
 from weightserver.storage.lmdb_storage import LmdbStorage, Transaction
 from weightserver.storage.records import (
-    Identity,
+    ShardIdentity,
     State,
     get_json,
     put_json,
@@ -95,7 +95,7 @@ class ShardBuilder:
         elif identity is not None or txn.next_block(0) is not None:
             raise StorageError(f"{self.directory} holds a shard's data: give another directory")
         else:
-            write_identity(txn, Identity(self.shard, self._num_shards, unfinished=True))
+            write_identity(txn, ShardIdentity(self.shard, self._num_shards, unfinished=True))
             self._record(txn, 0)
 
     def _record(self, txn: Transaction, next_block: int) -> None:
@@ -160,7 +160,7 @@ class ShardBuilder:
             write_peers(txn, [])
             write_schedule(txn, 0, table.learning_rates)
             write_state(txn, state)
-            write_identity(txn, Identity(self.shard, self._num_shards))
+            write_identity(txn, ShardIdentity(self.shard, self._num_shards))
         self.finished = True
 
     def close(self) -> None:
