@@ -15,7 +15,8 @@ import grpc
 import pytest
 
 import weightserver
-from weightserver.core.errors import ERROR_OF_STATUS, WeightServerError
+from weightserver.core.errors import WeightServerError
+from weightserver.protocol.status import ERROR_OF_STATUS
 
 ROOT = Path(__file__).parent.parent
 PROTO = ROOT / "protos/pic/weightserver/v1/weight_server.proto"

@@ -31,8 +31,9 @@ import weightserver.client.session
 import weightserver.client.workers
 from tests.helpers.memory_storage import MemoryStorage
 from weightserver.client.workers import Answers, Task, Workers
-from weightserver.core.errors import ERROR_OF_STATUS, WeightServerError
+from weightserver.core.errors import WeightServerError
 from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.protocol.status import ERROR_OF_STATUS
 from weightserver.server.admission import RequestMemory
 from weightserver.server.metrics import ShardMetrics
 from weightserver.server.service import WeightServerService, add_to_server

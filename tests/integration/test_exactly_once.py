@@ -537,7 +537,7 @@ def told(answer: Answer) -> str:
     """What a shard said to a write."""
     if isinstance(answer, bytes):
         return "duplicate" if pb.WriteResponse.FromString(answer).duplicate else "applied"
-    if answer is FencedError.status:
+    if answer is grpc.StatusCode.ABORTED:
         return "fenced"
     return "no answer" if answer in NO_ANSWER else answer.name
 

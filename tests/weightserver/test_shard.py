@@ -23,7 +23,6 @@ from tests.helpers.schedules import extend_schedule
 from weightserver.client.session import MAX_FAILED, Numbers, Session, Write
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import (
-    ERROR_OF_STATUS,
     ClusterError,
     DataLossError,
     FencedError,
@@ -42,6 +41,7 @@ from weightserver.core.lineage import MAX_ANCESTORS, Lineage, split_mark
 from weightserver.core.spec import TableSpec
 from weightserver.operations.inspect import inspect_directory
 from weightserver.protocol.codec import table_digest
+from weightserver.protocol.status import ERROR_OF_STATUS
 from weightserver.shard import shard, sweeper
 from weightserver.shard.group_commit import MAX_WAITING, CancellableFuture, Committer
 from weightserver.shard.shard import MAX_EARLIER_SIZES, Shard, WriteHeader, WriteTransaction

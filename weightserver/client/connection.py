@@ -25,13 +25,11 @@ from weightserver.client.workers import Workers
 from weightserver.common.logs import REQUEST_ID, new_request_id
 from weightserver.common.version import __version__
 from weightserver.core.errors import (
-    ERROR_OF_STATUS,
     AuthenticationError,
     ClusterError,
     DataLossError,
     OverloadedError,
     ShardUnavailableError,
-    StorageError,
     WeightServerError,
 )
 from weightserver.core.lineage import split_mark
@@ -44,6 +42,7 @@ from weightserver.protocol.codec import (
     VERSION_KEY,
     WAITED_KEY,
 )
+from weightserver.protocol.status import ERROR_OF_STATUS
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["WeightServer"]
 _RETRIED = (
@@ -193,7 +192,7 @@ class ShardConnection:
                 raise ClusterError(
                     f"{self.name} does not know this call: it runs an older version, or is no weight server: update it"
                 )
-            if status in (grpc.StatusCode.INTERNAL, StorageError.status):
+            if status in (grpc.StatusCode.INTERNAL, grpc.StatusCode.FAILED_PRECONDITION):
                 details += f" (its log tells more of request {request_id})"
             if status not in _RETRIED:
                 refusal = ERROR_OF_STATUS.get(status, WeightServerError)(f"{self.name}: {details}")

@@ -1,4 +1,4 @@
-"""Every error that a caller can meet, and its place in gRPC's status codes.
+"""Every error that a caller can meet, and its gRPC status.
 
 WeightServerError
 ├── ShardUnavailableError    UNAVAILABLE          a shard did not answer within the retry budget
@@ -16,19 +16,16 @@ WeightServerError
 What a write did is unknown unless its error is a proven refusal, `not_applied`: made before a commit was tried, by the
 only attempt whose outcome could be in doubt.
 
-Server code raises these; `service.py` turns them into statuses; `client.py` turns statuses back into the same classes.
-Nothing else crosses the wire: a foreign exception is logged by the shard and becomes INTERNAL with a fixed text.
+Shards raise these; `protocol/status.py` has the gRPC status of each, by which clients raise the same classes. Nothing
+else crosses the wire: a foreign exception is logged by the shard and becomes INTERNAL with a fixed text.
 """
 
 from __future__ import annotations
-
-import grpc
 
 
 class WeightServerError(Exception):
     """Base of all errors of the weight server and its client."""
 
-    status: grpc.StatusCode = grpc.StatusCode.INTERNAL
     not_applied: bool = False
     """Whether it proves that the call it ended changed nothing on the shard."""
 
@@ -36,41 +33,34 @@ class WeightServerError(Exception):
 class ShardUnavailableError(WeightServerError):
     """A shard did not answer within `retry_seconds`."""
 
-    status = grpc.StatusCode.UNAVAILABLE
-
 
 class OverloadedError(WeightServerError):
     """A shard has no room for another request now; trying again later may succeed."""
 
-    status = grpc.StatusCode.RESOURCE_EXHAUSTED
     not_applied = True
 
 
 class ClusterError(WeightServerError):
     """The addresses given do not make one complete cluster: a shard is missing, doubled or of another cluster."""
 
-    status = grpc.StatusCode.UNIMPLEMENTED
     not_applied = True
 
 
 class NoTableError(WeightServerError):
     """The shard holds no table yet, or no checkpoint of that name."""
 
-    status = grpc.StatusCode.NOT_FOUND
     not_applied = True
 
 
 class TableMismatchError(WeightServerError):
     """The table that exists has another spec, or another schedule, than the one asked for."""
 
-    status = grpc.StatusCode.ALREADY_EXISTS
     not_applied = True
 
 
 class InvalidRequestError(WeightServerError):
     """A shape, dtype, row or value that cannot be right."""
 
-    status = grpc.StatusCode.INVALID_ARGUMENT
     not_applied = True
 
 
@@ -78,55 +68,30 @@ class StepError(WeightServerError):
     """A step beyond the schedule, before an update that the row has already seen, or behind one in which SGD makes it
     infinite or NaN."""
 
-    status = grpc.StatusCode.OUT_OF_RANGE
     not_applied = True
 
 
 class FencedError(WeightServerError):
     """The writer's session was superseded by a newer one, or no session was opened."""
 
-    status = grpc.StatusCode.ABORTED
     not_applied = True
 
 
 class AuthenticationError(WeightServerError):
     """A call without the shard's token, or a TLS certificate that one side does not take; trying again is no use."""
 
-    status = grpc.StatusCode.UNAUTHENTICATED
     not_applied = True
 
 
 class StorageError(WeightServerError):
     """The data directory is not what it must be: another shard's, another format's, locked, or damaged."""
 
-    status = grpc.StatusCode.FAILED_PRECONDITION
-
 
 class DataLossError(WeightServerError):
     """The shard's data does not hold what was acknowledged: an older copy, or another directory, is in its place."""
 
-    status = grpc.StatusCode.DATA_LOSS
     not_applied = True
 
 
 class MapGrownError(StorageError):
     """LMDB's map was full. The transaction was undone; the same again finds a larger map."""
-
-
-ERROR_OF_STATUS: dict[grpc.StatusCode, type[WeightServerError]] = {
-    error.status: error
-    for error in (
-        WeightServerError,
-        ShardUnavailableError,
-        OverloadedError,
-        ClusterError,
-        NoTableError,
-        TableMismatchError,
-        InvalidRequestError,
-        StepError,
-        FencedError,
-        AuthenticationError,
-        StorageError,
-        DataLossError,
-    )
-}

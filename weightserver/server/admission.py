@@ -44,6 +44,7 @@ from weightserver.common.stages import arrive
 from weightserver.core.errors import InvalidRequestError, OverloadedError, WeightServerError
 from weightserver.core.spec import TableSpec
 from weightserver.protocol.codec import CHUNK_BYTES, RETRY_HINT, WAITED_KEY
+from weightserver.protocol.status import status_of
 
 BASE_BYTES = 384 << 20
 """A shard without requests, what gRPC holds of the connections, and what malloc keeps."""
@@ -433,7 +434,7 @@ def abort(
         retry_after_ms = error.retry_after_ms if isinstance(error, _LaneFullError) else _RETRY_AFTER_MS
         trailer = (*trailer, (RETRY_HINT, str(retry_after_ms)))
     context.set_trailing_metadata(trailer)
-    context.abort(error.status, str(error))
+    context.abort(status_of(type(error)), str(error))
     raise AssertionError("abort() raises")
 
 

@@ -46,6 +46,7 @@ from weightserver.protocol.codec import (
     spec_to_proto,
     to_bytes,
 )
+from weightserver.protocol.status import status_of
 from weightserver.server.admission import (
     RequestMemory,
     Reservation,
@@ -383,7 +384,7 @@ class WeightServerService:
             yield clock
             context.set_trailing_metadata(self._trailer())
         except WeightServerError as error:
-            status = error.status
+            status = status_of(type(error))
             if isinstance(error, FencedError):
                 self._metrics.fenced()
             if isinstance(error, FencedError | StorageError | DataLossError) and self._may_log(method):
