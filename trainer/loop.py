@@ -2,54 +2,41 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
-import os
 import resource
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
-from trainer.background import computed_ahead
+from trainer.build import Run, build_run
 from trainer.config import TrainConfig
 from trainer.data import Dataset, load_dataset
-from trainer.data.augment import Augmentation
-from trainer.data.prefetch import Visits, views_ahead
 from trainer.distributed import Ranks, averaging_gradients, process_group
 from trainer.evaluate import ProbeResult, encoder_features, evaluate_features
 from trainer.evaluate.knn import held_out_knn_top1
-from trainer.loss import cosine_softmax_loss, padded, padded_rows, softmax_loss
+from trainer.loss import padded
 from trainer.model import (
     PICModel,
-    build_model,
-    check_image_size,
-    load_encoder,
     save_encoder,
-    set_precision_of_products,
 )
-from trainer.recency import ActiveRows, RecentRows, announced
-from trainer.rows.opening import images_of_run, open_rows
-from trainer.run.checkpoint import Checkpoints, load, resolve_resume, saved_steps, with_pixel_scale
+from trainer.recency import ActiveRows
+from trainer.rows.opening import images_of_run
+from trainer.run.checkpoint import resolve_resume, with_pixel_scale
 from trainer.run.directory import ENCODER_FILE, SUMMARY_FILE
 from trainer.run.prometheus import peak_gpu_bytes
-from trainer.run.recorder import Report
-from trainer.run.stopping import Interrupted, stop_signals
-from trainer.schedule import RangesOrder, VisitSchedule, forward_seed, visit_uniforms
+from trainer.run.stopping import Interrupted
+from trainer.schedule import RangesOrder, forward_seed
 from trainer.transfer import to_device
-from weightserver import TableSpec
 from weightserver.common.atomic_files import atomic_write
-from weightserver.core.sharding import Sharding
 
 _log = logging.getLogger(__name__)
 
@@ -129,169 +116,101 @@ def _train_rank(
     config: TrainConfig, dataset: Dataset, ranks: Ranks, on_step: Callable[[int], None]
 ) -> tuple[PICModel, dict[str, Any]]:
     """One rank's part of the training: a slice of every batch, and a share of the rows."""
-    device = ranks.device
-    set_precision_of_products("tf32" if config.precision == "tf32" else "ieee")
-    if torch.are_deterministic_algorithms_enabled() != config.deterministic:  # the call alone takes seconds
-        torch.use_deterministic_algorithms(config.deterministic)
-    if config.deterministic:  # what cuBLAS needs for it, and reads when it starts
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    images = dataset.train_images.to(device)  # uint8 (N, C, H, W)
-    num_images, batch_size = len(images), config.batch_size
-    num_steps = config.num_steps(num_images)
-    spec = _table_spec(config, num_images)
-
-    # Everything random is a function of seeds and the visit index, or of seed, step and rank where an encoder draws:
-    # the step number is all the state there is.
-    order = dataset.order(config.order_seed)
-    schedule = VisitSchedule(
-        num_rows=num_images,
-        window_size=config.window_size,
-        window_stride=config.window_stride,
-        seed=config.seed,
-    )
-    recent = RecentRows(schedule, num_active=config.num_negatives, batch_size=batch_size)
-    sharding = Sharding(spec.rows_per_block, ranks.world_size)
-    part_size = batch_size // config.accumulate
-    mine = ranks.share(part_size)  # this rank's slice of each part of a batch
-    head_rows = padded_rows(config.num_negatives, spec.rows_per_block, ranks) if device.type == "cuda" else 0
-    augmentations = config.augmentations()
-    instance_loss = (
-        softmax_loss if config.softmax == "plain" else partial(cosine_softmax_loss, temperature=config.temperature)
-    )
-    model = _model(config, device)
-    parallel: nn.Module = model
-    if ranks.world_size > 1:
-        parallel = DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
-    optimizer = torch.optim.SGD(
-        model.parameters(),
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-        fused=device.type == "cuda",
-    )
-
     with ExitStack() as stack:
-        report = stack.enter_context(Report(config, num_steps, ranks, device))
-        opened = stack.enter_context(
-            open_rows(config, spec, dataset.ranges, dataset.digests, ranks=ranks, device=device)
-        )
-        rows, rates, start_step = opened.store, opened.rates, opened.checkpoint_step or 0
-        checkpoints = Checkpoints(config, ranks, rows, opened.client, opened.history, on_saved=report.checkpoint_saved)
-        if opened.checkpoint_step is None:
-            checkpoints.save(0, model, optimizer)  # from now on the servers are this run's
-        else:
-            load(config.output / "checkpoints", opened.checkpoint_step, model, optimizer)
-        report.follow(rows.counters, start_step)
-        signals = stack.enter_context(stop_signals())
-        if ranks.is_first:
-            ours = {"step": start_step, "num_steps": num_steps, "ranks": ranks.world_size, "rows": config.rows}
-            _log.info("training begins", extra=ours | {"epoch": opened.epoch})
-
-        def active_share(step: int) -> ActiveRows:
-            return recent.active(step).share(sharding, ranks.rank)
-
-        memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
-        parts = list(itertools.product(range(config.accumulate), range(len(augmentations))))
-
-        def visits_of(step: int, part: int) -> Visits:
-            """This rank's in a part of a step's batch."""
-            visits = (step * batch_size + part * part_size + np.arange(part_size))[mine]  # (b,)
-            views = np.add.outer(np.arange(len(augmentations)), visits * len(augmentations))  # (V, b)
-            return Visits(
-                order.images(schedule.visits(visits[0], visits[-1] + 1)),
-                visit_uniforms(config.seed, views, Augmentation.num_uniforms),
-            )
-
-        steps = range(start_step, num_steps)
-        visits = itertools.starmap(visits_of, itertools.product(steps, range(config.accumulate)))
-        visits_ahead = stack.enter_context(closing(computed_ahead(visits, ahead=2 * config.accumulate, name="visits")))
-        views = stack.enter_context(closing(views_ahead(images, visits_ahead, augmentations, device)))
-        upcoming = stack.enter_context(closing(announced(active_share, rows, steps)))
-        for step, active in zip(steps, upcoming, strict=True):
+        run = build_run(config, dataset, ranks, stack)
+        for step in run.steps:
+            with run.report.stage("rows"):
+                active = next(run.active_rows)  # the K most recently visited rows
             on_step(step)
-            _seed_generators(forward_seed(config.seed, step, ranks.rank), device)
-            optimizer.zero_grad()
-            weight: Tensor | None = None
-            loss = torch.zeros((), device=device)
-            labels = torch.split(to_device(active.labels, device), part_size)  # each (B / accumulate,)
-            for part, view in parts:
-                report.stage("data")
-                seen = next(views).contiguous(memory_format=memory_format)  # (b, C, side, side)
-
-                with averaging_gradients(parallel, (part, view) == parts[-1]):
-                    report.stage("forward")
-                    features = parallel(seen)  # (b, D)
-                    if weight is None:  # behind the encoder's work, while they may still come
-                        report.stage("rows")
-                        weight = padded(rows.weights(active.rows, step=step), head_rows)  # (K of this rank, D)
-                        weight.requires_grad_()
-                        report.stage("forward")
-                    classes = weight if view < config.views else weight.detach()  # small crops move no row
-                    part_loss = instance_loss(features, classes, labels[part], ranks=ranks, num_rows=len(active.rows))
-                    part_loss /= len(parts)
-                    report.stage("backward")
-                    part_loss.backward()  # type: ignore[no-untyped-call]
-                loss += part_loss.detach()
-
-            assert weight is not None
-            assert weight.grad is not None
-            report.stage("rows")
-            rows.apply_gradients(active.rows, weight.grad[: len(active.rows)], step=step)
-            report.stage("optimizer")
-            optimizer.param_groups[0]["lr"] = float(rates[step])
-            optimizer.step()
-
-            report.stage("other")
-            last = step + 1 == num_steps
-            if last or (step + 1) % config.log_every == 0:
-                record = report.measure(step, loss.item(), float(rates[step]), len(active.rows))
-                if ranks.is_first and _is_due(config.knn_every * num_images / batch_size, step, config.log_every, last):
-                    record["knn_top1"] = _knn_probe(model, dataset, order)
-                if not math.isfinite(record["loss"]):
-                    raise ValueError(f"the loss is {record['loss']} at step {step}: try a lower --learning-rate")
-                report.write(record)
-            if not last and (ranks.world_size == 1 or (step + 1) % _SIGNAL_STEPS == 0):
-                (signalled,) = ranks.max_over_ranks([max(signals, default=0)])  # ranks hear of it at different steps
-                if signalled:
-                    checkpoints.save(step + 1, model, optimizer)
-                    hint = "--resume goes on there" if opened.client else "dense rows leave no checkpoint"
-                    raise Interrupted(int(signalled), f"stopped by a signal after {step + 1} steps: {hint}")
-            if config.checkpoint_every and (step + 1) % config.checkpoint_every == 0 and not last:
-                checkpoints.save(step + 1, model, optimizer)
-            report.stage("rows")  # the next step's are announced
-        rows.flush()  # every update is durable
-        (signalled,) = ranks.max_over_ranks([max(signals, default=0)])
+            loss = _update(run, step, active)
+            last = step + 1 == run.steps.stop
+            record = _observe(run, step, loss, len(active.rows), last=last)
+            _save_if_due(run, step, last=last)
+        run.rows.flush()  # every update is durable
+        (signalled,) = ranks.max_over_ranks([max(run.signals, default=0)])
         if signalled:
             raise Interrupted(int(signalled), "stopped by a signal behind its last step: --resume ends the run")
-        moved = ranks.sum_over_ranks([rows.counters.fetched_rows, rows.counters.pushed_rows])
+        moved = ranks.sum_over_ranks([run.rows.counters.fetched_rows, run.rows.counters.pushed_rows])
         ranks.barrier()  # nobody stops the servers before that
-
-    return model, {
-        "steps": num_steps,
-        "epochs": num_steps * batch_size / num_images,
+    return run.model, {
+        "steps": run.steps.stop,
+        "epochs": run.steps.stop * config.batch_size / len(dataset.train_images),
         "loss": record["loss"],
         "fetched_rows": round(moved[0]),
         "pushed_rows": round(moved[1]),
-        "peak_memory_bytes": _peak_memory_bytes(device),
+        "peak_memory_bytes": _peak_memory_bytes(ranks.device),
     }
 
 
-def _model(config: TrainConfig, device: torch.device) -> PICModel:
-    model = build_model(config.encoder, config.dim, seed=config.seed, head_layers=config.head_layers)
-    for side in {augmentation.image_size for augmentation in config.augmentations()}:
-        check_image_size(model.encoder, config.encoder, side)
-    begins = not (config.resume and saved_steps(config.output / "checkpoints"))
-    if begins and config.init_encoder is not None:
-        encoder, found = load_encoder(config.init_encoder)
-        if found != config.encoder:
-            raise ValueError(f"--init-encoder {config.init_encoder} holds {found}, not {config.encoder}")
-        model.encoder.load_state_dict(encoder.state_dict())
-    model.encoder_in_bfloat16 = config.precision == "bfloat16"
-    model = model.to(device)
-    if config.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if config.compile:
-        model.encoder.compile(dynamic=False)  # one program for each size of view
-    return model
+def _update(run: Run, step: int, active: ActiveRows) -> Tensor:
+    """One SGD update of the encoder and the active rows; the batch's loss, a scalar on the device."""
+    stage, device = run.report.stage, run.ranks.device
+    _seed_generators(forward_seed(run.config.seed, step, run.ranks.rank), device)
+    run.optimizer.zero_grad()
+    labels = torch.split(to_device(active.labels, device), run.part_size)  # each (B / A,): own class among the K
+    weight: Tensor | None = None
+    loss = torch.zeros((), device=device)
+    for part, view in run.parts:
+        with stage("data"):
+            images = next(run.views).contiguous(memory_format=_memory_format(run.config))  # (b, C, side, side)
+        with averaging_gradients(run.encoder, (part, view) == run.parts[-1]):
+            with stage("forward"):
+                features = run.encoder(images)  # (b, D)
+            if weight is None:  # after the encoder's work was queued: the rows may still be on their way
+                with stage("rows"):
+                    weight = padded(run.rows.weights(active.rows, step=step), run.num_rows)  # (K of this rank, D)
+                    weight.requires_grad_()
+            with stage("forward"):
+                classes = weight if view < run.config.views else weight.detach()  # small crops move no row
+                part_loss = run.instance_loss(
+                    features, classes, labels[part], ranks=run.ranks, num_rows=len(active.rows)
+                )
+                part_loss /= len(run.parts)
+            with stage("backward"):
+                part_loss.backward()  # type: ignore[no-untyped-call]
+        loss += part_loss.detach()
+
+    assert weight is not None
+    assert weight.grad is not None
+    with stage("rows"):
+        run.rows.apply_gradients(active.rows, weight.grad[: len(active.rows)], step=step)
+    with stage("optimizer"):
+        run.optimizer.param_groups[0]["lr"] = float(run.rates[step])
+        run.optimizer.step()
+    return loss
+
+
+def _observe(run: Run, step: int, loss: Tensor, num_active: int, *, last: bool) -> dict[str, Any]:
+    """Records the steps since the last record, where one is due, which is returned; empty otherwise."""
+    config, every = run.config, run.config.log_every
+    if not last and (step + 1) % every:
+        return {}
+    record = run.report.measure(step, loss.item(), float(run.rates[step]), num_active)
+    knn_steps = config.knn_every * len(run.dataset.train_images) / config.batch_size
+    if run.ranks.is_first and _is_due(knn_steps, step, every, last):
+        record["knn_top1"] = _knn_probe(run.model, run.dataset, run.order)
+    if not math.isfinite(record["loss"]):
+        raise ValueError(f"the loss is {record['loss']} at step {step}: try a lower --learning-rate")
+    run.report.write(record)
+    return record
+
+
+def _save_if_due(run: Run, step: int, *, last: bool) -> None:
+    """Saves a checkpoint where one is due, or where a signal came, which ends the run."""
+    if last:
+        return
+    if run.ranks.world_size == 1 or (step + 1) % _SIGNAL_STEPS == 0:
+        (signalled,) = run.ranks.max_over_ranks([max(run.signals, default=0)])  # ranks hear of it at different steps
+        if signalled:
+            run.checkpoints.save(step + 1, run.model, run.optimizer)
+            hint = "--resume goes on there" if run.leaves_checkpoints else "dense rows leave no checkpoint"
+            raise Interrupted(int(signalled), f"stopped by a signal after {step + 1} steps: {hint}")
+    if run.config.checkpoint_every and (step + 1) % run.config.checkpoint_every == 0:
+        run.checkpoints.save(step + 1, run.model, run.optimizer)
+
+
+def _memory_format(config: TrainConfig) -> torch.memory_format:
+    return torch.channels_last if config.channels_last else torch.contiguous_format
 
 
 def _seed_generators(seed: int, device: torch.device) -> None:
@@ -300,19 +219,6 @@ def _seed_generators(seed: int, device: torch.device) -> None:
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)
-
-
-def _table_spec(config: TrainConfig, num_images: int) -> TableSpec:
-    return TableSpec(
-        num_rows=num_images,
-        dim=config.dim,
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-        init_std=config.init_std,
-        seed=config.seed,
-        rows_per_block=config.rows_per_block,
-        correction=config.correction,
-    )
 
 
 def _is_due(every_steps: float, step: int, log_every: int, last: bool) -> bool:

@@ -36,9 +36,9 @@ def test_every_moment_belongs_to_one_stage() -> None:
     started = time.perf_counter()
     clock = StageClock("first", started)
     for number in range(10):
-        clock.enter("even" if number % 2 else "odd")
+        clock.start("even" if number % 2 else "odd")
         time.sleep(0.002)
-    clock.enter("last")
+    clock.start("last")
     assert set(clock.seconds) == {"first", "odd", "even"}
     assert sum(clock.seconds.values()) <= clock.elapsed_seconds() <= time.perf_counter() - started
     assert min(clock.seconds["odd"], clock.seconds["even"]) >= 0.01

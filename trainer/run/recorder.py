@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -107,13 +108,18 @@ class Report:
         self._row_wait_before = counters.wait_seconds
         self._before = {name: getattr(counters, name) for name in _SUMMED}
 
-    def stage(self, name: str) -> None:
-        """What a step does from now on: it makes a batch's views ("data"), asks for rows, waits for them or moves them
-        ("rows"), "forward", "backward", "optimizer", or "other".
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Counts the time in it as of one stage: making a batch's views ("data"), asking for rows, waiting for them or
+        moving them ("rows"), "forward", "backward", "optimizer". The time outside of all is "other".
 
-        A GPU works while the program goes on: what it takes is seen where its results are waited for.
+        A GPU works while the program continues: what it takes is seen where its results are waited for.
         """
-        self._clock.enter(name)
+        self._clock.start(name)
+        try:
+            yield
+        finally:
+            self._clock.start("other")
 
     def checkpoint_saved(self) -> None:
         self._has_begun = True
@@ -126,7 +132,7 @@ class Report:
         largest share of the active rows that a rank has, 1.0 where all have the same.
         """
         counters, ranks = self._counters, self._ranks
-        self.stage("other")
+        self._clock.start("other")
         seconds = time.perf_counter() - self._started
         num_steps = step + 1 - self._next_step
         common = {

@@ -27,8 +27,8 @@ class StageClock:
         self._stage = stage
         self.seconds: dict[str, float] = {}
 
-    def enter(self, stage: str) -> None:
-        """Ends the stage that runs and begins another, or goes on with one."""
+    def start(self, stage: str) -> None:
+        """Ends the current stage and starts another, or continues one."""
         now = time.perf_counter()
         self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + now - self._since
         self._stage, self._since = stage, now

@@ -235,7 +235,7 @@ class WeightServerService:
     def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answers serialized FetchResponses: see `wire`."""
         with self._answering("Fetch", context) as clock, self._memory.reservation("Fetch") as reserved:
-            clock.enter("read")
+            clock.start("read")
             self._shard.check_table(request.table)
             reserved.take(fetch_bytes(self._shard.require_table().spec, count_rows(request.rows)))
             rows = rows_from_proto(request.rows)
@@ -254,13 +254,13 @@ class WeightServerService:
             num_rows = num_bytes = 0
             try:
                 for part, message in _encoded(chunks, clock):
-                    clock.enter("send")
+                    clock.start("send")
                     num_rows += part
                     num_bytes += len(message)
                     yield message
             finally:
                 self._metrics.fetched(num_rows, num_bytes)
-            clock.enter("end")
+            clock.start("end")
             self._metrics.fetch_stages(clock.seconds)
 
     def PushGradients(
@@ -490,7 +490,7 @@ def _fewest_blocks(spec: TableSpec, num_rows: int) -> int:
 def _encoded(chunks: Iterator[Rows], clock: StageClock) -> Iterator[tuple[int, bytes]]:
     """(number of rows, serialized FetchResponse) of each chunk."""
     for chunk in chunks:
-        clock.enter("serialise")
+        clock.start("serialise")
         yield len(chunk.weight), encode_fetch_response(chunk.weight, chunk.momentum_buffer, chunk.last_step)
 
 

@@ -319,7 +319,7 @@ class Shard:
         identity: str,
         clock: StageClock,
     ) -> Rows:
-        clock.enter("read")
+        clock.start("read")
         first = runs[0].part.start
         rows = rows[first : runs[-1].part.stop]
         found = RowBuffer(table.codec, len(rows))
@@ -344,7 +344,7 @@ class Shard:
         for part in absent:
             found.weight[part] = initial_rows(table.spec, rows[part])
             found.momentum_buffer[part] = 0
-        clock.enter("correct")
+        clock.start("correct")
         self._on_gaps((self._state.clock if step is None else step) - found.last_step)
         if step is not None:
             largest = SMALL if small else math.inf
