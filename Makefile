@@ -5,7 +5,7 @@ PIP_FLAGS ?=
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
-.PHONY: demo test test-guard test-all test-gpu lint dashboards protos benchmark bench-gpu clean
+.PHONY: demo test test-guard test-all test-gpu lint docs dashboards protos benchmark bench-gpu clean
 
 # The main job on real images, with embedded weight servers. EPOCHS, DATA_DIR (Fashion-MNIST's files) and OUTPUT may be given.
 demo: $(INSTALLED)
@@ -32,6 +32,11 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p weightserver -p trainer -p deploy
+
+# The documentation as a site, in build/site.
+docs: $(INSTALLED)
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build --strict --quiet
 
 # What Grafana shows, from its code.
 dashboards: $(INSTALLED)

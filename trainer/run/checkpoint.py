@@ -337,7 +337,8 @@ def check_descent(directory: Path, step: int, client: WeightClient, *, otherwise
     """Holds the weight servers to have had the checkpoint of a file; `otherwise` ends the lines that tell what to do.
 
     Raises:
-        ValueError: they hold another table. DataLossError: a shard's data does not descend from the checkpoint.
+        ValueError: they hold another table.
+        DataLossError: a shard's data does not descend from the checkpoint.
     """
     path = _path(directory, step)
     metadata = _metadata(path)

@@ -249,7 +249,7 @@ class WeightClient:
         Raises:
             ValueError: fewer rows than the table has.
             FencedError: a superseded session, or without one: another client opened one, or dropped the table, at the
-            same time.
+                same time.
         """
         num_rows = _integer(num_rows, "num_rows")
         if not 1 <= num_rows <= MAX_ROWS:
@@ -337,7 +337,8 @@ class WeightClient:
         """16 random bytes, drawn when the table was created; as describe() tells, also where an extension is half done.
 
         Raises:
-            NoTableError: a shard holds no table. ClusterError: the shards hold tables of several clusters.
+            NoTableError: a shard holds no table.
+            ClusterError: the shards hold tables of several clusters.
         """
         return self._one_identity(self._describe_shards())
 
@@ -365,8 +366,9 @@ class WeightClient:
         go on with what stayed of them, and are refused where a step was changed, until they call describe().
 
         Raises:
-            StepError: a gap would remain before `start_step`; TableMismatchError: a step that was used would change;
-            FencedError: a superseded session, or another client changed the schedule at the same time;
+            StepError: a gap would remain before `start_step`.
+            TableMismatchError: a step that was used would change.
+            FencedError: a superseded session, or another client changed the schedule at the same time.
             ClusterError: the shards have different learning rates for steps that are not given.
         """
         start_step = _step(start_step, "start_step")
@@ -581,8 +583,8 @@ class WeightClient:
         update.
 
         Raises:
-            FencedError: no session, or a superseded one; StepError: no learning rate is known for `step`, or SGD makes
-                a row infinite or NaN; nothing was written.
+            FencedError: no session, or a superseded one.
+            StepError: no learning rate is known for `step`, or SGD makes a row infinite or NaN; nothing was written.
         """
         rows, step = self._rows(rows), _step(step, "step")
         gradients = self._values(gradients, rows, "gradients")
@@ -610,8 +612,8 @@ class WeightClient:
         an integer or int64 [n]; returns when durable.
 
         Raises:
-            FencedError: no session, or a superseded one; StepError: a last_step beyond the horizon, or below what the
-            row has seen.
+            FencedError: no session, or a superseded one.
+            StepError: a last_step beyond the horizon, or below what the row has seen.
         """
         rows = self._rows(rows)
         weight = self._values(weight, rows, "weight")
@@ -739,8 +741,8 @@ class WeightClient:
         """Keeps the checkpoint `source` under `name` too: its rows stay readable when `source` is released.
 
         Raises:
-            NoTableError: a shard has no checkpoint `source`, or one of another call. InvalidRequestError: `name` is
-            that of another one.
+            NoTableError: a shard has no checkpoint `source`, or one of another call.
+            InvalidRequestError: `name` is that of another one.
         """
         kept = self._checkpoint_on_all_shards(source) if isinstance(source, str) else source
         request = partial(pb.CopyCheckpointRequest, name=_name(name), source=kept.name, identity=kept.identity)
@@ -898,7 +900,8 @@ class WeightClient:
         """That of the table of all shards.
 
         Raises:
-            NoTableError: a shard holds no table. ClusterError: the shards hold tables of several clusters.
+            NoTableError: a shard holds no table.
+            ClusterError: the shards hold tables of several clusters.
         """
         for answer, connection in zip(answers, self._connect(), strict=True):
             _spec_of(answer)

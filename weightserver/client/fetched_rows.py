@@ -54,7 +54,8 @@ class FetchedRows:
         """Takes the next message of a shard's answer.
 
         Raises:
-            ClusterError: it holds more rows than were asked for; InvalidRequestError: it is no FetchResponse.
+            ClusterError: it holds more rows than were asked for.
+            InvalidRequestError: it is no FetchResponse.
         """
         parts = decode_fetch_response(message)
         start, end = self.num_arrived, self.num_arrived + len(parts[0]) // (4 * self._out[0].shape[1])

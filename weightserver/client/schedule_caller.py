@@ -105,8 +105,8 @@ class ScheduleCaller:
         Returns all that there are then, or None where nothing changed and they are not the same on all shards.
 
         Raises:
-            ClusterError: the shards have different ones elsewhere. StepError, TableMismatchError, FencedError: as
-            `WeightClient.extend_schedule`. Nothing was changed then.
+            ClusterError: the shards have different ones elsewhere.
+            StepError, TableMismatchError, FencedError: as `WeightClient.extend_schedule`. Nothing was changed then.
         """
         change = os.urandom(16)
 

@@ -167,7 +167,8 @@ def atomic_directory(directory: Path) -> Iterator[Path]:
     """Yields a directory beside `directory` that takes its place when all went well, and goes otherwise.
 
     Raises:
-        ValueError: `directory` is not empty, or cannot be replaced. OSError: another process writes it.
+        ValueError: `directory` is not empty, or cannot be replaced.
+        OSError: another process writes it.
     """
     directory = directory.resolve()  # what a link names is replaced, not the link
     if directory.is_mount() or directory == Path.cwd():

@@ -25,7 +25,8 @@ class TableSpec:
     """One classifier's rows: how many, how wide, how they begin and which dynamics move them.
 
     Raises:
-        ValueError: a value that no table can have; TypeError: a value of the wrong type.
+        ValueError: a value that no table can have.
+        TypeError: a value of the wrong type.
     """
 
     num_rows: int

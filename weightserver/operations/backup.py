@@ -107,8 +107,10 @@ def backup(client: WeightClient, directory: Path, *, checkpoint: str | None = No
     """Copies a checkpoint that all shards keep, the newest by default, to `directory`, which is new or holds one begun.
 
     Raises:
-        ValueError: the directory holds something else. NoTableError: there is no such checkpoint, or no longer.
-        StorageError: a block is damaged. OSError: the disk is full, or another process makes a backup there.
+        ValueError: the directory holds something else.
+        NoTableError: there is no such checkpoint, or no longer.
+        StorageError: a block is damaged.
+        OSError: the disk is full, or another process makes a backup there.
     """
     with directory_lock(directory, mode=PRIVATE_DIRECTORY):
         begun = _read_begun(directory, checkpoint)
@@ -155,7 +157,8 @@ def restore(directory: Path, data_dir: Path, *, shard: int, num_shards: int | No
     and waits for a new session: nobody who wrote before goes on.
 
     Raises:
-        ValueError: it is no such backup, or `data_dir` is not empty. StorageError: a file is damaged.
+        ValueError: it is no such backup, or `data_dir` is not empty.
+        StorageError: a file is damaged.
     """
     made = read_backup(directory)
     if num_shards not in (None, len(made.shards)):

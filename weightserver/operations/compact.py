@@ -28,7 +28,8 @@ def compact(source: Path, target: Path) -> None:
     After a kill at any moment the same call completes.
 
     Raises:
-        ValueError: the target is not empty. OSError: it cannot be written, or the source cannot be marked.
+        ValueError: the target is not empty.
+        OSError: it cannot be written, or the source cannot be marked.
         StorageError: the source is damaged, of another format or copied before, or another process serves it.
     """
     target = target.resolve()

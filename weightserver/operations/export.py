@@ -58,7 +58,8 @@ def export_rows(
 
     Raises:
         ValueError: rows that do not exist, an unknown format, or a directory that is not empty.
-        NoTableError: there is no such checkpoint. StepError: a row has seen updates beyond `step`.
+        NoTableError: there is no such checkpoint.
+        StepError: a row has seen updates beyond `step`.
         DataLossError, ClusterError: without `checkpoint`, the shards' rows are not of one time.
         OSError: the disk is full, or another process writes there.
     """

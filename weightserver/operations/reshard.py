@@ -100,7 +100,8 @@ def reshard(
 
     Raises:
         ValueError: these are not all shards of one table, or targets that hold anything else.
-        NoTableError: there is no such checkpoint. StorageError: damage, or a directory that is in use.
+        NoTableError: there is no such checkpoint.
+        StorageError: damage, or a directory that is in use.
     """
     if len({path.resolve() for path in [*sources, *targets]}) < len(sources) + len(targets):
         raise ValueError("a directory is given twice")

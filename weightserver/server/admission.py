@@ -214,7 +214,8 @@ class Lane:
         """Takes a place, waits for one where none is free.
 
         Raises:
-            OverloadedError: others have waited for longer, and no more may wait; CancelledError: the caller is gone.
+            OverloadedError: others have waited for longer, and no more may wait.
+            CancelledError: the caller is gone.
         """
         with self._lock:
             if self._num_free:

@@ -182,8 +182,9 @@ def serve(config: ServerConfig) -> None:
     """Serves until SIGTERM or SIGINT, then drains and closes.
 
     Raises:
-        StorageError: the data directory cannot be used, or no longer; OSError: a port cannot be bound, or nobody reads
-            what is announced; ValueError: a certificate, key or token cannot be used.
+        StorageError: the data directory cannot be used, or no longer.
+        OSError: a port cannot be bound, or nobody reads what is announced.
+        ValueError: a certificate, key or token cannot be used.
     """
     for option, wanted, stream in (
         ("--announce", config.announce, sys.stdout),

@@ -115,7 +115,8 @@ class ScheduleState:
 
         Raises:
             TableMismatchError: it would change a step before `reached`.
-            FencedError: another change is pending. InvalidRequestError: a part before this one is missing.
+            FencedError: another change is pending.
+            InvalidRequestError: a part before this one is missing.
         """
         pending, first_change = self.pending, part.first_change(known)
         if first_change is None and (pending is None or pending.change != part.change):

@@ -359,7 +359,8 @@ class Shard:
         behind the last block of the table as it was at the checkpoint.
 
         Raises:
-            NoTableError: there is no such checkpoint. StorageError: a block is damaged.
+            NoTableError: there is no such checkpoint.
+            StorageError: a block is damaged.
         """
         spec, codec = self.require_table().spec, self.require_table().codec
         num_wanted = max(1, READ_BYTES // codec.num_bytes)
