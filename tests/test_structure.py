@@ -73,9 +73,21 @@ def test_imports_point_one_way(folder: str) -> None:
         assert "lmdb" not in imports(path) or folder == "storage", path
 
 
-def test_the_trainer_needs_no_lmdb() -> None:
+def test_the_trainer_takes_public_names_only() -> None:
+    """What `weightserver` exports, and what its folders for everyone define."""
+    everyone = ("weightserver.core.", "weightserver.common.", "weightserver.operations.export")
     for path in (ROOT / "trainer").rglob("*.py"):
         assert "lmdb" not in imports(path), path
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                assert not any(alias.name.startswith("weightserver") for alias in node.names), path
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("weightserver"):
+                names = {alias.name for alias in node.names}
+                if node.module == "weightserver":
+                    assert names <= set(weightserver.__all__), path
+                else:
+                    assert node.module.startswith(everyone), (path, node.module)
+                    assert not any(name.startswith("_") for name in names), (path, names)
 
 
 def test_the_client_needs_no_lmdb() -> None:

@@ -24,7 +24,7 @@ from weightserver.common.addresses import is_loopback
 from weightserver.common.atomic_files import EMPTY_PATH
 from weightserver.common.logs import LogFormat, print_error
 from weightserver.common.security import ClientSecurity
-from weightserver.protocol.codec import MAX_STEPS
+from weightserver.core.correction import MAX_STEPS
 
 Resume = bool | Literal["auto"]
 

@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from shutil import disk_usage
 from typing import NoReturn
 
@@ -22,7 +22,7 @@ from weightserver.common.addresses import split_address
 from weightserver.common.atomic_files import to_path
 from weightserver.common.logs import LOG_FORMATS, log_events, print_error
 from weightserver.common.malloc import keep_large_buffers
-from weightserver.common.security import TOKEN_VARIABLE, ClientSecurity
+from weightserver.common.security import TOKEN_VARIABLE, add_security_options, security_options
 from weightserver.common.version import __version__
 from weightserver.core.errors import (
     AuthenticationError,
@@ -31,6 +31,7 @@ from weightserver.core.errors import (
     StorageError,
     WeightServerError,
 )
+from weightserver.operations.export import add_export_options, export_rows, non_empty_name
 from weightserver.operations.plan import Workload, plan
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
@@ -138,20 +139,20 @@ def _parser() -> argparse.ArgumentParser:
     checkpoints.set_defaults(run=_checkpoints)
 
     rollback = commands.add_parser("rollback", help="take all rows back to a checkpoint; fences whoever writes")
-    rollback.add_argument("name", type=_name, help="the checkpoint's name")
+    rollback.add_argument("name", type=non_empty_name, help="the checkpoint's name")
     _add_addresses(rollback)
     rollback.add_argument("--yes", action="store_true", help="do it; without this, only say what would be lost")
     rollback.set_defaults(run=_rollback)
 
     release = commands.add_parser("release", help="forget a checkpoint; whoever writes goes on")
-    release.add_argument("name", type=_name, help="the checkpoint's name")
+    release.add_argument("name", type=non_empty_name, help="the checkpoint's name")
     _add_addresses(release)
     release.set_defaults(run=_release)
 
     backup = commands.add_parser("backup", help="copy a checkpoint of all shards to files while training goes on")
     _add_addresses(backup)
     backup.add_argument("--output", type=to_path, required=True, help="a new directory, or that of a stopped backup")
-    backup.add_argument("--checkpoint", type=_name, help="its name (default the newest that all shards keep)")
+    backup.add_argument("--checkpoint", type=non_empty_name, help="its name (default the newest that all shards keep)")
     backup.set_defaults(run=_backup)
 
     restore = commands.add_parser("restore", help="make one shard's directory from a backup")
@@ -167,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     reshard.add_argument("--rows-per-block", type=int, help="of the new shards (default as before)")
     which = reshard.add_mutually_exclusive_group()
     which.add_argument(
-        "--checkpoint", type=_name, help="whose rows to take, and to keep (default the newest of all shards)"
+        "--checkpoint", type=non_empty_name, help="whose rows to take, and to keep (default the newest of all shards)"
     )
     which.add_argument("--current", action="store_true", help="take the rows of now, without any checkpoint")
     reshard.set_defaults(run=_reshard)
@@ -220,52 +221,8 @@ def _add_addresses(parser: argparse.ArgumentParser) -> None:
     add_security_options(parser)
 
 
-def add_security_options(parser: argparse.ArgumentParser) -> None:
-    """How shards are called."""
-    parser.add_argument("--tls-ca", type=to_path, help="use TLS; CA that signed the shards' certificates (PEM)")
-    parser.add_argument("--tls-cert", type=to_path, help="own certificate, for shards that ask for one (PEM)")
-    parser.add_argument("--tls-key", type=to_path, help="its key (PEM)")
-    parser.add_argument("--token-file", type=to_path, help=f"token of the shards (default ${TOKEN_VARIABLE})")
-    parser.add_argument("--insecure", action="store_true", help="take addresses beyond loopback without TLS")
-
-
-def add_export_options(parser: argparse.ArgumentParser) -> None:
-    """What `export` is told of rows and files; the trainer's own export is told the same."""
-    parser.add_argument("--output", type=to_path, required=True, help="a new directory")
-    parser.add_argument("--rows", type=_range, help="FIRST:END, the rows FIRST to END-1 (default all)")
-    parser.add_argument(
-        "--checkpoint",
-        type=_name,
-        help="name of the checkpoint whose rows to write (default the rows of now)",
-    )
-    parser.add_argument("--step", type=int, help="for which update (default the checkpoint's, or the newest)")
-    parser.add_argument("--format", choices=["safetensors", "npz"], default="safetensors")
-
-
-def security_options(arguments: argparse.Namespace) -> ClientSecurity:
-    """What was given of them; ValueError where it makes no sense together."""
-    return ClientSecurity(**{field.name: getattr(arguments, field.name) for field in fields(ClientSecurity)})
-
-
 def _client(arguments: argparse.Namespace) -> WeightClient:
     return WeightClient(arguments.addresses, retry_seconds=10, **security_options(arguments).client_arguments())
-
-
-def _range(text: str) -> range:
-    first, _, end = text.partition(":")
-    try:
-        rows = range(int(first), int(end))
-    except ValueError:
-        rows = range(0)
-    if not 0 <= rows.start < rows.stop:
-        raise argparse.ArgumentTypeError(f"{text!r} is no FIRST:END, as in 0:1000")
-    return rows
-
-
-def _name(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("the name is empty: is a variable not set?")
-    return text
 
 
 def _serve(arguments: argparse.Namespace) -> None:
@@ -432,8 +389,6 @@ def _extend(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from weightserver.operations.export import export_rows  # the other commands need no safetensors
-
     with _client(arguments) as client:
         written = export_rows(
             client,

@@ -24,9 +24,9 @@ from trainer.run.directory import read_config
 from trainer.run.stopping import exit_on_error
 from trainer.schedule import RangesOrder
 from weightserver import ClientSecurity, LocalCluster, WeightClient
-from weightserver.cli import add_export_options, add_security_options, security_options
 from weightserver.common.atomic_files import to_path
-from weightserver.operations.export import export_rows
+from weightserver.common.security import add_security_options, security_options
+from weightserver.operations.export import add_export_options, export_rows
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

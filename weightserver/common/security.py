@@ -6,18 +6,21 @@ no message and no log holds it.
 
 from __future__ import annotations
 
+import argparse
 import hmac
 import logging
 import os
 import ssl
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import grpc
+
+from weightserver.common.atomic_files import to_path
 
 TOKEN_VARIABLE = "WEIGHTSERVER_TOKEN"
 MIN_TOKEN_CHARACTERS = 16
@@ -211,3 +214,17 @@ class ClientSecurity:
             ValueError: files that cannot be used.
         """
         return {"credentials": self.credentials(), "token": read_token(self.token_file), "insecure": self.insecure}
+
+
+def add_security_options(parser: argparse.ArgumentParser) -> None:
+    """How shards are called."""
+    parser.add_argument("--tls-ca", type=to_path, help="use TLS; CA that signed the shards' certificates (PEM)")
+    parser.add_argument("--tls-cert", type=to_path, help="own certificate, for shards that ask for one (PEM)")
+    parser.add_argument("--tls-key", type=to_path, help="its key (PEM)")
+    parser.add_argument("--token-file", type=to_path, help=f"token of the shards (default ${TOKEN_VARIABLE})")
+    parser.add_argument("--insecure", action="store_true", help="take addresses beyond loopback without TLS")
+
+
+def security_options(arguments: argparse.Namespace) -> ClientSecurity:
+    """What was given of them; ValueError where it makes no sense together."""
+    return ClientSecurity(**{field.name: getattr(arguments, field.name) for field in fields(ClientSecurity)})

@@ -57,6 +57,8 @@ _LARGEST_UNIT = 2.0**16
 _SMALLEST = 2.0**-500
 _SQUARES = 8_192
 """Values squared and added up at a time; from 10,000 on BLAS takes further threads."""
+MAX_STEPS = 1 << 25
+"""Learning rates of a schedule: a month of 12 steps a second. A shard keeps all of them in memory."""
 
 
 class Schedule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 
 from weightserver.client.client import WeightClient
-from weightserver.common.atomic_files import atomic_directory, atomic_write
+from weightserver.common.atomic_files import atomic_directory, atomic_write, to_path
 from weightserver.core.arrays import Int64Array
 from weightserver.core.checkpoints import chosen_checkpoint
 
@@ -89,3 +90,33 @@ def export_rows(
             atomic_write(partly / name, partial(FORMATS[file_format], columns, metadata))
             written.append(directory / name)
     return written
+
+
+def add_export_options(parser: argparse.ArgumentParser) -> None:
+    """What `export` is told of rows and files; the trainer's own export is told the same."""
+    parser.add_argument("--output", type=to_path, required=True, help="a new directory")
+    parser.add_argument("--rows", type=_range, help="FIRST:END, the rows FIRST to END-1 (default all)")
+    parser.add_argument(
+        "--checkpoint",
+        type=non_empty_name,
+        help="name of the checkpoint whose rows to write (default the rows of now)",
+    )
+    parser.add_argument("--step", type=int, help="for which update (default the checkpoint's, or the newest)")
+    parser.add_argument("--format", choices=["safetensors", "npz"], default="safetensors")
+
+
+def _range(text: str) -> range:
+    first, _, end = text.partition(":")
+    try:
+        rows = range(int(first), int(end))
+    except ValueError:
+        rows = range(0)
+    if not 0 <= rows.start < rows.stop:
+        raise argparse.ArgumentTypeError(f"{text!r} is no FIRST:END, as in 0:1000")
+    return rows
+
+
+def non_empty_name(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty: is a variable not set?")
+    return text

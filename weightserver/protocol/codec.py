@@ -38,8 +38,6 @@ MAX_REQUEST_BYTES = 8 * MAX_ROWS + (1 << 20)
 """The largest message that a shard takes: as many rows one by one as a fetch may name."""
 MAX_WRITE_BYTES = 1 << 30
 """Rows and values in one push or state write; the client splits none, because a write is atomic on a shard."""
-MAX_STEPS = 1 << 25
-"""Learning rates of a schedule: a month of 12 steps a second. A shard keeps all of them in memory."""
 MAX_NAME_CHARACTERS = 256
 """Length of a run's name: error messages quote it, and gRPC carries those in headers of at most 8 KiB."""
 _VARINT, _LENGTH_DELIMITED = 0, 2

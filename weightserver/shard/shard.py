@@ -22,7 +22,7 @@ from weightserver.common.stages import StageClock
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.blocks import SMALL, Block, BlockCodec, RowBuffer
 from weightserver.core.checkpoints import Checkpoint
-from weightserver.core.correction import Schedule, apply_push, bring_to
+from weightserver.core.correction import MAX_STEPS, Schedule, apply_push, bring_to
 from weightserver.core.errors import (
     DataLossError,
     FencedError,
@@ -38,7 +38,7 @@ from weightserver.core.lineage import Lineage, split_mark
 from weightserver.core.sharding import BlockRun, Sharding, block_runs
 from weightserver.core.spec import TableSpec
 from weightserver.core.versions import released_generations, unneeded
-from weightserver.protocol.codec import CHUNK_BYTES, MAX_STEPS, table_digest
+from weightserver.protocol.codec import CHUNK_BYTES, table_digest
 from weightserver.shard.schedule_change import Part, ScheduleState, read_schedule_state, write_schedule_state
 from weightserver.storage.lmdb_storage import NEWEST, DiskUsage, Storage, Transaction
 from weightserver.storage.records import (
