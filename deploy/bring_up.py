@@ -453,7 +453,7 @@ def train_from_profile(docker: Docker) -> float:
     _, locked_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked_bytes != resource.RLIM_INFINITY:  # nothing here may raise it; without InfiniBand nothing needs to
         trainer["ulimits"] = {"memlock": locked_bytes}
-        print(f"memlock: {locked_bytes}, as much as this machine allows")
+        tell(f"memlock: {locked_bytes}, as much as this machine allows")
     override = {"services": {"trainer": trainer}}
     docker.up("--profile", "trainer", "up", "-d", "--no-deps", "trainer", override=override)
 
