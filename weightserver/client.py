@@ -751,12 +751,10 @@ class WeightClient:
         """Whether each shard has a checkpoint of that name."""
         return [any(known.name == name for known in answer.checkpoints) for answer in self._describe_shards()]
 
-    def _change_all(self, method: str, make_request: Callable[..., Message], step: int = 0, schedule: int = 0) -> None:
+    def _change_all(self, method: str, make_request: Callable[..., Message]) -> None:
         """One change of every shard, once, however often it is tried."""
         session = self._require_session()
-        session.change(
-            lambda numbers: _raise_first(self._changed(session, numbers, method, make_request, step, schedule))
-        )
+        session.change(lambda numbers: _raise_first(self._changed(session, numbers, method, make_request)))
 
     def _changed(
         self,

@@ -136,6 +136,12 @@ class State:
         raise NoTableError(f"there is no checkpoint {name!r}: call checkpoints() for those of all shards")
 
 
+def descends(state: State, lineage: Lineage, mark: str) -> bool:
+    """Whether a directory of that state and lineage holds all that was there at the mark."""
+    incarnation, commit = split_mark(mark)
+    return (incarnation == state.incarnation and commit <= state.commit) or lineage.holds(mark)
+
+
 HELD_PREFIX = "backup-"
 """Of the second names under which backups keep checkpoints while they read them."""
 

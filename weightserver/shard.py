@@ -39,6 +39,7 @@ from weightserver.records import (
     Identity,
     Lineage,
     State,
+    descends,
     get_record,
     put_record,
     read_earlier_sizes,
@@ -62,7 +63,7 @@ from weightserver.sharding import BlockRun, Int64Array, Sharding, block_runs
 from weightserver.storage import NEWEST, DiskUsage, Storage, Transaction
 from weightserver.timing import StageClock
 from weightserver.versions import released_generations, unneeded
-from weightserver.wire import CHUNK_BYTES, MAX_STEPS, Float32Array, split_mark, table_digest
+from weightserver.wire import CHUNK_BYTES, MAX_STEPS, Float32Array, table_digest
 
 READ_BYTES = 4 << 20
 """Blocks in one answer of `read_blocks`."""
@@ -236,10 +237,8 @@ class Shard:
 
     def check_acknowledged(self, mark: str) -> None:
         """Raises DataLossError unless the shard's data descends from the state of that mark."""
-        state, (incarnation, commit) = self._state, split_mark(mark)
-        if incarnation == state.incarnation and commit <= state.commit:
-            return
-        if not self._lineage.holds(mark):
+        state = self._state
+        if not descends(state, self._lineage, mark):
             raise DataLossError(
                 f"shard {self.shard} lacks what it had acknowledged: its data is at {state.mark} and does not descend "
                 f"from {mark}, so an older copy of its directory, or another directory, is in its place. Nothing was "
