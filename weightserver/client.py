@@ -39,7 +39,7 @@ from weightserver import __version__
 from weightserver._generated import weight_server_pb2 as pb
 from weightserver.addresses import is_loopback
 from weightserver.config import MAX_ROWS, TableSpec
-from weightserver.connection import ShardConnection
+from weightserver.connection import ShardConnection, ShardFetch
 from weightserver.errors import (
     ClusterError,
     DataLossError,
@@ -973,13 +973,14 @@ class WeightClient:
         connections = self._connect()
         request.table = self._table().digest
 
-        def fetch_shard(shard: int, positions: slice | Int64Array) -> None:
-            connections[shard].fetch(request, FetchedRows(rows, positions, out, lent.in_use))
-
-        parts_by_shard = self._sharding().positions_by_shard(rows)
-        if parts_by_shard:
-            with _Lent() as lent:
-                self._in_parallel(fetch_shard, parts_by_shard.items())
+        with _Lent() as lent:
+            fetches = [
+                connections[shard].fetch(request, FetchedRows(rows, positions, out, lent.in_use))
+                for shard, positions in self._sharding().positions_by_shard(rows).items()
+            ]
+            if sum(array.nbytes for array in out if array is not None) <= CHUNK_BYTES:
+                self._workers.run(partial(ShardFetch.try_together, fetches))  # one thread is faster than several
+            self._in_parallel(ShardFetch.run, ((fetch,) for fetch in fetches if not fetch.is_complete))
 
     def _require_session(self) -> Session:
         if self._lost is not None:
