@@ -18,6 +18,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -448,7 +449,12 @@ def train_from_profile(docker: Docker) -> float:
     """The last loss of a run in which a shard dies, and then the trainer."""
     tell("$ docker-compose --profile trainer up -d trainer")
     command = [*compose_file()["services"]["trainer"]["command"], "--no-evaluate"]  # which would take minutes
-    override = {"services": {"trainer": {"command": command}}}
+    trainer: Json = {"command": command}
+    _, locked_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if locked_bytes != resource.RLIM_INFINITY:  # nothing here may raise it; without InfiniBand nothing needs to
+        trainer["ulimits"] = {"memlock": locked_bytes}
+        tell(f"memlock: {locked_bytes}, as much as this machine allows")
+    override = {"services": {"trainer": trainer}}
     docker.up("--profile", "trainer", "up", "-d", "--no-deps", "trainer", override=override)
 
     def steps() -> list[Json]:

@@ -33,15 +33,16 @@ TRAINING = [
 ]
 """Whole runs against one another."""
 
+LONG = ("ATen default, two threads",)
 HAS = {"default": 0, "avx2": 1, "avx512": 2}
 OWN = {"DEFAULT": 0, "AVX2": 1, "AVX512": 2}.get(torch.backends.cpu.get_cpu_capability(), -1)
 
 
-def bear(kernels: Kernels, tests: list[str]) -> str:
+def bear(kernels: Kernels, tests: list[str], *, guards: bool = False) -> str:
     wanted = kernels.environment.get("ATEN_CPU_CAPABILITY", "default")
     if HAS[wanted] > OWN:
         pytest.skip(f"this machine has no {wanted}: ATen takes {torch.backends.cpu.get_cpu_capability()}")
-    return kernels.run(tests)
+    return kernels.run(tests, guards=guards)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,10 @@ def test_quick_ones(kernels: Kernels, other: Kernels) -> None:
 
 @pytest.mark.guard
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kernels", MIXED.values(), ids=MIXED)
+@pytest.mark.parametrize(
+    "kernels",
+    [pytest.param(kernels, id=name, marks=[pytest.mark.slow] * (name in LONG)) for name, kernels in MIXED.items()],
+)
 def test_numeric_ones(kernels: Kernels) -> None:
     bear(kernels, NUMERIC)
 
@@ -65,4 +69,4 @@ def test_numeric_ones(kernels: Kernels) -> None:
 @pytest.mark.timeout(1_800)
 @pytest.mark.parametrize("kernels", [SCALAR, AVX2_IN_TWO_THREADS], ids=["scalar", "AVX2, two threads"])
 def test_training(kernels: Kernels) -> None:
-    bear(kernels, TRAINING)
+    bear(kernels, TRAINING, guards=True)

@@ -26,7 +26,7 @@ def results(output: Path) -> dict[str, Any]:
     return sections
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_section_measures(gpus: Gpus, tmp_path: Path) -> None:
     status = main(["--size", "toy", "--output", str(tmp_path), "--minutes", "10"], start=gpus.start_module)

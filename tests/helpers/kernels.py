@@ -30,9 +30,12 @@ class Kernels:
     def __or__(self, other: Kernels) -> Kernels:
         return Kernels(self.environment | other.environment, self.found + other.found)
 
-    def run(self, tests: list[str]) -> str:
-        """The output of the quick ones among `tests` (files, or single tests), which must pass with these kernels."""
+    def run(self, tests: list[str], *, guards: bool = False) -> str:
+        """The output of the quick ones among `tests` (files, or single tests), with `guards` of those too, which must
+        pass with these kernels."""
         command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "tests.helpers.kernels", "-p", "no:cacheprovider"]
+        if guards:
+            command += ["-m", "not (slow or docker or gpu or soak)"]
         environment = {"OMP_NUM_THREADS": "1"} | self.environment
         done = subprocess.run(
             [*command, *tests], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False

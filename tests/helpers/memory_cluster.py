@@ -642,7 +642,13 @@ class _Channel:
         )
 
     def unary_stream(self, path: str, *, request_serializer: Any, response_deserializer: Any) -> Any:
-        return lambda request, **options: self._call(path, [request], response_deserializer or bytes, options)
+        def begin(request: Any, **options: Any) -> _Answers:
+            try:
+                return self._call(path, [request], response_deserializer or bytes, options)
+            except grpc.RpcError as error:
+                return _Answers([], (), error)
+
+        return begin
 
     def close(self) -> None: ...
 
@@ -662,9 +668,18 @@ class _Channel:
 class _Answers(list[Any]):
     """A call whose answers are there."""
 
-    def __init__(self, answers: Iterable[Any], trailing: Sequence[tuple[str, str]]) -> None:
+    def __init__(
+        self, answers: Iterable[Any], trailing: Sequence[tuple[str, str]], failure: grpc.RpcError | None = None
+    ) -> None:
         super().__init__(answers)
         self._trailing = trailing
+        self._failure = failure
+
+    def __iter__(self) -> Iterator[Any]:
+        """Raises what a call of several answers raises when they are read."""
+        if self._failure is not None:
+            raise self._failure
+        return super().__iter__()
 
     def trailing_metadata(self) -> Sequence[tuple[str, str]]:
         return self._trailing

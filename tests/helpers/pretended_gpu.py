@@ -64,7 +64,8 @@ def command(num_gpus: int) -> list[str]:
 
 
 def _library() -> Path:
-    key = hashlib.sha256(_SOURCE.read_bytes() + importlib.metadata.version("torch").encode()).hexdigest()[:16]
+    torch = f"{importlib.metadata.version('torch')} {_torch_directory()}"  # where the shim looks for its libraries
+    key = hashlib.sha256(_SOURCE.read_bytes() + torch.encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"pretended-gpu-{os.getuid()}" / f"{key}.so"
 
 

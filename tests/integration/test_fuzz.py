@@ -72,7 +72,7 @@ class Inputs:
         version = (VERSION_KEY, r.choice([__version__, __version__, "0.2", "0.10.1", "3.0"]))
         if r.random() < 0.02:
             incarnation, _, commit = mark.partition(":")
-            lost = [f"{incarnation}:{int(commit) + 1}", "0" * 16 + ":0", f"{'f' * 16}:{2**63}"]
+            lost = [f"{incarnation}:{int(commit) + 10**9}", "0" * 16 + ":0", f"{'f' * 16}:{2**63}"]
             return (version, (ACKNOWLEDGED_KEY, r.choice(lost))), {"DATA_LOSS"}
         if r.random() < 0.02:
             return (version, (ACKNOWLEDGED_KEY, r.choice(MARKS[1:]))), {"INVALID_ARGUMENT"}

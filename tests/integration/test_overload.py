@@ -493,7 +493,7 @@ def test_the_call_that_has_tried_longest_comes_first() -> None:
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("num_clients", [80, 160])
+@pytest.mark.parametrize("num_clients", [80, pytest.param(160, marks=pytest.mark.slow)])
 def test_equal_clients_are_served_equally(tmp_path: Path, num_clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each fetches as fast as it can, more of them than may wait too. Each is served once a round: over 12 rounds
     one may miss some of its turns, because its process had no time, but not half of them."""

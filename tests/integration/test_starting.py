@@ -211,7 +211,7 @@ def test_parents_die_at_a_point_of_a_start(point: str, tmp_path: Path) -> None:
     dies(serve(tmp_path, "--announce", "--stop-with-parent", what=("orphaned", point)), tmp_path, "never")
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_parents_die_at_any_moment_of_a_start(tmp_path: Path) -> None:
     for number in range(8):
         seconds = random.Random(number).uniform(0, 3)
@@ -232,7 +232,7 @@ def test_sigterm_ends_a_start(point: str, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_sigterm_ends_a_start_at_any_moment(tmp_path: Path) -> None:
     for number in range(8):
         process = psutil.Popen(serve(tmp_path), cwd=ROOT, stderr=subprocess.DEVNULL)

@@ -277,7 +277,9 @@ def signal_after(metrics: Path, num_lines: int) -> None:
     "kills",
     [
         pytest.param([(15, "resident")], id="once"),
-        pytest.param([(15, "resident"), (20, "remote"), (30, "resident")], id="again and again"),
+        pytest.param(
+            [(15, "resident"), (20, "remote"), (30, "resident")], id="again and again", marks=pytest.mark.slow
+        ),
     ],
 )
 @pytest.mark.guard

@@ -35,7 +35,7 @@ import numpy.typing as npt
 import xxhash
 from google.protobuf.message import Message
 
-from weightserver.client.connection import ShardConnection
+from weightserver.client.connection import ShardConnection, ShardFetch
 from weightserver.client.fetched_rows import FetchedRows, Output
 from weightserver.client.schedule_caller import KnownSchedule, ScheduleCaller, common_schedule
 from weightserver.client.session import Numbers, Session, Write
@@ -752,12 +752,10 @@ class WeightClient:
         """Whether each shard has a checkpoint of that name."""
         return [any(known.name == name for known in answer.checkpoints) for answer in self._describe_shards()]
 
-    def _change_all(self, method: str, make_request: Callable[..., Message], step: int = 0, schedule: int = 0) -> None:
+    def _change_all(self, method: str, make_request: Callable[..., Message]) -> None:
         """One change of every shard, once, however often it is tried."""
         session = self._require_session()
-        session.change(
-            lambda numbers: _raise_first(self._changed(session, numbers, method, make_request, step, schedule))
-        )
+        session.change(lambda numbers: _raise_first(self._changed(session, numbers, method, make_request)))
 
     def _changed(
         self,
@@ -977,13 +975,14 @@ class WeightClient:
         connections = self._connect()
         request.table = self._table().digest
 
-        def fetch_shard(shard: int, positions: slice | Int64Array) -> None:
-            connections[shard].fetch(request, FetchedRows(rows, positions, out, lent.in_use))
-
-        parts_by_shard = self._sharding().positions_by_shard(rows)
-        if parts_by_shard:
-            with _Lent() as lent:
-                self._in_parallel(fetch_shard, parts_by_shard.items())
+        with _Lent() as lent:
+            fetches = [
+                connections[shard].fetch(request, FetchedRows(rows, positions, out, lent.in_use))
+                for shard, positions in self._sharding().positions_by_shard(rows).items()
+            ]
+            if sum(array.nbytes for array in out if array is not None) <= CHUNK_BYTES:
+                self._workers.run(partial(ShardFetch.try_together, fetches))  # one thread is faster than several
+            self._in_parallel(ShardFetch.run, ((fetch,) for fetch in fetches if not fetch.is_complete))
 
     def _require_session(self) -> Session:
         if self._lost is not None:

@@ -10,7 +10,8 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -76,6 +77,14 @@ def open_channel(address: str, credentials: grpc.ChannelCredentials | None) -> g
 
 class _AskAgain(Exception):
     """What was answered is to be asked for once more: the same again does nothing, and is answered as newer."""
+
+
+@dataclass
+class _Begun:
+    """When the attempts at a call began, and its id."""
+
+    at: float = field(default_factory=lambda: time.monotonic())
+    request_id: str = field(default_factory=new_request_id)
 
 
 class ShardConnection:
@@ -146,22 +155,17 @@ class ShardConnection:
 
         return self._workers.run(partial(self._attempts, attempt))
 
-    def fetch(self, request: pb.FetchRequest, rows: FetchedRows) -> None:
-        """Fetches all of `rows`, asked for as `request` says. An attempt asks for those that have not arrived yet."""
+    def fetch(self, request: pb.FetchRequest, rows: FetchedRows) -> ShardFetch:
+        """A fetch of all of `rows`, asked for as `request` says; nothing is sent yet."""
+        return ShardFetch(self, request, rows)
 
-        def attempt(options: dict[str, Any]) -> None:
-            call = self._stubs["Fetch"](rows.request(request), **options)
-            try:
-                for message in call:
-                    rows.add(message)
-                self._note_mark(call, options)
-            finally:
-                call.cancel()
-            if rows.num_arrived < rows.num_asked:
-                raise ClusterError(f"{self.name} answered {rows.num_arrived} of {rows.num_asked} rows")
-
-        while rows.num_arrived < rows.num_rows:
-            self._workers.run(partial(self._attempts, attempt, rows=rows))
+    def _options(self, acknowledged: str, request_id: str, waited: float = 0.0) -> dict[str, Any]:
+        """Deadline and metadata of an attempt."""
+        mark = acknowledged or self.acknowledged
+        metadata = [*self._metadata, *([(ACKNOWLEDGED_KEY, mark)] if mark else []), (REQUEST_ID, request_id)]
+        if waited:
+            metadata.append((WAITED_KEY, str(round(1000 * waited))))
+        return {"timeout": self._timeout_seconds, "metadata": metadata}
 
     def _attempts(
         self,
@@ -170,19 +174,17 @@ class ShardConnection:
         *,
         rows: FetchedRows | None = None,
         once: bool = False,
+        begun: _Begun | None = None,
     ) -> Result:
         """The result of the first attempt that succeeds, or of the only one. After one in which some of `rows` arrived
         the next follows at once, and `retry_seconds` begin anew. Runs in a worker."""
-        started, pause, warned, request_id = time.monotonic(), _FIRST_PAUSE_SECONDS, False, new_request_id()
+        begun = begun or _Begun()
+        started, pause, warned, request_id = begun.at, _FIRST_PAUSE_SECONDS, False, begun.request_id
         in_doubt, waited, num_arrived = False, 0.0, rows.num_arrived if rows else 0
         while True:
-            mark = acknowledged or self.acknowledged
-            metadata = [*self._metadata, *([(ACKNOWLEDGED_KEY, mark)] if mark else []), (REQUEST_ID, request_id)]
-            if waited:
-                metadata.append((WAITED_KEY, str(round(1000 * waited))))
             self._workers.check()
             try:
-                return attempt({"timeout": self._timeout_seconds, "metadata": metadata})
+                return attempt(self._options(acknowledged, request_id, waited))
             except _AskAgain:
                 in_doubt = True
                 continue
@@ -253,6 +255,81 @@ class ShardConnection:
 
     def close(self) -> None:
         self._channel.close()
+
+
+class ShardFetch:
+    """A fetch of one shard's rows. An attempt asks for those that have not arrived yet.
+
+    One thread can have the first attempts of several shards under way: it begins them all before it ends the first.
+    """
+
+    def __init__(self, connection: ShardConnection, request: pb.FetchRequest, rows: FetchedRows) -> None:
+        self._connection = connection
+        self._request = request
+        self._rows = rows
+        self._begun: _Begun | None = None
+        self._first: tuple[Any, dict[str, Any]] | None = None
+        """The call that `_begin` made, and its options."""
+        self._failure: Exception | None = None
+        """What `_end_first` caught."""
+
+    @staticmethod
+    def try_together(fetches: Sequence[ShardFetch]) -> None:
+        """Makes the first attempt of each. What fails is left to `run`."""
+        try:
+            for fetch in fetches:
+                fetch._begin()
+            for fetch in fetches:
+                fetch._end_first()
+        finally:
+            for fetch in fetches:
+                if fetch._first:
+                    fetch._first[0].cancel()
+
+    @property
+    def is_complete(self) -> bool:
+        return self._rows.num_arrived == self._rows.num_rows
+
+    def run(self) -> None:
+        """Returns when all rows have arrived; raises what a call of the shard raises."""
+        while not self.is_complete:
+            attempts = partial(self._connection._attempts, self._attempt, rows=self._rows, begun=self._begun)
+            self._connection._workers.run(attempts)
+            self._begun = None
+
+    def _begin(self) -> None:
+        Workers.check()
+        self._begun = _Begun()
+        options = self._connection._options("", self._begun.request_id)
+        self._first = self._send(options), options
+
+    def _end_first(self) -> None:
+        assert self._first is not None
+        try:
+            self._receive(*self._first)
+        except Exception as error:  # noqa: BLE001 - raised by the first attempt of `run`
+            self._failure = error
+
+    def _attempt(self, options: dict[str, Any]) -> None:
+        if failure := self._failure:
+            self._failure = None
+            raise failure
+        call = self._send(options)
+        try:
+            self._receive(call, options)
+        finally:
+            call.cancel()
+
+    def _send(self, options: dict[str, Any]) -> Any:
+        return self._connection._stubs["Fetch"](self._rows.request(self._request), **options)
+
+    def _receive(self, call: Any, options: dict[str, Any]) -> None:
+        rows = self._rows
+        for message in call:
+            rows.add(message)
+        self._connection._note_mark(call, options)
+        if rows.num_arrived < rows.num_asked:
+            raise ClusterError(f"{self._connection.name} answered {rows.num_arrived} of {rows.num_asked} rows")
 
 
 def _is_behind(mark: str, other: str) -> bool:

@@ -29,6 +29,7 @@ from weightserver.core.spec import TableSpec
 from weightserver.storage.lmdb_storage import NEWEST, LmdbStorage, Transaction, check_integrity
 from weightserver.storage.records import (
     State,
+    descends,
     read_identity,
     read_lineage,
     read_peers,
@@ -207,7 +208,7 @@ def _require_one_time(shards: list[_Source]) -> None:
     for shard in shards:
         for number, mark in enumerate(shard.peers):
             other = by_number[number]
-            if mark and not other.lineage.joined([other.state.mark]).holds(mark):
+            if mark and not descends(other.state, other.lineage, mark):
                 raise ValueError(
                     f"{other.directory} is older than {shard.directory}, which knows of later writes of shard "
                     f"{number}: give its newest directory, or take a checkpoint's rows"

@@ -34,7 +34,7 @@ from weightserver.core.errors import (
 )
 from weightserver.core.exactly_once import WriterState
 from weightserver.core.initial import initial_rows
-from weightserver.core.lineage import Lineage, split_mark
+from weightserver.core.lineage import Lineage
 from weightserver.core.sharding import BlockRun, Sharding, block_runs
 from weightserver.core.spec import TableSpec
 from weightserver.core.versions import released_generations, unneeded
@@ -46,6 +46,7 @@ from weightserver.storage.records import (
     MAX_CHECKPOINTS,
     ShardIdentity,
     State,
+    descends,
     get_record,
     put_record,
     read_earlier_sizes,
@@ -237,10 +238,8 @@ class Shard:
 
     def check_acknowledged(self, mark: str) -> None:
         """Raises DataLossError unless the shard's data descends from the state of that mark."""
-        state, (incarnation, commit) = self._state, split_mark(mark)
-        if incarnation == state.incarnation and commit <= state.commit:
-            return
-        if not self._lineage.holds(mark):
+        state = self._state
+        if not descends(state, self._lineage, mark):
             raise DataLossError(
                 f"shard {self.shard} lacks what it had acknowledged: its data is at {state.mark} and does not descend "
                 f"from {mark}, so an older copy of its directory, or another directory, is in its place. Nothing was "

@@ -19,7 +19,7 @@ import xxhash
 from weightserver.core.arrays import Float32Array
 from weightserver.core.checkpoints import Checkpoint
 from weightserver.core.errors import NoTableError, StorageError
-from weightserver.core.lineage import Lineage
+from weightserver.core.lineage import Lineage, split_mark
 from weightserver.core.spec import TableSpec
 from weightserver.storage.lmdb_storage import Reader, Transaction
 
@@ -80,6 +80,12 @@ class State:
                     raise NoTableError(f"checkpoint {name!r} is another one by now: call checkpoints() and begin anew")
                 return checkpoint
         raise NoTableError(f"there is no checkpoint {name!r}: call checkpoints() for those of all shards")
+
+
+def descends(state: State, lineage: Lineage, mark: str) -> bool:
+    """Whether a directory of that state and lineage holds all that was there at the mark."""
+    incarnation, commit = split_mark(mark)
+    return (incarnation == state.incarnation and commit <= state.commit) or lineage.holds(mark)
 
 
 def read_identity(txn: Reader) -> ShardIdentity | None:
