@@ -221,7 +221,7 @@ def test_a_run_that_goes_on_has_not_ended(tmp_path: Path, undisturbed: Path, mon
     """Killed before its first step; it goes on to the same end."""
     output = shutil.copytree(undisturbed, tmp_path / "run")
     with monkeypatch.context() as patched:
-        patched.setattr("trainer.loop.views_ahead", lambda *_: die("the power went out"))
+        patched.setattr("trainer.build.views_ahead", lambda *_: die("the power went out"))
         with pytest.raises(OSError, match="power"):
             train(small_run(output, resume=True))
     assert read_summary(output) == {}
