@@ -135,6 +135,7 @@ def test_an_older_copy_of_a_directory_is_refused(place: Place, whole: bool, writ
             other.push_gradients(ROWS, ONES, step=0)
     for call in (
         lambda: place.push(),
+        lambda: place.push(1),
         lambda: place.client.fetch(ROWS, step=1),
         lambda: place.client.checkpoint("after", step=1),
         lambda: place.client.describe(),
