@@ -135,6 +135,7 @@ def test_an_older_copy_of_a_directory_is_refused(place: Place, whole: bool, writ
             other.push_gradients(ROWS, ONES, step=0)
     for call in (
         lambda: place.push(),
+        lambda: place.push(1),
         lambda: place.client.fetch(ROWS, step=1),
         lambda: place.client.checkpoint("after", step=1),
         lambda: place.client.describe(),
@@ -388,8 +389,36 @@ def test_a_restored_shard_without_a_later_checkpoint_is_not_taken_either(place: 
 
 
 @pytest.mark.guard
-def test_an_opening_that_failed_halfway_needs_no_force(place: Place) -> None:
+def test_a_shard_restored_again_from_the_backup_of_all_is_not_taken(place: Place, tmp_path: Path) -> None:
+    """The others have gone on since all of them were restored from it."""
     place.push()
+    place.client.checkpoint("a", step=1)
+    backup(place.client, tmp_path / "backup")
+    for shard in range(2):
+        restore(tmp_path / "backup", tmp_path / f"restored-{shard}", shard=shard)
+        place.replace(shard, tmp_path / f"restored-{shard}")
+    with place.connect() as later:
+        later.open_session("later")
+        later.push_gradients(ROWS, ONES, step=0)
+    restore(tmp_path / "backup", tmp_path / "again", shard=1)
+    place.replace(1, tmp_path / "again")
+    with place.connect() as latest:
+        with pytest.raises(DataLossError, match=r"shard 1 at .* lacks what shard 0 knows it to have acknowledged"):
+            latest.open_session("latest")
+        latest.open_session("latest", force=True)
+        latest.rollback("a")
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("restored", [False, True])
+def test_an_opening_that_failed_halfway_needs_no_force(place: Place, tmp_path: Path, restored: bool) -> None:
+    place.push()
+    if restored:
+        place.client.checkpoint("a", step=1)
+        backup(place.client, tmp_path / "backup")
+        for shard in range(2):
+            restore(tmp_path / "backup", tmp_path / f"restored-{shard}", shard=shard)
+            place.replace(shard, tmp_path / f"restored-{shard}")
     place.kill(1)
     with WeightClient(place.cluster.addresses, retry_seconds=1) as other:
         place.cluster.restart(1)

@@ -491,14 +491,6 @@ class WeightClient:
                     raise DataLossError(
                         f"{connection.name} lacks what shard {answer.shard} knows it to have acknowledged: {remedy}"
                     ) from None
-        restored = [answer for answer in answers if answer.epoch and not answer.opener and _has_rows(answer)]
-        continued = [answer for answer in answers if answer.opener]
-        kept = [{(known.identity, known.name) for known in answer.checkpoints} for answer in restored]
-        if restored and (continued or (any(kept) and not set.intersection(*kept))):
-            raise ClusterError(
-                f"shard {restored[0].shard} was restored, and its rows are of another time than those of shard "
-                f"{(continued or restored[1:])[0].shard}: {remedy}"
-            )
         self._require_one_timeline(answers)
 
     def _require_one_timeline(self, answers: list[pb.DescribeResponse]) -> None:
@@ -1119,10 +1111,6 @@ class _Lent:
     ) -> None:
         with self._lock:
             self._returned = True
-
-
-def _has_rows(answer: pb.DescribeResponse) -> bool:
-    return bool(answer.rows_stored or answer.clock)
 
 
 def _spec_of(answer: pb.DescribeResponse) -> TableSpec:
