@@ -1,0 +1,73 @@
+"""Nearest neighbours by cosine similarity, for banks and queries that do not fit the device, and their votes."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BANK_ROWS = 32_768
+"""Bank features compared at a time: 256 MiB in float32 for features of 2,048 values."""
+QUERY_ROWS = 1_024
+"""Queries compared at a time: with BANK_ROWS, 128 MiB of similarities."""
+
+
+def nearest(
+    bank: Tensor,
+    queries: Tensor,
+    num_neighbours: int,
+    *,
+    device: torch.device | str = "cpu",
+    bank_rows: int = BANK_ROWS,
+    query_rows: int = QUERY_ROWS,
+) -> tuple[Tensor, Tensor]:
+    """Returns the nearest bank features of each query: cosine float32 [M, k] in falling order, index int64 [M, k].
+
+    Bank [N, d] and queries [M, d] may have any floating dtype and be memory-mapped: one block of each is read at a time
+    and compared on `device` in float32. Beside these blocks the memory needed is that of the result.
+
+    Raises:
+        ValueError: num_neighbours is not in 1..N.
+    """
+    if not 1 <= num_neighbours <= len(bank):
+        raise ValueError(f"num_neighbours must lie in 1..{len(bank)}, the size of the bank, got {num_neighbours}")
+    similarity = torch.full((len(queries), num_neighbours), -torch.inf)
+    index = torch.zeros((len(queries), num_neighbours), dtype=torch.int64)
+    for start in range(0, len(bank), bank_rows):
+        keys = _unit(bank[start : start + bank_rows], device)  # (N', d)
+        for first in range(0, len(queries), query_rows):
+            rows = slice(first, first + query_rows)
+            cosine = _unit(queries[rows], device) @ keys.T  # (M', N')
+            found, where = cosine.topk(min(num_neighbours, len(keys)))
+            both = torch.cat([similarity[rows], found.cpu()], dim=1)
+            both_index = torch.cat([index[rows], where.cpu() + start], dim=1)
+            similarity[rows], kept = both.topk(num_neighbours)
+            index[rows] = both_index.gather(1, kept)
+    return similarity, index
+
+
+def vote(similarity: Tensor, labels: Tensor, num_classes: int, *, k: int, temperature: float) -> Tensor:
+    """Returns scores float32 [M, num_classes]: a neighbour of cosine similarity s has exp((s - 1) / temperature) votes.
+
+    Similarity float32 [M, ≥ k] in falling order, labels int64 [M, ≥ k] of the same neighbours (Wu et al., 1805.01978,
+    section 3.4). The constant exp(-1 / temperature) keeps votes finite and changes no order.
+    """
+    votes = ((similarity[:, :k] - 1) / temperature).exp()
+    return torch.zeros(len(similarity), num_classes).scatter_add_(1, labels[:, :k], votes)
+
+
+def predict(
+    similarity: Tensor, labels: Tensor, num_classes: int, settings: Sequence[tuple[int, float]], *, top: int = 5
+) -> dict[tuple[int, float], Tensor]:
+    """Returns the `top` classes of most votes, int64 [M, top] in falling order, for each (k, temperature)."""
+    top = min(top, num_classes)
+    found = {}
+    for k, temperature in settings:
+        blocks = zip(torch.split(similarity, QUERY_ROWS), torch.split(labels, QUERY_ROWS), strict=True)
+        scores = (vote(*block, num_classes, k=k, temperature=temperature) for block in blocks)
+        found[k, temperature] = torch.cat([score.topk(top).indices for score in scores])
+    return found
+
+
+def _unit(features: Tensor, device: torch.device | str) -> Tensor:
+    return F.normalize(features.to(device).float())
