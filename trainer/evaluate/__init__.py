@@ -12,7 +12,7 @@ from trainer.evaluate.features import (
     untrained_encoder,
 )
 from trainer.evaluate.knn import knn_top1
-from trainer.evaluate.linear import linear_top1
+from trainer.evaluate.linear_cached import linear_top1
 from trainer.evaluate.protocol import ProbeResult, split_held_out
 from trainer.evaluate.table import evaluate_features
 

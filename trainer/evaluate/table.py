@@ -7,7 +7,7 @@ from rich.table import Table
 
 from trainer.evaluate.features import FeatureSet
 from trainer.evaluate.knn import knn_top1
-from trainer.evaluate.linear import linear_top1
+from trainer.evaluate.linear_cached import linear_top1
 from trainer.evaluate.protocol import ProbeResult
 
 PROTOCOLS: dict[str, Callable[[FeatureSet], ProbeResult]] = {"knn": knn_top1, "linear": linear_top1}

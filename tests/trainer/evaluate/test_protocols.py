@@ -19,7 +19,7 @@ from trainer.evaluate import (
     untrained_encoder,
 )
 from trainer.evaluate.knn import K_CHOICES, VOTE_TEMPERATURE, held_out_knn_top1
-from trainer.evaluate.linear import STRENGTHS
+from trainer.evaluate.linear_cached import STRENGTHS
 from trainer.model import EncoderConfig
 
 CONFIG = EncoderConfig(width=8, blocks=(1, 1), stem_stride=2)
