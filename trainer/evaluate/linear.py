@@ -1,0 +1,263 @@
+"""Linear classification on frozen features of random crops (paper, section 4; He et al., 1911.05722).
+
+The encoder stays in eval mode and without gradients. Every learning rate trains a head of its own on the same features,
+so that several cost little more than one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from trainer.data import Dataset, TrainImages
+from trainer.data.augment import Augmentation, AugmentationConfig
+from trainer.data.pixels import PixelScale, normalise
+from trainer.data.prefetch import Visits, views_ahead
+from trainer.distributed import Ranks
+from trainer.evaluate.protocol import split_held_out
+from trainer.schedule import visit_uniforms
+from weightserver.common.atomic_files import atomic_write
+
+_CROPS = AugmentationConfig(strong=False, min_scale=0.08)
+"""torchvision's RandomResizedCrop with its defaults, and a flip."""
+_INIT_STD = 0.01
+_TEST_BATCH = 256
+_TOP = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearConfig:
+    """Settings of the linear protocol; the defaults are the paper's."""
+
+    learning_rates: tuple[float, ...] = (30.0,)
+    """One head is trained for each. Of several, held-out training images choose."""
+    epochs: int = 100
+    batch_size: int = 256
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    seed: int = 0
+    """Of the crops, the order of images and the heads' initial weights."""
+    bfloat16: bool = False
+    """Whether the encoder computes in bfloat16 (autocast)."""
+
+    def __post_init__(self) -> None:
+        if not self.learning_rates or not all(0 < rate < math.inf for rate in self.learning_rates):
+            raise ValueError(f"learning_rates are {self.learning_rates}: give one or more, positive and finite")
+        for name in ("epochs", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearResult:
+    """Accuracies in percent on the test images, by their centre crops."""
+
+    top1: float
+    top5: float
+    learning_rate: float
+    held_out_top1: float | None
+    """By which the learning rate was chosen, on training images that no head was trained on; None for a single rate."""
+
+
+def linear_probe(
+    encoder: nn.Module,
+    dataset: Dataset,
+    pixels: PixelScale,
+    config: LinearConfig,
+    ranks: Ranks | None = None,
+    *,
+    state_file: Path | None = None,
+    report: Callable[[int, int, float], None] = lambda step, num_steps, loss: None,
+) -> LinearResult:
+    """Trains linear heads on the encoder's features of the training images and tests the best.
+
+    The result does not depend on the number of ranks, up to rounding: each takes its part of every batch and of the
+    test images. With `state_file` an interrupted run of the same settings continues after its last whole epoch.
+
+    Args:
+        encoder: maps normalised float32 [B, C, H, W] to features [B, d]; its state is left as it is.
+        report: called after each step with its number, their number, and the loss of the first head.
+
+    Raises:
+        ValueError: images without labels, or fewer of them than a batch.
+    """
+    ranks = ranks or Ranks()
+    dataset.check_labelled(tested=True)
+    num_images = len(dataset.train_images)
+    fitted, held_out = torch.arange(num_images), torch.empty(0, dtype=torch.int64)
+    if len(config.learning_rates) > 1:
+        fitted, held_out = split_held_out(num_images)
+    if len(fitted) < config.batch_size:
+        raise ValueError(f"{len(fitted)} images make no batch of {config.batch_size}: give a smaller --batch-size")
+    frozen = _Frozen(encoder, pixels, ranks.device, bfloat16=config.bfloat16)
+    num_classes = int(torch.cat([dataset.train_labels, dataset.test_labels]).max()) + 1
+    probe = _Probe(frozen, dataset, fitted, num_classes, config, ranks)
+    probe.train(state_file, report)
+    best, held_out_top1 = 0, None
+    if len(held_out):
+        labels = dataset.train_labels[held_out]
+        shares = [top1 for top1, _ in probe.accuracies(dataset.train_images, held_out, labels)]
+        best = max(range(len(shares)), key=lambda head: shares[head])  # the first of equals
+        held_out_top1 = shares[best]
+    tested = torch.arange(len(dataset.test_images))
+    top1, top5 = probe.accuracies(dataset.test_images, tested, dataset.test_labels)[best]
+    frozen.check_unchanged()
+    return LinearResult(top1=top1, top5=top5, learning_rate=config.learning_rates[best], held_out_top1=held_out_top1)
+
+
+class _Frozen:
+    """An encoder in eval mode whose state nothing changes."""
+
+    def __init__(self, encoder: nn.Module, pixels: PixelScale, device: torch.device, *, bfloat16: bool) -> None:
+        self._encoder = encoder.to(device).eval()
+        self._before = {name: value.clone() for name, value in encoder.state_dict().items()}
+        self._bfloat16 = bfloat16
+        self.pixels, self.device = pixels, device
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> Tensor:
+        """Features float32 [B, d] of normalised images."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._bfloat16):
+            features: Tensor = self._encoder(images.contiguous(memory_format=torch.channels_last))
+        return features.float().flatten(1)
+
+    def check_unchanged(self) -> None:
+        """Raises RuntimeError where a parameter or a BatchNorm buffer has changed."""
+        for name, value in self._encoder.state_dict().items():
+            if not torch.equal(value, self._before[name]):
+                raise RuntimeError(f"{name} of the frozen encoder has changed: its evaluation is void")
+
+
+class _Probe:
+    """Heads, one for each learning rate, and their training."""
+
+    def __init__(
+        self, frozen: _Frozen, dataset: Dataset, fitted: Tensor, num_classes: int, config: LinearConfig, ranks: Ranks
+    ) -> None:
+        self._frozen, self._config, self._ranks = frozen, config, ranks
+        self._images = dataset.train_images.to(ranks.device)
+        self._labels, self._fitted = dataset.train_labels, fitted
+        self._side = dataset.evaluated_side
+        self._image_size = dataset.evaluated_side or dataset.train_images.shape[-1]
+        dim = frozen(self._centres(dataset.train_images[:1])).shape[1]
+        generator = torch.Generator().manual_seed(config.seed)
+        weight = torch.randn(num_classes, dim, generator=generator) * _INIT_STD
+        self._heads = [nn.Linear(dim, num_classes).to(ranks.device) for _ in config.learning_rates]
+        for head in self._heads:
+            with torch.no_grad():
+                head.weight.copy_(weight)
+                head.bias.zero_()
+        self._optimizer = torch.optim.SGD(
+            [
+                {"params": list(head.parameters()), "lr": rate}
+                for head, rate in zip(self._heads, config.learning_rates, strict=True)
+            ],
+            lr=config.learning_rates[0],
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+        )
+
+    @property
+    def _steps_per_epoch(self) -> int:
+        return len(self._fitted) // self._config.batch_size
+
+    def train(self, state_file: Path | None, report: Callable[[int, int, float], None]) -> None:
+        """Trains all heads to the end; continues from `state_file` where that is of the same settings."""
+        first_epoch = self._load(state_file) if state_file else 0
+        augment = Augmentation(_CROPS, self._image_size, self._frozen.pixels)
+        num_steps = self._config.epochs * self._steps_per_epoch
+        step = first_epoch * self._steps_per_epoch
+        for epoch in range(first_epoch, self._config.epochs):
+            batches = self._batches(epoch)
+            with closing(views_ahead(self._images, batches, [augment], self._ranks.device)) as views:
+                for batch, view in zip(batches, views, strict=True):
+                    loss = self._step(view, self._labels[batch.images], step / num_steps)
+                    step += 1
+                    report(step, num_steps, loss)
+            if state_file and self._ranks.is_first:
+                self._save(state_file, epoch + 1)
+
+    def _batches(self, epoch: int) -> list[Visits]:
+        """This rank's part of each batch of an epoch."""
+        config, batches = self._config, []
+        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + epoch)
+        order = self._fitted[torch.randperm(len(self._fitted), generator=generator)].numpy()
+        mine = self._ranks.share(config.batch_size)
+        for start in range(0, self._steps_per_epoch * config.batch_size, config.batch_size):
+            places = np.arange(start + mine.start, start + mine.stop)
+            uniforms = visit_uniforms(config.seed, epoch * len(order) + places[None], Augmentation.num_uniforms)
+            batches.append(Visits(order[places], uniforms))  # [b], [1, b, num_uniforms]
+        return batches
+
+    def _step(self, view: Tensor, labels: Tensor, progress: float) -> float:
+        """One update of every head by the whole batch's mean loss, at its rate after a part `progress` of all steps."""
+        for group, rate in zip(self._optimizer.param_groups, self._config.learning_rates, strict=True):
+            group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * progress))
+        features, labels = self._frozen(view), labels.to(view.device)
+        losses = [F.cross_entropy(head(features), labels, reduction="sum") for head in self._heads]
+        self._optimizer.zero_grad()
+        (torch.stack(losses).sum() / self._config.batch_size).backward()  # type: ignore[no-untyped-call]
+        if self._ranks.world_size > 1:
+            for _, parameter in self._parameters():
+                dist.all_reduce(parameter.grad)
+        self._optimizer.step()
+        return losses[0].item() / max(1, len(labels))
+
+    def accuracies(self, images: TrainImages, ids: Tensor, labels: Tensor) -> list[tuple[float, float]]:
+        """Top-1 and top-5 of each head in percent, over the images of all ranks; each image is counted once."""
+        mine = self._ranks.share(len(ids))
+        ids, labels = ids[mine], labels[mine]
+        correct = np.zeros((len(self._heads), 2))
+        for part, wanted in zip(torch.split(ids, _TEST_BATCH), torch.split(labels, _TEST_BATCH), strict=True):
+            features = self._frozen(self._centres(images[part]))
+            for number, head in enumerate(self._heads):
+                found = head(features).topk(min(_TOP, head.out_features)).indices.cpu() == wanted[:, None]
+                correct[number] += found[:, 0].sum().item(), found.sum().item()
+        total = max(1.0, self._ranks.sum_over_ranks([float(len(ids))])[0])
+        sums = np.array(self._ranks.sum_over_ranks(correct.ravel().tolist())).reshape(correct.shape)
+        return [(100 * top1 / total, 100 * top5 / total) for top1, top5 in sums]
+
+    def _centres(self, images: Tensor) -> Tensor:
+        side = self._side
+        edge = 0 if side is None else (images.shape[-1] - side) // 2
+        inner = slice(edge, None if side is None else edge + side)
+        return normalise(images[..., inner, inner].to(self._ranks.device), self._frozen.pixels)
+
+    def _save(self, path: Path, num_epochs: int) -> None:
+        tensors = {f"{name}.value": value.detach() for name, value in self._parameters()}
+        for name, value in self._parameters():
+            tensors[f"{name}.momentum"] = self._optimizer.state[value]["momentum_buffer"]
+        metadata = {"settings": json.dumps(asdict(self._config)), "epochs": str(num_epochs)}
+        atomic_write(path, lambda target: save_file(tensors, target, metadata))
+
+    def _load(self, path: Path) -> int:
+        """Returns for how many epochs the heads of the file were trained; 0 where there is none of these settings."""
+        if not path.exists():
+            return 0
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("settings") != json.dumps(asdict(self._config)):
+                return 0
+            for name, value in self._parameters():
+                value.data.copy_(file.get_tensor(f"{name}.value"))
+                momentum = file.get_tensor(f"{name}.momentum").to(value.device)
+                self._optimizer.state[value]["momentum_buffer"] = momentum
+        return int(metadata["epochs"])
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of every head, by a name of their own."""
+        for number, head in enumerate(self._heads):
+            for name, parameter in head.named_parameters():
+                yield f"{number}.{name}", parameter
