@@ -25,9 +25,18 @@ import grpc
 import pytest
 from google.protobuf.message import Message as Proto
 
+import weightserver.client.agreement
+import weightserver.client.arguments
+import weightserver.client.checkpoint_caller
 import weightserver.client.client
 import weightserver.client.connection
+import weightserver.client.fan_out
+import weightserver.client.results
 import weightserver.client.session
+import weightserver.client.session_caller
+import weightserver.client.table_cache
+import weightserver.client.table_caller
+import weightserver.client.transfer
 import weightserver.client.workers
 from tests.helpers.memory_storage import MemoryStorage
 from weightserver.client.workers import Answers, Task, Workers
@@ -438,7 +447,7 @@ class MemoryCluster:
                 lambda address, _: _Channel(self, int(address.split(":")[1])),
             ),
             (weightserver.client.connection, "time", clock),
-            (weightserver.client.client, "Workers", lambda: self.threads),
+            (weightserver.client.fan_out, "Workers", lambda: self.threads),
             (threading.Condition, "wait", wait_here),
         ):
             self._patches.setattr(module, name, value)
@@ -553,9 +562,18 @@ class MemoryCluster:
 _INTERRUPTED = {
     module.__file__
     for module in (
+        weightserver.client.agreement,
+        weightserver.client.arguments,
+        weightserver.client.checkpoint_caller,
         weightserver.client.client,
-        weightserver.client.session,
         weightserver.client.connection,
+        weightserver.client.fan_out,
+        weightserver.client.results,
+        weightserver.client.session,
+        weightserver.client.session_caller,
+        weightserver.client.table_cache,
+        weightserver.client.table_caller,
+        weightserver.client.transfer,
         weightserver.client.workers,
     )
 }

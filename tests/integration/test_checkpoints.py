@@ -28,12 +28,12 @@ from weightserver import (
     TableMismatchError,
     TableSpec,
     WeightClient,
-    storage,
 )
 from weightserver.cli import main
 from weightserver.operations.export import export_rows
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol._generated.weight_server_pb2_grpc import WeightServerStub
+from weightserver.storage import lmdb_storage
 
 SPEC = TableSpec(num_rows=1_000, dim=16, rows_per_block=7)
 ROWS = np.arange(SPEC.num_rows)
@@ -172,7 +172,7 @@ def test_two_halves_make_no_checkpoint(writer: WeightClient, cluster: LocalClust
     for call in (writer.rollback, lambda name: writer.fetch(ROWS, step=2, checkpoint=name)):
         with pytest.raises(NoTableError, match="shard 1 has no checkpoint 'half'"):
             call("half")
-    header = writer._require_session().header(1, 1000, step=1, table=writer._table().digest, schedule=0)
+    header = writer._require_session().header(1, 1000, step=1, table=writer._cache.table.digest, schedule=0)
     writer.call_shard(1, "Checkpoint", pb.CheckpointRequest(header=header, name="half", identity=bytes(16)))
     assert writer.checkpoints() == []
     for call in (writer.rollback, lambda name: writer.fetch(ROWS, step=2, checkpoint=name)):
@@ -205,7 +205,7 @@ def test_a_rollback_that_every_shard_refuses_stops_nobody(
     writer.checkpoint("gone", step=1)
     (kept,) = writer.checkpoints()
     writer.release("gone")
-    monkeypatch.setattr(writer, "_checkpoint_on_all_shards", lambda name: kept)
+    monkeypatch.setattr("weightserver.client.client.find_checkpoint", lambda shards, name: kept)
     with pytest.raises(NoTableError, match="there is no checkpoint 'gone'"):
         writer.rollback("gone")
     push(writer, 1)
@@ -243,13 +243,13 @@ def test_writes_that_every_shard_refused_are_forgotten(writer: WeightClient) -> 
 
 def test_a_reader_that_was_killed_holds_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of LMDB's own tools, say, with its snapshot open; the shard goes on and reuses what it frees."""
-    monkeypatch.setattr(storage, "_READER_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(lmdb_storage, "_READER_CHECK_SECONDS", 0.0)
     code = (
         "import sys, os, lmdb\n"
         "with lmdb.open(sys.argv[1], readonly=True, max_dbs=5, lib_version=0).begin() as txn:\n"
         "    next(iter(txn.cursor())); os.kill(os.getpid(), 9)"
     )
-    kept = storage.LmdbStorage(tmp_path)
+    kept = lmdb_storage.LmdbStorage(tmp_path)
     sizes = []
     for number in range(200):
         with kept.write() as txn:

@@ -323,7 +323,7 @@ def test_a_backup_of_a_large_table_is_small_and_ends(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "number"),
     [
-        ("weightserver.client.client:pb.CopyCheckpointRequest", 1),  # while the shards are told to hold the checkpoint
+        ("weightserver.client.checkpoint_caller:pb.CopyCheckpointRequest", 1),  # before the shards pin the checkpoint
         ("weightserver.operations.backup:atomic_write", 3),  # in the first shard
         ("weightserver.operations.backup:_write_json", 2),  # behind its manifest, before the checkpoint is let go
         ("weightserver.operations.backup:_release", 1),  # when it is let go
@@ -530,7 +530,7 @@ def test_a_shard_restored_beside_others_is_rolled_back_to_before_a_backup(
         backups.restore(tmp_path / "backup", cluster.directory / "shard-1", shard=1)
         cluster.restart(1)
         command = ["backup", *cluster.addresses, "--output", tmp_path / "again"]
-        message = "shard 1 is at session 1, shard 0 at 2, as where one was restored beside the others: take all to one"
+        message = "shard 1 is at session 1, shard 0 at 2, as after restoring only one of them: take all to one"
         assert_one_line(weightserver(*command), message)
         assert not (tmp_path / "again").exists()
         assert_one_line(weightserver("release", "one", *cluster.addresses), message)

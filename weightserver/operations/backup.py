@@ -29,7 +29,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from weightserver.client.client import TableInfo, WeightClient
+from weightserver.client.client import WeightClient
+from weightserver.client.results import TableInfo
 from weightserver.common.atomic_files import (
     LOCK,
     PRIVATE_DIRECTORY,
