@@ -9,9 +9,10 @@ import os
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 from weightserver.client.client import WeightClient
-from weightserver.client.results import Checkpoint, RowState, TableInfo
+from weightserver.client.results import RowState, TableInfo
 from weightserver.common.security import ClientSecurity
 from weightserver.common.version import __version__ as __version__
+from weightserver.core.checkpoints import Checkpoint
 from weightserver.core.errors import (
     AuthenticationError,
     ClusterError,

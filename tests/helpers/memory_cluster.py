@@ -47,7 +47,8 @@ from weightserver.server.admission import RequestMemory
 from weightserver.server.metrics import ShardMetrics
 from weightserver.server.service import WeightServerService, add_to_server
 from weightserver.shard.group_commit import CancellableFuture, Operation, commit_group
-from weightserver.shard.shard import Shard, WriteTransaction
+from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteTransaction
 
 RETRY_SECONDS = 5.0
 """Of the clients; on their own clock."""

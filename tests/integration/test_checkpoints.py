@@ -192,7 +192,7 @@ def test_a_reader_keeps_to_the_checkpoint_that_it_began_with(writer: WeightClien
     push(writer, 1, ROWS[:500])
     writer.checkpoint("again", step=2)
     assert writer.checkpoints()[1] == meant, "of the same name and step"
-    with pytest.raises(NoTableError, match="checkpoint 'again' is another one by now"):
+    with pytest.raises(NoTableError, match="checkpoint 'again' was replaced by another of its name"):
         writer.fetch(ROWS, step=2, checkpoint=meant)
     writer.fetch(ROWS, step=2, checkpoint="again")
 

@@ -550,12 +550,12 @@ def test_a_checkpoint_taken_again_stays_one(place: Place) -> None:
             name = f"step {step}"
             list(pool.map(lambda client, name=name: client.checkpoint(name, step=1), (place.client, other)))
             assert name in [known.name for known in place.client.checkpoints()]
-        identity = place.client.checkpoints()[-1].identity
+        checkpoint_id = place.client.checkpoints()[-1].checkpoint_id
         place.kill(1)
         place.client._shards.connections()[1]._retry_seconds = 0.3
         with pytest.raises(ShardUnavailableError):
             place.client.checkpoint(name, step=1)
         place.cluster.restart(1)
         place.push()
-        assert place.client.checkpoints()[-1].identity == identity
+        assert place.client.checkpoints()[-1].checkpoint_id == checkpoint_id
         place.client.rollback(name)

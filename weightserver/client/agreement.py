@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weightserver.common.version import __version__
+from weightserver.core.checkpoints import Checkpoint, common_checkpoints
 from weightserver.core.errors import ClusterError, FencedError, NoTableError, TableMismatchError
 from weightserver.core.spec import TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
@@ -190,12 +191,17 @@ def require_restored_together(answers: Answers) -> None:
     """Raises ClusterError where a shard was restored and another was not, or from another checkpoint."""
     restored = [answer for answer in answers if answer.epoch and not answer.opener and _has_rows(answer)]
     continued = [answer for answer in answers if answer.opener]
-    kept = [{(known.identity, known.name) for known in answer.checkpoints} for answer in restored]
-    if restored and (continued or (any(kept) and not set.intersection(*kept))):
+    kept = [checkpoints_of(answer) for answer in restored]
+    if restored and (continued or (any(kept) and not common_checkpoints(kept))):
         raise ClusterError(
             f"shard {restored[0].shard} was restored, and its rows are of another time than those of shard "
             f"{(continued or restored[1:])[0].shard}: {COMMON_STATE_REMEDY}"
         )
+
+
+def checkpoints_of(answer: pb.DescribeResponse) -> tuple[Checkpoint, ...]:
+    """The checkpoints that a shard retains, oldest first."""
+    return tuple(Checkpoint(kept.name, kept.step, kept.identity, (kept.mark,)) for kept in answer.checkpoints)
 
 
 def _has_rows(answer: pb.DescribeResponse) -> bool:

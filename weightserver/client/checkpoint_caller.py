@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,21 +11,15 @@ from google.protobuf.message import Message
 
 from weightserver.client import agreement
 from weightserver.client.fan_out import Shards, is_not_applied, raise_first
-from weightserver.client.results import Checkpoint, checkpoints_of
 from weightserver.client.session import Numbers, Session, Write
+from weightserver.core.checkpoints import Checkpoint, common_checkpoints
 from weightserver.core.errors import NoTableError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
 
-def common_checkpoints(shards: Shards) -> list[Checkpoint]:
+def checkpoints(shards: Shards) -> list[Checkpoint]:
     """The checkpoints that every shard retains, in the order of their steps."""
-    known = [{(kept.identity, kept.name): kept for kept in checkpoints_of(answer)} for answer in shards.describe()]
-    common = [
-        replace(kept, marks=tuple(mark for shard in known for mark in shard[key].marks))
-        for key, kept in known[0].items()
-        if all(key in shard for shard in known)
-    ]
-    return sorted(common, key=lambda kept: (kept.step, kept.name))
+    return common_checkpoints(list(map(agreement.checkpoints_of, shards.describe())))
 
 
 def find_checkpoint(shards: Shards, name: str) -> Checkpoint:
@@ -35,7 +28,7 @@ def find_checkpoint(shards: Shards, name: str) -> Checkpoint:
     Raises:
         NoTableError: a shard has no such checkpoint, or one of another call.
     """
-    for kept in common_checkpoints(shards):
+    for kept in checkpoints(shards):
         if kept.name == name:
             return kept
     having = shards_with(shards, name)
@@ -92,7 +85,7 @@ class CheckpointCaller:
         request = partial(
             pb.CheckpointRequest,
             name=checkpoint.name,
-            identity=checkpoint.identity,
+            identity=checkpoint.checkpoint_id,
             peers=self._shards.marks(),
             timeline=os.urandom(16),
         )
@@ -108,7 +101,8 @@ class CheckpointCaller:
         self._change("Release", partial(pb.CheckpointRequest, name=name))
 
     def copy(self, checkpoint: Checkpoint, name: str) -> None:
-        request = partial(pb.CopyCheckpointRequest, name=name, source=checkpoint.name, identity=checkpoint.identity)
+        source, checkpoint_id = checkpoint.name, checkpoint.checkpoint_id
+        request = partial(pb.CopyCheckpointRequest, name=name, source=source, identity=checkpoint_id)
         self._change("CopyCheckpoint", request)
 
     def _change(self, method: str, make_request: Callable[..., Message]) -> None:

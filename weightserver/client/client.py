@@ -28,19 +28,20 @@ from google.protobuf.message import Message
 from weightserver.client import agreement, arguments, session_caller, table_caller
 from weightserver.client.checkpoint_caller import (
     CheckpointCaller,
-    common_checkpoints,
+    checkpoints,
     find_checkpoint,
     shards_with,
 )
 from weightserver.client.connection import ShardConnection
 from weightserver.client.fan_out import Shards
 from weightserver.client.fetched_rows import Output
-from weightserver.client.results import Checkpoint, RowState, TableInfo, table_info
+from weightserver.client.results import RowState, TableInfo, table_info
 from weightserver.client.schedule_caller import ScheduleCaller
 from weightserver.client.session import Session
 from weightserver.client.table_cache import TableCache
 from weightserver.client.transfer import RowWrite, fetch_rows, write_rows
 from weightserver.core.arrays import Float32Array, Int64Array
+from weightserver.core.checkpoints import Checkpoint
 from weightserver.core.errors import DataLossError, FencedError, NoTableError
 from weightserver.core.sharding import Sharding
 from weightserver.core.spec import TableSpec
@@ -290,7 +291,7 @@ class WeightClient:
             request.schedule = self._cache.schedule_digest(request.step)
         if checkpoint:
             kept = find_checkpoint(self._shards, checkpoint) if isinstance(checkpoint, str) else checkpoint
-            request.checkpoint, request.identity = kept.name, kept.identity
+            request.checkpoint, request.identity = kept.name, kept.checkpoint_id
         request.table = self._cache.table.digest
         fetch_rows(self._shards, self._sharding(), request, rows, out)
 
@@ -380,7 +381,7 @@ class WeightClient:
 
     def checkpoints(self) -> list[Checkpoint]:
         """The checkpoints that every shard retains, in the order of their steps."""
-        return common_checkpoints(self._shards)
+        return checkpoints(self._shards)
 
     def rollback(self, name: str) -> None:
         """Returns all rows and the clock to a checkpoint; later checkpoints are forgotten.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from weightserver.client.agreement import Answers
+from weightserver.client.agreement import Answers, checkpoints_of
 from weightserver.core.arrays import Float32Array, Int64Array
+from weightserver.core.checkpoints import Checkpoint
 from weightserver.core.spec import TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
@@ -18,19 +19,6 @@ class RowState:
     weight: Float32Array  # (n, D)
     momentum_buffer: Float32Array  # (n, D)
     last_step: Int64Array  # (n,), the number of updates that each row as given here has seen
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A state of all rows that can be read and returned to."""
-
-    name: str
-    step: int
-    """Number of finished updates that it holds."""
-    identity: bytes = field(default=b"", compare=False, repr=False)
-    """Of the call that took it: tells it from another of the same name."""
-    marks: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    """Each shard's mark when the checkpoint was taken: the argument of `WeightClient.expect`."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +61,6 @@ class TableInfo:
     def checkpoint_names(self) -> set[str]:
         """Names of the checkpoints that at least one shard retains."""
         return {kept.name for shard in self.shards for kept in shard.checkpoints}
-
-
-def checkpoints_of(answer: pb.DescribeResponse) -> tuple[Checkpoint, ...]:
-    return tuple(Checkpoint(known.name, known.step, known.identity, (known.mark,)) for known in answer.checkpoints)
 
 
 def shard_info(answer: pb.DescribeResponse, address: str) -> ShardInfo:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from weightserver.core.checkpoints import Checkpoint
+from weightserver.core.checkpoints import ShardCheckpoint
 
 
-def unneeded(generations: Sequence[int], checkpoints: Sequence[Checkpoint]) -> list[int]:
+def unneeded(generations: Sequence[int], checkpoints: Sequence[ShardCheckpoint]) -> list[int]:
     """The generations of a block's versions, newest first, that neither the newest state nor a checkpoint needs."""
     return [
         older
@@ -17,7 +17,7 @@ def unneeded(generations: Sequence[int], checkpoints: Sequence[Checkpoint]) -> l
     ]
 
 
-def released_generations(generation: int, newest: int, checkpoints: Sequence[Checkpoint]) -> range:
+def released_generations(generation: int, newest: int, checkpoints: Sequence[ShardCheckpoint]) -> range:
     """Where to look after a checkpoint of `generation` was released, `checkpoints` remain and `newest` is current.
 
     A version becomes unneeded only when the last checkpoint between it and its block's next version is released. That

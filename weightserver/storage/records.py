@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from weightserver.core.arrays import Float32Array
-from weightserver.core.checkpoints import Checkpoint
+from weightserver.core.checkpoints import ShardCheckpoint
 from weightserver.core.errors import NoTableError, StorageError
 from weightserver.core.lineage import Lineage, split_mark
 from weightserver.core.spec import TableSpec
@@ -64,7 +64,7 @@ class State:
     """Counts the transactions that changed anything; compacting leaves it alone."""
     timeline: str = ""
     """Of the newest rollback or restore; shards of different ones hold rows of different times."""
-    checkpoints: tuple[Checkpoint, ...] = ()
+    checkpoints: tuple[ShardCheckpoint, ...] = ()
     """Retained, oldest first; the current generation is newer than all of theirs."""
 
     @property
@@ -72,12 +72,18 @@ class State:
         """Empty where version 0.1 wrote it."""
         return f"{self.incarnation}:{self.commit}" if self.incarnation else ""
 
-    def checkpoint(self, name: str, identity: str = "") -> Checkpoint:
-        """The retained checkpoint of that name and, where given, identity, or NoTableError."""
+    def checkpoint(self, name: str, checkpoint_id: bytes = b"") -> ShardCheckpoint:
+        """The retained checkpoint of that name and, if given, id.
+
+        Raises:
+            NoTableError: there is none.
+        """
         for checkpoint in self.checkpoints:
             if checkpoint.name == name:
-                if identity not in ("", checkpoint.identity):
-                    raise NoTableError(f"checkpoint {name!r} is another one by now: call checkpoints() and begin anew")
+                if checkpoint_id not in (b"", checkpoint.checkpoint_id):
+                    raise NoTableError(
+                        f"checkpoint {name!r} was replaced by another of its name: call checkpoints() and start over"
+                    )
                 return checkpoint
         raise NoTableError(f"there is no checkpoint {name!r}: call checkpoints() for those of all shards")
 
@@ -158,15 +164,40 @@ def read_state(txn: Reader) -> State:
     with _guarded(txn, "state"):
         stored = _stored(txn, "state")
         kept = stored["checkpoints"] if "checkpoints" in stored else _stored(txn, "checkpoints")["retained"]
-        checkpoints = tuple(_built(Checkpoint, checkpoint) for checkpoint in kept)
+        checkpoints = tuple(map(_checkpoint_from_json, kept))
         return _built(State, stored | {"checkpoints": checkpoints})
 
 
 def write_state(txn: Transaction, state: State, before: State | None = None) -> None:
-    """Stores it in the place of `before`, or of anything."""
+    """Stores the state; the checkpoints only if they are not those of the stored state `before`."""
     put_json(txn, "state", {name: value for name, value in vars(state).items() if name != "checkpoints"})
     if before is None or state.checkpoints is not before.checkpoints:
-        put_json(txn, "checkpoints", {"retained": [asdict(known) for known in state.checkpoints]})
+        put_json(txn, "checkpoints", {"retained": list(map(_checkpoint_to_json, state.checkpoints))})
+
+
+def state_to_json(state: State) -> dict[str, Any]:
+    """The state as one JSON object."""
+    return vars(state) | {"checkpoints": list(map(_checkpoint_to_json, state.checkpoints))}
+
+
+def _checkpoint_to_json(kept: ShardCheckpoint) -> dict[str, Any]:
+    return {
+        "name": kept.name,
+        "step": kept.step,
+        "generation": kept.generation,
+        "clock": kept.clock,
+        "rows_stored": kept.rows_stored,
+        "identity": kept.checkpoint_id.hex(),
+        "mark": kept.mark,
+        "num_rows": kept.num_rows,
+    }
+
+
+def _checkpoint_from_json(stored: dict[str, Any]) -> ShardCheckpoint:
+    """The checkpoint of a stored object; version 0.1 stored no mark, and no number of rows."""
+    named = dict(stored)
+    checkpoint_id, mark = bytes.fromhex(named.pop("identity", "")), named.pop("mark", "")
+    return _built(ShardCheckpoint, {**named, "checkpoint_id": checkpoint_id, "marks": (mark,) if mark else ()})
 
 
 def read_lineage(txn: Transaction) -> Lineage:
@@ -340,7 +371,7 @@ def _json_object(content: bytes) -> dict[str, Any]:
     return found
 
 
-Record = TypeVar("Record", ShardIdentity, Checkpoint, State)
+Record = TypeVar("Record", ShardIdentity, ShardCheckpoint, State)
 
 
 def _built(kind: type[Record], stored: dict[str, Any]) -> Record:

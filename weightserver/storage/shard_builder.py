@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from weightserver.core.arrays import Float32Array
 from weightserver.core.blocks import BlockCodec
-from weightserver.core.checkpoints import Checkpoint, KeptCheckpoint
+from weightserver.core.checkpoints import Checkpoint, ShardCheckpoint
 from weightserver.core.errors import StorageError
 from weightserver.core.lineage import Lineage
 from weightserver.core.sharding import Sharding
@@ -48,7 +48,7 @@ class TableState:
     clock: int
     schedule_version: int
     """Higher than that of any shard that it came from: requests of before change nothing."""
-    checkpoint: KeptCheckpoint | None
+    checkpoint: Checkpoint | None
     """As which the rows are kept."""
     identity: bytes
     """The table's."""
@@ -134,16 +134,19 @@ class ShardBuilder:
             if num_found != rows_stored:
                 raise StorageError(f"{self.directory} holds {num_found} rows, not {rows_stored}: begin anew")
             incarnation = os.urandom(8).hex()
-            checkpoints: tuple[Checkpoint, ...] = ()
-            if table.checkpoint is not None:
-                kept = {
-                    **table.checkpoint._asdict(),
-                    "clock": table.clock,
-                    "rows_stored": rows_stored,
-                    "mark": f"{incarnation}:0",
-                    "num_rows": table.spec.num_rows,
-                }
-                checkpoints = (Checkpoint(generation=0, **kept),)
+            checkpoints: tuple[ShardCheckpoint, ...] = ()
+            if (kept := table.checkpoint) is not None:
+                copied = ShardCheckpoint(
+                    kept.name,
+                    kept.step,
+                    kept.checkpoint_id,
+                    (f"{incarnation}:0",),
+                    generation=0,
+                    clock=table.clock,
+                    rows_stored=rows_stored,
+                    num_rows=table.spec.num_rows,
+                )
+                checkpoints = (copied,)
             state = State(
                 epoch=table.epoch,
                 run=table.run,
