@@ -32,6 +32,7 @@ import weightserver.client.client
 import weightserver.client.connection
 import weightserver.client.fan_out
 import weightserver.client.results
+import weightserver.client.retries
 import weightserver.client.session
 import weightserver.client.session_caller
 import weightserver.client.table_cache
@@ -447,7 +448,7 @@ class MemoryCluster:
                 "open_channel",
                 lambda address, _: _Channel(self, int(address.split(":")[1])),
             ),
-            (weightserver.client.connection, "time", clock),
+            (weightserver.client.retries, "time", clock),
             (weightserver.client.fan_out, "Workers", lambda: self.threads),
             (threading.Condition, "wait", wait_here),
         ):
@@ -570,6 +571,7 @@ _INTERRUPTED = {
         weightserver.client.connection,
         weightserver.client.fan_out,
         weightserver.client.results,
+        weightserver.client.retries,
         weightserver.client.session,
         weightserver.client.session_caller,
         weightserver.client.table_cache,

@@ -32,7 +32,7 @@ from weightserver.server.process import ServerConfig
 from weightserver.shard.group_commit import commit_group
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteTransaction
-from weightserver.storage import lmdb_storage as storages
+from weightserver.storage import directory as owner_files
 from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import (
     FORMAT,
@@ -53,7 +53,7 @@ SPEC = TableSpec(num_rows=4_000, dim=64, rows_per_block=7)
 
 @pytest.fixture(autouse=True)
 def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storages, "_OWNER_SECONDS", 0.1)
+    monkeypatch.setattr(owner_files, "_OWNER_SECONDS", 0.1)
 
 
 def make_shards(directory: Path, num_shards: int, spec: TableSpec = SPEC) -> list[Path]:

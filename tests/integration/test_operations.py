@@ -53,7 +53,7 @@ from weightserver.operations.export import export_rows
 from weightserver.operations.inspect import inspect_directory
 from weightserver.operations.verify import verify_directory
 from weightserver.shard import reading
-from weightserver.storage import lmdb_storage as storages
+from weightserver.storage import directory as owner_files
 from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import read_state, write_spec, write_state
 
@@ -80,7 +80,7 @@ def weightserver(capsys: pytest.CaptureFixture[str]) -> Weightserver:
 @pytest.fixture(autouse=True)
 def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory that another process serves is waited for no longer."""
-    monkeypatch.setattr(storages, "_OWNER_SECONDS", 0.1)
+    monkeypatch.setattr(owner_files, "_OWNER_SECONDS", 0.1)
 
 
 @pytest.fixture

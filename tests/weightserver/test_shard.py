@@ -47,9 +47,11 @@ from weightserver.shard.group_commit import MAX_WAITING, CancellableFuture, Comm
 from weightserver.shard.shard import Shard
 from weightserver.shard.table import MAX_EARLIER_SIZES
 from weightserver.shard.transaction import WriteHeader, WriteTransaction
-from weightserver.storage import lmdb_storage as storage
+from weightserver.storage import directory as owner_files
 from weightserver.storage import records
-from weightserver.storage.lmdb_storage import NEWEST, LmdbStorage, structural_problems
+from weightserver.storage.integrity import structural_problems
+from weightserver.storage.interface import NEWEST
+from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import read_state, write_state
 
 OPENER = b"o" * 16
@@ -418,7 +420,7 @@ def test_a_write_is_undone_by_an_exception(tmp_path: Path) -> None:
 
 
 def test_a_directory_has_one_owner(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "_OWNER_SECONDS", 0.2)
+    monkeypatch.setattr(owner_files, "_OWNER_SECONDS", 0.2)
     with pytest.raises(StorageError, match="is served by another process"):
         LmdbStorage(tmp_path)
 

@@ -153,7 +153,7 @@ class WeightClient:
         """Appends learning rates (float32 [n]) from `start_step` on, or rewrites those that no write has reached, on
         all shards or on none. Repeating known steps with the same values is always allowed.
 
-        If the call is stopped in between, the next one, of any client, first completes or abandons its change; until
+        If the call is stopped in between, the next one, of any client, first commits or gives up its change; until
         then reads and writes that need one of the learning rates concerned wait. Clients that know the former schedule
         may use the steps that it shares with the new one, and are refused where a step was changed, until they call
         describe().

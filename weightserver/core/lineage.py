@@ -22,6 +22,14 @@ def split_mark(mark: str) -> tuple[str, int]:
     return incarnation, int(commit)
 
 
+def is_earlier(mark: str, other: str) -> bool:
+    """Whether `mark` is an earlier state of the same incarnation as `other`; an empty mark is not ordered."""
+    if not (mark and other):
+        return False
+    (incarnation, commit), (other_incarnation, other_commit) = split_mark(mark), split_mark(other)
+    return incarnation == other_incarnation and commit < other_commit
+
+
 @dataclass(frozen=True)
 class Lineage:
     """Which states a directory descends from: those of each incarnation, one process that wrote, up to a commit.

@@ -26,7 +26,9 @@ from weightserver.core.errors import StorageError
 from weightserver.core.lineage import Lineage
 from weightserver.core.sharding import BlockRun, Sharding, block_runs
 from weightserver.core.spec import TableSpec
-from weightserver.storage.lmdb_storage import NEWEST, LmdbStorage, Transaction, check_integrity
+from weightserver.storage.integrity import check_integrity
+from weightserver.storage.interface import NEWEST, Transaction
+from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import (
     State,
     descends,

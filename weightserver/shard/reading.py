@@ -14,7 +14,7 @@ from weightserver.core.initial import initial_rows
 from weightserver.core.sharding import BlockRun, block_runs
 from weightserver.protocol.codec import CHUNK_BYTES
 from weightserver.shard.table import Table
-from weightserver.storage.lmdb_storage import NEWEST, Storage, Transaction
+from weightserver.storage.interface import NEWEST, Storage, Transaction
 from weightserver.storage.records import read_state
 
 READ_BYTES = 4 << 20

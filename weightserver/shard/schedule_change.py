@@ -19,7 +19,7 @@ import numpy as np
 from weightserver.core.arrays import Float32Array
 from weightserver.core.errors import FencedError, InvalidRequestError, OverloadedError, TableMismatchError
 from weightserver.protocol.codec import ScheduleHash
-from weightserver.storage.lmdb_storage import Transaction
+from weightserver.storage.interface import Transaction
 from weightserver.storage.records import (
     end_prepared_schedule,
     get_json,

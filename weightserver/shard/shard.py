@@ -34,7 +34,7 @@ from weightserver.shard.sessions import check_epoch, session_of
 from weightserver.shard.table import MAX_EARLIER_SIZES, Table, difference
 from weightserver.shard.transaction import WriteHeader, WriteTransaction
 from weightserver.shard.unswept import Submit, Unswept
-from weightserver.storage.lmdb_storage import DiskUsage, Storage, Transaction
+from weightserver.storage.interface import DiskUsage, Storage, Transaction
 from weightserver.storage.records import (
     FORMAT,
     ShardIdentity,
@@ -404,7 +404,7 @@ class Shard:
             if batch.schedule.digest == digest:
                 return False
             raise FencedError(
-                "this change of the learning rates was abandoned by another call: call extend_schedule() again if they "
+                "this change of the learning rates was given up by another call: call extend_schedule() again if they "
                 "are still right"
             )
         if epoch:

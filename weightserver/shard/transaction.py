@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from weightserver.shard.schedule_change import ScheduleState
-from weightserver.storage.lmdb_storage import Transaction
+from weightserver.storage.interface import Transaction
 from weightserver.storage.records import State
 
 

@@ -11,7 +11,7 @@ from weightserver.core.checkpoints import ShardCheckpoint
 from weightserver.core.versions import unneeded
 from weightserver.shard.transaction import WriteTransaction
 from weightserver.shard.writing import delete_unneeded
-from weightserver.storage.lmdb_storage import Storage
+from weightserver.storage.interface import Storage
 
 Submit = Callable[[Callable[[WriteTransaction], None]], Future[None]]
 

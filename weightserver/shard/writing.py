@@ -17,7 +17,7 @@ from weightserver.core.versions import unneeded
 from weightserver.shard.sessions import check_epoch
 from weightserver.shard.table import Table
 from weightserver.shard.transaction import WriteHeader, WriteTransaction
-from weightserver.storage.lmdb_storage import Transaction
+from weightserver.storage.interface import Transaction
 from weightserver.storage.records import get_record, put_record
 
 _RUNS_AT_A_TIME = 1_000

@@ -21,7 +21,7 @@ from weightserver.core.checkpoints import ShardCheckpoint
 from weightserver.core.errors import NoTableError, StorageError
 from weightserver.core.lineage import Lineage, split_mark
 from weightserver.core.spec import TableSpec
-from weightserver.storage.lmdb_storage import Reader, Transaction
+from weightserver.storage.interface import Reader, Transaction
 
 FORMAT = 3
 _READABLE_FORMATS = (2, FORMAT)

@@ -17,7 +17,8 @@ from weightserver.core.errors import StorageError
 from weightserver.core.lineage import Lineage
 from weightserver.core.sharding import Sharding
 from weightserver.core.spec import TableSpec
-from weightserver.storage.lmdb_storage import LmdbStorage, Transaction
+from weightserver.storage.interface import Transaction
+from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import (
     ShardIdentity,
     State,
@@ -75,7 +76,7 @@ class ShardBuilder:
         self.shard = shard
         self._num_shards = num_shards
         self._origin = {**origin, "shard": shard, "num_shards": num_shards}
-        self._storage = LmdbStorage(directory, anew=True)
+        self._storage = LmdbStorage(directory, allow_recreate=True)
         try:
             with self._storage.write() as txn:
                 self._begin(txn)
