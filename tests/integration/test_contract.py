@@ -299,7 +299,7 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
     "session: a mark that is none": (
         lambda s: s.open(s.epoch + 1, peers=["0123456789abcdef:1", "0123456789abcdef:-1"]),
         INVALID,
-        "'0123456789abcdef:-1' is no mark of a shard",
+        "'0123456789abcdef:-1' is not a mark of a shard",
     ),
     "checkpoint: marks of too many shards": (
         lambda s: s.stub.Checkpoint(
@@ -351,7 +351,7 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
             pb.CreateTableRequest(spec=pb.TableSpec(num_rows=40, dim=2, rows_per_block=5, single_rate=True)), timeout=10
         ),
         INVALID,
-        "single_rate is a way to correct: it must not be set where correction is not",
+        "single_rate is a kind of correction: set correction too",
     ),
     "table: fewer rows": (lambda s: s.grow(39), INVALID, "the table has 40 rows, and can only become larger, not 39"),
     "table: too many rows": (lambda s: s.grow(2**62), INVALID, r"num_rows must lie in 1\.\."),

@@ -1,4 +1,4 @@
-"""Which versions of a block are needed: what the newest state and the retained checkpoints consist of."""
+"""Selects the versions of blocks that are needed by the newest state and the retained checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def unneeded(generations: Sequence[int], checkpoints: Sequence[ShardCheckpoint])
 
 
 def released_generations(generation: int, newest: int, checkpoints: Sequence[ShardCheckpoint]) -> range:
-    """Where to look after a checkpoint of `generation` was released, `checkpoints` remain and `newest` is current.
+    """The generations to sweep after a release of `generation`; `checkpoints` remain, and `newest` is the current one.
 
     A version becomes unneeded only when the last checkpoint between it and its block's next version is released. That
     next version is then of one of these generations: newer than the released one, not newer than the next retained one.

@@ -34,5 +34,5 @@ class WriteTransaction:
     """The shard's mark once this is committed."""
     schedule: ScheduleState
     after_commit: list[Callable[[], None]] = field(default_factory=list)
-    given_up: Callable[[], bool] = lambda: False
+    is_cancelled: Callable[[], bool] = lambda: False
     """Whether the caller of the running operation has stopped waiting for it."""

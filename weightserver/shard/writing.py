@@ -49,7 +49,7 @@ def update_rows(
     batch.schedule.require_known(header.schedule, clock)
     rows_stored = 0
     for run in _prefetched(block_runs(rows, table.spec.rows_per_block), batch.txn):
-        if batch.given_up():  # the transaction is undone, including the write's number: it may be sent again
+        if batch.is_cancelled():  # the transaction is undone, including the write's number: it may be sent again
             raise CancelledError
         stored = batch.txn.newest_block(run.block)
         if stored is None:
