@@ -263,7 +263,7 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
     "drop: a table of a newer session": (
         lambda s: s.stub.DropTable(pb.DropTableRequest(epoch=s.epoch - 1), timeout=10),
         ABORTED,
-        r"is that of epoch \d+ \(run 'owner'\) by now, no longer of epoch \d+: nothing was dropped",
+        r"is now that of epoch \d+ \(run 'owner'\), no longer of epoch \d+: nothing was dropped",
     ),
     "schedule: a step that was used": (
         lambda s: s.extend(1, values(0.9)),
