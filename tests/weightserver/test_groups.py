@@ -17,7 +17,7 @@ from weightserver.core.errors import NoTableError, StepError, TableMismatchError
 from weightserver.core.exactly_once import WINDOW, WriterState
 from weightserver.core.initial import initial_rows
 from weightserver.core.spec import TableSpec
-from weightserver.shard import shard
+from weightserver.shard import schedule_operations
 from weightserver.shard.group_commit import MAX_GROUP, CancellableFuture, Committer
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteHeader, WriteTransaction
@@ -214,7 +214,7 @@ def test_a_write_that_is_given_up_while_it_runs_is_taken_back(groups: Groups) ->
 
 
 def test_a_schedule_has_an_end(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard, "MAX_STEPS", 4)
+    monkeypatch.setattr(schedule_operations, "MAX_STEPS", 4)
     groups.commit(groups.create)
     (fits,) = groups.commit(groups.extend(0, 1.0, 1.0, 1.0, 1.0))
     (too_long,) = groups.commit(groups.extend(3, 1.0, 1.0))

@@ -45,7 +45,7 @@ from weightserver.protocol.status import ERROR_OF_STATUS
 from weightserver.shard import checkpoints, reading, sweeper
 from weightserver.shard.group_commit import MAX_WAITING, CancellableFuture, Committer
 from weightserver.shard.shard import Shard
-from weightserver.shard.table import MAX_EARLIER_SIZES
+from weightserver.shard.table_operations import MAX_EARLIER_SIZES
 from weightserver.shard.transaction import WriteHeader, WriteTransaction
 from weightserver.storage import directory as owner_files
 from weightserver.storage import records
