@@ -47,7 +47,7 @@ class Oracle:
 
 
 def schedule(num_steps: int) -> npt.NDArray[np.float32]:
-    """Warm-up, then cosine."""
+    """Learning rates: warm-up, then cosine."""
     step = np.arange(num_steps)
     warm = num_steps // 10
     return (0.3 * np.where(step < warm, (step + 1) / warm, 0.5 + 0.5 * np.cos(np.pi * step / num_steps))).astype("f4")

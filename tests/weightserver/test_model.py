@@ -37,7 +37,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def advance(weight: Float64Array, momentum: Float64Array, start: int, stop: int) -> tuple[Float64Array, Float64Array]:
-    """SGD's updates start … stop−1 without a gradient."""
+    """Updates start … stop−1 of SGD without a gradient."""
     for step in range(start, stop):
         momentum = SPEC.momentum * momentum + SPEC.weight_decay * weight
         weight = weight - float(RATES[step]) * momentum
@@ -45,7 +45,7 @@ def advance(weight: Float64Array, momentum: Float64Array, start: int, stop: int)
 
 
 class ModelRow:
-    """One row: a state somebody wrote (or the initial one), and the gradients since, each followed on its own."""
+    """One row: a written or initial state, and the later gradients, each followed separately."""
 
     def __init__(self, weight: Float64Array, momentum: Float64Array, step: int) -> None:
         self.base = (weight, momentum, step)
@@ -121,7 +121,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
         self.clock = max(self.clock, step + 1)
 
     def there(self, rows: list[int]) -> list[int]:
-        """As many rows of the table as it is."""
+        """The rows, wrapped to the table's size, sorted and distinct."""
         return sorted({row % len(self.rows) for row in rows})
 
     @rule(num_rows=st.integers(SPEC.num_rows, MAX_ROWS))
@@ -255,7 +255,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
         assert self.shard.state.epoch == self.epoch
 
     def compare(self, rows: list[ModelRow], checkpoint: str | None) -> None:
-        """What can be read, now or of a checkpoint."""
+        """Compares everything that can be read, now or at a checkpoint."""
         assert self.read(None, checkpoint)[2].tolist() == [row.last_step for row in rows]
         for step in {max(row.last_step for row in rows), HORIZON}:
             weight, momentum, _ = self.read(step, checkpoint)
@@ -265,7 +265,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
             np.testing.assert_allclose(momentum, [pair[1] for pair in expected], atol=1e-5 * scale, rtol=0)
 
     def no_version_is_kept_in_vain(self) -> None:
-        """At most one version of a block for each checkpoint taken and not forgotten, and one for now, at any write."""
+        """After any write, a block has at most one version for each retained checkpoint, and the newest."""
         with self.storage.read() as txn:
             for block in range(-(-len(self.rows) // SPEC.rows_per_block)):
                 generations = txn.generations(block)
