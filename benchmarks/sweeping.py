@@ -41,7 +41,7 @@ class UnsweptCluster(LocalCluster):
     _program: ClassVar[list[str]] = [
         sys.executable,
         "-c",
-        "from weightserver import cli, sweeper; sweeper._IDLE_SECONDS = 1e6; cli.main()",
+        "from weightserver import cli; from weightserver.shard import sweeper; sweeper._IDLE_SECONDS = 1e6; cli.main()",
     ]
 
 

@@ -8,9 +8,11 @@ import os
 # gRPC reads it when it is imported. What it would log of a failed handshake, the errors of the client say better.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
-from weightserver.client.client import Checkpoint, RowState, TableInfo, WeightClient
+from weightserver.client.client import WeightClient
+from weightserver.client.results import RowState, TableInfo
 from weightserver.common.security import ClientSecurity
 from weightserver.common.version import __version__ as __version__
+from weightserver.core.checkpoints import Checkpoint
 from weightserver.core.errors import (
     AuthenticationError,
     ClusterError,

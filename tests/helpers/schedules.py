@@ -6,7 +6,8 @@ import os
 
 from weightserver.core.arrays import Float32Array
 from weightserver.shard.schedule_change import Part
-from weightserver.shard.shard import Shard, WriteTransaction
+from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteTransaction
 
 
 def extend_schedule(shard: Shard, batch: WriteTransaction, start_step: int, learning_rates: Float32Array) -> None:

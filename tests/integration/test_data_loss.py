@@ -29,6 +29,7 @@ from weightserver import (
     TableSpec,
     WeightClient,
 )
+from weightserver.client.checkpoint_caller import CheckpointCaller
 from weightserver.operations.backup import backup, restore
 from weightserver.operations.export import export_rows
 from weightserver.operations.reshard import Resharded, reshard
@@ -438,15 +439,15 @@ def test_an_opening_that_failed_halfway_needs_no_force(place: Place, tmp_path: P
 
 def dies_in_rollback(place: Place, monkeypatch: pytest.MonkeyPatch, shard: int) -> None:
     """The client describes the shards, and then one is gone."""
-    changed = WeightClient._changed
+    send = CheckpointCaller._send
 
-    def without_it(self: WeightClient, *arguments: Any, **options: Any) -> list[Any]:
+    def without_it(self: CheckpointCaller, *arguments: Any, **options: Any) -> list[Any]:
         place.kill(shard)
-        return changed(self, *arguments, **options)
+        return send(self, *arguments, **options)
 
-    place.client._connect()[shard]._retry_seconds = 0.3
+    place.client._shards.connections()[shard]._retry_seconds = 0.3
     with monkeypatch.context() as patch:
-        patch.setattr(WeightClient, "_changed", without_it)
+        patch.setattr(CheckpointCaller, "_send", without_it)
         with pytest.raises(ShardUnavailableError):
             place.client.rollback("one")
 
@@ -578,12 +579,12 @@ def test_a_checkpoint_taken_again_stays_one(place: Place) -> None:
             name = f"step {step}"
             list(pool.map(lambda client, name=name: client.checkpoint(name, step=1), (place.client, other)))
             assert name in [known.name for known in place.client.checkpoints()]
-        identity = place.client.checkpoints()[-1].identity
+        checkpoint_id = place.client.checkpoints()[-1].checkpoint_id
         place.kill(1)
-        place.client._connect()[1]._retry_seconds = 0.3
+        place.client._shards.connections()[1]._retry_seconds = 0.3
         with pytest.raises(ShardUnavailableError):
             place.client.checkpoint(name, step=1)
         place.cluster.restart(1)
         place.push()
-        assert place.client.checkpoints()[-1].identity == identity
+        assert place.client.checkpoints()[-1].checkpoint_id == checkpoint_id
         place.client.rollback(name)

@@ -26,7 +26,7 @@ import numpy.typing as npt
 import pytest
 from google.protobuf.message_factory import GetMessageClass
 
-import weightserver.client.client
+import weightserver.client.transfer
 from tests.helpers.faulty_proxy import Answer, Fault, Faults, FaultyProxy
 from tests.helpers.watching import metric
 from tests.weightserver import test_model
@@ -581,7 +581,7 @@ def long(seed: int) -> Load:
 )
 @pytest.mark.guard
 def test_every_call_counts_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weightserver.client.client, "CHUNK_BYTES", BYTES_PER_MESSAGE)
+    monkeypatch.setattr(weightserver.client.transfer, "CHUNK_BYTES", BYTES_PER_MESSAGE)
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(LocalCluster(NUM_SHARDS))
         proxies = [

@@ -299,7 +299,7 @@ class Stopping:
         monkeypatch.setattr(ShardConnection, "call", call)
 
     def stop(self, client: WeightClient) -> None:
-        self._stopped = client._connect()
+        self._stopped = client._shards.connections()
 
 
 def stops(*quick: tuple[int, str]) -> list[Any]:
@@ -544,7 +544,7 @@ def test_shards_that_used_different_ones_are_mended_by_a_rollback(client: Weight
     message = pb.PushGradientsRequest(
         header=header, rows=pb.Rows(ids=of_shard_1.tobytes()), gradients=gradients(0)[:7].tobytes()
     )
-    client._connect()[1].write("PushGradients", lambda: iter([message]))
+    client._shards.connections()[1].write("PushGradients", lambda: iter([message]))
     for rates in (OLD, NEW):
         with pytest.raises(TableMismatchError, match="and was used: only steps from 13 on may be rewritten"):
             client.extend_schedule(0, rates)

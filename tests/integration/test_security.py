@@ -177,7 +177,7 @@ REFUSED: dict[str, Refused] = {
     "a shard without TLS": (
         "plain",
         lambda place: tls(place.own),
-        r"it does not speak TLS: leave --tls-ca away, or start it with --tls-cert",
+        r"it does not speak TLS: omit --tls-ca, or start it with --tls-cert",
     ),
 }
 
@@ -365,7 +365,7 @@ def test_the_commands_take_the_same_options(place: Place, capsys: pytest.Capture
     assert command("health", address, *certificate) == (0, "SERVING\n", "")
     for arguments, message in (
         (["health", address], "cannot be asked: it speaks TLS only: give --tls-ca, .*"),
-        (["health", address, *certificate[:2]], "cannot be asked: it wants a client certificate .*"),
+        (["health", address, *certificate[:2]], "cannot be asked: it requires a client certificate .*"),
         (["checkpoints", address, *certificate], "the call brought no token, .*"),
         (["drop", address, *certificate[:4]], "--tls-cert and --tls-key belong together: give both or none"),
     ):

@@ -70,7 +70,7 @@ def assert_nothing_lost(client: WeightClient, seen: dict[str, Any]) -> None:
     assert info.run == str(seen["run"])
     assert [kept.name for kept in checkpoints] == seen["checkpoints"].tolist()
     assert [kept.step for kept in checkpoints] == seen["steps"].tolist()
-    assert [kept.identity.hex() for kept in checkpoints] == seen["identities"].tolist()
+    assert [kept.checkpoint_id.hex() for kept in checkpoints] == seen["identities"].tolist()
     for shard in range(len(info.shards)):
         assert np.array_equal(client.learning_rates(shard=shard), seen["learning_rates"])
     assert_rows(client, seen)

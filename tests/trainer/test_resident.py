@@ -198,7 +198,7 @@ def test_rows_that_did_not_change_are_not_written(watched: WatchedClient, make_s
 def test_a_failed_write_stops_the_next_call(client: WeightClient, watched: WatchedClient, make_store: Any) -> None:
     store = make_store(capacity=1, prefetch_steps=0)
     step_with(store, 0, rows(1))
-    with WeightClient(client._addresses) as other:
+    with WeightClient([shard.address for shard in client.describe().shards]) as other:
         other.open_session("another")
     step_with(store, 1, rows(2))  # 1 leaves
     with pytest.raises(FencedError, match="another"):

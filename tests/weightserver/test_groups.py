@@ -19,7 +19,8 @@ from weightserver.core.initial import initial_rows
 from weightserver.core.spec import TableSpec
 from weightserver.shard import shard
 from weightserver.shard.group_commit import MAX_GROUP, CancellableFuture, Committer
-from weightserver.shard.shard import Shard, WriteHeader, WriteTransaction
+from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteHeader, WriteTransaction
 from weightserver.storage.lmdb_storage import LmdbStorage
 
 SPEC = TableSpec(num_rows=20, dim=3, weight_decay=0.0, rows_per_block=4)

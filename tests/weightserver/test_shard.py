@@ -43,12 +43,16 @@ from weightserver.core.spec import TableSpec
 from weightserver.operations.inspect import inspect_directory
 from weightserver.protocol.codec import table_digest
 from weightserver.protocol.status import ERROR_OF_STATUS
-from weightserver.shard import shard, sweeper
+from weightserver.shard import checkpoints, reading, sweeper
 from weightserver.shard.group_commit import MAX_WAITING, CancellableFuture, Committer
-from weightserver.shard.shard import MAX_EARLIER_SIZES, Shard, WriteHeader, WriteTransaction
-from weightserver.storage import lmdb_storage as storage
+from weightserver.shard.shard import Shard
+from weightserver.shard.table import MAX_EARLIER_SIZES
+from weightserver.shard.transaction import WriteHeader, WriteTransaction
+from weightserver.storage import directory as owner_files
 from weightserver.storage import records
-from weightserver.storage.lmdb_storage import NEWEST, LmdbStorage, structural_problems
+from weightserver.storage.integrity import structural_problems
+from weightserver.storage.interface import NEWEST
+from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import read_state, write_state
 
 OPENER = b"o" * 16
@@ -149,7 +153,7 @@ def test_a_fetch_goes_on_while_the_table_grows_and_not_beyond_a_drop(
 ) -> None:
     served.push(1)
     before = served.weights()
-    monkeypatch.setattr(shard, "CHUNK_BYTES", 400)
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 400)
     chunks = served.shard.fetch(np.arange(100), step=None, state=False)
     first = next(chunks)
     earlier = [table_digest(SPEC, served.shard.table_identity)]
@@ -285,8 +289,8 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
     served.do(lambda batch: served.shard.push_gradients(batch, header(4, 1), rows, gradient))
     served.do(lambda batch: served.shard.checkpoint(batch, header(5, 2), "two"))
     for seen, num_bytes in ((50_000, 4 << 20), (1, 4 << 20), (3, 1)):
-        monkeypatch.setattr(shard, "_MAX_SEEN_BLOCKS", seen)
-        monkeypatch.setattr(shard, "READ_BYTES", num_bytes)
+        monkeypatch.setattr(reading, "_MAX_SEEN_BLOCKS", seen)
+        monkeypatch.setattr(reading, "READ_BYTES", num_bytes)
         assert read("empty") == {}
         assert read("one") == kept
         assert sorted(read("two")) == [0, 3, 8, 16]
@@ -311,7 +315,7 @@ def test_a_copied_checkpoint_stays(served: Served) -> None:
         return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, step)
 
     served.push(1)
-    served.do(lambda batch: served.shard.checkpoint(batch, header(2, 1), "one", "01" * 16))
+    served.do(lambda batch: served.shard.checkpoint(batch, header(2, 1), "one", b"\x01" * 16))
     kept = served.weights()
     served.push(3, step=1)
     served.do(lambda batch: served.shard.checkpoint(batch, header(4, 2), "two"))
@@ -323,12 +327,12 @@ def test_a_copied_checkpoint_stays(served: Served) -> None:
         served.do(lambda batch: copy(batch, header(7), "copy", "two"))
     with pytest.raises(NoTableError, match="no checkpoint 'three'"):
         served.do(lambda batch: copy(batch, header(7), "more", "three"))
-    with pytest.raises(NoTableError, match="checkpoint 'one' is another one by now"):
-        served.do(lambda batch: copy(batch, header(7), "more", "one", "02" * 16))
-    assert {known.name: known.identity for known in served.shard.state.checkpoints} == {
-        "one": "01" * 16,
-        "copy": "01" * 16,
-        "two": "",
+    with pytest.raises(NoTableError, match="checkpoint 'one' was replaced by another of its name"):
+        served.do(lambda batch: copy(batch, header(7), "more", "one", b"\x02" * 16))
+    assert {known.name: known.checkpoint_id for known in served.shard.state.checkpoints} == {
+        "one": b"\x01" * 16,
+        "copy": b"\x01" * 16,
+        "two": b"",
     }
     served.do(lambda batch: served.shard.release(batch, header(7), "one"))
     served.push(8, step=2)
@@ -416,7 +420,7 @@ def test_a_write_is_undone_by_an_exception(tmp_path: Path) -> None:
 
 
 def test_a_directory_has_one_owner(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "_OWNER_SECONDS", 0.2)
+    monkeypatch.setattr(owner_files, "_OWNER_SECONDS", 0.2)
     with pytest.raises(StorageError, match="is served by another process"):
         LmdbStorage(tmp_path)
 
@@ -483,7 +487,7 @@ def test_lineages_are_cut_and_joined() -> None:
 def test_checkpoints_have_an_end_and_a_step_that_the_schedule_has(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard, "MAX_CHECKPOINTS", 6)
+    monkeypatch.setattr(checkpoints, "MAX_CHECKPOINTS", 6)
 
     def header(sequence: int, step: int = 0) -> WriteHeader:
         return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, step)

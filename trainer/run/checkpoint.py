@@ -154,11 +154,11 @@ class Checkpoints:
         copies = HostCopy(list(tensors.values())).wait()
         tensors = {name: copy.contiguous() for name, copy in zip(tensors, copies, strict=True)}
         path = _path(self._directory, kept.step)
-        partial = path.with_suffix(f".{kept.identity.hex()}.partial")
+        partial = path.with_suffix(f".{kept.checkpoint_id.hex()}.partial")
         metadata = {
             "format": _FORMAT,
             "step": str(kept.step),
-            _CHECKPOINT: kept.identity.hex(),
+            _CHECKPOINT: kept.checkpoint_id.hex(),
             _TABLE: self._client.table_identity().hex(),
             _MARKS: json.dumps(kept.marks),
             _HISTORY: self._history.to_json(),
@@ -169,7 +169,7 @@ class Checkpoints:
             write_synced(partial, lambda new: save_file(tensors, new, metadata=metadata))
         except OSError as error:
             raise OSError(f"{partial} cannot be written ({error})") from None
-        if kept.identity not in {known.identity for known in self._client.checkpoints()}:
+        if kept.checkpoint_id not in {known.checkpoint_id for known in self._client.checkpoints()}:
             partial.unlink(missing_ok=True)
             raise FencedError(f"checkpoint {kept.name} was undone: another trainer goes on with this run")
         if path.exists():  # somebody put it there meanwhile
@@ -357,7 +357,7 @@ def check_descent(directory: Path, step: int, client: WeightClient, *, otherwise
 
 def _steps_on_both(directory: Path, kept: Sequence[Checkpoint]) -> list[int]:
     """Those, ascending, whose file belongs to one of the checkpoints that all shards keep."""
-    known = {(checkpoint.name, checkpoint.identity.hex()) for checkpoint in kept}
+    known = {(checkpoint.name, checkpoint.checkpoint_id.hex()) for checkpoint in kept}
     found = []
     for step in saved_steps(directory):
         with contextlib.suppress(ValueError):  # a file that cannot be read

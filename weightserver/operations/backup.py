@@ -29,7 +29,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from weightserver.client.client import TableInfo, WeightClient
+from weightserver.client.client import WeightClient
+from weightserver.client.results import TableInfo
 from weightserver.common.atomic_files import (
     LOCK,
     PRIVATE_DIRECTORY,
@@ -41,7 +42,7 @@ from weightserver.common.atomic_files import (
 )
 from weightserver.common.version import __version__
 from weightserver.core.blocks import BlockCodec
-from weightserver.core.checkpoints import BACKUP_PREFIX, KeptCheckpoint, chosen_checkpoint
+from weightserver.core.checkpoints import BACKUP_PREFIX, Checkpoint, chosen_checkpoint
 from weightserver.core.errors import ClusterError, NoTableError, StorageError
 from weightserver.core.lineage import Lineage
 from weightserver.core.spec import TableSpec
@@ -187,7 +188,7 @@ def restore(directory: Path, data_dir: Path, *, shard: int, num_shards: int | No
             run=made.run,
             clock=copied["clock"],
             schedule_version=copied["schedule_version"] + 1,
-            checkpoint=KeptCheckpoint(made.checkpoint, made.step, made.identity),
+            checkpoint=Checkpoint(made.checkpoint, made.step, bytes.fromhex(made.identity)),
             identity=bytes.fromhex(made.table_identity) or earlier_identity(asdict(made.spec)),
             timeline=made.identity,
             lineage=Lineage().joined(copied.get("lineage", ())),
@@ -230,18 +231,18 @@ def _hold(client: WeightClient, directory: Path, begun: _Begun | None, checkpoin
         checkpoint = begun.checkpoint
     else:
         require_empty(directory, but=frozenset({LOCK, f"{_UNFINISHED}.partial"}))
-    known = {KeptCheckpoint(kept.name, kept.step, kept.identity.hex()): kept for kept in client.checkpoints()}
-    chosen = chosen_checkpoint(checkpoint, known)
+    chosen = chosen_checkpoint(checkpoint, client.checkpoints())
     client.join_newest_session()
-    begun = _Begun(chosen.name, chosen.step, chosen.identity, held_as=f"{BACKUP_PREFIX}{os.urandom(4).hex()}")
+    held_as = f"{BACKUP_PREFIX}{os.urandom(4).hex()}"
+    begun = _Begun(chosen.name, chosen.step, chosen.checkpoint_id.hex(), held_as)
     _write_json(directory / _UNFINISHED, asdict(begun))
-    client.copy_checkpoint(known[chosen], begun.held_as)  # and no other that takes its name meanwhile
+    client.copy_checkpoint(chosen, begun.held_as)  # and no other that takes its name meanwhile
     return begun
 
 
 def _is_kept(client: WeightClient, begun: _Begun) -> bool:
     held = (begun.held_as, begun.identity)
-    return any((kept.name, kept.identity.hex()) == held for kept in client.checkpoints())
+    return any((kept.name, kept.checkpoint_id.hex()) == held for kept in client.checkpoints())
 
 
 def _release(client: WeightClient, name: str) -> None:

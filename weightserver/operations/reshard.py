@@ -21,12 +21,14 @@ import xxhash
 
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.blocks import Block, BlockCodec
-from weightserver.core.checkpoints import KeptCheckpoint, chosen_checkpoint
+from weightserver.core.checkpoints import chosen_checkpoint, common_checkpoints
 from weightserver.core.errors import StorageError
 from weightserver.core.lineage import Lineage
 from weightserver.core.sharding import BlockRun, Sharding, block_runs
 from weightserver.core.spec import TableSpec
-from weightserver.storage.lmdb_storage import NEWEST, LmdbStorage, Transaction, check_integrity
+from weightserver.storage.integrity import check_integrity
+from weightserver.storage.interface import NEWEST, Transaction
+from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import (
     State,
     descends,
@@ -37,6 +39,7 @@ from weightserver.storage.records import (
     read_spec,
     read_state,
     read_table_identity,
+    state_to_json,
 )
 from weightserver.storage.shard_builder import BATCH_BYTES, ShardBuilder, TableState
 from weightserver.storage.tombstone import require_current
@@ -111,18 +114,17 @@ def reshard(
         spec = _check_complete(shards, current)
         new = spec if rows_per_block is None else replace(spec, rows_per_block=rows_per_block)
         table = _table_state(shards, new, checkpoint, current)
-        if table.checkpoint is not None:
-            name = table.checkpoint.name
+        if (kept := table.checkpoint) is not None:
             shards = [
                 replace(shard, up_to=known.generation, rows_stored=known.rows_stored)
                 for shard in shards
-                for known in [shard.state.checkpoint(name)]
+                for known in [shard.state.checkpoint(kept.name)]
             ]
         origin = {
             "states": [_digest(shard.state) for shard in sorted(shards, key=lambda shard: shard.shard)],
             "spec": asdict(new),
             "num_shards": len(targets),
-            "checkpoint": table.checkpoint and list(table.checkpoint),
+            "checkpoint": kept and [kept.name, kept.step, kept.checkpoint_id.hex()],
         }
         builders = [
             stack.enter_context(ShardBuilder(directory, shard=shard, num_shards=len(targets), origin=origin))
@@ -135,7 +137,7 @@ def reshard(
         for builder, count in zip(builders, counts, strict=True):
             if not builder.finished:
                 builder.finish(table, rows_stored=count)
-    kept_name, step = table.checkpoint[:2] if table.checkpoint else (None, table.clock)
+    kept_name, step = (kept.name, kept.step) if kept else (None, table.clock)
     newest = max(shard.state.clock for shard in shards)
     return Resharded(new, sum(counts), kept_name, step, left_behind=max(0, newest - table.clock))
 
@@ -222,10 +224,7 @@ def _table_state(shards: list[_Source], spec: TableSpec, checkpoint: str | None,
     kept = None
     clock = max(state.clock for state in states)
     if not current:
-        retained = [
-            {KeptCheckpoint(known.name, known.step, known.identity) for known in state.checkpoints} for state in states
-        ]
-        kept = chosen_checkpoint(checkpoint, set.intersection(*retained))
+        kept = chosen_checkpoint(checkpoint, common_checkpoints([state.checkpoints for state in states]))
         clock = max(state.checkpoint(kept.name).clock for state in states)
     longest = max((shard.learning_rates for shard in shards), key=len)
     for shard in shards:
@@ -242,7 +241,7 @@ def _table_state(shards: list[_Source], spec: TableSpec, checkpoint: str | None,
         schedule_version=version,
         checkpoint=kept,
         identity=shards[0].table_identity,
-        timeline=kept.identity if kept else states[0].timeline,
+        timeline=kept.checkpoint_id.hex() if kept else states[0].timeline,
         lineage=Lineage().joined(
             mark for shard, up_to in zip(shards, marks, strict=True) for mark in shard.lineage.up_to(up_to).marks
         ),
@@ -251,7 +250,7 @@ def _table_state(shards: list[_Source], spec: TableSpec, checkpoint: str | None,
 
 def _digest(state: State) -> str:
     """Recognises what a shard holds: it changes with every write, and holds what its session's opener drew by lot."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(asdict(state), sort_keys=True).encode())
+    return xxhash.xxh3_128_hexdigest(json.dumps(state_to_json(state), sort_keys=True).encode())
 
 
 # ---- the new ones

@@ -36,7 +36,8 @@ from weightserver.server.metrics import ShardMetrics
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.shard import Shard
 from weightserver.shard.sweeper import Sweeper
-from weightserver.storage.lmdb_storage import LmdbStorage, holds_data
+from weightserver.storage.directory import holds_data
+from weightserver.storage.lmdb_storage import LmdbStorage
 
 _MAX_STREAMS = 128
 """Calls at a time on one connection; its client keeps further ones back."""

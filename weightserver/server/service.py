@@ -59,8 +59,10 @@ from weightserver.server.admission import (
 from weightserver.server.metrics import ShardMetrics
 from weightserver.server.write_stream import ReceivedWrite, write_header
 from weightserver.shard.group_commit import Committer
+from weightserver.shard.reading import READ_BYTES, Rows
 from weightserver.shard.schedule_change import Part, ScheduleState
-from weightserver.shard.shard import READ_BYTES, Rows, Shard, WriteHeader, WriteTransaction
+from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteHeader, WriteTransaction
 from weightserver.storage.records import State
 
 NAME = pb.DESCRIPTOR.services_by_name["WeightServer"].full_name
@@ -112,7 +114,7 @@ class WeightServerService:
                     pb.Checkpoint(
                         name=known.name,
                         step=known.step,
-                        identity=bytes.fromhex(known.identity),
+                        identity=known.checkpoint_id,
                         clock=known.clock,
                         rows_stored=known.rows_stored,
                         mark=known.mark,
@@ -246,7 +248,7 @@ class WeightServerService:
                 step=step,
                 state=request.state,
                 checkpoint=request.checkpoint or None,
-                identity=request.identity.hex(),
+                checkpoint_id=request.identity,
                 schedule=request.schedule,
                 clock=clock,
             )
@@ -291,19 +293,19 @@ class WeightServerService:
             return pb.WriteResponse(duplicate=not applied, mark=self._shard.state.mark)
 
     def Checkpoint(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
-        def take(batch: WriteTransaction, header: WriteHeader, name: str, identity: str) -> bool:
-            return self._shard.checkpoint(batch, header, name, identity, self._peers(request.peers))
+        def take(batch: WriteTransaction, header: WriteHeader, name: str, checkpoint_id: bytes) -> bool:
+            return self._shard.checkpoint(batch, header, name, checkpoint_id, self._peers(request.peers))
 
         answer = self._on_checkpoint("Checkpoint", take, request, context)
         kept = [known for known in self._shard.state.checkpoints if known.name == request.name]
-        answer.identity = bytes.fromhex(kept[0].identity) if kept else b""  # released meanwhile
+        answer.identity = kept[0].checkpoint_id if kept else b""  # released meanwhile
         return answer
 
     def Rollback(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
-        def go_back(batch: WriteTransaction, header: WriteHeader, name: str, identity: str) -> bool:
+        def go_back(batch: WriteTransaction, header: WriteHeader, name: str, checkpoint_id: bytes) -> bool:
             _require(len(request.timeline) == _ID_BYTES, f"timeline must be {_ID_BYTES} bytes")
             return self._shard.rollback(
-                batch, header, name, identity, self._peers(request.peers), request.timeline.hex()
+                batch, header, name, checkpoint_id, self._peers(request.peers), request.timeline.hex()
             )
 
         return self._on_checkpoint("Rollback", go_back, request, context)
@@ -312,9 +314,9 @@ class WeightServerService:
         return self._on_checkpoint("Release", self._shard.release, request, context)
 
     def CopyCheckpoint(self, request: pb.CopyCheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
-        def copy(batch: WriteTransaction, header: WriteHeader, name: str, identity: str) -> bool:
+        def copy(batch: WriteTransaction, header: WriteHeader, name: str, checkpoint_id: bytes) -> bool:
             _check_name(request.source)
-            return self._shard.copy_checkpoint(batch, header, name, request.source, identity)
+            return self._shard.copy_checkpoint(batch, header, name, request.source, checkpoint_id)
 
         return self._on_checkpoint("CopyCheckpoint", copy, request, context)
 
@@ -356,7 +358,7 @@ class WeightServerService:
     def _on_checkpoint(
         self,
         method: str,
-        change: Callable[[WriteTransaction, WriteHeader, str, str], bool],
+        change: Callable[[WriteTransaction, WriteHeader, str, bytes], bool],
         request: pb.CheckpointRequest | pb.CopyCheckpointRequest,
         context: grpc.ServicerContext,
     ) -> pb.WriteResponse:
@@ -367,8 +369,8 @@ class WeightServerService:
             _check_name(name)
             _require(request.header.step >= 0, "step must not be negative")
             _require(len(request.identity) in (0, _ID_BYTES), f"identity must be {_ID_BYTES} bytes")
-            identity = request.identity.hex()
-            applied = self._commit(context, lambda batch: change(batch, write_header(request.header), name, identity))
+            header, checkpoint_id = write_header(request.header), request.identity
+            applied = self._commit(context, lambda batch: change(batch, header, name, checkpoint_id))
             if applied:
                 _log.info(_EVENTS[method], extra={"checkpoint": name})
             return pb.WriteResponse(duplicate=not applied, mark=self._shard.state.mark)

@@ -11,7 +11,7 @@ from weightserver.core.arrays import Float32Array, Int64Array, all_finite
 from weightserver.core.errors import InvalidRequestError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import count_rows, rows_from_proto
-from weightserver.shard.shard import WriteHeader
+from weightserver.shard.transaction import WriteHeader
 
 
 def write_header(header: pb.WriteHeader) -> WriteHeader:
