@@ -9,7 +9,7 @@ import os
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 from weightserver.client.client import Checkpoint, RowState, TableInfo, WeightClient
-from weightserver.common.security import ClientSecurity
+from weightserver.client.security import ClientSecurity
 from weightserver.common.version import __version__ as __version__
 from weightserver.core.errors import (
     AuthenticationError,

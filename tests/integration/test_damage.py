@@ -28,7 +28,7 @@ from weightserver.operations.compact import compact
 from weightserver.operations.inspect import inspect_directory
 from weightserver.operations.reshard import reshard
 from weightserver.operations.verify import verify_directory
-from weightserver.server.process import ServerConfig
+from weightserver.server.config import ServerConfig
 from weightserver.shard.group_commit import commit_group
 from weightserver.shard.shard import Shard, WriteTransaction
 from weightserver.storage import lmdb_storage as storages
@@ -166,7 +166,7 @@ def test_rows_that_went_away_stop_a_reshard(tmp_path: Path) -> None:
     with storage.write() as txn:
         txn.delete_block(4, 0)
     storage.close()
-    with pytest.raises(StorageError, match=r"shard-0 holds 1995 rows of the 2002 that were written"):
+    with pytest.raises(StorageError, match=r"shard-0 holds 1995 of the 2002 rows that were written"):
         reshard([source, other], [tmp_path / "new"])
     with pytest.raises(StorageError, match="is unfinished"):
         serve(tmp_path / "new")
@@ -456,7 +456,7 @@ def test_shards_of_different_sessions_are_not_of_one_time(tmp_path: Path) -> Non
     with storage.write() as txn:
         write_state(txn, replace(read_state(txn), epoch=2))
     storage.close()
-    with pytest.raises(ValueError, match=r"the shards are of sessions \[1, 2\], their rows are not of one time"):
+    with pytest.raises(ValueError, match=r"the shards are of sessions \[1, 2\], so their rows are of different times"):
         reshard([source, other], [tmp_path / "new"], current=True)
     assert not (tmp_path / "new").exists()
     assert reshard([source, other], [tmp_path / "new"]).rows_stored == 4_000

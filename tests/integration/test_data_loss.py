@@ -29,9 +29,10 @@ from weightserver import (
     TableSpec,
     WeightClient,
 )
-from weightserver.operations.backup import backup, restore
+from weightserver.operations.backup import backup
 from weightserver.operations.export import export_rows
 from weightserver.operations.reshard import Resharded, reshard
+from weightserver.operations.restore import restore
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
 SPEC = TableSpec(num_rows=40, dim=2, momentum=0.0, weight_decay=0.0, init_std=0.0, rows_per_block=5)
@@ -501,7 +502,7 @@ def test_directories_of_several_times_are_not_resharded_as_they_are(
     newest = place.directory / "shard-1"
     newest.rename(tmp_path / "newest")
     shutil.copytree(tmp_path / "restored" if restored else older, newest)
-    with pytest.raises(ValueError, match=r"their rows are not of one time: take|is older than .*: give its newest"):
+    with pytest.raises(ValueError, match=r"so their rows are of different times: give|is older than .*: give its newest"):
         merged(place, tmp_path / "new")
     assert not (tmp_path / "new").exists()
     shutil.rmtree(newest)

@@ -27,11 +27,13 @@ from weightserver import (
 from weightserver.cli import main
 from weightserver.core.initial import initial_rows
 from weightserver.operations import backup as backups
-from weightserver.operations.backup import backup, read_backup, restore
+from weightserver.operations.backup import backup
+from weightserver.operations.backup_files import read_backup
 from weightserver.operations.compact import compact
 from weightserver.operations.export import export_rows
 from weightserver.operations.inspect import inspect_directory
 from weightserver.operations.reshard import reshard
+from weightserver.operations.restore import restore
 from weightserver.operations.verify import verify_directory
 
 SPEC = TableSpec(num_rows=100, dim=6, momentum=0.9, weight_decay=1e-3, rows_per_block=7, seed=4)

@@ -47,7 +47,8 @@ from weightserver.core.initial import initial_rows
 from weightserver.operations import backup as backups
 from weightserver.operations import export as exports
 from weightserver.operations import reshard as resharding
-from weightserver.operations.backup import backup, read_backup
+from weightserver.operations.backup import backup
+from weightserver.operations.backup_files import read_backup
 from weightserver.operations.compact import compact
 from weightserver.operations.export import export_rows
 from weightserver.operations.inspect import inspect_directory
@@ -432,7 +433,7 @@ def test_a_stopped_backup_that_cannot_be_read_says_so(
     make_table(client)
     (tmp_path / "unfinished.json").write_bytes(content)
     outcome = weightserver("backup", *cluster.addresses, "--output", tmp_path)
-    assert_one_line(outcome, "unfinished.json is damaged: remove the directory and begin anew, and let go with")
+    assert_one_line(outcome, "unfinished.json is damaged: remove the directory, start again, and remove the backup-")
 
 
 def test_of_two_backups_into_one_directory_one_goes_on(
@@ -555,7 +556,7 @@ def test_a_killed_restore_goes_on(
     assert "unfinished" in inspect_directory(targets[0])
     for command in commands:
         assert weightserver(*command)[0] == 0
-    dies("weightserver.operations.backup:restore", 1, *commands[0][:3], tmp_path / "x", "--shard", 0)
+    dies("weightserver.operations.restore:restore", 1, *commands[0][:3], tmp_path / "x", "--shard", 0)
     outcome = weightserver(*commands[0][:3], tmp_path / "x", "--shard", 0)
     assert_one_line(outcome, "was restored from")  # it is all there
     assert "before: serve it, or give another directory" in outcome[2]
@@ -823,8 +824,8 @@ def test_resharded_rows_are_the_same(
     status, said, error = weightserver(*command, "--rows-per-block", rows_per_block)
     assert status == 0, error
     assert said == (
-        f"{old} shards became {new} with {NUM_STORED} rows of checkpoint one (step 2), {rows_per_block} in a block; "
-        "2 later updates stay behind\n"
+        f"{old} shards became {new} with {NUM_STORED} rows of checkpoint one (step 2), {rows_per_block} per block; "
+        "2 later updates remain only in the old shards\n"
     )
     assert [inspect_directory(source) for source in sources] == before
     assert [verify_directory(target).problems for target in targets] == [[]] * new
@@ -842,7 +843,7 @@ def test_resharding_the_rows_of_now(weightserver: Weightserver, tables: Callable
     sources, _, now = tables(2)
     targets = targets_in(tmp_path / "new", 3)
     status, said, _ = weightserver("reshard", "--source", *sources, "--target", *targets, "--current")
-    assert (status, said.endswith("rows of step 4, 7 in a block; 0 later updates stay behind\n")) == (0, True)
+    assert (status, said.endswith("rows of step 4, 7 per block; 0 later updates remain only in the old shards\n")) == (0, True)
     assert same(rows_in(targets), now)
     assert [verify_directory(target).problems for target in targets] == [[], [], []]
     assert {tuple(inspect_directory(target)["checkpoints"]) for target in targets} == {()}

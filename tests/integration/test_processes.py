@@ -207,7 +207,7 @@ def test_sigterm_waits_for_no_disk_beyond_the_grace_period(tmp_path: Path) -> No
         assert time.monotonic() - started < 0.3 + 1 + 2
         with pytest.raises(WeightServerError):
             push.result(10)
-        assert "closed before the disk took the last commit" in (tmp_path / "shard-0.log").read_text()
+        assert "closed before the last commit reached the disk" in (tmp_path / "shard-0.log").read_text()
         cluster.restart(0)
         assert client.describe().rows_stored == 0
         client.push_gradients(row, gradient, step=0)

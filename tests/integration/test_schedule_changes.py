@@ -34,9 +34,10 @@ from weightserver import (
 )
 from weightserver.client.connection import ShardConnection
 from weightserver.core.arrays import Float32Array
-from weightserver.operations.backup import backup, restore
+from weightserver.operations.backup import backup
 from weightserver.operations.compact import compact
 from weightserver.operations.reshard import reshard
+from weightserver.operations.restore import restore
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import ScheduleHash
 from weightserver.shard.shard import Shard

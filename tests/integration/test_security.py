@@ -30,10 +30,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tests.helpers.secure_shards import Served, served
 from weightserver import AuthenticationError, LocalCluster, ShardUnavailableError, TableSpec, WeightClient
 from weightserver.cli import main
-from weightserver.common.security import TOKEN_VARIABLE, ClientSecurity, read_token, server_tls
+from weightserver.client.security import ClientSecurity
+from weightserver.common.security import TOKEN_VARIABLE, read_token
 from weightserver.operations.certificates import write_certificates
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.server.process import ServerConfig
+from weightserver.server.config import ServerConfig
+from weightserver.server.security import server_tls
 
 SPEC = TableSpec(num_rows=1000, dim=8)
 CONTRACT = pb.DESCRIPTOR.services_by_name["WeightServer"]
@@ -83,7 +85,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     own, other, expired, elsewhere = (base / name for name in ("own", "other", "expired", "elsewhere"))
     status, said, errors = weightserver("certs", own, "--host", "127.0.0.1", "localhost", "--days", "30")
     assert (status, errors) == (0, "")
-    assert f"hold until {datetime.now(UTC) + timedelta(days=30):%Y-%m-%d}" in said
+    assert f"are valid until {datetime.now(UTC) + timedelta(days=30):%Y-%m-%d}" in said
     write_certificates(other, ["127.0.0.1"])
     write_certificates(expired, ["127.0.0.1"], days=1, start=datetime.now(UTC) - timedelta(days=2))
     write_certificates(elsewhere, ["ws0.example", "10.0.0.7"])
@@ -133,14 +135,14 @@ REFUSED: dict[str, Refused] = {
     "no token": (
         "tls",
         lambda place: ClientSecurity(tls_ca=place.own / "ca.pem"),
-        r"brought no token, .* give --token-file or set WEIGHTSERVER_TOKEN",
+        r"has no token, .* give --token-file or set WEIGHTSERVER_TOKEN",
     ),
     "a wrong token": (
         "tls",
         lambda place: tls(place.own, token_file=place.other / "token"),
-        r"token is not this shard's: give the one that its own --token-file holds",
+        r"token is not this shard's: give the token in the shard's own --token-file",
     ),
-    "no token, without TLS": ("plain", lambda place: ClientSecurity(), r"brought no token"),
+    "no token, without TLS": ("plain", lambda place: ClientSecurity(), r"has no token"),
     "an expired certificate": (
         "expired",
         lambda place: tls(place.expired),
@@ -318,11 +320,11 @@ def unauthenticated(shard: Served) -> float:
 )
 def test_what_is_no_token(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "token").write_text(content)
-    with pytest.raises(ValueError, match=r"--token-file .*token holds no token: give at least 16") as raised:
+    with pytest.raises(ValueError, match=r"--token-file .*token holds no valid token: give at least 16") as raised:
         read_token(tmp_path / "token")
     assert "lett" not in str(raised.value).replace(str(tmp_path), "")
     monkeypatch.setenv(TOKEN_VARIABLE, content)
-    with pytest.raises(ValueError, match="WEIGHTSERVER_TOKEN holds no token"):
+    with pytest.raises(ValueError, match="WEIGHTSERVER_TOKEN holds no valid token"):
         read_token(None)
 
 
@@ -364,9 +366,9 @@ def test_the_commands_take_the_same_options(place: Place, capsys: pytest.Capture
     certificate = ["--tls-ca", own / "ca.pem", "--tls-cert", own / "client.pem", "--tls-key", own / "client-key.pem"]
     assert command("health", address, *certificate) == (0, "SERVING\n", "")
     for arguments, message in (
-        (["health", address], "cannot be asked: it speaks TLS only: give --tls-ca, .*"),
-        (["health", address, *certificate[:2]], "cannot be asked: it wants a client certificate .*"),
-        (["checkpoints", address, *certificate], "the call brought no token, .*"),
+        (["health", address], "cannot be reached: it speaks TLS only: give --tls-ca, .*"),
+        (["health", address, *certificate[:2]], "cannot be reached: it wants a client certificate .*"),
+        (["checkpoints", address, *certificate], "the call has no token, .*"),
         (["drop", address, *certificate[:4]], "--tls-cert and --tls-key belong together: give both or none"),
     ):
         status, _, errors = command(*arguments)
@@ -376,7 +378,7 @@ def test_the_commands_take_the_same_options(place: Place, capsys: pytest.Capture
     # What gRPC itself would log of a handshake that fails is no line of ours.
     status, _, errors = weightserver("health", address, "--tls-ca", place.other / "ca.pem")
     assert status == 1
-    assert re.fullmatch(rf"weightserver health: {address} cannot be asked: its certificate was not signed .*\n", errors)
+    assert re.fullmatch(rf"weightserver health: {address} cannot be reached: its certificate was not signed .*\n", errors)
 
 
 def test_certificates_are_their_owners_and_stay(place: Place, tmp_path: Path) -> None:
@@ -391,9 +393,9 @@ def test_certificates_are_their_owners_and_stay(place: Place, tmp_path: Path) ->
     assert re.fullmatch(r"weightserver certs: .*/ca\.pem exists and is never overwritten: give another dir.*\n", errors)
     assert {path: path.read_bytes() for path in place.own.iterdir()} == before
     for hosts, days, message in (
-        (["ws0:50051"], 1, "'ws0:50051' is no host: give a name or an IP address, without a port"),
-        (["[::1]"], 1, "is no host"),
-        ([""], 1, "is no host"),
+        (["ws0:50051"], 1, "'ws0:50051' is not a host: give a name or an IP address without a port"),
+        (["[::1]"], 1, "is not a host"),
+        ([""], 1, "is not a host"),
         ([], 1, "give the hosts that clients connect to"),
         (["a"], 0, r"days must lie in 1\.\.3650, got 0"),
     ):
@@ -439,9 +441,9 @@ def test_certificates_hold_before_a_strict_verifier(tmp_path: Path) -> None:
 
 FILES: dict[str, tuple[dict[str, str], str]] = {
     "no such file": ({"tls_ca": "nonexistent"}, r"--tls-ca .*/nonexistent cannot be read: No such file"),
-    "a CA that is none": ({"tls_ca": "token"}, r"--tls-ca .*/token holds no certificate of a CA, in PEM"),
-    "another's key": ({"tls_key": "ca-key.pem"}, r"are no certificate and its key, in PEM: KEY_VALUES_MISMATCH"),
-    "a key that is none": ({"tls_key": "token"}, r"--tls-key .*/token are no certificate and its key, in PEM"),
+    "not a CA": ({"tls_ca": "token"}, r"--tls-ca .*/token contains no CA certificate in PEM"),
+    "another's key": ({"tls_key": "ca-key.pem"}, r"are not a certificate and its key in PEM: KEY_VALUES_MISMATCH"),
+    "not a key": ({"tls_key": "token"}, r"--tls-key .*/token are not a certificate and its key in PEM"),
 }
 
 
@@ -463,19 +465,19 @@ def test_a_key_with_a_password_asks_nobody(place: Place, tmp_path: Path) -> None
         serialization.BestAvailableEncryption(b"password"),
     )
     (tmp_path / "key.pem").write_bytes(locked)
-    with pytest.raises(ValueError, match=r"--tls-key .*key\.pem is encrypted: give one without a password"):
+    with pytest.raises(ValueError, match=r"--tls-key .*key\.pem is encrypted: give a key without a password"):
         everything(place.own, tls_key=tmp_path / "key.pem").client_arguments()
 
 
 def test_a_client_certificate_that_expired(place: Place) -> None:
-    with pytest.raises(ValueError, match=r"--tls-cert .*client\.pem has expired on 20\d\d-\d\d-\d\d: give one that"):
+    with pytest.raises(ValueError, match=r"--tls-cert .*client\.pem expired on 20\d\d-\d\d-\d\d: give a valid one"):
         everything(place.expired).client_arguments()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, r"give --tls-cert and --tls-key and --token-file \('weightserver certs' makes them\), or --insecure"),
+        ({}, r"give --tls-cert and --tls-key and --token-file \('weightserver certs' creates them\), or --insecure"),
         ({"tls_cert": Path("c"), "tls_key": Path("k")}, r": give --token-file \("),
         ({"tls_cert": Path("c"), "tls_key": Path("k"), "tls_client_ca": Path("a")}, r": give --token-file \("),
         ({"token_file": Path("t")}, r": give --tls-cert and --tls-key \("),

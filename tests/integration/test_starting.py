@@ -198,7 +198,7 @@ def test_a_shard_ends_whose_announcement_nobody_reads(tmp_path: Path) -> None:
         shard.stdout.close()
         _, errors = shard.communicate(timeout=20)
     assert shard.returncode == 1
-    expected = "nobody reads the addresses on stdout (Broken pipe): the process that started this shard is gone"
+    expected = "cannot announce the addresses on stdout (Broken pipe): the process that started this shard is gone"
     assert errors.splitlines()[-1] == f"weightserver serve: {expected}"
     assert "Traceback" not in errors
     with LocalCluster(1, tmp_path, serve_options=["--data-dir", str(tmp_path / "data")]):

@@ -23,10 +23,11 @@ from weightserver import (
     ShardUnavailableError,
     WeightClient,
 )
-from weightserver.operations.backup import read_backup, restore
+from weightserver.operations.backup_files import read_backup
 from weightserver.operations.compact import compact
 from weightserver.operations.inspect import inspect_directory
 from weightserver.operations.reshard import reshard
+from weightserver.operations.restore import restore
 from weightserver.operations.verify import verify_directory
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.storage.records import FORMAT, earlier_identity

@@ -250,7 +250,7 @@ class WeightServerService:
                 schedule=request.schedule,
                 clock=clock,
             )
-            self._metrics.requested("fetch", len(rows))
+            self._metrics.rows.requested("fetch", len(rows))
             num_rows = num_bytes = 0
             try:
                 for part, message in _encoded(chunks, clock):
@@ -259,9 +259,9 @@ class WeightServerService:
                     num_bytes += len(message)
                     yield message
             finally:
-                self._metrics.fetched(num_rows, num_bytes)
+                self._metrics.rows.fetched(num_rows, num_bytes)
             clock.start("end")
-            self._metrics.fetch_stages(clock.seconds)
+            self._metrics.rows.fetch_stages(clock.seconds)
 
     def PushGradients(
         self, request_iterator: Iterator[pb.PushGradientsRequest], context: grpc.ServicerContext
@@ -271,8 +271,8 @@ class WeightServerService:
             header, rows, (gradients,) = write.header, write.rows(), write.values()
             self._check_written(rows, reserved)
             applied = self._commit(context, lambda batch: self._shard.push_gradients(batch, header, rows, gradients))
-            self._metrics.requested("push", len(rows))
-            self._metrics.pushed(len(rows), gradients.nbytes, duplicate=not applied)
+            self._metrics.rows.requested("push", len(rows))
+            self._metrics.rows.pushed(len(rows), gradients.nbytes, duplicate=not applied)
             return pb.WriteResponse(duplicate=not applied, mark=self._shard.state.mark)
 
     def WriteState(
@@ -286,8 +286,8 @@ class WeightServerService:
             applied = self._commit(
                 context, lambda batch: self._shard.write_state(batch, header, rows, weight, momentum, last_step)
             )
-            self._metrics.requested("write_state", len(rows))
-            self._metrics.written(len(rows), 2 * weight.nbytes, duplicate=not applied)
+            self._metrics.rows.requested("write_state", len(rows))
+            self._metrics.rows.written(len(rows), 2 * weight.nbytes, duplicate=not applied)
             return pb.WriteResponse(duplicate=not applied, mark=self._shard.state.mark)
 
     def Checkpoint(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
@@ -386,7 +386,7 @@ class WeightServerService:
         except WeightServerError as error:
             status = status_of(type(error))
             if isinstance(error, FencedError):
-                self._metrics.fenced()
+                self._metrics.calls.fenced()
             if isinstance(error, FencedError | StorageError | DataLossError) and self._may_log(method):
                 _log.warning("%s refused: %s", method, error)
             abort(context, error, self._trailer())
@@ -401,7 +401,7 @@ class WeightServerService:
             status = grpc.StatusCode.INTERNAL
             abort(context, WeightServerError(f"shard {self._shard.shard} failed on {method}"), self._trailer())
         finally:
-            self._metrics.answered(method, status.name, clock.elapsed_seconds())
+            self._metrics.calls.answered(method, status.name, clock.elapsed_seconds())
 
     def _check_caller(self, context: grpc.ServicerContext) -> None:
         """Refuses callers of older versions, and those that were told more than the shard's data holds."""
