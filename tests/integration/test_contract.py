@@ -180,17 +180,17 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
     "push: fewer rows than announced": (
         lambda s: s.push_rows(OK, num_rows=3),
         INVALID,
-        "announced 3 rows and brought 2",
+        "announced 3 rows and contained 2",
     ),
     "push: far more rows than announced": (
         lambda s: s.push_rows(pb.Rows(ranges=steps(0, MAX_ROWS))),
         INVALID,
-        "announced 2 rows and brought 4194304",
+        "announced 2 rows and contained 4194304",
     ),
     "push: too many rows": (
         lambda s: s.push_rows(OK, num_rows=MAX_WRITE_ROWS + 1),
         INVALID,
-        "16777217 rows in one write, at most 16777216 are taken: split it",
+        "16777217 rows in one write, at most 16777216 are accepted: split it",
     ),
     "push: a row of the other shard": (lambda s: s.push_rows(ids(4, 5)), INVALID, "row 5 does not live on shard 0"),
     "push: a row twice": (lambda s: s.push_rows(ids(3, 3)), INVALID, "must increase strictly"),
@@ -294,7 +294,7 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
     "session: marks of too few shards": (
         lambda s: s.open(s.epoch + 1, peers=["0123456789abcdef:1"]),
         INVALID,
-        "1 marks of 2 shards",
+        "1 marks for 2 shards",
     ),
     "session: a mark that is none": (
         lambda s: s.open(s.epoch + 1, peers=["0123456789abcdef:1", "0123456789abcdef:-1"]),
@@ -306,7 +306,7 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
             pb.CheckpointRequest(header=s.header(), name="c", peers=["0123456789abcdef:1"] * 3), timeout=10
         ),
         INVALID,
-        "3 marks of 2 shards",
+        "3 marks for 2 shards",
     ),
     "rollback: no timeline": (
         lambda s: s.stub.Rollback(pb.CheckpointRequest(header=s.header(), name="kept"), timeout=10),

@@ -302,7 +302,7 @@ def test_a_write_that_finds_no_room_is_refused(crowd: Crowd) -> None:
     assert "split it, or give the shard more --request-memory-mib" in far_too_large.details()
     answered.set()
     assert first.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert f"announced {num_rows} rows and brought 40000" in first.details()
+    assert f"announced {num_rows} rows and contained 40000" in first.details()
     scattered = pb.Rows(ids=np.arange(0, SPEC.num_rows, 200).tobytes())
     message = pb.PushGradientsRequest(header=crowd.header(4, 5000), rows=scattered, gradients=5000 * value)
     with pytest.raises(

@@ -241,7 +241,7 @@ def test_a_caller_of_the_first_version_is_refused(
         list(channel.stream_stream(f"/{SERVICE}/{method.name}")(iter([b""]), timeout=10, metadata=metadata))
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     told = version or "0.1"
-    assert raised.value.details() == f"this shard is of version {__version__}, the caller of {told}: update the caller"
+    assert raised.value.details() == f"this shard has version {__version__}, the caller {told}: update the caller"
     assert client.describe() == before
 
 
