@@ -31,8 +31,8 @@ from weightserver.common.stages import StageClock
 from weightserver.common.version import __version__
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import VERSION_KEY, rows_to_proto
-from weightserver.server.admission import RequestMemory
 from weightserver.server.metrics import CallMetrics, RowMetrics, ShardMetrics
+from weightserver.server.request_memory import RequestMemory
 from weightserver.server.service import WeightServerService
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.schedule_change import Part

@@ -430,7 +430,7 @@ def test_serve_refuses_what_it_cannot_serve(cluster: LocalCluster, tmp_path: Pat
     )  # fmt: skip
     for option, value, message in (
         *(("--grace-seconds", value, r"--grace-seconds must lie in 0\.\.3600, got") for value in ("nan", "1e18", "-1")),
-        ("--listen", "::1:0", r"'::1:0' is no address: write host:port, such as 127\.0\.0\.1:50051 or \[::1\]:50051"),
+        ("--listen", "::1:0", r"'::1:0' is not an address: write host:port, such as 127\.0\.0\.1:50051 or \[::1\]:50051"),
     ):
         assert_fails(message, "serve", "--data-dir", tmp_path / "e", *free, f"{option}={value}")
     (tmp_path / "file").write_text("")
@@ -451,7 +451,7 @@ def test_serve_refuses_what_it_cannot_serve(cluster: LocalCluster, tmp_path: Pat
         ("backup 127.0.0.1:9 --output ? --checkpoint=", "--checkpoint: the name is empty"),
         ("rollback  127.0.0.1:9", "argument name: the name is empty"),
         ("release  127.0.0.1:9", "argument name: the name is empty"),
-        ("checkpoints 127.0.0.1", "'127.0.0.1' is no address"),
+        ("checkpoints 127.0.0.1", "'127.0.0.1' is not an address"),
     ],
 )
 def test_what_cannot_be_right_is_told_before_a_shard_is_asked(
@@ -531,7 +531,7 @@ def test_serve_refuses_the_data_of_another_shard(tmp_path: Path) -> None:
 def test_the_other_commands_refuse(client: WeightClient, cluster: LocalCluster, tmp_path: Path) -> None:
     assert_fails("holds no weight server data: give the --data-dir of a shard", "inspect", tmp_path)
     assert_fails("holds no weight server data", "inspect", tmp_path / "missing")
-    assert_fails("'nonsense' is no address: write host:port", "health", "nonsense")
+    assert_fails("'nonsense' is not an address: write host:port", "health", "nonsense")
     for seconds in ("nan", "inf", "-1"):
         message = "--timeout-seconds must be positive and at most 3600, got"
         assert_fails(message, "health", "127.0.0.1:9", f"--timeout-seconds={seconds}")

@@ -32,8 +32,9 @@ from weightserver.core.errors import StepError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol._generated.weight_server_pb2_grpc import WeightServerStub
 from weightserver.protocol.codec import ACKNOWLEDGED_KEY, MARK_KEY, VERSION_KEY, spec_to_proto, table_digest
-from weightserver.server.admission import BASE_BYTES, CallLimiter, RequestMemory
+from weightserver.server.admission import BASE_BYTES, CallLimiter
 from weightserver.server.metrics import ShardMetrics
+from weightserver.server.request_memory import RequestMemory
 from weightserver.server.service import NAME, WeightServerService, add_to_server
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.shard import Shard

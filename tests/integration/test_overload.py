@@ -44,8 +44,10 @@ from weightserver.protocol.codec import (
     WAITED_KEY,
     rows_to_proto,
 )
-from weightserver.server.admission import BASE_BYTES, LANES, MAX_CALLS, MAX_WAITING, Lane, RequestMemory
+from weightserver.server.admission import BASE_BYTES
+from weightserver.server.lanes import LANES, MAX_CALLS, MAX_WAITING, Lane
 from weightserver.server.metrics import ShardMetrics
+from weightserver.server.request_memory import RequestMemory
 from weightserver.server.service import NAME, WeightServerService
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.shard import Shard
@@ -209,7 +211,7 @@ def test_silent_callers_stop_nobody(crowd: Crowd) -> None:
     crowd.work(3)
     crowd.read_nothing(10 * LANES["Fetch"])
     crowd.send_halves(10 * LANES["write"])
-    crowd.send_no_message(10 * LANES["short"])
+    crowd.send_no_message(10 * LANES["control"])
     assert crowd.work(5) < 20
     assert crowd.client.describe().spec == SPEC
     assert crowd.peak < CEILING
@@ -261,9 +263,7 @@ def test_no_lane_takes_all_memory() -> None:
     memory, full = RequestMemory(64 << 20), list[str | None]()
     memory.on_full = full.append
     with memory.reservation("write") as write, memory.reservation("Fetch") as fetch:
-        with pytest.raises(
-            InvalidRequestError, match="needs 57 MiB of memory, the shard has 56 MiB for all of its kind"
-        ):
+        with pytest.raises(InvalidRequestError, match="needs 57 MiB of memory, the shard has 56 MiB for all requests"):
             write.take(57 << 20)
         write.take(56 << 20)
         with memory.reservation("write") as other, pytest.raises(OverloadedError):

@@ -74,7 +74,7 @@ def test_it_shows_what_shards_do(client: WeightClient, cluster: LocalCluster) ->
     ("arguments", "message"),
     [
         (["127.0.0.1:1"], "no shard tells its metrics (127.0.0.1:1: [Errno 111] Connection refused)"),
-        (["nowhere"], "'nowhere' is no address"),
+        (["nowhere"], "'nowhere' is not an address"),
         (["127.0.0.1:1", "--count", "0"], "--count must be at least 1, got 0"),
         (["127.0.0.1:1", "--interval-seconds", "nan"], "--interval-seconds must lie in 0.1..3600, got nan"),
     ],

@@ -11,7 +11,9 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from weightserver.core.errors import StorageError
-from weightserver.server.admission import MAX_WAITING, CallLimiter, RequestMemory
+from weightserver.server.admission import CallLimiter
+from weightserver.server.lanes import MAX_WAITING
+from weightserver.server.request_memory import RequestMemory
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.shard import Shard
 

@@ -7,8 +7,8 @@ from functools import cache
 from prometheus_client import CollectorRegistry, Counter, Info, ProcessCollector
 
 from weightserver.core.arrays import Int64Array
-from weightserver.server.admission import LANES
 from weightserver.server.histogram import GapHistogram, Histogram
+from weightserver.server.lanes import LANES
 
 # 100 µs to 30 s: fetches of a few rows take about 1 ms, of 65,536 rows around 30 ms, a full disk seconds. The alerts
 # watch the objective of 100 ms.

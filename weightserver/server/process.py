@@ -30,10 +30,11 @@ from weightserver.common.version import __version__
 from weightserver.core.errors import StorageError
 from weightserver.protocol.codec import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 from weightserver.server import service
-from weightserver.server.admission import MAX_THREADS, MAX_UNSORTED_CALLS, CallLimiter, RequestMemory
+from weightserver.server.admission import MAX_THREADS, MAX_UNSORTED_CALLS, CallLimiter
 from weightserver.server.config import ServerConfig
 from weightserver.server.gauges import publish_certificate, publish_load, publish_shard
 from weightserver.server.metrics import ShardMetrics
+from weightserver.server.request_memory import RequestMemory
 from weightserver.server.security import ServerTls, TokenInterceptor, server_tls
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.shard import Shard

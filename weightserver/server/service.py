@@ -24,11 +24,11 @@ from weightserver.protocol.codec import (
     spec_from_proto,
     to_bytes,
 )
-from weightserver.server.admission import RequestMemory, answer_bytes, fetch_bytes
 from weightserver.server.answers import describe_response, extend_schedule_response, read_blocks_response
 from weightserver.server.calls import Calls
 from weightserver.server.checks import check_header, check_name, require, require_id
 from weightserver.server.metrics import ShardMetrics
+from weightserver.server.request_memory import RequestMemory, answer_bytes, fetch_bytes
 from weightserver.server.write_stream import check_written, receive, write_header
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.schedule_change import Part
@@ -58,7 +58,7 @@ class WeightServerService:
         self._calls = Calls(shard, committer, metrics.calls)
 
     def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> Iterator[pb.DescribeResponse]:
-        with self._calls.answering("Describe", context), self._memory.reservation("short") as reserved:
+        with self._calls.answering("Describe", context), self._memory.reservation("control") as reserved:
             reserved.take(answer_bytes(len(self._shard.state.checkpoints) * _CHECKPOINT_BYTES))
             yield describe_response(self._shard)
 
@@ -105,7 +105,7 @@ class WeightServerService:
     def ExtendSchedule(
         self, request: pb.ExtendScheduleRequest, context: grpc.ServicerContext
     ) -> pb.ExtendScheduleResponse:
-        with self._calls.answering("ExtendSchedule", context), self._memory.reservation("short") as reserved:
+        with self._calls.answering("ExtendSchedule", context), self._memory.reservation("control") as reserved:
             reserved.take(4 * len(request.learning_rates))  # merged with the stored rates, and in the transaction
             require_id(request.change, "change")
             self._shard.check_table(request.table)
@@ -258,7 +258,7 @@ class WeightServerService:
     def ReadBlocks(
         self, request: pb.ReadBlocksRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.ReadBlocksResponse]:
-        with self._calls.answering("ReadBlocks", context), self._memory.reservation("short") as reserved:
+        with self._calls.answering("ReadBlocks", context), self._memory.reservation("control") as reserved:
             self._shard.check_table(request.table)
             check_name(request.checkpoint)
             require(request.first_block <= MAX_ROWS, f"there is no block {request.first_block}")
@@ -268,7 +268,7 @@ class WeightServerService:
     def ReadSchedule(
         self, request: pb.ReadScheduleRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.ReadScheduleResponse]:
-        with self._calls.answering("ReadSchedule", context), self._memory.reservation("short") as reserved:
+        with self._calls.answering("ReadSchedule", context), self._memory.reservation("control") as reserved:
             require(request.start_step >= 0, f"start_step must not be negative, got {request.start_step}")
             reserved.take(answer_bytes(CHUNK_BYTES))
             digest = self._shard.schedule.digest

@@ -337,7 +337,7 @@ def test_only_one_of_two_backups_into_one_directory_continues(
     assert weightserver(*arguments)[0] == 0
     assert len(others) == 2
     for other in others:
-        assert_one_line(other, "is being written by another process: let it end, or give another")
+        assert_one_line(other, "is being written by another process: wait for it to end")
     assert read_backup(tmp_path / "new").rows_stored > 0
 
 
