@@ -93,7 +93,7 @@ def test_the_trainer_of_the_compose_file() -> None:
     assert config.server_addresses == COMPOSE["x-servers"].split(",")
 
 
-def test_services_run_without_rights_and_reach_no_other_machine_unless_told() -> None:
+def test_services_run_unprivileged_and_listen_only_on_loopback_by_default() -> None:
     for name, service in COMPOSE["services"].items():
         assert service["read_only"], name
         assert service["cap_drop"] == ["ALL"], name
@@ -142,11 +142,11 @@ def test_scripts_can_be_run(script: Path) -> None:
 @pytest.mark.parametrize(
     "document", MANIFESTS, ids=lambda document: f"{document['kind']}-{document['metadata']['name']}"
 )
-def test_manifests_are_what_the_schemas_say(document: dict[str, Any]) -> None:
+def test_manifests_follow_the_schemas(document: dict[str, Any]) -> None:
     kubernetes_validate.validate(document, KUBERNETES, strict=True)
 
 
-def test_the_schemas_refuse_what_they_do_not_know() -> None:
+def test_the_schemas_refuse_unknown_fields() -> None:
     document = manifest("StatefulSet")
     document = document | {"spec": document["spec"] | {"replica": 2}}
     with pytest.raises(kubernetes_validate.ValidationError, match="replica"):
@@ -243,7 +243,7 @@ def test_prometheus_takes_the_relabelling(tmp_path: Path) -> None:
 # ---- what a container's health is
 
 
-def test_health_tells_of_a_full_volume(
+def test_health_reports_a_full_volume(
     cluster: LocalCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["health", cluster.addresses[0], "--data-dir", str(tmp_path)]

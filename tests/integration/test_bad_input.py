@@ -228,7 +228,9 @@ def test_without_a_table_or_a_session(client: WeightClient, cluster: LocalCluste
 
 
 @pytest.mark.parametrize("changes", [{"dim": 8}, {"dim": 2}, {"dim": 3}, {"rows_per_block": 4}, {"num_rows": 50}])
-def test_a_table_replaced_behind_a_client(client: WeightClient, cluster: LocalCluster, changes: dict[str, int]) -> None:
+def test_a_client_and_a_replaced_table(
+    client: WeightClient, cluster: LocalCluster, changes: dict[str, int]
+) -> None:
     """Its rows are not those this client knows: never a row in the wrong place, and no error of NumPy's."""
     with WeightClient(cluster.addresses) as old:
         client.create_table(SPEC)
@@ -283,7 +285,7 @@ def test_a_closed_client_says_so(cluster: LocalCluster) -> None:
         client.describe()
 
 
-def test_a_table_replaced_behind_a_client_is_noticed(client: WeightClient, cluster: LocalCluster) -> None:
+def test_an_open_client_notices_a_replaced_table(client: WeightClient, cluster: LocalCluster) -> None:
     client.create_table(SPEC)
     client.extend_schedule(0, [0.5])
     with WeightClient(cluster.addresses) as other:
@@ -325,7 +327,7 @@ def test_a_drop_that_ended_halfway_can_be_repeated(tmp_path: Path) -> None:
         assert client.describe().rows_stored == 0
 
 
-def test_an_empty_shard_beside_one_with_rows_costs_no_row(tmp_path: Path) -> None:
+def test_an_empty_shard_next_to_one_with_rows_costs_no_row(tmp_path: Path) -> None:
     """As when somebody gave --init with a disk that was not mounted."""
     with LocalCluster(2, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
         client.create_table(SPEC)
@@ -344,7 +346,7 @@ def test_an_empty_shard_beside_one_with_rows_costs_no_row(tmp_path: Path) -> Non
         assert (sound.rows_stored, sound.spec.num_rows) == (1, SPEC.num_rows)
 
 
-def test_different_tables_are_no_cluster(tmp_path: Path) -> None:
+def test_shards_with_different_tables_are_refused(tmp_path: Path) -> None:
     other = replace(SPEC, seed=SPEC.seed + 1)
     with (
         LocalCluster(1, tmp_path / "a", serve_options=["--num-shards", "2"]) as first,
@@ -366,7 +368,7 @@ def test_different_tables_are_no_cluster(tmp_path: Path) -> None:
 
 
 @pytest.mark.guard
-def test_a_silent_server_holds_no_caller_longer_than_its_budget() -> None:
+def test_a_silent_server_delays_callers_at_most_for_their_budget() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(50)
@@ -399,7 +401,7 @@ def assert_fails(message: str, *arguments: str | Path) -> None:
 
 
 @pytest.mark.guard
-def test_serve_refuses_what_it_cannot_serve(cluster: LocalCluster, tmp_path: Path) -> None:
+def test_serve_rejects_invalid_settings(cluster: LocalCluster, tmp_path: Path) -> None:
     first, served = cluster.addresses[0], cluster.directory / "shard-0"
     free = ("--listen", "127.0.0.1:0")
     assert_fails(
@@ -430,7 +432,11 @@ def test_serve_refuses_what_it_cannot_serve(cluster: LocalCluster, tmp_path: Pat
     )  # fmt: skip
     for option, value, message in (
         *(("--grace-seconds", value, r"--grace-seconds must lie in 0\.\.3600, got") for value in ("nan", "1e18", "-1")),
-        ("--listen", "::1:0", r"'::1:0' is not an address: write host:port, such as 127\.0\.0\.1:50051 or \[::1\]:50051"),
+        (
+            "--listen",
+            "::1:0",
+            r"'::1:0' is not an address: write host:port, such as 127\.0\.0\.1:50051 or \[::1\]:50051",
+        ),
     ):
         assert_fails(message, "serve", "--data-dir", tmp_path / "e", *free, f"{option}={value}")
     (tmp_path / "file").write_text("")
@@ -440,8 +446,8 @@ def test_serve_refuses_what_it_cannot_serve(cluster: LocalCluster, tmp_path: Pat
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("export 127.0.0.1:9 --output ? --rows 5:1", "'5:1' is no FIRST:END, as in 0:1000"),
-        ("export 127.0.0.1:9 --output ? --rows=-5:1", "'-5:1' is no FIRST:END"),
+        ("export 127.0.0.1:9 --output ? --rows 5:1", "'5:1' is not of the form FIRST:END, such as 0:1000"),
+        ("export 127.0.0.1:9 --output ? --rows=-5:1", "'-5:1' is not of the form FIRST:END"),
         ("export 127.0.0.1:9 --output ? --step=-1", "step must not be negative"),
         ("export 127.0.0.1:9 --output .", "is a mounted disk or the current directory: give a new directory in it"),
         ("backup 127.0.0.1:9 --output .", "is not empty: give another directory"),
@@ -454,7 +460,7 @@ def test_serve_refuses_what_it_cannot_serve(cluster: LocalCluster, tmp_path: Pat
         ("checkpoints 127.0.0.1", "'127.0.0.1' is not an address"),
     ],
 )
-def test_what_cannot_be_right_is_told_before_a_shard_is_asked(
+def test_invalid_arguments_are_rejected_before_any_call(
     command: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """There is none at this address, which would take ten seconds to find out."""

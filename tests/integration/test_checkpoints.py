@@ -161,7 +161,7 @@ def test_half_a_checkpoint_is_none(writer: WeightClient, cluster: LocalCluster) 
     assert writer.checkpoints() == [Checkpoint("half", 1)]
 
 
-def test_two_halves_make_no_checkpoint(writer: WeightClient, cluster: LocalCluster) -> None:
+def test_checkpoints_of_different_calls_are_not_one(writer: WeightClient, cluster: LocalCluster) -> None:
     push(writer, 0)
     half_a_checkpoint(writer, cluster)
     push(writer, 1)
@@ -197,7 +197,7 @@ def test_a_reader_keeps_to_the_checkpoint_that_it_began_with(writer: WeightClien
     writer.fetch(ROWS, step=2, checkpoint="again")
 
 
-def test_a_rollback_that_every_shard_refuses_stops_nobody(
+def test_a_rollback_refused_by_every_shard_stops_no_writer(
     writer: WeightClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint is released between the look and the request."""
@@ -241,7 +241,7 @@ def test_writes_that_every_shard_refused_are_forgotten(writer: WeightClient) -> 
     assert writer.describe().clock == 170
 
 
-def test_a_reader_that_was_killed_holds_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_reader_holds_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of LMDB's own tools, say, with its snapshot open; the shard goes on and reuses what it frees."""
     monkeypatch.setattr(storage, "_READER_CHECK_SECONDS", 0.0)
     code = (
@@ -287,7 +287,7 @@ def test_a_checkpoint_costs_nothing_by_itself(writer: WeightClient) -> None:
 
 
 @pytest.mark.parametrize("file_format", ["safetensors", "npz"])
-def test_a_checkpoint_is_exported_while_training_goes_on(
+def test_a_checkpoint_is_exported_while_training_continues(
     file_format: str, writer: WeightClient, cluster: LocalCluster, tmp_path: Path
 ) -> None:
     push(writer, 0, ROWS[::3])
@@ -351,8 +351,8 @@ def test_the_command_line_exports(
 
     for arguments, message in (
         (["--rows", "990:1001"], "rows 990:1001 do not exist: the table has rows 0:1000"),
-        (["--rows", "5:5"], "'5:5' is no FIRST:END"),
-        (["--rows", "five"], "'five' is no FIRST:END"),
+        (["--rows", "5:5"], "'5:5' is not of the form FIRST:END"),
+        (["--rows", "five"], "'five' is not of the form FIRST:END"),
         (["--checkpoint", "lost"], "there is no checkpoint 'lost' on all shards"),
         (["--step", "0"], "has seen 1 updates"),
     ):

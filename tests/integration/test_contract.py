@@ -472,7 +472,7 @@ def test_requests_that_come_again_late_change_nothing(shard: Shard, client: Weig
 
 
 @pytest.mark.parametrize("method", ["Fetch", "PushGradients", "Describe", "CreateTable"])
-def test_bytes_that_are_no_message(cluster: LocalCluster, client: WeightClient, shard: Shard, method: str) -> None:
+def test_invalid_messages_are_refused(cluster: LocalCluster, client: WeightClient, shard: Shard, method: str) -> None:
     before = everything(client)
     garbage = b"\xff" * 40
 

@@ -172,7 +172,7 @@ def test_rows_that_went_away_stop_a_reshard(tmp_path: Path) -> None:
         serve(tmp_path / "new")
 
 
-def test_damage_met_while_serving_ends_writes_but_no_reads(tmp_path: Path) -> None:
+def test_damage_found_while_serving_ends_writes_but_not_reads(tmp_path: Path) -> None:
     (source,) = make_shards(tmp_path, 1)
     storage = LmdbStorage(source)
     flip(source, 4096 * tree_page(source) + 10, 1 | 2)  # a leaf that calls itself a branch
@@ -462,7 +462,7 @@ def test_shards_of_different_sessions_are_not_of_one_time(tmp_path: Path) -> Non
     assert reshard([source, other], [tmp_path / "new"]).rows_stored == 4_000
 
 
-def test_files_that_are_no_directories_are_named(tmp_path: Path) -> None:
+def test_files_in_place_of_directories_are_named(tmp_path: Path) -> None:
     (source,) = make_shards(tmp_path, 1)
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="file is a file: give a directory"):
@@ -474,6 +474,6 @@ def test_files_that_are_no_directories_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), -1.0, float("inf")])
-def test_no_time_to_drain_is_refused(seconds: float, tmp_path: Path) -> None:
+def test_serve_rejects_an_invalid_grace_period(seconds: float, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--grace-seconds must lie in 0\.\.3600"):
         ServerConfig(data_dir=tmp_path, shard=0, num_shards=1, grace_seconds=seconds)

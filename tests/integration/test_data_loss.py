@@ -158,7 +158,7 @@ def test_an_older_copy_of_a_directory_is_refused(place: Place, whole: bool, writ
 
 
 @pytest.mark.guard
-def test_who_comes_later_knows_what_the_newest_checkpoint_held(place: Place) -> None:
+def test_later_clients_know_what_the_newest_checkpoint_held(place: Place) -> None:
     """From the other shard, and of what was acknowledged after it from the marks that a client kept."""
     place.push()
     older = place.copy(1, "older")
@@ -188,7 +188,7 @@ def test_who_comes_later_knows_what_the_newest_checkpoint_held(place: Place) -> 
 
 
 @pytest.mark.guard
-def test_a_restart_and_a_copy_that_lacks_nothing_are_no_loss(place: Place) -> None:
+def test_a_restart_and_a_complete_copy_are_not_losses(place: Place) -> None:
     place.push()
     place.kill(1)
     place.cluster.restart(1)
@@ -312,7 +312,7 @@ def test_an_interrupted_fetch_leaves_its_array_alone(place: Place) -> None:
 
 
 @pytest.mark.guard
-def test_a_session_opened_beside_a_push_counts_it_once(place: Place) -> None:
+def test_a_session_opened_during_a_push_counts_it_once(place: Place) -> None:
     with ThreadPoolExecutor(2) as pool:
         for number in range(1, 6):
             with stopped(place, 1):
@@ -344,7 +344,7 @@ def test_a_write_that_failed_in_another_clients_session_is_refused(place: Place)
 # ---- shards of different times
 
 
-def test_a_shard_restored_beside_the_others_is_not_taken_for_one_of_them(place: Place, tmp_path: Path) -> None:
+def test_a_shard_restored_next_to_the_others_is_noticed(place: Place, tmp_path: Path) -> None:
     place.push()
     place.client.checkpoint("a", step=1)
     backup(place.client, tmp_path / "backup")
@@ -389,7 +389,7 @@ def test_a_restored_shard_without_a_later_checkpoint_is_not_taken_either(place: 
 
 
 @pytest.mark.guard
-def test_an_opening_that_failed_halfway_needs_no_force(place: Place) -> None:
+def test_a_session_opened_halfway_can_be_opened_again_without_force(place: Place) -> None:
     place.push()
     place.kill(1)
     with WeightClient(place.cluster.addresses, retry_seconds=1) as other:
@@ -424,7 +424,7 @@ def dies_in_rollback(place: Place, monkeypatch: pytest.MonkeyPatch, shard: int) 
 
 
 @pytest.mark.parametrize("shard", [0, pytest.param(1, marks=pytest.mark.guard)])
-def test_a_rollback_that_ended_halfway_is_no_common_state(
+def test_a_rollback_that_ended_halfway_leaves_no_common_state(
     place: Place, shard: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place.push()
@@ -463,7 +463,7 @@ def merged(place: Place, target: Path) -> Resharded:
 
 
 @pytest.mark.guard
-def test_who_forced_a_session_and_died_leaves_no_common_state(place: Place, tmp_path: Path) -> None:
+def test_a_forced_session_opened_halfway_leaves_no_common_state(place: Place, tmp_path: Path) -> None:
     """As a restored shard, or an older copy, would look like one of the others behind that."""
     place.push()
     place.client.checkpoint("one", step=1)

@@ -60,7 +60,7 @@ def assert_push_is_refused(client: WeightClient, rows: list[int], *, step: int, 
     assert client.describe().rows_stored == info.rows_stored
 
 
-def test_what_overflows_on_its_way_is_neither_answered_nor_stored(client: WeightClient) -> None:
+def test_rows_that_overflow_are_neither_answered_nor_stored(client: WeightClient) -> None:
     """Its correction ends in 0, for every row."""
     weight = begin(client, True)
     expected, named = overflows(weight, RATES), decided(weight, RATES)

@@ -126,7 +126,7 @@ def test_a_grown_table_is_what_a_larger_one_would_have_been(client: WeightClient
     assert same(client.fetch_state([200]), late)
 
 
-def test_what_cannot_be_extended(client: WeightClient) -> None:
+def test_extend_table_rejects_invalid_sizes(client: WeightClient) -> None:
     with pytest.raises(NoTableError, match="shard 0 holds no table"):
         client.extend_table(10)
     client.create_table(SPEC)
@@ -209,7 +209,7 @@ def stopped_at(shard: int, copy: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.guard
-def test_what_operators_do_with_a_grown_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_operations_on_a_grown_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Checkpoints and backups of before and after, a rollback, an export, a reshard, a compaction, a lost shard."""
     with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
         open_table(client, SPEC)

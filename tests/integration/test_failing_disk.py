@@ -65,7 +65,7 @@ def test_a_commit_ends_with_the_meta_page(disk: FailingDisk, client: WeightClien
 
 
 @pytest.mark.guard
-def test_a_meta_page_that_cannot_be_written_ends_the_shard(
+def test_a_failed_write_of_a_meta_page_ends_the_shard(
     disk: FailingDisk, cluster: LocalCluster, client: WeightClient, tmp_path: Path
 ) -> None:
     """LMDB refuses everything from then on; whether the write is there shows afterwards: here it has landed."""
@@ -108,7 +108,7 @@ def test_a_write_whose_page_landed_is_repeated_once(
     assert sums(client) == {3}
 
 
-def test_a_full_disk_refuses_writes_and_goes_on_reading(
+def test_a_full_disk_refuses_writes_but_not_reads(
     disk: FailingDisk, cluster: LocalCluster, client: WeightClient
 ) -> None:
     push(client, 0)

@@ -74,7 +74,7 @@ def test_a_restarted_rank_joins_as_a_new_writer(ranks: list[WeightClient], clust
     np.testing.assert_allclose(ranks[0].fetch(ROWS, step=1), decay * first - 3 * 0.01, atol=1e-6)
 
 
-def test_old_ranks_that_go_on_writing_while_a_newer_session_rolls_back(
+def test_old_ranks_that_keep_writing_while_a_newer_session_rolls_back(
     ranks: list[WeightClient], cluster: LocalCluster
 ) -> None:
     """From the moment the newer session is open, the rows are its own: nothing of the old ranks comes through."""

@@ -23,7 +23,7 @@ from weightserver.storage.records import State, put_record, read_state, write_sc
 from weightserver.storage.snapshot import Snapshot, read_snapshot
 
 
-def test_a_stopped_inspect_holds_no_space(tmp_path: Path) -> None:
+def test_a_killed_inspect_holds_no_space(tmp_path: Path) -> None:
     """SIGSTOP at random moments of its reading, while every row is written again and again."""
     code = (
         "import sys; from pathlib import Path; from weightserver.operations.inspect import inspect_directory\n"
@@ -57,7 +57,7 @@ def test_a_stopped_inspect_holds_no_space(tmp_path: Path) -> None:
 
 
 @pytest.mark.guard
-def test_what_inspect_tells_is_of_one_transaction(tmp_path: Path) -> None:
+def test_inspect_reads_one_transaction(tmp_path: Path) -> None:
     """Beside a shard that writes all the time, with values of many pages."""
     kept = LmdbStorage(tmp_path)
     Shard(kept, shard=0, num_shards=1)

@@ -87,7 +87,7 @@ def assert_same(one: RowState, other: RowState) -> None:
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
 
 
-def test_a_fetch_goes_on_from_what_arrived(shard: LocalCluster) -> None:
+def test_a_fetch_resumes_after_the_rows_that_arrived(shard: LocalCluster) -> None:
     """Every answer is cut behind its first message, and nothing is tried again for longer than that."""
     with (
         WeightClient(shard.addresses) as direct,
@@ -102,7 +102,7 @@ def test_a_fetch_goes_on_from_what_arrived(shard: LocalCluster) -> None:
         assert asked_rows(shard) - before == sum(map(len, proxy.asked))
 
 
-def test_rows_in_any_order_go_on_too(shard: LocalCluster) -> None:
+def test_fetches_of_rows_in_any_order_resume(shard: LocalCluster) -> None:
     rows = np.random.default_rng(1).integers(0, SPEC.num_rows, 30_000)
     with (
         WeightClient(shard.addresses) as direct,
@@ -127,7 +127,7 @@ def test_a_fetch_may_take_longer_than_its_deadline(shard: LocalCluster) -> None:
 
 
 @pytest.mark.guard
-def test_what_arrives_renews_the_time_to_try_again(shard: LocalCluster) -> None:
+def test_arriving_rows_renew_the_time_for_retries(shard: LocalCluster) -> None:
     """The shard is away for 0.3 s behind each message: ten times that is more than `retry_seconds`."""
     back = [0.0]
 
@@ -147,7 +147,7 @@ def test_what_arrives_renews_the_time_to_try_again(shard: LocalCluster) -> None:
         proxy.check(ROWS)
 
 
-def test_a_shard_that_stays_away_is_blamed_with_what_arrived(shard: LocalCluster) -> None:
+def test_an_unavailable_shard_is_reported_with_the_rows_that_arrived(shard: LocalCluster) -> None:
     def before(attempt: int, context: grpc.ServicerContext) -> None:
         if attempt >= 3:
             context.abort(grpc.StatusCode.UNAVAILABLE, "away")

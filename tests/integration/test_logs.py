@@ -123,7 +123,7 @@ def test_a_trainer_logs_events_and_no_steps(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.guard
-def test_a_shard_whose_log_nobody_reads_goes_on(tmp_path: Path) -> None:
+def test_a_shard_whose_log_is_closed_continues(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "weightserver", "serve", "--init", "--data-dir", str(tmp_path / "data")]
     shard = subprocess.Popen(
         [*command, "--listen", "127.0.0.1:0", "--announce"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -170,7 +170,7 @@ def test_every_line_is_json_where_that_is_asked_for(cluster: LocalCluster, tmp_p
 
 
 @pytest.mark.parametrize("log_format", LOG_FORMATS)
-def test_names_command_no_terminal(log_format: LogFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_in_logs_do_not_control_the_terminal(log_format: LogFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", told := io.StringIO())
     log_events(log_format)
     logging.getLogger("weightserver.server.service").info(

@@ -49,7 +49,7 @@ def write_rows(cluster: LocalCluster, backup_to: Path) -> None:
 
 
 @pytest.mark.guard
-def test_what_holds_rows_is_its_owners_alone(public: Path) -> None:
+def test_files_with_rows_are_private(public: Path) -> None:
     with LocalCluster(1, public / "servers") as cluster:
         write_rows(cluster, public / "backup")
     shard = public / "servers/shard-0"

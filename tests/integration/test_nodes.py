@@ -117,7 +117,7 @@ def test_two_nodes_train_like_one(cluster: Cluster, on_one_node: npt.NDArray[np.
 @pytest.mark.parametrize(
     ("loss", "lost", "num_ranks"), [("killed", 0, 1), ("unplugged", 1, 1), ("killed and started again", 0, 2)]
 )
-def test_a_run_goes_on_by_itself_when_a_node_is_lost(
+def test_a_run_resumes_by_itself_when_a_node_is_lost(
     loss: str, lost: int, num_ranks: int, cluster: Cluster, on_one_node: npt.NDArray[np.float64], tmp_path: Path
 ) -> None:
     """torchrun starts the other node's rank again, alone or with a new one; it goes on from the last checkpoint."""

@@ -206,7 +206,7 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crowd]:
 
 
 @pytest.mark.guard
-def test_silent_callers_stop_nobody(crowd: Crowd) -> None:
+def test_silent_callers_do_not_block_others(crowd: Crowd) -> None:
     """Ten times as many as there are places read nothing, send halves of writes or no message at all."""
     crowd.work(3)
     crowd.read_nothing(10 * LANES["Fetch"])
@@ -222,7 +222,7 @@ def test_silent_callers_stop_nobody(crowd: Crowd) -> None:
 
 
 @pytest.mark.guard
-def test_replies_that_nobody_reads_are_bounded(crowd: Crowd) -> None:
+def test_unread_replies_are_bounded(crowd: Crowd) -> None:
     """Of one message too: each is in its lane and in the memory until it is taken, or its caller is cut off."""
     crowd.work(3)
     crowd.client.checkpoint("unread", step=1)
@@ -243,7 +243,7 @@ def test_replies_that_nobody_reads_are_bounded(crowd: Crowd) -> None:
     assert crowd.work(3) < 20
 
 
-def test_who_announces_much_and_sends_little_holds_little(crowd: Crowd) -> None:
+def test_a_large_announcement_reserves_little_memory(crowd: Crowd) -> None:
     """Writes of which only the header comes take no memory from others, however large they are to be."""
 
     def header(number: int) -> Iterator[pb.PushGradientsRequest]:
@@ -276,7 +276,7 @@ def test_no_lane_takes_all_memory() -> None:
     assert memory.used_bytes == 0
 
 
-def test_a_write_that_finds_no_room_is_refused(crowd: Crowd) -> None:
+def test_a_write_without_free_memory_is_refused(crowd: Crowd) -> None:
     """It hears when to try again; one for which there is never room hears so when it begins."""
     num_rows, value = 80_000, bytes(4 * SPEC.dim)  # 74 MB of 117 that writes may take
     answered = threading.Event()
@@ -325,7 +325,7 @@ def test_large_messages_stay_below_the_ceiling(crowd: Crowd) -> None:
 
 @pytest.mark.guard
 @pytest.mark.parametrize("method", ["Watch", "Check"])
-def test_silent_callers_without_a_token_stop_nobody(crowd: Crowd, method: str) -> None:
+def test_silent_callers_without_a_token_do_not_block_others(crowd: Crowd, method: str) -> None:
     """Health needs no token. Its callers take their own lane alone, and who comes too late hears when to try again."""
 
     def nothing() -> Iterator[bytes]:
@@ -352,7 +352,7 @@ def test_silent_callers_without_a_token_stop_nobody(crowd: Crowd, method: str) -
 
 
 @pytest.mark.guard
-def test_a_client_waits_as_long_as_it_is_told() -> None:
+def test_a_client_waits_for_the_hinted_time() -> None:
     times = []
 
     def describe(_: bytes, context: grpc.ServicerContext) -> bytes:

@@ -185,7 +185,7 @@ def test_sigterm_ends_a_large_write_within_the_grace_period(tmp_path: Path) -> N
 
 
 @pytest.mark.guard
-def test_sigterm_waits_for_no_disk_beyond_the_grace_period(tmp_path: Path) -> None:
+def test_sigterm_does_not_wait_for_the_disk_beyond_the_grace_period(tmp_path: Path) -> None:
     """A commit that the disk does not take in time is cut as by a kill: it is not there, and nobody was told that."""
     row, gradient = np.array([5]), np.ones((1, 32), np.float32)
     with (

@@ -197,7 +197,7 @@ def test_directories_made_otherwise_have_the_same_digest(
 
 @pytest.mark.guard
 @pytest.mark.parametrize(("num_changes", "num_steps"), [(8, 40), pytest.param(200, 600, marks=pytest.mark.slow)])
-def test_changes_beside_a_running_writer(
+def test_changes_during_a_running_writer(
     client: WeightClient, cluster: LocalCluster, num_changes: int, num_steps: int
 ) -> None:
     """Steps that it is about to use change again and again: all rows move by what the shards then have, and alike."""
@@ -556,7 +556,7 @@ def test_shards_that_used_different_ones_are_mended_by_a_rollback(client: Weight
     assert_goes_on(client, OLD)
 
 
-def test_a_shard_that_knows_fewer_goes_on_with_those(client: WeightClient, cluster: LocalCluster) -> None:
+def test_a_shard_that_knows_fewer_rates_continues_with_those(client: WeightClient, cluster: LocalCluster) -> None:
     """As one that was restored from a backup of before an extension."""
     prepare(client)
     rewrite(cluster, 0, NUM_STEPS, np.full(5, 0.1, np.float32))

@@ -110,7 +110,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 @pytest.mark.parametrize("kind", ["tls", "mutual", "plain"])
-def test_whoever_may_call_can(place: Place, kind: str) -> None:
+def test_authorised_clients_can_call(place: Place, kind: str) -> None:
     own = place.own
     security = {"tls": tls(own), "mutual": everything(own), "plain": ClientSecurity(token_file=own / "token")}[kind]
     rows = np.arange(200)
@@ -215,7 +215,7 @@ def test_a_shard_that_goes_away_is_tried_again_with_tls_too(place: Place) -> Non
 # ---- the token
 
 
-def test_no_call_but_health_goes_without_the_token(place: Place) -> None:
+def test_only_health_checks_need_no_token(place: Place) -> None:
     def tries(channel: grpc.Channel, method: str, metadata: list[tuple[str, str]]) -> grpc.StatusCode:
         try:
             channel.stream_stream(method)(iter([b""]), timeout=SECONDS, metadata=metadata).__next__()
@@ -318,7 +318,7 @@ def unauthenticated(shard: Served) -> float:
         "two-letters\nin-lines",
     ],
 )
-def test_what_is_no_token(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_tokens_are_rejected(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "token").write_text(content)
     with pytest.raises(ValueError, match=r"--token-file .*token holds no valid token: give at least 16") as raised:
         read_token(tmp_path / "token")
@@ -328,7 +328,7 @@ def test_what_is_no_token(content: str, tmp_path: Path, monkeypatch: pytest.Monk
         read_token(None)
 
 
-def test_a_token_that_no_call_could_bring(tmp_path: Path) -> None:
+def test_tokens_too_long_for_a_call_are_rejected(tmp_path: Path) -> None:
     """gRPC refuses calls with metadata above 8 KiB as it refuses those of which there are too many."""
     (tmp_path / "token").write_text("x" * 1025)
     with pytest.raises(ValueError, match="holds 1025 characters: give a token of at most 1024"):
@@ -455,7 +455,7 @@ def test_the_client_rejects_invalid_files(place: Place, changes: dict[str, str],
     assert "\n" not in str(raised.value)
 
 
-def test_a_key_with_a_password_asks_nobody(place: Place, tmp_path: Path) -> None:
+def test_a_key_with_a_password_is_rejected_without_a_prompt(place: Place, tmp_path: Path) -> None:
     from cryptography.hazmat.primitives import serialization
 
     key = serialization.load_pem_private_key((place.own / "client-key.pem").read_bytes(), None)

@@ -194,7 +194,7 @@ def test_neighbouring_versions_understand_one_another(
             skewed.fetch([1], step=99)
 
 
-def test_an_older_shard_is_named_where_it_cannot_do_what_is_asked(
+def test_an_older_shard_that_lacks_a_call_is_named(
     lacking: FileDescriptor,
     client: WeightClient,
     cluster: LocalCluster,

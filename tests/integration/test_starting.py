@@ -70,7 +70,7 @@ def test_an_empty_directory_takes_init(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("init", [["--init"], []], ids=["with --init", "without"])
-def test_a_directory_of_other_files_begins_no_shard(init: list[str], tmp_path: Path) -> None:
+def test_a_directory_of_other_files_is_refused(init: list[str], tmp_path: Path) -> None:
     """As where --data-dir names the wrong folder: it stays as it is, its mode too."""
     home = tmp_path / "home"
     home.mkdir(mode=0o755)
@@ -82,7 +82,7 @@ def test_a_directory_of_other_files_begins_no_shard(init: list[str], tmp_path: P
     assert (home.stat().st_mode & 0o777, len(list(home.iterdir()))) == (0o755, 2)
 
 
-def test_a_link_to_nothing_begins_no_shard(tmp_path: Path) -> None:
+def test_a_dangling_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "disk/shard")
     message = f"{tmp_path}/link is a link to {tmp_path}/disk/shard, which is missing: is its disk mounted?"
     assert refused(tmp_path / "link", "--init") == message
@@ -127,7 +127,7 @@ def test_a_cluster_refuses_a_shard_that_went_away(left_by: str, tmp_path: Path) 
 
 
 @pytest.mark.guard
-def test_a_first_start_that_was_cut_short_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_first_start_resumes(tmp_path: Path) -> None:
     """One of two shards has begun when the other cannot."""
     (tmp_path / "shard-1").write_text("in the way")
     with pytest.raises(ShardUnavailableError, match="shard-1 is a file"):
@@ -188,7 +188,7 @@ def dies(command: list[str], directory: Path, seconds: str) -> None:
 
 
 @pytest.mark.guard
-def test_a_shard_ends_whose_announcement_nobody_reads(tmp_path: Path) -> None:
+def test_a_shard_ends_if_its_announcement_is_not_read(tmp_path: Path) -> None:
     """Also where it does not follow its parent: stdout is closed."""
     point = "weightserver.server.process:_announce"
     dies(serve(tmp_path / "data", "--announce", what=("orphaned", point)), tmp_path / "data", "never")
@@ -253,7 +253,7 @@ def test_a_start_that_fails_ends_in_one_line(point: str, tmp_path: Path) -> None
 
 
 @pytest.mark.guard
-def test_closed_streams_are_no_other_files(tmp_path: Path) -> None:
+def test_closed_streams_are_not_reused_for_other_files(tmp_path: Path) -> None:
     """What is opened next would have their numbers: logs would be written to data.mdb."""
     command = ["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh", *serve(tmp_path)]
     process = psutil.Popen(command, cwd=ROOT)

@@ -123,7 +123,7 @@ def test_a_truncated_file_is_refused(data: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.guard
-def test_a_file_that_went_away_is_no_new_shard(data: Path) -> None:
+def test_a_missing_file_does_not_start_a_new_shard(data: Path) -> None:
     path = data / "data.mdb"
     whole = path.read_bytes()
     path.write_bytes(b"")

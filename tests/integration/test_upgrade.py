@@ -143,7 +143,7 @@ def test_a_kill_during_the_upgrade_loses_nothing(point: str, shard: int, old: Pa
 
 
 @pytest.mark.guard
-def test_what_only_reads_leaves_it_as_it_is(old: Path, tmp_path: Path, seen: dict[str, Any]) -> None:
+def test_commands_that_only_read_keep_modes(old: Path, tmp_path: Path, seen: dict[str, Any]) -> None:
     files = [old / shard / "data.mdb" for shard in SHARDS]
     before = [path.read_bytes() for path in files]
     for shard, directory in enumerate(SHARDS):
@@ -190,7 +190,7 @@ def test_its_backup_is_restored(old: Path, tmp_path: Path, seen: dict[str, Any])
 
 
 @pytest.mark.guard
-def test_one_shard_of_its_backup_beside_one_that_was_upgraded(old: Path, seen: dict[str, Any]) -> None:
+def test_a_restored_shard_next_to_an_upgraded_one(old: Path, seen: dict[str, Any]) -> None:
     """They are of one table, and of different times, until all are taken to the checkpoint of the backup."""
     shutil.rmtree(old / "shard-1")
     made = restore(old / "backup", old / "shard-1", shard=1)

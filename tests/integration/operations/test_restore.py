@@ -88,7 +88,7 @@ def test_a_restored_cluster_can_be_backed_up_and_its_checkpoints_released(
 
 
 @pytest.mark.guard
-def test_a_shard_restored_beside_others_is_rolled_back_to_before_a_backup(
+def test_a_shard_restored_next_to_others_is_rolled_back_before_a_backup(
     weightserver: Weightserver, tmp_path: Path
 ) -> None:
     with LocalCluster(2, tmp_path / "servers") as cluster, WeightClient(cluster.addresses) as client:
