@@ -1,4 +1,4 @@
-"""What cannot be right is refused in one line that names it, and changes nothing."""
+"""Invalid input is refused in one line that names it, and changes nothing."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
 
 @pytest.fixture
 def table(client: WeightClient) -> WeightClient:
-    """20 learning rates, the last a large one; rows 50 and 51 have seen 8 updates."""
+    """Makes a schedule of 20 rates, the last a large one; rows 50 and 51 have seen 8 updates."""
     client.create_table(SPEC)
     client.extend_schedule(0, np.append(np.full(19, 0.5), 4.0))
     client.open_session("test")
@@ -231,7 +231,7 @@ def test_without_a_table_or_a_session(client: WeightClient, cluster: LocalCluste
 def test_a_client_and_a_replaced_table(
     client: WeightClient, cluster: LocalCluster, changes: dict[str, int]
 ) -> None:
-    """Its rows are not those this client knows: never a row in the wrong place, and no error of NumPy's."""
+    """The client never returns a row in the wrong place, nor raises an error of NumPy's."""
     with WeightClient(cluster.addresses) as old:
         client.create_table(SPEC)
         client.extend_schedule(0, np.full(20, 0.5))
@@ -328,7 +328,7 @@ def test_a_drop_that_ended_halfway_can_be_repeated(tmp_path: Path) -> None:
 
 
 def test_an_empty_shard_next_to_one_with_rows_costs_no_row(tmp_path: Path) -> None:
-    """As when somebody gave --init with a disk that was not mounted."""
+    """As if --init was given while the disk was not mounted."""
     with LocalCluster(2, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
         client.create_table(SPEC)
         client.extend_schedule(0, [0.5])
@@ -384,14 +384,14 @@ def test_a_silent_server_delays_callers_at_most_for_their_budget() -> None:
 
 
 def weightserver(*arguments: str | Path) -> tuple[int, str, str]:
-    """(exit status, stdout, stderr) of a command that ends by itself."""
+    """Runs a command that ends by itself; returns its exit status, stdout and stderr."""
     command = [sys.executable, "-m", "weightserver", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return done.returncode, done.stdout, done.stderr
 
 
 def assert_fails(message: str, *arguments: str | Path) -> None:
-    """Exit status 1, and one line that begins with the command's name."""
+    """Checks for exit status 1 and one line that begins with the command's name."""
     status, _, errors = weightserver(*arguments)
     lines = [line for line in errors.splitlines() if " INFO " not in line]
     assert status == 1, errors
@@ -463,7 +463,7 @@ def test_serve_rejects_invalid_settings(cluster: LocalCluster, tmp_path: Path) -
 def test_invalid_arguments_are_rejected_before_any_call(
     command: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """There is none at this address, which would take ten seconds to find out."""
+    """No shard is at this address, which a call would take ten seconds to find out."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").write_text("")
     began = time.monotonic()
@@ -498,7 +498,7 @@ def test_invalid_arguments_are_rejected_before_any_call(
 def test_an_empty_path_is_not_the_current_directory(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As of a variable that is not set."""
+    """An empty path comes from an unset variable."""
     monkeypatch.chdir(tmp_path)
     tmp_path.chmod(0o755)
     with pytest.raises(SystemExit, match="2"):

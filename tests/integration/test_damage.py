@@ -1,4 +1,4 @@
-"""Wrong bits in what LMDB and this project store beside blocks, disks that are full or read-only, scarce addresses."""
+"""Damaged data besides blocks, full or read-only disks, and little address space."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_shards(directory: Path, num_shards: int, spec: TableSpec = SPEC) -> list[Path]:
-    """Stopped shards, all of whose rows are written and kept as checkpoint "kept"."""
+    """Stopped shards whose rows are all written and kept as checkpoint "kept"."""
     directories = [directory / f"shard-{number}" for number in range(num_shards)]
     codec, sharding = BlockCodec(spec), Sharding(spec.rows_per_block, num_shards)
     for number, path in enumerate(directories):
@@ -83,7 +83,7 @@ def make_shards(directory: Path, num_shards: int, spec: TableSpec = SPEC) -> lis
 
 
 def serve(directory: Path) -> None:
-    """As a process that serves it begins."""
+    """Starts as a process that serves the directory does."""
     storage = LmdbStorage(directory)
     try:
         Shard(storage, shard=0, num_shards=1)
@@ -92,7 +92,7 @@ def serve(directory: Path) -> None:
 
 
 def cli(*arguments: object, address_space: int = -1, cwd: Path | None = None) -> tuple[int, str]:
-    """Exit status and complaint of a command."""
+    """Runs a command; returns its exit status and stderr."""
 
     def limit() -> None:
         if address_space >= 0:
@@ -137,7 +137,7 @@ def flip(directory: Path, position: int, bit: int) -> None:
 
 @pytest.mark.parametrize(("offset", "bit"), [(12, 4), (10, 2), (8, 0), (10, 1)], ids=str)
 def test_a_wrong_bit_in_a_tree_is_refused(offset: int, bit: int, tmp_path: Path) -> None:
-    """LMDB would not find some blocks, or end the process. `inspect` reads no blocks, and not through LMDB."""
+    """LMDB would miss some blocks, or end the process. `inspect` reads no blocks, and does not use LMDB."""
     (source,) = make_shards(tmp_path, 1)
     serve(source)
     if bit:
@@ -194,7 +194,7 @@ def test_damage_found_while_serving_ends_writes_but_not_reads(tmp_path: Path) ->
 
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_flipped_bit_of_a_record_goes_unseen(stride: int, tmp_path: Path) -> None:
-    """Keys and values of all but blocks: `verify` says so, and who reads it refuses."""
+    """Damages keys and values of everything but blocks: `verify` reports it, and readers refuse."""
     (source,) = make_shards(tmp_path, 1, replace(SPEC, num_rows=10))
     with contextlib.closing(LmdbStorage(source)) as storage, storage.write() as txn:
         write_lineage(txn, Lineage().joined(["0123456789abcdef:12"]))
@@ -300,7 +300,7 @@ def test_many_shards_are_resharded_at_once(tmp_path: Path) -> None:
 
 
 def test_a_full_map_grows_under_readers(tmp_path: Path) -> None:
-    """Of one transaction and of many, by what all of a server's writes go through."""
+    """Writes in one transaction and in many, through the layer that all writes of a server use."""
     storage = LmdbStorage(tmp_path / "shard", room_bytes=64 << 10)
     shard = Shard(storage, shard=0, num_shards=1)
     before = storage._env.info()["map_size"]
@@ -358,7 +358,7 @@ def test_scarce_address_space_is_enough_or_one_line(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def volume(path: Path, size: str = "12m") -> Iterator[Path]:
-    """A small file system of its own."""
+    """A small file system."""
     path.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], capture_output=True, check=False
@@ -385,7 +385,7 @@ def assert_one_line(outcome: tuple[int, str], message: str) -> None:
 
 @pytest.mark.parametrize("command", ["serve anew", "serve", "reshard", "inspect", "verify", "compact"])
 def test_a_full_disk_ends_no_process(command: str, tmp_path: Path) -> None:
-    """LMDB writes to lock.mdb as to memory: in a new one there is no memory behind it."""
+    """LMDB writes to lock.mdb through a map, which a full disk cannot back for a new file."""
     (source,) = make_shards(tmp_path, 1, replace(SPEC, num_rows=500))
     with volume(tmp_path / "full") as full:
         there, new = full / "shard", full / "new"

@@ -1,4 +1,4 @@
-"""A table that grows while it is served: old rows stay to the bit, new ones are as if they had been there all along."""
+"""A table that grows while it is served: old rows stay identical, new rows are as in a table created with them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def push(client: WeightClient, step: int, num_rows: int) -> None:
 
 
 def in_one_line(command: list[object], capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command that fails complains of."""
+    """Runs a command that must fail; returns its error message."""
     with pytest.raises(SystemExit) as stopped:
         main([str(argument) for argument in command])
     error = capsys.readouterr().err
@@ -89,7 +89,7 @@ def directories(parent: Path, num_shards: int = 2) -> list[Path]:
 
 
 def test_a_grown_table_is_what_a_larger_one_would_have_been(client: WeightClient, cluster: LocalCluster) -> None:
-    """Beside dense SGD over all rows, and, to the bit, a table that was created with them."""
+    """Compares with dense SGD over all rows, and bit for bit with a table created with them."""
     oracle = Oracle(LARGER, RATES)
     epoch = open_table(client, SPEC)
     with WeightClient(cluster.addresses) as small:  # knows the smaller table, and goes on with it

@@ -1,4 +1,4 @@
-"""Errors of the disk at every write and sync of a commit: nothing acknowledged is lost, nothing counts twice."""
+"""Disk errors at every write and sync of a commit: nothing acknowledged is lost, nothing counts twice."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_failed_write_of_a_meta_page_ends_the_shard(
 def test_a_write_whose_page_landed_is_repeated_once(
     disk: FailingDisk, cluster: LocalCluster, client: WeightClient
 ) -> None:
-    """By whoever did not wait for the shard's next start."""
+    """The writer does not wait for the shard's next start."""
     push(client, 0)
     push(client, 1)
     disk.fail(META, 2, errno.EIO, lands=True)
@@ -127,7 +127,7 @@ def test_a_full_disk_refuses_writes_but_not_reads(
 def test_errors_at_each_write_and_sync(
     error: int, lands: bool, disk: FailingDisk, cluster: LocalCluster, client: WeightClient
 ) -> None:
-    """One that fails, and it with all behind it until the disk is healed."""
+    """One write fails, and with it all later ones until the disk is healed."""
     steps = itertools.count()
     push(client, next(steps))
     ends = 0

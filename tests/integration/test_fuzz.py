@@ -53,7 +53,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 class Inputs:
-    """Requests made at random from a seed; `epoch` is the session that they may name, 0 where none is right."""
+    """Makes random requests from a seed; `epoch` is the session that they may name, 0 for none."""
 
     def __init__(self, seed: int, epoch: int) -> None:
         self._random = random.Random(seed)
@@ -80,7 +80,7 @@ class Inputs:
         return (version, (ACKNOWLEDGED_KEY, mark)) if r.random() < 0.5 else (version,), set()
 
     def request(self) -> tuple[Any, list[bytes]]:
-        """A method of the contract and the messages of a call of it."""
+        """Returns a method of the contract and the messages of one call."""
         method = self._random.choice(METHODS)
         if method.name == "DropTable" and self._random.random() < 0.9:
             method = self._random.choice(METHODS[-6:])
@@ -89,7 +89,7 @@ class Inputs:
         return method, [self._bytes(kind, first=number == 0) for number in range(count)]
 
     def overflowing(self, method: Any) -> bytes:
-        """A message of which integers are too large, the epoch always."""
+        """Makes integers of a message too large, always the epoch."""
         message: Any = GetMessageClass(method.input_type)()
         self._fill(message, first=True)
         for field in message.DESCRIPTOR.fields:
@@ -117,7 +117,7 @@ class Inputs:
         return bytes(data)
 
     def _fill(self, message: Any, *, first: bool) -> None:
-        """Each field: mostly what would be right, else anything of its type."""
+        """Fills each field with a mostly valid value, else with anything of its type."""
         r = self._random
         for field in message.DESCRIPTOR.fields:
             if r.random() < 0.04 or (field.name == "header" and not first and r.random() < 0.9):
@@ -190,11 +190,11 @@ class Inputs:
 
 
 class Ended(Exception):
-    """The call was ended with a status."""
+    """The call ended with a status."""
 
 
 class FakeContext:
-    """Takes the place of gRPC's."""
+    """Replaces gRPC's context."""
 
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
@@ -219,7 +219,7 @@ class FakeContext:
 
 
 class InProcess:
-    """A shard's handlers behind its call limiter, without a channel and a disk."""
+    """A shard's handlers behind its call limiter, without a channel or a disk."""
 
     def __init__(self) -> None:
         self.shard = Shard(MemoryStorage(), shard=0, num_shards=2)
@@ -238,7 +238,7 @@ class InProcess:
         self.prepare()
 
     def prepare(self) -> None:
-        """There is a table, a schedule and a session, whose epoch is 1 at first."""
+        """Makes a table, a schedule and a session, whose epoch is 1 at first."""
 
         def do(operation: Callable[[Any], Any]) -> None:
             self.committer.submit(operation).result(10)
@@ -359,7 +359,7 @@ def everything(client: WeightClient) -> tuple[object, ...]:
 @pytest.mark.guard
 @pytest.mark.parametrize("count", [600, pytest.param(40_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_over_a_channel(place: tuple[LocalCluster, WeightClient], count: int) -> None:
-    """No request has the session, so none may change anything."""
+    """No request names the session, so none may change anything."""
     cluster, client = place
     before, statuses = everything(client), Counter[str]()
     process, (mark,) = psutil.Process(cluster.processes[0].pid), client.marks()
@@ -399,7 +399,7 @@ def test_over_a_channel(place: tuple[LocalCluster, WeightClient], count: int) ->
 
 
 def own_memory(process: psutil.Process) -> int:
-    """Without the map of the data file."""
+    """Bytes of memory without the map of the data file."""
     return int(process.memory_info().rss - process.memory_info().shared)
 
 

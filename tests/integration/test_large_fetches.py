@@ -1,4 +1,4 @@
-"""Fetches that last: slow links, connections cut, shards killed. What arrived is kept, and is not asked for again."""
+"""Long fetches over slow links, cut connections and killed shards: rows that arrived are not requested again."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from weightserver.protocol.codec import CHUNK_BYTES, decode_fetch_response, rows
 SPEC = TableSpec(num_rows=40_000, dim=64, init_std=0.1)
 ROWS = np.arange(SPEC.num_rows)
 ROWS_PER_MESSAGE = CHUNK_BYTES // (4 * SPEC.dim) + SPEC.rows_per_block
-"""At most: a message ends with a block."""
+"""The largest message: messages end with a block."""
 
 
 class WatchedProxy(FaultyProxy):
-    """Notes which rows each fetch asks for, and how many it is passed.
+    """Records which rows each fetch requests, and how many arrive.
 
     Args:
         before: called before each attempt of a fetch with its number; may abort it.
@@ -78,7 +78,7 @@ def shard() -> Iterator[LocalCluster]:
 
 
 def asked_rows(cluster: LocalCluster) -> float:
-    """Rows that all fetches since the shard's start asked for."""
+    """Number of rows requested by all fetches since the shard's start."""
     return metric(cluster.metrics_addresses[0], 'weightserver_request_rows_sum{operation="fetch"}')
 
 
@@ -88,7 +88,7 @@ def assert_same(one: RowState, other: RowState) -> None:
 
 
 def test_a_fetch_resumes_after_the_rows_that_arrived(shard: LocalCluster) -> None:
-    """Every answer is cut behind its first message, and nothing is tried again for longer than that."""
+    """Every answer is cut after its first message, and retries last no longer than that."""
     with (
         WeightClient(shard.addresses) as direct,
         WatchedProxy(shard.addresses[0], cut=True) as proxy,
@@ -115,7 +115,7 @@ def test_fetches_of_rows_in_any_order_resume(shard: LocalCluster) -> None:
 
 @pytest.mark.guard
 def test_a_fetch_may_take_longer_than_its_deadline(shard: LocalCluster) -> None:
-    """The link takes at least 2 s for it, an attempt 0.7 s."""
+    """The transfer takes at least 2 s, an attempt lasts 0.7 s."""
     with (
         WeightClient(shard.addresses) as direct,
         WatchedProxy(shard.addresses[0], seconds_per_message=0.2) as proxy,
@@ -128,7 +128,7 @@ def test_a_fetch_may_take_longer_than_its_deadline(shard: LocalCluster) -> None:
 
 @pytest.mark.guard
 def test_arriving_rows_renew_the_time_for_retries(shard: LocalCluster) -> None:
-    """The shard is away for 0.3 s behind each message: ten times that is more than `retry_seconds`."""
+    """The shard is down for 0.3 s after each message: ten times that exceeds `retry_seconds`."""
     back = [0.0]
 
     def before(attempt: int, context: grpc.ServicerContext) -> None:
@@ -163,7 +163,7 @@ def test_an_unavailable_shard_is_reported_with_the_rows_that_arrived(shard: Loca
 
 
 def test_a_checkpoint_that_changes_under_a_fetch_ends_it(shard: LocalCluster) -> None:
-    """Another checkpoint of its name is none: rows of both are never mixed."""
+    """Rows of another checkpoint with the same name are never mixed in."""
 
     def before(attempt: int, context: grpc.ServicerContext) -> None:
         if attempt == 2:
@@ -185,7 +185,7 @@ def test_a_checkpoint_that_changes_under_a_fetch_ends_it(shard: LocalCluster) ->
 
 @pytest.mark.guard
 def test_a_shard_killed_under_a_fetch_is_asked_for_the_rest(tmp_path: Path) -> None:
-    """Twice, and started again as a supervisor would."""
+    """The shard is killed twice, and restarted as by a supervisor."""
 
     def before(attempt: int, context: grpc.ServicerContext) -> None:
         if attempt in (2, 4):

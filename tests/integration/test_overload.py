@@ -1,4 +1,4 @@
-"""More than a shard can take: callers that are silent, cancelled or far too many. It stays small, and goes on."""
+"""Overload: callers that are silent, cancelled or far too many. The shard stays small and continues to serve."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ from weightserver.storage.lmdb_storage import LmdbStorage
 SPEC = TableSpec(num_rows=1_000_000, dim=64, momentum=0, weight_decay=0, init_std=0)
 MEMORY_MIB = 128
 CEILING = BASE_BYTES + (MEMORY_MIB << 20) + MAX_CALLS * CHUNK_BYTES
-"""With callers whose messages are of 1 MiB, as those here."""
+"""Upper bound for callers whose messages have 1 MiB, as here."""
 OPTIONS = ["--request-memory-mib", str(MEMORY_MIB), "--stall-seconds", "1"]
 SOAK_MINUTES = float(os.environ.get("SOAK_MINUTES", "60"))
 
 
 class Crowd:
-    """One shard with little memory, a good client of it, and callers that are not good."""
+    """One shard with little memory, a good client, and misbehaving callers."""
 
     def __init__(self, cluster: LocalCluster, client: WeightClient) -> None:
         self.cluster, self.client = cluster, client
@@ -88,7 +88,7 @@ class Crowd:
                 return
 
     def memory(self) -> int:
-        """Bytes of the shard's process, without the map of its data file."""
+        """Bytes of memory of the shard's process, without the map of its data file."""
         found = self.process.memory_info()
         return int(found.rss - found.shared)
 
@@ -106,12 +106,12 @@ class Crowd:
         return pb.WriteHeader(epoch=self.epoch, opener=self.opener, writer=writer, sequence=1, num_rows=num_rows)
 
     def read_nothing(self, count: int) -> None:
-        """Fetches of a million rows, of which no message is taken."""
+        """Starts fetches of a million rows whose answers are not read."""
         request = pb.FetchRequest(rows=rows_to_proto(np.arange(SPEC.num_rows)), step=0, state=True)
         self._calls += [self.stub(number).Fetch(request) for number in range(count)]
 
     def send_halves(self, count: int, num_rows: int = 8192) -> None:
-        """Writes that stop after the first of two messages."""
+        """Starts writes that stop after the first of two messages."""
         half = rows_to_proto(np.arange(num_rows // 2))
 
         def messages(number: int, left: threading.Event) -> Iterator[pb.PushGradientsRequest]:
@@ -122,7 +122,7 @@ class Crowd:
         self._calls += [self.stub(number).PushGradients.future(messages(number, self._left)) for number in range(count)]
 
     def trickle(self, count: int, end: threading.Event) -> None:
-        """Writes that bring a row now and then, and are never whole; cancelled when `end` is set."""
+        """Starts writes that send a row now and then and never finish; cancels them when `end` is set."""
         value = bytes(4 * SPEC.dim)
 
         def messages(number: int) -> Iterator[pb.PushGradientsRequest]:
@@ -138,7 +138,7 @@ class Crowd:
         self._calls += [self.stub(number).PushGradients.future(messages(number)) for number in range(count)]
 
     def push(self, number: int, *, waited_ms: int = 0, timeout: float = 60) -> Any:
-        """A future of a push of 1 to one row by a writer of its own."""
+        """Pushes 1 to one row as a new writer; returns a future."""
         message = pb.PushGradientsRequest(
             header=self.header(1000 + number, 1),
             rows=rows_to_proto(np.array([number])),
@@ -148,7 +148,7 @@ class Crowd:
         return self.stub(number).PushGradients.future(iter([message]), metadata=metadata, timeout=timeout)
 
     def send_no_message(self, count: int) -> None:
-        """Calls of one message that never bring it."""
+        """Starts unary calls that never send their message."""
 
         def nothing(left: threading.Event) -> Iterator[bytes]:
             left.wait()
@@ -160,7 +160,7 @@ class Crowd:
             self._calls.append(channel.stream_unary(f"/{method}").future(nothing(self._left)))
 
     def work(self, rounds: int) -> float:
-        """Seconds that the good client takes for fetches and pushes."""
+        """Seconds that the good client needs for fetches and pushes."""
         rows = np.arange(1000)
         started = time.monotonic()
         for _ in range(rounds):
@@ -172,7 +172,7 @@ class Crowd:
         self._calls += calls
 
     def leave(self) -> list[Any]:
-        """The calls, cancelled where they go on; the threads that fed them end."""
+        """Cancels the calls that are still running, and ends the threads that fed them."""
         calls, self._calls = self._calls, []
         for call in calls:
             call.cancel()
@@ -207,7 +207,7 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crowd]:
 
 @pytest.mark.guard
 def test_silent_callers_do_not_block_others(crowd: Crowd) -> None:
-    """Ten times as many as there are places read nothing, send halves of writes or no message at all."""
+    """Ten times as many callers as places read nothing, send half a write, or send no message at all."""
     crowd.work(3)
     crowd.read_nothing(10 * LANES["Fetch"])
     crowd.send_halves(10 * LANES["write"])
@@ -223,7 +223,7 @@ def test_silent_callers_do_not_block_others(crowd: Crowd) -> None:
 
 @pytest.mark.guard
 def test_unread_replies_are_bounded(crowd: Crowd) -> None:
-    """Of one message too: each is in its lane and in the memory until it is taken, or its caller is cut off."""
+    """Replies of one message too occupy their lane and memory until they are read or their call is cancelled."""
     crowd.work(3)
     crowd.client.checkpoint("unread", step=1)
     request = pb.ReadBlocksRequest(checkpoint="unread").SerializeToString()
@@ -244,7 +244,7 @@ def test_unread_replies_are_bounded(crowd: Crowd) -> None:
 
 
 def test_a_large_announcement_reserves_little_memory(crowd: Crowd) -> None:
-    """Writes of which only the header comes take no memory from others, however large they are to be."""
+    """Writes that send only a header take no memory from others, however large they announce to be."""
 
     def header(number: int) -> Iterator[pb.PushGradientsRequest]:
         yield pb.PushGradientsRequest(header=crowd.header(number, 80_000))
@@ -259,7 +259,7 @@ def test_a_large_announcement_reserves_little_memory(crowd: Crowd) -> None:
 
 
 def test_no_lane_takes_all_memory() -> None:
-    """What is left is for calls of other kinds; those that hold it are pressed by whoever asks in vain."""
+    """The rest is for calls of other lanes; refused callers cause silent holders to be cancelled."""
     memory, full = RequestMemory(64 << 20), list[str | None]()
     memory.on_full = full.append
     with memory.reservation("write") as write, memory.reservation("Fetch") as fetch:
@@ -277,7 +277,7 @@ def test_no_lane_takes_all_memory() -> None:
 
 
 def test_a_write_without_free_memory_is_refused(crowd: Crowd) -> None:
-    """It hears when to try again; one for which there is never room hears so when it begins."""
+    """It is told when to retry; a write that could never fit is told so at its start."""
     num_rows, value = 80_000, bytes(4 * SPEC.dim)  # 74 MB of 117 that writes may take
     answered = threading.Event()
 
@@ -315,7 +315,7 @@ def test_a_write_without_free_memory_is_refused(crowd: Crowd) -> None:
 
 @pytest.mark.guard
 def test_large_messages_stay_below_the_ceiling(crowd: Crowd) -> None:
-    """Many of the largest at a time: each is there whole before its room can be taken."""
+    """Many of the largest requests at a time: each has arrived completely before memory can be reserved for it."""
     request = pb.FetchRequest(rows=pb.Rows(ids=np.arange(MAX_ROWS).tobytes()), raw=True)
     calls = [crowd.stub(number).Fetch(request, timeout=20) for number in range(8)]
     statuses = {call.code().name for call in calls}
@@ -326,7 +326,7 @@ def test_large_messages_stay_below_the_ceiling(crowd: Crowd) -> None:
 @pytest.mark.guard
 @pytest.mark.parametrize("method", ["Watch", "Check"])
 def test_silent_callers_without_a_token_do_not_block_others(crowd: Crowd, method: str) -> None:
-    """Health needs no token. Its callers take their own lane alone, and who comes too late hears when to try again."""
+    """Health checks need no token. They occupy only their own lane, and late callers are told when to retry."""
 
     def nothing() -> Iterator[bytes]:
         crowd.end.wait(5)
@@ -399,7 +399,7 @@ def test_a_fetch_ends_with_its_caller(crowd: Crowd) -> None:
 
 @pytest.mark.guard
 def test_calls_that_wait_are_bounded_and_leave_with_their_callers(tmp_path: Path) -> None:
-    """The write lane is full of callers that go on sending. What waits there keeps no other lane out."""
+    """The write lane is full of callers that keep sending. Calls waiting there block no other lane."""
     num_pushed = 12
     with crowd_at(tmp_path, "--stall-seconds", "30") as crowd:
         crowd.work(1)
@@ -445,7 +445,7 @@ def test_calls_that_wait_are_bounded_and_leave_with_their_callers(tmp_path: Path
 
 
 def test_the_call_that_has_tried_longest_comes_first() -> None:
-    """Whenever it came. One whose caller is gone is passed by, and of too many the latest is refused."""
+    """Arrival order does not matter. Calls of vanished callers are skipped; of too many the latest is refused."""
     refused = list[str]()
     lane, entered = Lane("write", refused.append), list[str]()
     for _ in range(LANES["write"]):
@@ -520,7 +520,7 @@ def test_equal_clients_are_served_equally(tmp_path: Path, num_clients: int, monk
 
 
 class FakeContext:
-    """A caller that goes away when the test says so, and says for how long it has waited."""
+    """A caller that disappears when the test says so, and reports how long it has waited."""
 
     def __init__(self, waited_ms: str = "") -> None:
         self.gone: list[Callable[[], object]] = []
@@ -535,7 +535,7 @@ class FakeContext:
 
 
 def test_a_waiting_write_ends_with_its_caller(tmp_path: Path) -> None:
-    """It is behind another one in the queue: it is never applied, and what it held is given back at once."""
+    """It waits in the queue behind another one: it is never applied, and its memory is released at once."""
     storage = LmdbStorage(tmp_path)
     shard = Shard(storage, shard=0, num_shards=1)
     committer, memory = Committer(shard.batch), RequestMemory(64 << 20)
@@ -565,7 +565,7 @@ def test_a_waiting_write_ends_with_its_caller(tmp_path: Path) -> None:
 
 @pytest.mark.guard
 def test_sigterm_under_load_ends_in_time_and_loses_nothing(tmp_path: Path) -> None:
-    """Writers each count up a row of their own while others read nothing and send halves."""
+    """Writers each increment their own row while others read nothing and send half writes."""
     num_writers, grace = 6, 0.5
     acknowledged = [0] * num_writers
 
@@ -602,7 +602,7 @@ def test_sigterm_under_load_ends_in_time_and_loses_nothing(tmp_path: Path) -> No
 
 
 def push_much(crowd: Crowd, end: float, counts: list[int]) -> None:
-    """Pushes 8 MiB at a time: ten of them would take more memory than there is."""
+    """Pushes 8 MiB at a time: ten pushes would exceed the memory."""
     rows, gradients = np.arange(32_768), np.ones((32_768, SPEC.dim), np.float32)
     with WeightClient(crowd.cluster.addresses, timeout_seconds=10, retry_seconds=80) as client:
         client.open_session("crowd", join=crowd.epoch)
@@ -616,7 +616,7 @@ def push_much(crowd: Crowd, end: float, counts: list[int]) -> None:
 @pytest.mark.parametrize(("num_writers", "seconds"), [(16, 0.1), pytest.param(40, 30.0, marks=pytest.mark.slow)])
 @pytest.mark.guard
 def test_ten_times_the_load_keeps_the_ceiling(crowd: Crowd, num_writers: int, seconds: float) -> None:
-    """Four of the writers fit at a time. Every write succeeds in the end; afterwards the shard is as fast as before."""
+    """Four writers fit at a time. Every write succeeds in the end; afterwards the shard is as fast as before."""
     quiet, pushed = min(crowd.work(10) for _ in range(2)), list[int]()
     with ThreadPoolExecutor(num_writers) as pool:
         end = time.monotonic() + seconds
