@@ -228,9 +228,7 @@ def test_without_a_table_or_a_session(client: WeightClient, cluster: LocalCluste
 
 
 @pytest.mark.parametrize("changes", [{"dim": 8}, {"dim": 2}, {"dim": 3}, {"rows_per_block": 4}, {"num_rows": 50}])
-def test_a_client_and_a_replaced_table(
-    client: WeightClient, cluster: LocalCluster, changes: dict[str, int]
-) -> None:
+def test_a_client_and_a_replaced_table(client: WeightClient, cluster: LocalCluster, changes: dict[str, int]) -> None:
     """The client never returns a row in the wrong place, nor raises an error of NumPy's."""
     with WeightClient(cluster.addresses) as old:
         client.create_table(SPEC)

@@ -1,5 +1,5 @@
-"""What a person can do to directories and addresses, and errors whose outcome nobody knows: nothing acknowledged is
-lost or counted twice without an error. Real shards; dense SGD of rate 1 without decay makes each push worth -1.
+"""Misplaced directories and addresses, and errors with an unknown outcome: nothing acknowledged is lost or counted twice
+without an error. Uses real shards, and SGD with rate 1 without decay, so that each push counts -1.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Place:
         self.cluster.processes[shard].wait()
 
     def copy(self, shard: int, name: str) -> Path:
-        """Of the directory of a shard that does not run meanwhile."""
+        """Copies the directory of a shard, which is stopped meanwhile."""
         self.cluster.processes[shard].terminate()
         self.cluster.processes[shard].wait()
         copied = self.directory / name
@@ -71,7 +71,7 @@ class Place:
         return copied
 
     def replace(self, shard: int, source: Path, *, whole: bool = True) -> None:
-        """Puts another directory, or its data file alone, into the place of a shard's that was killed."""
+        """Replaces the directory, or only the data file, of a killed shard."""
         self.kill(shard)
         own = self.directory / f"shard-{shard}"
         if whole:
@@ -95,7 +95,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 @contextmanager
 def stopped(place: Place, shard: int) -> Iterator[None]:
-    """While it answers nothing, and is not gone."""
+    """Pauses the shard, which then does not answer but stays alive."""
     process = place.cluster.processes[shard]
     process.send_signal(signal.SIGSTOP)
     threads = Path(f"/proc/{process.pid}/task")
@@ -122,7 +122,7 @@ def stopped(place: Place, shard: int) -> Iterator[None]:
     ids=["directory", "data file", "directory, much later", "data file, much later"],
 )
 def test_an_older_copy_of_a_directory_is_refused(place: Place, whole: bool, written_since: int) -> None:
-    """Also once it was written to, so that its numbers have caught up."""
+    """Even after writes to it, so that its numbers have caught up."""
     place.push()
     older = place.copy(1, "older")
     for _ in range(written_since):
@@ -159,7 +159,7 @@ def test_an_older_copy_of_a_directory_is_refused(place: Place, whole: bool, writ
 
 @pytest.mark.guard
 def test_later_clients_know_what_the_newest_checkpoint_held(place: Place) -> None:
-    """From the other shard, and of what was acknowledged after it from the marks that a client kept."""
+    """They learn it from the other shard, and later acknowledgements from the marks that a client kept."""
     place.push()
     older = place.copy(1, "older")
     place.push()
@@ -203,7 +203,7 @@ def test_a_restart_and_a_complete_copy_are_not_losses(place: Place) -> None:
 
 
 def test_shards_of_two_clusters_are_not_taken_as_one(place: Place, tmp_path: Path) -> None:
-    """A wrong address fences nobody, and another cluster's directory gets none of the run's rows."""
+    """A wrong address fences no writer, and another cluster's directory receives none of the run's rows."""
     other = Place(tmp_path / "other")
     try:
         mixed = [place.cluster.addresses[0], other.cluster.addresses[1]]
@@ -237,7 +237,7 @@ def test_shards_of_two_clusters_are_not_taken_as_one(place: Place, tmp_path: Pat
 
 @pytest.mark.guard
 def test_a_session_is_more_than_its_number(place: Place) -> None:
-    """The same epoch under another opener is another session: as where a copy of both shards was served meanwhile."""
+    """The same epoch with another opener is another session, as if a copy of both shards was served meanwhile."""
     place.push()
     copies = [place.copy(shard, f"copy-{shard}") for shard in range(2)]
     with place.connect() as newer:
@@ -255,7 +255,7 @@ def test_a_session_is_more_than_its_number(place: Place) -> None:
 
 
 class Interrupted(BaseException):
-    """As a signal's handler raises it."""
+    """An error raised by a signal handler."""
 
 
 @contextmanager
@@ -274,7 +274,7 @@ def interrupted_after(seconds: float) -> Iterator[None]:
 
 @pytest.mark.parametrize("shard", [pytest.param(0, marks=pytest.mark.guard), 1])
 def test_an_interrupted_push_is_repeated_once(place: Place, shard: int) -> None:
-    """Whichever shard it waits for. The caller's arrays are the caller's again, whatever the threads still do."""
+    """Whichever shard it waits for, the client's threads no longer use the caller's arrays."""
     for number in range(3):
         gradients = ONES.copy()
         with stopped(place, shard):
@@ -291,7 +291,7 @@ def test_an_interrupted_push_is_repeated_once(place: Place, shard: int) -> None:
 
 @pytest.mark.guard
 def test_a_write_that_failed_is_repeated_in_the_next_session(place: Place) -> None:
-    """The shards go on to know the writer's numbers."""
+    """The shards still know the writer's numbers."""
     with stopped(place, 1), pytest.raises(Interrupted), interrupted_after(0.3):
         place.push()
     place.client.open_session("again")
@@ -328,7 +328,7 @@ def test_a_session_opened_during_a_push_counts_it_once(place: Place) -> None:
 
 @pytest.mark.guard
 def test_a_write_that_failed_in_another_clients_session_is_refused(place: Place) -> None:
-    """Its numbers mean nothing there: whether it was applied cannot be told any more."""
+    """Its numbers mean nothing there: whether it was applied is unknown."""
     with stopped(place, 1), pytest.raises(Interrupted), interrupted_after(0.3):
         place.push()
     with place.connect() as other:
@@ -409,7 +409,7 @@ def test_a_session_opened_halfway_can_be_opened_again_without_force(place: Place
 
 
 def dies_in_rollback(place: Place, monkeypatch: pytest.MonkeyPatch, shard: int) -> None:
-    """The client describes the shards, and then one is gone."""
+    """A shard dies after the client has described the shards."""
     changed = WeightClient._changed
 
     def without_it(self: WeightClient, *arguments: Any, **options: Any) -> list[Any]:
@@ -458,13 +458,13 @@ def test_a_rollback_that_ended_halfway_leaves_no_common_state(
 
 
 def merged(place: Place, target: Path) -> Resharded:
-    """The rows of now, on one shard."""
+    """Compares the current rows on one shard."""
     return reshard([place.directory / f"shard-{shard}" for shard in range(2)], [target], current=True)
 
 
 @pytest.mark.guard
 def test_a_forced_session_opened_halfway_leaves_no_common_state(place: Place, tmp_path: Path) -> None:
-    """As a restored shard, or an older copy, would look like one of the others behind that."""
+    """A restored shard, or an older copy, would otherwise look like the other shards after that."""
     place.push()
     place.client.checkpoint("one", step=1)
     backup(place.client, tmp_path / "backup")
@@ -528,7 +528,7 @@ def test_copies_of_a_cluster_are_not_taken_as_one(place: Place, tmp_path: Path) 
 
 
 def test_a_table_in_use_is_not_taken_into_another_cluster(place: Place, tmp_path: Path) -> None:
-    """Though no row of it was written yet."""
+    """Even though none of its rows has been written."""
     with LocalCluster(2, tmp_path / "other") as other, WeightClient(other.addresses) as client:
         client.create_table(SPEC)
         with (
@@ -541,7 +541,7 @@ def test_a_table_in_use_is_not_taken_into_another_cluster(place: Place, tmp_path
 
 @pytest.mark.guard
 def test_a_checkpoint_taken_again_stays_one(place: Place) -> None:
-    """However often, by however many at once, and where it ends halfway."""
+    """Repeated, made by several clients at once, and interrupted halfway."""
     epoch = place.client.describe().epoch
     with place.connect() as other, ThreadPoolExecutor() as pool:
         other.open_session("run", join=epoch)

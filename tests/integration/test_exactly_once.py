@@ -1,8 +1,8 @@
-"""Every acknowledged call counts exactly once, whatever the network does and whoever is killed.
+"""Every acknowledged call counts exactly once, whatever the network does and whatever is killed.
 
-Threads of several writers push gradients and write states through a faulty proxy before each shard, while shards are
-killed and old requests arrive again. At barriers, where all threads rest, something else happens (a checkpoint, a
-rollback, a longer schedule, a new session), and all rows must be what a replay of each call, once, makes of them.
+Threads of several writers push gradients and write states through a faulty proxy in front of each shard, while shards
+are killed and old requests arrive again. At barriers, where all threads wait, something else happens (a checkpoint, a
+rollback, a longer schedule, a new session), and all rows must equal a replay of each call, once.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ Call = Push | Write | Look
 
 
 class Workload:
-    """What each thread calls, from a seed. Some rows belong to all threads, who only push to them; each other row has
-    an owner, who also writes its state. Blocks are everybody's."""
+    """Draws the calls of each thread from a seed. Some rows are shared by all threads, which only push to them; each other
+    row has an owner, which also writes its state. Blocks are shared by all threads."""
 
     def __init__(self, seed: int) -> None:
         self.generator = np.random.default_rng(seed)

@@ -50,7 +50,7 @@ def open_table(client: WeightClient, spec: TableSpec) -> int:
 
 
 def gradients(step: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Some of the rows, and float32 [n, D]."""
+    """Returns some of the rows, and float32 [n, D]."""
     generator = np.random.default_rng(step)
     rows = np.sort(generator.choice(num_rows, 20, replace=False))
     return rows, generator.standard_normal((20, SPEC.dim), dtype=np.float32)

@@ -50,12 +50,12 @@ def push(client: WeightClient, step: int) -> None:
 
 
 def sums(client: WeightClient) -> set[float]:
-    """What the rows are made of: one number, if each gradient counts once for each row."""
+    """The value of all rows: one number, if each gradient counts once for each row."""
     return set(-client.fetch_state(ROWS).weight.ravel())
 
 
 def test_a_commit_ends_with_the_meta_page(disk: FailingDisk, client: WeightClient) -> None:
-    """What the tests below take for granted: pages, a sync, the meta page by a descriptor that syncs."""
+    """The order that the tests below assume: pages, a sync, the meta page through a descriptor that syncs."""
     disk.watch()
     push(client, 0)
     calls = disk.calls()
@@ -68,7 +68,7 @@ def test_a_commit_ends_with_the_meta_page(disk: FailingDisk, client: WeightClien
 def test_a_failed_write_of_a_meta_page_ends_the_shard(
     disk: FailingDisk, cluster: LocalCluster, client: WeightClient, tmp_path: Path
 ) -> None:
-    """LMDB refuses everything from then on; whether the write is there shows afterwards: here it has landed."""
+    """LMDB refuses everything from then on; whether the write is durable shows afterwards: here it is."""
     push(client, 0)
     push(client, 1)
     disk.fail(META, 2, errno.EIO, lands=True)  # and LMDB cannot put the old page back

@@ -1,5 +1,5 @@
-"""Requests of every method with fields that are nearly right, with bytes changed, and bytes that are none, to the
-handlers, over a channel and at the bare port: each is refused or done, and the shard lives on as it was."""
+"""Requests of every method with nearly valid fields, with changed bytes, and random bytes, sent to the handlers, over a
+channel and to the bare port: each is refused or executed, and the shard continues undamaged."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ class Inputs:
         self._random = random.Random(seed)
         self._epoch = epoch
         self.table = table_digest(SPEC, b"")
-        """That they may name."""
+        """The table that requests may name."""
         self.opener = b"o" * 16
-        """That they may name."""
+        """The opener that requests may name."""
 
     def metadata(self, mark: str) -> tuple[Metadata, set[str]]:
-        """What a call carries beside its messages, mostly what is right for a shard of that mark; and how else it may
-        be answered then, where it is not."""
+        """Returns a call's metadata, mostly valid for a shard with that mark, and the errors allowed if it is not
+        valid."""
         r = self._random
         if r.random() < 0.02:
             versions = [] if r.random() < 0.2 else [(VERSION_KEY, r.choice(VERSIONS))]

@@ -1,5 +1,5 @@
-"""Clients that call at random while shards are killed and paused and the network is faulty: what they were answered has
-an order that the sequential model explains (tests/helpers/linearizability.py says what that means).
+"""Random calls of clients while shards are killed and paused and the network is faulty: the answers have an order that
+the sequential model explains (tests/helpers/linearizability.py defines that).
 
 Each history stays in the test's directory and can be checked again without any server.
 """
@@ -48,9 +48,9 @@ FAULTS_OF_SHARDS = ["kill", "pause"]
 
 
 class Clients:
-    """Threads that call until they are told to stop, with arguments from a seed, and record what they are answered.
+    """Threads that make calls with arguments from a seed until they are stopped, and record the answers.
 
-    Writers join the newest session; when a newer one fences them, they try once more before they join that.
+    Writers join the newest session; when a newer one fences them, they retry once before they join it.
     """
 
     def __init__(self, recorder: Recorder, direct: Sequence[str], faulty: Sequence[str], seed: int) -> None:
@@ -175,8 +175,8 @@ class Clients:
         return epoch
 
     def _operate(self, draw: random.Random) -> None:
-        """Opens sessions, and goes back to checkpoints before anybody joins, while writers of older ones go on. Takes
-        and releases checkpoints under everybody's feet."""
+        """Opens sessions, and rolls back to checkpoints before others join, while writers of older sessions continue.
+        Takes and releases checkpoints at any time."""
         with contextlib.ExitStack() as clients:
             for operation in ["session", "checkpoint", *draw.sample(OPERATIONS, len(OPERATIONS))]:
                 if operation in ("session", "rollback"):

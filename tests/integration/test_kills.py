@@ -1,5 +1,5 @@
-"""Shards that die while a run trains, at any instant or at chosen points of a commit, and are restarted as a supervisor
-would: nothing changes."""
+"""Shards that die while a run trains, at any instant or at chosen points of a commit, and are restarted as by a
+supervisor: nothing changes."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ class WatchedProxy(FaultyProxy):
             yield answer
 
     def check(self, rows: Int64Array, *, lost: int = 0) -> None:
-        """Each attempt asked for the rows that those before it were not passed, or whose message, at most `lost`
-        rows, may not have arrived; together they asked for all."""
+        """Checks that each attempt requested the rows that earlier ones did not receive, except for one message of at
+        most `lost` rows, and that together they requested all."""
         assert np.array_equal(self.asked[0], rows)
         for (asked, passed), later in itertools.pairwise(zip(self.asked, self.passed, strict=True)):
             arrived = len(asked) - len(later[0])

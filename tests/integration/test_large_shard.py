@@ -35,7 +35,7 @@ MEMORY_BYTES = psutil.virtual_memory().total + psutil.swap_memory().total
 def lengthen(directory: Path, num_bytes: int) -> None:
     """Makes a stopped shard's file `num_bytes` long, as if that much had been written. It takes no disk space.
 
-    To LMDB, pages that are neither used nor free are a leak, which it leaves alone.
+    LMDB leaves pages alone that are neither used nor free.
     """
     with (directory / "data.mdb").open("r+b") as file:
         for meta in (0, 1):
@@ -189,8 +189,8 @@ def test_rows_anywhere_read_no_more_than_their_blocks(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_thirty_gigabytes(tmp_path: Path) -> None:
-    """The benchmark, which compares the rows that it reads with what it wrote: no stage takes more memory than another
-    shard takes (docs/guarantees.md)."""
+    """Runs the benchmark, which compares the rows that it reads with those written: no stage takes more memory than any
+    shard may take (docs/guarantees.md)."""
     if shutil.disk_usage(tmp_path).free < 40e9:
         pytest.skip("needs 40 GB of free disk under the temporary directory (--basetemp)")
     options = ["--rows", "32000000", "--directory", str(tmp_path / "data"), "--output", str(tmp_path)]

@@ -495,9 +495,9 @@ def test_the_call_that_has_tried_longest_comes_first() -> None:
 @pytest.mark.guard
 @pytest.mark.parametrize("num_clients", [80, pytest.param(160, marks=pytest.mark.slow)])
 def test_equal_clients_are_served_equally(tmp_path: Path, num_clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each fetches as fast as it can, more of them than may wait too. Each is served once a round: over 12 rounds
-    one may miss some of its turns, because its process had no time, but not half of them."""
-    own_connection = ("grpc.use_local_subchannel_pool", 1)  # as clients in processes of their own have
+    """More clients than may wait fetch as fast as they can. Each is served once per round: over 12 rounds a client may
+    miss some of its turns because its process had no time, but not half of them."""
+    own_connection = ("grpc.use_local_subchannel_pool", 1)  # as clients in their own processes have
     monkeypatch.setattr(connection, "_OPTIONS", [*connection._OPTIONS, own_connection])
     rounds, rows = 12, np.arange(4096)
     served, ended = [0] * num_clients, threading.Event()

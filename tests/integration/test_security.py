@@ -1,4 +1,4 @@
-"""TLS, client certificates and tokens, with real shards and the certificates that `weightserver certs` makes."""
+"""TLS, client certificates and tokens, with real shards and the certificates of `weightserver certs`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from weightserver.server.security import server_tls
 SPEC = TableSpec(num_rows=1000, dim=8)
 CONTRACT = pb.DESCRIPTOR.services_by_name["WeightServer"]
 SECONDS = 5.0
-"""What cannot succeed says so long before a shard that is away would be given up."""
+"""Calls that cannot succeed fail long before the time for retrying a shard that is down."""
 
 
 def weightserver(*arguments: str | Path) -> tuple[int, str, str]:
@@ -52,13 +52,13 @@ def weightserver(*arguments: str | Path) -> tuple[int, str, str]:
 
 @dataclass(frozen=True)
 class Place:
-    """Shards of every kind, and folders of certificates, each of a CA of its own."""
+    """Shards with different security, and folders of certificates, each with its own CA."""
 
     shards: dict[str, Served]
     own: Path
-    """Of the shards "tls" and "mutual" and of their clients."""
+    """Certificates of the shards "tls" and "mutual" and of their clients."""
     other: Path
-    """Of nobody here."""
+    """Certificates of another CA."""
     expired: Path
     elsewhere: Path
 
@@ -186,7 +186,7 @@ REFUSED: dict[str, Refused] = {
 
 @pytest.mark.parametrize(("shard", "security", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_refused_at_once(place: Place, shard: str, security: Callable[[Place], ClientSecurity], message: str) -> None:
-    """None of it is tried again, though gRPC calls most of it UNAVAILABLE."""
+    """None of these failures is retried, though gRPC reports most as UNAVAILABLE."""
     started = time.monotonic()
     with (
         place.client(shard, security(place), retry_seconds=60) as client,
@@ -243,7 +243,7 @@ def test_only_health_checks_need_no_token(place: Place) -> None:
 
 
 def test_secrets_are_nowhere_to_be_read(place: Place) -> None:
-    """Neither in a log, nor on the metrics page, nor among the arguments that every user of a machine can list."""
+    """The token is not in a log, on the metrics page, or among the arguments that every user of a machine can list."""
     shard = place.shards["mutual"]
     with place.client("mutual", everything(place.own)) as client:
         client.create_table(SPEC)
@@ -340,7 +340,7 @@ def test_tokens_too_long_for_a_call_are_rejected(tmp_path: Path) -> None:
 
 
 def test_the_token_may_be_in_the_environment(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shard "plain" has it from there; those of a local cluster never ask for one."""
+    """The shard "plain" reads it from there; shards of a local cluster never require one."""
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     assert read_token(None) is None
     token = (place.own / "token").read_text()
@@ -405,7 +405,7 @@ def test_certificates_are_their_owners_and_stay(place: Place, tmp_path: Path) ->
 
 
 def test_certificates_that_a_full_disk_cuts_leave_nothing(tmp_path: Path) -> None:
-    """The command can be repeated, and names the file that it could not write."""
+    """The command names the file that it could not write, and can be repeated."""
     script = f"ulimit -f 0; trap '' XFSZ; exec {sys.executable} -m weightserver certs {tmp_path}/certs --host a"
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1

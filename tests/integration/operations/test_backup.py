@@ -44,7 +44,7 @@ from weightserver.storage.records import read_state, write_state
 def test_a_backup_is_one_checkpoint_while_training_continues(
     weightserver: Weightserver, small_pieces: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All the while its rows are written over; once it is held its name is released, as trainers do."""
+    """Its rows are overwritten all the time, and its name is released once the backup holds it, as trainers do."""
     done, copy_shard = threading.Event(), backups._copy_shard
     with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
         kept = make_table(client)
@@ -114,8 +114,8 @@ def test_a_backup_is_one_checkpoint_while_training_continues(
 def test_a_backup_ends_with_its_checkpoints_table(
     blocks_per_read: int, dim: int, num_rows_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which becomes larger, and gets new rows, while the backup reads; its last read is full. Checkpoints that version
-    0.1 took do not tell how large it was."""
+    """The table grows and gets new rows while the backup reads, and the last read is full. Checkpoints of version 0.1 do
+    not record the size of the table."""
     spec = TableSpec(num_rows=2 * blocks_per_read * 512, dim=dim, rows_per_block=512)
     rows, new, copy_shard = np.arange(0, spec.num_rows, 512), np.arange(spec.num_rows, 2 * spec.num_rows, 300), []
     assert max(1, shards.READ_BYTES // BlockCodec(spec).num_bytes) == blocks_per_read
@@ -153,7 +153,7 @@ def test_a_backup_ends_with_its_checkpoints_table(
 
 
 def forget_num_rows(directory: Path) -> None:
-    """Makes a shard's checkpoints those of version 0.1."""
+    """Makes a shard's checkpoints look like those of version 0.1."""
     storage = LmdbStorage(directory)
     with storage.write() as txn:
         state = read_state(txn)
@@ -164,7 +164,7 @@ def forget_num_rows(directory: Path) -> None:
 def test_an_incomplete_backup_gets_no_manifest(
     client: WeightClient, small_pieces: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process removed a file of it, or gave it another name."""
+    """Another process removed or renamed a file."""
     make_table(client)
     original = backups._copy_shard
 
@@ -183,7 +183,7 @@ def test_an_incomplete_backup_gets_no_manifest(
 
 @pytest.mark.guard
 def test_a_backup_of_a_large_table_is_small_and_ends(tmp_path: Path) -> None:
-    """Rows that nobody wrote take no space and no time, those written behind the checkpoint neither."""
+    """Neither rows never written nor rows written after the checkpoint take space or time."""
     spec = TableSpec(num_rows=10**9, dim=16)
     with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
         client.create_table(spec)
@@ -278,7 +278,7 @@ def test_a_damaged_file_of_an_interrupted_backup_is_copied_again(
     client: WeightClient,
     tmp_path: Path,
 ) -> None:
-    """Of two that were there."""
+    """The first of two existing files is damaged."""
     spec = TableSpec(num_rows=12_000, dim=128)
     client.create_table(spec)
     client.extend_schedule(0, np.full(5, 0.1, np.float32))

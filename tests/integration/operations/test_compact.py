@@ -24,7 +24,7 @@ from weightserver.storage.lmdb_storage import LmdbStorage
 
 @pytest.mark.guard
 def test_a_compacted_directory_holds_the_same_in_less_space(weightserver: Weightserver, tmp_path: Path) -> None:
-    """Without versions that no checkpoint needs, here those of released ones."""
+    """Versions that no checkpoint needs, here those of released ones, are omitted."""
     with LocalCluster(1, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
         make_table(client)
         for step in range(5, 12):
@@ -63,7 +63,7 @@ def test_a_compacted_directory_holds_the_same_in_less_space(weightserver: Weight
 
 
 def served_in_between(source: Path) -> str:
-    """What a supervisor's `serve` of the directory complains of."""
+    """The error of a supervisor's `serve` of the directory."""
     command = [sys.executable, "-m", "weightserver", "serve", "--data-dir", str(source), "--listen", "127.0.0.1:0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
@@ -93,7 +93,7 @@ COPY, TOMBSTONE, RENAME = (
 def test_a_killed_compact_and_a_supervisor_lose_no_write(
     place: str, number: int, weightserver: Weightserver, tmp_path: Path
 ) -> None:
-    """Killed anywhere: the source is served and written to again, or refused; the repeated command has all writes."""
+    """Wherever it is killed, the source is served and written to again, or refused; repeating it copies all writes."""
     with LocalCluster(1, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
         make_table(client)
     source, target = tmp_path / "old/shard-0", tmp_path / "new/shard-0"
@@ -118,7 +118,7 @@ def test_a_killed_compact_and_a_supervisor_lose_no_write(
 
 
 def read_rows(directory: Path) -> RowState:
-    """As they are in a directory that nobody serves."""
+    """The current rows in a directory that is not being served."""
     copy = directory.with_name("copy") / "shard-0"
     copy.mkdir(parents=True)
     shutil.copy(directory / "data.mdb", copy)
@@ -189,7 +189,7 @@ def test_the_tombstone_is_durable_before_the_copy_counts(
 
 @pytest.mark.guard
 def test_the_documented_compaction_loses_nothing_to_a_supervisor(tmp_path: Path) -> None:
-    """The commands of operations.md, one by one; between them a supervisor starts the shard."""
+    """Runs the commands of operations.md; between them a supervisor starts the shard."""
     text = (Path(__file__).parents[3] / "docs/operations.md").read_text().partition("\n## Space\n")[2]
     block = re.search(r"(?:^ {4}.*\n)+", text, re.MULTILINE)
     assert block is not None

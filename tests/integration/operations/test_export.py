@@ -23,7 +23,7 @@ def test_an_export_of_several_files_is_complete_or_absent(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Killed, with a full disk, and while another export writes there."""
+    """An export is killed, meets a full disk, and runs while another export writes to the directory."""
     make_table(client)
     state, new = client.fetch_state(ROWS, step=4), tmp_path / "out/new"
     command = ["export", *cluster.addresses, "--output", new]

@@ -17,7 +17,7 @@ from weightserver.operations.backup import backup
 
 @contextlib.contextmanager
 def no_room() -> Iterator[None]:
-    """Files may take 24 KiB."""
+    """Limits files to 24 KiB."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (24 << 10, hard))
     try:
@@ -36,7 +36,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_incomplete_output(
     tables: Callable[[int], Table],
     tmp_path: Path,
 ) -> None:
-    """When there is room again the same command works."""
+    """With free space again, the same command succeeds."""
     make_table(client)
     new = tmp_path / "new"
     (source, other), _, _ = tables(2)

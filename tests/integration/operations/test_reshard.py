@@ -32,7 +32,7 @@ def test_a_resharded_clusters_checkpoint_can_be_released(
 
 
 def identity(directory: Path, checkpoint: str) -> str:
-    """Of a checkpoint that a directory holds."""
+    """The identity of a checkpoint in a directory."""
     storage = LmdbStorage(directory, readonly=True)
     with storage.read() as txn:
         found = read_state(txn).checkpoint(checkpoint).identity

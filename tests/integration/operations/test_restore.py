@@ -37,7 +37,7 @@ from weightserver.operations.restore import restore
 def test_restored_shards_descend_from_their_checkpoint_and_nothing_later(
     weightserver: Weightserver, tmp_path: Path
 ) -> None:
-    """So that who knows the checkpoint goes on with it, and who was told of more is refused; resharded shards too."""
+    """Clients that know the checkpoint continue; those that know later writes are refused. Likewise after a reshard."""
     with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
         make_table(client)
         cluster.restart(1)
@@ -64,7 +64,7 @@ def test_restored_shards_descend_from_their_checkpoint_and_nothing_later(
 def test_a_restored_cluster_can_be_backed_up_and_its_checkpoints_released(
     weightserver: Weightserver, tmp_path: Path
 ) -> None:
-    """Nobody has opened its epoch; a session is opened, under the run's name, and the writers of before stay out."""
+    """Its epoch was never opened; a session is opened under the run's name, and former writers stay fenced."""
     with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
         kept = make_table(client)
         backup(client, tmp_path / "backup", checkpoint="one")
@@ -137,7 +137,7 @@ def test_a_killed_restore_resumes(
 def test_restore_rejects_invalid_arguments_and_damaged_backups(
     weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
 ) -> None:
-    """A bad backup leaves nothing that could be served."""
+    """A damaged backup leaves nothing that can be served."""
     make_table(client)
     good = tmp_path / "backup"
     backup(client, good)

@@ -28,7 +28,7 @@ from weightserver.operations.restore import restore
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], RowState]:
-    """Every loss of a run, and its rows at the end."""
+    """Every loss of an undisturbed run, and its rows at the end."""
     torch.set_num_threads(1)
     with LocalCluster(2) as cluster, WeightClient(cluster.addresses) as client:
         output = tmp_path_factory.mktemp("undisturbed") / "run"
@@ -43,7 +43,7 @@ def run_on(cluster: LocalCluster, output: Path, **changes: Any) -> Any:
 def assert_goes_on(
     cluster: LocalCluster, output: Path, undisturbed: tuple[list[float], RowState], **changes: Any
 ) -> None:
-    """From a checkpoint to the end, as if nothing had happened."""
+    """Resumes a run, and checks that it ends as the undisturbed one."""
     train(run_on(cluster, output, resume=True, **changes))
     expected, state = undisturbed
     assert losses(output) == expected
@@ -58,7 +58,7 @@ def assert_goes_on(
 def test_a_run_resumes_after_lost_shards_are_restored(
     lost: list[int], undisturbed: tuple[list[float], RowState], weightserver: Weightserver, tmp_path: Path
 ) -> None:
-    """The backup is of an older checkpoint than the newest; the other shards are rolled back to it."""
+    """The backup is older than the newest checkpoint; the other shards are rolled back to it."""
     output, name = tmp_path / "run", f"step-{EVERY:012d}"
     with LocalCluster(2, tmp_path / "servers") as cluster, WeightClient(cluster.addresses) as client:
         train(run_on(cluster, output))
@@ -99,8 +99,8 @@ def test_a_run_resumes_after_lost_shards_are_restored(
 def test_the_documented_backup_of_a_run_is_complete(
     undisturbed: tuple[list[float], RowState], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer takes another checkpoint between the commands, and removes the one that is backed up later. Then
-    everything is lost but /backup."""
+    """The trainer takes another checkpoint between the commands, and later removes the one that is backed up. Then
+    everything except /backup is lost."""
     text = (Path(__file__).parents[3] / "docs/operations.md").read_text().partition("\n## Backups\n")[2]
     commands = list(itertools.takewhile(lambda line: line.startswith("    "), text.strip("\n").splitlines()))
     assert len(commands) == 4
@@ -161,7 +161,7 @@ def test_a_run_resumes_on_other_shards(
 def test_shards_are_restarted_in_turn_while_a_run_trains(
     undisturbed: tuple[list[float], RowState], tmp_path: Path
 ) -> None:
-    """SIGTERM, the shard drains and ends, another process serves its directory."""
+    """Each shard drains after SIGTERM, and another process serves its directory."""
     output, restarts = tmp_path / "run", []
     with LocalCluster(2, tmp_path / "servers") as cluster:
 
