@@ -1,5 +1,5 @@
-"""Misplaced directories and addresses, and errors with an unknown outcome: nothing acknowledged is lost or counted twice
-without an error. Uses real shards, and SGD with rate 1 without decay, so that each push counts -1.
+"""Misplaced directories and addresses, and errors with an unknown outcome: nothing acknowledged is lost or counted
+twice without an error. Uses real shards, and SGD with rate 1 without decay, so that each push counts -1.
 """
 
 from __future__ import annotations

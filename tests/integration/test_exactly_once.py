@@ -136,8 +136,8 @@ Call = Push | Write | Look
 
 
 class Workload:
-    """Draws the calls of each thread from a seed. Some rows are shared by all threads, which only push to them; each other
-    row has an owner, which also writes its state. Blocks are shared by all threads."""
+    """Draws the calls of each thread from a seed. Some rows are shared by all threads, which only push to them; each
+    other row has an owner, which also writes its state. Blocks are shared by all threads."""
 
     def __init__(self, seed: int) -> None:
         self.generator = np.random.default_rng(seed)

@@ -1,5 +1,5 @@
-"""Clients and shards of neighbouring versions from 0.2 understand each other: the contract only ever grows. Those of 0.1
-and later ones refuse each other.
+"""Clients and shards of neighbouring versions from 0.2 understand each other: the contract only grows. Those of 0.1 and
+later ones refuse each other.
 
 The contract of version 0.2 is kept in golden/; a future one is this one with additional fields in every message. A
 translator between client and shard passes on only what an older peer knows, or adds what a newer peer may send.

@@ -114,8 +114,8 @@ def test_a_backup_is_one_checkpoint_while_training_continues(
 def test_a_backup_ends_with_its_checkpoints_table(
     blocks_per_read: int, dim: int, num_rows_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The table grows and gets new rows while the backup reads, and the last read is full. Checkpoints of version 0.1 do
-    not record the size of the table."""
+    """The table grows and gets new rows while the backup reads, and the last read is full. Checkpoints of version 0.1
+    do not record the size of the table."""
     spec = TableSpec(num_rows=2 * blocks_per_read * 512, dim=dim, rows_per_block=512)
     rows, new, copy_shard = np.arange(0, spec.num_rows, 512), np.arange(spec.num_rows, 2 * spec.num_rows, 300), []
     assert max(1, shards.READ_BYTES // BlockCodec(spec).num_bytes) == blocks_per_read
