@@ -20,10 +20,10 @@ from trainer.data import DECODED
 from trainer.data.augment import Augmentation, AugmentationConfig, Unchanged
 from trainer.model import EncoderConfig
 from trainer.run.earlier import began_earlier, earlier_defaults
+from weightserver import ClientSecurity
 from weightserver.common.addresses import is_loopback
 from weightserver.common.atomic_files import EMPTY_PATH
 from weightserver.common.logs import LogFormat, print_error
-from weightserver.common.security import ClientSecurity
 from weightserver.core.correction import MAX_STEPS
 
 Resume = bool | Literal["auto"]

@@ -24,8 +24,9 @@ from trainer.loop import train
 from trainer.rows import DenseRows
 from trainer.run.checkpoint import saved_steps
 from weightserver import DataLossError, LocalCluster, RowState, WeightClient
-from weightserver.operations.backup import backup, restore
+from weightserver.operations.backup import backup
 from weightserver.operations.reshard import reshard
+from weightserver.operations.restore import restore
 
 ROWS = np.arange(NUM_IMAGES)
 STOPPED_AT = 20

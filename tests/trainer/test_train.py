@@ -310,7 +310,7 @@ BAD_COMMAND_LINES = {
         ["--servers", "127.0.0.1:1", "--token-file", "/dev/null"],
         r"--token-file /dev/null holds no token: give at least 16 printable",
     ),
-    "no address": (["--servers", "ws0"], r"'ws0' is no address: write host:port"),
+    "no address": (["--servers", "ws0"], r"'ws0' is not an address: write host:port"),
     "dense with servers": (["--rows", "dense", "--servers", "127.0.0.1:1"], r"leave --servers away"),
     "no such folder": (["--data-dir", "/nonexistent"], r"no such folder: /nonexistent"),
     "unknown data set": (["--dataset", "mnist-9"], r"unknown data set 'mnist-9': choose one of"),

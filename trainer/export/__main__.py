@@ -25,7 +25,6 @@ from trainer.run.stopping import exit_on_error
 from trainer.schedule import RangesOrder
 from weightserver import ClientSecurity, LocalCluster, WeightClient
 from weightserver.common.atomic_files import to_path
-from weightserver.common.security import add_security_options, security_options
 from weightserver.operations.export import add_export_options, export_rows
 
 
@@ -44,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     rows = what.add_parser("rows", help="rows, of now or of a checkpoint, with their images")
     rows.add_argument("run", type=to_path, help="the run's directory")
     rows.add_argument("--servers", help="host:port,host:port of all weight servers (default the run's)")
-    add_security_options(rows)
+    ClientSecurity.add_arguments(rows)
     add_export_options(rows)
     rows.set_defaults(export=_export_rows)
     encoder = what.add_parser("encoder", help="the encoder in another library's keys, with a model card")
@@ -115,7 +114,7 @@ def _order(run: Path, num_rows: int, config: dict[str, Any]) -> tuple[RangesOrde
 
 def _security(options: argparse.Namespace, config: dict[str, Any]) -> ClientSecurity:
     """The options of this command, or else the run's."""
-    own = security_options(options)
+    own = ClientSecurity.from_arguments(options)
     if own != ClientSecurity():
         return own
     files = {name: config[name] for name in ("tls_ca", "tls_cert", "tls_key", "token_file") if config.get(name)}
