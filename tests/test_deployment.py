@@ -263,7 +263,7 @@ def test_health_tells_of_a_full_volume(
 @pytest.mark.docker
 @pytest.mark.timeout(3600)
 def test_the_deployment_can_be_brought_up() -> None:
-    """It prints what it does; docs/bring-up.txt is such an output."""
+    """It prints what it does."""
     runs = shutil.which("docker") and subprocess.run(["docker", "ps"], capture_output=True).returncode == 0
     if os.geteuid() != 0 or not shutil.which("docker-compose") or not (runs or shutil.which("dockerd")):
         pytest.skip("needs root, docker-compose, and a Docker engine or dockerd to start one")
