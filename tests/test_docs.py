@@ -22,6 +22,7 @@ import trainer.data.__main__
 import trainer.export.__main__
 import trainer.report
 import weightserver.cli
+from benchmarks.readme_figure import figures
 from tests.helpers.image_tree import plain_tree
 from tests.helpers.ports import free_ports
 from trainer.config import PRESETS, parse_config
@@ -101,6 +102,24 @@ def test_every_picture_has_a_light_and_a_dark_form() -> None:
     dark = {target for target in pictures if target.endswith("-dark.svg")}
     assert dark
     assert dark == {target.replace(".svg", "-dark.svg") for target in pictures if target not in dark}
+
+
+def test_the_figure_shows_the_recorded_results() -> None:
+    for name, content in figures().items():
+        assert (ROOT / "docs/images" / name).read_text() == content, "python -m benchmarks.readme_figure"
+
+
+def test_the_design_names_files_that_exist() -> None:
+    """A module is named by its place in the repository, a package or a folder of it."""
+    tracked = {
+        str(path.relative_to(ROOT))
+        for top in ("weightserver", "trainer", "tests")
+        for path in (ROOT / top).rglob("*.py")
+    }
+    named = set(re.findall(r"`([\w/]+\.py)\b", (ROOT / "docs/design.md").read_text()))
+    assert len(named) > 40
+    missing = {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in tracked)}
+    assert not missing
 
 
 def test_every_page_is_in_the_navigation() -> None:
