@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.comparing import rows_in, same
-from tests.helpers.dense_sgd import Oracle, schedule
+from tests.helpers.dense_sgd import Oracle
+from tests.helpers.row_model import schedule
 from weightserver import (
     ClusterError,
     FencedError,

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.dense_sgd import Oracle, schedule
+from tests.helpers.dense_sgd import Oracle
 from tests.helpers.failpoints import DyingCluster
+from tests.helpers.row_model import schedule
 from tests.helpers.watching import metric
 from weightserver import (
     ClusterError,

@@ -1,4 +1,4 @@
-"""Runs that version 0.1 began are resumed with its settings, though defaults have changed since."""
+"""Runs that earlier versions began are resumed with their settings, though defaults have changed since."""
 
 from __future__ import annotations
 
@@ -85,20 +85,25 @@ def test_a_resumed_run_of_before_trains_as_it_did(tmp_path: Path) -> None:
     assert losses(run.output) == before
 
 
-@pytest.mark.parametrize("rows", ["resident", pytest.param("remote", marks=pytest.mark.guard)])
-def test_a_run_that_version_0_1_wrote_is_resumed(rows: str, tmp_path: Path) -> None:
-    """Killed behind its third checkpoint, with its servers: to the end that it would have had under version 0.1."""
-    with tarfile.open(GOLDEN / "version_0.1" / "run.tar.xz") as archive:
+@pytest.mark.parametrize(
+    ("version", "rows", "format_before"),
+    [("0.1", "resident", 2), pytest.param("0.1", "remote", 2, marks=pytest.mark.guard), ("0.2", "resident", FORMAT)],
+)
+def test_a_run_that_an_earlier_version_wrote_is_resumed(
+    version: str, rows: str, format_before: int, tmp_path: Path
+) -> None:
+    """The run was killed after its third checkpoint; it ends as it would have ended under that version."""
+    with tarfile.open(GOLDEN / f"version_{version}" / "run.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
-    with np.load(GOLDEN / "version_0.1" / "seen.npz", allow_pickle=False) as seen:
+    with np.load(GOLDEN / f"version_{version}" / "seen.npz", allow_pickle=False) as seen:
         expected = seen["losses"]
     output = tmp_path / "run"
     shards = [output / "servers" / f"shard-{shard}" for shard in range(2)]
     assert saved_steps(output / "checkpoints") == [0, 7, 14]
-    assert [inspect_directory(shard)["format"] for shard in shards] == [2, 2]
-    writer = runpy.run_path(str(GOLDEN / "version_0.1" / "write.py"))
+    assert [inspect_directory(shard)["format"] for shard in shards] == [format_before, format_before]
+    writer = runpy.run_path(str(GOLDEN / "write.py"))
     train(TrainConfig(**writer["RUN"], encoder=writer["encoder"](), output=output, rows=rows, resume=True))
-    # On the processor that wrote the file they are the same, on others but for rounding.
+    # On the processor that wrote the file they are the same bits; others round differently.
     np.testing.assert_allclose(losses(output), expected, rtol=1e-4)
     assert saved_steps(output / "checkpoints") == [7, 14, 21]
     assert [inspect_directory(shard)["format"] for shard in shards] == [FORMAT, FORMAT]
