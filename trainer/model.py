@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.data.pixels import MINUS_ONE_TO_ONE, PixelScale
+from trainer.settings import Settings, check_at_least, check_choice
 from trainer.torchvision_compat import import_module
 from weightserver.common.atomic_files import atomic_write
 
@@ -93,6 +94,24 @@ class EncoderConfig:
         if self.pixel_mean is None or self.pixel_std is None:
             return MINUS_ONE_TO_ONE
         return PixelScale(self.pixel_mean, self.pixel_std)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Settings):
+    """Encoder and projection head."""
+
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    """The network to be trained."""
+    init_encoder: Path | None = None
+    """encoder.safetensors of another run to start from, with the same --encoder settings; its pixel scale is used."""
+    head_layers: Literal[1, 2] = 2
+    """Layers of the projection head: two with a ReLU between them, or one linear layer (compared in Table 1)."""
+    dim: int = 128
+    """D, length of an embedding and of a row."""
+
+    def check(self) -> None:
+        check_choice(self, "head_layers", 1, 2)
+        check_at_least(self, 1, "dim")
 
 
 class PICModel(nn.Module):
@@ -303,14 +322,6 @@ class TorchvisionEncoder(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         features: Tensor = self.classifier(images.expand(-1, 3, -1, -1))
         return features
-
-
-def set_precision_of_products(precision: Literal["ieee", "tf32"]) -> None:
-    """What a GPU makes of float32 in convolutions and products of matrices from now on; torch's own choice is TF32 in
-    convolutions alone."""
-    backends: Any = torch.backends
-    for backend in (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul):
-        backend.fp32_precision = precision
 
 
 def save_encoder(encoder: nn.Module, config: EncoderConfig, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which image is visited when: pure functions of seeds and the visit index (Section 2.2 of the paper).
+"""Order of visits: pure functions of seeds and the visit index (Section 2.2 of the paper; Algorithm 3).
 
 The N images stand in a fixed random order; a row of the classifier is an image's position in it. A window is W
 consecutive positions (modulo N); each window is visited once, in a shuffled order, then the window moves by S. Visit i
@@ -11,10 +11,12 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from trainer.settings import Settings
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.double_double import cosine
 from weightserver.core.initial import splitmix64
@@ -25,6 +27,32 @@ _KEPT_WINDOWS = 8
 _ORDER, _WINDOWS, _AUGMENTATION, _RANGES, _FORWARD, _FURTHER = 1, 2, 3, 4, 5, 6
 _COLUMNS = 13
 """Numbers of a visit in each of its streams: as many as the first version had, for good."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig(Settings):
+    """The sliding window, the number of classes of a step, and the seeds."""
+
+    num_negatives: int = 1024
+    """K, the number of classes of a step: the most recently visited rows, the batch's own included."""
+    window_size: int = 1024
+    """W, images in the sliding window."""
+    window_stride: int = 128
+    """S, images by which the window moves after all its images were visited. Epoch order is S = W = N."""
+    seed: int = 0
+    """Seed of the encoder, the initial rows, the order within windows and the augmentations."""
+    order_seed: int = 0
+    """Seed of the order of the images, over which the window slides."""
+
+    def check(self) -> None:
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"--seed must lie in 0..2^64-1, got {self.seed}")
+
+    def visit_schedule(self, num_images: int) -> VisitSchedule:
+        """The stream of visits to `num_images` images. Raises ValueError if the window does not fit."""
+        return VisitSchedule(
+            num_rows=num_images, window_size=self.window_size, window_stride=self.window_stride, seed=self.seed
+        )
 
 
 class RowOrder:

@@ -15,8 +15,9 @@ import pytest
 from tests.helpers.small_run import ONLY_ROWS, losses, small_run
 from trainer.config import TrainConfig, parse_config
 from trainer.loop import train
-from trainer.run.checkpoint import check_same_run, saved_steps, update_settings
+from trainer.run.checkpoint_file import saved_steps
 from trainer.run.history import ImageHistory
+from trainer.run.resume import check_same_run, update_settings
 from trainer.schedule import learning_rates
 from weightserver.operations.inspect import inspect_directory
 from weightserver.storage.records import FORMAT

@@ -344,7 +344,7 @@ def test_bad_input_gives_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     (out / "other").touch()
     fails("is not empty", run)
     (run / "summary.json").write_text("{")
-    fails("is no run's summary.json", run)
+    fails("is not a run's summary.json", run)
     (run / "summary.json").unlink()
     (run / "encoder.safetensors").write_bytes(b"no encoder")
     fails("cannot read encoder file", run)

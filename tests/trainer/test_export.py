@@ -98,7 +98,7 @@ def test_exports_that_cannot_be(
     fails("holds no run", run)
     run.mkdir()
     (run / "config.json").write_text("{}")
-    fails("is no run's config.json", run)
+    fails("is not a run's config.json", run)
     (run / "config.json").write_text(json.dumps({"order_seed": 1, "seed": 0, "dim": 16}))
     fails("has no weight servers of its own", run)
     fails("holds no table", run, *servers)

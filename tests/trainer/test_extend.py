@@ -225,7 +225,7 @@ def test_more_images_wait_for_extend(
         assert message in caplog.text
     train(run(again, images / "all", resume=True, extend=True, decode_threads=1))
     assert losses(again) == losses(extended)
-    with pytest.raises(ValueError, match="--extend adds images to a run that goes on: give --resume too"):
+    with pytest.raises(ValueError, match="--extend adds images to a run that is resumed: give --resume too"):
         train(run(output.parent / "new", images / "all", extend=True))
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from trainer.compute import set_matmul_precision
 from trainer.loss import cosine_softmax_loss
 from trainer.model import (
     EncoderConfig,
@@ -19,7 +20,6 @@ from trainer.model import (
     build_model,
     load_encoder,
     save_encoder,
-    set_precision_of_products,
 )
 
 SMALL = EncoderConfig(width=8, blocks=(1, 2), stem_stride=2, pool_size=2)
@@ -232,5 +232,5 @@ def test_float32_is_no_tf32_unless_it_is_asked_for() -> None:
     backends: Any = torch.backends
     parts = (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul)
     for precision in ("tf32", "ieee"):
-        set_precision_of_products(precision)
+        set_matmul_precision(precision)
         assert [part.fp32_precision for part in parts] == [precision] * 3

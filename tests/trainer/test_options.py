@@ -18,7 +18,7 @@ from trainer.data.augment import AugmentationConfig
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_model
 from trainer.rows.dense import DenseRows
-from trainer.run.checkpoint import saved_steps
+from trainer.run.checkpoint_file import saved_steps
 from weightserver.core.arrays import Int64Array
 
 GROUP_NORM = EncoderConfig(in_channels=3, image_size=16, width=8, stem_stride=2, blocks=(1, 1), norm="group")
@@ -180,7 +180,7 @@ def test_weights_that_overflowed_are_not_kept(tmp_path: Path, monkeypatch: pytes
                 self.param_groups[0]["params"][0].mul_(torch.inf)
 
     monkeypatch.setattr(torch.optim.SGD, "step", overflow)
-    with pytest.raises(ValueError, match=rf"weights overflowed before step {2 * EVERY}, which is not kept"):
+    with pytest.raises(ValueError, match=rf"weights overflowed before step {2 * EVERY}, which is not saved"):
         train(small_run(tmp_path / "run", log_every=1000, steps=100))
     assert saved_steps(tmp_path / "run" / "checkpoints") == [0, EVERY]
 
@@ -215,7 +215,7 @@ def test_without_arguments_the_presets_are_shown(capsys: pytest.CaptureFixture[s
     ("changes", "message"),
     [
         ({"correction": "later"}, "--correction must be exact, paper or none, got later"),
-        ({"accumulate": 3}, "--batch-size 16 is no multiple of --accumulate 3"),
+        ({"accumulate": 3}, "--batch-size 16 is not a multiple of --accumulate 3"),
         ({"accumulate": 0}, "--accumulate must be at least 1, got 0"),
         ({"views": 0}, "--views must be at least 1, got 0"),
         ({"learning_rate_batch": 0}, "--learning-rate-batch must be at least 1, got 0"),
@@ -225,19 +225,19 @@ def test_without_arguments_the_presets_are_shown(capsys: pytest.CaptureFixture[s
         ({"view_size": 0}, "--view-size must be at least 1, got 0"),
         ({"small_crop_scale": (0.5, 0.1)}, "--small-crop-scale: min_scale and max_scale are 0.5 and 0.1: give 0 < min"),
         ({"view_scale": (0.0, 1.0)}, "--view-scale: min_scale and max_scale are 0.0 and 1.0: give 0 < min"),
-        ({"view_scale": (0.3, 1.0)}, r"--view-scale \(0.3, 1.0\) is for --small-crops: leave it away, or give"),
+        ({"view_scale": (0.3, 1.0)}, r"--view-scale \(0.3, 1.0\) is for --small-crops: omit it, or give"),
         (
             {"small_crops": 1, "small_crop_size": 12, "augmentation": AugmentationConfig(min_scale=0.5)},
-            r"beside --small-crops views have areas of \(0.14, 1.0\), not the augmentation's \(0.5, 1.0\): give --view",
+            r"with --small-crops, views have areas of \(0.14, 1.0\), not the augmentation's \(0.5, 1.0\): give --view",
         ),
         ({"head_layers": 3}, "--head-layers must be 1 or 2, got 3"),
         ({"softmax": "linear"}, "--softmax must be cosine or plain, got linear"),
-        ({"softmax": "plain", "temperature": 0.5}, "--temperature 0.5 is for --softmax cosine: leave it away, or give"),
-        ({"small_crop_size": 12}, "--small-crop-size 12 is for --small-crops: leave it away, or give --small-crops"),
-        ({"small_crop_scale": (0.1, 0.2)}, r"--small-crop-scale \(0.1, 0.2\) is for --small-crops: leave it away"),
+        ({"softmax": "plain", "temperature": 0.5}, "--temperature 0.5 is for --softmax cosine: omit it, or give"),
+        ({"small_crop_size": 12}, "--small-crop-size 12 is for --small-crops: omit it, or give --small-crops"),
+        ({"small_crop_scale": (0.1, 0.2)}, r"--small-crop-scale \(0.1, 0.2\) is for --small-crops: omit it"),
         ({"decode_threads": 0}, "--decode-threads must be at least 1, got 0"),
-        ({"decode_threads": 2}, "--decode-threads 2 is for --dataset packed or folder: leave it away, or give"),
-        ({"token_file": Path("token")}, "--token-file token is for --servers: leave it away, or give --servers too"),
+        ({"decode_threads": 2}, "--decode-threads 2 is for --dataset packed or folder: omit it, or give"),
+        ({"token_file": Path("token")}, "--token-file token is for --servers: omit it, or give --servers too"),
     ],
 )
 def test_options_that_cannot_be(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

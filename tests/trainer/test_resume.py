@@ -32,9 +32,10 @@ from trainer.__main__ import main
 from trainer.distributed import Ranks
 from trainer.loop import train
 from trainer.model import EncoderConfig, load_encoder
-from trainer.run.checkpoint import Checkpoints, saved_steps
+from trainer.run.checkpoint import Checkpoints
+from trainer.run.checkpoint_file import saved_steps
 from trainer.run.directory import read_config, read_encoder, read_summary
-from trainer.run.recorder import Report
+from trainer.run.recorder import Recorder
 from trainer.run.stopping import Interrupted
 from trainer.schedule import learning_rates
 from weightserver import LocalCluster, TableMismatchError, WeightClient
@@ -137,7 +138,7 @@ def test_a_signal_ends_a_run_behind_a_checkpoint(tmp_path: Path, undisturbed: Pa
     output = tmp_path / "run"
     killer = threading.Thread(target=signal_after, args=(output / "metrics.jsonl", 20))
     killer.start()
-    with pytest.raises(Interrupted, match=r"after \d+ steps: --resume goes on there") as stopped:
+    with pytest.raises(Interrupted, match=r"after \d+ steps: --resume continues from there") as stopped:
         train(small_run(output, checkpoint_every=0))
     killer.join()
     assert stopped.value.exit_status == 128 + signal.SIGTERM
@@ -158,7 +159,7 @@ def test_a_signal_is_seen_between_logged_steps(tmp_path: Path) -> None:
 
     killer = threading.Thread(target=signal_soon)
     killer.start()
-    with pytest.raises(Interrupted, match=r"after \d+ steps: --resume goes on there"):
+    with pytest.raises(Interrupted, match=r"after \d+ steps: --resume continues from there"):
         train(small_run(output, log_every=100_000, steps=100_000, encoder=ONLY_ROWS))
     killer.join()
     assert losses(output) == []
@@ -185,22 +186,22 @@ def test_ranks_see_a_signal_in_the_same_step(tmp_path: Path) -> None:
         finally:
             process.kill()
     stopped = saved_steps(files)[-1]
-    assert errors.count(f"stopped by a signal after {stopped} steps: --resume goes on there") == 2
+    assert errors.count(f"stopped by a signal after {stopped} steps: --resume continues from there") == 2
 
 
 @pytest.mark.guard
 def test_a_signal_behind_the_last_step_ends_the_run_too(
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output, write = tmp_path / "run", Report.write
+    output, write = tmp_path / "run", Recorder.write
 
-    def write_and_signal(self: Report, record: dict[str, Any]) -> None:
+    def write_and_signal(self: Recorder, record: dict[str, Any]) -> None:
         write(self, record)
         os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Report, "write", write_and_signal)
-        with pytest.raises(Interrupted, match="behind its last step: --resume ends the run"):
+        patched.setattr(Recorder, "write", write_and_signal)
+        with pytest.raises(Interrupted, match="after its last step: --resume ends the run"):
             train(small_run(output, log_every=NUM_STEPS))
     train(small_run(output, log_every=NUM_STEPS, resume=True))
     assert json.loads((output / "metrics.jsonl").read_text())["loss"] == losses(undisturbed)[-1]
@@ -377,7 +378,7 @@ def test_a_checkpoint_is_there_after_a_power_loss(tmp_path: Path, monkeypatch: p
 
 
 BAD_RESUMES = {
-    "nothing there": ({}, False, r"holds no run to go on with: leave --resume away"),
+    "nothing there": ({}, False, r"holds no run to resume: omit --resume"),
     "other settings": ({"temperature": 0.3}, True, r"whose temperature is 0\.2, not 0\.3: give the same settings"),
     "another length": ({"steps": 41}, True, r"whose steps is 40, not 41: give the same settings"),
     "other shards": ({"num_shards": 3}, True, r"servers holds 2 shards: give --num-shards 2"),
@@ -415,7 +416,7 @@ def test_going_on_by_itself_overwrites_nothing(tmp_path: Path, undisturbed: Path
         train(small_run(undisturbed, resume="auto", rows="dense"))
     output = shutil.copytree(undisturbed, tmp_path / "damaged")
     (output / "config.json").write_text("")
-    with pytest.raises(ValueError, match=r"config\.json is no run's config\.json: put it back, or choose another"):
+    with pytest.raises(ValueError, match=r"config\.json is not a run's config\.json: restore it, or give the --output"):
         train(small_run(output, resume="auto"))
     output = shutil.copytree(undisturbed, tmp_path / "unclaimed")
     (output / "config.json").unlink()
@@ -424,7 +425,7 @@ def test_going_on_by_itself_overwrites_nothing(tmp_path: Path, undisturbed: Path
     shutil.rmtree(output / "checkpoints")
     for file in output.glob("*.*"):
         file.unlink()
-    with pytest.raises(ValueError, match=r"the weight servers hold the rows of run 'run' up to step 40: go on with it"):
+    with pytest.raises(ValueError, match=r"the weight servers hold the rows of run 'run' up to step 40: resume it"):
         train(small_run(output, resume="auto"))
     assert not (output / "config.json").exists()
 
@@ -522,7 +523,7 @@ def test_a_run_without_a_checkpoint_goes_on_from_its_start(tmp_path: Path) -> No
     train(small_run(tmp_path / "run", steps=3, checkpoint_every=0, resume=True))
     assert (losses(tmp_path / "run"), first.read_bytes()) == before, "the checkpoint is not taken again"
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    with pytest.raises(ValueError, match=r"no checkpoint to go on from: .*checkpoints has no file"):
+    with pytest.raises(ValueError, match=r"no checkpoint to resume from: .*checkpoints has no file"):
         train(small_run(tmp_path / "run", steps=3, checkpoint_every=0, resume=True))
 
 
@@ -557,7 +558,7 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     newest = tmp_path / "run" / "checkpoints" / "step-000000000006.safetensors"
     newest.write_bytes(newest.read_bytes()[:1000])
     with pytest.raises(
-        ValueError, match=r"step-000000000006.safetensors cannot be read .*put a copy of it back, or go on"
+        ValueError, match=r"step-000000000006.safetensors cannot be read .*restore a copy of it, or resume"
     ):
         train(replace(run, resume=True))
     assert train(replace(run, resume=True, resume_step=3)).summary["steps"] == 8
@@ -565,4 +566,4 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (aside / newest.name).stat().st_size == 1000
     with pytest.raises(SystemExit):
         main(["synthetic", "--num-images", "300000", "--output", str(tmp_path / "none"), "--resume"])
-    assert re.search("trainer: .* holds no run to go on with", capsys.readouterr().err)
+    assert re.search("trainer: .* holds no run to resume", capsys.readouterr().err)

@@ -20,9 +20,11 @@ from tests.helpers.small_run import EVERY, ONLY_ROWS, losses, small_run
 from trainer import demo
 from trainer.config import TrainConfig
 from trainer.loop import train
-from trainer.run import checkpoint
-from trainer.run.checkpoint import Checkpoints, saved_steps, step_to_resume
+from trainer.run import checkpoint_file
+from trainer.run.checkpoint import Checkpoints
+from trainer.run.checkpoint_file import saved_steps
 from trainer.run.directory import read_config
+from trainer.run.resume import step_to_resume
 from weightserver import Checkpoint, DataLossError, LocalCluster, WeightClient
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +108,7 @@ def test_a_command_that_is_started_again_goes_on_with_what_it_made(
         train(run(stale, resume=True, resume_step=EVERY), on_step=stops_before(30))
     train(run(stale, resume="auto", resume_step=EVERY, keep_checkpoints=1), on_step=begun.append)
     assert begun[0] == 2 * EVERY
-    assert f"has gone on from step {EVERY} before: it goes on from step {2 * EVERY}, its newest" in caplog.text
+    assert f"was resumed from step {EVERY} before: resuming from step {2 * EVERY}, its newest" in caplog.text
     assert len(set_aside(stale)) == 1
     assert saved_steps(stale / "checkpoints") == [3 * EVERY]
 
@@ -114,10 +116,10 @@ def test_a_command_that_is_started_again_goes_on_with_what_it_made(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"resume_step": 2 * EVERY}, r"cannot go on from step 26: of steps \[0, 13\] there are both a file in"),
-        ({"resume_step": 14}, r"cannot go on from step 14: of steps \[0, 13\]"),
-        ({"resume_step": -1}, r"cannot go on from step -1"),
-        ({"resume_step": EVERY, "resume": False}, "--resume-step is for a run that goes on: give --resume too"),
+        ({"resume_step": 2 * EVERY}, r"cannot be resumed from step 26: only steps \[0, 13\] have both a file in"),
+        ({"resume_step": 14}, r"cannot be resumed from step 14: only steps \[0, 13\]"),
+        ({"resume_step": -1}, r"cannot be resumed from step -1"),
+        ({"resume_step": EVERY, "resume": False}, "--resume-step is for a run that is resumed: give --resume too"),
     ],
 )
 def test_steps_that_cannot_be_gone_on_from(changes: dict[str, Any], message: str, stale: Path) -> None:
@@ -135,12 +137,12 @@ def test_a_checkpoint_taken_anew_is_not_the_files(ended: Path, tmp_path: Path) -
         assert step_to_resume(output / "checkpoints", client, 2 * EVERY) == 2 * EVERY
         client.release(name)
         client.checkpoint(name, step=2 * EVERY)
-        with pytest.raises(ValueError, match=r"cannot go on from step 26: of steps \[0, 13, 39\] there are both"):
+        with pytest.raises(ValueError, match=r"cannot be resumed from step 26: only steps \[0, 13, 39\] have both"):
             step_to_resume(output / "checkpoints", client, 2 * EVERY)
 
 
 def test_a_step_of_no_run(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no run to go on with: leave --resume-step away"):
+    with pytest.raises(ValueError, match="holds no run to resume: omit --resume-step"):
         train(run(tmp_path / "run", resume="auto", resume_step=0))
     assert not (tmp_path / "run").exists()
 
@@ -182,7 +184,7 @@ def test_a_copy_one_checkpoint_behind_a_stopped_run_is_refused(
         train(run(output, **settings), on_step=copies_and_stops)
     shutil.move(output / "servers", older)
     before = contents(older)
-    refused = "has none of these files, as an older copy" if keep > 1 else "do not have the checkpoint of"
+    refused = "has none of these files; it may be an older copy" if keep > 1 else "do not have the checkpoint of"
     with pytest.raises(ValueError, match=refused):
         train(run(older, resume=True, **settings))
     assert contents(older) == before
@@ -206,7 +208,7 @@ def test_a_copy_that_was_made_in_a_checkpoint_is_refused_where_the_run_went_on(
         with pytest.raises(OSError, match="power"):
             train(run(output, rows="remote"), on_step=stops_before(EVERY + 2))
     shutil.move(output / "servers", older)
-    with pytest.raises(ValueError, match=r"have checkpoints of steps \[13\], and .* as an older copy of it would not"):
+    with pytest.raises(ValueError, match=r"have checkpoints of steps \[13\], and .* may be an older copy"):
         train(run(older, resume=True))
 
 
@@ -252,9 +254,9 @@ def test_what_is_set_aside_is_there_after_a_power_loss(tmp_path: Path, monkeypat
     for path in (*moved, copied):
         path.write_text(path.name)
     rename = Path.rename
-    monkeypatch.setattr(checkpoint, "sync", done.append)
+    monkeypatch.setattr(checkpoint_file, "sync", done.append)
     monkeypatch.setattr(Path, "rename", lambda path, to: (done.append(Path("renamed")), rename(path, to)))
-    checkpoint.set_aside(files, moved, [copied])
+    checkpoint_file.set_aside(files, moved, [copied])
     (aside,) = files.iterdir()
     assert contents(aside) == {path.name: path.name.encode() for path in (*moved, copied)}
     assert done[:3] == [aside / copied.name, Path("renamed"), Path("renamed")]
@@ -268,7 +270,7 @@ def test_a_directory_with_a_runs_files_begins_no_run(left: str, ended: Path, tmp
     output.mkdir()
     (shutil.copytree if left == "checkpoints" else shutil.copy)(ended / left, output / left)  # type: ignore[operator]
     before = contents(output)
-    with pytest.raises(ValueError, match=f"holds {left} of a run whose config.json is missing: put it back to go on"):
+    with pytest.raises(ValueError, match=f"holds {left} of a run whose config.json is missing: restore it to resume"):
         train(run(output))
     assert contents(output) == before
 

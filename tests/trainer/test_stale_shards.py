@@ -22,7 +22,7 @@ from trainer.config import TrainConfig
 from trainer.export.__main__ import main as export
 from trainer.loop import train
 from trainer.rows import DenseRows
-from trainer.run.checkpoint import saved_steps
+from trainer.run.checkpoint_file import saved_steps
 from weightserver import DataLossError, LocalCluster, RowState, WeightClient
 from weightserver.operations.backup import backup, restore
 from weightserver.operations.reshard import reshard

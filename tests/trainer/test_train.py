@@ -295,13 +295,13 @@ def test_training_over_tls_with_a_token(data_dir: Path, tmp_path: Path) -> None:
 
 
 BAD_COMMAND_LINES = {
-    "resume": (["--resume"], r"holds no run to go on with: leave --resume away"),
+    "resume": (["--resume"], r"holds no run to resume: omit --resume"),
     "another machine": (["--servers", "10.0.0.1:1"], r"10\.0\.0\.1:1 is on another machine .* --insecure"),
     "half a certificate": (
         ["--tls-cert", "client.pem"],
         r"--tls-cert and --tls-key belong together: give both or none",
     ),
-    "TLS for nobody": (["--tls-ca", "ca.pem"], r"--tls-ca is for --servers: leave it away, or give their addresses"),
+    "TLS for nobody": (["--tls-ca", "ca.pem"], r"--tls-ca is for --servers: omit it, or give their addresses"),
     "a CA that is none": (
         ["--servers", "10.0.0.1:1", "--tls-ca", "/nonexistent.pem"],
         r"--tls-ca /nonexistent\.pem cannot be read: No such file or directory",
@@ -311,7 +311,7 @@ BAD_COMMAND_LINES = {
         r"--token-file /dev/null holds no token: give at least 16 printable",
     ),
     "no address": (["--servers", "ws0"], r"'ws0' is no address: write host:port"),
-    "dense with servers": (["--rows", "dense", "--servers", "127.0.0.1:1"], r"leave --servers away"),
+    "dense with servers": (["--rows", "dense", "--servers", "127.0.0.1:1"], r"omit --servers"),
     "no such folder": (["--data-dir", "/nonexistent"], r"no such folder: /nonexistent"),
     "unknown data set": (["--dataset", "mnist-9"], r"unknown data set 'mnist-9': choose one of"),
     "K above N": (["--num-negatives", "100000"], r"--num-negatives is 100000, there are only 160 images: choose fewer"),

@@ -19,8 +19,9 @@ from typing import Any, NoReturn
 
 from trainer.data.packed import PackedImages
 from trainer.export.encoders import LIBRARIES, export_encoder
-from trainer.run.checkpoint import check_descent, newest_history, saved_steps
+from trainer.run.checkpoint_file import newest_history, saved_steps
 from trainer.run.directory import read_config
+from trainer.run.resume import check_descent
 from trainer.run.stopping import exit_on_error
 from trainer.schedule import RangesOrder
 from weightserver import ClientSecurity, LocalCluster, WeightClient

@@ -21,10 +21,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from trainer.config import RESUMABLE
 from trainer.data.decode import decoded_side
 from trainer.data.pixels import PixelScale
 from trainer.model import EncoderConfig, TorchvisionEncoder, build_encoder
-from trainer.run.checkpoint import RESUMABLE
 from trainer.run.directory import flat, number, read_config, read_encoder, read_summary
 from weightserver.common.atomic_files import atomic_write, require_empty, sha256
 

@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from trainer.data import Dataset, load_dataset
 from trainer.report.charts import charts
 from trainer.report.inspection import Looks, look
-from trainer.run.checkpoint import saved_steps
+from trainer.run.checkpoint_file import checkpoint_name, saved_steps
 from trainer.run.directory import ENCODER_FILE, flat, number, read_config, read_encoder, read_summary
 from trainer.run.plot import read_metrics
 from trainer.run.stopping import exit_on_error
@@ -90,7 +90,7 @@ def _looks(run: Path, config: dict[str, Any], data_dir: Path | None, bank: int) 
         steps = saved_steps(run / "checkpoints")
         if not steps:
             return None, "", "the run has neither ended nor kept a checkpoint with its encoder"
-        checkpoint = f"step-{steps[-1]:012d}"
+        checkpoint = checkpoint_name(steps[-1])
         source = f"the encoder after {steps[-1]:,} steps (the newest checkpoint)"
     encoder, encoder_config = read_encoder(run, checkpoint)
     try:

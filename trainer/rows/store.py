@@ -29,7 +29,7 @@ class RowCounters:
     prefetch_pending_rows: int = 0
     write_back_pending_rows: int = 0
     fetch_seconds: list[float] = field(default_factory=list)
-    """How long each fetch took; emptied by whoever reads it."""
+    """Duration of each fetch since `take_fetch_seconds` was last called."""
 
     def fetched(self, num_rows: int, num_bytes: int) -> None:
         self.fetched_rows += num_rows
@@ -38,6 +38,12 @@ class RowCounters:
     def pushed(self, num_rows: int, num_bytes: int) -> None:
         self.pushed_rows += num_rows
         self.pushed_bytes += num_bytes
+
+    def take_fetch_seconds(self) -> list[float]:
+        """Removes and returns the durations of the fetches so far."""
+        taken = self.fetch_seconds[:]
+        del self.fetch_seconds[: len(taken)]  # another thread may have added more
+        return taken
 
     @contextmanager
     def fetching(self) -> Iterator[None]:
