@@ -5,22 +5,33 @@ PIP_FLAGS ?=
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
-.PHONY: demo test test-guard test-all test-gpu lint docs dashboards protos benchmark bench-gpu clean
+FASHION_MNIST = /usr/share/datasets/fashion-mnist
+
+.PHONY: fashion-mnist demo test test-guard test-all test-gpu lint docs dashboards protos benchmark bench-gpu clean
 
 # The main job on real images, with embedded weight servers. EPOCHS, DATA_DIR (Fashion-MNIST's files) and OUTPUT may be given.
-demo: $(INSTALLED)
+demo: $(INSTALLED) $(if $(DATA_DIR),,fashion-mnist)
 	$(BIN)/python -m trainer.demo $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(DATA_DIR),--data-dir $(DATA_DIR)) $(if $(OUTPUT),--output $(OUTPUT))
 
+# Fashion-MNIST: the system's copy, else the trainer's download, else, as root on Debian, the package. If all fail, the
+# command that needs the images says what to do.
+fashion-mnist: $(INSTALLED)
+	@test -e $(FASHION_MNIST) || $(BIN)/python -c 'from trainer.data import load_dataset; load_dataset("fashion-mnist")' 2> /dev/null \
+	|| { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && $(INSTALL_FASHION_MNIST); } || true
+
+INSTALL_FASHION_MNIST = { $(APT_INSTALL) || { apt-get update -q && $(APT_INSTALL); }; } > /dev/null 2>&1
+APT_INSTALL = DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends dataset-fashion-mnist
+
 # Two tests at a time, of one thread each: most wait for a disk or a process more than they compute.
-test: $(INSTALLED)
+test: $(INSTALLED) fashion-mnist
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(PYTEST_FLAGS)
 
 # The longer tests that guard the promises, which .ci/run runs beside the quick ones.
-test-guard: $(INSTALLED)
+test-guard: $(INSTALLED) fashion-mnist
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "guard and not (slow or docker or gpu or soak)" $(PYTEST_FLAGS)
 
 # Every test that this machine can run, the slow ones too; those that lack a GPU or Docker are skipped with the reason.
-test-all: lint
+test-all: lint fashion-mnist
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[wandb]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak" $(PYTEST_FLAGS)
 
@@ -45,11 +56,11 @@ dashboards: $(INSTALLED)
 protos: $(INSTALLED)
 	$(BIN)/python protos/generate.py
 
-benchmark: $(INSTALLED)
+benchmark: $(INSTALLED) fashion-mnist
 	for name in rows wire steps head scale checkpoints checksums measuring augment; do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 # What a machine with GPUs does, in half an hour; BENCH_FLAGS="--quick" measures every section in 9 minutes.
-bench-gpu: $(INSTALLED)
+bench-gpu: $(INSTALLED) fashion-mnist
 	$(BIN)/python -m benchmarks.gpu $(BENCH_FLAGS)
 
 $(INSTALLED): pyproject.toml constraints.txt

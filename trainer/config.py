@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import NoReturn
 
 import tyro
 
@@ -137,9 +138,9 @@ RESUMABLE = frozenset(field.name for field in fields(TrainConfig) if field.metad
 weight servers refuse those that do not fit how they store the rows."""
 
 
-# The paper's settings for ImageNet-1K (Section 4.1, and Experimental Settings in its appendix), eight GPUs sharing a
+# The paper's settings for ImageNet-1K (Section 4.1, and Experimental Settings in its appendix), with eight GPUs sharing a
 # batch of 512; for ImageNet-11K "the same pre-training setting [...] with only dataset changed".
-# docs/paper-to-code.md has them one by one.
+# docs/paper-to-code.md lists them one by one.
 _IMAGENET = TrainConfig(
     dataset="packed",
     output=Path("runs/imagenet-1k"),
@@ -162,7 +163,7 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
     "fashion-mnist": (
         "Fashion-MNIST, 60,000 images of 28×28: minutes on a CPU",
         TrainConfig(
-            encoder=EncoderConfig(stem_stride=2, pool_size=3),  # small centred images: where things are says much
+            encoder=EncoderConfig(stem_stride=2, pool_size=3),  # small centred images: positions are informative
             augmentation=AugmentationConfig(min_scale=0.5, blur_probability=0.0),
             window_stride=64,
         ),
@@ -173,11 +174,11 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
     ),
     "imagenet-11k": (
         "packed ImageNet-11K or 22K, or any other large set: the same recipe for 100 epochs, the paper's longest for "
-        "ImageNet-11K (the others: --epochs 25, --epochs 50); give --data-dir",
+        "ImageNet-11K (its others: --epochs 25, --epochs 50); give --data-dir",
         replace(_IMAGENET, output=Path("runs/imagenet-11k"), epochs=100.0),
     ),
     "synthetic": (
-        "generated images without labels, any number of them: to measure rows at scale",
+        "generated images without labels, in any number: to measure rows at scale",
         TrainConfig(
             dataset="synthetic",
             num_images=1_000_000,
@@ -196,7 +197,7 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> TrainConfig:
-    """The config that a command line, PRESET --OPTIONS, asks for; exits where it cannot be parsed."""
+    """Parses a command line, PRESET --OPTIONS; exits with status 2 if it is invalid."""
     arguments = _with_correction_named(sys.argv[1:] if arguments is None else arguments)
     _refuse_empty_paths(arguments)
     preset = arguments[0] if arguments else ""
@@ -214,25 +215,29 @@ def parse_config(arguments: Sequence[str] | None = None) -> TrainConfig:
             )
 
         config = parsed(default)
-        if config.resume and began_earlier(config.output):  # with the defaults of its time
+        if config.resume and began_earlier(config.output):  # parse again with the defaults of its version
             config = parsed(replace(default, **earlier_defaults(preset)))
         return config
     if preset and not preset.startswith("-"):
-        near = difflib.get_close_matches(preset, [*PRESETS, "report"], n=1)
-        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(PRESETS)}"
-        print_error(f"trainer: there is no preset {preset!r}: {hint}")
-        sys.exit(2)
+        _refuse_preset(preset)
     anything: TrainConfig = tyro.extras.overridable_config_cli(
         PRESETS,
         prog="python -m trainer",
-        description="Train an encoder by instance classification; 'report RUN' makes a page about a run.",
+        description="Train an encoder by instance classification. 'report RUN' writes an HTML page about a run.",
         args=arguments,
     )
     return anything
 
 
+def _refuse_preset(preset: str) -> NoReturn:
+    near = difflib.get_close_matches(preset, [*PRESETS, "report"], n=1)
+    hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(PRESETS)}"
+    print_error(f"trainer: unknown preset {preset!r}: {hint}")
+    sys.exit(2)
+
+
 def _refuse_empty_paths(arguments: Sequence[str]) -> None:
-    """Exits where one is given, as by a variable that is not set: it would be the current folder."""
+    """Exits if a path is empty, for example because a variable is not set: it would mean the current folder."""
     paths = {f"--{field.name.replace('_', '-')}" for field in fields(TrainConfig) if "Path" in str(field.type)}
     for argument, following in itertools.zip_longest(arguments, arguments[1:]):
         name, is_assigned, value = argument.partition("=")
@@ -243,7 +248,7 @@ def _refuse_empty_paths(arguments: Sequence[str]) -> None:
 
 
 def _with_correction_named(arguments: Sequence[str]) -> list[str]:
-    """--correction and --no-correction alone, which were flags, as what they meant."""
+    """Gives --correction and --no-correction, which were flags without a value, the values that they meant."""
     named = []
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue="--"):
         flag = argument.replace("_", "-")
@@ -256,7 +261,7 @@ def _with_correction_named(arguments: Sequence[str]) -> list[str]:
 
 
 def _without_other_warmup(default: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
-    """A preset without the warm-up that it tells in another unit than the command line does."""
+    """A preset without its own warm-up if the command line gives one in another unit."""
     given = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
     if "--warmup-fraction" in given:
         default = replace(default, warmup_epochs=None)

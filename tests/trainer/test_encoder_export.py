@@ -28,7 +28,8 @@ from trainer.data import load_dataset
 from trainer.data.decode import decoded_side
 from trainer.data.pixels import IMAGENET, normalise
 from trainer.export.__main__ import main
-from trainer.export.encoders import _DETECTRON2, detectron2_key
+from trainer.export.encoders import detectron2_key
+from trainer.export.model_card import DETECTRON2
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_encoder, load_encoder, save_encoder
 from trainer.torchvision_compat import import_module
@@ -227,7 +228,7 @@ def test_detectron2_gets_its_keys(tmp_path: Path, name: str) -> None:
     run, out = a_run(tmp_path / "run", name), tmp_path / "out"
     assert export(run, "--format", "detectron2", "--output", out) == 0
     (weights,) = out.glob("*.safetensors")
-    tensors, options = load_file(weights), _DETECTRON2[name.removeprefix("timm:")]
+    tensors, options = load_file(weights), DETECTRON2[name.removeprefix("timm:")]
     parts = detectron2_parts(*options)
     expected = {f"{part}.weight": shape for part, shape in parts.items()}
     for part, shape in parts.items():
@@ -313,8 +314,8 @@ def test_a_checkpoint_of_a_run_that_has_not_ended(tmp_path: Path, capsys: pytest
         ("timm:resnet10t", 3, "torchvision", "torchvision has no counterpart of 'timm:resnet10t'"),
         ("mobilenet_v3_small", 3, "timm", "timm has no counterpart of 'mobilenet_v3_small'"),
         ("timm:resnet26", 3, "detectron2", "detectron2 has no counterpart of 'timm:resnet26'"),
-        ("timm:resnet18", 1, "torchvision", "takes colour images, this encoder grey ones"),
-        ("timm:resnet18", 1, "detectron2", "takes colour images, this encoder grey ones"),
+        ("timm:resnet18", 1, "torchvision", "takes colour images, but this encoder grey ones"),
+        ("timm:resnet18", 1, "detectron2", "takes colour images, but this encoder grey ones"),
         ("efficientnet_b0", 3, "timm", "its model of that name has other parts"),
     ],
 )

@@ -232,10 +232,16 @@ def test_more_images_wait_for_extend(
 @pytest.mark.parametrize(
     ("range_sizes", "message"),
     [
-        ([70], "the run has 100 images, the data set only 70: give it all that it had"),
-        ([40, 30], "the run has 100 images, the data set only 70: give it all that it had"),
-        ([160], "the run has 100 images, the data set 160, and others may have other rows by now: add images by"),
-        ([90, 70], "the run has 100 images, the data set 160, and others may have other rows by now: add images by"),
+        ([70], "the run has 100 images, the data set only 70: give all images of the run"),
+        ([40, 30], "the run has 100 images, the data set only 70: give all images of the run"),
+        (
+            [160],
+            "the run has 100 images, the data set 160, and the images of the run may have other rows in it: add",
+        ),
+        (
+            [90, 70],
+            "the run has 100 images, the data set 160, and the images of the run may have other rows in it: add",
+        ),
     ],
 )
 def test_other_images_are_refused(range_sizes: list[int], message: str) -> None:

@@ -56,7 +56,7 @@ def test_all_ranks_end_soon(how: str, device: str, tmp_path: Path, request: pyte
     if "killed" not in how:
         assert FAILURE in errors
     if "deaf" in how:
-        assert "rank 0 ends because another rank is gone" in errors
+        assert "rank 0 ends because another rank is lost" in errors
 
 
 @pytest.mark.guard

@@ -98,7 +98,7 @@ def test_ranks_end_together(ends: str, status: int, tmp_path: Path) -> None:
     statuses = [rank.returncode for rank in ranks]
     assert statuses == [-signal.SIGKILL if number == killed else status for number in range(NUM_RANKS)], errors
     if status == 1:
-        told = [error for error in errors if "ends because another rank is gone" in error]
+        told = [error for error in errors if "ends because another rank is lost" in error]
         assert len(told) == NUM_RANKS - 1
 
 

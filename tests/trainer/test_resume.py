@@ -222,7 +222,7 @@ def test_a_run_that_goes_on_has_not_ended(tmp_path: Path, undisturbed: Path, mon
     """Killed before its first step; it goes on to the same end."""
     output = shutil.copytree(undisturbed, tmp_path / "run")
     with monkeypatch.context() as patched:
-        patched.setattr("trainer.loop.views_ahead", lambda *_: die("the power went out"))
+        patched.setattr("trainer.build.views_ahead", lambda *_: die("the power went out"))
         with pytest.raises(OSError, match="power"):
             train(small_run(output, resume=True))
     assert read_summary(output) == {}
@@ -382,7 +382,7 @@ BAD_RESUMES = {
     "other settings": ({"temperature": 0.3}, True, r"whose temperature is 0\.2, not 0\.3: give the same settings"),
     "another length": ({"steps": 41}, True, r"whose steps is 40, not 41: give the same settings"),
     "other shards": ({"num_shards": 3}, True, r"servers holds 2 shards: give --num-shards 2"),
-    "dense rows": ({"rows": "dense"}, True, r"--rows dense leaves no checkpoints: there is nothing to --resume"),
+    "dense rows": ({"rows": "dense"}, True, r"--rows dense saves no checkpoints: omit --resume"),
 }
 
 
@@ -420,7 +420,7 @@ def test_going_on_by_itself_overwrites_nothing(tmp_path: Path, undisturbed: Path
         train(small_run(output, resume="auto"))
     output = shutil.copytree(undisturbed, tmp_path / "unclaimed")
     (output / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"holds metrics.jsonl of a run whose config.json is missing: put it back to"):
+    with pytest.raises(ValueError, match=r"holds metrics.jsonl of a run whose config.json is missing: restore it to"):
         train(small_run(output, resume="auto"))
     shutil.rmtree(output / "checkpoints")
     for file in output.glob("*.*"):

@@ -279,7 +279,7 @@ def test_the_demo_draws_over_no_picture(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "training.png").write_text("mine")
     with pytest.raises(SystemExit):
         demo.main(["--output", str(tmp_path)])
-    assert re.search(r"demo: .*training\.png is there already: give another --output\n", capsys.readouterr().err)
+    assert re.search(r"demo: .*training\.png already exists: give another --output\n", capsys.readouterr().err)
     assert [path.name for path in tmp_path.iterdir()] == ["training.png"]
 
 

@@ -331,7 +331,7 @@ BAD_COMMAND_LINES = {
     "warm-up": (["--warmup-fraction", "2"], r"--warmup-fraction must lie in 0\.\.1, got 2"),
     "no gap": (
         ["--correction", "paper", "--rows", "dense"],
-        r"--correction paper is for rows that wait .*: use --rows resident or --rows remote",
+        r"--correction paper corrects rows after a gap, .*: use --rows resident or --rows remote",
     ),
     "momentum": (["--momentum", "1"], r"momentum must lie in \[0, 1\), got 1"),
     "encoder": (["--encoder.name", "resnet9999"], r"unknown encoder 'resnet9999'"),
@@ -348,7 +348,7 @@ BAD_COMMAND_LINES = {
     "capacity of others": (["--capacity", "99", "--rows", "dense"], r"--capacity is for --rows resident, not dense"),
     "prefetching": (["--prefetch-steps", "-1"], r"--prefetch-steps must not be negative, got -1"),
     "metrics port": (["--metrics-port", "65536"], r"--metrics-port must lie in 0\.\.65535, got 65536"),
-    "number of images": (["--num-images", "5"], r"'idx' has its own number of images: leave --num-images away"),
+    "number of images": (["--num-images", "5"], r"'idx' has its own number of images: omit --num-images"),
     "no number of images": (
         ["--dataset", "synthetic", "--data-dir", "None"],
         r"as you like: give --num-images",

@@ -1,4 +1,4 @@
-"""The rows around the window, with their momentum, on the trainer's device; the servers hold all the others."""
+"""Rows around the window, with their momentum, on the trainer's device; the servers hold all others."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.correction import Schedule, bring_to
 
 _ROWS_PER_PART = 1 << 16
-"""Rows that are copied from the device together."""
+"""Rows that are copied from the device at once."""
 _SAFE_SIZE = 2.0**30
-"""Where rows up to this size are safe in any gap, they are corrected on the device and looked at later."""
+"""If rows up to this size are safe in any gap, rows are corrected on the device and checked when they leave."""
 
 
 class ResidentRows:
-    """Rows enter before they are active, stay while they are likely to be active again, and leave behind the trainer.
+    """Rows enter before they are active, stay while they are likely to be active again, and leave after that.
 
-    Rows travel raw, as (weight, momentum_buffer, last_step), and are corrected here, once, when they become active; an
-    active row is moved in place by SGD in every step. So neither the time at which a row comes or goes, nor the way it
-    takes, changes a bit of it. What keeps that true:
+    Rows are transferred raw, as (weight, momentum_buffer, last_step), and corrected here, once, when they become active
+    (Section 2.3); SGD updates an active row in place in every step. So neither the time nor the path of a row's
+    transfer changes a bit of it. The invariants:
 
-    - A row is in one place: on the servers, on its way here, resident, or on its way back. It is resident, with a slot
-      of its own, from the call that announces it, though its values may still be coming.
-    - A row that is announced for a step stays at least until that step's gradients were applied. Of the others the one
-      that was announced for the longest past step leaves first: with the default capacity no row of the window does.
-    - A row that enters while it is on its way back is taken from there. It is fetched only when the servers have
-      acknowledged what they were sent of it; writes leave in the order in which the rows left.
-    - Which rows enter and leave depends on the steps announced alone, never on what has arrived.
+    - A row is in one place: on the servers, in a fetch, resident, or in the write-back queue. It is resident, with a
+      slot of its own, from the call that announces it, although its values may still be in a fetch.
+    - A row that is announced for a step stays at least until that step's gradients were applied. Of all others, the row
+      whose last announced step is the oldest leaves first; with the default capacity no row of the window leaves.
+    - A row that enters while it is in the write-back queue is taken from there. It is fetched only after the servers
+      acknowledged its last write; writes are sent in the order in which rows left.
+    - Which rows enter and leave depends only on the announced steps, never on what has arrived.
 
     Args:
-        client: with a table, its schedule and an open session; closed by its owner.
+        client: has a table, its schedule and an open session; its owner closes it.
         learning_rates: float32 [num_steps], one for each update.
-        capacity: rows held here; at least those of `prefetch_steps` + 1 steps in a row.
-        prefetch_steps: how many steps ahead `prefetch` is called; fetches are gathered over half as many steps.
-        write_back_rows: rows written back together; four times as many may be on their way.
+        capacity: rows held here; at least those of any `prefetch_steps` + 1 consecutive steps.
+        prefetch_steps: number of steps by which `prefetch` runs ahead; one fetch gathers the rows of half as many
+            steps. write_back_rows: rows written back at once; the queue holds up to four times as many.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class ResidentRows:
         self._weight = torch.zeros(capacity, spec.dim, device=device)
         self._momentum_buffer = torch.zeros_like(self._weight)
         self._last_step = np.zeros(capacity, np.int64)
-        self._changed = np.zeros(capacity, bool)  # since it came or was last written back
+        self._changed = np.zeros(capacity, bool)  # since it arrived or was last written back
         self._largest = torch.zeros((), device=device)  # |value| of all rows that were corrected
-        self._next_step = 0  # the first whose gradients were not applied
+        self._next_step = 0  # the first step whose gradients were not applied
         self._announced: dict[int, Int64Array] = {}  # step -> slots of its rows
         self._active = np.zeros(0, np.int64)  # slots of the current step's rows
         self._active_on_device = torch.zeros(0, dtype=torch.int64, device=device)  # the same
-        self._wanted: list[tuple[Int64Array, Int64Array]] = []  # rows and slots still to be asked for
+        self._wanted: list[tuple[Int64Array, Int64Array]] = []  # rows and slots still to be requested
         self._wanted_from = 0  # the first step that needs one of them
         self._coming: deque[tuple[int, Int64Array, Future[RowState]]] = deque()  # first step, slots, values
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
@@ -90,11 +90,11 @@ class ResidentRows:
             slots[entering] = self._enter(rows[entering], step)
         self._announced[step] = slots
         if self._wanted and step - self._wanted_from >= self.prefetch_steps // 2:
-            self._ask()
+            self._request()
         self.counters.resident_rows = len(self._slots)
 
     def _enter(self, rows: Int64Array, step: int) -> Int64Array:
-        """The slots of new rows, whose values are here or on their way."""
+        """Gives new rows slots and takes their values from the write-back queue or requests them."""
         leaving = self._slots.leaving(len(rows), step=self._next_step)
         if len(leaving):
             self._leave(leaving[self._changed[leaving]])
@@ -112,7 +112,7 @@ class ResidentRows:
         return slots
 
     def _leave(self, slots: Int64Array) -> None:
-        """Sends rows on their way back, in the state that they have now; a GPU copies them while training continues."""
+        """Enqueues rows for writing back in their present state; a GPU copies them while training continues."""
         for start in range(0, len(slots), _ROWS_PER_PART):
             part = slots[start : start + _ROWS_PER_PART]
             chosen = self._tensor(part)
@@ -120,8 +120,8 @@ class ResidentRows:
             leaving = LeavingRows(values, self._last_step[part], largest_safe=self._schedule.safe_size)
             self._write_back.add(self._slots.row[part], leaving)
 
-    def _ask(self) -> None:
-        """Starts one fetch of all rows that are wanted."""
+    def _request(self) -> None:
+        """Starts one fetch of all wanted rows."""
         rows, slots = (np.concatenate(parts) for parts in zip(*self._wanted, strict=True))
         order = np.argsort(rows)
         fetch = self._fetcher.submit(self._fetch, rows[order])
@@ -134,9 +134,9 @@ class ResidentRows:
             return self._client.fetch_state(rows)
 
     def _receive(self, step: int) -> None:
-        """Puts all rows that `step` needs into their slots."""
+        """Waits for all rows that `step` needs and puts them into their slots."""
         if self._wanted and self._wanted_from <= step:
-            self._ask()
+            self._request()
         while self._coming and self._coming[0][0] <= step:
             _, slots, fetch = self._coming[0]
             with self.counters.waiting():
@@ -164,10 +164,10 @@ class ResidentRows:
         return self._weight[self._active_on_device]
 
     def _correct(self, slots: Int64Array, step: int) -> None:
-        """Brings idle rows to `step`: on a CPU the same bits as `correct`, product by product.
+        """Corrects idle rows up to `step`; on a CPU with the same bits as the servers' correction.
 
-        What SGD would have made infinite or NaN meanwhile never gets back to the servers (`LeavingRows`). Under
-        learning rates that may do so to rows of any size they are corrected on the host, which raises StepError.
+        Rows that the correction made infinite or NaN never return to the servers (`LeavingRows`). If the learning rates
+        could do so to rows of any size, rows are corrected on the host, which raises StepError.
         """
         if self._schedule.safe_size < _SAFE_SIZE:
             self._correct_on_host(slots, step)

@@ -130,7 +130,7 @@ def test_pixels_without_a_range_are_refused(mode: str) -> None:
     """They would all be black."""
     content = encoded(piece(5).convert("L").convert(mode), "TIFF")
     for call in (check, lambda content: square(content, 16)):
-        with pytest.raises(BrokenImageError, match=f"pixels of mode {mode}, .*: store 8 or 16 bits a channel"):
+        with pytest.raises(BrokenImageError, match=f"pixels of mode {mode}, .*: store 8 or 16 bits per channel"):
             call(content)
 
 

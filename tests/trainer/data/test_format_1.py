@@ -92,7 +92,7 @@ def test_it_is_read_and_stays_as_it_is(old: Path, new: Path, tree: Path) -> None
 
 
 def test_a_pack_that_the_version_before_did_not_finish_is_finished(old: Path, new: Path, tree: Path) -> None:
-    with pytest.raises(ValueError, match="is not packed to its end: repeat the command"):
+    with pytest.raises(ValueError, match="is not completely packed: repeat the command"):
         PackedImages(half(old))
     pack(tree, old, OPTIONS)
     assert without_old_indexes(contents(old)) == contents(new)

@@ -72,7 +72,7 @@ def test_tars_of_synsets_are_like_folders(tmp_path: Path) -> None:
 
 def test_a_damaged_tar_is_named(tmp_path: Path) -> None:
     (tmp_path / "n01440764.tar").write_bytes(b"half a tar" * 200)
-    with pytest.raises(ValueError, match=r"n01440764.tar is no whole tar"):
+    with pytest.raises(ValueError, match=r"n01440764.tar is not a complete tar"):
         listed(tmp_path)
 
 
@@ -94,12 +94,12 @@ def test_lists(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("a.jpg", "give a number"),
-        ("a.jpg\tcat", "give a number"),
-        ("a.jpg\t-1", "give a number"),
+        ("a.jpg", "give all images a number"),
+        ("a.jpg\tcat", "give all images a number"),
+        ("a.jpg\t-1", "give all images a number"),
         (f"a.jpg {'9' * 20}", "give labels of at most 18 digits"),
         (f"a.jpg {'9' * 5_000}", "give labels of at most 18 digits"),
-        ("# a.jpg 1", "a list has no comments"),
+        ("# a.jpg 1", "comments are not supported"),
     ],
 )
 def test_a_lists_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:

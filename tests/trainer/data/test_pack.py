@@ -80,7 +80,7 @@ def test_broken_images_are_reported_with_their_substitutes(tree: Path, tmp_path:
     assert sorted(one.path for one in substitutes) == [f"{tree}/{name}" for name in BROKEN]
     assert len(lines) == len(BROKEN)
     (line,) = (line for line in lines if "text.jpg" in line)
-    assert line == f"broken: {tree}/b/text.jpg (no image of a known format); in its place {tree}/b/turned.jpg"
+    assert line == f"broken: {tree}/b/text.jpg (not an image of a known format), replaced by {tree}/b/turned.jpg"
 
 
 def test_tars_are_what_tarfile_reads(packed: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_torn_line_counts_for_nothing(packed: Path, tree: Path, tmp_path: Path
         assert Manifest.load(directory).shards == shards[:-1]
     path.write_bytes(whole + b"\0" * 100 + b"\n")
     assert Manifest.load(directory).shards == shards[:-1]
-    with pytest.raises(ValueError, match="is not packed to its end: repeat the command"):
+    with pytest.raises(ValueError, match="is not completely packed: repeat the command"):
         PackedImages(directory)
     pack(tree, directory, options())
     assert contents(directory) == contents(packed)
@@ -252,7 +252,7 @@ def test_an_extension_that_was_ended_goes_on(tmp_path: Path, caplog: pytest.LogC
     assert "without 30 images that are being added" in caplog.text
     assert list(halved.rows(0, 10)) == list(old.rows(0, len(old)))
     assert np.array_equal(halved.labels(), old.labels())
-    with pytest.raises(ValueError, match="go on with those first"):
+    with pytest.raises(ValueError, match="finish packing those first"):
         pack(first, tmp_path / "halved", options(extend=True))
     pack(second, tmp_path / "halved", options(extend=True))
     assert contents(tmp_path / "halved") == contents(tmp_path / "whole")
@@ -266,7 +266,7 @@ def test_a_pack_that_was_ended_is_none_yet(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         pack(plain_tree(tmp_path / "tree", 20), tmp_path / "packed", options(on_rows=dying))
     assert Manifest.load(tmp_path / "packed").shards
-    with pytest.raises(ValueError, match="is not packed to its end"):
+    with pytest.raises(ValueError, match="is not completely packed"):
         PackedImages(tmp_path / "packed")
 
 
@@ -278,7 +278,7 @@ def test_too_many_broken_images_end_the_pack(tree: Path, tmp_path: Path) -> None
     nothing = tmp_path / "nothing"
     nothing.mkdir()
     (nothing / "a.jpg").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"are broken .the file is empty.: is their disk there"):
+    with pytest.raises(ValueError, match=r"are broken .the file is empty.: check their disk"):
         pack(nothing, tmp_path / "other", options())
 
 
@@ -296,9 +296,9 @@ def test_bad_input(tree: Path, packed: Path, tmp_path: Path) -> None:
         (tree, packed, {"order_seed": 6}, "in the order of seed 5, not 6"),
         (tree, packed, {"shard_bytes": 7}, "has tars of up to 20,000 bytes"),
         (tmp_path / "empty", packed, {}, "give --extend to add these"),
-        (tree, tree, {}, "whose folders may be classes: give a directory beside it"),
-        (tree, tree / "packed", {}, "whose folders may be classes: give a directory beside it"),
-        (tree, packed, {"labelled": False}, "keeps labels: leave --no-labels away"),
+        (tree, tree, {}, "whose folders may be classes: give a directory outside it"),
+        (tree, tree / "packed", {}, "whose folders may be classes: give a directory outside it"),
+        (tree, packed, {"labelled": False}, "keeps labels: omit --no-labels"),
     ):
         before = contents(packed)
         with pytest.raises(ValueError, match=message):

@@ -185,7 +185,7 @@ def test_without_labels_or_test_images_one_line_says_so(tmp_path: Path) -> None:
     tree = plain_tree(tmp_path / "tree", 100)
     pack(tree, tmp_path / "labelled", PackOptions())
     pack(tree, tmp_path / "unlabelled", PackOptions(labelled=False))
-    messages = {"labelled": "have no test images beside them", "unlabelled": "these images have no labels"}
+    messages = {"labelled": "has no test images", "unlabelled": "these images have no labels"}
     for directory, message in messages.items():
         with pytest.raises(ValueError, match=message):
             run(tmp_path / "run", "packed", tmp_path / directory, evaluate=True)
@@ -298,7 +298,7 @@ def test_decode_threads_are_those_that_are_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("folder", "needs a folder: name the one with the images"), ("packed", "needs a folder")]
+    ("name", "message"), [("folder", "needs a folder: give --data-dir with the images"), ("packed", "needs a folder")]
 )
 def test_a_folder_has_to_be_named(name: str, message: str) -> None:
     with pytest.raises(DataNotFoundError, match=message):
@@ -306,7 +306,7 @@ def test_a_folder_has_to_be_named(name: str, message: str) -> None:
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no packed images: python -m trainer.data pack makes them"):
+    with pytest.raises(ValueError, match=r"holds no packed images: pack them by python -m trainer.data pack"):
         load_dataset("packed", tmp_path)
     with pytest.raises(ValueError, match="no images in"):
         load_dataset("folder", tmp_path)
