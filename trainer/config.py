@@ -138,7 +138,7 @@ RESUMABLE = frozenset(field.name for field in fields(TrainConfig) if field.metad
 weight servers refuse those that do not fit how they store the rows."""
 
 
-# The paper's settings for ImageNet-1K (Section 4.1, and Experimental Settings in its appendix), with eight GPUs sharing a
+# The paper's settings for ImageNet-1K (Section 4.1, and Experimental Settings in its appendix), eight GPUs sharing a
 # batch of 512; for ImageNet-11K "the same pre-training setting [...] with only dataset changed".
 # docs/paper-to-code.md lists them one by one.
 _IMAGENET = TrainConfig(

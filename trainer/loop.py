@@ -1,4 +1,13 @@
-"""The training loop: Algorithm 1 of the paper."""
+"""The training loop: Algorithm 1 of the paper, for several ranks, views and parts of a batch.
+
+Algorithm 1                                           here
+for x, y in sliding_window_data_scheduler:            run.views, run.active_rows.labels
+    W1 = correct(sample(W))                           run.active_rows.rows, run.rows.weights
+    feat = f.forward(aug(x))                          run.encoder, of views that were augmented ahead
+    loss = CrossEntropyLoss(cos_sim(feat, W1)/t, y)   run.instance_loss
+    loss.backward()
+    update(f.params), update(W1.params)               run.optimizer.step, run.rows.apply_gradients
+"""
 
 from __future__ import annotations
 

@@ -68,7 +68,8 @@ class RecentRows:
             )
         if num_active < min(batch_size, schedule.num_rows):
             raise ValueError(
-                f"--num-negatives is {num_active}, but a batch may contain {batch_size} classes: choose at least that"
+                f"--num-negatives is {num_active}, but a batch may contain {batch_size} classes: "
+                "choose at least as many"
             )
         self._schedule = schedule
         self._num_active = num_active

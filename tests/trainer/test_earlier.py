@@ -1,4 +1,4 @@
-"""Runs that version 0.1 began are resumed with its settings, though defaults have changed since."""
+"""Runs that version 0.1 started are resumed with its settings, although defaults have changed since."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def resumed(command: str, output: Path, *more: str) -> TrainConfig:
-    """The config of the same command with --resume, beside the config.json that it wrote."""
+    """The config of the same command with --resume, with the config.json that it wrote."""
     (output / "config.json").write_text(json.dumps(CONFIGS[command] | {"output": str(output)}))
     return parse_config([*command.split(), "--output", str(output), "--resume", *more])
 
@@ -65,15 +65,15 @@ def test_the_same_command_resumes_the_same_run(command: str, tmp_path: Path) -> 
         ("fashion-mnist", ["--correction", "paper"], "whose correction is exact, not paper"),
     ],
 )
-def test_what_is_given_must_be_the_runs(command: str, more: list[str], message: str, tmp_path: Path) -> None:
+def test_resume_rejects_other_settings(command: str, more: list[str], message: str, tmp_path: Path) -> None:
     config = resumed(command, tmp_path, *more)
     with pytest.raises(ValueError, match=message):
         check_same_run(config)
 
 
 @pytest.mark.guard
-def test_a_resumed_run_of_before_trains_as_it_did(tmp_path: Path) -> None:
-    """Its config.json as 0.1 wrote it: to the end that an undisturbed run has, bit for bit on a CPU."""
+def test_a_resumed_run_of_an_earlier_version_trains_as_it_did(tmp_path: Path) -> None:
+    """With its config.json as 0.1 wrote it, to the end of an undisturbed run, bit for bit on a CPU."""
     run = small_run(tmp_path / "run", steps=12, checkpoint_every=8, encoder=ONLY_ROWS)
     train(run)
     before = losses(run.output)
@@ -88,7 +88,7 @@ def test_a_resumed_run_of_before_trains_as_it_did(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", ["resident", pytest.param("remote", marks=pytest.mark.guard)])
 def test_a_run_that_version_0_1_wrote_is_resumed(rows: str, tmp_path: Path) -> None:
-    """Killed behind its third checkpoint, with its servers: to the end that it would have had under version 0.1."""
+    """It was killed after its third checkpoint; with its servers, it reaches the end that version 0.1 would reach."""
     with tarfile.open(GOLDEN / "version_0.1" / "run.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     with np.load(GOLDEN / "version_0.1" / "seen.npz", allow_pickle=False) as seen:
@@ -105,7 +105,7 @@ def test_a_run_that_version_0_1_wrote_is_resumed(rows: str, tmp_path: Path) -> N
     assert [inspect_directory(shard)["format"] for shard in shards] == [FORMAT, FORMAT]
 
 
-def test_new_runs_say_what_they_do(tmp_path: Path) -> None:
+def test_new_runs_write_defaults_as_numbers(tmp_path: Path) -> None:
     """A config.json has numbers where the command line has defaults, and the next version need not know these."""
     (tmp_path / "config.json").write_text(parse_config(["fashion-mnist"]).to_json())
     assert json.loads((tmp_path / "config.json").read_text())["warmup_fraction"] == 0.1

@@ -1,4 +1,4 @@
-"""A rank that fails, or is killed, ends the others within half a minute, however deaf they are."""
+"""If a rank fails or is killed, the others end within half a minute, even if they ignore signals."""
 
 from __future__ import annotations
 

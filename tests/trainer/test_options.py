@@ -1,4 +1,4 @@
-"""Options that save time or memory, or compare with the paper: what each leaves as it was, against runs without it."""
+"""Options that save time or memory, or compare with the paper, against runs without them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_two_views_are_two(plain: npt.NDArray[np.float64], tmp_path: Path) -> No
 
 
 def test_small_crops_move_the_encoder_but_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A view and three small crops of an image: rows hear of a quarter of the loss, the encoder of all of it."""
+    """With a view and three small crops of an image, rows get a quarter of the loss, the encoder all of it."""
     seen: list[torch.Tensor] = []
     apply = DenseRows.apply_gradients
 
@@ -139,7 +139,7 @@ def test_components_to_compare_with_learn_too(
 
 
 def test_plain_logits_are_products(tmp_path: Path) -> None:
-    """Rows start near 0, so that with them all images are alike."""
+    """Rows start near 0, so all classes are equally likely."""
     first = run(tmp_path / "run", softmax="plain", steps=1)
     assert first == pytest.approx([np.log(64)], abs=0.01)
 
@@ -157,7 +157,7 @@ def test_the_encoder_alone_computes_in_bfloat16() -> None:
     torch.testing.assert_close(rounded, exact, rtol=0.05, atol=0.01)
 
 
-def test_an_encoder_to_begin_with(plain: npt.NDArray[np.float64], tmp_path: Path) -> None:
+def test_init_encoder(plain: npt.NDArray[np.float64], tmp_path: Path) -> None:
     run(tmp_path / "first", steps=5, learning_rate=0.0)  # nothing moves: its encoder is what every run begins with
     path = tmp_path / "first" / "encoder.safetensors"
     assert run(tmp_path / "again", init_encoder=path)[0] == plain[0]
@@ -169,8 +169,8 @@ def test_an_encoder_to_begin_with(plain: npt.NDArray[np.float64], tmp_path: Path
         run(tmp_path / "none", init_encoder=tmp_path / "none.safetensors")
 
 
-def test_weights_that_overflowed_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two logged steps, where nobody looks at the loss."""
+def test_overflowed_weights_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two logged steps, where the loss is not read."""
     step, count = torch.optim.SGD.step, iter(range(1, 1000))
 
     def overflow(self: torch.optim.SGD) -> None:
@@ -196,7 +196,7 @@ def test_resume_is_a_flag_that_a_word_may_follow(capsys: pytest.CaptureFixture[s
     )
 
 
-def test_correction_is_named_and_may_be_a_flag_as_it_was() -> None:
+def test_correction_takes_a_name_or_is_a_flag() -> None:
     cases = {"": "exact", "--correction paper": "paper", "--correction=none": "none", "--no-correction": "none"}
     cases |= {"--no_correction --seed 3": "none", "--correction": "exact", "--correction --seed 3": "exact"}
     for words, expected in cases.items():
@@ -240,7 +240,7 @@ def test_without_arguments_the_presets_are_shown(capsys: pytest.CaptureFixture[s
         ({"token_file": Path("token")}, "--token-file token is for --servers: omit it, or give --servers too"),
     ],
 )
-def test_options_that_cannot_be(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_check_rejects_impossible_options(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         small_run(tmp_path, **changes).check()
 
@@ -256,6 +256,6 @@ def test_every_rank_has_images_in_every_part(
         small_run(tmp_path, batch_size=batch_size, accumulate=accumulate).check()
 
 
-def test_a_run_that_goes_on_may_have_options_that_mean_nothing(tmp_path: Path) -> None:
-    """Older versions took them, and a run keeps its settings."""
+def test_a_resumed_run_may_have_unused_options(tmp_path: Path) -> None:
+    """Older versions accepted them, and a run keeps its settings."""
     small_run(tmp_path, softmax="plain", temperature=0.5, resume=True).check()

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.rows.arriving import ArrivingRows
 from trainer.rows.slots import SlotMap
 from trainer.rows.store import RowCounters
-from trainer.rows.write_back import LeavingRows, WriteBack
-from trainer.transfer import HostCopy, to_device
+from trainer.rows.values import SlotValues
+from trainer.rows.write_back import WriteBack
+from trainer.transfer import to_device
 from weightserver import RowState, TableSpec, WeightClient
 from weightserver.core.arrays import Float32Array, Int64Array
-from weightserver.core.correction import Schedule, bring_to
 
 _ROWS_PER_PART = 1 << 16
 """Rows that are copied from the device at once."""
-_SAFE_SIZE = 2.0**30
-"""If rows up to this size are safe in any gap, rows are corrected on the device and checked when they leave."""
 
 
 class ResidentRows:
@@ -60,23 +56,15 @@ class ResidentRows:
         self.counters = RowCounters()
         self.prefetch_steps = prefetch_steps
         self._client = client
-        self._spec = spec
-        self._schedule = Schedule.of_table(spec, learning_rates)
         self._device = device
         self._slots = SlotMap(capacity)
-        self._weight = torch.zeros(capacity, spec.dim, device=device)
-        self._momentum_buffer = torch.zeros_like(self._weight)
-        self._last_step = np.zeros(capacity, np.int64)
+        self._values = SlotValues(spec, learning_rates, capacity, device)
         self._changed = np.zeros(capacity, bool)  # since it arrived or was last written back
-        self._largest = torch.zeros((), device=device)  # |value| of all rows that were corrected
         self._next_step = 0  # the first step whose gradients were not applied
         self._announced: dict[int, Int64Array] = {}  # step -> slots of its rows
         self._active = np.zeros(0, np.int64)  # slots of the current step's rows
         self._active_on_device = torch.zeros(0, dtype=torch.int64, device=device)  # the same
-        self._wanted: list[tuple[Int64Array, Int64Array]] = []  # rows and slots still to be requested
-        self._wanted_from = 0  # the first step that needs one of them
-        self._coming: deque[tuple[int, Int64Array, Future[RowState]]] = deque()  # first step, slots, values
-        self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        self._arriving = ArrivingRows(client, gathered_steps=prefetch_steps // 2, counters=self.counters)
         self._write_back = WriteBack(
             client, batch_rows=write_back_rows, max_rows=4 * write_back_rows, counters=self.counters
         )
@@ -89,8 +77,7 @@ class ResidentRows:
         if entering.any():
             slots[entering] = self._enter(rows[entering], step)
         self._announced[step] = slots
-        if self._wanted and step - self._wanted_from >= self.prefetch_steps // 2:
-            self._request()
+        self._arriving.request_if_due(step)
         self.counters.resident_rows = len(self._slots)
 
     def _enter(self, rows: Int64Array, step: int) -> Int64Array:
@@ -102,107 +89,34 @@ class ResidentRows:
         slots = self._slots.add(rows)
         self._slots.last_announced[slots] = step
         self._changed[slots] = False
-        here, state = self._write_back.take(rows)
+        queued, state = self._write_back.take(rows)
         if state is not None:
-            self._place(slots[here], state)
-        elsewhere = np.delete(np.arange(len(rows)), here)
+            self._values.place(slots[queued], state)
+        elsewhere = np.delete(np.arange(len(rows)), queued)
         if len(elsewhere):
-            self._wanted_from = self._wanted_from if self._wanted else step
-            self._wanted.append((rows[elsewhere], slots[elsewhere]))
+            self._arriving.want(rows[elsewhere], slots[elsewhere], step)
         return slots
 
     def _leave(self, slots: Int64Array) -> None:
-        """Enqueues rows for writing back in their present state; a GPU copies them while training continues."""
+        """Enqueues rows for writing back in their present state."""
         for start in range(0, len(slots), _ROWS_PER_PART):
             part = slots[start : start + _ROWS_PER_PART]
-            chosen = self._tensor(part)
-            values = HostCopy([self._weight[chosen], self._momentum_buffer[chosen], self._largest])
-            leaving = LeavingRows(values, self._last_step[part], largest_safe=self._schedule.safe_size)
-            self._write_back.add(self._slots.row[part], leaving)
-
-    def _request(self) -> None:
-        """Starts one fetch of all wanted rows."""
-        rows, slots = (np.concatenate(parts) for parts in zip(*self._wanted, strict=True))
-        order = np.argsort(rows)
-        fetch = self._fetcher.submit(self._fetch, rows[order])
-        self._coming.append((self._wanted_from, slots[order], fetch))
-        self._wanted = []
-        self.counters.prefetch_pending_rows += len(rows)
-
-    def _fetch(self, rows: Int64Array) -> RowState:
-        with self.counters.fetching():
-            return self._client.fetch_state(rows)
-
-    def _receive(self, step: int) -> None:
-        """Waits for all rows that `step` needs and puts them into their slots."""
-        if self._wanted and self._wanted_from <= step:
-            self._request()
-        while self._coming and self._coming[0][0] <= step:
-            _, slots, fetch = self._coming[0]
-            with self.counters.waiting():
-                state = fetch.result()
-            self._coming.popleft()
-            self._place(slots, state)
-            self.counters.fetched(len(slots), _num_bytes(state))
-            self.counters.prefetch_pending_rows -= len(slots)
-
-    def _place(self, slots: Int64Array, state: RowState) -> None:
-        chosen = self._tensor(slots)
-        self._weight[chosen] = self._tensor(state.weight)
-        self._momentum_buffer[chosen] = self._tensor(state.momentum_buffer)
-        self._last_step[slots] = state.last_step
+            self._write_back.add(self._slots.row[part], self._values.leaving(part))
 
     def weights(self, rows: Int64Array, *, step: int) -> Tensor:
         if step not in self._announced:
             self.prefetch(rows, step=step)
-        self._receive(step)
+        for slots, state in self._arriving.receive(step):
+            self._values.place(slots, state)
         self._active = self._announced.pop(step)
-        idle = self._active[self._last_step[self._active] < step]
-        if self._spec.correction and len(idle):
-            self._correct(idle, step)
-        self._active_on_device = self._tensor(self._active)
-        return self._weight[self._active_on_device]
+        self._values.correct(self._active, step, rows=rows)
+        self._active_on_device = to_device(self._active, self._device)
+        return self._values.weight[self._active_on_device]
 
-    def _correct(self, slots: Int64Array, step: int) -> None:
-        """Corrects idle rows up to `step`; on a CPU with the same bits as the servers' correction.
-
-        Rows that the correction made infinite or NaN never return to the servers (`LeavingRows`). If the learning rates
-        could do so to rows of any size, rows are corrected on the host, which raises StepError.
-        """
-        if self._schedule.safe_size < _SAFE_SIZE:
-            self._correct_on_host(slots, step)
-            return
-        coefficients = self._tensor(self._schedule.coefficients(self._last_step[slots], step))
-        (ww, wu), (uw, uu) = coefficients[:, :, :, None].permute(1, 2, 0, 3)  # (n, 1) each
-        chosen = self._tensor(slots)
-        weight, momentum_buffer = self._weight[chosen], self._momentum_buffer[chosen]
-        self._weight[chosen] = ww * weight + wu * momentum_buffer
-        self._momentum_buffer[chosen] = uu * momentum_buffer + uw * weight
-        self._last_step[slots] = step
-        for values in (weight, momentum_buffer):
-            self._largest = torch.maximum(self._largest, torch.linalg.vector_norm(values, ord=float("inf")))
-
-    def _correct_on_host(self, slots: Int64Array, step: int) -> None:
-        chosen = self._tensor(slots)
-        weight, momentum_buffer = (values[chosen].cpu().numpy() for values in (self._weight, self._momentum_buffer))
-        bring_to(self._schedule, step, self._last_step[slots], weight, momentum_buffer, rows=self._slots.row[slots])
-        self._weight[chosen], self._momentum_buffer[chosen] = self._tensor(weight), self._tensor(momentum_buffer)
-        self._last_step[slots] = step
-
-    @torch.no_grad()
     def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int) -> None:
-        active = self._active_on_device
-        weight, momentum_buffer = self._weight[active], self._momentum_buffer[active]
-        momentum_buffer *= self._spec.momentum
-        momentum_buffer += weight * self._spec.weight_decay + gradients
-        weight -= momentum_buffer * float(self._schedule.learning_rates[step])
-        self._weight[active], self._momentum_buffer[active] = weight, momentum_buffer
-        self._last_step[self._active] = step + 1
+        self._values.update(self._active, self._active_on_device, gradients, step)
         self._changed[self._active] = True
         self._next_step = step + 1
-
-    def _tensor(self, array: Int64Array | Float32Array) -> Tensor:
-        return to_device(array, self._device)
 
     def flush(self) -> None:
         held = self._slots.held()
@@ -216,9 +130,5 @@ class ResidentRows:
         return self._client.fetch_state(rows, step=step)
 
     def close(self) -> None:
-        self._fetcher.shutdown(cancel_futures=True)
+        self._arriving.close()
         self._write_back.close()
-
-
-def _num_bytes(state: RowState) -> int:
-    return state.weight.nbytes + state.momentum_buffer.nbytes + state.last_step.nbytes

@@ -1,4 +1,4 @@
-"""Data sets: real bytes where they are at hand, files made here for everything that can be wrong with them."""
+"""Data sets: real files if available, generated ones for every kind of damage."""
 
 import gzip
 import os

@@ -1,4 +1,4 @@
-"""Which images a source holds, in which order, with which labels."""
+"""Listing a source: its images, their order and labels."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_tree_of_classes(tmp_path: Path) -> None:
     assert [listing.read(i) for i in range(len(listing))] == [(tmp_path / path).read_bytes() for path in expected]
 
 
-def test_images_beside_folders_have_no_labels(tmp_path: Path) -> None:
+def test_images_next_to_folders_have_no_labels(tmp_path: Path) -> None:
     plain_tree(tmp_path, 4)
     (tmp_path / "at the root.JPEG").write_bytes(b"x")
     listing, found = listed(tmp_path)
@@ -45,7 +45,7 @@ def test_images_beside_folders_have_no_labels(tmp_path: Path) -> None:
     assert "at the root.JPEG" in paths(listing)
 
 
-def test_labels_can_be_left_away(tmp_path: Path) -> None:
+def test_labels_can_be_discarded(tmp_path: Path) -> None:
     _, found = listed(plain_tree(tmp_path, 4), labelled=False)
     assert (found.labelled, found.classes) == (False, [])
 
@@ -116,7 +116,7 @@ def test_a_list_with_a_byte_order_mark_and_a_line_again(tmp_path: Path) -> None:
     assert listing.labels().tolist() == [3, 4]
 
 
-def test_links_in_circles_end(tmp_path: Path) -> None:
+def test_cyclic_links_are_followed_once(tmp_path: Path) -> None:
     plain_tree(tmp_path, 3)
     (tmp_path / "a/up").symlink_to(tmp_path)
     (tmp_path / "d").symlink_to(tmp_path / "b")
@@ -139,7 +139,7 @@ def test_names_of_any_bytes(tmp_path: Path) -> None:
     assert [line.split(": ")[1].split(" has ")[0] for line in left_out] == ["'a\\ttab.jpg'", "'two\\nlines.jpg'"]
 
 
-def test_what_is_no_source(tmp_path: Path) -> None:
+def test_listing_rejects_other_sources(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such folder or list"):
         ImageSource(tmp_path / "absent")
     for content in (b"", b"0\t-1\t-1\tcut off"):

@@ -1,4 +1,4 @@
-"""`python -m trainer.data`: what it prints, and one line for bad input."""
+"""The command line `python -m trainer.data`, and its one line for bad input."""
 
 from __future__ import annotations
 

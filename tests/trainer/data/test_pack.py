@@ -125,10 +125,10 @@ def test_packing_twice_gives_the_same_bytes_whatever_the_threads(packed: Path, t
         *itertools.product([8, 9, 11, 12], ["half", "after"]),  # what is added for the first two tars
     ],
 )
-def test_a_pack_that_ends_anywhere_goes_on_to_the_same_bytes(
+def test_an_interrupted_pack_continues_to_the_same_bytes(
     packed: Path, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fatal: int, moment: str
 ) -> None:
-    """Where a file is put in place or added to; and once more a few files later."""
+    """It is interrupted where a file is written or appended to, and again a few files later."""
     for last in (fatal, 5):
         die_at(last, moment, monkeypatch)
         with pytest.raises(Killed):
@@ -138,8 +138,8 @@ def test_a_pack_that_ends_anywhere_goes_on_to_the_same_bytes(
     assert contents(tmp_path) == contents(packed)
 
 
-def test_a_torn_line_counts_for_nothing(packed: Path, tree: Path, tmp_path: Path) -> None:
-    """Wherever the last line of the tars' list ends; one before it that is no line is damage."""
+def test_a_torn_line_is_ignored(packed: Path, tree: Path, tmp_path: Path) -> None:
+    """Wherever the last line of the tars' list is cut off; an invalid line before it is damage."""
     directory = shutil.copytree(packed, tmp_path / "packed")
     path = directory / "shards-000000000000.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
@@ -166,7 +166,7 @@ def test_a_torn_line_counts_for_nothing(packed: Path, tree: Path, tmp_path: Path
 def test_what_is_written_for_a_tar_does_not_grow_with_their_number(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Besides the tars themselves: a line and a tar's records each."""
+    """In addition to a tar, only one line and its records are written."""
     added: dict[str, list[int]] = {".npy": [], ".jsonl": []}
     replace, replaced = Path.replace, list[str]()
 
@@ -234,8 +234,8 @@ def test_extending_adds_a_range_and_changes_no_old_byte(tmp_path: Path) -> None:
     assert contents(directory) == after
 
 
-def test_an_extension_that_was_ended_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And until its end the images of before are all there are."""
+def test_an_interrupted_extension_can_be_continued(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Until it is complete, only the earlier images can be used."""
     first, second = plain_tree(tmp_path / "first", 10), plain_tree(tmp_path / "second", 30, first=10)
     for name in ("whole", "halved"):
         pack(first, tmp_path / name, options())
@@ -258,7 +258,7 @@ def test_an_extension_that_was_ended_goes_on(tmp_path: Path, caplog: pytest.LogC
     assert contents(tmp_path / "halved") == contents(tmp_path / "whole")
 
 
-def test_a_pack_that_was_ended_is_none_yet(tmp_path: Path) -> None:
+def test_an_incomplete_pack_cannot_be_used(tmp_path: Path) -> None:
     def dying(done: int, count: int) -> None:
         if done == 15:
             raise Killed
@@ -308,7 +308,7 @@ def test_bad_input(tree: Path, packed: Path, tmp_path: Path) -> None:
 
 
 def test_extended_images_have_the_same_kind_of_labels(tmp_path: Path) -> None:
-    """Of folders, of lists with numbers, and of images without any: none goes into a pack of another."""
+    """Labels of folders, of numbered lists, and no labels: none can be added to a pack of another kind."""
     sources = {
         "labels by name": plain_tree(tmp_path / "named", 6),
         "no labels": plain_tree(tmp_path / "flat/x", 3) / "a",
@@ -386,7 +386,7 @@ def test_an_index_that_is_cut_off_is_not_added_to(tree: Path, tmp_path: Path, mo
         pack(tree, tmp_path, options())
     monkeypatch.undo()
     index = tmp_path / "index-000000000000.npy"
-    os.truncate(index, 300)  # behind the second record
+    os.truncate(index, 300)  # after the second record
     with pytest.raises(ValueError, match=f"{index} is cut off: pack the images again"):
         pack(tree, tmp_path, options())
 
