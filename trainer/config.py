@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
 import itertools
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn
 
 import tyro
@@ -59,7 +62,7 @@ class TrainConfig(
 ):
     """All settings of one run, flat: one keyword argument, flag and key of config.json for each.
 
-    Each part is defined and checked beside the code that uses it; this class adds what depends on several parts.
+    Each part is defined and checked in the module that uses it; this class adds what depends on several parts.
     """
 
     def check(self) -> None:
@@ -198,6 +201,8 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
 
 def parse_config(arguments: Sequence[str] | None = None) -> TrainConfig:
     """Parses a command line, PRESET --OPTIONS; exits with status 2 if it is invalid."""
+    for settings in (*PARTS, EncoderConfig, AugmentationConfig):
+        _set_help_texts(settings)
     arguments = _with_correction_named(sys.argv[1:] if arguments is None else arguments)
     _refuse_empty_paths(arguments)
     preset = arguments[0] if arguments else ""
@@ -229,6 +234,25 @@ def parse_config(arguments: Sequence[str] | None = None) -> TrainConfig:
     return anything
 
 
+def _set_help_texts(settings: type) -> None:
+    """Makes each field's docstring its help text, as one line: tyro would keep the line breaks of the source."""
+    try:
+        (definition,) = ast.parse(inspect.getsource(settings)).body
+    except OSError:  # installed without sources
+        return
+    assert isinstance(definition, ast.ClassDef)
+    texts = {
+        node.target.id: " ".join(following.value.value.split())
+        for node, following in itertools.pairwise(definition.body)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+        if isinstance(following.value.value, str)
+    }
+    for field in fields(settings):
+        if field.name in texts:
+            field.metadata = MappingProxyType(dict(field.metadata) | {"help": texts[field.name]})
+
+
 def _refuse_preset(preset: str) -> NoReturn:
     near = difflib.get_close_matches(preset, [*PRESETS, "report"], n=1)
     hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(PRESETS)}"
@@ -248,7 +272,7 @@ def _refuse_empty_paths(arguments: Sequence[str]) -> None:
 
 
 def _with_correction_named(arguments: Sequence[str]) -> list[str]:
-    """Gives --correction and --no-correction, which were flags without a value, the values that they meant."""
+    """Replaces --correction and --no-correction, flags of earlier versions, by --correction=exact and =none."""
     named = []
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue="--"):
         flag = argument.replace("_", "-")

@@ -10,7 +10,7 @@ Value = TypeVar("Value")
 
 
 def resumable(default: Value) -> Value:
-    """A field of a part whose value may change when a run is resumed; all other settings must stay the same."""
+    """Defines a setting that may change when a run is resumed; all others must stay the same."""
     value: Any = field(default=default, metadata={"resumable": True})
     return value  # type: ignore[no-any-return]  # a dataclass field, whose declared type is that of its default
 
@@ -18,14 +18,14 @@ def resumable(default: Value) -> Value:
 class Settings:
     """One part of a run's settings: a frozen dataclass whose field names are flags and whose docstrings are help texts.
 
-    Every part checks its own values. Checks name the flag, so that a message tells what to change on the command line.
+    Every part checks its own values. Checks name the flag, so that a message says what to change on the command line.
     """
 
     def check(self) -> None:
         """Raises ValueError for a value out of range, or for settings of this part that contradict each other."""
 
     def unused_settings(self) -> dict[str, str]:
-        """Settings of this part that have no effect as things are, each with the option that it needs."""
+        """Settings of this part that have no effect with its other values, each with the option that it needs."""
         return {}
 
 
@@ -59,7 +59,7 @@ def check_not_negative(settings: Settings, *names: str) -> None:
 
 
 def check_choice(settings: Settings, name: str, *choices: object) -> None:
-    """Raises ValueError for a setting that is none of `choices`: Python callers bypass the command line's parser."""
+    """Raises ValueError for a setting that is not one of `choices`; from Python, no parser checks it."""
     if getattr(settings, name) not in choices:
         *most, last = map(str, choices)
         raise ValueError(f"{flag(name)} must be {', '.join(most)} or {last}, got {getattr(settings, name)}")

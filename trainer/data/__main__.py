@@ -26,7 +26,7 @@ from weightserver.common.atomic_files import to_path
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Runs the command line. Exit status 0; 1 with one line on stderr when it failed; 2 for wrong arguments."""
+    """Runs the command line. Exit status 0; 1 with one line on stderr on failure; 2 for invalid arguments."""
     options = _parser().parse_args(arguments)
     with exit_on_error("trainer.data"):
         try:

@@ -285,7 +285,7 @@ def _views(images: Tensor, numbers: Tensor, scale: Tensor, shift: Tensor, widths
         views = _crop(views, boxes, image_size)
     views = _blend(views, before)
     if turn.shape[1]:
-        views = _turn_hue(views, turn[:, :, None, None])
+        views = _rotate_hue(views, turn[:, :, None, None])
     views = _blend(views, after)
     if taps.shape[1]:
         views = _blur(views, taps)
@@ -318,7 +318,7 @@ def _blend(views: Tensor, blends: Tensor) -> Tensor:
     return views
 
 
-def _turn_hue(views: Tensor, turn: Tensor) -> Tensor:
+def _rotate_hue(views: Tensor, turn: Tensor) -> Tensor:
     """Rotates the hue of colour images in 0..1 by fractions of the circle [B, 1, 1, 1]; keeps value and saturation.
 
     HSV of Smith (SIGGRAPH 1978), in sixths of the circle: a channel is the value minus the chroma times a trapezoid

@@ -55,7 +55,7 @@ class ViewsConfig(Settings):
     """With --small-crops: smallest and largest area of a view (the authors' code). None: the areas of views without
     small crops, --augmentation.min-scale and --augmentation.max-scale."""
     augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)
-    """The augmentation that each visit to an image draws anew."""
+    """The random augmentation of each visit to an image."""
 
     def check(self) -> None:
         check_at_least(self, 1, "views", "view_size")
@@ -68,7 +68,7 @@ class ViewsConfig(Settings):
                 raise ValueError(f"{flag(name)}: {error}") from None
 
     def check_areas(self) -> None:
-        """Raises ValueError where --small-crops would silently override the augmentation's own areas."""
+        """Raises ValueError if --small-crops would silently override the augmentation's own areas."""
         areas = (self.augmentation.min_scale, self.augmentation.max_scale)
         if self.small_crops and self.view_scale == ViewsConfig.view_scale and areas != _PAPERS_AREAS:
             raise ValueError(

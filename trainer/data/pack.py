@@ -178,7 +178,7 @@ class _Packer:
     def run(self) -> Manifest:
         """Packs shard after shard, each named in the manifest when its files are in place."""
         if self._part.rows_packed < self._part.count:
-            self._cut_what_is_not_named()
+            self._truncate_to_manifest()
         made = self._samples(self._part.rows_packed)
         samples: Iterator[_Sample] = made
         try:
@@ -191,15 +191,15 @@ class _Packer:
         self._options.on_rows(self._part.count, self._part.count)
         return replace(self._manifest, ranges=(*self._manifest.ranges[:-1], self._part))
 
-    def _cut_what_is_not_named(self) -> None:
-        """Cuts the files that are added to where the manifest ends: a pack that was killed may have left more."""
+    def _truncate_to_manifest(self) -> None:
+        """Truncates files to what the manifest names: a pack that was killed may have written more."""
         self._manifest = in_present_form(self._manifest, self._output)
         self._part = self._manifest.ranges[-1]
         self._manifest.save(self._output)
         cut_index(index_path(self._output, self._part.first), self._part.count, self._part.rows_packed)
 
     def _write_shard(self, first: int, samples: Iterator[_Sample]) -> tuple[Shard, Iterator[_Sample]]:
-        """Writes the shard of row `first` and on; returns it and the samples that are left."""
+        """Writes the shard that starts at row `first`; returns it and the remaining samples."""
         index: list[tuple[int, int, int, int, int]] = []
         substitutes: list[Substitute] = []
         left: list[_Sample] = []

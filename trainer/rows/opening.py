@@ -53,7 +53,7 @@ class OpenRows:
 
 @dataclass(frozen=True)
 class _Session:
-    """What rank 0 tells the other ranks about the session that they join."""
+    """The session that the other ranks join, as rank 0 broadcasts it."""
 
     addresses: list[str]
     epoch: int

@@ -20,7 +20,7 @@ _ROWS_PER_PART = 1 << 16
 
 
 class ResidentRows:
-    """Rows enter before they are active, stay while they are likely to be active again, and leave after that.
+    """Holds rows from before they are active until they are unlikely to be active again.
 
     Rows are transferred raw, as (weight, momentum_buffer, last_step), and corrected here, once, when they become active
     (Section 2.3); SGD updates an active row in place in every step. So neither the time nor the path of a row's

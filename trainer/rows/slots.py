@@ -30,7 +30,7 @@ class SlotMap:
         return self._slots
 
     def find(self, rows: Int64Array) -> Int64Array:
-        """The slot of each row, -1 where it is not held."""
+        """The slot of each row, -1 if it is not held."""
         if not len(self._rows):
             return np.full(len(rows), _EMPTY, np.int64)
         position = np.searchsorted(self._rows, rows)

@@ -16,7 +16,7 @@ from weightserver.core.arrays import Float32Array
 
 @dataclass(frozen=True)
 class ImageHistory:
-    """The part of a run's past that neither its settings nor its data set record."""
+    """The ranges of images that a run had, and from which step on; neither settings nor data set record it."""
 
     parts: tuple[tuple[int, int], ...]
     """(first step, number of images from that step on), ascending, the first at step 0."""
