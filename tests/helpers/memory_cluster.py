@@ -44,8 +44,8 @@ from weightserver.client.workers import Answers, Task, Workers
 from weightserver.core.errors import WeightServerError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.status import ERROR_OF_STATUS
-from weightserver.server.admission import RequestMemory
 from weightserver.server.metrics import ShardMetrics
+from weightserver.server.request_memory import RequestMemory
 from weightserver.server.service import WeightServerService, add_to_server
 from weightserver.shard.group_commit import CancellableFuture, Operation, commit_group
 from weightserver.shard.shard import Shard

@@ -1,4 +1,4 @@
-"""A table that grows while it is served: old rows stay to the bit, new ones are as if they had been there all along."""
+"""A table that grows while it is served: old rows stay identical, new rows are as in a table created with them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.comparing import rows_in, same
-from tests.helpers.dense_sgd import Oracle, schedule
+from tests.helpers.dense_sgd import Oracle
+from tests.helpers.row_model import schedule
 from weightserver import (
     ClusterError,
     FencedError,
@@ -27,11 +28,13 @@ from weightserver import (
 from weightserver.cli import main
 from weightserver.core.initial import initial_rows
 from weightserver.operations import backup as backups
-from weightserver.operations.backup import backup, read_backup, restore
+from weightserver.operations.backup import backup
+from weightserver.operations.backup_files import read_backup
 from weightserver.operations.compact import compact
 from weightserver.operations.export import export_rows
 from weightserver.operations.inspect import inspect_directory
 from weightserver.operations.reshard import reshard
+from weightserver.operations.restore import restore
 from weightserver.operations.verify import verify_directory
 
 SPEC = TableSpec(num_rows=100, dim=6, momentum=0.9, weight_decay=1e-3, rows_per_block=7, seed=4)
@@ -48,7 +51,7 @@ def open_table(client: WeightClient, spec: TableSpec) -> int:
 
 
 def gradients(step: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Some of the rows, and float32 [n, D]."""
+    """Returns some of the rows, and float32 [n, D]."""
     generator = np.random.default_rng(step)
     rows = np.sort(generator.choice(num_rows, 20, replace=False))
     return rows, generator.standard_normal((20, SPEC.dim), dtype=np.float32)
@@ -60,7 +63,7 @@ def push(client: WeightClient, step: int, num_rows: int) -> None:
 
 
 def in_one_line(command: list[object], capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command that fails complains of."""
+    """Runs a command that must fail; returns its error message."""
     with pytest.raises(SystemExit) as stopped:
         main([str(argument) for argument in command])
     error = capsys.readouterr().err
@@ -87,7 +90,7 @@ def directories(parent: Path, num_shards: int = 2) -> list[Path]:
 
 
 def test_a_grown_table_is_what_a_larger_one_would_have_been(client: WeightClient, cluster: LocalCluster) -> None:
-    """Beside dense SGD over all rows, and, to the bit, a table that was created with them."""
+    """Compares with dense SGD over all rows, and bit for bit with a table created with them."""
     oracle = Oracle(LARGER, RATES)
     epoch = open_table(client, SPEC)
     with WeightClient(cluster.addresses) as small:  # knows the smaller table, and goes on with it
@@ -124,7 +127,7 @@ def test_a_grown_table_is_what_a_larger_one_would_have_been(client: WeightClient
     assert same(client.fetch_state([200]), late)
 
 
-def test_what_cannot_be_extended(client: WeightClient) -> None:
+def test_extend_table_rejects_invalid_sizes(client: WeightClient) -> None:
     with pytest.raises(NoTableError, match="shard 0 holds no table"):
         client.extend_table(10)
     client.create_table(SPEC)
@@ -207,7 +210,7 @@ def stopped_at(shard: int, copy: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.guard
-def test_what_operators_do_with_a_grown_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_operations_on_a_grown_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Checkpoints and backups of before and after, a rollback, an export, a reshard, a compaction, a lost shard."""
     with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
         open_table(client, SPEC)

@@ -1,4 +1,4 @@
-"""`weightserver inspect` beside a shard that writes: what it tells is of one moment, and it holds up nobody."""
+"""`weightserver inspect` while a shard writes: it reads one moment, and delays no writer."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from weightserver.storage.records import State, put_record, read_state, write_sc
 from weightserver.storage.snapshot import Snapshot, read_snapshot
 
 
-def test_a_stopped_inspect_holds_no_space(tmp_path: Path) -> None:
-    """SIGSTOP at random moments of its reading, while every row is written again and again."""
+def test_a_killed_inspect_holds_no_space(tmp_path: Path) -> None:
+    """Stops it with SIGSTOP at random moments of its reading, while every row is written repeatedly."""
     code = (
         "import sys; from pathlib import Path; from weightserver.operations.inspect import inspect_directory\n"
         "for number in range(10 ** 9):\n"
@@ -57,8 +57,8 @@ def test_a_stopped_inspect_holds_no_space(tmp_path: Path) -> None:
 
 
 @pytest.mark.guard
-def test_what_inspect_tells_is_of_one_transaction(tmp_path: Path) -> None:
-    """Beside a shard that writes all the time, with values of many pages."""
+def test_inspect_reads_one_transaction(tmp_path: Path) -> None:
+    """A shard writes all the time, with values of many pages."""
     kept = LmdbStorage(tmp_path)
     Shard(kept, shard=0, num_shards=1)
     stopped, count = threading.Event(), 0
@@ -94,7 +94,7 @@ def test_what_inspect_tells_is_of_one_transaction(tmp_path: Path) -> None:
 
 
 def test_a_snapshot_is_read_again_once_its_pages_may_be_written_over(tmp_path: Path) -> None:
-    """LMDB uses the pages that a transaction frees again in the next but one."""
+    """LMDB reuses the pages that a transaction frees two transactions later."""
     kept = LmdbStorage(tmp_path)
     Shard(kept, shard=0, num_shards=1)
 

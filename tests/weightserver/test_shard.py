@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -162,21 +163,20 @@ def test_a_fetch_continues_after_an_extension_but_not_after_a_drop(
     assert served.do(lambda batch: served.shard.extend_table(batch, num_rows)) is False
     assert np.array_equal(np.concatenate([first.weight, *(chunk.weight for chunk in chunks)]), before)
     served.close()
-    again = Served(tmp_path)
-    for digest in earlier:
-        again.shard.check_table(digest)  # whoever met the table at any of these sizes goes on, behind a restart too
-    again.do(lambda batch: again.shard.extend_table(batch, 1_000))
-    with pytest.raises(TableMismatchError, match=r"the table was replaced, it is now .*num_rows=1000"):
-        again.shard.check_table(earlier[0])
-    chunks = again.shard.fetch(np.arange(100), step=None, state=False)
-    next(chunks)
-    again.do(again.shard.drop_table)
-    again.do(lambda batch: again.shard.create_table(batch, SPEC))
-    with pytest.raises(TableMismatchError, match="the table was dropped while its rows were read"):
+    with closing(Served(tmp_path)) as again:
+        for digest in earlier:
+            again.shard.check_table(digest)  # whoever met the table at any of these sizes goes on, behind a restart too
+        again.do(lambda batch: again.shard.extend_table(batch, 1_000))
+        with pytest.raises(TableMismatchError, match=r"the table was replaced, it is now .*num_rows=1000"):
+            again.shard.check_table(earlier[0])
+        chunks = again.shard.fetch(np.arange(100), step=None, state=False)
         next(chunks)
-    with pytest.raises(TableMismatchError):
-        again.shard.check_table(earlier[1])
-    again.close()
+        again.do(again.shard.drop_table)
+        again.do(lambda batch: again.shard.create_table(batch, SPEC))
+        with pytest.raises(TableMismatchError, match="the table was dropped while its rows were read"):
+            next(chunks)
+        with pytest.raises(TableMismatchError):
+            again.shard.check_table(earlier[1])
 
 
 def test_a_failing_write_does_not_affect_others_of_its_group(served: Served) -> None:
@@ -426,23 +426,22 @@ def test_a_directory_has_one_owner(served: Served, tmp_path: Path, monkeypatch: 
 
 
 def test_inspect_reads_while_a_shard_writes(tmp_path: Path) -> None:
-    served = Served(tmp_path)
-    served.do(lambda batch: served.shard.create_table(batch, SPEC))
-    served.do(lambda batch: extend_schedule(served.shard, batch, 0, np.full(30, 0.5, np.float32)))
-    served.do(lambda batch: served.shard.open_session(batch, "live", 1, OPENER))
-    served.push(1, step=2)
-    # LMDB forbids opening an environment twice in one process.
-    done = subprocess.run(
-        [sys.executable, "-m", "weightserver", "inspect", str(tmp_path)], capture_output=True, text=True, check=True
-    )
-    seen = json.loads(done.stdout)
-    assert seen["spec"]["dim"] == 4
-    assert (seen["shard"], seen["num_shards"], seen["format"]) == (0, 1, 3)
-    assert (seen["run"], seen["epoch"], seen["clock"], seen["horizon"]) == ("live", 1, 3, 30)
-    assert seen["rows_stored"] == 3
-    assert seen["block_versions"] == 2
-    assert served.push(2, step=3) is True  # the writer goes on
-    served.close()
+    with closing(Served(tmp_path)) as served:
+        served.do(lambda batch: served.shard.create_table(batch, SPEC))
+        served.do(lambda batch: extend_schedule(served.shard, batch, 0, np.full(30, 0.5, np.float32)))
+        served.do(lambda batch: served.shard.open_session(batch, "live", 1, OPENER))
+        served.push(1, step=2)
+        # LMDB forbids opening an environment twice in one process.
+        done = subprocess.run(
+            [sys.executable, "-m", "weightserver", "inspect", str(tmp_path)], capture_output=True, text=True, check=True
+        )
+        seen = json.loads(done.stdout)
+        assert seen["spec"]["dim"] == 4
+        assert (seen["shard"], seen["num_shards"], seen["format"]) == (0, 1, 3)
+        assert (seen["run"], seen["epoch"], seen["clock"], seen["horizon"]) == ("live", 1, 3, 30)
+        assert seen["rows_stored"] == 3
+        assert seen["block_versions"] == 2
+        assert served.push(2, step=3) is True  # the writer goes on
     assert inspect_directory(tmp_path)["clock"] == 4
 
 
@@ -450,24 +449,23 @@ def test_a_shard_knows_its_ancestors(tmp_path: Path) -> None:
     """Every process that writes is a new incarnation; a process that only reads keeps the previous one."""
     marks = []
     for number in range(4):
-        served = Served(tmp_path)
-        if number == 0:
-            served.do(lambda batch, served=served: served.shard.create_table(batch, SPEC))
-        served.shard.check_acknowledged(served.shard.state.mark)
-        for mark in marks:
-            served.shard.check_acknowledged(mark)
-        if number != 2:
-            served.do(lambda batch, n=number, served=served: served.shard.open_session(batch, "run", n + 1, OPENER))
-        marks.append(served.shard.state.mark)
-        incarnation, commit = split_mark(marks[-1])
-        for lost in (f"{incarnation}:{commit + 1}", f"{bytes(8).hex()}:0"):
-            with pytest.raises(DataLossError, match="shard 0 lacks what it had acknowledged"):
-                served.shard.check_acknowledged(lost)
-        if number == 3:
-            lost = f"{split_mark(marks[0])[0]}:{split_mark(marks[0])[1] + 1}"
-            with pytest.raises(DataLossError):  # of an incarnation of before
-                served.shard.check_acknowledged(lost)
-        served.close()
+        with closing(Served(tmp_path)) as served:
+            if number == 0:
+                served.do(lambda batch, served=served: served.shard.create_table(batch, SPEC))
+            served.shard.check_acknowledged(served.shard.state.mark)
+            for mark in marks:
+                served.shard.check_acknowledged(mark)
+            if number != 2:
+                served.do(lambda batch, n=number, served=served: served.shard.open_session(batch, "run", n + 1, OPENER))
+            marks.append(served.shard.state.mark)
+            incarnation, commit = split_mark(marks[-1])
+            for lost in (f"{incarnation}:{commit + 1}", f"{bytes(8).hex()}:0"):
+                with pytest.raises(DataLossError, match="shard 0 lacks what it had acknowledged"):
+                    served.shard.check_acknowledged(lost)
+            if number == 3:
+                lost = f"{split_mark(marks[0])[0]}:{split_mark(marks[0])[1] + 1}"
+                with pytest.raises(DataLossError):  # of an incarnation of before
+                    served.shard.check_acknowledged(lost)
     assert marks[1] == marks[2]
     assert len({split_mark(mark)[0] for mark in marks}) == 3
 

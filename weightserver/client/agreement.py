@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weightserver.common.version import __version__
-from weightserver.core.checkpoints import Checkpoint, common_checkpoints
+from weightserver.core.checkpoints import Checkpoint
 from weightserver.core.errors import ClusterError, FencedError, NoTableError, TableMismatchError
 from weightserver.core.spec import TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
@@ -184,18 +184,6 @@ def require_one_timeline(answers: Answers) -> None:
             f"shard {other.shard} was not rolled back or restored together with shard 0, and its rows are of "
             "another time: take all shards to one checkpoint ('weightserver rollback'), or restore all of them "
             "from one backup"
-        )
-
-
-def require_restored_together(answers: Answers) -> None:
-    """Raises ClusterError where a shard was restored and another was not, or from another checkpoint."""
-    restored = [answer for answer in answers if answer.epoch and not answer.opener and _has_rows(answer)]
-    continued = [answer for answer in answers if answer.opener]
-    kept = [checkpoints_of(answer) for answer in restored]
-    if restored and (continued or (any(kept) and not common_checkpoints(kept))):
-        raise ClusterError(
-            f"shard {restored[0].shard} was restored, and its rows are of another time than those of shard "
-            f"{(continued or restored[1:])[0].shard}: {COMMON_STATE_REMEDY}"
         )
 
 

@@ -76,7 +76,6 @@ def require_common_state(shards: Shards, answers: Answers) -> None:
                     f"{connection.name} lacks what shard {answer.shard} knows it to have acknowledged: "
                     f"{COMMON_STATE_REMEDY}"
                 ) from None
-    agreement.require_restored_together(answers)
     agreement.require_one_timeline(answers)
 
 
