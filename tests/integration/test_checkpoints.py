@@ -28,12 +28,12 @@ from weightserver import (
     TableMismatchError,
     TableSpec,
     WeightClient,
-    storage,
 )
 from weightserver.cli import main
 from weightserver.operations.export import export_rows
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol._generated.weight_server_pb2_grpc import WeightServerStub
+from weightserver.storage import lmdb_storage
 
 SPEC = TableSpec(num_rows=1_000, dim=16, rows_per_block=7)
 ROWS = np.arange(SPEC.num_rows)
@@ -243,13 +243,13 @@ def test_writes_that_every_shard_refused_are_forgotten(writer: WeightClient) -> 
 
 def test_a_killed_reader_holds_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For example one of LMDB's own tools with a snapshot open; the shard continues and reuses freed pages."""
-    monkeypatch.setattr(storage, "_READER_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(lmdb_storage, "_READER_CHECK_SECONDS", 0.0)
     code = (
         "import sys, os, lmdb\n"
         "with lmdb.open(sys.argv[1], readonly=True, max_dbs=5, lib_version=0).begin() as txn:\n"
         "    next(iter(txn.cursor())); os.kill(os.getpid(), 9)"
     )
-    kept = storage.LmdbStorage(tmp_path)
+    kept = lmdb_storage.LmdbStorage(tmp_path)
     sizes = []
     for number in range(200):
         with kept.write() as txn:
