@@ -225,9 +225,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=300_000)
     parser.add_argument("--checkpoints", type=int, default=200)
     parser.add_argument("--cost-rows", type=int, default=300_000, help="of the table whose sweep is timed")
-    parser.add_argument(
-        "--directory", type=Path, help="for the shard's data (default a temporary one)"
-    )
+    parser.add_argument("--directory", type=Path, help="for the shard's data (default a temporary one)")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the data are removed

@@ -111,8 +111,8 @@ def _failures() -> timeseries.Panel:
     requests = "weightserver_request_seconds_count"
     return _lines(
         "Which requests fail or are refused?",
-        "Errors by gRPC status, and a line at 0 for each shard. Calls that find their lane full, have no token or stall "
-        "end before a method runs.",
+        "Errors by gRPC status, and a line at 0 for each shard. Calls that find their lane full, have no token or "
+        "stall end before a method runs.",
         units.RequestsPerSecond,
         (
             f'sum by (shard, status) (rate({requests}{{status!="OK"}}{_WINDOW}) {_SHARD})'
