@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def measure(number: int, ranks: Ranks) -> dict[str, Any]:
-    """All-reduces `num_values` float32."""
+    """All-reduces `number` float32 values."""
     tensor, seconds = torch.zeros(number, device=ranks.device), []
     for _ in range(1 + _ROUNDS):
         ranks.barrier()
