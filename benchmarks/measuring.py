@@ -36,7 +36,8 @@ from weightserver.server.request_memory import RequestMemory
 from weightserver.server.service import WeightServerService
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.schedule_change import Part
-from weightserver.shard.shard import Shard, WriteHeader
+from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteHeader
 from weightserver.storage.lmdb_storage import LmdbStorage
 
 SPEC = TableSpec(num_rows=200_000, dim=128)

@@ -263,7 +263,7 @@ def test_health_reports_a_full_volume(
 @pytest.mark.docker
 @pytest.mark.timeout(3600)
 def test_the_deployment_can_be_brought_up() -> None:
-    """It prints its progress; docs/bring-up.txt is an example."""
+    """It prints its progress."""
     runs = shutil.which("docker") and subprocess.run(["docker", "ps"], capture_output=True).returncode == 0
     if os.geteuid() != 0 or not shutil.which("docker-compose") or not (runs or shutil.which("dockerd")):
         pytest.skip("needs root, docker-compose, and a Docker engine or dockerd to start one")

@@ -8,9 +8,11 @@ import os
 # gRPC reads this when it is imported. It would log failed handshakes, which the client's errors explain better.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
-from weightserver.client.client import Checkpoint, RowState, TableInfo, WeightClient
+from weightserver.client.client import WeightClient
+from weightserver.client.results import RowState, TableInfo
 from weightserver.client.security import ClientSecurity
 from weightserver.common.version import __version__ as __version__
+from weightserver.core.checkpoints import Checkpoint
 from weightserver.core.errors import (
     AuthenticationError,
     ClusterError,

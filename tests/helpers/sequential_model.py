@@ -5,36 +5,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tests.helpers.histories import Call
+from tests.helpers.row_model import Float64Array, Row, RowModel
 from weightserver import FencedError, NoTableError, StepError, TableSpec
-from weightserver.core.initial import initial_rows
 
 TOLERANCE = 1e-5
 """Of a row's scale, between float32 and float64."""
-NEVER_WRITTEN = -1
 FETCHES = ("fetch", "fetch_state")
 CHECKPOINT_CHANGES = ("checkpoint", "release", "rollback")
 _FENCED, _NO_CHECKPOINT, _TOO_LATE = FencedError.__name__, NoTableError.__name__, StepError.__name__
 
 Key = tuple[int, str]
 """An operation's: number of the call, and kind."""
-Float64Array = npt.NDArray[np.float64]
-
-
-class Row(NamedTuple):
-    """One row, and which calls made it what it is."""
-
-    weight: Float64Array  # (D,)
-    momentum_buffer: Float64Array  # (D,)
-    last_step: int
-    written_by: int
-    pushed_by: frozenset[int]
-    """Pushes since then, in any order: they commute."""
 
 
 @dataclass(frozen=True)
@@ -134,21 +120,12 @@ class Model:
     """What operations do to states, and which answers states explain."""
 
     def __init__(self, spec: TableSpec, learning_rates: npt.ArrayLike) -> None:
-        self.spec = spec
-        self._rates = np.asarray(learning_rates, np.float32).astype(np.float64).tolist()
-        self._transfer = functools.cache(self._product)
+        self.rows = RowModel(spec, learning_rates)
 
     def initial(self, rows: Iterable[int]) -> State:
         """A shard with these rows, as it is created."""
         mine = list(rows)
-        weights = initial_rows(self.spec, np.array(mine, np.int64)).astype(np.float64)
-        no_momentum, no_calls = np.zeros(self.spec.dim), frozenset[int]()
-        return State(
-            {
-                row: Row(weight, no_momentum, 0, NEVER_WRITTEN, no_calls)
-                for row, weight in zip(mine, weights, strict=True)
-            }
-        )
+        return State(dict(zip(mine, self.rows.initial(mine), strict=True)))
 
     def extended(self, state: State, rows: Iterable[int]) -> State:
         """A state whose table has these rows too, which nobody wrote: so have its checkpoints."""
@@ -156,30 +133,9 @@ class Model:
         checkpoints = {name: kept | new for name, kept in state.checkpoints.items()}
         return replace(state, rows=state.rows | new, checkpoints=checkpoints)
 
-    def _product(self, start: int, stop: int) -> Float64Array:
-        """What the updates start … stop−1 without a gradient multiply (weight, momentum_buffer) by."""
-        momentum, decay = self.spec.momentum, self.spec.weight_decay
-        product = np.eye(2)
-        for rate in self._rates[start:stop]:
-            product = np.array([[1 - rate * decay, -rate * momentum], [decay, momentum]]) @ product
-        return product
-
-    def at(self, row: Row, step: int) -> Row:
-        """The row after `step` ≥ last_step finished updates."""
-        if step == row.last_step:
-            return row
-        weight, momentum = self._transfer(row.last_step, step) @ np.stack([row.weight, row.momentum_buffer])
-        return row._replace(weight=weight, momentum_buffer=momentum, last_step=step)
-
     def pushed(self, row: Row, step: int, gradient: Float64Array, call: int) -> Row:
-        """The row with update `step`'s gradient added, whether it has seen that update or not: SGD is linear."""
-        row = self.at(row, max(row.last_step, step + 1))
-        of_weight, of_momentum = self._transfer(step + 1, row.last_step) @ [-self._rates[step], 1]
-        return row._replace(
-            weight=row.weight + of_weight * gradient,
-            momentum_buffer=row.momentum_buffer + of_momentum * gradient,
-            pushed_by=row.pushed_by | {call},
-        )
+        """The row with update `step`'s gradient added by a call."""
+        return self.rows.pushed(row, step, gradient)._replace(pushed_by=row.pushed_by | {call})
 
     def apply(self, state: State, operation: Operation) -> State | None:
         """The state after the operation, or None where it would not have been answered as it was."""
@@ -238,7 +194,7 @@ class Model:
     def agrees(self, row: Row, operation: Operation, place: int) -> bool:
         """Whether a fetch that sees `row`, with last_step ≤ its step, answers what stands at `place`."""
         answer, step = operation.call.result, operation.call.arguments.get("step")
-        row = row if step is None else self.at(row, step)
+        row = row if step is None else self.rows.at(row, step)
         if "last_step" in answer and answer["last_step"][place] != row.last_step:
             return False
         allowed = TOLERANCE * (1 + max(np.abs(row.weight).max(), np.abs(row.momentum_buffer).max()))

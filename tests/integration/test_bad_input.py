@@ -168,7 +168,7 @@ def test_refused_and_nothing_changed(table: WeightClient, call: Call, error: typ
 
 @pytest.mark.parametrize(("limit", "most"), [("MAX_WRITE_ROWS", 3), ("MAX_WRITE_BYTES", 3 * (8 + 16))])
 def test_a_write_of_too_many_rows(table: WeightClient, monkeypatch: pytest.MonkeyPatch, limit: str, most: int) -> None:
-    monkeypatch.setattr(f"weightserver.client.client.{limit}", most)
+    monkeypatch.setattr(f"weightserver.client.transfer.{limit}", most)
     rows = np.array([0, 1, 2, 3, 4, 6])  # four of them on shard 0
     with pytest.raises(ValueError, match="4 rows of one shard in one write, at most 3 are taken: split it"):
         table.push_gradients(rows, np.ones((6, 4), np.float32), step=8)

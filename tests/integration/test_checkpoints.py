@@ -172,7 +172,7 @@ def test_checkpoints_of_different_calls_are_not_one(writer: WeightClient, cluste
     for call in (writer.rollback, lambda name: writer.fetch(ROWS, step=2, checkpoint=name)):
         with pytest.raises(NoTableError, match="shard 1 has no checkpoint 'half'"):
             call("half")
-    header = writer._require_session().header(1, 1000, step=1, table=writer._table().digest, schedule=0)
+    header = writer._require_session().header(1, 1000, step=1, table=writer._cache.table.digest, schedule=0)
     writer.call_shard(1, "Checkpoint", pb.CheckpointRequest(header=header, name="half", identity=bytes(16)))
     assert writer.checkpoints() == []
     for call in (writer.rollback, lambda name: writer.fetch(ROWS, step=2, checkpoint=name)):
@@ -192,7 +192,7 @@ def test_a_reader_keeps_to_the_checkpoint_that_it_began_with(writer: WeightClien
     push(writer, 1, ROWS[:500])
     writer.checkpoint("again", step=2)
     assert writer.checkpoints()[1] == meant, "of the same name and step"
-    with pytest.raises(NoTableError, match="checkpoint 'again' is another one by now"):
+    with pytest.raises(NoTableError, match="checkpoint 'again' was replaced by another of its name"):
         writer.fetch(ROWS, step=2, checkpoint=meant)
     writer.fetch(ROWS, step=2, checkpoint="again")
 
@@ -205,7 +205,7 @@ def test_a_rollback_refused_by_every_shard_stops_no_writer(
     writer.checkpoint("gone", step=1)
     (kept,) = writer.checkpoints()
     writer.release("gone")
-    monkeypatch.setattr(writer, "_checkpoint_on_all_shards", lambda name: kept)
+    monkeypatch.setattr("weightserver.client.client.find_checkpoint", lambda shards, name: kept)
     with pytest.raises(NoTableError, match="there is no checkpoint 'gone'"):
         writer.rollback("gone")
     push(writer, 1)

@@ -263,7 +263,7 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
     "drop: a table of a newer session": (
         lambda s: s.stub.DropTable(pb.DropTableRequest(epoch=s.epoch - 1), timeout=10),
         ABORTED,
-        r"is that of epoch \d+ \(run 'owner'\) by now, no longer of epoch \d+: nothing was dropped",
+        r"is now that of epoch \d+ \(run 'owner'\), no longer of epoch \d+: nothing was dropped",
     ),
     "schedule: a step that was used": (
         lambda s: s.extend(1, values(0.9)),
@@ -299,7 +299,7 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
     "session: a mark that is none": (
         lambda s: s.open(s.epoch + 1, peers=["0123456789abcdef:1", "0123456789abcdef:-1"]),
         INVALID,
-        "'0123456789abcdef:-1' is no mark of a shard",
+        "'0123456789abcdef:-1' is not a mark of a shard",
     ),
     "checkpoint: marks of too many shards": (
         lambda s: s.stub.Checkpoint(
@@ -351,7 +351,7 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
             pb.CreateTableRequest(spec=pb.TableSpec(num_rows=40, dim=2, rows_per_block=5, single_rate=True)), timeout=10
         ),
         INVALID,
-        "single_rate is a way to correct: it must not be set where correction is not",
+        "single_rate is a kind of correction: set correction too",
     ),
     "table: fewer rows": (lambda s: s.grow(39), INVALID, "the table has 40 rows, and can only become larger, not 39"),
     "table: too many rows": (lambda s: s.grow(2**62), INVALID, r"num_rows must lie in 1\.\."),

@@ -21,7 +21,7 @@ import pytest
 
 from weightserver import StorageError, TableSpec
 from weightserver.core.blocks import BlockCodec
-from weightserver.core.checkpoints import Checkpoint
+from weightserver.core.checkpoints import ShardCheckpoint
 from weightserver.core.lineage import Lineage
 from weightserver.core.sharding import Sharding
 from weightserver.operations.compact import compact
@@ -30,8 +30,9 @@ from weightserver.operations.reshard import reshard
 from weightserver.operations.verify import verify_directory
 from weightserver.server.config import ServerConfig
 from weightserver.shard.group_commit import commit_group
-from weightserver.shard.shard import Shard, WriteTransaction
-from weightserver.storage import lmdb_storage as storages
+from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteTransaction
+from weightserver.storage import directory as owner_files
 from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import (
     FORMAT,
@@ -52,7 +53,7 @@ SPEC = TableSpec(num_rows=4_000, dim=64, rows_per_block=7)
 
 @pytest.fixture(autouse=True)
 def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storages, "_OWNER_SECONDS", 0.1)
+    monkeypatch.setattr(owner_files, "_OWNER_SECONDS", 0.1)
 
 
 def make_shards(directory: Path, num_shards: int, spec: TableSpec = SPEC) -> list[Path]:
@@ -63,7 +64,7 @@ def make_shards(directory: Path, num_shards: int, spec: TableSpec = SPEC) -> lis
         storage = LmdbStorage(path)
         Shard(storage, shard=number, num_shards=num_shards)
         num_rows = len(sharding.rows_of_shard(number, spec.num_rows))
-        kept = Checkpoint("kept", step=3, generation=0, clock=3, rows_stored=num_rows, identity="a" * 32)
+        kept = ShardCheckpoint("kept", 3, b"\xaa" * 16, generation=0, clock=3, rows_stored=num_rows)
         with storage.write() as txn:
             for block in range(number, spec.num_blocks, num_shards):
                 buffer = codec.initial(block)

@@ -29,6 +29,7 @@ from weightserver import (
     TableSpec,
     WeightClient,
 )
+from weightserver.client.checkpoint_caller import CheckpointCaller
 from weightserver.operations.backup import backup
 from weightserver.operations.export import export_rows
 from weightserver.operations.reshard import Resharded, reshard
@@ -136,6 +137,7 @@ def test_an_older_copy_of_a_directory_is_refused(place: Place, whole: bool, writ
             other.push_gradients(ROWS, ONES, step=0)
     for call in (
         lambda: place.push(),
+        lambda: place.push(1),
         lambda: place.client.fetch(ROWS, step=1),
         lambda: place.client.checkpoint("after", step=1),
         lambda: place.client.describe(),
@@ -389,8 +391,36 @@ def test_a_restored_shard_without_a_later_checkpoint_is_not_taken_either(place: 
 
 
 @pytest.mark.guard
-def test_a_session_opened_halfway_can_be_opened_again_without_force(place: Place) -> None:
+def test_a_shard_restored_again_from_the_backup_of_all_is_not_taken(place: Place, tmp_path: Path) -> None:
+    """The other shards have been written to since all were restored from it."""
     place.push()
+    place.client.checkpoint("a", step=1)
+    backup(place.client, tmp_path / "backup")
+    for shard in range(2):
+        restore(tmp_path / "backup", tmp_path / f"restored-{shard}", shard=shard)
+        place.replace(shard, tmp_path / f"restored-{shard}")
+    with place.connect() as later:
+        later.open_session("later")
+        later.push_gradients(ROWS, ONES, step=0)
+    restore(tmp_path / "backup", tmp_path / "again", shard=1)
+    place.replace(1, tmp_path / "again")
+    with place.connect() as latest:
+        with pytest.raises(DataLossError, match=r"shard 1 at .* lacks what shard 0 knows it to have acknowledged"):
+            latest.open_session("latest")
+        latest.open_session("latest", force=True)
+        latest.rollback("a")
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("restored", [False, True])
+def test_a_session_opened_halfway_reopens_without_force(place: Place, tmp_path: Path, restored: bool) -> None:
+    place.push()
+    if restored:
+        place.client.checkpoint("a", step=1)
+        backup(place.client, tmp_path / "backup")
+        for shard in range(2):
+            restore(tmp_path / "backup", tmp_path / f"restored-{shard}", shard=shard)
+            place.replace(shard, tmp_path / f"restored-{shard}")
     place.kill(1)
     with WeightClient(place.cluster.addresses, retry_seconds=1) as other:
         place.cluster.restart(1)
@@ -410,15 +440,15 @@ def test_a_session_opened_halfway_can_be_opened_again_without_force(place: Place
 
 def dies_in_rollback(place: Place, monkeypatch: pytest.MonkeyPatch, shard: int) -> None:
     """A shard dies after the client has described the shards."""
-    changed = WeightClient._changed
+    send = CheckpointCaller._send
 
-    def without_it(self: WeightClient, *arguments: Any, **options: Any) -> list[Any]:
+    def without_it(self: CheckpointCaller, *arguments: Any, **options: Any) -> list[Any]:
         place.kill(shard)
-        return changed(self, *arguments, **options)
+        return send(self, *arguments, **options)
 
-    place.client._connect()[shard]._retry_seconds = 0.3
+    place.client._shards.connections()[shard]._retry_seconds = 0.3
     with monkeypatch.context() as patch:
-        patch.setattr(WeightClient, "_changed", without_it)
+        patch.setattr(CheckpointCaller, "_send", without_it)
         with pytest.raises(ShardUnavailableError):
             place.client.rollback("one")
 
@@ -550,12 +580,12 @@ def test_a_checkpoint_taken_again_stays_one(place: Place) -> None:
             name = f"step {step}"
             list(pool.map(lambda client, name=name: client.checkpoint(name, step=1), (place.client, other)))
             assert name in [known.name for known in place.client.checkpoints()]
-        identity = place.client.checkpoints()[-1].identity
+        checkpoint_id = place.client.checkpoints()[-1].checkpoint_id
         place.kill(1)
-        place.client._connect()[1]._retry_seconds = 0.3
+        place.client._shards.connections()[1]._retry_seconds = 0.3
         with pytest.raises(ShardUnavailableError):
             place.client.checkpoint(name, step=1)
         place.cluster.restart(1)
         place.push()
-        assert place.client.checkpoints()[-1].identity == identity
+        assert place.client.checkpoints()[-1].checkpoint_id == checkpoint_id
         place.client.rollback(name)

@@ -26,10 +26,10 @@ import numpy.typing as npt
 import pytest
 from google.protobuf.message_factory import GetMessageClass
 
-import weightserver.client.client
+import weightserver.client.transfer
 from tests.helpers.faulty_proxy import Answer, Fault, Faults, FaultyProxy
+from tests.helpers.row_model import Float64Array, Row, RowModel
 from tests.helpers.watching import metric
-from tests.weightserver import test_model
 from weightserver import (
     Checkpoint,
     FencedError,
@@ -49,6 +49,7 @@ ROWS = np.arange(SPEC.num_rows)
 INITIAL = initial_rows(SPEC, ROWS)
 NUM_BLOCKS_USED, ROWS_USED_PER_BLOCK, NUM_SHARED_ROWS = 10, 6, 20
 RATES = np.linspace(0.3, 0.1, 64, dtype=np.float32)
+MODEL = RowModel(SPEC, RATES)
 FIRST_HORIZON, EXTENSION = 8, 6
 BYTES_PER_MESSAGE = 2 * SPEC.dim * np.float32().nbytes
 """A push of three rows is two messages."""
@@ -83,7 +84,6 @@ NO_ANSWER = (
 
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
-Float64Array = npt.NDArray[np.float64]
 Result = TypeVar("Result")
 
 
@@ -205,7 +205,7 @@ class Workload:
 
 
 class Oracle:
-    """The rows after a replay of each call, once, in float64: test_model.ModelRow for many rows at a time."""
+    """The rows after each call was applied once, by the model of rows, for many rows at a time."""
 
     def __init__(self, rows: Int64Array) -> None:
         self.rows = rows  # (R,), increasing
@@ -249,10 +249,9 @@ class Oracle:
 
     def at(self, step: int) -> Float64Array:
         """(weight, momentum buffer) of all rows before update `step`: (R, 2, D)."""
-        transfers = _transfers(step)
-        state = transfers[self._base_step] @ self._base
+        state = MODEL.transfers(step)[self._base_step] @ self._base
         positions, steps, gradients = self._all_pushes()
-        np.add.at(state, positions, _impulses(transfers)[steps][:, :, None] * gradients[:, None, :])
+        np.add.at(state, positions, MODEL.impulses(step)[steps][:, :, None] * gradients[:, None, :])
         return state
 
     def _all_pushes(self) -> tuple[Int64Array, Int64Array, Float64Array]:
@@ -266,7 +265,7 @@ class Oracle:
 
     def check(self, actual: Float32Array, last_step: Int64Array, step: int) -> None:
         """Compares (weight, momentum buffer) before update `step`, (R, 2, D), and the last steps as stored, (R,)."""
-        expected, impulses = self.at(step), _impulses(_transfers(step))
+        expected, impulses = self.at(step), MODEL.impulses(step)
         tolerance = TOLERANCE * (1 + abs(expected).max())
         _, steps, gradients = self._all_pushes()
         effects = abs(impulses).max(axis=1)[steps] * abs(gradients).max(axis=1)
@@ -294,23 +293,6 @@ class Oracle:
             text += f"; its last_step is {last_step}, not {self.last_step[position]}"
         calls = [f"push {push.number} (step {push.step})" for push, _ in pushes]
         return f"{text}. Its calls: {', '.join([f'write {write.number}' if write else 'never written', *calls])}"
-
-
-def _transfers(step: int) -> Float64Array:
-    """M_{step−1} ··· M_s for s = 0 … step, (step + 1, 2, 2): docs/design.md, section 2."""
-    transfers = np.empty((step + 1, 2, 2))
-    transfers[step] = np.eye(2)
-    for update in reversed(range(step)):
-        rate, decay, momentum = float(RATES[update]), SPEC.weight_decay, SPEC.momentum
-        transfers[update] = transfers[update + 1] @ [[1 - rate * decay, -rate * momentum], [decay, momentum]]
-    return transfers
-
-
-def _impulses(transfers: Float64Array) -> Float64Array:
-    """The effect of a gradient of 1 in each update on (weight, momentum buffer), by the step of the transfers."""
-    step = len(transfers) - 1
-    impulses = np.stack([-RATES[:step].astype(np.float64), np.ones(step)], axis=1)
-    return (transfers[1:] @ impulses[:, :, None])[:, :, 0]  # (step, 2)
 
 
 def create(client: WeightClient) -> int:
@@ -581,7 +563,7 @@ def long(seed: int) -> Load:
 )
 @pytest.mark.guard
 def test_every_call_counts_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weightserver.client.client, "CHUNK_BYTES", BYTES_PER_MESSAGE)
+    monkeypatch.setattr(weightserver.client.transfer, "CHUNK_BYTES", BYTES_PER_MESSAGE)
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(LocalCluster(NUM_SHARDS))
         proxies = [
@@ -685,23 +667,22 @@ def test_every_old_request_again_changes_nothing(cluster: LocalCluster, client: 
         np.testing.assert_equal(everything(), before)
 
 
-def test_the_oracle_is_the_model_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_model, "SPEC", SPEC)
-    monkeypatch.setattr(test_model, "RATES", RATES)
+def test_the_oracle_is_the_model_of_a_row() -> None:
     workload = Workload(seed=0)
     oracle = Oracle(workload.rows)
-    model = {row: test_model.ModelRow(INITIAL[row].astype(float), np.zeros(SPEC.dim), 0) for row in oracle.rows}
+    rows = dict(zip(oracle.rows.tolist(), MODEL.initial(oracle.rows), strict=True))
     for call in itertools.chain(*workload.round(oracle, FIRST_HORIZON, num_calls=200)):
         oracle.apply(call)
-        for place, row in enumerate(call.rows):
+        for place, row in enumerate(call.rows.tolist()):
             if isinstance(call, Push):
-                model[row].push(call.step, call.gradients[place].astype(float))
+                rows[row] = MODEL.pushed(rows[row], call.step, call.gradients[place].astype(float))
             else:
                 state = call.weight[place].astype(float), call.momentum_buffer[place].astype(float)
-                model[row] = test_model.ModelRow(*state, int(call.last_step[place]))
-    expected = np.array([row.at(len(RATES)) for row in model.values()])
+                rows[row] = Row(*state, int(call.last_step[place]))
+    assert oracle.last_step.tolist() == [row.last_step for row in rows.values()]
+    last = [MODEL.at(row, len(RATES)) for row in rows.values()]
+    expected = np.array([[row.weight, row.momentum_buffer] for row in last])
     np.testing.assert_allclose(oracle.at(len(RATES)), expected, rtol=0, atol=1e-12 * abs(expected).max())
-    assert oracle.last_step.tolist() == [row.last_step for row in model.values()]
 
 
 @pytest.mark.parametrize("times", [0, 2])

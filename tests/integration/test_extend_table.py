@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.comparing import rows_in, same
-from tests.helpers.dense_sgd import Oracle, schedule
+from tests.helpers.dense_sgd import Oracle
+from tests.helpers.row_model import schedule
 from weightserver import (
     ClusterError,
     FencedError,
@@ -152,9 +153,9 @@ def test_a_superseded_session_extends_nothing(client: WeightClient, cluster: Loc
         push(newer, 0, 100)
         newer.extend_table(263)
         push(newer, 1, 263)
-        describe = nobody._describe_shards
+        describe = nobody._shards.describe
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(nobody, "_describe_shards", lambda: [describe(), newer.open_session("a moment later")][0])
+            patch.setattr(nobody._shards, "describe", lambda: [describe(), newer.open_session("a moment later")][0])
             with pytest.raises(FencedError, match="was superseded by epoch"):
                 nobody.extend_table(300)
 
@@ -165,14 +166,14 @@ def test_growth_that_a_killed_shard_cut_short_is_repeated(tmp_path: Path, capsys
         open_table(c, SPEC)
         push(c, 0, 100)
         with WeightClient(cluster.addresses, retry_seconds=0.3) as hasty, pytest.MonkeyPatch.context() as patch:
-            describe = hasty._describe_shards
+            describe = hasty._shards.describe
 
             def describe_then_die() -> object:
                 answers = describe()
                 kill(cluster, 1)
                 return answers
 
-            patch.setattr(hasty, "_describe_shards", describe_then_die)
+            patch.setattr(hasty._shards, "describe", describe_then_die)
             with pytest.raises(ShardUnavailableError, match="shard 1"):
                 hasty.extend_table(263)
         cluster.restart(1)

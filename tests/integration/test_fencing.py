@@ -116,7 +116,7 @@ def test_a_rollback_that_failed_on_one_shard_has_to_be_repeated_first() -> None:
         kept = client.fetch_state(ROWS)
         client.checkpoint("kept", step=1)
         client.push_gradients(ROWS, ONES, step=1)
-        describe = client._describe_shards
+        describe = client._shards.describe
 
         def describe_then_die() -> object:
             answers = describe()
@@ -125,7 +125,7 @@ def test_a_rollback_that_failed_on_one_shard_has_to_be_repeated_first() -> None:
             return answers
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(client, "_describe_shards", describe_then_die)
+            patch.setattr(client._shards, "describe", describe_then_die)
             with pytest.raises(ShardUnavailableError, match="shard 1"):
                 client.rollback("kept")
         cluster.restart(1)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weightserver.core.checkpoints import Checkpoint
+from weightserver.core.checkpoints import ShardCheckpoint
 from weightserver.operations.inspect import inspect_directory
 from weightserver.shard.shard import Shard
 from weightserver.storage.lmdb_storage import LmdbStorage
@@ -67,7 +67,10 @@ def test_inspect_reads_one_transaction(tmp_path: Path) -> None:
         number = 0
         while not stopped.is_set():
             number += 1
-            names = tuple(Checkpoint(f"{number}", number, n, number, number) for n in range(number % 50))
+            names = tuple(
+                ShardCheckpoint(f"{number}", number, generation=n, clock=number, rows_stored=number)
+                for n in range(number % 50)
+            )
             with kept.write() as txn:
                 write_state(txn, State(epoch=number, run=f"{number}", rows_stored=number, checkpoints=names))
                 write_schedule(txn, 0, np.zeros(number, np.float32))

@@ -22,7 +22,8 @@ import pytest
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.operations.inspect import inspect_directory
 from weightserver.shard.group_commit import commit_group
-from weightserver.shard.shard import Shard, WriteTransaction
+from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteTransaction
 from weightserver.storage.lmdb_storage import LmdbStorage
 
 PAGE_BYTES = 4096

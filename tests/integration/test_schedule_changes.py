@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.dense_sgd import Oracle, schedule
+from tests.helpers.dense_sgd import Oracle
 from tests.helpers.failpoints import DyingCluster
+from tests.helpers.row_model import schedule
 from tests.helpers.watching import metric
 from weightserver import (
     ClusterError,
@@ -300,7 +301,7 @@ class Stopping:
         monkeypatch.setattr(ShardConnection, "call", call)
 
     def stop(self, client: WeightClient) -> None:
-        self._stopped = client._connect()
+        self._stopped = client._shards.connections()
 
 
 def stops(*quick: tuple[int, str]) -> list[Any]:
@@ -545,7 +546,7 @@ def test_shards_that_used_different_ones_are_mended_by_a_rollback(client: Weight
     message = pb.PushGradientsRequest(
         header=header, rows=pb.Rows(ids=of_shard_1.tobytes()), gradients=gradients(0)[:7].tobytes()
     )
-    client._connect()[1].write("PushGradients", lambda: iter([message]))
+    client._shards.connections()[1].write("PushGradients", lambda: iter([message]))
     for rates in (OLD, NEW):
         with pytest.raises(TableMismatchError, match="and was used: only steps from 13 on may be rewritten"):
             client.extend_schedule(0, rates)

@@ -73,7 +73,7 @@ def test_a_flipped_byte_hurts_its_block_alone(data: Path, capsys: pytest.Capture
     status, lines = verify(data, capsys)
     assert (status, len(lines)) == (1, 2), lines
     assert lines[0] == "block 1 (rows 10..19), generation 1 (now): it is damaged (checksum)"
-    message = r"shard 0 at .*: block 1 \(rows 10\.\.19\) is damaged \(checksum\): 'weightserver verify' tells which"
+    message = r"shard 0 at .*: block 1 \(rows 10\.\.19\) is damaged \(checksum\): 'weightserver verify' shows which"
     with LocalCluster(1, data.parent) as cluster, WeightClient(cluster.addresses) as client:
         client.open_session("run")
         others = client.fetch_state(OTHERS)

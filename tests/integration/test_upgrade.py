@@ -1,4 +1,4 @@
-"""What version 0.1 wrote: the first start of this version takes it on, with nothing lost. See golden/version_0.1."""
+"""Directories that earlier versions wrote are upgraded and served, with nothing lost. See golden/README.md."""
 
 from __future__ import annotations
 
@@ -32,24 +32,32 @@ from weightserver.operations.verify import verify_directory
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.storage.records import FORMAT, earlier_identity
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "version_0.1"
+GOLDEN = Path(__file__).parent.parent / "golden"
 SHARDS, NUM_ROWS = ("shard-0", "shard-1"), 70
 CHECKPOINTS = ("one", "two", "three")
 
 
+def answers(version: str) -> dict[str, Any]:
+    """The answers that a client of that version got."""
+    with np.load(GOLDEN / f"version_{version}" / "seen.npz", allow_pickle=False) as stored:
+        return dict(stored)
+
+
+def unpacked(version: str, directory: Path) -> Path:
+    """The directory of that version's cluster of two shards, and of a backup."""
+    with tarfile.open(GOLDEN / f"version_{version}" / "table.tar.xz") as archive:
+        archive.extractall(directory, filter="data")
+    return directory / "table"
+
+
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
-    """The values that a client of version 0.1 fetched."""
-    with np.load(GOLDEN / "seen.npz", allow_pickle=False) as stored:
-        return dict(stored)
+    return answers("0.1")
 
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """Unpacks its cluster of two shards and a backup."""
-    with tarfile.open(GOLDEN / "table.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    return tmp_path / "table"
+    return unpacked("0.1", tmp_path)
 
 
 def told(seen: dict[str, Any], checkpoint: str = "now", step: int | str = "stored") -> RowState:
@@ -71,7 +79,7 @@ def assert_nothing_lost(client: WeightClient, seen: dict[str, Any]) -> None:
     assert info.run == str(seen["run"])
     assert [kept.name for kept in checkpoints] == seen["checkpoints"].tolist()
     assert [kept.step for kept in checkpoints] == seen["steps"].tolist()
-    assert [kept.identity.hex() for kept in checkpoints] == seen["identities"].tolist()
+    assert [kept.checkpoint_id.hex() for kept in checkpoints] == seen["identities"].tolist()
     for shard in range(len(info.shards)):
         assert np.array_equal(client.learning_rates(shard=shard), seen["learning_rates"])
     assert_rows(client, seen)
@@ -198,7 +206,7 @@ def test_a_restored_shard_next_to_an_upgraded_one(old: Path, seen: dict[str, Any
     with LocalCluster(2, old) as cluster, WeightClient(cluster.addresses) as client:
         identity = client.describe().identity
         assert identity == earlier_identity({"num_rows": 1, **json.loads(json.dumps(vars(made.spec)))})
-        with pytest.raises(ClusterError, match="shard 1 was restored, and its rows are of another time"):
+        with pytest.raises(ClusterError, match="shard 1 was not rolled back or restored together with shard 0"):
             client.open_session("third")
         client.open_session("third", force=True)
         client.rollback("three")
@@ -222,3 +230,33 @@ def test_the_old_directory_put_back_is_refused(old: Path, tmp_path: Path) -> Non
             client.push_gradients(np.arange(NUM_ROWS), np.ones((NUM_ROWS, 3), np.float32), step=13)
         with WeightClient(cluster.addresses) as another, pytest.raises(DataLossError, match="lacks what shard 0 knows"):
             another.open_session("fourth")
+
+
+def test_version_0_2_is_served(tmp_path: Path) -> None:
+    """Its format is the present one: nothing is upgraded, and marks that its client kept still hold."""
+    seen, old = answers("0.2"), unpacked("0.2", tmp_path)
+    marks = seen["marks"].tolist()
+    assert formats(old) == [FORMAT, FORMAT]
+    assert [verify_directory(old / shard).problems for shard in SHARDS] == [[], []]
+    for shard, directory in enumerate(SHARDS):
+        restore(old / "backup", tmp_path / "restored" / directory, shard=shard)
+
+    before = [content(old / shard) for shard in SHARDS]
+    with LocalCluster(2, old) as cluster, WeightClient(cluster.addresses) as client:
+        client.expect(marks)
+        assert_nothing_lost(client, seen)
+    assert [content(old / shard) for shard in SHARDS] == before, "serving changed the directory"
+
+    with LocalCluster(2, old) as cluster, WeightClient(cluster.addresses) as client:
+        assert client.open_session("third") == seen["numbers"][0] + 1
+        client.push_gradients(np.arange(NUM_ROWS), np.ones((NUM_ROWS, 3), np.float32), step=12)
+        client.expect(marks)
+        client.checkpoint("four", step=13)
+        assert [kept.name for kept in client.checkpoints()] == [*CHECKPOINTS, "four"]
+        client.rollback("two")
+        assert_rows(client, seen, as_of="two")
+    assert [verify_directory(old / shard).problems for shard in SHARDS] == [[], []]
+
+    with LocalCluster(2, tmp_path / "restored") as cluster, WeightClient(cluster.addresses) as client:
+        assert_rows(client, seen, as_of="three")
+        assert_rows(client, seen, checkpoint="three")

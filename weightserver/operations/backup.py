@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from weightserver.client.client import TableInfo, WeightClient
+from weightserver.client.client import WeightClient
+from weightserver.client.results import TableInfo
 from weightserver.common.atomic_files import (
     LOCK,
     PRIVATE_DIRECTORY,
@@ -33,7 +34,7 @@ from weightserver.common.atomic_files import (
 )
 from weightserver.common.version import __version__
 from weightserver.core.blocks import BlockCodec
-from weightserver.core.checkpoints import BACKUP_PREFIX, KeptCheckpoint, chosen_checkpoint
+from weightserver.core.checkpoints import BACKUP_PREFIX, chosen_checkpoint
 from weightserver.core.errors import ClusterError, NoTableError, StorageError
 from weightserver.operations.arguments import add_cluster_arguments, connect, non_empty_name
 from weightserver.operations.backup_files import (
@@ -122,18 +123,18 @@ def _hold(client: WeightClient, directory: Path, begun: _Begun | None, checkpoin
         checkpoint = begun.checkpoint
     else:
         require_empty(directory, but=frozenset({LOCK, f"{UNFINISHED}.partial"}))
-    known = {KeptCheckpoint(kept.name, kept.step, kept.identity.hex()): kept for kept in client.checkpoints()}
-    chosen = chosen_checkpoint(checkpoint, known)
+    chosen = chosen_checkpoint(checkpoint, client.checkpoints())
     client.join_newest_session()
-    begun = _Begun(chosen.name, chosen.step, chosen.identity, held_as=f"{BACKUP_PREFIX}{os.urandom(4).hex()}")
+    held_as = f"{BACKUP_PREFIX}{os.urandom(4).hex()}"
+    begun = _Begun(chosen.name, chosen.step, chosen.checkpoint_id.hex(), held_as)
     _write_json(directory / UNFINISHED, asdict(begun))
-    client.copy_checkpoint(known[chosen], begun.held_as)  # by its identity: another may take the name meanwhile
+    client.copy_checkpoint(chosen, begun.held_as)  # by its identity: another may take the name meanwhile
     return begun
 
 
 def _is_kept(client: WeightClient, begun: _Begun) -> bool:
     held = (begun.held_as, begun.identity)
-    return any((kept.name, kept.identity.hex()) == held for kept in client.checkpoints())
+    return any((kept.name, kept.checkpoint_id.hex()) == held for kept in client.checkpoints())
 
 
 def _release(client: WeightClient, name: str) -> None:

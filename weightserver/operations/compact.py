@@ -18,7 +18,8 @@ from weightserver.common.atomic_files import (
 )
 from weightserver.core.errors import StorageError
 from weightserver.core.versions import unneeded
-from weightserver.storage.lmdb_storage import LmdbStorage, check_integrity
+from weightserver.storage.integrity import check_integrity
+from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import read_identity, read_state
 from weightserver.storage.tombstone import copied_to, is_stopped, leave_tombstone, require_current
 

@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from weightserver.client.client import Checkpoint, TableInfo, WeightClient
+from weightserver.client.client import WeightClient
+from weightserver.client.results import TableInfo
 from weightserver.common.atomic_files import atomic_directory, atomic_write, to_path
 from weightserver.core.arrays import Int64Array
-from weightserver.core.checkpoints import chosen_checkpoint
+from weightserver.core.checkpoints import Checkpoint, chosen_checkpoint
 from weightserver.operations.arguments import add_cluster_arguments, connect, non_empty_name
 
 _BYTES_PER_FILE = 1 << 30

@@ -34,7 +34,7 @@ from weightserver.operations.reshard_sources import (
     state_digest,
     table_state,
 )
-from weightserver.storage.lmdb_storage import Transaction
+from weightserver.storage.interface import Transaction
 from weightserver.storage.shard_builder import BATCH_BYTES, ShardBuilder, TableState
 
 _log = logging.getLogger(__name__)
@@ -89,18 +89,20 @@ def reshard(
             for shard, directory in enumerate(targets)
         ]
         rows_stored = _Resharding(shards, builders, old, new).run(table)
-    name, step = table.checkpoint[:2] if table.checkpoint else (None, table.clock)
+    kept = table.checkpoint
+    name, step = (kept.name, kept.step) if kept else (None, table.clock)
     newest = max(shard.state.clock for shard in shards)
     return Resharded(new, rows_stored, name, step, left_behind=max(0, newest - table.clock))
 
 
 def _origin(shards: list[SourceShard], table: TableState, num_targets: int) -> dict[str, Any]:
     """Identifies what the new shards are made from; a build resumes only with the same origin."""
+    kept = table.checkpoint
     return {
         "states": [state_digest(shard.state) for shard in sorted(shards, key=lambda shard: shard.shard)],
         "spec": asdict(table.spec),
         "num_shards": num_targets,
-        "checkpoint": table.checkpoint and list(table.checkpoint),
+        "checkpoint": kept and [kept.name, kept.step, kept.checkpoint_id.hex()],
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +13,12 @@ import xxhash
 
 from weightserver.core.arrays import Float32Array
 from weightserver.core.blocks import BlockCodec
-from weightserver.core.checkpoints import KeptCheckpoint, chosen_checkpoint
+from weightserver.core.checkpoints import chosen_checkpoint, common_checkpoints
 from weightserver.core.lineage import Lineage
 from weightserver.core.spec import TableSpec
-from weightserver.storage.lmdb_storage import NEWEST, LmdbStorage, Transaction, check_integrity
+from weightserver.storage.integrity import check_integrity
+from weightserver.storage.interface import NEWEST, Transaction
+from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import (
     State,
     descends,
@@ -27,6 +29,7 @@ from weightserver.storage.records import (
     read_spec,
     read_state,
     read_table_identity,
+    state_to_json,
 )
 from weightserver.storage.shard_builder import TableState
 from weightserver.storage.tombstone import require_current
@@ -152,13 +155,15 @@ def table_state(shards: list[SourceShard], spec: TableSpec, checkpoint: str | No
     """
     states = [shard.state for shard in shards]
     newest = max(states, key=lambda state: state.epoch)
-    kept = None if current else chosen_checkpoint(checkpoint, set.intersection(*map(_kept_checkpoints, states)))
+    kept = (
+        None if current else chosen_checkpoint(checkpoint, common_checkpoints([state.checkpoints for state in states]))
+    )
     if kept is None:
         clock, timeline = max(state.clock for state in states), states[0].timeline
         marks = [state.mark for state in states]
     else:
         known = [state.checkpoint(kept.name) for state in states]
-        clock, timeline = max(one.clock for one in known), kept.identity
+        clock, timeline = max(one.clock for one in known), kept.checkpoint_id.hex()
         marks = [one.mark for one in known]
     return TableState(
         spec,
@@ -176,10 +181,6 @@ def table_state(shards: list[SourceShard], spec: TableSpec, checkpoint: str | No
     )
 
 
-def _kept_checkpoints(state: State) -> set[KeptCheckpoint]:
-    return {KeptCheckpoint(known.name, known.step, known.identity) for known in state.checkpoints}
-
-
 def _common_learning_rates(shards: list[SourceShard]) -> Float32Array:
     """The longest schedule, of which all others are the beginning."""
     longest = max((shard.learning_rates for shard in shards), key=len)
@@ -193,4 +194,4 @@ def _common_learning_rates(shards: list[SourceShard]) -> Float32Array:
 
 def state_digest(state: State) -> str:
     """Identifies a shard's contents: it changes with every write and covers the random id of the session."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(asdict(state), sort_keys=True).encode())
+    return xxhash.xxh3_128_hexdigest(json.dumps(state_to_json(state), sort_keys=True).encode())

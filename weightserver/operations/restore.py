@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from weightserver.common.atomic_files import to_path
 from weightserver.core.arrays import Float32Array
 from weightserver.core.blocks import BlockCodec
-from weightserver.core.checkpoints import KeptCheckpoint
+from weightserver.core.checkpoints import Checkpoint
 from weightserver.core.lineage import Lineage
 from weightserver.operations.backup_files import SCHEDULE, Backup, block_files, check_file, read_backup, read_blocks
 from weightserver.storage.records import earlier_identity
@@ -61,7 +61,7 @@ def _table_state(made: Backup, shard: int, learning_rates: Float32Array) -> Tabl
         run=made.run,
         clock=copied["clock"],
         schedule_version=copied["schedule_version"] + 1,
-        checkpoint=KeptCheckpoint(made.checkpoint, made.step, made.identity),
+        checkpoint=Checkpoint(made.checkpoint, made.step, bytes.fromhex(made.identity)),
         identity=bytes.fromhex(made.table_identity) or earlier_identity(asdict(made.spec)),
         timeline=made.identity,
         lineage=Lineage().joined(copied.get("lineage", ())),

@@ -17,7 +17,9 @@ from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import StorageError
 from weightserver.core.sharding import Sharding
 from weightserver.core.spec import TableSpec
-from weightserver.storage.lmdb_storage import LmdbStorage, Transaction, block_key_parts, structural_problems
+from weightserver.storage.integrity import structural_problems
+from weightserver.storage.interface import Transaction
+from weightserver.storage.lmdb_storage import LmdbStorage, block_key_parts
 from weightserver.storage.records import State, read_identity, read_records, read_schedule, read_spec, read_state
 
 

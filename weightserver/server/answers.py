@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weightserver.common.version import __version__
-from weightserver.core.checkpoints import Checkpoint
+from weightserver.core.checkpoints import ShardCheckpoint
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import spec_to_proto
 from weightserver.shard.schedule_change import ScheduleState
@@ -38,11 +38,11 @@ def describe_response(shard: Shard) -> pb.DescribeResponse:
     )
 
 
-def _checkpoint(known: Checkpoint) -> pb.Checkpoint:
+def _checkpoint(known: ShardCheckpoint) -> pb.Checkpoint:
     return pb.Checkpoint(
         name=known.name,
         step=known.step,
-        identity=bytes.fromhex(known.identity),
+        identity=known.checkpoint_id,
         clock=known.clock,
         rows_stored=known.rows_stored,
         mark=known.mark,

@@ -26,7 +26,8 @@ from weightserver.protocol.status import status_of
 from weightserver.server.admission import abort
 from weightserver.server.metrics import CallMetrics
 from weightserver.shard.group_commit import Committer
-from weightserver.shard.shard import Shard, WriteTransaction
+from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteTransaction
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")

@@ -39,7 +39,8 @@ from weightserver.server.security import ServerTls, TokenInterceptor, server_tls
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.shard import Shard
 from weightserver.shard.sweeper import Sweeper
-from weightserver.storage.lmdb_storage import LmdbStorage, holds_data
+from weightserver.storage.directory import holds_data
+from weightserver.storage.lmdb_storage import LmdbStorage
 
 _MAX_STREAMS = 128
 """Concurrent calls on one connection; the client queues further ones."""

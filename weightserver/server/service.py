@@ -31,8 +31,10 @@ from weightserver.server.metrics import ShardMetrics
 from weightserver.server.request_memory import RequestMemory, answer_bytes, fetch_bytes
 from weightserver.server.write_stream import check_written, receive, write_header
 from weightserver.shard.group_commit import Committer
+from weightserver.shard.reading import READ_BYTES, Rows
 from weightserver.shard.schedule_change import Part
-from weightserver.shard.shard import READ_BYTES, Rows, Shard, WriteHeader, WriteTransaction
+from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteHeader, WriteTransaction
 
 NAME = pb.DESCRIPTOR.services_by_name["WeightServer"].full_name
 _CHECKPOINT_BYTES = 4 * MAX_NAME_CHARACTERS + 64
@@ -181,7 +183,7 @@ class WeightServerService:
                 step=step,
                 state=request.state,
                 checkpoint=request.checkpoint or None,
-                identity=request.identity.hex(),
+                checkpoint_id=request.identity,
                 schedule=request.schedule,
                 clock=clock,
             )
@@ -228,19 +230,19 @@ class WeightServerService:
             return pb.WriteResponse(duplicate=not applied, mark=self._shard.state.mark)
 
     def Checkpoint(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
-        def take(batch: WriteTransaction, header: WriteHeader, name: str, identity: str) -> bool:
-            return self._shard.checkpoint(batch, header, name, identity, self._peers(request.peers))
+        def take(batch: WriteTransaction, header: WriteHeader, name: str, checkpoint_id: bytes) -> bool:
+            return self._shard.checkpoint(batch, header, name, checkpoint_id, self._peers(request.peers))
 
         answer = self._on_checkpoint("Checkpoint", take, request, context)
         kept = [known for known in self._shard.state.checkpoints if known.name == request.name]
-        answer.identity = bytes.fromhex(kept[0].identity) if kept else b""  # empty if released meanwhile
+        answer.identity = kept[0].checkpoint_id if kept else b""  # empty if released meanwhile
         return answer
 
     def Rollback(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
-        def go_back(batch: WriteTransaction, header: WriteHeader, name: str, identity: str) -> bool:
+        def go_back(batch: WriteTransaction, header: WriteHeader, name: str, checkpoint_id: bytes) -> bool:
             require_id(request.timeline, "timeline")
             return self._shard.rollback(
-                batch, header, name, identity, self._peers(request.peers), request.timeline.hex()
+                batch, header, name, checkpoint_id, self._peers(request.peers), request.timeline.hex()
             )
 
         return self._on_checkpoint("Rollback", go_back, request, context)
@@ -249,9 +251,9 @@ class WeightServerService:
         return self._on_checkpoint("Release", self._shard.release, request, context)
 
     def CopyCheckpoint(self, request: pb.CopyCheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
-        def copy(batch: WriteTransaction, header: WriteHeader, name: str, identity: str) -> bool:
+        def copy(batch: WriteTransaction, header: WriteHeader, name: str, checkpoint_id: bytes) -> bool:
             check_name(request.source)
-            return self._shard.copy_checkpoint(batch, header, name, request.source, identity)
+            return self._shard.copy_checkpoint(batch, header, name, request.source, checkpoint_id)
 
         return self._on_checkpoint("CopyCheckpoint", copy, request, context)
 
@@ -285,7 +287,7 @@ class WeightServerService:
     def _on_checkpoint(
         self,
         method: str,
-        change: Callable[[WriteTransaction, WriteHeader, str, str], bool],
+        change: Callable[[WriteTransaction, WriteHeader, str, bytes], bool],
         request: pb.CheckpointRequest | pb.CopyCheckpointRequest,
         context: grpc.ServicerContext,
     ) -> pb.WriteResponse:
@@ -296,10 +298,8 @@ class WeightServerService:
             check_name(name)
             require(request.header.step >= 0, "step must not be negative")
             require_id(request.identity, "identity", optional=True)
-            identity = request.identity.hex()
-            applied = self._calls.commit(
-                context, lambda batch: change(batch, write_header(request.header), name, identity)
-            )
+            header, checkpoint_id = write_header(request.header), request.identity
+            applied = self._calls.commit(context, lambda batch: change(batch, header, name, checkpoint_id))
             if applied:
                 _log.info(_EVENTS[method], extra={"checkpoint": name})
             return pb.WriteResponse(duplicate=not applied, mark=self._shard.state.mark)

@@ -15,7 +15,8 @@ from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import MAX_WRITE_BYTES, MAX_WRITE_ROWS, count_rows, rows_from_proto
 from weightserver.server.checks import check_header, require
 from weightserver.server.request_memory import Reservation, blocks_bytes, write_bytes
-from weightserver.shard.shard import Shard, WriteHeader
+from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteHeader
 
 
 def receive(

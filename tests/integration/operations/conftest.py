@@ -12,7 +12,7 @@ from weightserver import LocalCluster, WeightClient
 from weightserver.cli import main
 from weightserver.operations import backup as backups
 from weightserver.operations import reshard as resharding
-from weightserver.storage import lmdb_storage as storages
+from weightserver.storage import directory as owner_files
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def weightserver(capsys: pytest.CaptureFixture[str]) -> Weightserver:
 @pytest.fixture(autouse=True)
 def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Does not wait for directories that another process serves."""
-    monkeypatch.setattr(storages, "_OWNER_SECONDS", 0.1)
+    monkeypatch.setattr(owner_files, "_OWNER_SECONDS", 0.1)
 
 
 @pytest.fixture

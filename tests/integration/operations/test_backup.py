@@ -35,7 +35,7 @@ from weightserver.operations.backup_files import read_backup
 from weightserver.operations.export import export_rows
 from weightserver.operations.restore import restore
 from weightserver.operations.verify import verify_directory
-from weightserver.shard import shard as shards
+from weightserver.shard import reading
 from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import read_state, write_state
 
@@ -75,7 +75,7 @@ def test_a_backup_is_one_checkpoint_while_training_continues(
         assert client.checkpoints() == [Checkpoint("two", 3)], "still held"
         push(client, STEPS - 1, ROWS[:5])  # nobody was fenced
         epoch = client.describe().epoch
-        assert [known.identity for known in before if known.name == "one"] == [bytes.fromhex(made.identity)]
+        assert [known.checkpoint_id for known in before if known.name == "one"] == [bytes.fromhex(made.identity)]
     assert made == read_backup(tmp_path / "backup")
     assert len(made.shards[0]["files"]) == 2  # all blocks fit one answer of the shard
     for shard in range(2):
@@ -89,11 +89,11 @@ def test_a_backup_is_one_checkpoint_while_training_continues(
         info = client.describe()
         assert (info.spec, info.run, info.epoch, info.clock, info.horizon) == (SPEC, "run", epoch, 2, STEPS)
         assert info.rows_stored == NUM_STORED
-        assert [(known, known.identity.hex()) for known in client.checkpoints()] == [
+        assert [(known, known.checkpoint_id.hex()) for known in client.checkpoints()] == [
             (Checkpoint("one", 2), made.identity)
         ]
         assert same(client.fetch_state(ROWS), kept)
-        with pytest.raises(FencedError, match="was opened by nobody, as behind a restore"):
+        with pytest.raises(FencedError, match="was opened by no client, as after a restore"):
             client.open_session("an old writer", join=epoch)
         client.open_session("next")
         push(client, 50, ROWS)
@@ -118,7 +118,7 @@ def test_a_backup_ends_with_its_checkpoints_table(
     do not record the size of the table."""
     spec = TableSpec(num_rows=2 * blocks_per_read * 512, dim=dim, rows_per_block=512)
     rows, new, copy_shard = np.arange(0, spec.num_rows, 512), np.arange(spec.num_rows, 2 * spec.num_rows, 300), []
-    assert max(1, shards.READ_BYTES // BlockCodec(spec).num_bytes) == blocks_per_read
+    assert max(1, reading.READ_BYTES // BlockCodec(spec).num_bytes) == blocks_per_read
     with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
         client.create_table(spec)
         client.extend_schedule(0, np.full(5, 0.1, np.float32))
@@ -210,10 +210,10 @@ def test_a_backup_of_a_large_table_is_small_and_ends(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "number"),
     [
-        ("weightserver.client.client:pb.CopyCheckpointRequest", 1),  # while the shards are told to hold the checkpoint
+        ("weightserver.client.checkpoint_caller:pb.CopyCheckpointRequest", 1),  # before the shards pin the checkpoint
         ("weightserver.operations.backup:atomic_write", 3),  # in the first shard
-        ("weightserver.operations.backup:_write_json", 2),  # behind its manifest, before the checkpoint is let go
-        ("weightserver.operations.backup:_release", 1),  # when it is let go
+        ("weightserver.operations.backup:_write_json", 2),  # after its manifest, before the checkpoint is released
+        ("weightserver.operations.backup:_release", 1),  # when it is released
         pytest.param(
             "weightserver.operations.backup:_write_json", 1, marks=pytest.mark.slow
         ),  # before any shard holds it

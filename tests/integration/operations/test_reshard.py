@@ -35,7 +35,7 @@ def identity(directory: Path, checkpoint: str) -> str:
     """The identity of a checkpoint in a directory."""
     storage = LmdbStorage(directory, readonly=True)
     with storage.read() as txn:
-        found = read_state(txn).checkpoint(checkpoint).identity
+        found = read_state(txn).checkpoint(checkpoint).checkpoint_id.hex()
     storage.close()
     assert len(found) == 32
     return found

@@ -101,7 +101,7 @@ def test_a_shard_restored_next_to_others_is_rolled_back_before_a_backup(
         restore(tmp_path / "backup", cluster.directory / "shard-1", shard=1)
         cluster.restart(1)
         command = ["backup", *cluster.addresses, "--output", tmp_path / "again"]
-        message = "shard 1 is at session 1, shard 0 at 2, as where one was restored beside the others: take all to one"
+        message = "shard 1 is at session 1, shard 0 at 2, as after restoring only one of them: take all to one"
         assert_one_line(weightserver(*command), message)
         assert not (tmp_path / "again").exists()
         assert_one_line(weightserver("release", "one", *cluster.addresses), message)
