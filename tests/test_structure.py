@@ -98,7 +98,7 @@ def test_the_client_needs_no_lmdb() -> None:
 def test_help_imports_no_command() -> None:
     """`weightserver --help` and each command import only what they need."""
     heavy = ("lmdb", "cryptography", "safetensors.numpy", "weightserver.server")
-    code = f"import sys; from weightserver.cli import _parser; _parser(()); sys.exit(any(map(sys.modules.get, {heavy})))"
+    code = f"import sys; from weightserver import cli; cli._parser(()); sys.exit(any(map(sys.modules.get, {heavy})))"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
