@@ -1,4 +1,4 @@
-"""What it costs to look at the checksum of every block that a fetch reads: shards that do beside shards that do not.
+"""Measures what verifying the checksum of every block that a fetch reads costs.
 
 python -m benchmarks.checksums [--rounds 60] [--output benchmarks/results]
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import trainer.loop
+import trainer.build
 from trainer.__main__ import main
 
 FAILURE = "rank 1 cannot go on"
@@ -28,8 +28,8 @@ def fail(how: str) -> None:
 
 
 def failing(how: str, at: int) -> Any:
-    """trainer.loop's `announced`, with which rank 1 fails."""
-    announced = trainer.loop.announced
+    """trainer.build's `announced`, with which rank 1 fails."""
+    announced = trainer.build.announced
 
     def until_then(active: Any, store: Any, steps: range) -> Any:
         for step, rows in zip(steps, announced(active, store, steps), strict=True):
@@ -43,5 +43,5 @@ def failing(how: str, at: int) -> Any:
 
 
 if __name__ == "__main__":
-    trainer.loop.announced = failing(sys.argv[1], int(sys.argv[2]))
+    trainer.build.announced = failing(sys.argv[1], int(sys.argv[2]))
     main(sys.argv[3:])

@@ -43,15 +43,15 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 
 def config(scenario: str, output: Path, servers: str, images: Path, device: str) -> TrainConfig:
-    from trainer.config import TrainConfig
+    from tests.helpers.small_run import small_run
     from trainer.model import EncoderConfig
 
     settings = SCENARIOS[scenario]
     dataset, dense = settings["dataset"], settings.get("rows") == "dense"
     grey = dataset == "idx"
     fixed: dict[str, Any] = {
+        "num_images": None,
         "data_dir": None if dataset == "synthetic" else images / dataset,
-        "output": output,
         "servers": None if dense else servers,
         "device": device,
         "steps": NUM_STEPS,
@@ -61,17 +61,15 @@ def config(scenario: str, output: Path, servers: str, images: Path, device: str)
         "window_size": 16,
         "window_stride": 16,
         "rows_per_block": 2,
-        "prefetch_steps": 3,
-        "dim": 16,
         "learning_rate": 0.05,
+        "checkpoint_every": 1_000,
         "encoder": EncoderConfig(
             in_channels=1 if grey else 3, image_size=28 if grey else 16, width=8, stem_stride=2, pool_size=3
         ),
-        "evaluate": False,
         "rank_timeout_seconds": 20,
         "retry_seconds": 10,
     }
-    return TrainConfig(**fixed | settings)
+    return small_run(output, **fixed | settings)
 
 
 def run(settings: TrainConfig, ports: Iterator[str]) -> list[float]:

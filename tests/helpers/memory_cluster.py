@@ -25,20 +25,31 @@ import grpc
 import pytest
 from google.protobuf.message import Message as Proto
 
+import weightserver.client.agreement
+import weightserver.client.arguments
+import weightserver.client.checkpoint_caller
 import weightserver.client.client
 import weightserver.client.connection
+import weightserver.client.fan_out
+import weightserver.client.results
+import weightserver.client.retries
 import weightserver.client.session
+import weightserver.client.session_caller
+import weightserver.client.table_cache
+import weightserver.client.table_caller
+import weightserver.client.transfer
 import weightserver.client.workers
 from tests.helpers.memory_storage import MemoryStorage
 from weightserver.client.workers import Answers, Task, Workers
 from weightserver.core.errors import WeightServerError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.status import ERROR_OF_STATUS
-from weightserver.server.admission import RequestMemory
 from weightserver.server.metrics import ShardMetrics
+from weightserver.server.request_memory import RequestMemory
 from weightserver.server.service import WeightServerService, add_to_server
 from weightserver.shard.group_commit import CancellableFuture, Operation, commit_group
-from weightserver.shard.shard import Shard, WriteTransaction
+from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteTransaction
 
 RETRY_SECONDS = 5.0
 """Of the clients; on their own clock."""
@@ -437,8 +448,8 @@ class MemoryCluster:
                 "open_channel",
                 lambda address, _: _Channel(self, int(address.split(":")[1])),
             ),
-            (weightserver.client.connection, "time", clock),
-            (weightserver.client.client, "Workers", lambda: self.threads),
+            (weightserver.client.retries, "time", clock),
+            (weightserver.client.fan_out, "Workers", lambda: self.threads),
             (threading.Condition, "wait", wait_here),
         ):
             self._patches.setattr(module, name, value)
@@ -553,9 +564,19 @@ class MemoryCluster:
 _INTERRUPTED = {
     module.__file__
     for module in (
+        weightserver.client.agreement,
+        weightserver.client.arguments,
+        weightserver.client.checkpoint_caller,
         weightserver.client.client,
-        weightserver.client.session,
         weightserver.client.connection,
+        weightserver.client.fan_out,
+        weightserver.client.results,
+        weightserver.client.retries,
+        weightserver.client.session,
+        weightserver.client.session_caller,
+        weightserver.client.table_cache,
+        weightserver.client.table_caller,
+        weightserver.client.transfer,
         weightserver.client.workers,
     )
 }

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from weightserver.core.errors import StorageError
-from weightserver.storage.lmdb_storage import DATABASES, NEWEST, DiskUsage
+from weightserver.storage.interface import DATABASES, NEWEST, DiskUsage
 
 
 class MemoryStorage:

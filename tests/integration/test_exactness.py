@@ -59,7 +59,7 @@ def test_random_subsets_of_several_writers_in_any_order(client: WeightClient, cl
 
 
 def client_rows_written(client: WeightClient, spec: TableSpec) -> npt.NDArray[np.int64]:
-    """Rows that saw an update."""
+    """The rows that have seen an update."""
     return np.flatnonzero(client.fetch_state(np.arange(spec.num_rows)).last_step > 0)
 
 
@@ -193,7 +193,7 @@ def test_a_killed_shard_keeps_what_it_acknowledged(own_cluster: LocalCluster) ->
 
 @pytest.mark.guard
 def test_a_failed_call_can_be_repeated_without_adding_twice(own_cluster: LocalCluster) -> None:
-    """Shard 0 applies the push, shard 1 is away: the call fails naming shard 1; repeated, shard 0 adds nothing."""
+    """Shard 0 applies the push while shard 1 is down: the call names shard 1; repeated, shard 0 adds nothing."""
     spec = TableSpec(num_rows=40, dim=4, rows_per_block=10)
     with WeightClient(own_cluster.addresses, timeout_seconds=2, retry_seconds=1) as client:
         open_table(client, spec, np.full(10, 0.5, np.float32))

@@ -1,4 +1,4 @@
-"""The paper's own correction, one learning rate for a whole gap, through the servers and in the trainer's stores."""
+"""The paper's own correction, with one learning rate for a whole gap, on servers and in the trainer's stores."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class PaperRows(TableModel):
 @pytest.mark.guard
 @pytest.mark.parametrize("num_shards", [1, 3])
 def test_rows_follow_the_papers_closed_form(num_shards: int, tmp_path: Path) -> None:
-    """Random rows of two writers in each step, gaps of up to hundreds of steps, fetches of steps to come, a restart."""
+    """Random rows of two writers in each step, gaps of up to hundreds of steps, fetches of future steps, a restart."""
     spec = TableSpec(num_rows=200, dim=6, weight_decay=1e-2, rows_per_block=5, correction="paper", seed=2)
     num_steps = 150
     rates = schedule(num_steps)
@@ -116,7 +116,7 @@ def stored(correction: str) -> TableSpec:
 
 @pytest.mark.guard
 def test_resident_and_remote_rows_train_like_each_row_for_itself(cluster: LocalCluster) -> None:
-    """The window passes over all images several times; where a row waited changes no bit of it."""
+    """The window passes over all images several times; the place where a row waited changes no bit of it."""
     num_steps, spec = 180, stored("paper")
     rates = learning_rates(num_steps=num_steps, base=0.5, warmup_steps=18)
     expected = replay(PaperRows(spec, rates), 60, num_steps)

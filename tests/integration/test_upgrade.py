@@ -23,10 +23,11 @@ from weightserver import (
     ShardUnavailableError,
     WeightClient,
 )
-from weightserver.operations.backup import read_backup, restore
+from weightserver.operations.backup_files import read_backup
 from weightserver.operations.compact import compact
 from weightserver.operations.inspect import inspect_directory
 from weightserver.operations.reshard import reshard
+from weightserver.operations.restore import restore
 from weightserver.operations.verify import verify_directory
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.storage.records import FORMAT, earlier_identity
@@ -64,7 +65,7 @@ def told(seen: dict[str, Any], checkpoint: str = "now", step: int | str = "store
 
 
 def assert_rows(client: WeightClient, seen: dict[str, Any], *, checkpoint: str = "", as_of: str = "") -> None:
-    """Of now or of a checkpoint, as they were told to be."""
+    """Compares the current rows, or those of a checkpoint, with the recorded ones."""
     rows = np.arange(NUM_ROWS)
     for step in (None, 28):
         state = client.fetch_state(rows, step=step, checkpoint=checkpoint)
@@ -78,7 +79,7 @@ def assert_nothing_lost(client: WeightClient, seen: dict[str, Any]) -> None:
     assert info.run == str(seen["run"])
     assert [kept.name for kept in checkpoints] == seen["checkpoints"].tolist()
     assert [kept.step for kept in checkpoints] == seen["steps"].tolist()
-    assert [kept.identity.hex() for kept in checkpoints] == seen["identities"].tolist()
+    assert [kept.checkpoint_id.hex() for kept in checkpoints] == seen["identities"].tolist()
     for shard in range(len(info.shards)):
         assert np.array_equal(client.learning_rates(shard=shard), seen["learning_rates"])
     assert_rows(client, seen)
@@ -87,7 +88,7 @@ def assert_nothing_lost(client: WeightClient, seen: dict[str, Any]) -> None:
 
 
 def content(directory: Path) -> dict[str, list[tuple[bytes, bytes]]]:
-    """All that LMDB holds of a shard that nobody serves."""
+    """All records in the LMDB file of a stopped shard."""
     with lmdb.open(str(directory), max_dbs=5, readonly=True, lock=False) as env, env.begin() as txn:
         names = [name for name, _ in txn.cursor()]
         return {name.decode(): list(txn.cursor(env.open_db(name, txn, create=False))) for name in names}
@@ -150,7 +151,7 @@ def test_a_kill_during_the_upgrade_loses_nothing(point: str, shard: int, old: Pa
 
 
 @pytest.mark.guard
-def test_what_only_reads_leaves_it_as_it_is(old: Path, tmp_path: Path, seen: dict[str, Any]) -> None:
+def test_commands_that_only_read_keep_modes(old: Path, tmp_path: Path, seen: dict[str, Any]) -> None:
     files = [old / shard / "data.mdb" for shard in SHARDS]
     before = [path.read_bytes() for path in files]
     for shard, directory in enumerate(SHARDS):
@@ -197,15 +198,15 @@ def test_its_backup_is_restored(old: Path, tmp_path: Path, seen: dict[str, Any])
 
 
 @pytest.mark.guard
-def test_one_shard_of_its_backup_beside_one_that_was_upgraded(old: Path, seen: dict[str, Any]) -> None:
-    """They are of one table, and of different times, until all are taken to the checkpoint of the backup."""
+def test_a_restored_shard_next_to_an_upgraded_one(old: Path, seen: dict[str, Any]) -> None:
+    """Both hold one table at different times, until all are rolled back to the checkpoint of the backup."""
     shutil.rmtree(old / "shard-1")
     made = restore(old / "backup", old / "shard-1", shard=1)
     assert made == read_backup(old / "backup")
     with LocalCluster(2, old) as cluster, WeightClient(cluster.addresses) as client:
         identity = client.describe().identity
         assert identity == earlier_identity({"num_rows": 1, **json.loads(json.dumps(vars(made.spec)))})
-        with pytest.raises(ClusterError, match="shard 1 was restored, and its rows are of another time"):
+        with pytest.raises(ClusterError, match="shard 1 was not rolled back or restored together with shard 0"):
             client.open_session("third")
         client.open_session("third", force=True)
         client.rollback("three")
@@ -215,7 +216,7 @@ def test_one_shard_of_its_backup_beside_one_that_was_upgraded(old: Path, seen: d
 
 @pytest.mark.guard
 def test_the_old_directory_put_back_is_refused(old: Path, tmp_path: Path) -> None:
-    """It is upgraded once more, and does not descend from what the first upgrade acknowledged."""
+    """It is upgraded again, and does not descend from the writes that the first upgrade acknowledged."""
     shutil.copytree(old / "shard-1", tmp_path / "kept")
     with LocalCluster(2, old) as cluster, WeightClient(cluster.addresses, retry_seconds=10) as client:
         client.open_session("third")

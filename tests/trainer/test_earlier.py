@@ -15,8 +15,9 @@ import pytest
 from tests.helpers.small_run import ONLY_ROWS, losses, small_run
 from trainer.config import TrainConfig, parse_config
 from trainer.loop import train
-from trainer.run.checkpoint import check_same_run, saved_steps, update_settings
+from trainer.run.checkpoint_file import saved_steps
 from trainer.run.history import ImageHistory
+from trainer.run.resume import check_same_run, update_settings
 from trainer.schedule import learning_rates
 from weightserver.operations.inspect import inspect_directory
 from weightserver.storage.records import FORMAT
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def resumed(command: str, output: Path, *more: str) -> TrainConfig:
-    """The config of the same command with --resume, beside the config.json that it wrote."""
+    """The config of the same command with --resume, with the config.json that it wrote."""
     (output / "config.json").write_text(json.dumps(CONFIGS[command] | {"output": str(output)}))
     return parse_config([*command.split(), "--output", str(output), "--resume", *more])
 
@@ -64,15 +65,15 @@ def test_the_same_command_resumes_the_same_run(command: str, tmp_path: Path) -> 
         ("fashion-mnist", ["--correction", "paper"], "whose correction is exact, not paper"),
     ],
 )
-def test_what_is_given_must_be_the_runs(command: str, more: list[str], message: str, tmp_path: Path) -> None:
+def test_resume_rejects_other_settings(command: str, more: list[str], message: str, tmp_path: Path) -> None:
     config = resumed(command, tmp_path, *more)
     with pytest.raises(ValueError, match=message):
         check_same_run(config)
 
 
 @pytest.mark.guard
-def test_a_resumed_run_of_before_trains_as_it_did(tmp_path: Path) -> None:
-    """Its config.json as 0.1 wrote it: to the end that an undisturbed run has, bit for bit on a CPU."""
+def test_a_resumed_run_of_an_earlier_version_trains_as_it_did(tmp_path: Path) -> None:
+    """With its config.json as 0.1 wrote it, to the end of an undisturbed run, bit for bit on a CPU."""
     run = small_run(tmp_path / "run", steps=12, checkpoint_every=8, encoder=ONLY_ROWS)
     train(run)
     before = losses(run.output)
@@ -109,7 +110,7 @@ def test_a_run_that_an_earlier_version_wrote_is_resumed(
     assert [inspect_directory(shard)["format"] for shard in shards] == [FORMAT, FORMAT]
 
 
-def test_new_runs_say_what_they_do(tmp_path: Path) -> None:
+def test_new_runs_write_defaults_as_numbers(tmp_path: Path) -> None:
     """A config.json has numbers where the command line has defaults, and the next version need not know these."""
     (tmp_path / "config.json").write_text(parse_config(["fashion-mnist"]).to_json())
     assert json.loads((tmp_path / "config.json").read_text())["warmup_fraction"] == 0.1

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from trainer.compute import set_matmul_precision
 from trainer.loss import cosine_softmax_loss
 from trainer.model import (
     EncoderConfig,
@@ -19,7 +20,6 @@ from trainer.model import (
     build_model,
     load_encoder,
     save_encoder,
-    set_precision_of_products,
 )
 
 SMALL = EncoderConfig(width=8, blocks=(1, 2), stem_stride=2, pool_size=2)
@@ -83,8 +83,8 @@ def test_with_group_norm_an_image_depends_on_no_other() -> None:
     assert list(build_encoder(GROUP).buffers()) == []
 
 
-def test_no_encoder_hands_on_pixels_and_still_learns() -> None:
-    """Its gradients and the rows' are those of the same function written out."""
+def test_encoder_none_passes_on_pixels_and_still_learns() -> None:
+    """Its gradients and the rows' equal those of the same function written out."""
     config = EncoderConfig(name="none", in_channels=3, image_size=32)
     model = build_model(config, dim=8, seed=0)
     images = torch.randn(5, 3, 32, 32)
@@ -228,9 +228,9 @@ def test_deterministic_pooling_has_the_bits_of_torchs(height: int, width: int, s
         assert torch.equal(results[0][1], results[1][1])
 
 
-def test_float32_is_no_tf32_unless_it_is_asked_for() -> None:
+def test_tf32_is_used_only_on_request() -> None:
     backends: Any = torch.backends
     parts = (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul)
     for precision in ("tf32", "ieee"):
-        set_precision_of_products(precision)
+        set_matmul_precision(precision)
         assert [part.fp32_precision for part in parts] == [precision] * 3

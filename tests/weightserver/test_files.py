@@ -10,9 +10,10 @@ import pytest
 from tests.helpers.power_loss import PowerLoss
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.atomic_files import append_synced, atomic_directory, atomic_write, sync
-from weightserver.operations.backup import backup, restore
+from weightserver.operations.backup import backup
 from weightserver.operations.compact import compact
 from weightserver.operations.export import export_rows
+from weightserver.operations.restore import restore
 from weightserver.shard.shard import Shard
 from weightserver.storage.lmdb_storage import LmdbStorage
 

@@ -210,7 +210,7 @@ def test_specs_survive_the_wire() -> None:
         assert spec_from_proto(pb.TableSpec.FromString(spec_to_proto(spec).SerializeToString())) == spec
     impossible = spec_to_proto(replace(spec, correction=False))
     impossible.single_rate = True
-    with pytest.raises(ValueError, match="single_rate is a way to correct: it must not be set where correction is not"):
+    with pytest.raises(ValueError, match="single_rate is a kind of correction: set correction too"):
         spec_from_proto(impossible)
 
 

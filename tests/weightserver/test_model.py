@@ -18,7 +18,8 @@ from tests.helpers.schedules import extend_schedule
 from weightserver.core.errors import FencedError, InvalidRequestError, NoTableError, StepError
 from weightserver.core.spec import TableSpec
 from weightserver.shard.group_commit import Committer
-from weightserver.shard.shard import Shard, WriteHeader
+from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteHeader
 from weightserver.storage.lmdb_storage import LmdbStorage
 
 SPEC = TableSpec(num_rows=12, dim=2, momentum=0.8, weight_decay=0.05, rows_per_block=5, init_std=1.0)

@@ -100,7 +100,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("option", BAD)
-def test_plans_that_cannot_be(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_rejects_invalid_numbers(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["plan", "--num-rows", "1000000", option])
     assert stopped.value.code == 1

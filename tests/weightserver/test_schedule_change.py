@@ -26,7 +26,8 @@ from weightserver.operations.verify import verify_directory
 from weightserver.protocol.codec import ScheduleHash
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.schedule_change import MAX_EARLIER, Part
-from weightserver.shard.shard import Shard, WriteHeader, WriteTransaction
+from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteHeader, WriteTransaction
 from weightserver.storage import records
 from weightserver.storage.lmdb_storage import LmdbStorage
 
@@ -355,7 +356,7 @@ def test_a_duplicate_is_answered_though_its_schedule_is_forgotten(served: Served
 
 
 def test_a_fetch_in_chunks_is_of_one_schedule(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightserver.shard.shard.CHUNK_BYTES", 6 * 4 * SPEC.dim)
+    monkeypatch.setattr("weightserver.shard.reading.CHUNK_BYTES", 6 * 4 * SPEC.dim)
     rows = np.arange(20)
     chunks = [served.shard.fetch(rows, step=step, state=False) for step in (CHANGED_AT, 30, None)]
     for fetched in chunks:
@@ -371,7 +372,7 @@ def test_a_fetch_in_chunks_is_of_one_schedule(served: Served, monkeypatch: pytes
 
 
 def test_a_chunk_behind_a_change_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightserver.shard.shard.CHUNK_BYTES", 6 * 4 * SPEC.dim)
+    monkeypatch.setattr("weightserver.shard.reading.CHUNK_BYTES", 6 * 4 * SPEC.dim)
     fetched = served.shard.fetch(np.arange(20), step=30, state=False)
     next(fetched)
     served.extend(CHANGED_AT, NEW[CHANGED_AT:])

@@ -404,7 +404,7 @@ class Machine(RuleBasedStateMachine):
             told = error
         finally:
             writer.num_running -= 1
-        if writer.client._connections is None:  # one that could not connect to all shards has met none
+        if writer.client._shards._connections is None:  # one that could not connect to all shards has met none
             self.cluster.forget(writer.name)
         self.catch_up()
         assert not run.unnoticed, "a shard answered a client that knows of more than it holds"
