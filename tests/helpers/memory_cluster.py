@@ -267,7 +267,7 @@ class Crash(BaseException):
     """The shard dies; nobody catches it."""
 
 
-class CallFailed(grpc.RpcError):  # type: ignore[misc]
+class CallFailed(grpc.RpcError):
     """As gRPC tells a client."""
 
     def __init__(self, status: grpc.StatusCode, details: str, trailing: Sequence[tuple[str, str]] = ()) -> None:

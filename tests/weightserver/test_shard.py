@@ -447,7 +447,7 @@ def test_inspect_reads_beside_a_writer(tmp_path: Path) -> None:
 
 def test_a_shard_knows_what_it_descends_from(tmp_path: Path) -> None:
     """Every start that writes is an incarnation of its own; one that reads only is the one before."""
-    marks = []
+    marks: list[Any] = []
     for number in range(4):
         with closing(Served(tmp_path)) as served:
             if number == 0:
@@ -661,7 +661,7 @@ def test_a_write_waits_for_room_behind_one_that_is_on_its_way() -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting: list[Future[Numbers]] = []
 
-        def send(_: Write) -> None:
+        def send(write: Write) -> None:
             for _ in range(WINDOW - 1):
                 done(session, [0])
             waiting.append(pool.submit(done, session, [0]))
