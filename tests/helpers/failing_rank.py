@@ -29,7 +29,7 @@ def fail(how: str) -> None:
 
 def failing(how: str, at: int) -> Any:
     """trainer.build's `announced`, with which rank 1 fails."""
-    announced = trainer.build.announced
+    announced = trainer.build.announced  # type: ignore[attr-defined]
 
     def until_then(active: Any, store: Any, steps: range) -> Any:
         for step, rows in zip(steps, announced(active, store, steps), strict=True):
@@ -43,5 +43,5 @@ def failing(how: str, at: int) -> Any:
 
 
 if __name__ == "__main__":
-    trainer.build.announced = failing(sys.argv[1], int(sys.argv[2]))
+    trainer.build.announced = failing(sys.argv[1], int(sys.argv[2]))  # type: ignore[attr-defined]
     main(sys.argv[3:])

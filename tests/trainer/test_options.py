@@ -201,7 +201,8 @@ def test_correction_takes_a_name_or_is_a_flag() -> None:
     cases |= {"--no_correction --seed 3": "none", "--correction": "exact", "--correction --seed 3": "exact"}
     for words, expected in cases.items():
         assert parse_config(["synthetic", *words.split()]).correction == expected, words
-    assert [TrainConfig(correction=flag).correction for flag in (True, False)] == ["exact", "none"]
+    flags: list[Any] = [True, False]
+    assert [TrainConfig(correction=flag).correction for flag in flags] == ["exact", "none"]
 
 
 def test_without_arguments_the_presets_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
