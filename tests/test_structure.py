@@ -86,7 +86,7 @@ def test_the_trainer_takes_public_names_only() -> None:
                 if node.module == "weightserver":
                     assert names <= set(weightserver.__all__), path
                 else:
-                    assert node.module.startswith(everyone), (path, node.module)
+                    assert (node.module or "").startswith(everyone), (path, node.module)
                     assert not any(name.startswith("_") for name in names), (path, names)
 
 

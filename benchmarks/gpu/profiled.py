@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from trainer.config import parse_config
@@ -52,7 +52,7 @@ class Watch:
         if step == self._end - 2 * self._length:
             self._waiting.enter_context(warnings.catch_warnings())
             warnings.simplefilter("always")
-            warnings.showwarning = self._note
+            warnings.showwarning = self._note  # type: ignore[assignment]
             if torch.cuda.is_available():
                 torch.cuda.set_sync_debug_mode("warn")
                 self._waiting.callback(torch.cuda.set_sync_debug_mode, "default")

@@ -29,8 +29,8 @@ from weightserver import (
     WeightClient,
     WeightServerError,
     __version__,
-    connection,
 )
+from weightserver.client import connection
 from weightserver.client.connection import ShardConnection
 from weightserver.client.workers import Workers
 from weightserver.protocol._generated import weight_server_pb2 as pb

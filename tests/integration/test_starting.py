@@ -258,7 +258,7 @@ def test_closed_streams_are_not_reused_for_other_files(tmp_path: Path) -> None:
     command = ["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh", *serve(tmp_path)]
     process = psutil.Popen(command, cwd=ROOT)
     try:
-        wait_until(lambda: (tmp_path / "owner.lock").exists() and (tmp_path / "owner.lock").stat().st_size)
+        wait_until(lambda: (tmp_path / "owner.lock").exists() and (tmp_path / "owner.lock").stat().st_size > 0)
         assert [os.readlink(f"/proc/{process.pid}/fd/{number}") for number in range(3)] == [os.devnull] * 3
     finally:
         process.terminate()
