@@ -95,6 +95,13 @@ def test_the_client_needs_no_lmdb() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+def test_help_imports_no_command() -> None:
+    """`weightserver --help` and each command import only what they need."""
+    heavy = ("lmdb", "cryptography", "safetensors.numpy", "weightserver.server")
+    code = f"import sys; from weightserver import cli; cli._parser(()); sys.exit(any(map(sys.modules.get, {heavy})))"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
 def test_nothing_is_unpickled() -> None:
     for package in ("weightserver", "trainer"):
         for path in (ROOT / package).rglob("*.py"):

@@ -1,4 +1,4 @@
-"""The peer: plain PyTorch, every row a parameter on the device beside the encoder's, one SGD for both.
+"""The peer: plain PyTorch, with every row a parameter on the device like the encoder's, and one SGD for both.
 
 python -m benchmarks.gpu.plain PRESET --OPTIONS: takes the trainer's arguments, and writes metrics.jsonl and
 summary.json into --output as it does. The classes are the first --num-negatives images, all of them on each rank, as in
@@ -45,7 +45,7 @@ class PlainClassifier(nn.Module):
 
 
 def visits_of(config: TrainConfig, ranks: Ranks) -> list[Visits]:
-    """This rank's slice of each step's batch: random images of the first K."""
+    """Yields this rank's slice of each step's batch: random images of the first K."""
     num_steps, share = config.num_steps(config.num_negatives), ranks.share(config.batch_size)
     shape = (num_steps, config.batch_size)
     images = np.random.default_rng(config.seed).integers(0, config.num_negatives, shape)[:, share]

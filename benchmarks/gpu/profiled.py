@@ -1,8 +1,8 @@
-"""A run of the trainer, watched: where it waits for its GPU, and what the GPU does meanwhile.
+"""Profiles a run of the trainer: where it waits for its GPU, and what the GPU does meanwhile.
 
-python -m benchmarks.gpu.profiled PRESET --OPTIONS: takes the trainer's arguments, and writes extra.json beside what it
-writes. Of the last steps, a quarter of all and at most ten, are watched by torch.profiler, and as many before them for
-waits (torch.cuda.set_sync_debug_mode), those of the main thread, on each rank; rank 0 tells.
+python -m benchmarks.gpu.profiled PRESET --OPTIONS: takes the trainer's arguments, and also writes extra.json into
+--output. torch.profiler records the last steps, a quarter of all and at most ten; in as many steps before them waits of
+the main thread are counted (torch.cuda.set_sync_debug_mode), on each rank. Rank 0 writes the results.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Interval = tuple[float, float]
 
 
 def covered(intervals: Iterable[Interval]) -> float:
-    """The length of what intervals (begin, end) cover together."""
+    """The length of the union of intervals (begin, end)."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, reached))
@@ -37,7 +37,7 @@ def covered(intervals: Iterable[Interval]) -> float:
 
 
 class Watch:
-    """Watches some of the steps of a run, as `train` tells of each before it begins."""
+    """Profiles some of the steps of a run, of which `train` announces each before it begins."""
 
     def __init__(self, num_steps: int) -> None:
         self._length = min(_MAX_STEPS, (num_steps - 1) // 4)

@@ -1,4 +1,4 @@
-"""A shard's storage in this process's memory: what the real one promises, without its disk."""
+"""A shard's storage in memory, with the guarantees of the real one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weightserver.storage.interface import DATABASES, NEWEST, DiskUsage
 
 
 class MemoryStorage:
-    """Changes are kept whole or not at all; a snapshot stays what it was. A new `Shard` on it is a restarted one."""
+    """Changes are atomic, snapshots immutable. A new `Shard` on it behaves as if restarted."""
 
     directory = Path("memory")
 
@@ -20,18 +20,18 @@ class MemoryStorage:
         self._committed = MemoryTransaction({name: {} for name in DATABASES})
         self._on_disk = self._committed
         self.fails = self.fails_too_late = False
-        """Whether the next commit fails, and whether what it wrote is there all the same at the next start."""
+        """Whether the next commit fails, and whether its changes are nevertheless stored at the next start."""
         self.num_landed = 0
-        """Transactions that will be there at the next start."""
+        """Number of transactions that the next start will find."""
         self._broken = False
 
     @property
     def contents(self) -> dict[str, dict[Any, bytes]]:
-        """What the next start finds."""
+        """The data that the next start finds."""
         return self._on_disk.databases
 
     def copy(self) -> MemoryStorage:
-        """The directory as it is on the disk."""
+        """A copy of the directory as stored on disk."""
         copied = MemoryStorage()
         copied._committed = copied._on_disk = self._on_disk
         return copied
@@ -59,7 +59,7 @@ class MemoryStorage:
         self._committed = changed
 
     def _check(self) -> None:
-        """As LMDB, whose environment is of no use once it could not write a meta page."""
+        """Fails like LMDB, whose environment is unusable after a meta page could not be written."""
         if self._broken:
             raise StorageError(f"{self.directory}: cannot be written: Input/output error")
 
@@ -72,7 +72,7 @@ class MemoryStorage:
 
 
 class MemoryTransaction:
-    """One dictionary a database; `blocks` by (block, generation)."""
+    """One dictionary per database; `blocks` by (block, generation)."""
 
     def __init__(self, databases: dict[str, dict[Any, bytes]]) -> None:
         self.directory = MemoryStorage.directory

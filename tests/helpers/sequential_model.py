@@ -1,4 +1,4 @@
-"""The weight server as if calls came one at a time: one dictionary of float64 rows that follow SGD, step by step."""
+"""A sequential model of the weight server: a dictionary of float64 rows that follow SGD, step by step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.row_model import Float64Array, Row, RowModel
 from weightserver import FencedError, NoTableError, StepError, TableSpec
 
 TOLERANCE = 1e-5
-"""Of a row's scale, between float32 and float64."""
+"""Tolerance between float32 and float64, relative to a row's scale."""
 FETCHES = ("fetch", "fetch_state")
 CHECKPOINT_CHANGES = ("checkpoint", "release", "rollback")
 _FENCED, _NO_CHECKPOINT, _TOO_LATE = FencedError.__name__, NoTableError.__name__, StepError.__name__
@@ -25,7 +25,7 @@ Key = tuple[int, str]
 
 @dataclass(frozen=True)
 class State:
-    """What one shard holds. Nothing in it is ever changed in place."""
+    """The contents of one shard; immutable."""
 
     rows: dict[int, Row]
     epoch: int = 0
@@ -34,7 +34,7 @@ class State:
 
     @functools.cached_property
     def made_by(self) -> Hashable:
-        """Equal for equal states: which calls made each row, now and of each checkpoint."""
+        """Equal for equal states: the calls that made each row, now and in each checkpoint."""
 
         def makers(rows: dict[int, Row]) -> Hashable:
             return tuple([(row.written_by, row.pushed_by) for row in rows.values()])
@@ -44,7 +44,7 @@ class State:
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """What one call does on one shard."""
+    """The effect of one call on one shard."""
 
     call: Call
     kind: str
@@ -52,18 +52,18 @@ class Operation:
     rows: dict[int, list[int]]
     """row of this shard -> its places in the call."""
     certain: bool
-    """Whether it was answered; else it may take effect at any time after it began, or never."""
+    """Whether it was answered; otherwise it may take effect at any later time, or never."""
     reads: frozenset[Hashable]
     writes: frozenset[Hashable]
     adds: frozenset[Hashable]
-    """Rows, "epoch" and "checkpoints" that it looks at, replaces, or adds to."""
+    """Rows, "epoch" and "checkpoints" that it reads, replaces, or adds to."""
 
     @property
     def key(self) -> Key:
         return self.call.number, self.kind
 
     def commutes(self, other: Operation) -> bool:
-        """Whether their order makes no difference; it makes none for what both only look at, or both add to."""
+        """Whether their order makes no difference, as for items that both only read, or both add to."""
         return not (
             self.writes & (other.reads | other.writes | other.adds)
             or other.writes & (self.reads | self.adds)
@@ -73,7 +73,7 @@ class Operation:
 
 
 def operations_of(call: Call, shard: int, rows_of_shard: frozenset[int]) -> list[Operation]:
-    """What the call did, or may have done, on this shard."""
+    """The operations that the call performed, or may have performed, on this shard."""
     rows: dict[int, list[int]] = {}
     for place, row in enumerate(call.arguments.get("rows", ())):
         if row in rows_of_shard:
@@ -117,18 +117,18 @@ def operations_of(call: Call, shard: int, rows_of_shard: frozenset[int]) -> list
 
 
 class Model:
-    """What operations do to states, and which answers states explain."""
+    """The effects of operations on states, and the answers that states explain."""
 
     def __init__(self, spec: TableSpec, learning_rates: npt.ArrayLike) -> None:
         self.rows = RowModel(spec, learning_rates)
 
     def initial(self, rows: Iterable[int]) -> State:
-        """A shard with these rows, as it is created."""
+        """The state of a new shard with these rows."""
         mine = list(rows)
         return State(dict(zip(mine, self.rows.initial(mine), strict=True)))
 
     def extended(self, state: State, rows: Iterable[int]) -> State:
-        """A state whose table has these rows too, which nobody wrote: so have its checkpoints."""
+        """A state whose table and checkpoints also have these rows, never written."""
         new = self.initial(rows).rows
         checkpoints = {name: kept | new for name, kept in state.checkpoints.items()}
         return replace(state, rows=state.rows | new, checkpoints=checkpoints)
@@ -138,7 +138,7 @@ class Model:
         return self.rows.pushed(row, step, gradient)._replace(pushed_by=row.pushed_by | {call})
 
     def apply(self, state: State, operation: Operation) -> State | None:
-        """The state after the operation, or None where it would not have been answered as it was."""
+        """The state after the operation, or None if its answer is impossible."""
         call, kind = operation.call, operation.kind
         if kind in ("fetch", "fetch_state"):
             return state if self._explains(state, operation) else None
@@ -180,7 +180,7 @@ class Model:
         return replace(state, rows=rows)
 
     def _explains(self, state: State, operation: Operation) -> bool:
-        """Whether a fetch at this moment gives this answer."""
+        """Whether a fetch in this state gives this answer."""
         outcome, step = operation.call.outcome, operation.call.arguments.get("step")
         rows = seen(state, operation)
         if rows is None:
@@ -192,7 +192,7 @@ class Model:
         )
 
     def agrees(self, row: Row, operation: Operation, place: int) -> bool:
-        """Whether a fetch that sees `row`, with last_step ≤ its step, answers what stands at `place`."""
+        """Whether a fetch of `row`, with last_step ≤ its step, gives the answer at `place`."""
         answer, step = operation.call.result, operation.call.arguments.get("step")
         row = row if step is None else self.rows.at(row, step)
         if "last_step" in answer and answer["last_step"][place] != row.last_step:
@@ -206,14 +206,14 @@ class Model:
 
 
 def seen(state: State, operation: Operation) -> dict[int, Row] | None:
-    """The rows that a fetch looks at; None where there is no such checkpoint."""
+    """The rows that a fetch reads; None if there is no such checkpoint."""
     checkpoint = operation.call.arguments.get("checkpoint", "")
     rows = state.checkpoints.get(checkpoint) if checkpoint else state.rows
     return None if rows is None else {row: rows[row] for row in operation.rows}
 
 
 def _change_checkpoints(state: State, kind: str, name: str) -> State | None:
-    """Takes one, goes back to one, or forgets one."""
+    """Takes a checkpoint, returns to one, or forgets one."""
     retained = dict(state.checkpoints)
     if kind == "checkpoint":
         retained[name] = state.rows

@@ -84,7 +84,7 @@ def test_a_failed_write_of_a_meta_page_ends_the_shard(
             cluster.restart(0)
             waiting.result(60)  # the same call went on, under the same number
     log = (tmp_path / "servers/shard-0.log").read_text()
-    assert re.search("^weightserver serve: .*: LMDB cannot go on after .*$", log, re.MULTILINE), log
+    assert re.search("^weightserver serve: .*: LMDB cannot continue after .*$", log, re.MULTILINE), log
     assert "Traceback" not in log
     assert sums(client) == {3}
     push(client, 3)

@@ -161,25 +161,25 @@ REFUSED: dict[str, Refused] = {
     "no client certificate": (
         "mutual",
         lambda place: tls(place.own),
-        r"wants a client certificate and took none from this one: give --tls-cert and --tls-key",
+        r"requires a client certificate and accepted none: give --tls-cert and --tls-key",
     ),
     "another CA's client": (
         "mutual",
         lambda place: everything(
             place.own, tls_cert=place.other / "client.pem", tls_key=place.other / "client-key.pem"
         ),
-        r"wants a client certificate .* signed by the CA in its --tls-client-ca",
+        r"requires a client certificate .* signed by the CA in its --tls-client-ca",
     ),
     "a client without TLS": (
         "tls",
         lambda place: ClientSecurity(token_file=place.own / "token"),
         r"speaks TLS only: give --tls-ca",
     ),
-    "a client without TLS, certificates wanted": ("mutual", lambda place: ClientSecurity(), r"speaks TLS only"),
+    "a client without TLS, certificates required": ("mutual", lambda place: ClientSecurity(), r"speaks TLS only"),
     "a shard without TLS": (
         "plain",
         lambda place: tls(place.own),
-        r"it does not speak TLS: leave --tls-ca away, or start it with --tls-cert",
+        r"it does not speak TLS: omit --tls-ca, or start it with --tls-cert",
     ),
 }
 
@@ -375,7 +375,7 @@ def test_the_commands_take_the_same_options(place: Place, capsys: pytest.Capture
     assert command("health", address, *certificate) == (0, "SERVING\n", "")
     for arguments, message in (
         (["health", address], "cannot be reached: it speaks TLS only: give --tls-ca, .*"),
-        (["health", address, *certificate[:2]], "cannot be reached: it wants a client certificate .*"),
+        (["health", address, *certificate[:2]], "cannot be reached: it requires a client certificate .*"),
         (["checkpoints", address, *certificate], "the call has no token, .*"),
         (["drop", address, *certificate[:4]], "--tls-cert and --tls-key belong together: give both or none"),
     ):

@@ -65,8 +65,8 @@ def test_an_empty_directory_takes_init(tmp_path: Path) -> None:
     with LocalCluster(1, tmp_path, serve_options=options) as cluster:
         assert rows_stored(cluster) == SPEC.num_rows
     log = (tmp_path / "shard-0.log").read_text()
-    assert log.count("--init does nothing") == 1
-    assert "warning" in next(line for line in log.splitlines() if "--init does nothing" in line)
+    assert log.count("--init has no effect") == 1
+    assert "warning" in next(line for line in log.splitlines() if "--init has no effect" in line)
 
 
 @pytest.mark.parametrize("init", [["--init"], []], ids=["with --init", "without"])

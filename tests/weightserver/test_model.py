@@ -86,7 +86,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
         self.clock = max(self.clock, step + 1)
 
     def there(self, rows: list[int]) -> list[int]:
-        """As many rows of the table as it is."""
+        """The rows, wrapped to the table's size, sorted and distinct."""
         return sorted({row % len(self.rows) for row in rows})
 
     @rule(num_rows=st.integers(SPEC.num_rows, MAX_ROWS))
@@ -220,7 +220,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
         assert self.shard.state.epoch == self.epoch
 
     def compare(self, rows: list[Row], checkpoint: str | None) -> None:
-        """What can be read, now or of a checkpoint."""
+        """Compares everything that can be read, now or at a checkpoint."""
         assert self.read(None, checkpoint)[2].tolist() == [row.last_step for row in rows]
         for step in {max(row.last_step for row in rows), HORIZON}:
             weight, momentum, _ = self.read(step, checkpoint)
@@ -230,7 +230,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
             np.testing.assert_allclose(momentum, [row.momentum_buffer for row in expected], atol=1e-5 * scale, rtol=0)
 
     def no_version_is_kept_in_vain(self) -> None:
-        """At most one version of a block for each checkpoint taken and not forgotten, and one for now, at any write."""
+        """After any write, a block has at most one version for each retained checkpoint, and the newest."""
         with self.storage.read() as txn:
             for block in range(-(-len(self.rows) // SPEC.rows_per_block)):
                 generations = txn.generations(block)

@@ -1,4 +1,4 @@
-"""What a `WeightClient` returns: rows with their state, and descriptions of the table and its shards."""
+"""Results of a `WeightClient`: rows with their state, and descriptions of the table and its shards."""
 
 from __future__ import annotations
 

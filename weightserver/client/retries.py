@@ -1,4 +1,4 @@
-"""When a client tries a call again: the budget, the pauses, and what is known about the attempts so far."""
+"""Retries of a call: the budget, the pauses, and what is known about the attempts so far."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AnswerInDoubt(Exception):
 
 @dataclass
 class CallStart:
-    """When the first attempt of a call began, and the call's id."""
+    """The time at which the first attempt of a call began, and the call's id."""
 
     at: float = field(default_factory=lambda: time.monotonic())
     request_id: str = field(default_factory=new_request_id)

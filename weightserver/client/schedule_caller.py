@@ -116,27 +116,7 @@ class ScheduleCaller:
             StepError, TableMismatchError, FencedError: as `WeightClient.extend_schedule`; nothing was changed.
         """
         change = os.urandom(16)
-
-        def prepare(answer: pb.DescribeResponse) -> pb.ExtendScheduleResponse:
-            for first in range(0, max(1, len(rates)), _RATES_PER_CALL):
-                end = first + _RATES_PER_CALL
-                prepared = self._call(
-                    answer.shard,
-                    pb.SCHEDULE_PHASE_PREPARE,
-                    change,
-                    start_step=start_step + first,
-                    learning_rates=to_bytes(rates[first:end]),
-                    epoch=self._epoch,
-                    version=answer.schedule_version,
-                    last=end >= len(rates),
-                )
-                if prepared.version != answer.schedule_version:
-                    raise FencedError(
-                        "another call changed the learning rates meanwhile: call extend_schedule() again if these are "
-                        "still right"
-                    )
-            return prepared
-
+        prepare = partial(self._prepare, change=change, start_step=start_step, rates=rates)
         try:
             prepared = self._in_parallel(prepare, [(answer,) for answer in answers])
             known = KnownSchedule(prepared[0].schedule, prepared[0].horizon)
@@ -156,6 +136,29 @@ class ScheduleCaller:
         if others := [(shard,) for shard, answer in enumerate(prepared) if shard and answer.pending]:
             self._in_parallel(commit, others)
         return known
+
+    def _prepare(
+        self, answer: pb.DescribeResponse, change: bytes, start_step: int, rates: Float32Array
+    ) -> pb.ExtendScheduleResponse:
+        """Sends all parts of a change to one shard; returns its last answer."""
+        for first in range(0, max(1, len(rates)), _RATES_PER_CALL):
+            end = first + _RATES_PER_CALL
+            prepared = self._call(
+                answer.shard,
+                pb.SCHEDULE_PHASE_PREPARE,
+                change,
+                start_step=start_step + first,
+                learning_rates=to_bytes(rates[first:end]),
+                epoch=self._epoch,
+                version=answer.schedule_version,
+                last=end >= len(rates),
+            )
+            if prepared.version != answer.schedule_version:
+                raise FencedError(
+                    "another call changed the learning rates meanwhile: call extend_schedule() again if these are "
+                    "still right"
+                )
+        return prepared
 
     def _abandon(self, answers: Answers, change: bytes) -> None:
         """Tries once to give up a change that was not committed; if that fails, the next call settles it."""

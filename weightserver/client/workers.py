@@ -53,7 +53,7 @@ class Task(NamedTuple):
 
 
 class Workers:
-    """As many threads as there are calls at a time. They start with the first call and end after `end`."""
+    """A thread for each concurrent call. Threads start with the first call and end after `end`."""
 
     def __init__(self) -> None:
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()

@@ -62,7 +62,7 @@ class BlockCodec:
         weight = last_step + 8 * rows
         momentum_buffer = weight + 4 * rows * dim
         self.offsets = last_step, weight, momentum_buffer
-        """Where each array begins in a block, in bytes."""
+        """Offset of each array in a block, in bytes."""
         self.num_bytes = momentum_buffer + 4 * rows * dim
 
     def initial(self, block: int) -> bytearray:
@@ -112,7 +112,7 @@ class BlockCodec:
         return buffer[0] == _SMALL_VALUES
 
     def problem(self, block: int, buffer: Buffer) -> str:
-        """What is wrong with the bytes of a sealed block of this table; empty if nothing is."""
+        """Describes what is wrong with the bytes of a sealed block of this table; empty if nothing is."""
         if len(buffer) != self.num_bytes:
             return f"has {len(buffer)} bytes, not {self.num_bytes}"
         block_format, rows, dim, checksum = _HEADER.unpack_from(buffer)

@@ -32,7 +32,7 @@ class ShardCheckpoint(Checkpoint):
     clock: int
     rows_stored: int
     num_rows: int = 0
-    """Of the table when it was taken; 0 if version 0.1 took it, which did not record it."""
+    """Number of rows of the table when it was taken; 0 if version 0.1 took it, which did not record it."""
 
     @property
     def mark(self) -> str:

@@ -1,4 +1,4 @@
-"""Where a row lives: row -> block -> shard, and rows <-> ranges."""
+"""Placement of rows: row -> block -> shard, and rows <-> ranges."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from weightserver.core.arrays import Int64Array
 
 _ROWS_AT_A_TIME = 1 << 16
-"""Number of rows whose blocks are looked up together: as Python integers they take 40 times a row's 8 bytes."""
+"""Number of rows whose blocks are computed together: as Python integers they take 40 times a row's 8 bytes."""
 
 
 @dataclass(frozen=True)

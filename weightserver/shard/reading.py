@@ -18,11 +18,11 @@ from weightserver.storage.interface import NEWEST, Storage, Transaction
 from weightserver.storage.records import read_state
 
 READ_BYTES = 4 << 20
-"""Blocks in one answer of `read_blocks`."""
+"""Bytes of blocks in one answer of `read_blocks`."""
 _MOST_STANDARD_DEVIATIONS = 10
 """No initial weight lies beyond so many."""
 _MAX_SEEN_BLOCKS = 50_000
-"""Blocks looked at for one answer of `read_blocks`: a snapshot of some 100 ms."""
+"""Number of blocks inspected for one answer of `read_blocks`: a snapshot of some 100 ms."""
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,8 @@ from dataclasses import replace
 
 from weightserver.common.stages import StageClock
 from weightserver.core.arrays import Float32Array, Int64Array
-from weightserver.core.correction import MAX_STEPS
 from weightserver.core.errors import (
     DataLossError,
-    FencedError,
     InvalidRequestError,
     NoTableError,
     StepError,
@@ -27,11 +25,11 @@ from weightserver.core.errors import (
 from weightserver.core.lineage import Lineage
 from weightserver.core.spec import TableSpec
 from weightserver.protocol.codec import CHUNK_BYTES
-from weightserver.shard import checkpoints, reading, sessions, writing
+from weightserver.shard import checkpoints, reading, schedule_operations, sessions, table_operations, writing
 from weightserver.shard.reading import ReadAt, Rows
 from weightserver.shard.schedule_change import Part, ScheduleState, read_schedule_state, write_schedule_state
-from weightserver.shard.sessions import check_epoch, session_of
-from weightserver.shard.table import MAX_EARLIER_SIZES, Table, difference
+from weightserver.shard.sessions import check_epoch
+from weightserver.shard.table import Table
 from weightserver.shard.transaction import WriteHeader, WriteTransaction
 from weightserver.shard.unswept import Submit, Unswept
 from weightserver.storage.interface import DiskUsage, Storage, Transaction
@@ -264,70 +262,26 @@ class Shard:
     def create_table(
         self, batch: WriteTransaction, spec: TableSpec, identity: bytes = b"", epoch: int | None = None
     ) -> bytes:
-        """Creates the table, unless one was dropped since `epoch`; returns its identity, a new one if none is given.
-
-        If the same table exists, nothing changes, except that a table without rows takes on the given identity.
-        """
-        existing, found = read_spec(batch.txn), read_table_identity(batch.txn)
-        if existing is not None and existing != spec:
-            raise TableMismatchError(f"another table exists, {difference(existing, spec)}: use its spec")
-        if existing is None and epoch not in (None, batch.state.epoch):
-            raise FencedError(
-                f"a table was dropped since epoch {epoch}: call create_table() again if it is still wanted"
-            )
-        if existing is not None and identity in (b"", found):
-            return found
-        state = batch.state
-        if existing is not None and (state.rows_stored or state.clock or state.opener or state.checkpoints):
-            raise TableMismatchError(
-                f"shard {self.shard} holds another table of the same spec, of {session_of(state)}: are all addresses "
-                "of one cluster?"
-            )
-        identity = identity or os.urandom(16)
-        write_spec(batch.txn, spec, identity)
-        table = Table.of(spec, identity)
-        table.schedule.extend(0, read_schedule(batch.txn))
+        """Creates the table, unless one was dropped since `epoch` or the same one exists; returns its identity."""
+        table = table_operations.create(batch, spec, identity, epoch, shard=self.shard)
+        if table is None:
+            return read_table_identity(batch.txn)
         batch.after_commit.append(lambda: self._set_table(table))
-        return identity
+        return table.identity
 
     def extend_table(self, batch: WriteTransaction, num_rows: int, epoch: int | None = None) -> bool:
-        """Gives the table more rows, unless another session than `epoch` is the newest; returns False if it has them.
-
-        Nothing is stored for them: a row that was never written is a function of the seed and its number.
-        """
-        spec = read_spec(batch.txn)
-        if spec is None:
-            raise NoTableError("the shard holds no table: call create_table() first")
-        if epoch not in (None, batch.state.epoch):
-            check_epoch(batch.state, epoch)
-        if num_rows < spec.num_rows:
-            raise InvalidRequestError(f"the table has {spec.num_rows} rows, and can only become larger, not {num_rows}")
-        if num_rows == spec.num_rows:
+        """Gives the table more rows if `epoch` is the newest session; returns False if it has as many."""
+        earlier_sizes = table_operations.extend(batch, num_rows, epoch)
+        if earlier_sizes is None:
             return False
-        earlier_sizes = (*read_earlier_sizes(batch.txn), spec.num_rows)[-MAX_EARLIER_SIZES:]
-        write_spec(batch.txn, replace(spec, num_rows=num_rows), read_table_identity(batch.txn), earlier_sizes)
         batch.after_commit.append(lambda: self._set_table(self.require_table().extended(num_rows, earlier_sizes)))
         return True
 
     def drop_table(self, batch: WriteTransaction, epoch: int | None = None) -> None:
-        """Deletes the table and fences every session; epochs continue to count.
-
-        A request that is repeated after its `epoch` has passed does nothing, and a newer table stays.
-        """
-        if epoch not in (None, batch.state.epoch):
-            if read_spec(batch.txn) is None:
-                return
-            raise FencedError(
-                f"the table is now that of {session_of(batch.state)}, no longer of epoch {epoch}: nothing was dropped"
-            )
-        for database in ("blocks", "changes", "schedule", "writers"):
-            batch.txn.clear(database)
-        write_spec(batch.txn, None)
-        write_peers(batch.txn, [])
-        batch.state = State(epoch=batch.state.epoch + 1, schedule_version=batch.state.schedule_version + 1)
-        batch.schedule = ScheduleState()
-        batch.after_commit.append(lambda: self._set_table(None))
-        batch.after_commit.append(lambda: self._set_peers([]))
+        """Deletes the table of `epoch` and fences every session; may be repeated."""
+        if table_operations.drop(batch, epoch):
+            batch.after_commit.append(lambda: self._set_table(None))
+            batch.after_commit.append(lambda: self._set_peers([]))
 
     def _set_table(self, table: Table | None) -> None:
         self._table = table
@@ -378,55 +332,18 @@ class Shard:
         return part.first_change(known) is None
 
     def prepare_schedule(self, batch: WriteTransaction, part: Part, *, version: int, epoch: int = 0) -> None:
-        """Prepares a part of a change.
-
-        Until the change is committed or abandoned, requests that use one of its steps are refused. A part that arrives
-        again changes nothing, however late.
-        """
-        known, before = self.require_table().schedule.learning_rates, batch.schedule
-        if epoch:
-            check_epoch(batch.state, epoch)
-        if part.stop_step > MAX_STEPS:
-            raise StepError(f"a schedule has at most {MAX_STEPS} steps, not {part.stop_step}: give fewer")
-        horizon = max(len(known), before.pending.stop_step if before.pending else 0)
-        if part.start_step > horizon:
-            raise StepError(f"the schedule ends at {horizon}: step {part.start_step} would leave a gap before it")
-        batch.schedule = before.prepared(batch.txn, part, known, reached=batch.state.clock)
-        if batch.schedule is not before and version != batch.state.schedule_version:
-            raise FencedError(
-                "the learning rates were changed by another call: call extend_schedule() again if these are still right"
-            )
+        """Prepares a part of a change; see `schedule_operations`."""
+        known = self.require_table().schedule.learning_rates
+        schedule_operations.prepare(batch, known, part, version=version, epoch=epoch)
 
     def commit_schedule(self, batch: WriteTransaction, change: str, *, digest: int, epoch: int = 0) -> bool:
         """Commits a prepared change, which leads to learning rates of `digest`; returns False if it was committed."""
-        schedule, pending = self.require_table().schedule, batch.schedule.pending
-        if pending is None or pending.change != change:
-            if batch.schedule.digest == digest:
-                return False
-            raise FencedError(
-                "this change of the learning rates was given up by another call: call extend_schedule() again if they "
-                "are still right"
-            )
-        if epoch:
-            check_epoch(batch.state, epoch)
-        if not pending.digest or pending.digest != digest:
-            raise InvalidRequestError(
-                "a part of this change of the learning rates is missing: prepare all of them first"
-            )
-        batch.schedule, rates = batch.schedule.committed(batch.txn, schedule.learning_rates)
-        batch.state = replace(batch.state, schedule_version=batch.state.schedule_version + 1)
-        batch.after_commit.append(lambda: schedule.extend(pending.first_step, rates))
-        return True
+        schedule = self.require_table().schedule
+        return schedule_operations.commit(batch, schedule, change, digest=digest, epoch=epoch)
 
     def give_up_schedule(self, batch: WriteTransaction, change: str) -> bool:
-        """Abandons a prepared change, also before it has arrived: the next version makes its parts refused. Returns
-        False if another change is pending, or this one was abandoned just before."""
-        before = batch.schedule
-        if before.given_up == change or (before.pending is not None and before.pending.change != change):
-            return False
-        batch.schedule = before.without_pending(batch.txn, change)
-        batch.state = replace(batch.state, schedule_version=batch.state.schedule_version + 1)
-        return True
+        """Gives up a prepared change; returns False if there was nothing to do."""
+        return schedule_operations.give_up(batch, change)
 
     def push_gradients(
         self, batch: WriteTransaction, header: WriteHeader, rows: Int64Array, gradients: Float32Array

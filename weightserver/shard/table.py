@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from weightserver.core.arrays import Int64Array
 from weightserver.core.blocks import BlockCodec
@@ -12,9 +12,6 @@ from weightserver.core.errors import InvalidRequestError, TableMismatchError
 from weightserver.core.sharding import Sharding
 from weightserver.core.spec import TableSpec
 from weightserver.protocol.codec import table_digest
-
-MAX_EARLIER_SIZES = 64
-"""Number of extensions after which a client that knows the table from before them may still use it."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +58,3 @@ class Table:
         elsewhere = Sharding(self.spec.rows_per_block, num_shards).shard_of(rows) != shard
         if elsewhere.any():
             raise InvalidRequestError(f"row {rows[elsewhere.argmax()]} does not live on shard {shard} of {num_shards}")
-
-
-def difference(existing: TableSpec, wanted: TableSpec) -> str:
-    """The values in which two specs differ, for an error message."""
-    old, new = asdict(existing), asdict(wanted)
-    return ", ".join(f"{name} {old[name]} there and {new[name]} here" for name in old if old[name] != new[name])

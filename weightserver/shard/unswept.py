@@ -1,4 +1,4 @@
-"""Where versions of blocks may lie that no checkpoint needs any more, and their deletion a little at a time."""
+"""Finds versions of blocks that no checkpoint needs any more, and deletes them a little at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a shard needs of its storage: snapshots, atomic changes, and their sizes. `lmdb_storage` implements it."""
+"""The interface of a shard's storage: snapshots, atomic changes, and their sizes. `lmdb_storage` implements it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class DiskUsage:
 
 
 class Storage(Protocol):
-    """Where a shard keeps its data."""
+    """The storage of a shard's data."""
 
     directory: Path
 

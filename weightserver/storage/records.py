@@ -52,7 +52,7 @@ class State:
 
     epoch: int = 0
     opener: str = ""
-    """Of the newest session. Empty if no client opened it, as after a drop or a restore."""
+    """Opener of the newest session; empty if no client opened it, as after a drop or a restore."""
     run: str = ""
     clock: int = 0
     rows_stored: int = 0
@@ -95,7 +95,7 @@ def descends(state: State, lineage: Lineage, mark: str) -> bool:
 
 
 def read_identity(txn: Reader) -> ShardIdentity | None:
-    """Whose data the directory holds; None if nothing is stored yet.
+    """Reads whose data the directory holds; None if nothing is stored yet.
 
     Raises:
         StorageError: it is damaged, or of another format.

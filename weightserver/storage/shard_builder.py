@@ -55,17 +55,17 @@ class TableState:
     """Identity of the table."""
     timeline: str
     lineage: Lineage = field(default_factory=Lineage)
-    """Of the shards that the rows come from, up to the state that they hold completely."""
+    """Lineage of the source shards, up to the state that the rows hold completely."""
 
 
 class ShardBuilder:
     """Fills a directory with the blocks of one shard; a context manager.
 
-    What was done is recorded in the directory, in the transaction that did it: a build that was killed goes on where it
-    was. `serve` refuses the directory until it is finished.
+    Each transaction records its progress in the directory: a build that was killed resumes there. `serve` refuses the
+    directory until it is finished.
 
     Args:
-        origin: what the blocks come from, as JSON; a build goes on only from the same.
+        origin: identifies the source of the blocks, as JSON; a build resumes only from the same source.
 
     Raises:
         ValueError, StorageError: the directory holds anything else, or another process uses it.
