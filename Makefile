@@ -43,7 +43,7 @@ test-gpu: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p weightserver -p trainer -p deploy
+	$(BIN)/mypy
 
 # The documentation as a site, in build/site.
 docs: $(INSTALLED)

@@ -70,6 +70,7 @@ def fill(shard: Shard) -> None:
         shard.create_table(batch, SPEC)
     with shard.batch() as batch:
         shard.prepare_schedule(batch, Part("00" * 16, 0, np.full(STEP, 0.06, np.float32)), version=0)
+        assert batch.schedule.pending is not None
         shard.commit_schedule(batch, "00" * 16, digest=batch.schedule.pending.digest)
     with shard.batch() as batch:
         shard.open_session(batch, "benchmark", 1, bytes(16))

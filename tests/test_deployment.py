@@ -66,7 +66,8 @@ def test_every_list_of_shards_in_the_compose_file_is_as_long() -> None:
 @pytest.mark.parametrize("name", SHARDS)
 def test_a_shard_of_the_compose_file(name: str) -> None:
     service = SHARDS[name]
-    program, *command = [*service["entrypoint"], *service["command"]]
+    words: list[str] = [*service["entrypoint"], *service["command"]]
+    program, *command = words
     arguments = told(command)
     assert (program, arguments.command) == ("weightserver", "serve")
     assert (f"shard-{arguments.shard}", arguments.num_shards) == (name, len(SHARDS))

@@ -54,7 +54,7 @@ def test_a_table_follows_sgd(correction: bool) -> None:
         optimizer.param_groups[0]["lr"] = float(rates[step])
         optimizer.step()
     weight, _ = model.at(np.arange(spec.num_rows), NUM_STEPS)
-    np.testing.assert_allclose(weight, torch.stack(parameters).detach().numpy(), atol=1e-12)
+    np.testing.assert_allclose(weight, torch.stack([*parameters]).detach().numpy(), atol=1e-12)
 
 
 def test_the_papers_correction_repeats_the_newest_missed_update() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
@@ -15,6 +15,7 @@ def resumable(default: Value) -> Value:
     return value  # type: ignore[no-any-return]  # a dataclass field, whose declared type is that of its default
 
 
+@dataclass(frozen=True)
 class Settings:
     """One part of a run's settings: a frozen dataclass whose field names are flags and whose docstrings are help texts.
 

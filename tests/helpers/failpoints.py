@@ -64,7 +64,7 @@ def _install(point: str, commit: int) -> None:
             if count == commit and point == "after":
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    server.LmdbStorage = Dying  # type: ignore[misc]
+    server.LmdbStorage = Dying  # type: ignore[attr-defined]
 
 
 _SYSTEM_CALLS = {

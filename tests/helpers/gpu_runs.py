@@ -1,4 +1,4 @@
-"""One rank of runs on pretended GPUs, each beside the same run on the CPU; as a program it writes down what they did.
+"""One rank of runs on pretended GPUs, each compared with the same run on the CPU; as a program it records them.
 
 python -m tests.helpers.gpu_runs OUT SERVERS IMAGES PORT,PORT,... SCENARIO,SCENARIO,...      (RANK and so on are set)
 """
@@ -75,7 +75,7 @@ def config(scenario: str, output: Path, servers: str, images: Path, device: str)
 def run(settings: TrainConfig, ports: Iterator[str]) -> list[float]:
     """Trains and returns the losses of rank 0's metrics.jsonl; a run with checkpoints is resumed from the newest.
 
-    Each time the ranks meet at a port of their own: one that is ahead must not find what is left of the time before.
+    The ranks use a new port each time: one that is ahead must not connect to remains of the previous run.
     """
     from trainer.loop import train
     from weightserver import WeightClient

@@ -267,7 +267,7 @@ class Crash(BaseException):
     """The shard dies; not caught by its code."""
 
 
-class CallFailed(grpc.RpcError):  # type: ignore[misc]
+class CallFailed(grpc.RpcError):
     """An error as gRPC raises it in a client."""
 
     def __init__(self, status: grpc.StatusCode, details: str, trailing: Sequence[tuple[str, str]] = ()) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from weightserver.core.errors import StorageError
 from weightserver.storage.interface import DATABASES, NEWEST, DiskUsage
@@ -25,7 +26,7 @@ class MemoryStorage:
         self._broken = False
 
     @property
-    def contents(self) -> dict[str, dict[object, bytes]]:
+    def contents(self) -> dict[str, dict[Any, bytes]]:
         """The data that the next start finds."""
         return self._on_disk.databases
 
@@ -73,7 +74,7 @@ class MemoryStorage:
 class MemoryTransaction:
     """One dictionary per database; `blocks` by (block, generation)."""
 
-    def __init__(self, databases: dict[str, dict[object, bytes]]) -> None:
+    def __init__(self, databases: dict[str, dict[Any, bytes]]) -> None:
         self.directory = MemoryStorage.directory
         self.databases = databases
         self._blocks = databases["blocks"]
@@ -92,11 +93,11 @@ class MemoryTransaction:
         self.databases[database].pop(key, None)
 
     def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]:
-        for key, value in sorted(self.databases[database].items()):  # type: ignore[type-var]
-            yield key, memoryview(value)  # type: ignore[misc]
+        for key, value in sorted(self.databases[database].items()):
+            yield key, memoryview(value)
 
     def block_versions(self) -> Iterator[tuple[int, int]]:
-        yield from sorted(self._blocks, key=lambda version: (version[0], -version[1]))  # type: ignore[index, operator]
+        yield from sorted(self._blocks, key=lambda version: (version[0], -version[1]))
 
     def clear(self, database: str) -> None:
         self.changed = True

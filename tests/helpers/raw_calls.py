@@ -13,10 +13,10 @@ from weightserver.protocol.codec import VERSION_KEY
 
 
 class _Versioned(
-    grpc.UnaryUnaryClientInterceptor,  # type: ignore[misc]
-    grpc.UnaryStreamClientInterceptor,  # type: ignore[misc]
-    grpc.StreamUnaryClientInterceptor,  # type: ignore[misc]
-    grpc.StreamStreamClientInterceptor,  # type: ignore[misc]
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+    grpc.StreamUnaryClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
 ):
     def _call(self, continuation: Callable[[Any, Any], Any], details: Any, request: Any) -> Any:
         return continuation(details._replace(metadata=[*(details.metadata or ()), (VERSION_KEY, __version__)]), request)

@@ -62,7 +62,8 @@ class RowModel:
         transfers = np.empty((step + 1, 2, 2))
         transfers[step] = np.eye(2)
         for missed in reversed(range(step)):
-            idle = self.updated(*np.eye(2), step - 1 if self.spec.correction == "paper" else missed)
+            (weight, momentum), newest = np.eye(2), self.spec.correction == "paper"
+            idle = self.updated(weight, momentum, step - 1 if newest else missed)
             transfers[missed] = transfers[missed + 1] @ idle if self.spec.correction else np.eye(2)
         return transfers
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import numpy as np
@@ -42,6 +43,7 @@ HUGE = np.full((2, 4), 3e38, np.float32)
 LOST_ROWS = r"shard {} holds rows of a table that shard {} lacks: is a disk not mounted, .* restore all shards from one"
 
 Call = Callable[[WeightClient], object]
+HALF: Any = 0.5
 REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     # what the client sees by itself
     "rows of two dimensions": (
@@ -52,7 +54,7 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "rows that are no integers": (lambda c: c.fetch([1.5], step=0), TypeError, r"rows must be integers, got .*float64"),
     "an unknown row": (lambda c: c.fetch([1, 100], step=0), ValueError, r"row 100 does not exist: .* rows 0\.\.99"),
     "a negative row": (lambda c: c.push_gradients([-1, 0], ONES, step=0), ValueError, r"row -1 does not exist"),
-    "a step that is no integer": (lambda c: c.fetch([1], step=1.5), TypeError, r"step must be an integer, got 1\.5"),
+    "a step that is no integer": (lambda c: c.fetch([1], step=HALF), TypeError, r"step must be an integer, got 0\.5"),
     "a negative step": (lambda c: c.push_gradients([1, 2], ONES, step=-1), ValueError, r"step must not be negative"),
     "a gradient for fewer rows": (
         lambda c: c.push_gradients([1, 2, 3], ONES, step=0),
@@ -236,7 +238,8 @@ def test_a_client_and_a_replaced_table(client: WeightClient, cluster: LocalClust
         old.open_session("old")
         old.fetch(np.arange(100), step=0)
         client.drop_table()
-        client.create_table(TableSpec(**{"num_rows": 100, "dim": 4, "rows_per_block": 3} | changes))
+        settings: dict[str, Any] = {"num_rows": 100, "dim": 4, "rows_per_block": 3}
+        client.create_table(TableSpec(**settings | changes))
         client.extend_schedule(0, np.full(20, 0.5))
         for call in (lambda: old.fetch(np.arange(100), step=0), lambda: old.fetch_state(np.arange(100))):
             with pytest.raises(WeightServerError, match=r"shard . at ") as raised:

@@ -6,6 +6,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import grpc
 import numpy as np
@@ -52,7 +53,7 @@ class Shard:
         good = {"epoch": self.epoch, "opener": self.opener, "writer": b"c" * 16, "sequence": self.sequence, "step": 2}
         return pb.WriteHeader(**(good | {"num_rows": 2} | changes))  # type: ignore[arg-type]
 
-    def fetch(self, rows: pb.Rows, step: int = 3, **more: int) -> list[pb.FetchResponse]:
+    def fetch(self, rows: pb.Rows, step: int = 3, **more: Any) -> list[pb.FetchResponse]:
         return list(self.stub.Fetch(pb.FetchRequest(rows=rows, step=step, **more), timeout=10))
 
     def push(self, *messages: pb.PushGradientsRequest) -> pb.WriteResponse:
@@ -84,7 +85,7 @@ class Shard:
         request = pb.ExtendScheduleRequest(start_step=start, learning_rates=rates, **(good | more))  # type: ignore[arg-type]
         return self.stub.ExtendSchedule(request, timeout=10)
 
-    def commit(self, change: bytes, schedule: int, **more: int) -> pb.ExtendScheduleResponse:
+    def commit(self, change: bytes, schedule: int, **more: Any) -> pb.ExtendScheduleResponse:
         request = pb.ExtendScheduleRequest(phase=pb.SCHEDULE_PHASE_COMMIT, change=change, schedule=schedule, **more)
         return self.stub.ExtendSchedule(request, timeout=10)
 

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import numpy as np
@@ -70,7 +70,7 @@ NUM_REPLAYED = 25
 """Each shard receives this many of the newest and of all requests again at each barrier, and more at any time."""
 
 METHODS = pb.DESCRIPTOR.services_by_name["WeightServer"].methods_by_name
-WRITES = {
+WRITES: dict[str, Any] = {
     name: GetMessageClass(method.input_type)
     for name, method in METHODS.items()
     if method.output_type.name == "WriteResponse"
@@ -511,8 +511,8 @@ class Trial:
             raise AssertionError(f"{where}: {error}") from None
         info = self._observer.describe()
         assert (info.clock, info.rows_stored) == (self._oracle.clock, self._oracle.rows_stored), where
-        saved = [Checkpoint(name, saved.clock) for name, saved in self._saved.items()]
-        assert self._observer.checkpoints() == sorted(saved, key=lambda known: (known.step, known.name)), where
+        kept = [Checkpoint(name, saved.clock) for name, saved in self._saved.items()]
+        assert self._observer.checkpoints() == sorted(kept, key=lambda known: (known.step, known.name)), where
 
 
 def told(answer: Answer) -> str:
@@ -583,7 +583,8 @@ def test_every_call_counts_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> 
         )
 
     counts = sum((proxy.counts for proxy in proxies), Counter())
-    late, twins = Counter(), Counter()
+    late: Counter[Any] = Counter()
+    twins: Counter[Any] = Counter()
     for proxy in proxies:
         late += Counter(told(late.answer) for late in proxy.late_answers if late.request.method in WRITES)
         for twin in proxy.twin_answers:
@@ -672,6 +673,7 @@ def test_the_oracle_is_the_model_of_a_row() -> None:
     oracle = Oracle(workload.rows)
     rows = dict(zip(oracle.rows.tolist(), MODEL.initial(oracle.rows), strict=True))
     for call in itertools.chain(*workload.round(oracle, FIRST_HORIZON, num_calls=200)):
+        assert not isinstance(call, Look)
         oracle.apply(call)
         for place, row in enumerate(call.rows.tolist()):
             if isinstance(call, Push):
@@ -692,6 +694,7 @@ def test_a_push_that_does_not_count_once_is_noticed(client: WeightClient, times:
     oracle = Oracle(workload.rows)
     create(client)
     for call in itertools.chain(*workload.round(oracle, FIRST_HORIZON, num_calls=100)):
+        assert not isinstance(call, Look)
         call.send(client)
         oracle.apply(call)
     check_rows(client, oracle, FIRST_HORIZON)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +62,7 @@ def push(client: WeightClient, step: int, num_rows: int) -> None:
     client.push_gradients(rows, values, step=step)
 
 
-def in_one_line(command: list[object], capsys: pytest.CaptureFixture[str]) -> str:
+def in_one_line(command: Sequence[object], capsys: pytest.CaptureFixture[str]) -> str:
     """Runs a command that must fail; returns its error message."""
     with pytest.raises(SystemExit) as stopped:
         main([str(argument) for argument in command])
@@ -71,7 +71,7 @@ def in_one_line(command: list[object], capsys: pytest.CaptureFixture[str]) -> st
     return error
 
 
-def does(command: list[object], capsys: pytest.CaptureFixture[str]) -> str:
+def does(command: Sequence[object], capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as stopped:
         main([str(argument) for argument in command])
     said = capsys.readouterr()

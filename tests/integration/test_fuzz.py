@@ -303,7 +303,8 @@ def test_handlers(count: int) -> None:
                 assert np.isfinite(part.weight).all()
             for row in rows:  # corrected they are finite, or the fetch says which row and update
                 try:
-                    for part in place.shard.fetch(row[None], step=HORIZON, state=True):
+                    for part in place.shard.fetch(np.array([row]), step=HORIZON, state=True):
+                        assert part.momentum_buffer is not None
                         assert np.isfinite([part.weight, part.momentum_buffer]).all()
                 except StepError as error:
                     assert f"row {row} would become infinite or NaN in update" in str(error)  # noqa: PT017

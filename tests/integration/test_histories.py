@@ -162,7 +162,7 @@ class Clients:
                 method: Callable[..., Any] = client.fetch_state
                 if draw.random() < 0.6:
                     how["step"] = self._near(draw, -1, 1, 3, 3, 9)
-                    method = draw.choice([client.fetch, client.fetch_state])
+                    method = draw.choice([client.fetch, method])
                 with contextlib.suppress(StepError, NoTableError, *UNKNOWN_OUTCOME):
                     self._recorder.begin(name, method, **how).run()
                 self._stop.wait(draw.uniform(0, 0.01))

@@ -99,7 +99,7 @@ def test_a_snapshot_is_read_again_once_its_pages_may_be_written_over(tmp_path: P
     Shard(kept, shard=0, num_shards=1)
 
     def calls(num_writes: int) -> int:
-        epochs = []
+        epochs: list[int] = []
 
         def read(snapshot: Snapshot) -> int:
             for _ in range(0 if epochs else num_writes):

@@ -84,7 +84,7 @@ def test_another_user_gets_nowhere(public: Path) -> None:
         files = [
             path for name in ("servers", "backup") for path in (public / name).rglob("*") if path.name != "cluster.json"
         ]
-        command = ["sh", "-c", opens, "sh", public, *files]
+        command: list[str | Path] = ["sh", "-c", opens, "sh", public, *files]
         done = subprocess.run(
             command, cwd="/", user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True, text=True, check=False
         )

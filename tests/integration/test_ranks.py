@@ -79,6 +79,8 @@ def replay(
             labels = torch.from_numpy(active.labels).to(device)
             loss = cosine_softmax_loss(features, weight, labels, temperature=0.2, ranks=ranks)
             loss.backward()
+            assert weight.grad is not None
+            assert features.grad is not None
             rows.apply_gradients(active.rows, weight.grad, step=step)
             losses.append(loss.item())
             feature_gradients.append(features.grad.cpu().numpy() / world_size)  # what averaging over ranks makes of it
@@ -120,7 +122,8 @@ def open_store(
 
 
 def replay_on_gpu(*arguments: Any) -> None:
-    replay(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["MASTER_PORT"]), *arguments, "cuda")
+    rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    replay(rank, world_size, port, *arguments, device_name="cuda")
 
 
 def train(
@@ -145,7 +148,9 @@ def train(
     if gpus:
         gpus.run(replay_on_gpu, *arguments, directory=Path(f"{out}-logs"), num_ranks=world_size)
     else:
-        torch.multiprocessing.spawn(replay, (world_size, port, *arguments, "cpu"), nprocs=world_size)
+        torch.multiprocessing.spawn(  # type: ignore[attr-defined]
+            replay, (world_size, port, *arguments, "cpu"), nprocs=world_size
+        )
     parts = [dict(np.load(f"{out}-{rank}.npz")) for rank in range(world_size)]
     order = np.argsort(np.concatenate([part["rows"] for part in parts]))
     assert all(np.array_equal(part["losses"], parts[0]["losses"]) for part in parts), "ranks saw different losses"

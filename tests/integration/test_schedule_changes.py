@@ -31,8 +31,8 @@ from weightserver import (
     TableMismatchError,
     TableSpec,
     WeightClient,
-    schedule_caller,
 )
+from weightserver.client import schedule_caller
 from weightserver.client.connection import ShardConnection
 from weightserver.core.arrays import Float32Array
 from weightserver.operations.backup import backup

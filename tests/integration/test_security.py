@@ -71,7 +71,7 @@ class Place:
 
 
 def tls(directory: Path, **more: Path) -> ClientSecurity:
-    return ClientSecurity(**{"tls_ca": directory / "ca.pem", "token_file": directory / "token"} | more)
+    return ClientSecurity(**{"tls_ca": directory / "ca.pem", "token_file": directory / "token"} | more)  # type: ignore[arg-type]
 
 
 def everything(directory: Path, **more: Path) -> ClientSecurity:
@@ -226,6 +226,7 @@ def test_only_health_checks_need_no_token(place: Place) -> None:
         return grpc.StatusCode.OK
 
     token = read_token(place.own / "token")
+    assert token is not None
     reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
     methods = [f"/{CONTRACT.full_name}/{method.name}" for method in CONTRACT.methods]
     address = place.shards["mutual"].address
@@ -363,7 +364,14 @@ def test_the_commands_take_the_same_options(place: Place, capsys: pytest.Capture
         return (int(ended.value.code or 0), *capsys.readouterr())
 
     address, own = place.shards["mutual"].address, place.own
-    certificate = ["--tls-ca", own / "ca.pem", "--tls-cert", own / "client.pem", "--tls-key", own / "client-key.pem"]
+    certificate: list[str | Path] = [
+        "--tls-ca",
+        own / "ca.pem",
+        "--tls-cert",
+        own / "client.pem",
+        "--tls-key",
+        own / "client-key.pem",
+    ]
     assert command("health", address, *certificate) == (0, "SERVING\n", "")
     for arguments, message in (
         (["health", address], "cannot be reached: it speaks TLS only: give --tls-ca, .*"),
@@ -506,6 +514,7 @@ def test_only_a_secured_shard_is_served_beyond_loopback(
 
 def test_a_token_leaves_this_machine_over_tls_alone(place: Place) -> None:
     token = read_token(place.own / "token")
+    assert token is not None
     with pytest.raises(ValueError, match=r"is not on this machine: give credentials, or insecure=True") as raised:
         WeightClient(["10.0.0.7:50051"], token=token)
     assert str(token) not in str(raised.value)

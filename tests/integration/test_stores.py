@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,8 @@ def replay(store: RowStore, num_active: int, num_steps: int, schedule: VisitSche
         weight = store.weights(active.rows, step=step).requires_grad_()
         loss = cosine_softmax_loss(features, weight, torch.from_numpy(active.labels), temperature=0.2)
         loss.backward()
+        assert weight.grad is not None
+        assert features.grad is not None
         store.apply_gradients(active.rows, weight.grad, step=step)
         losses.append(loss.item())
         feature_gradients.append(features.grad.numpy())
@@ -92,7 +94,7 @@ def resident(
 ) -> Iterator[ResidentRows]:
     with fresh_table(cluster, spec, rates) as client:
         store = ResidentRows(
-            client if delays is None else SlowClient(client, delays),
+            client if delays is None else cast(WeightClient, SlowClient(client, delays)),
             spec,
             rates,
             capacity=capacity,

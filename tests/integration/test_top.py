@@ -73,7 +73,7 @@ def test_top_shows_the_activity_of_shards(client: WeightClient, cluster: LocalCl
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["127.0.0.1:1"], "no shard tells its metrics (127.0.0.1:1: [Errno 111] Connection refused)"),
+        (["127.0.0.1:1"], "no shard serves metrics (127.0.0.1:1: [Errno 111] Connection refused)"),
         (["nowhere"], "'nowhere' is not an address"),
         (["127.0.0.1:1", "--count", "0"], "--count must be at least 1, got 0"),
         (["127.0.0.1:1", "--interval-seconds", "nan"], "--interval-seconds must lie in 0.1..3600, got nan"),
@@ -89,7 +89,7 @@ def test_top_rejects_invalid_arguments_in_one_line(arguments: list[str], message
 def test_top_reports_a_wrong_port(cluster: LocalCluster) -> None:
     shown = top(cluster.addresses[0])
     assert shown.returncode == 1
-    assert shown.stderr.startswith(f"weightserver top: no shard tells its metrics ({cluster.addresses[0]}: ")
+    assert shown.stderr.startswith(f"weightserver top: no shard serves metrics ({cluster.addresses[0]}: ")
 
 
 def test_a_shard_that_missed_a_look_shows_rates_since_its_last_one() -> None:

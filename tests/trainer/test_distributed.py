@@ -95,7 +95,7 @@ def images(case: Case) -> Tensor:
 
 def gradients(model: torch.nn.Module) -> Tensor:
     """Gradients of all parameters, (number of parameters,)."""
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
 
 
 def loss_and_gradients(
@@ -112,6 +112,8 @@ def loss_and_gradients(
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         loss = cosine_softmax_loss(features, weight, labels, temperature=temperature, ranks=ranks, num_rows=num_rows)
     loss.backward()
+    assert features.grad is not None
+    assert weight.grad is not None
     return {"loss": loss.detach(), "features": features.grad, "weight": weight.grad}
 
 

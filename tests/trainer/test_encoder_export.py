@@ -203,8 +203,10 @@ def detectron2_features(
     def convolve(name: str, maps: Tensor, stride: int, groups: int = 1) -> Tensor:
         weight = tensors[f"{name}.weight"]
         maps = F.conv2d(maps, weight, stride=stride, padding=weight.shape[-1] // 2, groups=groups)
-        norm = [tensors[f"{name}.norm.{part}"] for part in ("running_mean", "running_var", "weight", "bias")]
-        return F.batch_norm(maps, *norm)
+        mean, variance, scale, bias = (
+            tensors[f"{name}.norm.{part}"] for part in ("running_mean", "running_var", "weight", "bias")
+        )
+        return F.batch_norm(maps, mean, variance, scale, bias)
 
     x = F.max_pool2d(F.relu(convolve("stem.conv1", x, 2)), 3, 2, 1)
     for prefix in dict.fromkeys(re.findall(r"res\d\.\d+\.", " ".join(parts))):
@@ -249,8 +251,8 @@ def test_detectron2_gets_its_keys(tmp_path: Path, name: str) -> None:
 
 def test_detectron2_itself(tmp_path: Path) -> None:
     config = pytest.importorskip("detectron2.config", reason="detectron2 is not installed").get_cfg()
-    from detectron2.layers import ShapeSpec
-    from detectron2.modeling.backbone import build_resnet_backbone
+    from detectron2.layers import ShapeSpec  # type: ignore[import-not-found]
+    from detectron2.modeling.backbone import build_resnet_backbone  # type: ignore[import-not-found]
 
     run, out = a_run(tmp_path / "run", "resnet50"), tmp_path / "out"
     assert export(run, "--format", "detectron2", "--output", out) == 0
@@ -292,7 +294,7 @@ def test_a_checkpoint_of_a_run_that_has_not_ended(tmp_path: Path, capsys: pytest
     run = tmp_path / "run"
     config = EncoderConfig(name="resnet18", in_channels=3, image_size=16)
     final = train(small_run(run, steps=EVERY + 2, encoder=config)).model.encoder.eval()
-    final = final.to(memory_format=torch.contiguous_format)  # the same sums in the same order
+    final = final.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # the same sums in the same order
     step = f"step-{EVERY:012d}"
     assert export(run, "--format", "torchvision", "--output", tmp_path / "kept", "--checkpoint", step) == 0
     assert export(run, "--format", "torchvision", "--output", tmp_path / "end") == 0

@@ -256,7 +256,7 @@ def test_as_many_other_images_are_refused(output: Path, images: Path, tmp_path: 
     others = tmp_path / "others"
     pack(plain_tree(tmp_path / "tree", OLD, first=ALL), others, PackOptions())
     files = {path: path.read_bytes() for path in output.glob("*.json")}
-    with pytest.raises(ValueError, match=r"images are not those of the run, .* give --data-dir with those, packed as"):
+    with pytest.raises(ValueError, match=r"are not those of the run, .* give --data-dir with the run's images, packed"):
         train(run(output, others, resume=True))
     pack(plain_tree(tmp_path / "tree", ALL - OLD, first=0), others, PackOptions(extend=True))
     with pytest.raises(ValueError, match="images are not those of the run"):

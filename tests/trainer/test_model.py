@@ -47,6 +47,8 @@ def test_shapes_from_images_to_embeddings(config: EncoderConfig, feature_dim: in
     assert model.encoder(images).shape == (4, feature_dim)
     assert model(images).shape == (4, 16)
     linear, relu, last = model.head  # no BatchNorm in the head
+    assert isinstance(linear, torch.nn.Linear)
+    assert isinstance(last, torch.nn.Linear)
     assert (linear.in_features, linear.out_features, last.out_features) == (feature_dim, feature_dim, 16)
     assert isinstance(relu, torch.nn.ReLU)
 
@@ -90,7 +92,7 @@ def test_encoder_none_passes_on_pixels_and_still_learns() -> None:
     images = torch.randn(5, 3, 32, 32)
     rows = torch.randn(20, 8, requires_grad=True)
     labels = torch.arange(5)
-    cosine_softmax_loss(model(images), rows, labels, temperature=0.2).backward()  # type: ignore[no-untyped-call]
+    cosine_softmax_loss(model(images), rows, labels, temperature=0.2).backward()
     scale = torch.ones(1, requires_grad=True)
     pixels = torch.stack([images[:, 0, row, column] for row in (0, 8, 16, 24) for column in (0, 8, 16, 24)], dim=1)
     same_rows = rows.detach().clone().requires_grad_()
@@ -222,6 +224,7 @@ def test_deterministic_pooling_has_the_bits_of_torchs(height: int, width: int, s
             leaf = maps.clone().requires_grad_()
             pooled = _GridOfAverages(size)(leaf)
             pooled.backward(upstream)
+            assert leaf.grad is not None
             results.append((pooled.detach(), leaf.grad))
         torch.use_deterministic_algorithms(False)
         assert torch.equal(results[0][0], results[1][0])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from tests.helpers.small_run import EVERY, losses, small_run
-from trainer.config import PRESETS, TrainConfig, parse_config
+from trainer.config import PARTS, PRESETS, TrainConfig, parse_config
 from trainer.data.augment import AugmentationConfig
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_model
@@ -196,12 +197,20 @@ def test_resume_is_a_flag_that_a_word_may_follow(capsys: pytest.CaptureFixture[s
     )
 
 
+def test_each_setting_belongs_to_one_part() -> None:
+    assert set(PARTS) == set(TrainConfig.__bases__)
+    of_parts = [field.name for part in PARTS for field in fields(part)]
+    assert sorted(of_parts) == sorted(field.name for field in fields(TrainConfig))
+    assert list(json.loads(TrainConfig().to_json())) == [name for name in of_parts if name != "resume_step"]
+
+
 def test_correction_takes_a_name_or_is_a_flag() -> None:
     cases = {"": "exact", "--correction paper": "paper", "--correction=none": "none", "--no-correction": "none"}
     cases |= {"--no_correction --seed 3": "none", "--correction": "exact", "--correction --seed 3": "exact"}
     for words, expected in cases.items():
         assert parse_config(["synthetic", *words.split()]).correction == expected, words
-    assert [TrainConfig(correction=flag).correction for flag in (True, False)] == ["exact", "none"]
+    flags: list[Any] = [True, False]
+    assert [TrainConfig(correction=flag).correction for flag in flags] == ["exact", "none"]
 
 
 def test_without_arguments_the_presets_are_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -219,7 +219,7 @@ def test_the_encoder_is_resnet_50_with_a_head_of_two_layers_and_plain_batch_norm
     assert kinds == {torch.nn.BatchNorm2d}
     last = [parameter for name, parameter in model.encoder.named_parameters() if name.endswith("bn3.weight")]
     assert len(last) == 16
-    assert not torch.cat(last).any()
+    assert not torch.cat([*last]).any()
 
 
 def test_batch_norm_is_left_to_each_gpu() -> None:

@@ -67,7 +67,7 @@ def test_each_data_set_has_a_scale() -> None:
     assert load_dataset("fashion-mnist").pixels == PixelScale((0.286,), (0.353,))
     assert load_dataset("synthetic", num_images=10).pixels == MINUS_ONE_TO_ONE
     assert all(config.encoder.pixel_mean is None for _, config in PRESETS.values())  # that of the images, whichever
-    colour = {"in_channels": 3, "image_size": 16, "name": "none"}
+    colour: dict[str, Any] = {"in_channels": 3, "image_size": 16, "name": "none"}
     assert EncoderConfig(**colour, pixel_mean=IMAGENET.mean, pixel_std=IMAGENET.std).pixels == IMAGENET
 
 

@@ -218,7 +218,8 @@ def test_too_few_slots_say_what_to_do() -> None:
 def test_slots_find_what_they_hold() -> None:
     """Compared with a dictionary, while random rows enter and leave."""
     generator = np.random.default_rng(0)
-    slots, held = SlotMap(40), {}
+    slots = SlotMap(40)
+    held: dict[int, int] = {}
     for step in range(200):
         wanted = np.sort(generator.choice(100, size=generator.integers(1, 20), replace=False))
         found = slots.find(wanted)

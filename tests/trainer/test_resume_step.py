@@ -268,7 +268,7 @@ def test_a_directory_with_a_runs_files_starts_no_run(left: str, ended: Path, tmp
     """Its config.json is lost, or it was copied only in part."""
     output = tmp_path / "run"
     output.mkdir()
-    (shutil.copytree if left == "checkpoints" else shutil.copy)(ended / left, output / left)  # type: ignore[operator]
+    (shutil.copytree if left == "checkpoints" else shutil.copy)(ended / left, output / left)
     before = contents(output)
     with pytest.raises(ValueError, match=f"holds {left} of a run whose config.json is missing: restore it to resume"):
         train(run(output))

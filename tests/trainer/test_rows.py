@@ -64,7 +64,8 @@ def test_without_correction_each_row_is_a_parameter_that_rests() -> None:
         for row, gradient in zip(rows, gradients, strict=True):
             weights[row].grad = gradient
             given = Rounded.exact(gradient, torch.float32)
-            expected[row] = sgd_update(*expected[row], given, learning_rate=float(RATES[step]), spec=spec)
+            weight, momentum_buffer = expected[row]
+            expected[row] = sgd_update(weight, momentum_buffer, given, learning_rate=float(RATES[step]), spec=spec)
         optimizer.param_groups[0]["lr"] = float(RATES[step])
         optimizer.step()
     state = store.read_state(ALL, step=NUM_STEPS)

@@ -77,7 +77,7 @@ def test_windows(size: tuple[int, st.DataObject], seed: int) -> None:
 def test_visits_may_be_given_as_numpy_integers() -> None:
     schedule = VisitSchedule(num_rows=10**9, window_size=7, window_stride=2, seed=0)
     start = 10**15
-    visits = schedule.visits(np.int64(start), np.int64(start + 20))
+    visits = schedule.visits(np.int64(start), np.int64(start + 20))  # type: ignore[arg-type]
     assert np.array_equal(visits, schedule.visits(start, start + 20))
 
 

@@ -286,7 +286,7 @@ BAD_COMMAND_LINES = {
     ),
     "a token that is none": (
         ["--servers", "127.0.0.1:1", "--token-file", "/dev/null"],
-        r"--token-file /dev/null holds no token: give at least 16 printable",
+        r"--token-file /dev/null holds no valid token: give at least 16 printable",
     ),
     "no address": (["--servers", "ws0"], r"'ws0' is not an address: write host:port"),
     "dense with servers": (["--rows", "dense", "--servers", "127.0.0.1:1"], r"omit --servers"),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -105,7 +106,7 @@ def check_accuracy(run: Run, offset: int, gaps: list[int]) -> None:
         rounded = [schedule.coefficients(np.array([offset]), offset + gap) for gap in gaps]
     assert np.isfinite(rounded).all()
     unit = Fraction((peak * (1 + momentum) / weight_decay) ** 0.5 if peak > 1 and weight_decay > 1e-30 else 1.0)
-    units = (1, 1 / unit, unit, 1)
+    units = (Fraction(1), 1 / unit, unit, Fraction(1))
     for gap, expected in exact_products(momentum, weight_decay, rates[offset:], gaps).items():
         assert np.isfinite(products[gap]).all()
         size = max(abs(entry) * factor for entry, factor in zip(expected, units, strict=True))
@@ -171,7 +172,7 @@ def test_diverging_schedules_saturate_silently() -> None:
 # ---- structure
 
 
-def realistic(num_steps: int, **changes: float) -> Schedule:
+def realistic(num_steps: int, **changes: Any) -> Schedule:
     rates = rates_of("warm-up and cosine", 0.06, num_steps, 0)
     return Schedule(**{"momentum": 0.9, "weight_decay": 1e-4, **changes}, learning_rates=rates)
 
@@ -502,7 +503,7 @@ def cases(draw: st.DrawFn) -> Case:
     stable = 2 * (1 + momentum) / weight_decay if weight_decay else 1e3
     num_steps = draw(st.integers(1, 120) | st.integers(100, 700))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    parts = []
+    parts: list[npt.NDArray[np.float64]] = []
     while sum(map(len, parts)) < num_steps:
         length = draw(st.integers(1, 60) | st.just(num_steps))
         peak = stable * draw(st.sampled_from([0.0, 0.001, 0.1, 0.3, 0.5, 0.9, 1.1, 1.5, 4.0, 1e3, 1e30]))
@@ -632,7 +633,7 @@ def check_corrected_rows(case: Case, *, single_rate: bool) -> None:
         if error is not None:
             assert (weight == case.weight[some]).all(), "what is refused stays as it was"
             assert (momentum_buffer == case.momentum_buffer[some]).all()
-        if expected.assert_raised(error, name):
+        if expected.assert_raised(error, int(name)):
             allow_for_correction(case, expected, number, schedule.products(case.last_step[some], stop)[0])
             expected.weight.assert_near(weight[0])
             expected.momentum_buffer.assert_near(momentum_buffer[0])

@@ -206,7 +206,7 @@ def test_specs_survive_the_wire() -> None:
     for correction in (True, False, "paper", "exact", "none"):
         spec = TableSpec(
             num_rows=10**12, dim=7, momentum=0.123, weight_decay=0.0, seed=2**64 - 1, correction=correction
-        )  # type: ignore[arg-type]
+        )
         assert spec_from_proto(pb.TableSpec.FromString(spec_to_proto(spec).SerializeToString())) == spec
     impossible = spec_to_proto(replace(spec, correction=False))
     impossible.single_rate = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +38,7 @@ class Groups:
         self.committer = Committer(self.shard.batch)
         self.sequence = 0
 
-    def commit(self, *operations: Callable[[WriteTransaction], object]) -> list[Future[object]]:
+    def commit(self, *operations: Callable[[WriteTransaction], object]) -> list[CancellableFuture[object]]:
         busy, go = threading.Event(), threading.Event()
 
         def hold(_: WriteTransaction) -> None:
@@ -81,7 +81,7 @@ class Groups:
 
     def restart(self) -> None:
         self.close()
-        self.__init__(self.directory)  # type: ignore[misc]
+        self.__init__(self.directory)
 
 
 @pytest.fixture

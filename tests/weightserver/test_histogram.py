@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import prometheus_client
@@ -31,7 +32,7 @@ def test_a_histogram_matches_the_prometheus_client() -> None:
     pages = []
     for kind in (Histogram, prometheus_client.Histogram):
         registry = CollectorRegistry()
-        plain = kind("plain_seconds", "Without labels.", buckets=BUCKETS, registry=registry)
+        plain: Any = kind("plain_seconds", "Without labels.", buckets=BUCKETS, registry=registry)
         labelled = kind("calls_seconds", "By labels.", ["method", "status"], buckets=BUCKETS, registry=registry)
         if kind is Histogram:
             plain = plain.labels()

@@ -23,7 +23,7 @@ def metrics() -> ShardMetrics:
 def test_gaps_fall_into_buckets_by_powers_of_two(metrics: ShardMetrics) -> None:
     gaps = np.concatenate([np.arange(70), 2 ** np.arange(24), 2 ** np.arange(24) + 1, [10**9]])
     for part in np.array_split(gaps, 3):
-        metrics.correction_gaps(part)
+        metrics.rows.correction_gaps(part)
     name = "weightserver_correction_gap_steps"
     for exponent in range(23):
         counted = metrics.registry.get_sample_value(f"{name}_bucket", {"le": str(2.0**exponent)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -140,10 +141,10 @@ class ShardAgainstModel(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        before = self.read(None)
+        before: tuple[npt.NDArray[Any], ...] = self.read(None)
         self.close()
         self.open()
-        after = self.read(None)
+        after: tuple[npt.NDArray[Any], ...] = self.read(None)
         assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))
 
     def change(self, method: str, name: str, step: int = 0) -> bool:

@@ -160,11 +160,11 @@ def test_a_pending_change_blocks_only_requests_that_use_its_steps(served: Served
     assert np.isfinite(served.fetch(None)).all()
     for known in (0, digest(OLD), digest(NEW)):
         refused: list[Callable[[], object]] = [
-            lambda known=known: served.fetch(CHANGED_AT + 1, known),  # type: ignore[misc]
-            lambda known=known: served.push(CHANGED_AT, known),  # type: ignore[misc]
-            lambda known=known: served.push(len(NEW) - 1, known),  # type: ignore[misc]
-            lambda known=known: served.write(CHANGED_AT + 1, known),  # type: ignore[misc]
-            lambda known=known: served.checkpoint(CHANGED_AT + 1, known),  # type: ignore[misc]
+            lambda known=known: served.fetch(CHANGED_AT + 1, known),
+            lambda known=known: served.push(CHANGED_AT, known),
+            lambda known=known: served.push(len(NEW) - 1, known),
+            lambda known=known: served.write(CHANGED_AT + 1, known),
+            lambda known=known: served.checkpoint(CHANGED_AT + 1, known),
         ]
         for call in refused:
             with pytest.raises(
@@ -198,6 +198,8 @@ def test_a_committed_change_moves_rows_by_the_new_learning_rates(served: Served,
         served.restart()
     assert served.commit() is False, "again"
     assert served.shard.schedule.pending is None
+    assert state.momentum_buffer is not None
+    assert state.last_step is not None
     table = Schedule.of_table(SPEC, NEW).transfer(state.last_step, 40)
     wanted = table[:, 0, :1] * state.weight + table[:, 0, 1:] * state.momentum_buffer
     np.testing.assert_allclose(served.fetch(40), wanted, rtol=1e-5)

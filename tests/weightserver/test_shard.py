@@ -447,7 +447,7 @@ def test_inspect_reads_while_a_shard_writes(tmp_path: Path) -> None:
 
 def test_a_shard_knows_its_ancestors(tmp_path: Path) -> None:
     """Every process that writes is a new incarnation; a process that only reads keeps the previous one."""
-    marks = []
+    marks: list[Any] = []
     for number in range(4):
         with closing(Served(tmp_path)) as served:
             if number == 0:
@@ -661,7 +661,7 @@ def test_a_write_waits_while_the_window_is_full() -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting: list[Future[Numbers]] = []
 
-        def send(_: Write) -> None:
+        def send(write: Write) -> None:
             for _ in range(WINDOW - 1):
                 done(session, [0])
             waiting.append(pool.submit(done, session, [0]))

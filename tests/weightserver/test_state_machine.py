@@ -526,9 +526,9 @@ class Machine(RuleBasedStateMachine):
                     assert self.explained(shard, call, "done") is not None, (call, answer, self.shards[shard])
         elif call.kind == "extend_schedule":
             start, rates = call.arguments["start_step"], call.arguments["learning_rates"]
-            for shard in () if beside else self.shards:
-                assert list(shard.rates[start : start + len(rates)]) == rates.tolist(), (call, self.shards)
-                assert shard.rates == self.shards[0].rates or self.is_anything_lost, (call, self.shards)
+            for model in () if beside else self.shards:
+                assert list(model.rates[start : start + len(rates)]) == rates.tolist(), (call, self.shards)
+                assert model.rates == self.shards[0].rates or self.is_anything_lost, (call, self.shards)
         elif call.kind == "extend_table":
             assert self.num_rows >= call.arguments["num_rows"]
         else:
@@ -560,7 +560,7 @@ class Machine(RuleBasedStateMachine):
             case FencedError():
                 return not writer.epoch
             case NoTableError():
-                name = call.arguments.get("name", call.arguments.get("checkpoint"))
+                name = str(call.arguments.get("name", call.arguments.get("checkpoint")))
                 kept = {shard.taken.get(name) for shard in self.shards}
                 return None in kept or len(kept) > 1 or beside
             case InvalidRequestError():

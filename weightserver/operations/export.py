@@ -135,7 +135,9 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--step", type=int, help="state before this update (default the checkpoint's step, or the newest)"
     )
-    parser.add_argument("--format", choices=["safetensors", "npz"], default="safetensors", help="default safetensors")
+    parser.add_argument(
+        "--format", choices=["safetensors", "npz"], default="safetensors", help="file format (default safetensors)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:

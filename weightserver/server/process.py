@@ -124,7 +124,10 @@ def serve(config: ServerConfig) -> None:
     _allow_many_connections()
     front = _listening_server(config)
     if config.init and holds_data(config.data_dir):
-        _log.warning("%s holds a shard: omit --init, or a lost disk is replaced by an empty shard", config.data_dir)
+        _log.warning(
+            "--init has no effect, %s holds a shard: omit it, or a lost disk would be replaced by an empty shard",
+            config.data_dir,
+        )
     with contextlib.closing(
         LmdbStorage(config.data_dir, must_exist=not config.init, on_failure=stop.fail, scattered=True)
     ) as storage:
@@ -138,30 +141,33 @@ def serve(config: ServerConfig) -> None:
         log_events(
             config.log_format, lambda: {"shard": shard.shard, "epoch": shard.state.epoch, "step": shard.state.clock}
         )
-        publish_shard(front.metrics.registry, shard)
-        metrics_address = _serve_metrics(config, front.metrics)
-        healthy = front.add_health(reflect=config.reflection)
-        committer = Committer(shard.batch, front.metrics.commits.committed)
-        grace_seconds = 0.0  # an error before serving ends the process at once
-        try:
-            publish_load(front.metrics.registry, front.memory, front.limiter, committer)
-            service.add_to_server(
-                service.WeightServerService(shard, committer, front.metrics, front.memory), front.server
-            )
-            stop.serving()
-            front.server.start()
-            _log_start(config, front, shard, metrics_address)
-            if config.announce:
-                _announce(address=front.address, metrics_address=metrics_address)
-            grace_seconds = _LAST_ANSWERS_SECONDS
-            with contextlib.closing(Sweeper(shard, committer)):
-                stop.wait()
-            _log.info("draining")
-            grace_seconds = config.grace_seconds
-        finally:
-            healthy.enter_graceful_shutdown()
-            _drain(front.server, committer, grace_seconds)
+        _serve_shard(config, front, shard, stop)
     _log.info("closed")
+
+
+def _serve_shard(config: ServerConfig, front: _Front, shard: Shard, stop: _Stop) -> None:
+    """Serves a shard until `stop`, and drains. Raises as `serve` does."""
+    publish_shard(front.metrics.registry, shard)
+    metrics_address = _serve_metrics(config, front.metrics)
+    healthy = front.add_health(reflect=config.reflection)
+    committer = Committer(shard.batch, front.metrics.commits.committed)
+    grace_seconds = 0.0  # an error before serving ends the process at once
+    try:
+        publish_load(front.metrics.registry, front.memory, front.limiter, committer)
+        service.add_to_server(service.WeightServerService(shard, committer, front.metrics, front.memory), front.server)
+        stop.serving()
+        front.server.start()
+        _log_start(config, front, shard, metrics_address)
+        if config.announce:
+            _announce(address=front.address, metrics_address=metrics_address)
+        grace_seconds = _LAST_ANSWERS_SECONDS
+        with contextlib.closing(Sweeper(shard, committer)):
+            stop.wait()
+        _log.info("draining")
+        grace_seconds = config.grace_seconds
+    finally:
+        healthy.enter_graceful_shutdown()
+        _drain(front.server, committer, grace_seconds)
 
 
 @dataclass(frozen=True)

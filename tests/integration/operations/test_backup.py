@@ -117,7 +117,8 @@ def test_a_backup_ends_with_its_checkpoints_table(
     """The table grows and gets new rows while the backup reads, and the last read is full. Checkpoints of version 0.1
     do not record the size of the table."""
     spec = TableSpec(num_rows=2 * blocks_per_read * 512, dim=dim, rows_per_block=512)
-    rows, new, copy_shard = np.arange(0, spec.num_rows, 512), np.arange(spec.num_rows, 2 * spec.num_rows, 300), []
+    rows, new = np.arange(0, spec.num_rows, 512), np.arange(spec.num_rows, 2 * spec.num_rows, 300)
+    copy_shard: list[Any] = []
     assert max(1, reading.READ_BYTES // BlockCodec(spec).num_bytes) == blocks_per_read
     with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
         client.create_table(spec)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,9 @@ def test_an_export_of_several_files_is_complete_or_absent(
     dies("weightserver.operations.export:atomic_write", 3, *command)
     assert not list(new.glob("*rows*"))
     monkeypatch.setattr(exports, "_BYTES_PER_FILE", 20_000)
-    original, written, others = exports.atomic_write, [], []
+    original = exports.atomic_write  # type: ignore[attr-defined]
+    written: list[Any] = []
+    others: list[Any] = []
 
     def full(path: Path, write: Callable[[Path], object]) -> None:
         if len(written) == 3:

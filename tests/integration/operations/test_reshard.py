@@ -14,6 +14,7 @@ import pytest
 from tests.helpers.comparing import rows_in, same
 from tests.helpers.operations import NUM_STORED, SPEC, STEPS, Table, Weightserver, assert_one_line, dies, targets_in
 from weightserver import LocalCluster, StorageError
+from weightserver.core.blocks import BlockCodec
 from weightserver.operations import reshard as resharding
 from weightserver.operations.inspect import inspect_directory
 from weightserver.operations.verify import verify_directory
@@ -149,7 +150,7 @@ def test_a_reshard_that_lost_or_changed_a_row_is_noticed(
         yield from (found for found in converted(work, first) if found[0] != 4)
 
     def changed(work: Any, first: int) -> Iterator[tuple[int, bytearray]]:
-        codec = resharding.BlockCodec(work.new)
+        codec = BlockCodec(work.new)
         for number, block in converted(work, first):
             if number == 4:
                 codec.views(block).momentum_buffer[2, 3] += 1

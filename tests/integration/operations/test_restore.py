@@ -156,10 +156,10 @@ def test_restore_rejects_invalid_arguments_and_damaged_backups(
     fails("is not empty", target=tmp_path / "used")
     assert not (tmp_path / "new").exists()
 
-    def damaged(pattern: str, change: Callable[[bytearray], bytes]) -> Path:
+    def damaged(pattern: str, change: Callable[[bytes], bytes]) -> Path:
         copy = Path(shutil.copytree(good, tmp_path / f"damaged-{len(list(tmp_path.iterdir()))}"))
         (path,) = copy.glob(pattern)
-        path.write_bytes(change(bytearray(path.read_bytes())))
+        path.write_bytes(change(path.read_bytes()))
         return copy
 
     fails("manifest.json is damaged", source=damaged("manifest.json", lambda content: content[:-5]))

@@ -23,7 +23,9 @@ RATIO = 4 / 3
 
 
 def crops(count: int, scale: tuple[float, float], max_ratio: float = RATIO) -> list[RandomCrop]:
-    numbers = np.random.default_rng(0).integers(2**24, size=(count, 2 * NUM_TRIES + 3)).astype(np.float32) / 2**24
+    numbers = np.random.default_rng(0).integers(2**24, size=(count, 2 * NUM_TRIES + 3)).astype(np.float32) / np.float32(
+        2**24
+    )
     areas, ratios, (left, top, flip) = numbers[:, :NUM_TRIES], numbers[:, NUM_TRIES:-3], numbers[:, -3:].T
     return draw_crops(areas, ratios, left, top, flip < 0.5, scale=scale, max_ratio=max_ratio)
 

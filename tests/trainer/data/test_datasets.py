@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from trainer.data import DataNotFoundError, datasets, load_dataset
 from trainer.data.idx import read_idx
@@ -38,6 +39,8 @@ def idx_directory(tmp_path: Path) -> Path:
 
 def test_idx_files_are_read_plain_and_gzipped(idx_directory: Path) -> None:
     dataset = load_dataset("idx", idx_directory)
+    assert isinstance(dataset.train_images, Tensor)
+    assert isinstance(dataset.test_images, Tensor)
     random = np.random.default_rng(0)
     assert np.array_equal(dataset.train_images[:, 0].numpy(), random.integers(0, 10, (30, 28, 28), dtype=np.uint8))
     assert np.array_equal(dataset.train_labels.numpy(), random.integers(0, 10, (30,), dtype=np.uint8))

@@ -122,7 +122,8 @@ def test_labels_are_read_when_they_are_asked_for(
     folder: Path, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Only evaluation reads them: training, and checking whether there are any, does not."""
-    read, source = [], {"folder": Listing, "packed": PackedImages}[name]
+    read: list[int] = []
+    source: Any = {"folder": Listing, "packed": PackedImages}[name]
     labels = source.labels
     monkeypatch.setattr(source, "labels", lambda images: read.append(len(images)) or labels(images))
     data_dir = {"folder": folder, "packed": directory}[name]
