@@ -11,10 +11,10 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from weightserver.common.atomic_files import PRIVATE_FILE, atomic_write, make_directory, make_private
+from weightserver.common.closing import Closing
 from weightserver.common.security import TOKEN_VARIABLE
 from weightserver.core.errors import ShardUnavailableError
 
@@ -23,7 +23,7 @@ _START_SECONDS = 60.0
 _STOP_SECONDS = 30.0
 
 
-class LocalCluster:
+class LocalCluster(Closing):
     """Starts `num_shards` shard processes on free loopback ports, and stops them when closed. A context manager.
 
     The shards also stop when this process dies. Shard K keeps its data in `directory`/shard-K and its log in
@@ -94,14 +94,6 @@ class LocalCluster:
             self._stop(process)
         if self._temporary is not None:
             self._temporary.cleanup()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _log(self, shard: int) -> Path:
         return self.directory / f"shard-{shard}.log"

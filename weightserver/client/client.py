@@ -17,8 +17,7 @@ The contract of its calls, for a table of N rows of D values:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import grpc
 import numpy as np
@@ -40,6 +39,7 @@ from weightserver.client.schedule_caller import ScheduleCaller
 from weightserver.client.session import Session
 from weightserver.client.table_cache import TableCache
 from weightserver.client.transfer import RowWrite, fetch_rows, write_rows
+from weightserver.common.closing import Closing
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.checkpoints import Checkpoint
 from weightserver.core.errors import DataLossError, FencedError, NoTableError
@@ -48,7 +48,7 @@ from weightserver.core.spec import TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
 
-class WeightClient:
+class WeightClient(Closing):
     """A table's rows over all shards of a weight server. Thread-safe; a context manager; connects lazily.
 
     Args:
@@ -432,11 +432,3 @@ class WeightClient:
     def close(self) -> None:
         """Closes the connections, which ends calls of other threads and those left by interrupts. Safe to repeat."""
         self._shards.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from weightserver.common.closing import Closing
 from weightserver.core.arrays import Float32Array
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.checkpoints import Checkpoint, ShardCheckpoint
@@ -58,7 +58,7 @@ class TableState:
     """Lineage of the source shards, up to the state that the rows hold completely."""
 
 
-class ShardBuilder:
+class ShardBuilder(Closing):
     """Fills a directory with the blocks of one shard; a context manager.
 
     Each transaction records its progress in the directory: a build that was killed resumes there. `serve` refuses the
@@ -151,14 +151,6 @@ class ShardBuilder:
 
     def close(self) -> None:
         self._storage.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _first_state(table: TableState, rows_stored: int) -> State:
