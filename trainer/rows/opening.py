@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -107,7 +108,8 @@ def open_rows(
         yield OpenRows(DenseRows(spec, rates, device=device, sharding=sharding, shard=ranks.rank), history, rates)
         return
     with ExitStack() as stack:
-        client, session = _join_session(config, spec, range_sizes, digests, ranks, stack)
+        open_session = partial(_open_session, config, spec, range_sizes, digests, ranks, stack)
+        client, session = _join_session(config, ranks, stack, open_session)
         rates = _as_held(_learning_rates(config, session.history, ranks), client)  # the same on every rank
         store = (
             RemoteRows(client, device)
@@ -149,19 +151,14 @@ def _resident(
 
 
 def _join_session(
-    config: TrainConfig,
-    spec: TableSpec,
-    range_sizes: Sequence[int],
-    digests: Sequence[str],
-    ranks: Ranks,
-    stack: ExitStack,
+    config: TrainConfig, ranks: Ranks, stack: ExitStack, open_session: Callable[[], tuple[WeightClient, _Session]]
 ) -> tuple[WeightClient, _Session]:
-    """Rank 0 opens a session on the weight servers, which it starts if none are given; the other ranks join it."""
+    """Rank 0 opens the session; the other ranks join it."""
     message: dict[str, Any] = {}
     failure: Exception | None = None
     if ranks.is_first:
         try:
-            client, session = _open_session(config, spec, range_sizes, digests, ranks, stack)
+            client, session = open_session()
             message = {"session": session.to_json()}
         except (ValueError, OSError, WeightServerError) as error:
             failure, message = error, {"error": str(error)}
@@ -186,7 +183,10 @@ def _open_session(
     ranks: Ranks,
     stack: ExitStack,
 ) -> tuple[WeightClient, _Session]:
-    """Creates or resumes the table, opens a session on it, and extends its schedule; rank 0 only."""
+    """Creates or resumes the table, opens a session on it, and extends its schedule; rank 0 only.
+
+    The weight servers are started if none are given.
+    """
     addresses = config.server_addresses or start_servers(config, ranks, stack)
     client = stack.enter_context(_client(config, addresses))
     step: int | None = None
