@@ -1,55 +1,67 @@
-# Two commands do all the set-up: `make demo` and `make test`. Both work as root or as a user, without Docker or a GPU.
+# `make demo` and `make test` do all the set-up. Both work as root or as a user, without Docker or a GPU.
 PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?=
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
-.PHONY: demo test test-guard test-all test-gpu lint docs dashboards protos benchmark bench-gpu clean
+FASHION_MNIST = /usr/share/datasets/fashion-mnist
 
-# The main job on real images, with embedded weight servers. EPOCHS, DATA_DIR (Fashion-MNIST's files) and OUTPUT may be given.
-demo: $(INSTALLED)
+.PHONY: fashion-mnist demo test test-guard test-all test-gpu lint docs dashboards protos benchmark bench-gpu clean
+
+# Trains on real images, with weight servers of its own. Optional: EPOCHS, DATA_DIR (Fashion-MNIST's files), OUTPUT.
+demo: $(INSTALLED) $(if $(DATA_DIR),,fashion-mnist)
 	$(BIN)/python -m trainer.demo $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(DATA_DIR),--data-dir $(DATA_DIR)) $(if $(OUTPUT),--output $(OUTPUT))
 
-# Two tests at a time, of one thread each: most wait for a disk or a process more than they compute.
-test: $(INSTALLED)
+# Fashion-MNIST: the system's copy, else the trainer's download, else, as root on Debian, the package. If all fail, the
+# command that needs the images says what to do.
+fashion-mnist: $(INSTALLED)
+	@test -e $(FASHION_MNIST) || $(BIN)/python -c 'from trainer.data import load_dataset; load_dataset("fashion-mnist")' 2> /dev/null \
+	|| { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && $(INSTALL_FASHION_MNIST); } || true
+
+INSTALL_FASHION_MNIST = { $(APT_INSTALL) || { apt-get update -q && $(APT_INSTALL); }; } > /dev/null 2>&1
+APT_INSTALL = DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends dataset-fashion-mnist
+
+# Two tests at a time, with one thread each: most wait for a disk or a process longer than they compute.
+test: $(INSTALLED) fashion-mnist
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(PYTEST_FLAGS)
 
-# The longer tests that guard the promises, which .ci/run runs beside the quick ones.
-test-guard: $(INSTALLED)
+# The longer tests of the guarantees; .ci/run runs them in addition to the quick ones.
+test-guard: $(INSTALLED) fashion-mnist
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "guard and not (slow or docker or gpu or soak)" $(PYTEST_FLAGS)
 
-# Every test that this machine can run, the slow ones too; those that lack a GPU or Docker are skipped with the reason.
-test-all: lint
+# Every test that this machine can run, with the coverage of this process's code; tests that need a missing GPU or Docker
+# are skipped with the reason. Code that runs only in shard processes or other ranks counts as not covered.
+test-all: lint fashion-mnist
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[wandb]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak" $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak" --cov --cov-report=term $(PYTEST_FLAGS)
 
-# The tests that need GPUs, one at a time: each skips with what it needs where that is not there.
+# The tests that need GPUs, one at a time; each is skipped with the reason if its GPUs are missing.
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m gpu $(PYTEST_FLAGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p weightserver -p trainer -p deploy
+	$(BIN)/mypy
 
 # The documentation as a site, in build/site.
 docs: $(INSTALLED)
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[docs]'
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# What Grafana shows, from its code.
+# Generates Grafana's dashboards from their code.
 dashboards: $(INSTALLED)
 	$(BIN)/python -m deploy.grafana.dashboards
 
 protos: $(INSTALLED)
 	$(BIN)/python protos/generate.py
 
-benchmark: $(INSTALLED)
+benchmark: $(INSTALLED) fashion-mnist
 	for name in rows wire steps head scale checkpoints checksums measuring augment; do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
-# What a machine with GPUs does, in half an hour; BENCH_FLAGS="--quick" measures every section in 9 minutes.
-bench-gpu: $(INSTALLED)
+# Measures a machine with GPUs, in half an hour; BENCH_FLAGS="--quick" measures every section in 9 minutes.
+bench-gpu: $(INSTALLED) fashion-mnist
 	$(BIN)/python -m benchmarks.gpu $(BENCH_FLAGS)
 
 $(INSTALLED): pyproject.toml constraints.txt

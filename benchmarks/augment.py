@@ -1,13 +1,13 @@
-"""Where augmentation is fastest: crops in decoding threads and the rest per batch, beside a DataLoader's processes.
+"""Compares augmentation, with crops in decoding threads and the rest per batch, with a DataLoader's processes.
 
 python -m benchmarks.augment [--rounds 7] [--images 256] [--output benchmarks/results]
 
-Views of 224 px by the paper's augmentation, of JPEGs of 500×375 pixels and about 100 kB, as ImageNet's: all that comes
-before the encoder, which is on the GPU where there is one, else on the CPU. `ours` crops while it decodes, in a thread
-a core, and does the rest per batch on the device; decoding is two batches ahead. `squares` is how it was before: centre
-squares of 256 px are decoded, and cropped on the device without antialiasing. The peer is what is usual:
+Views of 224 px by the paper's augmentation, of JPEGs of 500×375 pixels and about 100 kB, as in ImageNet: everything
+before the encoder, which is on the GPU if there is one, else on the CPU. `ours` crops while it decodes, with a thread
+per core, and does the rest per batch on the device; decoding is two batches ahead. `squares` is the earlier way: centre
+squares of 256 px are decoded, and cropped on the device without antialiasing. The peer is the usual way:
 torchvision.transforms.v2 on one image at a time, in the two processes of a DataLoader. Both parts of `ours` are timed
-alone too: where the device is a GPU they go on at the same time.
+alone too: on a GPU they overlap.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.measure import draw_bars, in_turn, write_results
+from benchmarks.measure import Timing, draw_bars, in_turn, write_results
 from trainer.data import load_dataset
 from trainer.data.augment import Augmentation, AugmentationConfig
 from trainer.data.decoded_images import DecodedImages
@@ -47,7 +47,7 @@ def picture(number: int) -> Image.Image:
 
 
 def theirs(files: list[Path], device: torch.device) -> Callable[[], None]:
-    """The same augmentation as torchvision has it."""
+    """The same augmentation by torchvision."""
     v2 = import_module("torchvision.transforms.v2")
     colour = (CONFIG.brightness, CONFIG.contrast, CONFIG.saturation, CONFIG.hue)
     kernel_size = SIDE // 10 // 2 * 2 + 1
@@ -75,7 +75,7 @@ def theirs(files: list[Path], device: torch.device) -> Callable[[], None]:
         BATCH_SIZE,
         num_workers=NUM_WORKERS,
         persistent_workers=True,
-        multiprocessing_context="fork",  # what they need of torchvision is imported here
+        multiprocessing_context="fork",  # they inherit the imports of torchvision
         pin_memory=device.type == "cuda",
     )
     return lambda: done([batch.to(device, non_blocking=True) for batch in loader])
@@ -88,6 +88,47 @@ def done(views: list[Tensor]) -> None:
         torch.cuda.synchronize()
 
 
+def ours(directory: Path, num_images: int, device: torch.device) -> dict[str, Callable[[], object]]:
+    """The calls of our own code on the images of a directory."""
+    augment = Augmentation(CONFIG, SIDE)
+    uniforms = visit_uniforms(0, np.arange(num_images), Augmentation.num_uniforms)
+    ids: list[NDArray[np.int64]] = np.array_split(np.arange(num_images), -(-num_images // BATCH_SIZE))
+    visits = [Visits(batch, uniforms[None, batch]) for batch in ids]
+    images = load_dataset("folder", directory, image_size=SIDE).train_images.to(device)
+    assert isinstance(images, DecodedImages)
+    numbers = [one.uniforms[0] for one in visits]
+
+    def crops() -> list[Tensor]:
+        return [images.crops(one.images, [augment], one.uniforms)[0] for one in visits]
+
+    cropped = crops()
+
+    def squares() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            batches = pool.map(images.__getitem__, map(torch.from_numpy, ids))
+            done([augment(batch, own) for batch, own in zip(batches, numbers, strict=True)])
+
+    def finish() -> None:
+        done([augment.finish(crops, own) for crops, own in zip(cropped, numbers, strict=True)])
+
+    return {
+        "ours": lambda: done(list(views_ahead(images, visits, [augment], device))),
+        "squares": squares,
+        "of ours: decoding and cropping": lambda: done(crops()),
+        "of ours: the rest": finish,
+    }
+
+
+def as_table(num_images: int, num_bytes: float, device: torch.device, times: dict[str, Timing]) -> str:
+    lines = [f"{num_images} JPEGs of {num_bytes / 1e3:.0f} kB; on {device.type}, {BATCH_SIZE} images a batch.", ""]
+    lines += ["| | images/s | time for all of them | relative to ours |", "|---|---|---|---|"]
+    lines += [
+        f"| {name} | {num_images / time.p50:,.0f} | {time} | {time.p50 / times['ours'].p50:.2f} |"
+        for name, time in times.items()
+    ]
+    return "\n".join([*lines, "", "![Images a second](augment.png)"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
@@ -95,52 +136,22 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     device, num_images = torch.device("cuda" if torch.cuda.is_available() else "cpu"), arguments.images
-    augment = Augmentation(CONFIG, SIDE)
-    uniforms = visit_uniforms(0, np.arange(num_images), Augmentation.num_uniforms)
-    ids: list[NDArray[np.int64]] = np.array_split(np.arange(num_images), -(-num_images // BATCH_SIZE))
-    visits = [Visits(batch, uniforms[None, batch]) for batch in ids]
     with tempfile.TemporaryDirectory() as directory:
         files = [Path(directory) / f"{number:05d}.jpg" for number in range(num_images)]
         for number, file in enumerate(files):
             picture(number).save(file, quality=85)
         peer = theirs(files, device)
-        peer()  # its processes are forked before there are threads
-        images = load_dataset("folder", Path(directory), image_size=SIDE).train_images.to(device)
-        assert isinstance(images, DecodedImages)
-        numbers = [one.uniforms[0] for one in visits]
-        cropped = [images.crops(one.images, [augment], one.uniforms)[0] for one in visits]
-
-        def squares() -> None:
-            with ThreadPoolExecutor(1) as pool:
-                batches = pool.map(images.__getitem__, map(torch.from_numpy, ids))
-                done([augment(batch, own) for batch, own in zip(batches, numbers, strict=True)])
-
-        calls: dict[str, Callable[[], object]] = {
-            "ours": lambda: done(list(views_ahead(images, visits, [augment], device))),
-            "squares": squares,
-            "torchvision, 2 processes": peer,
-            "of ours: decoding and cropping": lambda: done(
-                [images.crops(one.images, [augment], one.uniforms)[0] for one in visits]
-            ),
-            "of ours: the rest": lambda: done(
-                [augment.finish(crops, own) for crops, own in zip(cropped, numbers, strict=True)]
-            ),
-        }
+        peer()  # forks its processes before there are threads
+        calls = {**ours(Path(directory), num_images, device), "torchvision, 2 processes": peer}
         times = in_turn(calls, rounds=arguments.rounds, warm_up=1)
         num_bytes = sum(file.stat().st_size for file in files) / num_images
     rates = {name: num_images / time.p50 for name, time in times.items()}
-    lines = [f"{num_images} JPEGs of {num_bytes / 1e3:.0f} kB; on {device.type}, {BATCH_SIZE} images a batch.", ""]
-    lines += ["| | images/s | time for all of them | beside ours |", "|---|---|---|---|"]
-    lines += [
-        f"| {name} | {rates[name]:,.0f} | {time} | {time.p50 / times['ours'].p50:.2f} |" for name, time in times.items()
-    ]
-    lines += ["", "![Images a second](augment.png)"]
     write_results(
         arguments.output,
         "augment",
         f"python -m benchmarks.augment --rounds {arguments.rounds} --images {num_images}",
         {"jpeg_bytes": num_bytes, "device": device.type, "times": times, "images_per_second": rates},
-        "\n".join(lines),
+        as_table(num_images, num_bytes, device, times),
     )
     draw_bars(arguments.output / "augment.png", rates, "images/s")
 

@@ -1,5 +1,5 @@
-"""The floor: a gRPC server that sends or takes the same bytes and does nothing else. Prints its address, serves until
-stdin closes. python -m benchmarks.bare
+"""A gRPC server that only sends or receives bytes, as the lower bound of benchmarks. Prints its address and serves
+until stdin closes: python -m benchmarks.bare
 """
 
 from __future__ import annotations

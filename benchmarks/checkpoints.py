@@ -1,11 +1,11 @@
-"""What checkpoints cost: taking one, going back to one, and the disk space of those that are kept.
+"""Measures what checkpoints cost: taking one, rolling back to one, and the disk space of those kept.
 
 python -m benchmarks.checkpoints [--rows 10000000] [--directory DIR] [--output benchmarks/results]
 
 D = 128, two shards on this machine; 10 M stored rows take about 13 GB of disk, under --directory, and are removed.
-A checkpoint is timed while the table is filled, its peer a durable write of one row to each shard, in turn with it; a
-rollback's peer is the pushes that it takes back. Then long runs of a trainer's writes over a small table, every row
-written in many passes, three checkpoints kept: do they stop growing the file?
+A checkpoint is timed while the table is filled, in turn with its peer, a durable write of one row to each shard; a
+rollback's peer is the pushes that it undoes. Then come long runs of a trainer's writes over a small table, every row
+written in many passes, with three checkpoints kept, to see whether the file stops growing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SHARDS_WRITE = "write of a row to each shard"
 
 @contextmanager
 def table(num_rows: int, directory: Path | None) -> Iterator[tuple[LocalCluster, WeightClient]]:
-    """A new table on two shards, whose data are removed."""
+    """A new table on two shards, whose data are removed at the end."""
     with (
         tempfile.TemporaryDirectory(prefix="checkpoints-", dir=directory) as data,
         LocalCluster(2, data) as cluster,
@@ -91,7 +91,7 @@ def seconds(call: Callable[..., object], *arguments: Any, **options: Any) -> flo
 
 
 def growing_table(num_rows: int, directory: Path | None, rounds: int) -> dict[str, Any]:
-    """Checkpoints at several sizes of one table, rollbacks at the two largest."""
+    """Times checkpoints at several sizes of one table, and rollbacks at the two largest."""
     sizes = [10**power for power in range(4, 12) if 10**power < num_rows] + [num_rows]
     results: dict[str, Any] = {"sizes": {}, "fill_seconds": 0.0}
     generator = np.random.default_rng(1)
@@ -119,7 +119,7 @@ def growing_table(num_rows: int, directory: Path | None, rounds: int) -> dict[st
 
 
 def rollbacks(client: WeightClient, kept: Kept, num_stored: int, count: int, rounds: int = 5) -> dict[str, Timing]:
-    """Pushes to `count` neighbouring rows in the middle of the stored ones, and a rollback, again and again."""
+    """Times pushes to `count` neighbouring rows in the middle of the stored ones, and their rollback."""
     first = (num_stored - count) // 2
     kept.take()
     kept.release_old()
@@ -131,7 +131,7 @@ def rollbacks(client: WeightClient, kept: Kept, num_stored: int, count: int, rou
 
 
 def long_run(directory: Path | None, *, flush: bool = False, reader: bool = False) -> dict[str, Any]:
-    """Writes the rows that leave a moving window, S at a time; with `flush`, at every checkpoint the window's too."""
+    """Writes the rows that leave a moving window, S at a time; with `flush` also the window at each checkpoint."""
     sizes, write_seconds, checkpoint_seconds = [], [], []
     stopped = threading.Event()
     with table(LONG_ROWS, directory) as (cluster, client), ThreadPoolExecutor(1) as pool:
@@ -160,7 +160,7 @@ def long_run(directory: Path | None, *, flush: bool = False, reader: bool = Fals
 
 
 def read_rows(cluster: LocalCluster, kept: Kept, stopped: threading.Event) -> dict[str, Timing]:
-    """Fetches neighbouring rows, in turn those of the newest checkpoint and those of now, until it is stopped."""
+    """Fetches neighbouring rows of the newest checkpoint and current ones in turn, until stopped."""
     generator = np.random.default_rng(1)
     times: dict[str, list[float]] = {"of a checkpoint": [], "as they are now": []}
     with WeightClient(cluster.addresses) as client:
@@ -174,60 +174,78 @@ def read_rows(cluster: LocalCluster, kept: Kept, stopped: threading.Event) -> di
 
 def as_table(growing: dict[str, Any], runs: dict[str, dict[str, Any]]) -> str:
     sizes, most = growing["sizes"], max(growing["sizes"])
-    lines = [
-        "Medians, 10th and 90th percentile behind them. Goal: a checkpoint of 10 M stored rows takes less than "
-        f"{1e3 * GOAL_SECONDS:.0f} ms; with {most:,} it takes {sizes[most]['times']['checkpoint']}. "
-        f"Writing these rows took {growing['fill_seconds']:.0f} s.",
-        "",
-        f"Each checkpoint comes behind a write of {ROWS_PER_WRITE:,} neighbouring rows (10,000 in the first line). "
-        "The floor is a durable write of one row to each of the two shards: a commit on both, as a checkpoint is.",
-        "",
-        "| rows stored | on disk | checkpoint | floor | checkpoint / floor | write of one row | release |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    return "\n".join(
+        [
+            "Medians, with the 10th and 90th percentile. Goal: a checkpoint of 10 M stored rows takes less than "
+            f"{1e3 * GOAL_SECONDS:.0f} ms; with {most:,} it takes {sizes[most]['times']['checkpoint']}. "
+            f"Writing these rows took {growing['fill_seconds']:.0f} s.",
+            *_checkpoint_lines(sizes),
+            *_rollback_lines(sizes),
+            *_long_run_lines(runs),
+            "",
+            "![Time of a checkpoint; file size over checkpoints](checkpoints.png)",
+        ]
+    )
+
+
+def _checkpoint_lines(sizes: dict[int, dict[str, Any]]) -> Iterator[str]:
+    yield ""
+    yield (
+        f"Each checkpoint follows a write of {ROWS_PER_WRITE:,} neighbouring rows (10,000 in the first line). The "
+        "floor is a durable write of one row to each of the two shards: a commit on both, as a checkpoint is."
+    )
+    yield ""
+    yield "| rows stored | on disk | checkpoint | floor | checkpoint / floor | write of one row | release |"
+    yield "|---|---|---|---|---|---|---|"
     for size, result in sizes.items():
         _, taken, floor, one, release = result["times"].values()
         gigabytes = f"{result['disk_bytes'] / 1e9:.2f} GB"
-        lines.append(
-            f"| {size:,} | {gigabytes} | {taken} | {floor} | {taken.p50 / floor.p50:.2f} | {one} | {release} |"
-        )
-    lines += [
-        "",
-        "A rollback behind pushes to neighbouring rows costs what was written since, not what is stored, if it takes "
-        "the same time at both sizes of the table:",
-        "",
-        "| rows stored | rows pushed since | rollback | the pushes | rollback / pushes |",
-        "|---|---|---|---|---|",
-    ]
+        yield f"| {size:,} | {gigabytes} | {taken} | {floor} | {taken.p50 / floor.p50:.2f} | {one} | {release} |"
+
+
+def _rollback_lines(sizes: dict[int, dict[str, Any]]) -> Iterator[str]:
+    yield ""
+    yield (
+        "A rollback after pushes to neighbouring rows costs what was written since, not what is stored, if it takes "
+        "the same time at both sizes of the table:"
+    )
+    yield ""
+    yield "| rows stored | rows pushed since | rollback | the pushes | rollback / pushes |"
+    yield "|---|---|---|---|---|"
     for size, result in sizes.items():
         for count, times in result.get("rollbacks", {}).items():
             peer = f"{times['pushes']} | {times['rollback'].p50 / times['pushes'].p50:.3f}" if count else "– | –"
-            lines.append(f"| {size:,} | {count:,} | {times['rollback']} | {peer} |")
+            yield f"| {size:,} | {count:,} | {times['rollback']} | {peer} |"
+
+
+def _long_run_lines(runs: dict[str, dict[str, Any]]) -> Iterator[str]:
     left = STRIDES_PER_CHECKPOINT * WINDOW_STRIDE
-    lines += [
-        "",
+    yield ""
+    yield (
         f"Long runs: {LONG_CHECKPOINTS} checkpoints of {LONG_ROWS:,} rows, {KEEP} kept. Between two, {left:,} rows "
         f"leave the window, {WINDOW_STRIDE:,} a write, so each is written in {LONG_CHECKPOINTS * left // LONG_ROWS} "
         f"passes; with the flush, the {WINDOW_SIZE:,} rows of the window are written at each checkpoint too. Versions "
         "of a block are dropped when it is next written: one written in v generations a pass holds 1 + min(v, "
         f"{KEEP}) versions until the next pass, whatever was released. That is 2 where rows only leave, 3 with the "
-        f"flush, and at most {KEEP + 1}, the bound; the writes in progress come on top.",
-        "",
+        f"flush, and at most {KEEP + 1}, the bound; the writes in progress come on top."
+    )
+    yield ""
+    yield (
         "| writes | rows · bytes | after pass 1 | after pass 2 | largest | last | largest / rows | bound / rows | "
-        "checkpoint | write of rows that leave |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+        "checkpoint | write of rows that leave |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|"
     for name, run in runs.items():
         disk, stored = run["disk_bytes"], run["rows_bytes"]
         passes = [disk[-(-number * LONG_ROWS // left) - 1] for number in (1, 2)]
         megabytes = " | ".join(f"{size / 1e6:.0f} MB" for size in (stored, *passes, max(disk), disk[-1]))
         ratio = f"{max(disk) / stored:.2f} | {KEEP + 1}"
-        lines.append(f"| {name} | {megabytes} | {ratio} | {run['checkpoint']} | {run['write']} |")
+        yield f"| {name} | {megabytes} | {ratio} | {run['checkpoint']} | {run['write']} |"
     reads = "; ".join(
         f"{what} {value}, {value.num_calls:,} times" for run in runs.values() for what, value in run["reads"].items()
     )
-    lines += ["", f"The reader fetches {READ_ROWS:,} neighbouring rows all the time, in the writer's process: {reads}."]
-    return "\n".join([*lines, "", "![Time of a checkpoint; file size over checkpoints](checkpoints.png)"])
+    yield ""
+    yield f"The reader fetches {READ_ROWS:,} neighbouring rows all the time, in the writer's process: {reads}."
 
 
 def draw(sizes: dict[int, dict[str, Any]], runs: dict[str, dict[str, Any]], path: Path) -> None:

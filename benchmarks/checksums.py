@@ -1,4 +1,4 @@
-"""What it costs to look at the checksum of every block that a fetch reads: shards that do beside shards that do not.
+"""Measures what verifying the checksum of every block that a fetch reads costs.
 
 python -m benchmarks.checksums [--rounds 60] [--output benchmarks/results]
 
@@ -9,6 +9,7 @@ of its rows are asked for: scattered rows cost most.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +56,7 @@ def main() -> None:
         results = {}
         for name, rows in requests.items():
             out = np.empty((len(rows), SPEC.dim), np.float32)
-            calls = {
+            calls: dict[str, Callable[[], object]] = {
                 "checked": lambda rows=rows, out=out: checked.fetch(rows, step=STEP, out=out),
                 "trusted": lambda rows=rows, out=out: trusted.fetch(rows, step=STEP, out=out),
             }

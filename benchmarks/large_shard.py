@@ -1,14 +1,14 @@
-"""Does a shard need to fit into memory? One that is larger: written, restarted, read at random, verified, dropped.
+"""Measures a shard larger than memory: written, restarted, read at random, verified and dropped.
 
 python -m benchmarks.large_shard [--rows 32000000] [--directory DIR] [--output benchmarks/results]
 
-D = 128, one shard on this machine; 32 M rows take 33 GB of disk, under --directory, and are removed at the end. What is
-stopped leaves them and the results so far there; the same command continues. Rows are written through a client, in
-pieces of neighbours. Before the shard starts anew, the page cache lets go of its file.
+D = 128, one shard on this machine; 32 M rows take 33 GB of disk under --directory, and are removed at the end. A run
+that is interrupted leaves the rows and its results there; repeating the command resumes it. Rows are written through a
+client in runs of neighbours. Before the shard restarts, its file is dropped from the page cache.
 
-The peer of the reads is the disk: as many blocks, read from the file by pread, in turn with the fetches. Memory
-is the shard's own (RssAnon), looked at every 20 ms; what it maps of the file is page cache, which the kernel takes back
-when others need it.
+The peer of the reads is the disk: as many blocks, read from the file by pread, in turn with the fetches. Memory is the
+shard's own (RssAnon), sampled every 20 ms; mapped pages of the file are page cache, which the kernel reclaims when
+needed.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ DIM, NUM_STEPS = 128, 1_000
 PAGE_BYTES = 4096
 ROWS_PER_WRITE = 16_380
 NUM_PARTS = 10
-"""Of the fill, each with times and memory of its own."""
+"""Parts of the fill, each with its own times and memory."""
 VALUES = np.random.default_rng(0).standard_normal((2, 3 * ROWS_PER_WRITE, DIM), dtype=np.float32) * 0.01
 FETCHES = {"65,536 rows at random": (65_536, 1), "512 rows at random": (512, 1), "16,380 neighbours": (1, 16_380)}
-"""Name -> runs of neighbouring rows, and rows of each."""
+"""Name -> (number of runs of neighbouring rows, rows per run)."""
 ROUNDS = {"65,536 rows at random": 3, "512 rows at random": 30, "16,380 neighbours": 30}
 
 
 def first_value(row: int) -> int:
-    """Which of VALUES a piece that begins with `row` is written with: not the same in neighbouring pieces."""
+    """Index into VALUES of the piece that begins with `row`; differs between neighbouring pieces."""
     return row // ROWS_PER_WRITE * 977 % (2 * ROWS_PER_WRITE)
 
 
 class Memory:
-    """The most memory of its own that a child of this thread took, in bytes."""
+    """Samples the largest private memory of this thread's child processes, in bytes."""
 
     def __init__(self) -> None:
         self._children = Path(f"/proc/self/task/{threading.get_native_id()}/children")
@@ -73,7 +73,7 @@ class Memory:
                     self._most = max(self._most, *found, 0)
 
     def most(self) -> int:
-        """Since it was last asked for."""
+        """The largest sample since the last call."""
         time.sleep(0.05)
         most, self._most = self._most, 0
         return most
@@ -90,14 +90,14 @@ def seconds(call: Callable[..., object], *arguments: Any, **options: Any) -> flo
 
 
 def map_bytes(cluster: LocalCluster) -> int:
-    """How long the shard's map of its file is."""
+    """Size of the shard's memory map of its file."""
     with urllib.request.urlopen(f"http://{cluster.metrics_addresses[0]}/metrics") as page:
         lines = page.read().decode().splitlines()
     return next(int(float(line.split()[1])) for line in lines if line.startswith("weightserver_map_bytes "))
 
 
-def let_go(data: Path) -> None:
-    """Takes the file out of the page cache, which is possible where no process maps it."""
+def drop_from_page_cache(data: Path) -> None:
+    """Drops the file from the page cache, which requires that no process maps it."""
     with data.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -113,7 +113,7 @@ class Benchmark:
         self.results: dict[str, Any] = json.loads(self._path.read_text()) if self._path.exists() else {}
 
     def stage(self, name: str, measure: Callable[[], dict[str, Any]]) -> None:
-        """Measures what was not measured before."""
+        """Runs one stage unless its result is stored."""
         if name not in self.results:
             print(f"{time.strftime('%H:%M:%S')} {name}", file=sys.stderr, flush=True)
             self.results[name] = measure()
@@ -142,7 +142,7 @@ class Benchmark:
     # ---- what is measured
 
     def fill(self) -> dict[str, Any]:
-        """Every row is written once; a fill that was stopped continues, and its results tell of the rest."""
+        """Writes every row once; a resumed fill measures only the rest."""
         parts = []
         with self.served() as (cluster, client, memory):
             client.create_table(self.spec)
@@ -173,11 +173,11 @@ class Benchmark:
         client.write_state(rows, weight, momentum, 0)
 
     def restart(self) -> dict[str, Any]:
-        """With nothing of the file in the page cache, then with all that a start needs."""
+        """Restarts the shard with a cold page cache, then with a warm one."""
         times = []
         for cold in (True, False):
             if cold:
-                let_go(self.data)
+                drop_from_page_cache(self.data)
             started = time.perf_counter()
             with closing(Memory()) as memory, LocalCluster(1, self.directory):
                 times.append(time.perf_counter() - started)
@@ -185,12 +185,12 @@ class Benchmark:
         return {"cold_seconds": times[0], "warm_seconds": times[1], "own_bytes": own_bytes}
 
     def reads(self) -> dict[str, Any]:
-        """Fetches of rows anywhere, each looked at, beside the disk's own reads of such blocks."""
-        let_go(self.data)
+        """Times fetches of rows anywhere, and the disk's own reads of as many blocks."""
+        drop_from_page_cache(self.data)
         results: dict[str, Any] = {}
         with self.served() as (cluster, client, memory):
             disk = os.open(self.data, os.O_RDONLY)
-            os.posix_fadvise(disk, 0, 0, os.POSIX_FADV_RANDOM)  # no more than is asked for
+            os.posix_fadvise(disk, 0, 0, os.POSIX_FADV_RANDOM)  # no readahead
             for name, (num_runs, length) in FETCHES.items():
                 num_blocks, read_before = [0], self._read_bytes(cluster)
 
@@ -212,18 +212,18 @@ class Benchmark:
         return results
 
     def _fetch(self, client: WeightClient, num_runs: int, length: int) -> int:
-        """Fetches runs of rows, compares them with what was written, and tells of how many blocks they are."""
+        """Fetches runs of rows, checks their values, and returns the number of blocks that they lie in."""
         starts = self.generator.integers(self.spec.num_rows - length, size=num_runs)
         rows = np.unique(starts[:, None] + np.arange(length))
         found = client.fetch(rows, step=0)
         pieces = rows // ROWS_PER_WRITE
         written = pieces * 977 % (2 * ROWS_PER_WRITE) + rows % ROWS_PER_WRITE
         if not np.array_equal(found, VALUES[0, written]):
-            raise RuntimeError("rows are not what was written")
+            raise RuntimeError("fetched rows differ from those written")
         return len(np.unique(rows // self.spec.rows_per_block))
 
     def _read_blocks(self, descriptor: int, count: int, *, neighbours: bool) -> None:
-        """As many blocks, anywhere or beside each other."""
+        """Reads `count` blocks, neighbours or anywhere."""
         num_bytes = BlockCodec(self.spec).num_bytes
         most = self.data.stat().st_size // num_bytes - count
         blocks = self.generator.integers(most) + np.arange(count) if neighbours else self.generator.choice(most, count)
@@ -231,12 +231,12 @@ class Benchmark:
             os.pread(descriptor, num_bytes, block * num_bytes // PAGE_BYTES * PAGE_BYTES)
 
     def _read_bytes(self, cluster: LocalCluster) -> int:
-        """What the shard had read from disk so far."""
+        """Bytes that the shard has read from disk so far."""
         lines = Path(f"/proc/{cluster.processes[0].pid}/io").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
     def writes(self) -> dict[str, Any]:
-        """Pushes anywhere, which read what they change."""
+        """Times pushes anywhere, which read the rows that they change."""
         gradients = np.ones((ROWS_PER_WRITE, DIM), np.float32)
         results: dict[str, Any] = {}
         steps = itertools.count()
@@ -254,11 +254,11 @@ class Benchmark:
         return results
 
     def readahead(self, num_blocks: int = 2_000) -> dict[str, Any]:
-        """Blocks anywhere, read through LMDB's map with and without the kernel's readahead, beside the disk's reads."""
+        """Times reads of blocks anywhere through LMDB's map, with and without readahead, and by pread."""
         results: dict[str, Any] = {}
         for _ in range(3):
             for readahead in (True, False):
-                let_go(self.data)
+                drop_from_page_cache(self.data)
                 with lmdb.open(
                     str(self.data.parent),
                     map_size=self.data.stat().st_size,
@@ -277,7 +277,7 @@ class Benchmark:
                             np.frombuffer(cursor.value(), np.uint8).max()
                         name = "with readahead" if readahead else "without readahead"
                         results.setdefault(name, []).append(time.perf_counter() - started)
-            let_go(self.data)
+            drop_from_page_cache(self.data)
             descriptor = os.open(self.data, os.O_RDONLY)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
             taken = seconds(self._read_blocks, descriptor, num_blocks, neighbours=False)
@@ -286,10 +286,10 @@ class Benchmark:
         return {"blocks": num_blocks, "seconds": {name: timing(values) for name, values in results.items()}}
 
     def commands(self) -> dict[str, Any]:
-        """The whole file looked at, by one who may take all the time."""
+        """Times the commands that read the whole file."""
         results = {}
         for command in ("inspect", "verify"):
-            let_go(self.data)
+            drop_from_page_cache(self.data)
             started = time.perf_counter()
             process = subprocess.Popen(
                 [sys.executable, "-m", "weightserver", command, str(self.data.parent)],
@@ -306,8 +306,8 @@ class Benchmark:
         return results
 
     def drop(self) -> dict[str, Any]:
-        """The table goes, and a new one begins in its space."""
-        let_go(self.data)
+        """Drops the table, and begins a new one in its space."""
+        drop_from_page_cache(self.data)
         with self.served() as (_, client, memory):
             before = self.data.stat().st_size
             taken = seconds(client.drop_table)
@@ -328,69 +328,82 @@ class Benchmark:
 
 
 def as_table(num_rows: int, results: dict[str, Any]) -> str:
-    parts, restart, drop = results["fill"]["parts"], results["restart"], results["drop"]
+    last, restart, drop = results["fill"]["parts"][-1], results["restart"], results["drop"]
     memory_bytes = psutil.virtual_memory().total + psutil.swap_memory().total
-    megabytes = "{:.0f} MB".format
-    lines = [
-        f"One shard of {num_rows:,} rows (D = {DIM}): {parts[-1]['file_bytes'] / 1e9:.1f} GB on a machine whose memory "
-        f"and swap are {memory_bytes / 1e9:.1f} GB; LMDB's map was {parts[-1]['map_bytes'] / 1e9:.1f} GB at the end. "
-        "Memory is the shard's own, at most; what it maps of the file is page cache.",
+    return "\n".join(
+        [
+            f"One shard of {num_rows:,} rows (D = {DIM}): {last['file_bytes'] / 1e9:.1f} GB on a machine whose memory "
+            f"and swap are {memory_bytes / 1e9:.1f} GB; LMDB's map was {last['map_bytes'] / 1e9:.1f} GB at the end. "
+            "Memory is the shard's own, at most; mapped pages of the file are page cache.",
+            *_fill_lines(results["fill"]),
+            "",
+            f"Restarted: {restart['cold_seconds']:.1f} s with nothing of the file in the page cache, "
+            f"{restart['warm_seconds']:.1f} s right after that; own memory {_megabytes(restart['own_bytes'])}.",
+            *_read_lines(results["reads"]),
+            *_write_lines(results["writes"]),
+            *_command_lines(results),
+            "",
+            f"After the drop the first write took {drop['first_write_seconds']:.2f} s, others {drop['write']}, the "
+            f"file grew by {_megabytes(drop['grown_bytes'])}, and the shard's own memory was "
+            f"{_megabytes(drop['own_bytes_after'])}.",
+        ]
+    )
+
+
+def _megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.0f} MB"
+
+
+def _fill_lines(fill: dict[str, Any]) -> Iterator[str]:
+    yield from (
         "",
         f"Filled by writes of {ROWS_PER_WRITE:,} neighbouring rows:",
         "",
         "| rows stored | file | map | a write | slowest | rows a second | own memory |",
         "|---|---|---|---|---|---|---|",
-    ]
-    before = results["fill"]["rows_before"]
-    for part in parts:
+    )
+    before = fill["rows_before"]
+    for part in fill["parts"]:
         rate = (part["rows_stored"] - before) / part["seconds"]
         before = part["rows_stored"]
-        lines.append(
+        yield (
             f"| {before:,} | {part['file_bytes'] / 1e9:.1f} GB | {part['map_bytes'] / 1e9:.1f} GB | {part['write']} | "
-            f"{1e3 * part['write_seconds_most']:.0f} ms | {rate:,.0f} | {megabytes(part['own_bytes'] / 1e6)} |"
+            f"{1e3 * part['write_seconds_most']:.0f} ms | {rate:,.0f} | {_megabytes(part['own_bytes'])} |"
         )
-    lines += [
-        "",
-        f"Started anew: {restart['cold_seconds']:.1f} s with nothing of the file in the page cache, "
-        f"{restart['warm_seconds']:.1f} s right after that; own memory {megabytes(restart['own_bytes'] / 1e6)}.",
-        "",
-        "| fetch | blocks | time | the disk alone | ratio | read from disk, a fetch | own memory |",
-        "|---|---|---|---|---|---|---|",
-    ]
+
+
+def _read_lines(reads: dict[str, Any]) -> Iterator[str]:
+    yield ""
+    yield "| fetch | blocks | time | the disk alone | ratio | read from disk, a fetch | own memory |"
+    yield "|---|---|---|---|---|---|---|"
     for name in FETCHES:
-        read = results["reads"][name]
-        lines.append(
+        read = reads[name]
+        yield (
             f"| {name} | {read['blocks']:,} | {read['fetch']} | {read['disk']} | "
-            f"{read['fetch'].p50 / read['disk'].p50:.2f} | {megabytes(read['read_bytes'] / 1e6)} | "
-            f"{megabytes(read['own_bytes'] / 1e6)} |"
+            f"{read['fetch'].p50 / read['disk'].p50:.2f} | {_megabytes(read['read_bytes'])} | "
+            f"{_megabytes(read['own_bytes'])} |"
         )
-    lines += ["", "| push | time | own memory |", "|---|---|---|"]
-    for name, written in results["writes"].items():
+
+
+def _write_lines(writes: dict[str, Any]) -> Iterator[str]:
+    yield from ("", "| push | time | own memory |", "|---|---|---|")
+    for name, written in writes.items():
         if isinstance(written, dict):
-            lines.append(f"| {name} | {written['push']} | {megabytes(written['own_bytes'] / 1e6)} |")
+            yield f"| {name} | {written['push']} | {_megabytes(written['own_bytes'])} |"
+
+
+def _command_lines(results: dict[str, Any]) -> Iterator[str]:
     readahead = results["readahead"]
-    lines += [
-        "",
-        f"{readahead['blocks']:,} blocks anywhere, nothing cached, one after the other: "
-        + ", ".join(f"{name} {times.p50:.2f} s" for name, times in readahead["seconds"].items())
-        + ".",
-        "",
-        "| command, nothing cached | time | own memory |",
-        "|---|---|---|",
-    ]
-    for name, taken in [*results["commands"].items(), ("drop_table()", drop)]:
-        lines.append(f"| {name} | {taken['seconds']:.1f} s | {megabytes(taken['own_bytes'] / 1e6)} |")
-    lines += [
-        "",
-        f"After the drop the first write took {drop['first_write_seconds']:.2f} s, others {drop['write']}, the file "
-        f"grew by {megabytes(drop['grown_bytes'] / 1e6)}, and the shard's own memory was "
-        f"{megabytes(drop['own_bytes_after'] / 1e6)}.",
-    ]
-    return "\n".join(lines)
+    times = ", ".join(f"{name} {times.p50:.2f} s" for name, times in readahead["seconds"].items())
+    yield ""
+    yield f"{readahead['blocks']:,} blocks anywhere, nothing cached, one after the other: {times}."
+    yield from ("", "| command, nothing cached | time | own memory |", "|---|---|---|")
+    for name, taken in [*results["commands"].items(), ("drop_table()", results["drop"])]:
+        yield f"| {name} | {taken['seconds']:.1f} s | {_megabytes(taken['own_bytes'])} |"
 
 
 def restored(value: Any) -> Any:
-    """Timings as they were before they went into a file."""
+    """Restores timings that were written to a file."""
     if isinstance(value, dict):
         if value.keys() == {"p50", "p10", "p90", "num_calls"}:
             return Timing(**value)

@@ -1,4 +1,4 @@
-"""What every benchmark here shares: timing in turn, a line for a table, and what machine it ran on."""
+"""Shared by all benchmarks: timing calls in turn, and writing results with a description of the machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Timing:
 
 
 def in_turn(calls: dict[str, Callable[[], object]], *, rounds: int, warm_up: int = 3) -> dict[str, Timing]:
-    """Runs every call once a round, so that whatever disturbs the machine disturbs all of them alike."""
+    """Runs every call once per round, so that disturbances of the machine affect all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for round_number in range(warm_up + rounds):
         for name, call in calls.items():
@@ -69,7 +69,7 @@ def machine() -> dict[str, Any]:
 
 
 def draw_bars(path: Path, values: dict[str, float], label: str) -> None:
-    """One bar a name, on a logarithmic axis."""
+    """Draws one bar per name on a logarithmic axis."""
     figure, axes = plt.subplots(figsize=(6, 0.6 + 0.5 * len(values)))
     bars = axes.barh(list(values), list(values.values()))
     axes.bar_label(bars, fmt="{:,.3g}", padding=3)
@@ -79,7 +79,7 @@ def draw_bars(path: Path, values: dict[str, float], label: str) -> None:
 
 
 def write_results(directory: Path, name: str, command: str, results: dict[str, Any], table: str) -> None:
-    """Writes name.json and name.md, prints the table, and ends with one JSON line."""
+    """Writes name.json and name.md, and prints the table and one JSON line."""
     text = save_results(directory, name, command, results, table)
     print(table)
     print(text)

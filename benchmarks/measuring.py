@@ -1,20 +1,20 @@
-"""What it costs a shard to measure a fetch: its handler with metrics beside the same one that keeps none.
+"""Measures what its metrics cost a shard: the handler of fetches with metrics and without.
 
 python -m benchmarks.measuring [--rounds 200] [--output benchmarks/results]
 
 D = 128, one shard, 200,000 stored rows, a gap of 18,000 steps to correct. Both handlers run in this process, where the
-difference is seen best; it is set against the time that a client of a real shard waits for the same rows. Each handler
-runs right behind a client's call, and finds the processor's caches as that left them: of two that ran one behind the
-other, the second would seem the faster. The handler without metrics has no clock of stages either. Few rows are fetched
-ten times as often, because their difference is some 20 µs.
+difference shows best; it is compared with the time that a client of a real shard waits for the same rows. Each handler
+runs right after a client's call and finds the processor's caches as that call left them: of two handlers in a row, the
+second would appear faster. The handler without metrics has no clock of stages either. Fetches of few rows are repeated
+ten times as often, because they differ by only about 20 µs.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,22 @@ from unittest.mock import Mock
 
 import grpc
 import numpy as np
+from prometheus_client import CollectorRegistry
 
-from benchmarks.measure import draw_bars, in_turn, write_results
+from benchmarks.measure import Timing, draw_bars, in_turn, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
 from weightserver.common.stages import StageClock
+from weightserver.common.version import __version__
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol.codec import rows_to_proto
-from weightserver.server.admission import Memory
-from weightserver.server.metrics import ShardMetrics
+from weightserver.protocol.codec import VERSION_KEY, rows_to_proto
+from weightserver.server.metrics import CallMetrics, RowMetrics, ShardMetrics
+from weightserver.server.request_memory import RequestMemory
 from weightserver.server.service import WeightServerService
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.schedule_change import Part
-from weightserver.shard.shard import Shard, WriteHeader
+from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteHeader
 from weightserver.storage.lmdb_storage import LmdbStorage
 
 SPEC = TableSpec(num_rows=200_000, dim=128)
@@ -42,13 +45,24 @@ STEP = 18_000
 GOAL = 1.02
 
 
-class NoMetrics(ShardMetrics):
+class NoRowMetrics(RowMetrics):
     """Counts nothing."""
 
     def fetched(self, rows: int, num_bytes: int) -> None: ...
     def requested(self, operation: str, num_rows: int) -> None: ...
     def fetch_stages(self, seconds: dict[str, float]) -> None: ...
+
+
+class NoCallMetrics(CallMetrics):
+    """Times nothing."""
+
     def answered(self, method: str, status: str, seconds: float) -> None: ...
+
+
+def no_metrics() -> ShardMetrics:
+    metrics = ShardMetrics(shard=0, num_shards=1, version="0")
+    metrics.rows, metrics.calls = NoRowMetrics(CollectorRegistry()), NoCallMetrics(CollectorRegistry())
+    return metrics
 
 
 def fill(shard: Shard) -> None:
@@ -56,6 +70,7 @@ def fill(shard: Shard) -> None:
         shard.create_table(batch, SPEC)
     with shard.batch() as batch:
         shard.prepare_schedule(batch, Part("00" * 16, 0, np.full(STEP, 0.06, np.float32)), version=0)
+        assert batch.schedule.pending is not None
         shard.commit_schedule(batch, "00" * 16, digest=batch.schedule.pending.digest)
     with shard.batch() as batch:
         shard.open_session(batch, "benchmark", 1, bytes(16))
@@ -66,72 +81,90 @@ def fill(shard: Shard) -> None:
         shard.write_state(batch, header, rows, values, values, np.zeros(len(rows), np.int64))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
-    arguments = parser.parse_args()
-    keep_large_buffers()
-    context, enter = Mock(spec=grpc.ServicerContext), StageClock.enter
-    metrics = ShardMetrics(shard=0, num_shards=1, version="0")
-    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
-        storage = LmdbStorage(Path(directory))
-        shards = [Shard(storage, shard=0, num_shards=1, on_gaps=metrics.correction_gaps)]
-        fill(shards[0])
-        shards.append(Shard(storage, shard=0, num_shards=1))
-        committers = [Committer(shard.batch) for shard in shards]
-        silent = NoMetrics(shard=0, num_shards=1, version="0")
-        measured, bare = (
-            WeightServerService(shard, committer, kept, Memory(1 << 32))
-            for shard, committer, kept in zip(shards, committers, (metrics, silent), strict=True)
-        )
+@contextmanager
+def handlers() -> Iterator[tuple[WeightServerService, WeightServerService]]:
+    """Two handlers of the same data, the first with metrics."""
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        storage = stack.enter_context(closing(LmdbStorage(Path(directory))))
+        metrics, memory = ShardMetrics(shard=0, num_shards=1, version="0"), RequestMemory(1 << 32)
+        measured = Shard(storage, shard=0, num_shards=1, on_gaps=metrics.rows.correction_gaps)
+        fill(measured)
+        services = []
+        for shard, kept in ((measured, metrics), (Shard(storage, shard=0, num_shards=1), no_metrics())):
+            committer = Committer(shard.batch)
+            stack.callback(committer.close)
+            services.append(WeightServerService(shard, committer, kept, memory))
+        yield services[0], services[1]
 
-        def call(service: WeightServerService, rows: Any, clock: Any) -> Callable[[], None]:
-            request = pb.FetchRequest(rows=rows_to_proto(rows), step=STEP)
 
-            def run() -> None:
-                StageClock.enter = clock  # type: ignore[method-assign]
-                for _ in service.Fetch(request, context):
-                    pass
+def handled(service: WeightServerService, rows: Any, clock: Any) -> Callable[[], None]:
+    """A fetch by its handler, with `clock` for `StageClock.start`."""
+    request, context = pb.FetchRequest(rows=rows_to_proto(rows), step=STEP), Mock(spec=grpc.ServicerContext)
+    context.invocation_metadata.return_value = ((VERSION_KEY, __version__),)
 
-            return run
+    def run() -> None:
+        StageClock.start = clock  # type: ignore[method-assign]
+        for _ in service.Fetch(request, context):
+            pass
 
-        results = {}
-        cluster = stack.enter_context(LocalCluster(1))
-        client = stack.enter_context(WeightClient(cluster.addresses))
+    return run
+
+
+@contextmanager
+def filled_client() -> Iterator[WeightClient]:
+    """A client of a real shard that stores all rows."""
+    with LocalCluster(1) as cluster, WeightClient(cluster.addresses) as client:
         client.create_table(SPEC)
         client.extend_schedule(0, np.full(STEP, 0.06, np.float32))
         client.open_session("benchmark")
         for part in np.array_split(np.arange(SPEC.num_rows), 8):
-            client.write_state(
-                part, np.ones((len(part), SPEC.dim), np.float32), np.ones((len(part), SPEC.dim), np.float32), 0
-            )
-        for num_rows, rounds in {65_536: arguments.rounds, 512: 10 * arguments.rounds}.items():
+            ones = np.ones((len(part), SPEC.dim), np.float32)
+            client.write_state(part, ones, ones, 0)
+        yield client
+
+
+def measure(rounds: int) -> dict[str, dict[str, Timing]]:
+    """Times of a fetch by number of rows and by who fetches."""
+    start, results = StageClock.start, {}
+    with handlers() as (measured, bare), filled_client() as client:
+        for num_rows, num_rounds in {65_536: rounds, 512: 10 * rounds}.items():
             rows, out = np.arange(num_rows), np.empty((num_rows, SPEC.dim), np.float32)
             fetch = partial(client.fetch, rows, step=STEP, out=out)
-            calls = {
+            calls: dict[str, Callable[[], object]] = {
                 "client": fetch,
-                "measured": call(measured, rows, enter),
+                "measured": handled(measured, rows, start),
                 "client again": fetch,
-                "bare": call(bare, rows, lambda *_: None),
+                "bare": handled(bare, rows, lambda *_: None),
             }
-            results[f"{num_rows:,} rows"] = in_turn(calls, rounds=rounds)
-        for committer in committers:
-            committer.close()
-        storage.close()
-    ratios = {
-        name: 1 + (times["measured"].p50 - times["bare"].p50) / times["client"].p50 for name, times in results.items()
-    }
-    lines = [f"Goal: less than {GOAL - 1:.0%} of what a client waits.", ""]
+            results[f"{num_rows:,} rows"] = in_turn(calls, rounds=num_rounds)
+    return results
+
+
+def as_table(results: dict[str, dict[str, Timing]], ratios: dict[str, float]) -> str:
+    lines = [f"Goal: less than {GOAL - 1:.0%} of the time that a client waits.", ""]
     lines += ["| fetch | measured | not measured | by a client | cost |"]
     lines += ["|---|---|---|---|---|"]
     lines += [
         f"| {name} | {t['measured']} | {t['bare']} | {t['client']} | {ratios[name] - 1:.1%} |"
         for name, t in results.items()
     ]
-    lines += ["", "![Measured fetches beside others](measuring.png)"]
+    return "\n".join([*lines, "", "![Cost of measuring](measuring.png)"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    arguments = parser.parse_args()
+    keep_large_buffers()
+    results = measure(arguments.rounds)
+    ratios = {
+        name: 1 + (times["measured"].p50 - times["bare"].p50) / times["client"].p50 for name, times in results.items()
+    }
     command = f"python -m benchmarks.measuring --rounds {arguments.rounds}"
-    write_results(arguments.output, "measuring", command, {**results, "ratios": ratios}, "\n".join(lines))
+    table = as_table(results, ratios)
+    write_results(arguments.output, "measuring", command, {**results, "ratios": ratios}, table)
     draw_bars(arguments.output / "measuring.png", ratios, "time of a client's fetch / without measuring")
 
 

@@ -1,4 +1,4 @@
-"""How fast rows come and go through one shard, beside a bare gRPC server that moves the same bytes.
+"""Compares fetches from and pushes to one shard with a bare gRPC server that moves the same bytes.
 
 python -m benchmarks.rows [--rounds 30] [--output benchmarks/results]
 
@@ -37,7 +37,7 @@ from weightserver.protocol.codec import CHUNK_BYTES
 DIM = 128
 NUM_STORED = 1 << 20
 NEVER_WRITTEN = 500_000_000
-"""First of the rows that nobody writes."""
+"""The first of the rows that are never written."""
 SPEC = TableSpec(num_rows=10**9, dim=DIM)
 NUM_STEPS = 100_000
 GAP = 18_000
@@ -69,7 +69,7 @@ def bare_server() -> Iterator[grpc.Channel]:
 
 
 def fill(client: WeightClient) -> None:
-    """Stores NUM_STORED rows that saw their last update at various of the first 300 steps."""
+    """Stores NUM_STORED rows whose last updates spread over the first 300 steps."""
     generator = np.random.default_rng(1)
     for first in range(0, NUM_STORED, 1 << 15):
         rows = np.arange(first, first + (1 << 15), dtype=np.int64)
@@ -131,11 +131,11 @@ def pushes(client: WeightClient, channel: grpc.Channel, rounds: int, directory: 
 
 
 def tables(rounds: int) -> dict[str, Any]:
-    """Creating a table of 10^9 rows on a fresh shard, and the schedule's tables for 1.4 M steps."""
+    """Times creating a table of 10^9 rows on a fresh shard, and building the schedule's tables for 1.4 M steps."""
     seconds = []
     for _ in range(min(rounds, 5)):
         with LocalCluster(1) as cluster, WeightClient(cluster.addresses) as client:
-            client.drop_table()  # connects; that is no part of creating
+            client.drop_table()  # connects, which is not part of creating a table
             started = time.perf_counter()
             client.create_table(SPEC)
             seconds.append(time.perf_counter() - started)
@@ -178,7 +178,7 @@ def main() -> None:
 
 def as_table(results: dict[str, Any]) -> str:
     lines = [
-        "Median of the calls, 10th and 90th percentile behind it; the ratio is that of the medians.",
+        "Median of the calls with the 10th and 90th percentile; the ratio is that of the medians.",
         "",
         "| case | what | time | ratio to the bare stream |",
         "|---|---|---|---|",

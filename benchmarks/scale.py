@@ -1,4 +1,4 @@
-"""Does the number of images matter? Step time and trainer memory from a million to a billion rows.
+"""Measures step time and trainer memory from a million to a billion rows.
 
 python -m benchmarks.scale [--steps 30] [--stored-rows 4000000] [--output benchmarks/results]
 
@@ -29,6 +29,7 @@ from benchmarks.measure import timing, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 
 DIM, BATCH_SIZE = 128, 512
+SIZES = (10**6, 10**7, 10**8, 10**9)
 CGROUPS = Path("/sys/fs/cgroup/memory")
 CACHED_PART = 1 / 5
 WARM_UP = 5
@@ -40,7 +41,7 @@ TRAINER = (
 
 
 def train(num_rows: int, steps: int, *options: str) -> dict[str, Any]:
-    """Step times, s each, and peak memory of a run of its own process."""
+    """Seconds of each step and peak memory of a run in its own process."""
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "run"
         command = [sys.executable, "-c", TRAINER, "synthetic", "--num-images", str(num_rows), "--steps", str(steps)]
@@ -59,7 +60,7 @@ def train(num_rows: int, steps: int, *options: str) -> dict[str, Any]:
 
 
 def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Runs of one case as one result."""
+    """Merges the runs of one case into one result."""
     seconds = [second for run in runs for second in run["seconds"]]
     wait_seconds = sum(run["row_wait_seconds"] for run in runs)
     rest = {name: value for name, value in runs[-1].items() if name not in ("seconds", "row_wait_seconds")}
@@ -86,7 +87,7 @@ def memory_limit(processes: list[Any], num_bytes: int) -> Iterator[None]:
 
 
 def train_on_full_shards(num_rows: int, steps: int) -> dict[str, Any]:
-    """As `train`, on two shards that store every row and can cache `CACHED_PART` of them."""
+    """Like `train`, on two shards that store every row and can cache `CACHED_PART` of them."""
     spec = TableSpec(num_rows=num_rows, dim=DIM)
     limit = round(num_rows * (8 * DIM + 8) / 2 * CACHED_PART)
     with LocalCluster(2) as cluster, memory_limit(cluster.processes, limit), WeightClient(cluster.addresses) as client:
@@ -113,13 +114,13 @@ def train_on_full_shards(num_rows: int, steps: int) -> dict[str, Any]:
 
 
 def _read_bytes(processes: list[Any]) -> int:
-    """Read from disk so far."""
+    """Bytes read from disk so far."""
     pages = (Path(f"/proc/{process.pid}/io").read_text() for process in processes)
     return sum(int(line.split()[1]) for page in pages for line in page.splitlines() if line.startswith("read_bytes"))
 
 
 def dense_fits(num_rows: int) -> bool:
-    """Weights, gradients, momentum, and what SGD makes on the way."""
+    """Whether weights, gradients, momentum and temporaries of SGD fit into memory."""
     return 6 * 4 * DIM * num_rows < 0.8 * psutil.virtual_memory().available
 
 
@@ -136,29 +137,26 @@ def draw(cases: dict[str, list[dict[str, Any]]], path: Path) -> None:
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--stored-rows", type=int, default=4_000_000)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
-    arguments = parser.parse_args()
-    sizes = [10**6, 10**7, 10**8, 10**9]
+def measure(steps: int, stored_rows: int, rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """Results by row store and table."""
     on_disk = os.geteuid() == 0 and CGROUPS.is_dir()
-    fresh: dict[int, list[dict[str, Any]]] = {num_rows: [] for num_rows in sizes}
+    fresh: dict[int, list[dict[str, Any]]] = {num_rows: [] for num_rows in SIZES}
     from_disk: list[dict[str, Any]] = []
-    for _ in range(arguments.rounds):
-        for num_rows in sizes:
-            fresh[num_rows].append(train(num_rows, arguments.steps))
+    for _ in range(rounds):
+        for num_rows in SIZES:
+            fresh[num_rows].append(train(num_rows, steps))
         if on_disk:
-            from_disk.append(train_on_full_shards(arguments.stored_rows, arguments.steps))
-    cases = {
+            from_disk.append(train_on_full_shards(stored_rows, steps))
+    return {
         "resident, fresh table": [merged(runs) for runs in fresh.values()],
         "resident, from disk": [merged(from_disk)] if from_disk else [],
         "dense": [
-            merged([train(num_rows, WARM_UP + 5, "--rows", "dense")]) for num_rows in sizes if dense_fits(num_rows)
+            merged([train(num_rows, WARM_UP + 5, "--rows", "dense")]) for num_rows in SIZES if dense_fits(num_rows)
         ],
     }
+
+
+def as_table(cases: dict[str, list[dict[str, Any]]]) -> str:
     lines = [
         "| rows | N | time of a step | waiting for rows | rows fetched, a step | trainer's peak memory |",
         "|---|---|---|---|---|---|",
@@ -178,10 +176,7 @@ def main() -> None:
         "",
         "![Step time and memory over the number of rows](scale.png)",
     ]
-    write_results(
-        arguments.output, "scale", f"python -m benchmarks.scale --steps {arguments.steps}", cases, "\n".join(lines)
-    )
-    draw({name: results for name, results in cases.items() if results}, arguments.output / "scale.png")
+    return "\n".join(lines)
 
 
 def _about_disk(result: dict[str, Any]) -> str:
@@ -190,6 +185,19 @@ def _about_disk(result: dict[str, Any]) -> str:
         f"{result['memory_limit_bytes_per_shard'] / 1e6:.0f} MB of memory, page cache included. "
         f"Read from disk: {result['read_bytes_per_step'] / 1e6:.2f} MB a step."
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--stored-rows", type=int, default=4_000_000)
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    arguments = parser.parse_args()
+    cases = measure(arguments.steps, arguments.stored_rows, arguments.rounds)
+    command = f"python -m benchmarks.scale --steps {arguments.steps}"
+    write_results(arguments.output, "scale", command, cases, as_table(cases))
+    draw({name: results for name, results in cases.items() if results}, arguments.output / "scale.png")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""How long a step of the demo takes with each row store, the weight servers on the same cores as the trainer.
+"""Measures a step of the demo with each row store, with the weight servers on the same cores as the trainer.
 
 python -m benchmarks.steps [--rounds 3] [--steps 200] [--output benchmarks/results]
 
-The peer is `dense`: all 60,000 rows in the trainer's memory, moved by torch.optim.SGD, no servers at all. Runs take
+The peer is `dense`: all 60,000 rows in the trainer's memory, updated by torch.optim.SGD, without servers. Runs take
 turns; the first 50 steps of each are left out.
 """
 
@@ -25,7 +25,7 @@ WARM_UP = 50
 
 
 def run(rows: str, steps: int) -> list[dict[str, Any]]:
-    """The records of one run, a step each."""
+    """The records of one run, one per step."""
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "run"
         command = [sys.executable, "-m", "trainer", "fashion-mnist", "--rows", rows, "--steps", str(steps)]

@@ -1,11 +1,12 @@
-"""What sweeping old versions of blocks frees, how fast, and what it costs those who fetch and push meanwhile.
+"""Measures what sweeping old versions of blocks frees, how fast, and what it costs concurrent fetches and pushes.
 
 python -m benchmarks.sweeping [--rows 300000] [--checkpoints 200] [--cost-rows 300000]
                               [--directory DIR] [--output benchmarks/results]
 
 D = 128, one shard on this machine. The same writes, with three checkpoints kept, go to a shard that sweeps and to one
-whose sweeper never begins, as fast as they take them: a trainer's writes leave more time. Then one checkpoint of all
-rows is released, with nobody else at work, and beside fetches and pushes, made in turn to a shard that does not sweep.
+whose sweeper never starts, as fast as they accept them: a trainer's writes leave more time. Then one checkpoint of all
+rows is released, first without other calls, then during fetches and pushes that alternate with those to a shard that
+does not sweep.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ ROWS_PER_WRITE = 1 << 15
 
 
 class UnsweptCluster(LocalCluster):
-    """Its shards never begin to sweep."""
+    """A cluster whose shards never sweep."""
 
     _program: ClassVar[list[str]] = [
         sys.executable,
         "-c",
-        "from weightserver import cli, sweeper; sweeper._IDLE_SECONDS = 1e6; cli.main()",
+        "from weightserver import cli; from weightserver.shard import sweeper; sweeper._IDLE_SECONDS = 1e6; cli.main()",
     ]
 
 
@@ -65,7 +66,7 @@ def table(
 
 
 def moving_window(client: WeightClient, number: int, num_rows: int) -> None:
-    """A trainer's: rows that leave the window, a ninth of all, and at the checkpoint those in it."""
+    """Writes as a trainer does: rows that leave the window, a ninth of all, and at the checkpoint those in it."""
     size, stride = num_rows // 9, num_rows // 36
     for first in np.arange(STRIDES_PER_CHECKPOINT) * stride + number * STRIDES_PER_CHECKPOINT * stride:
         write(client, np.sort((first + np.arange(stride)) % num_rows), number)
@@ -73,7 +74,7 @@ def moving_window(client: WeightClient, number: int, num_rows: int) -> None:
 
 
 def half_of_the_rows(client: WeightClient, number: int, num_rows: int) -> None:
-    """Every other time half of them, at random."""
+    """Writes a random half of the blocks."""
     blocks = np.random.default_rng(number).permutation(num_rows // 63)[: num_rows // 126]
     rows = np.sort((blocks[:, None] * 63 + np.arange(63)).reshape(-1))
     for part in np.array_split(rows, -(-len(rows) // ROWS_PER_WRITE)):
@@ -81,7 +82,7 @@ def half_of_the_rows(client: WeightClient, number: int, num_rows: int) -> None:
 
 
 def every_row(client: WeightClient, number: int, num_rows: int) -> None:
-    """All of them, between any two checkpoints."""
+    """Writes all rows."""
     for first in range(0, num_rows, ROWS_PER_WRITE):
         write(client, np.arange(first, min(first + ROWS_PER_WRITE, num_rows)), number)
 
@@ -111,7 +112,7 @@ def metric(cluster: LocalCluster, name: str) -> float:
 
 
 def spent(cluster: LocalCluster) -> tuple[float, int]:
-    """Seconds of processor time and bytes written of the shard, until now."""
+    """Processor seconds and bytes written by the shard so far."""
     process = Path(f"/proc/{cluster.processes[0].pid}")
     times = process.joinpath("stat").read_text().rpartition(")")[2].split()
     written = process.joinpath("io").read_text().partition("\nwrite_bytes: ")[2].split()[0]
@@ -145,7 +146,7 @@ def cost(num_rows: int, directory: Path | None) -> dict[str, Any]:
 
 
 def latencies(num_rows: int, directory: Path | None) -> dict[str, dict[str, Timing]]:
-    """Calls to a shard that sweeps and to one that does not, in turn, until the first is done, ROUNDS times."""
+    """Times calls to a shard that sweeps and one that does not, in turn, until the sweep ends, ROUNDS times."""
     generator, steps = np.random.default_rng(0), itertools.count(2)
     kinds = {"not": UnsweptCluster, "sweeping": LocalCluster}
     calls = {
@@ -179,7 +180,7 @@ def as_table(num_rows: int, num: int, spaces: dict[str, dict[str, dict[str, Any]
     stored = num_rows * BLOCK_BYTES / 63
     lines = [
         f"{num_rows:,} rows, {stored / 1e6:.0f} MB; {num} checkpoints, {KEEP} kept; file over rows, as the writes come "
-        "one after the other without a pause. Medians, 10th and 90th percentile behind them.",
+        "one after the other without a pause. Medians, with the 10th and 90th percentile.",
         "",
         "| written between two checkpoints | largest, unswept | last, unswept | largest, swept | last, swept | "
         "the writes, unswept | swept |",
@@ -193,7 +194,7 @@ def as_table(num_rows: int, num: int, spaces: dict[str, dict[str, dict[str, Any]
         )
     lines += [
         "",
-        f"Nobody else at work: {costs['freed_bytes'] / 1e6:.0f} MB were freed in {costs['seconds']:.1f} s, of which "
+        f"Without other calls: {costs['freed_bytes'] / 1e6:.0f} MB were freed in {costs['seconds']:.1f} s, of which "
         f"up to a second before the sweeper looks, with {costs['processor_seconds']:.2f} s of processor time and "
         f"{costs['written_bytes'] / 1e6:.1f} MB written.",
         "",
@@ -224,7 +225,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=300_000)
     parser.add_argument("--checkpoints", type=int, default=200)
     parser.add_argument("--cost-rows", type=int, default=300_000, help="of the table whose sweep is timed")
-    parser.add_argument("--directory", type=Path, help="for the shard's data; the system's temporary one by default")
+    parser.add_argument("--directory", type=Path, help="for the shard's data (default a temporary one)")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the data are removed

@@ -1,9 +1,9 @@
-"""What a step moves between trainer and servers: resident rows beside remote ones, counted on the loopback interface.
+"""Counts the bytes that a step moves between trainer and servers on the loopback interface, by row store.
 
 python -m benchmarks.wire [--steps 1024] [--output benchmarks/results]
 
 The paper's settings (B 512, K 65,536, W 131,072, S 16,384, D 128), N = 1,281,167 as in ImageNet-1K, two shards on this
-machine and nothing else that uses the loopback interface. Gradients are random: nothing of this depends on them. The
+machine and no other use of the loopback interface. Gradients are random: the bytes do not depend on them. The
 resident store is measured over whole windows from the third on, when as many rows leave as enter.
 """
 
@@ -37,7 +37,7 @@ def loopback_bytes() -> int:
 def measure(
     make_store: Callable[[WeightClient, np.ndarray], RowStore], *, warm_up: int, steps: int
 ) -> dict[str, float]:
-    """Bytes per step over the `steps` behind the first `warm_up`, and what a step took."""
+    """Bytes and seconds per step over the `steps` after the first `warm_up`."""
     rates = np.full(warm_up + steps, 0.06, np.float32)
     schedule = VisitSchedule(num_rows=SPEC.num_rows, window_size=WINDOW_SIZE, window_stride=WINDOW_STRIDE, seed=0)
     recent = RecentRows(schedule, num_active=NUM_ACTIVE, batch_size=BATCH_SIZE)

@@ -1,7 +1,7 @@
-# The trainer, as torchrun starts it: see train.sh. From the repository's root:
+# The trainer, started by torchrun: see train.sh. From the repository's root:
 #     docker build -f deploy/trainer.Dockerfile -t pic-trainer:0.2.0 .
 # From the default package index torch is its CUDA build; the secret "pip" (a pip.conf) may name PyTorch's own CPU index.
-# It and "pip-ca" (certificates that pip trusts) are in no layer. BASE_IMAGE may be given by its digest.
+# Neither that secret nor "pip-ca" (certificates that pip trusts) is in a layer. BASE_IMAGE may be given by digest.
 ARG BASE_IMAGE=python:3.11.14-slim-bookworm
 
 FROM ${BASE_IMAGE} AS build
@@ -9,7 +9,7 @@ RUN python3 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /src
 COPY pyproject.toml constraints.txt ./
-# What it depends on comes first, in a layer of its own: it changes seldom, and takes minutes.
+# Dependencies come first, in their own layer: they change seldom, and installing them takes minutes.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=pip-ca \
     mkdir weightserver trainer && touch README.md weightserver/__init__.py trainer/__init__.py \
     && pip install --no-cache-dir -c constraints.txt '.[trainer]' \

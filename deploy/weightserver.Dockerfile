@@ -1,7 +1,7 @@
-# The weight server alone, without torch. From the repository's root:
+# The weight server, without torch. From the repository's root:
 #     docker build -f deploy/weightserver.Dockerfile -t pic-weightserver:0.2.0 .
-# The secrets "pip" (a pip.conf) and "pip-ca" (certificates that it trusts) are for those who need settings of their own;
-# no layer holds them. BASE_IMAGE may be given by its digest.
+# The optional secrets "pip" (a pip.conf) and "pip-ca" (certificates that pip trusts) are in no layer. BASE_IMAGE may be
+# given by digest.
 ARG BASE_IMAGE=python:3.11.14-slim-bookworm
 
 FROM ${BASE_IMAGE} AS build
@@ -9,7 +9,7 @@ RUN python3 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /src
 COPY pyproject.toml constraints.txt ./
-# What it depends on comes first, in a layer of its own: it changes seldom.
+# Dependencies come first, in their own layer: they change seldom.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=pip-ca \
     mkdir weightserver && touch README.md weightserver/__init__.py && pip install --no-cache-dir -c constraints.txt . \
     && rm -r build

@@ -1,4 +1,4 @@
-"""What tests share: one two-shard cluster for all that need servers, and a fresh table on it for each."""
+"""Shared fixtures: one cluster of two shards for all tests that need servers, and a fresh table on it for each."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from weightserver import LocalCluster, WeightClient
 if TYPE_CHECKING:
     from tests.helpers.gpus import Gpus
 
-# A busy machine is no failure.
+# A busy machine must not fail a test.
 settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
 
 
 @pytest.fixture(autouse=True)
 def _logging() -> Iterator[None]:
-    """Command lines that run in this process set it up."""
+    """Restores logging, which command lines that run in this process set up."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
@@ -30,8 +30,8 @@ def _logging() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Tiny networks gain nothing from more, and busy machines lose much."""
-    import torch  # a weight server's tests need none
+    """One torch thread: more do not help tiny networks, and slow down busy machines."""
+    import torch  # the weight server's tests do not need it
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -41,14 +41,14 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[LocalCluster]:
-    """Two real shard processes; tests may not stop them."""
+    """Two real shard processes, which tests must not stop."""
     with LocalCluster(2) as cluster:
         yield cluster
 
 
 @pytest.fixture
 def client(cluster: LocalCluster) -> Iterator[WeightClient]:
-    """A client of the shared cluster, without a table; whatever table the test makes is dropped."""
+    """A client of the shared cluster, without a table; the table that the test makes is dropped."""
     with WeightClient(cluster.addresses, timeout_seconds=10, retry_seconds=10) as client:
         client.drop_table()
         yield client
@@ -57,8 +57,8 @@ def client(cluster: LocalCluster) -> Iterator[WeightClient]:
 
 @pytest.fixture
 def gpus(request: pytest.FixtureRequest) -> Gpus:
-    """Real GPUs for a test with the marker gpu, pretended ones for any other; skips where there are none."""
-    import torch  # a weight server's tests need none
+    """Real GPUs for a test with the marker gpu, simulated ones for others; skips the test if there are none."""
+    import torch  # the weight server's tests do not need it
 
     from tests.helpers import pretended_gpu
     from tests.helpers.gpus import NUM_PRETENDED, Gpus

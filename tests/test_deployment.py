@@ -1,4 +1,4 @@
-"""The images, the compose file and the manifests in deploy/: they are sound and say the same; opt-in, they run."""
+"""The images, the compose file and the manifests in deploy/ are valid and consistent; an opt-in test runs them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def container(kind: str) -> dict[str, Any]:
 
 
 def told(command: list[str]) -> Any:
-    """What `weightserver` understands of a command line, where no variable of the environment is set."""
+    """Parses a command line of `weightserver`, with no environment variables set."""
     return weightserver.cli._parser().parse_args([re.sub(r"\$\{\w+:-(.*?)\}", r"\1", word) for word in command])
 
 
@@ -66,7 +66,8 @@ def test_every_list_of_shards_in_the_compose_file_is_as_long() -> None:
 @pytest.mark.parametrize("name", SHARDS)
 def test_a_shard_of_the_compose_file(name: str) -> None:
     service = SHARDS[name]
-    program, *command = [*service["entrypoint"], *service["command"]]
+    words: list[str] = [*service["entrypoint"], *service["command"]]
+    program, *command = words
     arguments = told(command)
     assert (program, arguments.command) == ("weightserver", "serve")
     assert (f"shard-{arguments.shard}", arguments.num_shards) == (name, len(SHARDS))
@@ -93,7 +94,7 @@ def test_the_trainer_of_the_compose_file() -> None:
     assert config.server_addresses == COMPOSE["x-servers"].split(",")
 
 
-def test_services_run_without_rights_and_reach_no_other_machine_unless_told() -> None:
+def test_services_run_unprivileged_and_listen_only_on_loopback_by_default() -> None:
     for name, service in COMPOSE["services"].items():
         assert service["read_only"], name
         assert service["cap_drop"] == ["ALL"], name
@@ -102,7 +103,7 @@ def test_services_run_without_rights_and_reach_no_other_machine_unless_told() ->
 
 
 def test_the_trainer_can_pin_memory_and_compile() -> None:
-    """For InfiniBand, and for --compile, whose programs need a folder that programs may be started from."""
+    """InfiniBand locks memory, and --compile needs a folder from which programs can be run."""
     service = COMPOSE["services"]["trainer"]
     assert service["cap_add"] == container("Job")["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
     assert service["ulimits"] == {"memlock": -1}
@@ -142,11 +143,11 @@ def test_scripts_can_be_run(script: Path) -> None:
 @pytest.mark.parametrize(
     "document", MANIFESTS, ids=lambda document: f"{document['kind']}-{document['metadata']['name']}"
 )
-def test_manifests_are_what_the_schemas_say(document: dict[str, Any]) -> None:
+def test_manifests_follow_the_schemas(document: dict[str, Any]) -> None:
     kubernetes_validate.validate(document, KUBERNETES, strict=True)
 
 
-def test_the_schemas_refuse_what_they_do_not_know() -> None:
+def test_the_schemas_refuse_unknown_fields() -> None:
     document = manifest("StatefulSet")
     document = document | {"spec": document["spec"] | {"replica": 2}}
     with pytest.raises(kubernetes_validate.ValidationError, match="replica"):
@@ -219,7 +220,7 @@ def test_prometheus_finds_the_pods(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", SCRAPED)
 def test_prometheus_watches_one_namespace(name: str) -> None:
-    """Rules and panels join on `instance` alone, and pods of two namespaces have the same names."""
+    """Rules and panels join only on `instance`, and pods of two namespaces can have the same name."""
     (discovery,) = SCRAPED[name]["kubernetes_sd_configs"]
     assert discovery == {"role": "pod", "namespaces": {"own_namespace": True}}
     (instance,) = (step for step in SCRAPED[name]["relabel_configs"] if step.get("target_label") == "instance")
@@ -228,7 +229,7 @@ def test_prometheus_watches_one_namespace(name: str) -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool: Debian's package prometheus has it")
 def test_prometheus_takes_the_relabelling(tmp_path: Path) -> None:
-    """Debian's promtool knows all but the discovery of pods."""
+    """Debian's promtool supports everything except the discovery of pods."""
     jobs = [{key: value for key, value in job.items() if "_sd_" not in key} for job in SCRAPED.values()]
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump({"scrape_configs": jobs}))
     done = subprocess.run(
@@ -243,7 +244,7 @@ def test_prometheus_takes_the_relabelling(tmp_path: Path) -> None:
 # ---- what a container's health is
 
 
-def test_health_tells_of_a_full_volume(
+def test_health_reports_a_full_volume(
     cluster: LocalCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["health", cluster.addresses[0], "--data-dir", str(tmp_path)]
@@ -263,7 +264,7 @@ def test_health_tells_of_a_full_volume(
 @pytest.mark.docker
 @pytest.mark.timeout(3600)
 def test_the_deployment_can_be_brought_up() -> None:
-    """It prints what it does; docs/bring-up.txt is such an output."""
+    """It prints its progress."""
     runs = shutil.which("docker") and subprocess.run(["docker", "ps"], capture_output=True).returncode == 0
     if os.geteuid() != 0 or not shutil.which("docker-compose") or not (runs or shutil.which("dockerd")):
         pytest.skip("needs root, docker-compose, and a Docker engine or dockerd to start one")

@@ -1,19 +1,34 @@
-"""The commands that the documents show are commands."""
+"""The documents: their links lead somewhere, their commands can be parsed, and those of the first pages run.
+
+Each code block of README.md and docs/start-here.md is named in this file, so a new block without a test fails here.
+Blocks run as they are printed, except for substitutions that make them short (`shortened`).
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import trainer.data.__main__
 import trainer.export.__main__
 import trainer.report
 import weightserver.cli
+from benchmarks.readme_figure import figures
+from tests.helpers.image_tree import plain_tree
+from tests.helpers.ports import free_ports
+from trainer.config import PRESETS, parse_config
 
 ROOT = Path(__file__).parent.parent
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 PARSERS = {
     "weightserver ": weightserver.cli._parser,
     "python -m trainer.export ": trainer.export.__main__._parser,
@@ -24,14 +39,28 @@ COMMANDS = [
     (document, line.strip())
     for document in ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
     for line in (ROOT / document).read_text().replace("\\\n", " ").splitlines()
-    if line.startswith(tuple(f"    {prefix}" for prefix in PARSERS))
+    if line.startswith("    ")
+]
+PARSED = [command for command in COMMANDS if command[1].startswith(tuple(PARSERS))]
+TRAINED = [
+    (document, match.group(1))
+    for document, line in COMMANDS
+    if (match := re.match(rf"(?:torchrun\b.*|python) -m trainer ((?:{'|'.join(PRESETS)}).*)", line))
 ]
 
 
-@pytest.mark.parametrize(("document", "command"), COMMANDS)
+# ---- commands of all documents
+
+
+@pytest.mark.parametrize(("document", "command"), PARSED)
 def test_commands_in_documents_can_be_parsed(document: str, command: str) -> None:
     (prefix,) = (prefix for prefix in PARSERS if command.startswith(prefix))
     PARSERS[prefix]().parse_args(shlex.split(command.removeprefix(prefix), comments=True))
+
+
+@pytest.mark.parametrize(("document", "arguments"), TRAINED)
+def test_training_commands_in_documents_can_be_parsed(document: str, arguments: str) -> None:
+    parse_config(shlex.split(arguments, comments=True))
 
 
 def test_every_command_is_documented() -> None:
@@ -41,18 +70,56 @@ def test_every_command_is_documented() -> None:
     assert shown == set(known.group(1).replace("\n", "").replace(" ", "").split(","))
 
 
+# ---- links and the site
+
+
 def anchors(document: Path) -> set[str]:
-    """What links to a document's headings name."""
+    """The anchors of a document's headings."""
     titles = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
-def test_links_between_documents_lead_somewhere() -> None:
-    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
-        for target, anchor in re.findall(r"\]\(([^)#:\s]*)#?([^)\s:]*)\)", document.read_text()):
-            path = (document.parent / target) if target else document
-            assert path.exists(), f"{document.name}: {target}"
-            assert not anchor or anchor in anchors(path), f"{document.name}: {target}#{anchor}"
+def links(document: Path) -> list[tuple[str, str]]:
+    """(file, anchor) of each link and picture of a document that leads into the repository."""
+    text = document.read_text()
+    targets = re.findall(r"\]\(([^)\s]*)\)", text)
+    targets += re.findall(r"(?:src|srcset|href)=\"([^\"]*)\"", text)
+    targets += re.findall(r"^\[[^\]]+\]: (\S+)$", text, re.MULTILINE)
+    inside = [target for target in targets if not re.match(r"\w+:", target)]
+    return [(file, anchor) for file, _, anchor in (target.partition("#") for target in inside)]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    for target, anchor in links(document):
+        path = (document.parent / target) if target else document
+        assert path.exists(), f"{document.name}: {target}"
+        assert not anchor or anchor in anchors(path), f"{document.name}: {target}#{anchor}"
+
+
+def test_every_picture_has_a_light_and_a_dark_form() -> None:
+    pictures = [target for target, _ in links(ROOT / "README.md") if target.endswith(".svg")]
+    dark = {target for target in pictures if target.endswith("-dark.svg")}
+    assert dark
+    assert dark == {target.replace(".svg", "-dark.svg") for target in pictures if target not in dark}
+
+
+def test_the_figure_shows_the_recorded_results() -> None:
+    for name, content in figures().items():
+        assert (ROOT / "docs/images" / name).read_text() == content, "python -m benchmarks.readme_figure"
+
+
+def test_the_design_names_files_that_exist() -> None:
+    """A module is named by its place in the repository, a package or a folder of it."""
+    tracked = {
+        str(path.relative_to(ROOT))
+        for top in ("weightserver", "trainer", "tests")
+        for path in (ROOT / top).rglob("*.py")
+    }
+    named = set(re.findall(r"`([\w/]+\.py)\b", (ROOT / "docs/design.md").read_text()))
+    assert len(named) > 40
+    missing = {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in tracked)}
+    assert not missing
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -61,5 +128,167 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_the_reference_has_every_public_name() -> None:
-    told = re.findall(r"^::: weightserver\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
-    assert sorted(told) == sorted(weightserver.__all__)
+    documented = re.findall(r"^::: weightserver\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    assert sorted(documented) == sorted(weightserver.__all__)
+
+
+# ---- the blocks of the first pages
+
+
+def blocks_of(document: str) -> list[str]:
+    """The code blocks, fenced or indented, without their fence or indentation."""
+    text = (ROOT / document).read_text()
+    fenced = re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    indented = re.findall(r"(?<=\n\n)((?:    .*\n|\n(?=    ))+)", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
+    return [*fenced, *(re.sub("^    ", "", block, flags=re.MULTILINE) for block in indented)]
+
+
+BLOCKS = {document: blocks_of(document) for document in ("README.md", "docs/start-here.md")}
+NAMED: list[str] = []
+
+
+def block(document: str, beginning: str) -> str:
+    """The one block of a document that begins like this; a test of this file runs it."""
+    (found,) = [block for block in BLOCKS[document] if block.lstrip().startswith(beginning)]
+    NAMED.append(found)
+    return found
+
+
+MAKE = block("README.md", "make demo")
+TABLE = block("README.md", "Top-1 on the test images")
+IMAGES = block("README.md", "python -m trainer.data pack")
+SERVERS = block("README.md", "weightserver serve")
+PYTHON = block("README.md", "import numpy")
+LAYOUT = block("README.md", "weightserver/")
+START_MAKE = block("docs/start-here.md", "make demo")
+START_TABLE = block("docs/start-here.md", "Top-1 on the test images")
+START_LOOK = block("docs/start-here.md", "ls runs/demo-1")
+SHORT_RUN = (
+    "--steps 3 --batch-size 4 --num-negatives 8 --window-size 12 --window-stride 4 --dim 8 --precision float32 "
+    "--encoder.name torchvision:resnet18 --encoder.image-size 32"
+)
+"""Settings with which a preset for ImageNet trains on 24 images in seconds."""
+
+
+def test_every_block_has_a_test() -> None:
+    assert sorted(NAMED) == sorted(block for blocks in BLOCKS.values() for block in blocks)
+
+
+def shortened(block: str, *substitutions: tuple[str, str]) -> str:
+    """The block with each (old, new) text replaced; fails where the old one is not in it any more."""
+    for old, new in substitutions:
+        assert old in block, f"{old!r} is not in\n{block}"
+        block = block.replace(old, new)
+    return block
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty folder with the programs of an installation in .venv/bin, where readers have them; see `few_images`."""
+    directory = tmp_path_factory.mktemp("reader")
+    (programs := directory / ".venv" / "bin").mkdir(parents=True)
+    short = f"EPOCHS=0.5 OUTPUT={directory}/runs/demo-1 PYTEST_FLAGS='--collect-only tests/test_docs.py'"
+    commands = {
+        "python": f"{sys.executable} -m tests.helpers.few_images",
+        "weightserver": f"{sys.executable} -m weightserver",
+        "torchrun": f"{sys.executable} -m torch.distributed.run",
+        "make": f"{shutil.which('make')} -C {ROOT} -o {directory}/.venv/.installed VENV={directory}/.venv {short}",
+    }
+    for name, command in commands.items():
+        (programs / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        (programs / name).chmod(0o755)
+    return directory
+
+
+def run_in(directory: Path, script: str) -> str:
+    """Runs a block with bash, to its first command that fails; returns what it printed."""
+    environment = os.environ | {
+        "PATH": f"{directory}/.venv/bin:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "120",
+    }
+    # The trap ends servers that a block starts in the background.
+    command = ["bash", "-euo", "pipefail", "-c", f"trap 'jobs -p | xargs -r kill; wait' EXIT\n{script}"]
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{script}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def form(table: str) -> list[str]:
+    """The lines of a printed table, without its frame and with # for each number."""
+    text = re.sub(r"(?<![\w-])\d[\d.e-]*", "#", re.sub(r"[\u2500-\u257f]", " ", table))
+    return [line for line in (" ".join(line.split()) for line in text.splitlines()) if line]
+
+
+@pytest.mark.guard  # eight programs that import torch: a minute
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_the_demo_and_what_follows_it(place: Path) -> None:
+    """`make demo` and `make test` in short form, the table that the demo prints, and the commands to look at it."""
+    assert START_MAKE.strip() == MAKE.splitlines()[0].partition("#")[0].strip()
+    assert TABLE.startswith(START_TABLE.rstrip("\n"))
+    printed = run_in(place, MAKE).replace(f"{place}/", "")
+    expected, lines = form(TABLE), form(printed)
+    assert [line for line in lines if line in expected] == expected, printed
+    assert "test_every_block_has_a_test" in printed  # `make test` ran pytest
+
+    named = re.findall(r"[\w./-]+", START_LOOK.splitlines()[0].partition("#")[2])
+    assert set(named) <= {path.name + "/" * path.is_dir() for path in (place / "runs/demo-1").iterdir()}
+    assert "knn" in run_in(place, START_LOOK).lower()
+    assert "<html" in (place / "runs/demo-1/report.html").read_text().lower()
+
+
+@pytest.mark.guard  # five programs that import torch, two of them on two ranks: a minute
+@pytest.mark.timeout(600)
+def test_your_own_images(place: Path) -> None:
+    plain_tree(place / "images/train", 24)
+    plain_tree(place / "images/val", 12, first=24)
+    run_in(
+        place,
+        shortened(IMAGES, ("--nproc-per-node 8", "--nproc-per-node 2"), ("imagenet-1k", f"imagenet-1k {SHORT_RUN}")),
+    )
+    assert json.loads((place / "runs/a/summary.json").read_text())["steps"] == 3
+    assert (place / "encoder/config.json").exists()
+
+
+@pytest.mark.guard  # two shards and a run on two ranks: half a minute
+@pytest.mark.timeout(600)
+def test_your_own_servers(place: Path) -> None:
+    first, second = free_ports(2)
+    plain_tree(place / "more", 24)
+    substitutions = [
+        ("--nproc-per-node 8", "--nproc-per-node 2"),
+        ("imagenet-1k", f"imagenet-1k {SHORT_RUN}"),
+        ("packed/", "more-packed/"),
+        ("runs/a", "runs/b"),
+        ("/data/", f"{place}/data/"),
+        ("50051", str(first)),
+        ("50052", str(second)),
+    ]
+    block = re.sub(r"^weightserver serve .*$", r"\g<0> &", shortened(SERVERS, *substitutions), flags=re.MULTILINE)
+    run_in(place, f"python -m trainer.data pack more more-packed\n{block}")
+    assert json.loads((place / "runs/b/summary.json").read_text())["steps"] == 3
+    for shard in range(2):
+        looked = json.loads(run_in(place, f"weightserver inspect {place}/data/ws{shard}"))
+        assert looked["checkpoints"], "the run did not write to these shards"
+
+
+def test_the_python_example() -> None:
+    namespace: dict[str, object] = {}
+    exec(PYTHON, namespace)
+    weight = namespace["weight"]
+    assert isinstance(weight, np.ndarray)
+    assert weight.shape == (2, 128)
+
+
+def test_the_layout_names_what_is_there() -> None:
+    """Every file and folder that the README's layout names exists, and every folder of the packages is named."""
+    for package in ("weightserver", "trainer"):
+        (text,) = re.findall(rf"^{package}/ +(.*?)(?=^\w+/)", LAYOUT, re.MULTILINE | re.DOTALL)
+        named = set(re.findall(r"[\w.]+", re.sub(r"\([^)]*\)", "", text)))
+        folders = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")} - {"_generated"}
+        assert folders <= named, folders - named
+        assert all((ROOT / package / name).exists() for name in named), named
+    for name in re.findall(r"(?:^|  )([\w.]+/|[A-Z]+\.md) ", LAYOUT, re.MULTILINE):
+        assert (ROOT / name).exists(), name

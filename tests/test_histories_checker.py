@@ -15,7 +15,8 @@ import torch
 
 from tests.helpers.histories import Call, History, Recorder, rows_of_shard
 from tests.helpers.linearizability import NotLinearizableError, check, main
-from tests.helpers.sequential_model import NEVER_WRITTEN, Model, Operation
+from tests.helpers.row_model import NEVER_WRITTEN
+from tests.helpers.sequential_model import Model, Operation
 from weightserver import TableSpec, WeightClient
 
 # A row's weight is the negative sum of its gradients. Rows 0, 1, 4, 5 live on shard 0, rows 2, 3, 6, 7 on shard 1.
@@ -584,7 +585,7 @@ def test_the_model_follows_sgd() -> None:
         row = model.pushed(row, step, gradient, number)
     assert row.last_step == 1 + max(step for step, _ in pushes)
     assert (row.written_by, row.pushed_by) == (NEVER_WRITTEN, frozenset(range(30)))
-    row = model.at(row, 40)
+    row = model.rows.at(row, 40)
     np.testing.assert_allclose(row.weight, weight.detach().numpy(), atol=1e-12)
     np.testing.assert_allclose(row.momentum_buffer, optimizer.state[weight]["momentum_buffer"].numpy(), atol=1e-12)
 
@@ -682,7 +683,7 @@ class Simulation:
                 self.shards[shard] = state
 
     def weight(self, row: int) -> list[float]:
-        at = self.model.at(self.shards[shard_of(row)].rows[row], LAST)
+        at = self.model.rows.at(self.shards[shard_of(row)].rows[row], LAST)
         weight: list[float] = at.weight.astype(np.float32).tolist()
         return weight
 

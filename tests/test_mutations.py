@@ -33,7 +33,7 @@ def test_there_are_enough_of_them() -> None:
     assert len(MUTATIONS) >= 25
     assert {
         "weightserver/shard/shard.py",
-        "weightserver/client/client.py",
+        "weightserver/client/transfer.py",
         "weightserver/storage/lmdb_storage.py",
         "trainer/run/checkpoint.py",
     } <= {mutation["file"] for mutation in MUTATIONS.values()}

@@ -1,4 +1,4 @@
-"""docs/paper-to-code.md names files, functions, fields, options and tests: all of them exist."""
+"""Every file, function, field, option and test that docs/paper-to-code.md names exists."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def parsed(path: Path) -> ast.Module:
 
 
 def defined(body: list[ast.stmt]) -> dict[str, ast.stmt]:
-    """What a module or class defines by name."""
+    """The definitions of a module or class, by name."""
     found: dict[str, ast.stmt] = {}
     for node in body:
         match node:
@@ -36,7 +36,7 @@ def defined(body: list[ast.stmt]) -> dict[str, ast.stmt]:
 
 
 def exists(place: str) -> bool:
-    """Whether there is a `file.py`, `file.py:name`, `file.py:Class.name` or `tests/file.py::test`."""
+    """Whether the place exists: a `file.py`, `file.py:name`, `file.py:Class.name` or `tests/file.py::test`."""
     file, _, name = place.replace("::", ":").partition(":")
     if not (ROOT / file).exists():
         return False
@@ -50,18 +50,18 @@ def exists(place: str) -> bool:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_every_place_that_is_named_exists(place: str) -> None:
+def test_every_named_place_exists(place: str) -> None:
     assert exists(place)
     assert ("::" in place) == place.startswith("tests/")
 
 
-def test_what_does_not_exist_is_noticed() -> None:
+def test_missing_places_are_noticed() -> None:
     for place in ("trainer/none.py", "trainer/loss.py:none", "trainer/config.py:TrainConfig.none", "tests/none.py::t"):
         assert not exists(place)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_that_is_named_can_be_given(option: str) -> None:
+def test_every_named_option_can_be_given(option: str) -> None:
     words = option.split()
     needs_value = not (words[-1].isalnum() or "no-" in words[-1])
     parse_config(["imagenet-1k", *words, *(["7"] if needs_value else [])])

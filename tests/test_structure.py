@@ -1,4 +1,4 @@
-"""What holds for the whole tree: who imports whom, that generated code is fresh, that the contract is documented."""
+"""Rules of the whole tree: which folders import which, fresh generated code, a documented contract."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROTO = ROOT / "protos/pic/weightserver/v1/weight_server.proto"
 
 
 def imports(path: Path) -> set[str]:
-    """Top-level names of all modules that a file imports, wherever it does."""
+    """Top-level names of all modules that a file imports, at the top or inside functions."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -44,10 +44,19 @@ MAY_IMPORT = {
     "operations": {"common", "core", "protocol", "storage", "client"},
 }
 """Folders of `weightserver`, and the others that each of them may import."""
+TRAINER_MAY_IMPORT = {
+    "data": {"run"},
+    "rows": {"data", "run"},
+    "run": {"data", "rows"},
+    "evaluate": {"data", "run"},
+    "export": {"data", "run"},
+    "report": {"data", "evaluate", "run"},
+}
+"""Folders of `trainer`, and the other folders that each of them may import."""
 
 
-def folders_imported(path: Path) -> set[str]:
-    """What comes behind `weightserver.` in the imports of a file, wherever they are; "" for `weightserver` itself."""
+def folders_imported(path: Path, package: str = "weightserver") -> set[str]:
+    """The names after `weightserver.` in the imports of a file, at the top or inside; "" for `weightserver` itself."""
     modules: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -55,7 +64,7 @@ def folders_imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             modules.add(node.module or ".")
     parts = [module.split(".") for module in modules]
-    return {"".join(names[1:2]) for names in parts if names[0] == "weightserver"}
+    return {"".join(names[1:2]) for names in parts if names[0] == package}
 
 
 def test_every_folder_has_its_rule() -> None:
@@ -73,8 +82,17 @@ def test_imports_point_one_way(folder: str) -> None:
         assert "lmdb" not in imports(path) or folder == "storage", path
 
 
+@pytest.mark.parametrize("folder", TRAINER_MAY_IMPORT)
+def test_folders_of_the_trainer_import_those_they_may(folder: str) -> None:
+    folders = {path.parent.name for path in (ROOT / "trainer").glob("*/__init__.py")}
+    assert folders == TRAINER_MAY_IMPORT.keys()
+    assert ast.get_docstring(ast.parse((ROOT / "trainer" / folder / "__init__.py").read_text()))
+    for path in (ROOT / "trainer" / folder).rglob("*.py"):
+        assert folders_imported(path, "trainer") & folders <= TRAINER_MAY_IMPORT[folder] | {folder}, path
+
+
 def test_the_trainer_takes_public_names_only() -> None:
-    """What `weightserver` exports, and what its folders for everyone define."""
+    """The names that `weightserver` exports, and those of the folders that everyone may import."""
     everyone = ("weightserver.core.", "weightserver.common.", "weightserver.operations.export")
     for path in (ROOT / "trainer").rglob("*.py"):
         assert "lmdb" not in imports(path), path
@@ -86,12 +104,19 @@ def test_the_trainer_takes_public_names_only() -> None:
                 if node.module == "weightserver":
                     assert names <= set(weightserver.__all__), path
                 else:
-                    assert node.module.startswith(everyone), (path, node.module)
+                    assert (node.module or "").startswith(everyone), (path, node.module)
                     assert not any(name.startswith("_") for name in names), (path, names)
 
 
 def test_the_client_needs_no_lmdb() -> None:
     code = "import sys, weightserver; sys.exit('lmdb' in sys.modules or 'torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_help_imports_no_command() -> None:
+    """`weightserver --help` and each command import only what they need."""
+    heavy = ("lmdb", "cryptography", "safetensors.numpy", "weightserver.server")
+    code = f"import sys; from weightserver import cli; cli._parser(()); sys.exit(any(map(sys.modules.get, {heavy})))"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
@@ -160,7 +185,7 @@ def test_each_error_has_a_status_of_its_own() -> None:
     ],
 )
 def test_the_public_interface_stays(name: str, parameters: str) -> None:
-    """Keyword arguments may be added, nothing removed or moved."""
+    """Keyword arguments may be added; nothing may be removed or moved."""
     positional, _, keywords = parameters.partition("*")
     signature = inspect.signature(getattr(weightserver.WeightClient, name)).parameters
     assert [n for n, p in signature.items() if p.kind is p.POSITIONAL_OR_KEYWORD][1:] == re.findall(r"\w+", positional)

@@ -1,9 +1,9 @@
 """Trains an encoder.
 
-    python -m trainer fashion-mnist                                    # starts weight servers of its own
+    python -m trainer fashion-mnist                                    # starts its own weight servers
     python -m trainer fashion-mnist --rows dense --epochs 5            # all rows in this process
     torchrun -m trainer fashion-mnist --servers 127.0.0.1:50051,127.0.0.1:50052 --output runs/a
-    python -m trainer report runs/a                                    # one HTML page about a run
+    python -m trainer report runs/a                                    # writes an HTML report
 
 `python -m trainer fashion-mnist --help` lists every setting.
 """
@@ -22,14 +22,14 @@ from weightserver.common.malloc import keep_large_buffers
 
 
 def report(arguments: list[str]) -> NoReturn:
-    """Writes a page about a run: see `trainer.report`."""
-    from trainer.report import main as write_page  # training needs none of what it imports
+    """Writes a report about a run: see `trainer.report`."""
+    from trainer.report import main as write_report  # training does not need its imports
 
-    write_page(arguments)
+    write_report(arguments)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Runs the command line. Exit status 0; 2 for arguments that are none; else as `exit_on_error` says."""
+    """Runs the command line. Exit status 0; 2 for invalid arguments; otherwise as `exit_on_error`."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["report"]:
         report(arguments[1:])

@@ -1,4 +1,4 @@
-"""What a step needs of the processor alone is computed by a thread ahead of the step."""
+"""Computes a step's inputs that need only the CPU in a thread, ahead of the step."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ Item = TypeVar("Item")
 
 
 class _End:
-    """After the last item."""
+    """Follows the last item."""
 
 
 _END: Final = _End()
 
 
 def computed_ahead(items: Iterable[Item], *, ahead: int, name: str) -> Generator[Item, None, None]:
-    """The items in their order, each computed up to `ahead` items before it is asked for, by one thread of that name.
+    """Yields the items in order; one thread of that name computes each up to `ahead` items before it is needed.
 
-    What computing an item raises is raised in the item's turn. Close it to end the thread.
+    An item's error is raised in its turn. Close the generator to end the thread.
     """
     iterator = iter(items)
     with ThreadPoolExecutor(1, thread_name_prefix=name) as pool:

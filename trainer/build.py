@@ -1,14 +1,12 @@
-"""Everything that one rank's training is made of, built from the settings before the first step."""
+"""Builds everything that one rank trains with, before the first step."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -21,13 +19,15 @@ from trainer.data import Dataset
 from trainer.data.augment import Augmentation
 from trainer.data.prefetch import Visits, views_ahead
 from trainer.distributed import Ranks
-from trainer.loss import cosine_softmax_loss, padded_rows, softmax_loss
-from trainer.model import PICModel, build_model, check_image_size, load_encoder, set_precision_of_products
+from trainer.loss import padded_rows
+from trainer.model import PICModel, build_model, check_image_size, load_encoder
 from trainer.recency import ActiveRows, RecentRows, announced
-from trainer.rows.opening import open_rows
+from trainer.rows.opening import OpenRows, open_rows
 from trainer.rows.store import RowStore
-from trainer.run.checkpoint import Checkpoints, load, saved_steps
-from trainer.run.recorder import Report
+from trainer.run.checkpoint import Checkpoints
+from trainer.run.checkpoint_file import load, saved_steps
+from trainer.run.claim import DirectoryClaim
+from trainer.run.recorder import Recorder
 from trainer.run.stopping import stop_signals
 from trainer.schedule import RangesOrder, VisitSchedule, visit_uniforms
 from weightserver import TableSpec
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Run:
-    """What a rank trains with. B is the batch size, A --accumulate, V the number of views, K the active rows."""
+    """What one rank trains with. B is the batch size, A --accumulate, V the number of views, K the active rows."""
 
     config: TrainConfig
     ranks: Ranks
@@ -47,82 +47,59 @@ class Run:
     order: RangesOrder
     model: PICModel
     encoder: nn.Module
-    """The model, which averages its gradients over ranks where there are several."""
+    """The model; with several ranks wrapped, so that its gradients are averaged over them."""
     optimizer: torch.optim.Optimizer
-    """Of the encoder and the head's first layer; the rows have their own, of the same settings."""
+    """SGD of the encoder and the head's first layer; the row store applies an SGD of the same settings to the rows."""
     instance_loss: Callable[..., Tensor]
     rows: RowStore
     rates: Float32Array
-    """Learning rate of each step."""
+    """Learning rate of each step, float32 [num_steps]."""
     num_rows: int
-    """That weights are padded to, so that no shape changes; 0 to leave them as they are."""
+    """Number of rows that weights are padded to, so that shapes stay the same; 0 for no padding."""
     steps: range
     active_rows: Iterator[ActiveRows]
-    """Of each step, announced to the row store some steps ahead."""
+    """The active rows of each step, announced to the row store some steps ahead."""
     views: Iterator[Tensor]
-    """Of each step, A × V of them: (B / A / ranks, C, side, side), made some steps ahead."""
+    """A × V views for each step, (B / A / ranks, C, side, side) each, computed some steps ahead."""
     parts: list[tuple[int, int]]
     """(part of the batch, view), in the order of a step."""
-    report: Report
+    recorder: Recorder
     checkpoints: Checkpoints
     signals: list[int]
-    """That came."""
+    """Numbers of the signals received so far."""
     leaves_checkpoints: bool
-
-    @property
-    def part_size(self) -> int:
-        """Images of all ranks in one part of a batch."""
-        return self.config.batch_size // self.config.accumulate
 
 
 def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitStack) -> Run:
-    """Builds the model, opens the rows, and resumes from the checkpoint to begin with, if there is one.
+    """Builds the model, opens the rows, and loads the checkpoint that the run is resumed from, if any.
 
-    Everything random is a function of seeds and the visit index, or of seed, step and rank where an encoder draws: the
-    step number is all the state there is.
+    All randomness is a function of the seeds and the visit index (for encoders that draw numbers: of seed, step and
+    rank), so the step number is the only state.
     """
-    device = ranks.device
-    set_precision_of_products("tf32" if config.precision == "tf32" else "ieee")
-    if torch.are_deterministic_algorithms_enabled() != config.deterministic:  # the call alone takes seconds
-        torch.use_deterministic_algorithms(config.deterministic)
-    if config.deterministic:  # what cuBLAS needs for it, and reads when it starts
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    config.configure_torch()
     num_images = len(dataset.train_images)
     num_steps = config.num_steps(num_images)
     spec = _table_spec(config, num_images)
-    sharding = Sharding(spec.rows_per_block, ranks.world_size)
     order = dataset.order(config.order_seed)
-    schedule = VisitSchedule(
-        num_rows=num_images,
-        window_size=config.window_size,
-        window_stride=config.window_stride,
-        seed=config.seed,
-    )
+    schedule = config.visit_schedule(num_images)
     recent = RecentRows(schedule, num_active=config.num_negatives, batch_size=config.batch_size)
-    model = _model(config, device)
-    encoder: nn.Module = model
-    if ranks.world_size > 1:
-        encoder = DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
-    optimizer = torch.optim.SGD(
-        model.parameters(),
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-        fused=device.type == "cuda",
-    )
+    model = _model(config, ranks.device)
+    encoder = _averaged_over_ranks(model, ranks)
+    optimizer = config.optimizer(model, ranks.device)
 
-    report = stack.enter_context(Report(config, num_steps, ranks, device))
-    opened = stack.enter_context(open_rows(config, spec, dataset.ranges, dataset.digests, ranks=ranks, device=device))
-    rows, start_step = opened.store, opened.checkpoint_step or 0
-    checkpoints = Checkpoints(config, ranks, rows, opened.client, opened.history, on_saved=report.checkpoint_saved)
-    if opened.checkpoint_step is None:
-        checkpoints.save(0, model, optimizer)  # from now on the servers are this run's
-    else:
-        load(config.output / "checkpoints", opened.checkpoint_step, model, optimizer)
-    report.follow(rows.counters, start_step)
+    claim = stack.enter_context(DirectoryClaim(config, is_first=ranks.is_first))
+    recorder = stack.enter_context(Recorder(config, num_steps, ranks))
+    opened = stack.enter_context(
+        open_rows(config, spec, dataset.ranges, dataset.digests, ranks=ranks, device=ranks.device)
+    )
+    checkpoints = _checkpoints(config, ranks, opened, claim, recorder)
+    start_step = _restore(config, opened, checkpoints, model, optimizer)
+    claim.prepare(start_step)
+    recorder.follow(opened.store.counters, start_step)
     signals = stack.enter_context(stop_signals())
     if ranks.is_first:
-        begins = {"step": start_step, "num_steps": num_steps, "ranks": ranks.world_size, "rows": config.rows}
-        _log.info("training begins", extra=begins | {"epoch": opened.epoch})
+        started = {"step": start_step, "num_steps": num_steps, "ranks": ranks.world_size, "rows": config.rows}
+        _log.info("training begins", extra=started | {"epoch": opened.epoch})
 
     steps = range(start_step, num_steps)
     return Run(
@@ -133,23 +110,57 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
         model=model,
         encoder=encoder,
         optimizer=optimizer,
-        instance_loss=(
-            softmax_loss if config.softmax == "plain" else partial(cosine_softmax_loss, temperature=config.temperature)
-        ),
-        rows=rows,
+        instance_loss=config.loss_function(),
+        rows=opened.store,
         rates=opened.rates,
-        num_rows=padded_rows(config.num_negatives, spec.rows_per_block, ranks) if device.type == "cuda" else 0,
+        num_rows=padded_rows(config.num_negatives, spec.rows_per_block, ranks) if ranks.device.type == "cuda" else 0,
         steps=steps,
-        active_rows=stack.enter_context(
-            closing(announced(lambda step: recent.active(step).share(sharding, ranks.rank), rows, steps))
+        active_rows=_active_rows(
+            recent, Sharding(spec.rows_per_block, ranks.world_size), opened.store, ranks, steps, stack
         ),
         views=_views(config, dataset, order, schedule, ranks, steps, stack),
         parts=list(itertools.product(range(config.accumulate), range(len(config.augmentations())))),
-        report=report,
+        recorder=recorder,
         checkpoints=checkpoints,
         signals=signals,
         leaves_checkpoints=opened.client is not None,
     )
+
+
+def _checkpoints(
+    config: TrainConfig, ranks: Ranks, opened: OpenRows, claim: DirectoryClaim, recorder: Recorder
+) -> Checkpoints:
+    def on_saved() -> None:
+        claim.keep()
+        recorder.checkpoint_saved()
+
+    return Checkpoints(config, ranks, opened.store, opened.client, opened.history, on_saved=on_saved)
+
+
+def _restore(
+    config: TrainConfig,
+    opened: OpenRows,
+    checkpoints: Checkpoints,
+    model: PICModel,
+    optimizer: torch.optim.Optimizer,
+) -> int:
+    """Loads the checkpoint to resume from, or saves the first one; returns the first step."""
+    if opened.checkpoint_step is None:
+        checkpoints.save(0, model, optimizer)  # from now on the servers belong to this run
+        return 0
+    load(config.output / "checkpoints", opened.checkpoint_step, model, optimizer)
+    return opened.checkpoint_step
+
+
+def _active_rows(
+    recent: RecentRows, sharding: Sharding, rows: RowStore, ranks: Ranks, steps: range, stack: ExitStack
+) -> Iterator[ActiveRows]:
+    """This rank's share of each step's active rows."""
+
+    def share(step: int) -> ActiveRows:
+        return recent.active(step).share(sharding, ranks.rank)
+
+    return stack.enter_context(closing(announced(share, rows, steps)))
 
 
 def _views(
@@ -161,13 +172,13 @@ def _views(
     steps: range,
     stack: ExitStack,
 ) -> Iterator[Tensor]:
-    """This rank's views of each step's images, made ahead on its device."""
+    """This rank's views of each step's images, computed ahead on its device."""
     augmentations = config.augmentations()
-    part_size = config.batch_size // config.accumulate
+    part_size = config.part_size
     mine = ranks.share(part_size)
 
     def visits_of(step: int, part: int) -> Visits:
-        """This rank's in a part of a step's batch."""
+        """This rank's visits in one part of a step's batch."""
         visits = (step * config.batch_size + part * part_size + np.arange(part_size))[mine]  # (b,)
         views = np.add.outer(np.arange(len(augmentations)), visits * len(augmentations))  # (V, b)
         return Visits(
@@ -185,8 +196,8 @@ def _model(config: TrainConfig, device: torch.device) -> PICModel:
     model = build_model(config.encoder, config.dim, seed=config.seed, head_layers=config.head_layers)
     for side in {augmentation.image_size for augmentation in config.augmentations()}:
         check_image_size(model.encoder, config.encoder, side)
-    begins = not (config.resume and saved_steps(config.output / "checkpoints"))
-    if begins and config.init_encoder is not None:
+    starts = not (config.resume and saved_steps(config.output / "checkpoints"))
+    if starts and config.init_encoder is not None:
         encoder, found = load_encoder(config.init_encoder)
         if found != config.encoder:
             raise ValueError(f"--init-encoder {config.init_encoder} holds {found}, not {config.encoder}")
@@ -198,6 +209,13 @@ def _model(config: TrainConfig, device: torch.device) -> PICModel:
     if config.compile:
         model.encoder.compile(dynamic=False)  # one program for each size of view
     return model
+
+
+def _averaged_over_ranks(model: PICModel, ranks: Ranks) -> nn.Module:
+    """The model, wrapped if there are several ranks, so that its gradients are averaged over them."""
+    if ranks.world_size == 1:
+        return model
+    return DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
 
 
 def _table_spec(config: TrainConfig, num_images: int) -> TableSpec:

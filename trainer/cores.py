@@ -1,4 +1,4 @@
-"""How many processor cores a process may use: by its affinity and its cgroups' quotas, not by what the machine has."""
+"""Number of cores that a process may use, by its affinity and its cgroups' quotas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_DECODE_THREADS = 16
 def usable_cores(root: Path = Path("/")) -> int:
     """Cores that this process may use, at least 1; a quota of one and a half counts as one.
 
-    `root` is where /proc/self/cgroup and /sys/fs/cgroup are looked for.
+    `root` contains proc/self/cgroup and sys/fs/cgroup.
     """
     if hasattr(os, "sched_getaffinity"):
         cores: float = len(os.sched_getaffinity(0))
@@ -23,15 +23,15 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def decode_threads(root: Path = Path("/")) -> int:
-    """Threads to decode images by: this rank's share of the cores, at least 1 and at most 16.
+    """Number of threads that decode images: this rank's share of the cores, at least 1 and at most 16.
 
-    torchrun says how many ranks are on the machine (LOCAL_WORLD_SIZE).
+    torchrun sets the number of ranks on the machine, LOCAL_WORLD_SIZE.
     """
     return min(_MAX_DECODE_THREADS, max(1, usable_cores(root) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Cores' worth of time that each cgroup around this process gives it, of version 2 or 1; none without a limit."""
+    """Quota in cores of each cgroup, version 2 or 1, that contains this process; unlimited ones are omitted."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -47,7 +47,7 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _around(mount: Path, path: str) -> list[Path]:
-    """A cgroup's folder and those of the cgroups around it; a container sees its own as the mount itself."""
+    """Folders of a cgroup and of those that contain it; a container sees its own as the mount itself."""
     parts = Path(path).parts[1:]
     return [mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
 
@@ -60,6 +60,6 @@ def _numbers(path: Path) -> list[str]:
 
 
 def _quota(numbers: list[str]) -> Iterator[float]:
-    """From quota and period in microseconds; 'max' and −1 are no limit."""
+    """The quota in cores, from quota and period in microseconds; 'max' and −1 mean no limit."""
     if len(numbers) == 2 and numbers[0] not in ("max", "-1"):
         yield int(numbers[0]) / int(numbers[1])

@@ -1,9 +1,9 @@
-"""The demo: the main job on real images with embedded weight servers, on a CPU.
+"""The demo: trains on real images with local weight servers, on a CPU.
 
     python -m trainer.demo [--epochs E] [--data-dir DIR] [--output DIR]
 
-Starts two shard processes, trains on Fashion-MNIST, prints the trained encoder's accuracy beside the untrained one's
-and raw pixels', and draws the training as OUTPUT/training.png.
+Starts two shard processes, trains on Fashion-MNIST, prints the accuracy of the trained encoder, of the untrained one
+and of raw pixels, and draws the training as OUTPUT/training.png.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from weightserver.common.malloc import keep_large_buffers
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the demo and returns 0; exits as `exit_on_error` says when it failed."""
+    """Runs the demo and returns 0; if it fails, exits as `exit_on_error` does."""
     parser = argparse.ArgumentParser(prog="python -m trainer.demo", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--epochs", type=float, help="length of the training (default: the preset's)")
+    parser.add_argument("--epochs", type=float, help="length of the training in epochs (default: the preset's)")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default 0)")
-    parser.add_argument("--data-dir", type=to_path, help="folder with Fashion-MNIST's files (default: looked for)")
+    parser.add_argument(
+        "--data-dir", type=to_path, help="folder with Fashion-MNIST's files (default: search the usual places)"
+    )
     parser.add_argument("--output", type=to_path, help="the run's directory (default: runs/demo-1, -2, ...)")
     options = parser.parse_args(arguments)
     keep_large_buffers()
@@ -40,10 +42,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(epochs: float | None, seed: int, data_dir: Path | None, output: Path) -> None:
-    """Trains, prints the table, draws the plot."""
+    """Trains, prints the table and draws the plot."""
     plot = output / "training.png"
     if plot.exists():
-        raise ValueError(f"{plot} is there already: give another --output")
+        raise ValueError(f"{plot} already exists: give another --output")
     _, config = PRESETS["fashion-mnist"]
     epochs = config.epochs if epochs is None else epochs
     config = replace(

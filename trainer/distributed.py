@@ -1,4 +1,4 @@
-"""The ranks of a run, as torchrun starts them, and what they tell each other."""
+"""The ranks of a run, which torchrun starts, and their communication."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ _CPU = torch.device("cpu")
 
 
 class RankLostError(Exception):
-    """A rank that the others wait for is gone."""
+    """Another rank failed or did not answer in time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Which rank this process is, of how many; the methods without arithmetic in them must be called by all ranks."""
+    """The rank of this process; all ranks must call the methods that communicate."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    """Which of the ranks on this machine."""
+    """Number of this rank among those on its machine."""
     local_world_size: int = 1
-    """How many ranks are on this machine."""
+    """Number of ranks on this machine."""
     device: torch.device = _CPU
-    """Where this rank computes. A GPU has its index: without one it would be whichever a thread has as its current."""
+    """Device of this rank. A GPU has an index: without one it would mean each thread's current GPU."""
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def share(self, num_items: int) -> slice:
-        """This rank's slice of that many items; in the order of ranks they cover all, and differ by at most one."""
+        """This rank's slice of `num_items` items; the ranks' slices cover all in order, and differ by at most one."""
         return slice(num_items * self.rank // self.world_size, num_items * (self.rank + 1) // self.world_size)
 
     def barrier(self) -> None:
-        """Returns when all ranks are here."""
-        self.sum_over_ranks([0.0])  # torch's own barrier would have NCCL, hence the GPU, take part
+        """Returns once all ranks have called it."""
+        self.sum_over_ranks([0.0])  # torch's own barrier would involve NCCL, and so the GPU
 
     def broadcast_text(self, text: str | None) -> str:
-        """Rank 0's text; what other ranks give is ignored."""
+        """Returns rank 0's text on every rank; the arguments of other ranks are ignored."""
         if self.world_size == 1:
             assert text is not None, "rank 0 has the text"
             return text
@@ -62,11 +62,11 @@ class Ranks:
         return bytes(content.tolist()).decode()
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
-        """Of each value, its sum over ranks, in float64."""
+        """Sums each value over ranks, in float64."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
     def max_over_ranks(self, values: Sequence[float]) -> list[float]:
-        """Of each value, the largest that a rank has."""
+        """The maximum of each value over ranks."""
         return self._reduced(values, dist.ReduceOp.MAX)
 
     def _reduced(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
@@ -78,7 +78,7 @@ class Ranks:
 
 
 def averaging_gradients(parallel: nn.Module, wanted: bool) -> AbstractContextManager[None]:
-    """Whether the backward passes inside average gradients over ranks, or only add to each rank's own."""
+    """Backward passes inside average gradients over ranks if `wanted`, otherwise they add to each rank's own."""
     if wanted or not isinstance(parallel, DistributedDataParallel):
         return nullcontext()
     return parallel.no_sync()
@@ -88,20 +88,19 @@ def averaging_gradients(parallel: nn.Module, wanted: bool) -> AbstractContextMan
 def process_group(
     device: torch.device, *, timeout_seconds: float = 600, agreed: tuple[type[BaseException], ...] = ()
 ) -> Iterator[Ranks]:
-    """Connects the ranks that torchrun started, with gloo and, on CUDA, NCCL; gives each its GPU.
+    """Connects the ranks that torchrun started, by gloo and, on CUDA, NCCL; gives each its GPU.
 
-    Tensors on the CPU, among them all that ranks tell each other, travel over gloo, which makes no GPU wait. Where one
-    rank fails or is killed, the processes of all end (`trainer.liveness`).
-
-    A process that torchrun did not start, or that it started alone, is one rank and connects to no other.
+    Tensors on the CPU, such as all messages between ranks, are sent by gloo, so that no GPU waits for them. If a rank
+    fails or is killed, the processes of all ranks end (`trainer.liveness`). A process that torchrun did not start, or
+    that it started alone, is a single rank and connects to no other.
 
     Args:
-        timeout_seconds: for how long a rank waits in a collective for the others.
-        agreed: errors that all ranks raise together, as an end that they agreed on.
+        timeout_seconds: time for which a rank waits in a collective for the others.
+        agreed: errors that all ranks raise together to end the run.
 
     Raises:
-        RankLostError: another rank failed, or did not come within the timeout.
-        ValueError: GPUs that do not suffice for the ranks, or an incomplete environment.
+        RankLostError: another rank failed, or did not answer within the timeout.
+        ValueError: fewer GPUs than ranks, or an incomplete environment.
     """
     ranks = Ranks(
         rank=int(os.environ.get("RANK", 0)),
@@ -123,23 +122,23 @@ def process_group(
             yield ranks
         dist.destroy_process_group()
     except RuntimeError as error:
-        if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo has no class of errors
-            raise RankLostError("another rank failed or stays away: what it said last tells why") from error
+        if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo has no error class of its own
+            raise RankLostError("another rank failed or does not answer: see its last message") from error
         raise
     finally:
-        # After a failure NCCL would wait for what is under way, which other ranks may never join.
+        # After a failure NCCL would wait for operations in progress, which other ranks may never join.
         if dist.is_initialized() and ranks.device.type != "cuda":
             dist.destroy_process_group()
 
 
 def _device_of_rank(device: torch.device, ranks: Ranks) -> torch.device:
-    """The device that `--device` means on this rank, a GPU with its index, which becomes this thread's current one."""
+    """The device that `--device` means on this rank; a GPU gets its index and becomes this thread's current one."""
     if device.type != "cuda":
         return device
     if ranks.world_size > 1:
         num_gpus = torch.cuda.device_count()
         if device != torch.device("cuda"):
-            raise ValueError(f"--device {device} is one GPU and each rank takes its own: give --device cuda")
+            raise ValueError(f"--device {device} is a single GPU, but each rank needs its own: give --device cuda")
         if ranks.local_world_size > num_gpus:
             raise ValueError(f"{ranks.local_world_size} ranks on a machine with {num_gpus} GPUs: start one per GPU")
         device = torch.device("cuda", ranks.local_rank)

@@ -1,9 +1,9 @@
-"""Ranks notice at once when one of them is gone: a rank that fails, or is killed, must not leave the others waiting.
+"""Ends all ranks as soon as one of them fails or is killed.
 
-A GPU that waits in NCCL for a rank that is gone waits until a timeout of many minutes, and the program with it, deaf to
-signals. So each rank holds a connection to rank 0 on which nothing is sent: the system closes it however a process
-ends. Rank 0 then closes all the others, and each rank ends its own process, after a moment in which it may find out by
-itself and say more.
+A GPU that waits in NCCL for a lost rank waits until a timeout of many minutes, and so does the program, deaf to
+signals. So each rank holds an idle connection to rank 0: the system closes it however a process ends. Rank 0 then
+closes all others, and each rank ends its own process, after a grace period in which it may report a better error
+itself.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from contextlib import contextmanager, suppress
 from weightserver.common.logs import print_error
 
 GRACE_SECONDS = 15.0
-"""How long a rank may take to end by itself: one that failed, and one that learns that another is gone."""
+"""Time for a rank to end by itself after it failed, or after it learned that another rank is lost."""
 _CONNECT_SECONDS = 60.0
 _GREETING_SECONDS = 5.0
-"""How long a connection may take to say that it is a rank's: ranks do so at once."""
+"""Time for a connection to identify itself as a rank; ranks do so immediately."""
 _GOODBYE = b"."
-"""What a rank sends when it has done its part."""
+"""Sent by a rank that has finished."""
 _TOKEN_BYTES = 16
 
 
@@ -37,14 +37,14 @@ def ending_together(
     broadcast_text: Callable[[str | None], str],
     agreed: tuple[type[BaseException], ...] = (),
 ) -> Iterator[None]:
-    """Around what ranks do together: where one leaves it by an error, or its process ends, all processes end.
+    """Ends the processes of all ranks if one of them leaves this context by an error, or its process ends.
 
     Args:
-        broadcast_text: tells all ranks rank 0's text.
-        agreed: errors that all ranks raise together, at an end that they agreed on.
+        broadcast_text: returns rank 0's text on all ranks.
+        agreed: errors that all ranks raise together to end the run.
 
     Raises:
-        OSError: rank 0 cannot be reached.
+        OSError: rank 0 is unreachable.
     """
     watch = _Watch(rank, _connections(rank, world_size, broadcast_text))
     watch.start()
@@ -55,13 +55,13 @@ def ending_together(
         raise
     except BaseException:
         watch.fail()
-        faulthandler.dump_traceback_later(GRACE_SECONDS, exit=True)  # whatever it waits for: threads, NCCL, a GPU
+        faulthandler.dump_traceback_later(GRACE_SECONDS, exit=True)  # whatever it is waiting for: threads, NCCL, a GPU
         raise
     watch.say_goodbye()
 
 
 def _connections(rank: int, world_size: int, broadcast_text: Callable[[str | None], str]) -> list[socket.socket]:
-    """One to rank 0, which has one to each of the others."""
+    """The connection to rank 0; on rank 0, one from each other rank."""
     master = os.environ["MASTER_ADDR"]
     if rank > 0:
         port, token = broadcast_text(None).split()
@@ -78,7 +78,7 @@ def _connections(rank: int, world_size: int, broadcast_text: Callable[[str | Non
             connection, _ = listener.accept()
             if _is_a_ranks(connection, token):
                 connections.append(connection)
-            else:  # a port scanner's, say
+            else:  # for example a port scanner
                 connection.close()
     return connections
 
@@ -94,7 +94,7 @@ def _is_a_ranks(connection: socket.socket, token: str) -> bool:
 
 
 def _listener(master: str) -> socket.socket:
-    """On a free port of rank 0's machine, which others call `master`."""
+    """Listens on a free port of rank 0's machine, which has the address `master` for others."""
     if master in ("localhost", "127.0.0.1"):
         return socket.create_server(("127.0.0.1", 0))
     if socket.has_dualstack_ipv6():
@@ -103,7 +103,7 @@ def _listener(master: str) -> socket.socket:
 
 
 class _Watch(threading.Thread):
-    """Waits until each peer has said goodbye, or one is gone."""
+    """Waits until every peer has said goodbye, or one is lost."""
 
     def __init__(self, rank: int, connections: list[socket.socket]) -> None:
         super().__init__(name="liveness", daemon=True)
@@ -124,17 +124,17 @@ class _Watch(threading.Thread):
                     selector.unregister(key.fileobj)
 
     def fail(self) -> None:
-        """Lets the other ranks know that this one has failed, which sees to its own end."""
+        """Tells the other ranks that this one failed; the caller ends this process."""
         self._is_over.set()
         self._hang_up()
 
     def _hang_up(self) -> None:
         for connection in self._connections:
-            with suppress(OSError):  # it is gone already
+            with suppress(OSError):  # it is closed already
                 connection.shutdown(socket.SHUT_RDWR)
 
     def say_goodbye(self) -> None:
-        """Returns when all ranks have."""
+        """Says goodbye and returns once all ranks have."""
         for connection in self._connections:
             with suppress(OSError):
                 connection.sendall(_GOODBYE)
@@ -147,7 +147,7 @@ class _Watch(threading.Thread):
         """Ends this process, unless it ends by itself."""
         self._hang_up()
         if not self._is_over.wait(GRACE_SECONDS):
-            print_error(f"trainer: rank {self._rank} ends because another rank is gone: what it said last tells why")
+            print_error(f"trainer: rank {self._rank} ends because another rank is lost: see that rank's last message")
             sys.stderr.flush()
             os._exit(1)
 

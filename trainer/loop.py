@@ -1,9 +1,17 @@
-"""The training loop."""
+"""The training loop: Algorithm 1 of the paper, for several ranks, views and parts of a batch.
+
+Algorithm 1                                           here
+for x, y in sliding_window_data_scheduler:            run.views, run.active_rows.labels
+    W1 = correct(sample(W))                           run.active_rows.rows, run.rows.weights
+    feat = f.forward(aug(x))                          run.encoder, of views that were augmented ahead
+    loss = CrossEntropyLoss(cos_sim(feat, W1)/t, y)   run.instance_loss
+    loss.backward()
+    update(f.params), update(W1.params)               run.optimizer.step, run.rows.apply_gradients
+"""
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import resource
 import sys
@@ -24,63 +32,51 @@ from trainer.distributed import Ranks, averaging_gradients, process_group
 from trainer.evaluate import ProbeResult, encoder_features, evaluate_features
 from trainer.evaluate.knn import held_out_knn_top1
 from trainer.loss import padded
-from trainer.model import (
-    PICModel,
-    save_encoder,
-)
+from trainer.model import PICModel, save_encoder
 from trainer.recency import ActiveRows
 from trainer.rows.opening import images_of_run
-from trainer.run.checkpoint import resolve_resume, with_pixel_scale
 from trainer.run.directory import ENCODER_FILE, SUMMARY_FILE
 from trainer.run.prometheus import peak_gpu_bytes
+from trainer.run.resume import resolve_resume, with_pixel_scale
 from trainer.run.stopping import Interrupted
 from trainer.schedule import RangesOrder, forward_seed
 from trainer.transfer import to_device
 from weightserver.common.atomic_files import atomic_write
 
-_log = logging.getLogger(__name__)
-
-_NUM_WATCHED = 10_000
+_NUM_PROBED = 10_000
 """Training images that the kNN evaluations during training use."""
 _SIGNAL_STEPS = 4
-"""Steps between those at which several ranks tell each other of signals; one rank looks at each."""
+"""Steps between exchanges of received signals if there are several ranks; a single rank looks at every step."""
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run ended with; the same as its summary.json and encoder.safetensors."""
+    """The outcome of a run: the contents of its summary.json and encoder.safetensors, and more."""
 
     dataset: Dataset
     model: PICModel
     summary: dict[str, Any]
     results: dict[str, ProbeResult]
-    """Protocol to result; empty without --evaluate, and on other ranks than the first."""
+    """Protocol to result; empty without --evaluate, and on ranks other than 0."""
     is_first: bool = True
-    """Whether this is the rank that tells."""
+    """Whether this is rank 0, which prints the summary."""
 
 
 def train(config: TrainConfig, *, on_step: Callable[[int], None] = lambda step: None) -> TrainResult:
-    """Trains and evaluates as `config` says, on as many ranks as torchrun started; rank 0 fills the run's directory.
+    """Trains and evaluates on the ranks that torchrun started; rank 0 writes the run's directory.
 
-    `on_step` is called with the number of each step before it begins, on every rank: for benchmarks and tests.
+    `on_step` is called with the number of each step before it starts, on every rank: for benchmarks and tests.
 
     Raises:
-        ValueError: settings that do not fit the data, a directory or a table that another run used.
-        WeightServerError: the weight servers failed for longer than the client tries.
-        Interrupted: a signal ended the run, behind a checkpoint.
+        ValueError: settings that do not match the data, a directory or a table that another run used.
+        WeightServerError: the weight servers failed for longer than the client retries.
+        Interrupted: a signal ended the run, after a checkpoint.
     """
     config.check()
     started = time.perf_counter()
-    device = _device(config.device)
+    device = config.torch_device()
     dataset = dataset_of(config)
-    channels = dataset.test_images.shape[1]
-    if channels != config.encoder.in_channels:
-        raise ValueError(
-            f"the encoder takes {config.encoder.in_channels}-channel images, those of {config.dataset!r} have "
-            f"{channels}: give --encoder.in-channels {channels}"
-        )
-    if config.evaluate or config.knn_every:
-        dataset.check_labelled(tested=config.evaluate)
+    _check_images(config, dataset)
     timeout_seconds = config.rank_timeout_seconds + config.retry_seconds
     with process_group(device, timeout_seconds=timeout_seconds, agreed=(Interrupted,)) as ranks:
         config = resolve_resume(config, ranks)
@@ -112,6 +108,18 @@ def dataset_of(config: TrainConfig) -> Dataset:
     )
 
 
+def _check_images(config: TrainConfig, dataset: Dataset) -> None:
+    """Raises ValueError for images that the encoder cannot take, or that lack the labels to evaluate with."""
+    channels = dataset.test_images.shape[1]
+    if channels != config.encoder.in_channels:
+        raise ValueError(
+            f"the encoder takes {config.encoder.in_channels}-channel images, those of {config.dataset!r} have "
+            f"{channels}: give --encoder.in-channels {channels}"
+        )
+    if config.evaluate or config.knn_every:
+        dataset.check_labelled(tested=config.evaluate)
+
+
 def _train_rank(
     config: TrainConfig, dataset: Dataset, ranks: Ranks, on_step: Callable[[int], None]
 ) -> tuple[PICModel, dict[str, Any]]:
@@ -119,8 +127,8 @@ def _train_rank(
     with ExitStack() as stack:
         run = build_run(config, dataset, ranks, stack)
         for step in run.steps:
-            with run.report.stage("rows"):
-                active = next(run.active_rows)  # the K most recently visited rows
+            with run.recorder.stage("rows"):
+                active = next(run.active_rows)  # rows (K,): the most recently visited; labels (B,)
             on_step(step)
             loss = _update(run, step, active)
             last = step + 1 == run.steps.stop
@@ -129,9 +137,9 @@ def _train_rank(
         run.rows.flush()  # every update is durable
         (signalled,) = ranks.max_over_ranks([max(run.signals, default=0)])
         if signalled:
-            raise Interrupted(int(signalled), "stopped by a signal behind its last step: --resume ends the run")
+            raise Interrupted(int(signalled), "stopped by a signal after its last step: --resume ends the run")
         moved = ranks.sum_over_ranks([run.rows.counters.fetched_rows, run.rows.counters.pushed_rows])
-        ranks.barrier()  # nobody stops the servers before that
+        ranks.barrier()  # before it no rank stops the servers
     return run.model, {
         "steps": run.steps.stop,
         "epochs": run.steps.stop * config.batch_size / len(dataset.train_images),
@@ -143,28 +151,31 @@ def _train_rank(
 
 
 def _update(run: Run, step: int, active: ActiveRows) -> Tensor:
-    """One SGD update of the encoder and the active rows; the batch's loss, a scalar on the device."""
-    stage, device = run.report.stage, run.ranks.device
+    """One SGD update of the encoder and the active rows; returns the batch's loss, a scalar on the device.
+
+    On one rank b is B / A, the images in one part of the batch; several ranks share these images and the K rows.
+    """
+    stage, device = run.recorder.stage, run.ranks.device
     _seed_generators(forward_seed(run.config.seed, step, run.ranks.rank), device)
     run.optimizer.zero_grad()
-    labels = torch.split(to_device(active.labels, device), run.part_size)  # each (B / A,): own class among the K
+    labels = torch.split(to_device(active.labels, device), run.config.part_size)  # (b,) each: own class among the K
     weight: Tensor | None = None
     loss = torch.zeros((), device=device)
     for part, view in run.parts:
         with stage("data"):
-            images = next(run.views).contiguous(memory_format=_memory_format(run.config))  # (b, C, side, side)
+            images = next(run.views).contiguous(memory_format=run.config.memory_format)  # (b, C, side, side)
         with averaging_gradients(run.encoder, (part, view) == run.parts[-1]):
             with stage("forward"):
-                features = run.encoder(images)  # (b, D)
-            if weight is None:  # after the encoder's work was queued: the rows may still be on their way
+                embeddings = run.encoder(images)  # (b, D)
+            if weight is None:  # after the encoder's work was queued: the rows may still be in flight
                 with stage("rows"):
-                    weight = padded(run.rows.weights(active.rows, step=step), run.num_rows)  # (K of this rank, D)
+                    weight = padded(run.rows.weights(active.rows, step=step), run.num_rows)  # (K, D), corrected
                     weight.requires_grad_()
             with stage("forward"):
-                classes = weight if view < run.config.views else weight.detach()  # small crops move no row
+                classes = weight if view < run.config.views else weight.detach()  # small crops update no row
                 part_loss = run.instance_loss(
-                    features, classes, labels[part], ranks=run.ranks, num_rows=len(active.rows)
-                )
+                    embeddings, classes, labels[part], ranks=run.ranks, num_rows=len(active.rows)
+                )  # Equation (1): cross entropy of softmax(cos(weight, embedding) / τ), (b, K) logits
                 part_loss /= len(run.parts)
             with stage("backward"):
                 part_loss.backward()  # type: ignore[no-untyped-call]
@@ -173,7 +184,7 @@ def _update(run: Run, step: int, active: ActiveRows) -> Tensor:
     assert weight is not None
     assert weight.grad is not None
     with stage("rows"):
-        run.rows.apply_gradients(active.rows, weight.grad[: len(active.rows)], step=step)
+        run.rows.apply_gradients(active.rows, weight.grad[: len(active.rows)], step=step)  # (K, D)
     with stage("optimizer"):
         run.optimizer.param_groups[0]["lr"] = float(run.rates[step])
         run.optimizer.step()
@@ -181,40 +192,36 @@ def _update(run: Run, step: int, active: ActiveRows) -> Tensor:
 
 
 def _observe(run: Run, step: int, loss: Tensor, num_active: int, *, last: bool) -> dict[str, Any]:
-    """Records the steps since the last record, where one is due, which is returned; empty otherwise."""
+    """Records the steps since the last record if one is due; returns the record, or an empty one."""
     config, every = run.config, run.config.log_every
     if not last and (step + 1) % every:
         return {}
-    record = run.report.measure(step, loss.item(), float(run.rates[step]), num_active)
+    record = run.recorder.measure(step, loss.item(), float(run.rates[step]), num_active)
     knn_steps = config.knn_every * len(run.dataset.train_images) / config.batch_size
     if run.ranks.is_first and _is_due(knn_steps, step, every, last):
         record["knn_top1"] = _knn_probe(run.model, run.dataset, run.order)
     if not math.isfinite(record["loss"]):
         raise ValueError(f"the loss is {record['loss']} at step {step}: try a lower --learning-rate")
-    run.report.write(record)
+    run.recorder.write(record)
     return record
 
 
 def _save_if_due(run: Run, step: int, *, last: bool) -> None:
-    """Saves a checkpoint where one is due, or where a signal came, which ends the run."""
+    """Saves a checkpoint if one is due. If a rank received a signal, saves one and ends the run."""
     if last:
         return
     if run.ranks.world_size == 1 or (step + 1) % _SIGNAL_STEPS == 0:
-        (signalled,) = run.ranks.max_over_ranks([max(run.signals, default=0)])  # ranks hear of it at different steps
+        (signalled,) = run.ranks.max_over_ranks([max(run.signals, default=0)])  # ranks receive it at different steps
         if signalled:
             run.checkpoints.save(step + 1, run.model, run.optimizer)
-            hint = "--resume goes on there" if run.leaves_checkpoints else "dense rows leave no checkpoint"
+            hint = "--resume continues from there" if run.leaves_checkpoints else "dense rows leave no checkpoint"
             raise Interrupted(int(signalled), f"stopped by a signal after {step + 1} steps: {hint}")
     if run.config.checkpoint_every and (step + 1) % run.config.checkpoint_every == 0:
         run.checkpoints.save(step + 1, run.model, run.optimizer)
 
 
-def _memory_format(config: TrainConfig) -> torch.memory_format:
-    return torch.channels_last if config.channels_last else torch.contiguous_format
-
-
 def _seed_generators(seed: int, device: torch.device) -> None:
-    """As torch.manual_seed, but those alone that the encoder may draw from: that of the CPU and of `device`."""
+    """Seeds the generators that the encoder may draw from, of the CPU and of `device`; torch.manual_seed seeds all."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -222,44 +229,28 @@ def _seed_generators(seed: int, device: torch.device) -> None:
 
 
 def _is_due(every_steps: float, step: int, log_every: int, last: bool) -> bool:
-    """Whether a multiple of `every_steps` lies between this logged step and the one before."""
+    """Whether a multiple of `every_steps` lies between this logged step and the previous one."""
     if every_steps <= 0:
         return False
     return last or (step + 1) // every_steps > max(0, step + 1 - log_every) // every_steps
 
 
 def _knn_probe(model: PICModel, dataset: Dataset, order: RangesOrder) -> float:
-    """kNN top-1 of held-out training images, in percent; those of the first rows, which are of all classes."""
-    images = torch.from_numpy(order.images(np.arange(min(_NUM_WATCHED, len(dataset.train_images)))))
-    watched = replace(
+    """kNN top-1 of held-out training images, in percent, among the images of the first rows: a random sample."""
+    images = torch.from_numpy(order.images(np.arange(min(_NUM_PROBED, len(dataset.train_images)))))
+    probed = replace(
         dataset,
         train_images=dataset.train_images[images],
         train_labels=dataset.train_labels[images],
         test_images=dataset.test_images[:1],
         test_labels=dataset.test_labels[:1],
     )
-    features = encoder_features(model.encoder, watched, model.config.pixels)
+    features = encoder_features(model.encoder, probed, model.config.pixels)
     return held_out_knn_top1(features.train, features.train_labels)
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device {name!r} is unknown: give cpu, cuda or cuda:N")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {name} needs a GPU and there is none: give --device cpu")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device {name} is not there: the GPUs are cuda:0..{torch.cuda.device_count() - 1}")
-    return device
-
-
 def _peak_memory_bytes(device: torch.device) -> int:
-    """Of the GPU where there is one, else of this process."""
+    """Peak memory of the GPU if there is one, otherwise of this process."""
     if device.type == "cuda":
         return peak_gpu_bytes(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

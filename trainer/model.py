@@ -1,16 +1,16 @@
-"""Encoder and projection head; the files that trained encoders are kept in.
+"""Encoder and projection head, and the file format of trained encoders.
 
-Encoders: "small", our ResNet for 28–64 px images; "timm:NAME"; "torchvision:NAME", or a bare NAME as short for it;
-"none", which hands on a few pixels at next to no cost, to measure everything else.
-All start from random weights and take normalised float32 images [B, C, H, W] (`trainer.data.pixels.normalise`).
-BatchNorm is local to a rank, as in the paper (appendix, Experimental Settings); evaluate in eval mode.
+Encoders: "small", our ResNet for 28–64 px images; "timm:NAME"; "torchvision:NAME", or just NAME for short; "none",
+which passes on a few pixels at next to no cost, to measure everything else. All start from random weights and take
+normalised float32 images [B, C, H, W] (`trainer.data.pixels.normalise`). BatchNorm is local to a rank, as in the paper
+(appendix, Experimental Settings); evaluate in eval mode.
 """
 
 import itertools
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.data.pixels import MINUS_ONE_TO_ONE, PixelScale
+from trainer.settings import Settings, check_at_least, check_choice
 from trainer.torchvision_compat import import_module
 from weightserver.common.atomic_files import atomic_write
 
@@ -28,7 +29,7 @@ _FORMAT = "pic-encoder-1"
 
 
 def _group_norm(width: int) -> nn.GroupNorm:
-    """Of eight groups, or fewer where those do not divide the channels (Wu and He, 1803.08494)."""
+    """Eight groups, or fewer if eight do not divide the channels (Wu and He, 1803.08494)."""
     return nn.GroupNorm(math.gcd(width, 8), width)
 
 
@@ -38,29 +39,29 @@ _NORMS: dict[str, _Norm] = {"batch": nn.BatchNorm2d, "group": _group_norm}
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderConfig:
-    """All that is needed to build an encoder; an encoder file carries it."""
+    """All that is needed to build an encoder; encoder files contain it."""
 
     name: str = "small"
-    """"small", "timm:NAME", "torchvision:NAME" or a bare torchvision NAME; "none" to measure all but the encoder."""
+    """"small", "timm:NAME", "torchvision:NAME" or just a torchvision NAME; "none" to measure all but the encoder."""
     in_channels: int = 1
-    """Channels of an image, 1 or 3. torchvision's models want 3; grey images are repeated for them."""
+    """Channels of an image, 1 or 3. torchvision's models need 3; grey images are repeated for them."""
     image_size: int = 28
     """Side of an image, in pixels."""
     width: int = 32
-    """Channels of the first stage of "small"; each further stage has twice as many."""
+    """Channels of the first stage of "small"; each further stage doubles them."""
     blocks: tuple[int, ...] = (1, 1, 1)
     """Residual blocks in each stage of "small"; each stage after the first halves the side."""
     stem_stride: int = 1
-    """Stride of the first convolution of "small": 2 is four times as fast and sees less."""
+    """Stride of the first convolution of "small": 2 is four times as fast and loses detail."""
     pool_size: int = 1
-    """Features of "small" are averages over a grid of pool_size × pool_size parts of the image; 1: over all of it."""
+    """Features of "small" are averages over a grid of pool_size × pool_size parts of the image; 1: over the whole."""
     norm: Literal["batch", "group"] = "batch"
     """Normalisation in "small": BatchNorm, or GroupNorm, with which an image's features depend on no other image."""
     pixel_mean: tuple[float, ...] | None = None
-    """Mean that is taken off pixels in 0..1, a number for each channel or one for all. None: that of the training
-    images (of those that are decoded ImageNet's); encoders of versions before this setting have 0.5."""
+    """Mean that is subtracted from pixels in 0..1, one number for each channel or one for all. None: that of the
+    training images (for decoded images, ImageNet's). Encoders of versions without this setting have 0.5."""
     pixel_std: tuple[float, ...] | None = None
-    """Standard deviation by which pixels are then divided; given with --encoder.pixel-mean."""
+    """Standard deviation by which pixels are then divided; needs --encoder.pixel-mean."""
 
     def __post_init__(self) -> None:
         if self.in_channels not in (1, 3):
@@ -69,7 +70,7 @@ class EncoderConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give at least 1")
         if not self.blocks or min(self.blocks) < 1:
-            raise ValueError(f"blocks is {self.blocks}: give at least one stage and one block a stage")
+            raise ValueError(f"blocks is {self.blocks}: give at least one stage, and at least one block per stage")
         if self.norm not in _NORMS:
             raise ValueError(f"norm is {self.norm!r}: give {' or '.join(_NORMS)}")
         if self.norm != "batch" and self.name not in ("small", "none"):
@@ -81,7 +82,7 @@ class EncoderConfig:
             return
         if not {len(mean), len(std)} <= {1, self.in_channels}:
             raise ValueError(
-                f"pixel_mean {mean} and pixel_std {std} are not for {self.in_channels} channels: "
+                f"pixel_mean {mean} and pixel_std {std} do not match {self.in_channels} channels: "
                 "give one number for each channel, or one for all"
             )
         if not all(0 <= number <= 1 for number in mean) or not all(0 < number < math.inf for number in std):
@@ -89,17 +90,35 @@ class EncoderConfig:
 
     @property
     def pixels(self) -> PixelScale:
-        """The scale on which the encoder is given pixels."""
+        """The scale of the encoder's input."""
         if self.pixel_mean is None or self.pixel_std is None:
             return MINUS_ONE_TO_ONE
         return PixelScale(self.pixel_mean, self.pixel_std)
 
 
-class PICModel(nn.Module):
-    """Encoder, then the projection head, without BatchNorm; images to embeddings [B, dim].
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Settings):
+    """Encoder and projection head."""
 
-    The head has two linear layers with a ReLU between them, as wide as the features, or `head_layers` = 1 alone.
-    With `encoder_in_bfloat16` the encoder computes under autocast; head and embeddings are float32 in either case.
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    """The network to be trained."""
+    init_encoder: Path | None = None
+    """encoder.safetensors of another run to start from, with the same --encoder settings; its pixel scale is used."""
+    head_layers: Literal[1, 2] = 2
+    """Layers of the projection head: two with a ReLU between them, or one linear layer (compared in Table 1)."""
+    dim: int = 128
+    """D, length of an embedding and of a row."""
+
+    def check(self) -> None:
+        check_choice(self, "head_layers", 1, 2)
+        check_at_least(self, 1, "dim")
+
+
+class PICModel(nn.Module):
+    """Encoder and projection head (Section 2.1), without BatchNorm in the head; images to embeddings [B, dim].
+
+    The head has two linear layers with a ReLU between them, as wide as the features, or a single one (`head_layers`).
+    With `encoder_in_bfloat16` the encoder computes under autocast; head and embeddings are always float32.
     """
 
     def __init__(self, config: EncoderConfig, dim: int = 128, *, head_layers: Literal[1, 2] = 2) -> None:
@@ -121,7 +140,7 @@ class PICModel(nn.Module):
 def build_model(
     config: EncoderConfig, dim: int = 128, *, seed: int | None = None, head_layers: Literal[1, 2] = 2
 ) -> PICModel:
-    """Builds an encoder with its head; with `seed`, the weights are a function of it and torch's own state is kept."""
+    """Builds an encoder with its head. With `seed`, weights depend on it alone and torch's generators do not change."""
     if seed is None:
         return PICModel(config, dim, head_layers=head_layers)
     with torch.random.fork_rng(devices=[]):
@@ -167,7 +186,7 @@ def measure_feature_dim(encoder: nn.Module, config: EncoderConfig) -> int:
     finally:
         encoder.train(was_training)
     if not isinstance(features, Tensor) or features.ndim != 2:
-        raise ValueError(f"encoder {config.name!r} does not give one feature vector an image: choose a classifier")
+        raise ValueError(f"encoder {config.name!r} does not give one feature vector per image: choose a classifier")
     return features.shape[1]
 
 
@@ -181,8 +200,8 @@ def check_image_size(encoder: nn.Module, config: EncoderConfig, image_size: int)
     )
     if found != expected:
         raise ValueError(
-            f"encoder {config.name!r} makes {found} features of {image_size} px views and {expected} of "
-            f"{config.image_size} px images: give views of the images' size"
+            f"encoder {config.name!r} has {found} features for {image_size} px views and {expected} for "
+            f"{config.image_size} px images: give views of the size of the images"
         )
 
 
@@ -222,7 +241,7 @@ class SmallResNet(nn.Module):
 
 
 class _GridOfAverages(nn.Module):
-    """nn.AdaptiveAvgPool2d, also with deterministic algorithms, for which CUDA's has no backward; the same bits."""
+    """nn.AdaptiveAvgPool2d with the same bits; its backward also works with deterministic algorithms on CUDA."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -236,7 +255,7 @@ class _GridOfAverages(nn.Module):
 
 
 class _DeterministicAverages(torch.autograd.Function):
-    """F.adaptive_avg_pool2d with a backward that adds the parts' gradients one after another, as the CPU's does."""
+    """F.adaptive_avg_pool2d with a backward that adds the parts' gradients in order, as on the CPU."""
 
     @staticmethod
     def forward(ctx: Any, maps: Tensor, size: int) -> Tensor:
@@ -257,7 +276,7 @@ class _DeterministicAverages(torch.autograd.Function):
 
 
 class _BasicBlock(nn.Module):
-    """Two 3×3 convolutions beside a shortcut (He et al., 1512.03385)."""
+    """Two 3×3 convolutions and a shortcut (He et al., 1512.03385)."""
 
     def __init__(self, in_width: int, out_width: int, stride: int, norm: _Norm) -> None:
         super().__init__()
@@ -294,7 +313,9 @@ class TorchvisionEncoder(nn.Module):
         super().__init__()
         last = [name for name, module in classifier.named_modules() if isinstance(module, nn.Linear)][-1:]
         if not last:
-            raise ValueError(f"{type(classifier).__name__} has no linear layer to take features before: choose another")
+            raise ValueError(
+                f"{type(classifier).__name__} has no linear layer whose input could be the features: choose another"
+            )
         parent, _, leaf = last[0].rpartition(".")
         setattr(classifier.get_submodule(parent), leaf, nn.Identity())
         self.classifier = classifier
@@ -305,25 +326,18 @@ class TorchvisionEncoder(nn.Module):
         return features
 
 
-def set_precision_of_products(precision: Literal["ieee", "tf32"]) -> None:
-    """What a GPU makes of float32 in convolutions and products of matrices from now on; torch's own choice is TF32 in
-    convolutions alone."""
-    backends: Any = torch.backends
-    for backend in (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul):
-        backend.fp32_precision = precision
-
-
 def save_encoder(encoder: nn.Module, config: EncoderConfig, path: Path) -> None:
-    """Writes an encoder and its config as one safetensors file, whole or not at all."""
+    """Writes an encoder and its config atomically as one safetensors file."""
     tensors = {name: tensor.cpu().contiguous() for name, tensor in encoder.state_dict().items()}
     metadata = {"format": _FORMAT, "encoder": json.dumps(asdict(config))}
     atomic_write(path, lambda partial: save_file(tensors, partial, metadata=metadata))
 
 
 def load_encoder(path: Path) -> tuple[nn.Module, EncoderConfig]:
-    """Rebuilds the encoder of a file of `save_encoder`, in eval mode, on the CPU.
+    """Rebuilds the encoder of a `save_encoder` file, in eval mode, on the CPU.
 
-    Raises ValueError, in one line, if there is no such file or it is not a (whole) encoder file.
+    Raises:
+        ValueError: the file does not exist, is damaged, or is not an encoder file.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -341,9 +355,10 @@ def load_encoder(path: Path) -> tuple[nn.Module, EncoderConfig]:
 
 
 def encoder_from_tensors(tensors: dict[str, Tensor], options: Any, path: Path) -> tuple[nn.Module, EncoderConfig]:
-    """Builds the encoder of `options`, an EncoderConfig as JSON has it, with weights by name; in eval mode, on the CPU.
+    """Builds the encoder of `options`, an EncoderConfig from JSON, with weights by name; in eval mode, on the CPU.
 
-    Raises ValueError, in one line that names `path`, where they do not fit each other.
+    Raises:
+        ValueError: options and weights do not match; the message names `path`.
     """
     try:
         fields: dict[str, Any] = {

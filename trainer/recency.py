@@ -1,4 +1,4 @@
-"""Recent negative sampling: which K rows are the classes of a step (Section 2.3 of the paper)."""
+"""Recent negative sampling: the K rows that are the classes of a step (Section 2.3 of the paper)."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from weightserver.core.arrays import Int64Array
 from weightserver.core.sharding import Sharding
 
 _COMPUTED_AHEAD = 2
-"""Steps whose active rows are known before the store is told them."""
+"""Steps whose active rows are computed before they are announced to the store."""
 
 
 @dataclass(frozen=True)
 class ActiveRows:
-    """The classes of one step, a pure function of the step."""
+    """The classes of one step: a pure function of the step."""
 
     rows: Int64Array  # (K,), strictly increasing
-    labels: Int64Array  # (B,), where in `rows` each visit of the batch is
+    labels: Int64Array  # (B,), position in `rows` of each visit of the batch
 
     def share(self, sharding: Sharding, shard: int) -> ActiveRows:
-        """The rows that one shard (a rank) holds; the label of a visit whose row another one holds is -1."""
+        """The rows that one shard (a rank) holds; the label of a visit is -1 if another shard holds its row."""
         mine = sharding.shard_of(self.rows) == shard
         position = np.where(mine, np.cumsum(mine) - 1, -1)
         return ActiveRows(self.rows[mine], position[self.labels])
 
 
 def announced(active: Callable[[int], ActiveRows], store: RowStore, steps: range) -> Generator[ActiveRows, None, None]:
-    """The active rows of each step, each announced to the store `store.prefetch_steps` steps before it is due.
+    """Yields the active rows of each step, announced to the store `store.prefetch_steps` steps earlier.
 
-    A thread computes them, by `active` in the order of the steps; the store is called here. Close it to end the thread.
+    A thread computes them by `active`, in the order of the steps; the store is called in this thread. Close the
+    generator to end the thread.
     """
     upcoming: deque[ActiveRows] = deque()
     with closing(computed_ahead(map(active, steps), ahead=_COMPUTED_AHEAD, name="active-rows")) as computed:
@@ -51,8 +52,8 @@ def announced(active: Callable[[int], ActiveRows], store: RowStore, steps: range
 class RecentRows:
     """The K most recently visited distinct rows, the step's own batch included; batch t is visits t·B … t·B+B−1.
 
-    Going from a step to the next costs about a sort of what entered; any other step is computed from the stream.
-    Memory is O(K + W), whatever N. Not thread-safe.
+    The next step costs about one sort of the rows that enter; any other step is computed from the stream of visits.
+    Memory is O(K + W), independent of N. Not thread-safe.
 
     Raises:
         ValueError: K exceeds N, or is smaller than the distinct rows that a batch may hold.
@@ -63,11 +64,12 @@ class RecentRows:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if num_active > schedule.num_rows:
             raise ValueError(
-                f"--num-negatives is {num_active}, there are only {schedule.num_rows} images: choose fewer"
+                f"--num-negatives is {num_active}, but there are only {schedule.num_rows} images: choose fewer"
             )
         if num_active < min(batch_size, schedule.num_rows):
             raise ValueError(
-                f"--num-negatives is {num_active}, a batch alone may hold {batch_size} classes: choose at least as many"
+                f"--num-negatives is {num_active}, but a batch may contain {batch_size} classes: "
+                "choose at least as many"
             )
         self._schedule = schedule
         self._num_active = num_active
@@ -87,11 +89,13 @@ class RecentRows:
         return ActiveRows(self._rows, np.searchsorted(self._rows, batch))
 
     def _look_back(self, stop: int) -> None:
-        """Walks back from visit `stop` until K distinct rows were met, in pieces: small strides make it a long walk."""
+        """Walks back from visit `stop` to the K-th distinct row, piece by piece: small strides make it a long walk."""
         rows, last_visit = np.zeros(0, np.int64), np.zeros(0, np.int64)
         while len(rows) < self._num_active:
             start = stop - 2 * self._num_active
-            met, ago = np.unique(self._schedule.visits(start, stop)[::-1], return_index=True)  # the first is the latest
+            met, ago = np.unique(
+                self._schedule.visits(start, stop)[::-1], return_index=True
+            )  # the first occurrence is the latest
             new = ~np.isin(met, rows)
             rows, last_visit = np.append(rows, met[new]), np.append(last_visit, stop - 1 - ago[new])
             stop = start
@@ -100,7 +104,7 @@ class RecentRows:
         self._rows, self._last_visit = rows[newest], last_visit[newest]
 
     def _advance(self, batch: Int64Array, first_visit: int) -> None:
-        """Lets the batch's rows in and as many of the least recent ones out."""
+        """Adds the batch's rows and removes as many of the least recent ones."""
         visited, ago = np.unique(batch[::-1], return_index=True)
         last_visit = first_visit + len(batch) - 1 - ago
         position = np.searchsorted(self._rows, visited)

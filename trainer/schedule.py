@@ -1,4 +1,4 @@
-"""Which image is visited when: pure functions of seeds and the visit index (Section 2.2 of the paper).
+"""Order of visits: pure functions of seeds and the visit index (Section 2.2 of the paper; Algorithm 3).
 
 The N images stand in a fixed random order; a row of the classifier is an image's position in it. A window is W
 consecutive positions (modulo N); each window is visited once, in a shuffled order, then the window moves by S. Visit i
@@ -11,26 +11,54 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from trainer.settings import Settings
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.double_double import cosine
 from weightserver.core.initial import splitmix64
 
 _NUM_ROUNDS = 6
 _KEPT_WINDOWS = 8
-# What a seed's numbers are for, so that no two uses share any.
+# Purposes of a seed's numbers, so that no two uses share a number.
 _ORDER, _WINDOWS, _AUGMENTATION, _RANGES, _FORWARD, _FURTHER = 1, 2, 3, 4, 5, 6
 _COLUMNS = 13
-"""Numbers of a visit in each of its streams: as many as the first version had, for good."""
+"""Numbers of a visit in each of its streams: fixed at the number that the first version had."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig(Settings):
+    """The sliding window, the number of classes of a step, and the seeds."""
+
+    num_negatives: int = 1024
+    """K, the number of classes of a step: the most recently visited rows, the batch's own included."""
+    window_size: int = 1024
+    """W, images in the sliding window."""
+    window_stride: int = 128
+    """S, images by which the window moves after all its images were visited. Epoch order is S = W = N."""
+    seed: int = 0
+    """Seed of the encoder, the initial rows, the order within windows and the augmentations."""
+    order_seed: int = 0
+    """Seed of the order of the images, over which the window slides."""
+
+    def check(self) -> None:
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"--seed must lie in 0..2^64-1, got {self.seed}")
+
+    def visit_schedule(self, num_images: int) -> VisitSchedule:
+        """The stream of visits to `num_images` images. Raises ValueError if the window does not fit."""
+        return VisitSchedule(
+            num_rows=num_images, window_size=self.window_size, window_stride=self.window_stride, seed=self.seed
+        )
 
 
 class RowOrder:
-    """The keyed random order of N images: a bijection row <-> image that takes no memory, a function of order_seed.
+    """The keyed random order of N images: a bijection row <-> image that needs no memory, a function of order_seed.
 
-    A Feistel network permutes the smallest 4^k ≥ N numbers; what falls outside 0..N-1 is permuted again until it falls
+    A Feistel network permutes the smallest 4^k ≥ N numbers; numbers outside 0..N-1 are permuted again until they are
     inside (cycle walking; Black and Rogaway, CT-RSA 2002).
     """
 
@@ -58,7 +86,7 @@ class RowOrder:
 
     def _permute(self, values: npt.NDArray[np.uint64], seeds: list[int], swapped: bool) -> npt.NDArray[np.uint64]:
         left, right = values >> self._half_bits, values & self._mask
-        if swapped:  # the inverse is the same network with its halves and its rounds the other way round
+        if swapped:  # the inverse is the same network with halves swapped and rounds reversed
             left, right = right, left
         for seed in seeds:
             left, right = right, left ^ (splitmix64(seed, right) & self._mask)
@@ -69,10 +97,10 @@ class RowOrder:
 
 
 class RangesOrder:
-    """The order of images that came in ranges of ids, one after another: each range of rows has an order of its own.
+    """The order of images that were added in ranges of ids: each range of rows has its own order.
 
     Rows first … first+size−1 hold the images of the same ids, in the order whose key is a function of (order_seed,
-    first); that of the first range is `RowOrder(size, order_seed)`. So a new range moves no row of the ranges before.
+    first); that of the first range is `RowOrder(size, order_seed)`. So a new range moves no row of earlier ranges.
 
     Raises:
         ValueError: no range, or an empty one.
@@ -124,7 +152,7 @@ class VisitSchedule:
 
     def visits(self, start: int, stop: int) -> Int64Array:
         """Rows visited by visits start … stop−1, which may be negative: int64 [stop − start]."""
-        start, stop = int(start), int(stop)  # NumPy's would overflow where windows are numbered
+        start, stop = int(start), int(stop)  # NumPy integers would overflow below
         parts = []
         while start < stop:
             window, offset = divmod(start, self.window_size)
@@ -148,10 +176,10 @@ class VisitSchedule:
 
 
 def visit_uniforms(seed: int, visits: Int64Array, count: int) -> Float32Array:
-    """`count` uniform numbers in [0, 1) a visit (int64 [...]): float32 [..., count].
+    """`count` uniform numbers in [0, 1) for each visit (int64 [...]): float32 [..., count].
 
-    A number is a function of (seed, visit, column), whatever `count` is: each 13 columns are a stream of their own, so
-    that a version that needs more of them draws the others as before.
+    A number is a function of (seed, visit, column), independent of `count`: every 13 columns form their own stream, so
+    that a version that needs more columns does not change the others.
     """
     bits = []
     for stream, first in enumerate(range(0, count, _COLUMNS)):
@@ -164,17 +192,17 @@ def visit_uniforms(seed: int, visits: Int64Array, count: int) -> Float32Array:
 
 
 def forward_seed(seed: int, step: int, rank: int) -> int:
-    """What a rank's generators begin a step with, in 0..2⁶⁴−1, for encoders that draw (dropout)."""
+    """The seed of a rank's generators in a step, in 0..2⁶⁴−1, for encoders that draw random numbers (dropout)."""
     return _derive(_derive(_derive(seed, _FORWARD), step), rank)
 
 
 def learning_rates(*, num_steps: int, base: float, warmup_steps: int, start_fraction: float = 0.01) -> Float32Array:
     """Linear warm-up from base·start_fraction to base, then a cosine to 0, step by step: float32 [num_steps].
 
-    The same bits on every machine: rows are corrected by them wherever a run goes on.
+    The bits are the same on every machine: rows are corrected by them wherever a run is resumed.
     """
     if not 0 <= warmup_steps <= num_steps:
-        raise ValueError(f"warm-up must take 0..{num_steps} steps, the length of the run, got {warmup_steps}")
+        raise ValueError(f"the warm-up must take 0..{num_steps} steps, the length of the run, got {warmup_steps}")
     step = np.arange(num_steps, dtype=np.float64)
     warmup = start_fraction + (1 - start_fraction) * step / max(1, warmup_steps)
     angle = math.pi * (step[warmup_steps:] - warmup_steps) / max(1, num_steps - warmup_steps)
@@ -182,5 +210,5 @@ def learning_rates(*, num_steps: int, base: float, warmup_steps: int, start_frac
 
 
 def _derive(seed: int, purpose: int) -> int:
-    """A seed of its own for each purpose."""
+    """Derives a separate seed for each purpose."""
     return int(splitmix64(seed % 2**64, np.array([purpose], np.uint64))[0])

@@ -1,9 +1,8 @@
-"""Imports torchvision, and timm, which needs it, also beside a CPU-only torch.
+"""Imports torchvision, and timm, which needs it, even with a CPU-only torch.
 
-The torchvision wheel on PyPI is linked against CUDA; beside a CPU-only torch its library cannot load, and
-`import torchvision` then dies with "operator torchvision::nms does not exist". All we use of it (models, data sets)
-is Python, so declaring the two schemas that it looks up is enough. Where torchvision's own library loads, nothing is
-declared.
+The torchvision wheel on PyPI is linked against CUDA; with a CPU-only torch its library cannot load, and
+`import torchvision` fails with "operator torchvision::nms does not exist". We use only its Python code (models, data
+sets), so declaring the two schemas that it looks up is enough. If torchvision's own library loads, nothing is declared.
 """
 
 import functools
@@ -18,7 +17,7 @@ _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 def import_module(name: str) -> Any:
-    """Returns the module `name` of torchvision or timm, imported."""
+    """Imports and returns the module `name` of torchvision or timm."""
     _declare_missing_operators()
     return importlib.import_module(name)
 

@@ -1,4 +1,4 @@
-"""Copies between the host and a GPU for which the program does not wait. On a CPU there is nothing to copy."""
+"""Asynchronous copies between the host and a GPU. On a CPU nothing is copied."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 def to_device(array: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
-    """The array on `device`: by way of pinned memory on a GPU; on a CPU it is the array itself, not a copy.
+    """The array on `device`: on a GPU copied through pinned memory, on a CPU the array itself.
 
-    Any thread may call it; what the GPU is given to do next comes after the copy.
+    Any thread may call it; GPU work that is submitted later runs after the copy.
     """
     tensor = array if isinstance(array, Tensor) else torch.from_numpy(array)
     if device.type != "cuda" or tensor.device == device:
@@ -22,14 +22,14 @@ def to_device(array: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
 
 
 class HostCopy:
-    """Copies of tensors to the host that are under way. On a CPU they are the tensors, which must stay as they are."""
+    """Copies of tensors to the host in progress. On a CPU they are the tensors themselves, which must not change."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._copies = [_host_copy(tensor) for tensor in tensors]
         self._done = [_event(device) for device in {tensor.device for tensor in tensors} if device.type == "cuda"]
 
     def wait(self) -> list[Tensor]:
-        """The copies, once they are whole; any thread may wait, and more than once."""
+        """Waits for the copies; any thread may call it, more than once."""
         for event in self._done:
             event.synchronize()
         return self._copies
@@ -42,7 +42,7 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 
 def _event(device: torch.device) -> torch.cuda.Event:
-    """What is done when all is that `device` was given to do so far."""
+    """An event that occurs once `device` has finished all work submitted so far."""
     with torch.cuda.device(device):
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()

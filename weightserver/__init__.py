@@ -5,12 +5,14 @@ The names listed in `__all__` are the public interface; everything else may chan
 
 import os
 
-# gRPC reads it when it is imported. What it would log of a failed handshake, the errors of the client say better.
+# gRPC reads this when it is imported. It would log failed handshakes, which the client's errors explain better.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
-from weightserver.client.client import Checkpoint, RowState, TableInfo, WeightClient
-from weightserver.common.security import ClientSecurity
+from weightserver.client.client import WeightClient
+from weightserver.client.results import RowState, TableInfo
+from weightserver.client.security import ClientSecurity
 from weightserver.common.version import __version__ as __version__
+from weightserver.core.checkpoints import Checkpoint
 from weightserver.core.errors import (
     AuthenticationError,
     ClusterError,

@@ -1,4 +1,4 @@
-"""A weight server on this machine: real shard processes on loopback, as tests and single-node runs use them."""
+"""Runs a weight server on this machine: real shard processes on loopback, for tests and single-node runs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from weightserver.common.atomic_files import PRIVATE_FILE, atomic_write, make_directory, make_private
+from weightserver.common.closing import Closing
 from weightserver.common.security import TOKEN_VARIABLE
 from weightserver.core.errors import ShardUnavailableError
 
@@ -23,18 +23,20 @@ _START_SECONDS = 60.0
 _STOP_SECONDS = 30.0
 
 
-class LocalCluster:
+class LocalCluster(Closing):
     """Starts `num_shards` shard processes on free loopback ports, and stops them when closed. A context manager.
 
-    The shards also stop when this process dies. Each keeps its data in `directory`/shard-K and its log beside it; a
-    directory used before is served again, and a shard whose data went away is refused. `directory`/cluster.json says
-    that: {"num_shards": n, "finished": whether all shards have begun}; empty ones begin only until they have.
+    The shards also stop when this process dies. Shard K keeps its data in `directory`/shard-K and its log in
+    `directory`/shard-K.log; an existing directory is served again. `directory`/cluster.json records whether all shards
+    have started once: {"num_shards": n, "finished": bool}. Afterwards a shard whose data are missing is refused rather
+    than replaced by an empty one.
 
     Args:
-        directory: where the shards keep their data; without one, a temporary directory that is deleted when closed.
-        serve_options: more options of `weightserver serve` for every shard.
+        directory: where the shards keep their data; by default a temporary directory that is deleted when closed.
+        serve_options: additional options of `weightserver serve` for every shard.
 
     Raises:
+        ValueError: `num_shards` is not positive.
         ShardUnavailableError: a shard did not start; the message ends with the last line of its log.
     """
 
@@ -60,7 +62,7 @@ class LocalCluster:
             finished = self._is_finished()
             if not finished:
                 self._mark(num_shards, finished=False)
-            # All start at once, then each is waited for.
+            # Starts all at once, then waits for each.
             self.processes = [
                 self._start(shard, num_shards, "127.0.0.1:0", 0, init=not finished) for shard in range(num_shards)
             ]
@@ -74,7 +76,7 @@ class LocalCluster:
             raise
 
     def restart(self, shard: int) -> None:
-        """Stops the shard if it runs (SIGTERM), and starts it at the same address with the same data."""
+        """Stops a shard with SIGTERM if it runs, and starts it again at the same address with the same data."""
         if not 0 <= shard < len(self.processes):
             raise ValueError(f"there is no shard {shard}: the cluster has shards 0..{len(self.processes) - 1}")
         self._stop(self.processes[shard])
@@ -93,19 +95,11 @@ class LocalCluster:
         if self._temporary is not None:
             self._temporary.cleanup()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _log(self, shard: int) -> Path:
         return self.directory / f"shard-{shard}.log"
 
     def _is_finished(self) -> bool:
-        """Whether all shards have begun. Where version 0.1 left no marker, they have if there is any data."""
+        """Whether all shards have started once; version 0.1 wrote no marker, so any data mean that they have."""
         marker = self.directory / _MARKER
         if not marker.exists():
             return any(self.directory.glob("shard-*/data.mdb"))
@@ -127,7 +121,7 @@ class LocalCluster:
         command += ["--data-dir", str(self.directory / f"shard-{shard}"), "--listen", listen]
         command += ["--shard", str(shard), "--num-shards", str(num_shards), "--metrics-port", str(metrics_port)]
         command += [*(["--init"] if init else []), *self._serve_options]
-        # These shards serve loopback alone; a token that the caller has is for others.
+        # These shards serve only loopback; a token in the environment is for other shards.
         environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
         log_file = self._log(shard)
         make_private(log_file)
@@ -139,11 +133,11 @@ class LocalCluster:
                 stderr=log,
                 text=True,
                 env=environment,
-                start_new_session=True,  # a Ctrl-C for the caller does not stop the shards under it
+                start_new_session=True,  # Ctrl-C in the caller does not stop its shards
             )
 
     def _wait_until_serving(self, shard: int, process: subprocess.Popen[str]) -> tuple[str, str]:
-        """(address, metrics address), as the shard announces them."""
+        """Returns the (address, metrics address) that the shard announces."""
         assert process.stdout is not None
         lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=lambda out=process.stdout: lines.put(out.readline()), daemon=True).start()

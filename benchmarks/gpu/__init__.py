@@ -1,1 +1,1 @@
-"""What a machine with GPUs does: `python -m benchmarks.gpu`, or `make bench-gpu`."""
+"""Benchmarks of a machine with GPUs: `python -m benchmarks.gpu`, or `make bench-gpu`."""

@@ -1,10 +1,10 @@
-"""What a machine with GPUs does: images a second, idle time, memory, collectives, and the paper's Section 4.
+"""Benchmarks a machine with GPUs: images per second, idle time, memory, collectives, and the paper's Section 4.
 
 python -m benchmarks.gpu [--quick] [--sections rates idle ...] [--minutes 30] [--resume] [--output benchmarks/results]
 
-Every run is the trainer as users start it, in processes of its own; the images are made here. gpu.json and gpu.md are
-written after each figure: what fails or finds no time left takes nothing else with it. Sections that were measured on
-the same GPUs before stay in the files; --resume measures only those that are not there whole.
+Every run is the trainer as users start it, in its own processes; the images are generated. gpu.json and gpu.md are
+written after each figure, so that a failure or the end of the time loses nothing else. Sections measured earlier on the
+same GPUs stay in the files; --resume measures only incomplete ones.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None, *, start: Start = start_processes) -> int:
-    """Returns the exit status: 1 where there is no GPU, or a section could not be measured."""
+    """Returns the exit status: 1 without a GPU, or if a section could not be measured."""
     given = _parser().parse_args(arguments)
     size, output = SIZES[given.size], given.output
     minutes = _MINUTES[given.size] if given.minutes is None else given.minutes
@@ -86,7 +86,7 @@ def _numbers(num_gpus: int) -> tuple[int, ...]:
 
 
 def _measured_before(path: Path, facts: dict[str, Any], size: str) -> dict[str, Any]:
-    """The results in a file, if they are of the same GPUs and size; else none yet."""
+    """The results in a file if they are of the same GPUs and size, else empty results."""
     fresh = {"size": size, "gpus": facts, "sections": {}}
     if not path.exists():
         return fresh
@@ -98,7 +98,7 @@ def _measured_before(path: Path, facts: dict[str, Any], size: str) -> dict[str, 
 
 
 def _with_timings(value: Any) -> Any:
-    """Parsed JSON, with a Timing for each that was written."""
+    """Parsed JSON, with its Timings restored."""
     if isinstance(value, list):
         return [_with_timings(one) for one in value]
     if not isinstance(value, dict):

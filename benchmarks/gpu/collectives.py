@@ -1,4 +1,4 @@
-"""How long the collectives of a step take by themselves.
+"""Measures how long the collectives of a step take on their own.
 
 torchrun ... -m benchmarks.gpu.collectives PRESET --OPTIONS: takes the trainer's arguments and writes extra.json into
 --output: for each kind its bytes, the time of one, and the bytes a second that each GPU sends and receives for it
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def measure(number: int, ranks: Ranks) -> dict[str, Any]:
-    """All-reduce of so many float32."""
+    """All-reduces `number` float32 values."""
     tensor, seconds = torch.zeros(number, device=ranks.device), []
     for _ in range(1 + _ROUNDS):
         ranks.barrier()

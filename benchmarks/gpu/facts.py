@@ -1,4 +1,4 @@
-"""What GPUs there are: python -m benchmarks.gpu.facts OUT.json."""
+"""Describes the GPUs: python -m benchmarks.gpu.facts OUT.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 
 def facts() -> dict[str, Any]:
-    """Names and memory of the GPUs, versions, and how the GPUs are connected where nvidia-smi tells."""
+    """Names and memory of the GPUs, versions, and the connections of the GPUs if nvidia-smi reports them."""
     number = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
         "gpus": [torch.cuda.get_device_name(index) for index in range(number)],

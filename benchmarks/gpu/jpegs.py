@@ -1,4 +1,4 @@
-"""JPEGs to train on, made here, and how many of them threads decode and crop in a second.
+"""Makes JPEGs to train on, and measures how many of them threads decode and crop per second.
 
 python -m benchmarks.gpu.jpegs DIRECTORY SIDE SECONDS THREADS[,THREADS...] OUT.json
 """
@@ -25,7 +25,7 @@ _BATCH_SIZE = 128
 
 
 def make_tree(root: Path, num_files: int, num_images: int) -> None:
-    """`num_images` pictures of 500×375 pixels, of which `num_files` are files and the others lead to the same."""
+    """Makes `num_images` pictures of 500×375 pixels: `num_files` files, and links to them."""
     files = root / "images" / "0000"
     files.mkdir(parents=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -39,7 +39,7 @@ def _write(directory: Path, number: int) -> None:
 
 
 def rate(directory: Path, side: int, seconds: float, threads: int) -> float:
-    """Images a second that so many threads decode and crop for training."""
+    """Images per second that a number of threads decode and crop for training."""
     listing = Listing(b"".join(listing_lines(ImageSource(directory).entries())), directory)
     images, augment = DecodedImages(listing, side, threads=threads), Augmentation(AugmentationConfig(), side)
     batch = np.arange(min(_BATCH_SIZE, len(listing)))

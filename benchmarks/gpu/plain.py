@@ -1,4 +1,4 @@
-"""The peer: plain PyTorch, every row a parameter on the device beside the encoder's, one SGD for both.
+"""The peer: plain PyTorch, with every row a parameter on the device like the encoder's, and one SGD for both.
 
 python -m benchmarks.gpu.plain PRESET --OPTIONS: takes the trainer's arguments, and writes metrics.jsonl and
 summary.json into --output as it does. The classes are the first --num-negatives images, all of them on each rank, as in
@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.compute import set_matmul_precision
 from trainer.config import TrainConfig, parse_config
 from trainer.data.augment import Augmentation
 from trainer.data.prefetch import Visits, views_ahead
 from trainer.distributed import Ranks, process_group
 from trainer.loop import dataset_of
 from trainer.loss import cosine_softmax_loss
-from trainer.model import build_model, set_precision_of_products
+from trainer.model import build_model
 from trainer.run.prometheus import peak_gpu_bytes
 from trainer.schedule import visit_uniforms
 
@@ -44,7 +45,7 @@ class PlainClassifier(nn.Module):
 
 
 def visits_of(config: TrainConfig, ranks: Ranks) -> list[Visits]:
-    """This rank's slice of each step's batch: random images of the first K."""
+    """Yields this rank's slice of each step's batch: random images of the first K."""
     num_steps, share = config.num_steps(config.num_negatives), ranks.share(config.batch_size)
     shape = (num_steps, config.batch_size)
     images = np.random.default_rng(config.seed).integers(0, config.num_negatives, shape)[:, share]
@@ -56,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     config = parse_config(arguments)
     with process_group(torch.device(config.device)) as ranks:
         device = ranks.device
-        set_precision_of_products("tf32" if config.precision == "tf32" else "ieee")
+        set_matmul_precision("tf32" if config.precision == "tf32" else "ieee")
         dataset = dataset_of(config)
         classifier = PlainClassifier(config).to(device)
         classifier.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

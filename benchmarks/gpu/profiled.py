@@ -1,8 +1,8 @@
-"""A run of the trainer, watched: where it waits for its GPU, and what the GPU does meanwhile.
+"""Profiles a run of the trainer: where it waits for its GPU, and what the GPU does meanwhile.
 
-python -m benchmarks.gpu.profiled PRESET --OPTIONS: takes the trainer's arguments, and writes extra.json beside what it
-writes. Of the last steps, a quarter of all and at most ten, are watched by torch.profiler, and as many before them for
-waits (torch.cuda.set_sync_debug_mode), those of the main thread, on each rank; rank 0 tells.
+python -m benchmarks.gpu.profiled PRESET --OPTIONS: takes the trainer's arguments, and also writes extra.json into
+--output. torch.profiler records the last steps, a quarter of all and at most ten; in as many steps before them waits of
+the main thread are counted (torch.cuda.set_sync_debug_mode), on each rank. Rank 0 writes the results.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from trainer.config import parse_config
@@ -28,7 +28,7 @@ Interval = tuple[float, float]
 
 
 def covered(intervals: Iterable[Interval]) -> float:
-    """The length of what intervals (begin, end) cover together."""
+    """The length of the union of intervals (begin, end)."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, reached))
@@ -37,7 +37,7 @@ def covered(intervals: Iterable[Interval]) -> float:
 
 
 class Watch:
-    """Watches some of the steps of a run, as `train` tells of each before it begins."""
+    """Profiles some of the steps of a run, of which `train` announces each before it begins."""
 
     def __init__(self, num_steps: int) -> None:
         self._length = min(_MAX_STEPS, (num_steps - 1) // 4)
@@ -52,7 +52,7 @@ class Watch:
         if step == self._end - 2 * self._length:
             self._waiting.enter_context(warnings.catch_warnings())
             warnings.simplefilter("always")
-            warnings.showwarning = self._note
+            warnings.showwarning = self._note  # type: ignore[assignment]
             if torch.cuda.is_available():
                 torch.cuda.set_sync_debug_mode("warn")
                 self._waiting.callback(torch.cuda.set_sync_debug_mode, "default")

@@ -1,4 +1,4 @@
-"""Starts what is measured, each run in processes of its own, within the time that is left."""
+"""Starts the measured programs, each run in its own processes, within the remaining time."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from typing import Any
 from benchmarks.measure import Timing, timing
 
 _MIN_SECONDS = 5.0
-"""A run that has less time left is not started."""
+"""A run is not started with less time left."""
 
 
 class RunFailedError(Exception):
-    """A run ended with an error, or the time for it is over."""
+    """A run ended with an error, or its time is over."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run of a trainer left."""
+    """The records of a trainer's run."""
 
     step_seconds: list[float]
     """Mean seconds of a step, for each interval between two logged steps after the warm-up."""
@@ -35,7 +35,7 @@ class Run:
     """The lines of metrics.jsonl after the warm-up."""
     summary: dict[str, Any]
     extra: dict[str, Any] = field(default_factory=dict)
-    """What the program wrote beside its records."""
+    """The program's other output."""
 
     @property
     def step(self) -> Timing:
@@ -47,7 +47,7 @@ Start = Callable[[str, Sequence[str], int, float], None]
 
 
 def start_processes(module: str, arguments: Sequence[str], num_ranks: int, timeout_seconds: float) -> None:
-    """As a user starts it: `python -m`, or torchrun for several ranks."""
+    """The command of a user: `python -m`, or torchrun for several ranks."""
     launcher = [sys.executable, "-m"]
     if num_ranks > 1:
         launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "-m"]
@@ -69,7 +69,7 @@ def start_processes(module: str, arguments: Sequence[str], num_ranks: int, timeo
 
 
 def _reason(text: str) -> str:
-    """The line that says most of what a program wrote to stderr: its own message, or a traceback's last line."""
+    """The most informative line of stderr: the program's own message, or the last line of a traceback."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     telling = [line for line in lines if line.startswith("trainer:") or "Error: " in line]
     return (telling or lines or ["no message"])[-1][:300]
@@ -77,16 +77,16 @@ def _reason(text: str) -> str:
 
 @dataclass
 class Runner:
-    """Starts runs and remembers what they left, so that sections share them."""
+    """Starts runs and keeps their records, so that sections share them."""
 
     device: str
     run_seconds: float
-    """The most that one run may take."""
+    """Seconds that one run may take at most."""
     warm_up: int
-    """Logged intervals that are left out at a run's beginning."""
+    """Logged intervals omitted at the beginning of a run."""
     start: Start = start_processes
     deadline: float = math.inf
-    """By time.monotonic(), after which no run is started."""
+    """Time on the clock of time.monotonic() after which no run is started."""
     _done: dict[tuple[str, ...], Run] = field(default_factory=dict)
 
     def train(self, module: str, arguments: Sequence[str], num_ranks: int = 1, *, again: int = 0) -> Run:
@@ -100,7 +100,7 @@ class Runner:
         return self._done[key]
 
     def json(self, module: str, arguments: Sequence[str], num_ranks: int = 1) -> Any:
-        """The JSON that a module writes to the file that its last argument names."""
+        """Runs a module that writes JSON to the file named by its last argument; returns that."""
         with tempfile.TemporaryDirectory() as directory:
             out = Path(directory) / "out.json"
             self.call(module, [*arguments, str(out)], num_ranks)

@@ -1,4 +1,4 @@
-"""The parts of the GPU benchmark: what each measures, and the table that it makes of it.
+"""The sections of the GPU benchmark: what each measures, and its table.
 
 A section fills the dictionary that it is given as it goes, so that what was measured before a failure is kept.
 """
@@ -21,25 +21,25 @@ PAPER: dict[str, dict[str, tuple[int, int | None]]] = {
     "ImageNet-1K": {"all N": (8690, 558), "K": (5460, 538)},
     "ImageNet-11K": {"all N": (17_675, None), "K": (5460, 3140)},
 }
-"""MiB a GPU and seconds an epoch on eight V100, as the paper states (Section 4, appendix; 17.26 G did not fit)."""
+"""MiB per GPU and seconds per epoch on eight V100 in the paper (Section 4, appendix; 17.26 G did not fit)."""
 _MIB, _GIB = 2**20, 2**30
 _TINY = ("--encoder.name", "small", "--encoder.width", "8", "--encoder.blocks", "1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much is measured."""
+    """The amount of work."""
 
     steps: int
-    """Of a run; logged ten times less often."""
+    """Steps of a run; logged ten times less often."""
     log_every: int = 10
     warm_up: int = 2
-    """Logged intervals that are left out."""
+    """Logged intervals omitted as warm-up."""
     rounds: int
-    """Runs of each that is compared."""
+    """Runs of each compared case."""
     encoder: tuple[str, ...] = ("--encoder.name", "resnet50", "--view-size", "224")
     generated_side: int = 64
-    """Side of generated images in pixels, of which views are cut: small ones cost the processor little."""
+    """Side in pixels of generated images, from which views are cropped: small ones cost the processor little."""
     decoded_side: int = 224
     decoded: tuple[str, ...] = ("--encoder.name", "resnet50", "--encoder.image-size", "224")
     batch_size: int = 512
@@ -86,20 +86,20 @@ SIZES = {
 
 @dataclass
 class Bench:
-    """What sections measure with."""
+    """The tools that the sections share."""
 
     runner: Runner
     size: Size
     num_gpus: tuple[int, ...]
     """Numbers of GPUs to measure with, ascending."""
     gpu_bytes: int
-    """Memory of one."""
+    """Memory of one GPU in bytes."""
     directory: Path
-    """For files that sections share."""
+    """Directory for files that sections share."""
 
     @cached_property
     def jpegs(self) -> Path:
-        """A folder of as many images as a window has."""
+        """Makes a folder with as many images as a window."""
         make_tree(self.directory, self.size.num_jpegs, self.size.window_size)
         return self.directory / "images"
 

@@ -1,10 +1,10 @@
-"""The Grafana dashboards, as code: few panels, each with a question for a title that it answers.
+"""Builds the Grafana dashboards: few panels, each of which answers the question in its title.
 
-python -m deploy.grafana.dashboards
+    python -m deploy.grafana.dashboards
 
-writes dashboards/*.json, which Grafana is provisioned with; a test compares them with what this makes, and another runs
-every query while shards and a trainer run. A query is written so that it has a result in a healthy run: no errors are a
-line at 0, not an empty panel.
+writes dashboards/*.json, which provision Grafana. One test compares the files with this code, another runs every query
+while shards and a trainer run. Every query has a result in a healthy run: the absence of errors is a line at 0, not an
+empty panel.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 DIRECTORY = Path(__file__).parent / "dashboards"
 _SOURCE = DataSourceRef(type_val="prometheus", uid="prometheus")
-"""As provisioning/datasources/prometheus.yml names it."""
+"""The source in provisioning/datasources/prometheus.yml."""
 _WINDOW = "[$__rate_interval]"
 _SHARD = "* on (instance) group_left (shard) weightserver_build_info"
 _RUN = "* on (instance) group_left (run) pic_trainer_run_info"
 _FETCHES = '{method="Fetch", status="OK"}'
 _OBJECTIVE_SECONDS = 0.1
-"""99 % of fetches take at most that long: the objective of the alert FetchSlow."""
+"""The objective of the alert FetchSlow: 99 % of fetches take at most this long."""
 
 
 def build() -> dict[str, dashboard.Dashboard]:
-    """File name, without .json, to dashboard."""
+    """Returns file name, without .json, to dashboard."""
     return {
         "service": _dashboard("service", "Weight servers", _up(), _requests(), _failures(), _durations()),
         "fetches": _dashboard(
@@ -83,8 +83,8 @@ def _up() -> stat.Panel:
     words = {"0": ValueMappingResult(text="down", color="red"), "1": ValueMappingResult(text="up", color="green")}
     return (
         stat.Panel()
-        .title("Is every shard there?")
-        .description("Whether the last scrape of each shard was answered.")
+        .title("Is every shard up?")
+        .description("Whether each shard answered the last scrape.")
         .datasource(_SOURCE)
         .with_target(_query("A", 'up{job="weightserver"}', "{{instance}}").instant())
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
@@ -101,7 +101,7 @@ def _up() -> stat.Panel:
 def _requests() -> timeseries.Panel:
     return _lines(
         "How many requests does each shard answer?",
-        "All methods, also those that end with an error. The shards' lines lie together: rows are dealt evenly.",
+        "All methods, including calls that fail. The lines of the shards coincide: rows are spread evenly.",
         units.RequestsPerSecond,
         (f"sum by (shard) (rate(weightserver_request_seconds_count{_WINDOW}) {_SHARD})", "shard {{shard}}"),
     )
@@ -111,8 +111,8 @@ def _failures() -> timeseries.Panel:
     requests = "weightserver_request_seconds_count"
     return _lines(
         "Which requests fail or are refused?",
-        "Errors by their gRPC status, a line at 0 for each shard. Busy and silent callers are turned away before a "
-        "method is called, and so is who has no token.",
+        "Errors by gRPC status, and a line at 0 for each shard. Calls that find their lane full, have no token or "
+        "stall end before a method runs.",
         units.RequestsPerSecond,
         (
             f'sum by (shard, status) (rate({requests}{{status!="OK"}}{_WINDOW}) {_SHARD})'
@@ -173,7 +173,7 @@ def _stages(quantile: float, title: str) -> timeseries.Panel:
     return _lines(
         title,
         f"{quantile:.0%} of answered fetches spent less in the stage: waiting for a thread, reading and verifying "
-        "blocks, correcting rows, framing them, until they were taken.",
+        "blocks, correcting rows, framing them, and waiting until they were received.",
         units.Seconds,
         (_quantile(quantile, "weightserver_fetch_stage_seconds_bucket", "stage"), "{{stage}}"),
     )
@@ -187,8 +187,8 @@ def _both_sides() -> timeseries.Panel:
     return _threshold_line(
         _lines(
             "How much longer do trainers wait than shards work?",
-            "A trainer's fetch lasts until all shards have answered, retries included: far above the shards' it waits "
-            "for the network, for a shard that is away, or for its own thread.",
+            "A trainer's fetch lasts until all shards have answered, retries included: if it is far above the shards', "
+            "the trainer waits for the network, for a shard that is down, or for its own thread.",
             units.Seconds,
             *((_quantile(q, series, ""), f"{name} {q:.0%}") for series, name in sides for q in (0.5, 0.99)),
             span=24,
@@ -206,7 +206,7 @@ def _file() -> timeseries.Panel:
     return _stacked(
         _lines(
             "What fills the data files?",
-            "Pages of all shards by what they hold; free ones are written again before a file grows.",
+            "Pages of all shards by content; free pages are reused before a file grows.",
             units.BytesIEC,
             ("sum by (pages) (weightserver_lmdb_bytes)", "{{pages}}"),
         )
@@ -216,9 +216,9 @@ def _file() -> timeseries.Panel:
 def _volume() -> timeseries.Panel:
     free = "weightserver_volume_free_bytes"
     return _lines(
-        "How much room is left, and how much in four hours?",
-        "What each shard's volume has left, and will have if the last hour's trend goes on; below 1 GB the alert "
-        "DiskFull fires.",
+        "How much space is left, now and in four hours?",
+        "Free space on each shard's volume, now and if the last hour's trend continues; below 1 GB the alert DiskFull "
+        "fires.",
         units.BytesIEC,
         (f"sum by (shard) ({free} {_SHARD})", "shard {{shard}}"),
         (f"sum by (shard) (predict_linear({free}[1h], 4 * 3600) {_SHARD})", "shard {{shard}} in 4 h"),
@@ -228,7 +228,7 @@ def _volume() -> timeseries.Panel:
 def _commits() -> timeseries.Panel:
     return _lines(
         "How long until a write is on disk?",
-        "99th percentiles: what a write waits for its transaction, and what the transaction takes.",
+        "99th percentiles of the time that a write waits for its transaction and that the transaction takes.",
         units.Seconds,
         (_quantile(0.99, "weightserver_commit_wait_seconds_bucket", "shard", _SHARD), "shard {{shard}} wait"),
         (_quantile(0.99, "weightserver_commit_seconds_bucket", "shard", _SHARD), "shard {{shard}} transaction"),
@@ -239,7 +239,7 @@ def _groups() -> timeseries.Panel:
     writes = "weightserver_commit_writes"
     return _lines(
         "Do writes queue, and share transactions?",
-        "Writes in a transaction, on average, and those that wait for one: a disk that is too slow makes both grow.",
+        "Average number of writes per transaction, and writes that wait for one: a slow disk makes both grow.",
         units.Short,
         (
             f"sum by (shard) (rate({writes}_sum{_WINDOW}) {_SHARD})"
@@ -256,7 +256,7 @@ def _groups() -> timeseries.Panel:
 def _loss() -> timeseries.Panel:
     return _lines(
         "Does it learn?",
-        "Loss of the last logged step, in nats, beside that of chance, the logarithm of the number of classes.",
+        "Loss of the last logged step in nats, and the loss of chance, the logarithm of the number of classes.",
         units.Short,
         (f"max by (run) (pic_trainer_loss {_RUN})", "{{run}}"),
         (f"ln(sum by (run) (pic_trainer_active_rows {_RUN}))", "{{run}} chance"),
@@ -265,7 +265,7 @@ def _loss() -> timeseries.Panel:
 
 def _speed() -> timeseries.Panel:
     return _lines(
-        "How many images does it train on in a second?",
+        "How many images does it train on per second?",
         "All ranks of a run count the whole batch; at 0 for ten minutes, the alert TrainerStalled fires.",
         units.CountsPerSecond,
         (f"max by (run) (rate(pic_trainer_images_total{_WINDOW}) {_RUN})", "{{run}}"),
@@ -291,7 +291,7 @@ def _step_parts() -> timeseries.Panel:
 def _row_wait() -> timeseries.Panel:
     return _lines(
         "How much of the time does it wait for rows?",
-        "The share of its time that a rank stands still because rows are not here yet.",
+        "The share of its time that a rank waits because rows have not arrived.",
         units.PercentUnit,
         (f"rate(pic_trainer_row_wait_seconds_total{_WINDOW})", "{{instance}}"),
     )
@@ -302,7 +302,7 @@ def _checkpoint_age() -> timeseries.Panel:
     return _threshold_line(
         _lines(
             "How much training would a crash lose?",
-            "Time since the newest checkpoint was complete; above the line the alert CheckpointTooOld fires.",
+            "Time since the newest checkpoint was completed; above the line the alert CheckpointTooOld fires.",
             units.Seconds,
             (f"time() - max by (run) ({saved} {_RUN})", "{{run}}"),
         ),
@@ -344,7 +344,7 @@ def _dashboard(name: str, title: str, *panels: Builder[Panel]) -> dashboard.Dash
 
 
 def _lines(title: str, description: str, unit: str, *queries: tuple[str, str], span: int = 12) -> timeseries.Panel:
-    """A graph of (expression, legend)s, from zero."""
+    """A graph, from zero, of (expression, legend) pairs."""
     panel = (
         timeseries.Panel()
         .title(title)
@@ -391,7 +391,7 @@ def _threshold_line(panel: timeseries.Panel, value: float) -> timeseries.Panel:
 
 
 def to_json(built: dashboard.Dashboard) -> str:
-    """The file's text; panels are numbered in order."""
+    """Returns the file's text, with panels numbered in order."""
     model = built.build()
     for number, panel in enumerate(model.panels or [], start=1):
         panel.id_val = number

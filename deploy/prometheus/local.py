@@ -1,6 +1,6 @@
-"""Prometheus on this machine with this folder's configuration, and what it watches: shards and a trainer.
+"""Runs Prometheus on this machine with this folder's configuration, and a trainer for it to watch.
 
-Tests and the screenshot use it; it needs the programs `prometheus` and `promtool` (Debian's package prometheus).
+Used by tests and by the screenshot; it needs the programs `prometheus` and `promtool` (Debian's package prometheus).
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _STOP_SECONDS = 30.0
 
 
 class LocalPrometheus:
-    """Scrapes `targets`, job to addresses, under the rules of rules.yml, until it is closed. A context manager.
+    """Scrapes `targets`, job to addresses, with the rules of rules.yml until it is closed. A context manager.
 
     Raises:
-        FileNotFoundError: there is no program `prometheus`.
-        RuntimeError: it did not start; the message ends with the last line of its log.
+        FileNotFoundError: the program `prometheus` is missing.
+        RuntimeError: Prometheus did not start; the message ends with the last line of its log.
     """
 
     url: str
 
     def __init__(self, targets: dict[str, list[str]], *, interval: str = "500ms") -> None:
         if shutil.which("prometheus") is None:
-            raise FileNotFoundError("there is no program `prometheus`: install it, on Debian the package of that name")
+            raise FileNotFoundError("the program `prometheus` is missing: install Debian's package of that name")
         config = yaml.safe_load((DIRECTORY / "prometheus.yml").read_text())
         config["global"] = dict.fromkeys(("scrape_interval", "scrape_timeout", "evaluation_interval"), interval)
         config["rule_files"] = [str((DIRECTORY / name).resolve()) for name in config["rule_files"]]
@@ -83,7 +83,7 @@ class LocalPrometheus:
                 time.sleep(0.05)
 
     def api(self, path: str, **parameters: str) -> Any:
-        """The data that /api/v1/`path` answers; ValueError with Prometheus' own words where it refuses."""
+        """Returns the data of /api/v1/`path`. Raises ValueError with Prometheus' own message."""
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
             with urllib.request.urlopen(url, timeout=30) as answer:
@@ -92,7 +92,7 @@ class LocalPrometheus:
             raise ValueError(f"{parameters}: {json.load(error)['error']}") from None
 
     def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
-        """Labels and value of every series that the expression has now."""
+        """Returns the labels and current value of every series of the expression."""
         data = self.api("query", query=expression)
         if data["resultType"] == "scalar":
             return [({}, float(data["result"][1]))]

@@ -1,9 +1,9 @@
-"""Photographs Prometheus' own graph of fetch latency during a run: docs/images/fetch-latency.png.
+"""Takes a screenshot of Prometheus' graph of fetch latency during a run: docs/images/fetch-latency.png.
 
 python -m deploy.prometheus.screenshot [--seconds 120] [--output docs/images/fetch-latency.png]
 
-Two shards and a trainer, whose fetches are short. In the middle third of the time a second client reads 32 MiB at a
-time from the same shards. It needs Debian's packages prometheus and chromium.
+Runs two shards and a trainer, whose fetches are short. In the middle third of the time a second client reads 32 MiB at
+a time from the same shards. Needs Debian's packages prometheus and chromium.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ GRAPHS = (
     'histogram_quantile(0.99, sum by (le, instance) (rate(weightserver_request_seconds_bucket{method="Fetch"}[15s])))',
     "histogram_quantile(0.99, sum by (le, stage) (rate(weightserver_fetch_stage_seconds_bucket[15s])))",
 )
-"""99 % of the fetches are shorter: end to end for each shard, and each stage."""
+"""99th percentile of fetches: end to end for each shard, and for each stage."""
 
 
 def photograph(url: str, output: Path) -> None:
-    """Lets headless Chromium load the page, wait until its scripts are done, and write what it shows as PNG."""
+    """Loads the page in headless Chromium, waits for its scripts, and writes it as PNG."""
     with tempfile.TemporaryDirectory() as profile:
         subprocess.run(
             [
                 "chromium",
                 "--headless=new",
-                "--no-sandbox",  # it may run as root, and shows a page of this machine alone
+                "--no-sandbox",  # Chromium refuses to run as root otherwise; the page is local
                 "--hide-scrollbars",
                 "--disable-gpu",
                 f"--user-data-dir={profile}",
@@ -57,9 +57,9 @@ def photograph(url: str, output: Path) -> None:
 
 
 def graph_url(prometheus: str, seconds: int) -> str:
-    """The page of GRAPHS over the last `seconds`."""
+    """The URL of GRAPHS over the last `seconds`."""
     with urllib.request.urlopen(prometheus, timeout=30) as answer:
-        page = answer.url  # where it keeps its graphs depends on its version
+        page = answer.url  # the path of the graphs depends on the version
     options = {
         f"g{number}.{key}": value
         for number, expression in enumerate(GRAPHS)
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/images/fetch-latency.png"))
     arguments = parser.parse_args()
     if shutil.which("chromium") is None:
-        parser.exit(1, "there is no program `chromium`: install it, on Debian the package of that name\n")
+        parser.exit(1, "the program `chromium` is missing: install it, on Debian the package of that name\n")
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory, LocalCluster(2) as cluster:
         shards = cluster.metrics_addresses

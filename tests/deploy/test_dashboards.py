@@ -21,7 +21,7 @@ PANELS = [
 PROVISIONING = DIRECTORY.parent / "provisioning"
 
 
-def test_the_files_are_what_the_code_makes() -> None:
+def test_the_dashboards_are_those_of_the_code() -> None:
     made = {name: to_json(dashboard) for name, dashboard in build().items()}
     files = {path.stem: path.read_text() for path in DIRECTORY.iterdir()}
     assert files == made, "make dashboards"

@@ -1,4 +1,4 @@
-"""Every query of the dashboards and rules, asked of a real Prometheus that scrapes real shards and a real trainer."""
+"""Runs every query of the dashboards and rules on a real Prometheus that scrapes real shards and a real trainer."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ needs_chromium = pytest.mark.skipif(
 class Watched:
     prometheus: LocalPrometheus
     fail: Callable[[], None]
-    """Lets a fetch fail on every shard."""
+    """Makes a fetch fail on every shard."""
 
     def series(self, expression: str) -> int:
-        """How many series with a number the expression has."""
+        """The number of series of the expression that have a value."""
         return sum(not math.isnan(value) for _, value in self.prometheus.query(expression))
 
     def empty(self, queries: dict[str, str]) -> list[str]:
-        """Names of the queries that stay without a result."""
+        """Names of the queries that never have a result."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         left = list(queries)
         while left and time.monotonic() < deadline:
@@ -71,7 +71,7 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    """Two shards and a trainer that trains until the tests are over, scraped twice a second."""
+    """Two shards and a trainer that runs until the tests end, scraped twice a second."""
     output = tmp_path_factory.mktemp("runs") / "watched"
     with LocalCluster(2) as cluster, WeightClient(cluster.addresses) as client:
         options = [*OPTIONS.split(), "--servers", ",".join(cluster.addresses), "--output", str(output)]
@@ -88,7 +88,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 
 def broken(expression: str) -> Iterator[str]:
-    """The expression with one metric or one label's value that does not exist, for each that it has."""
+    """Yields the expression with each of its metrics and label values replaced by one that does not exist."""
     names = r"\b(?:(?:weightserver_|pic_trainer_|process_|pic:)\w|up\{)"
     for found in re.finditer(names + r'|(?<=\w=")|(?<==~")[^"]*', expression):
         is_pattern = expression[: found.start()].endswith('~"')
@@ -155,7 +155,7 @@ def test_the_screenshot_shows_a_curve_for_each_shard(watched: Watched, tmp_path:
 
 @pytest.mark.guard
 def test_a_run_that_has_ended_has_no_step_left(cluster: LocalCluster, client: WeightClient, tmp_path: Path) -> None:
-    """TrainerGone takes it that way."""
+    """The alert TrainerGone relies on it."""
     train(small_run(tmp_path / "run", servers=",".join(cluster.addresses), encoder=ONLY_ROWS))
     clocks, horizons = (
         [metric(address, name) for address in cluster.metrics_addresses]

@@ -1,4 +1,4 @@
-"""The alert rules, under Prometheus' own tests of rules; and these tests, under rules that were broken on purpose."""
+"""Tests the alert rules with promtool, and these tests with rules that are broken on purpose."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def never(rule: dict[str, Any]) -> None:
 
 
 def always(rule: dict[str, Any]) -> None:
-    """Comparisons tell 0 or 1 instead of choosing: whatever they compare is there."""
+    """Makes comparisons return 0 or 1 instead of filtering, so that everything they compare has a result."""
     rule["expr"] = with_bool(rule["expr"])
 
 

@@ -1,4 +1,4 @@
-"""Packing that ends where a file is put in place or added to, as if it was killed there."""
+"""Packing that ends where a file is written or appended to, as if it was killed there."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from weightserver.common.atomic_files import append_synced
 
 
 class Killed(BaseException):
-    """What ends it."""
+    """Ends the packing."""
 
 
 def die_at(number: int, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends what comes next before, in the middle of, or after the `number`-th file that it puts in place or adds to.
+    """Ends the packing inside before, in the middle of, or after the `number`-th file that it writes or appends to.
 
     In the middle ("half"), half of what is added is there; a file is never half in place, so that is before it.
     """

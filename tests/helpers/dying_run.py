@@ -31,7 +31,7 @@ def die(*_: Any, **__: Any) -> NoReturn:
 
 
 def _before(number: int) -> Callable[..., Callable[..., Any]]:
-    """Dies instead of the call of that number."""
+    """Dies instead of the `number`-th call."""
 
     def patched(original: Callable[..., Any]) -> Callable[..., Any]:
         calls: list[None] = []
@@ -46,7 +46,7 @@ def _before(number: int) -> Callable[..., Callable[..., Any]]:
 
 
 def _after(number: int) -> Callable[..., Callable[..., Any]]:
-    """Dies behind the call of that number."""
+    """Dies after the `number`-th call."""
 
     def patched(original: Callable[..., Any]) -> Callable[..., Any]:
         calls: list[None] = []
@@ -62,7 +62,7 @@ def _after(number: int) -> Callable[..., Callable[..., Any]]:
 
 
 def _between_shards(method: str, number: int) -> Callable[..., Callable[..., Any]]:
-    """Dies when the first shard has answered that call, before the second is sent it."""
+    """Dies after the first shard has answered the `number`-th call of `method`, before the second gets it."""
 
     def patched(original: Callable[..., Any]) -> Callable[..., Any]:
         calls: list[None] = []

@@ -1,4 +1,4 @@
-"""One of several ranks of a training run, of which rank 1 fails in a step: it raises, or is killed, or sits there.
+"""One of several ranks of a training run; rank 1 fails in a step: it raises an error or is killed.
 
 torchrun ... -m tests.helpers.failing_rank HOW STEP TRAINER-ARGUMENTS
 """
@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import trainer.loop
+import trainer.build
 from trainer.__main__ import main
 
-FAILURE = "rank 1 cannot go on"
+FAILURE = "rank 1 cannot continue"
 
 
 def fail(how: str) -> None:
@@ -28,8 +28,8 @@ def fail(how: str) -> None:
 
 
 def failing(how: str, at: int) -> Any:
-    """trainer.loop's `announced`, with which rank 1 fails."""
-    announced = trainer.loop.announced
+    """Replaces trainer.build's `announced` so that rank 1 fails."""
+    announced = trainer.build.announced  # type: ignore[attr-defined]
 
     def until_then(active: Any, store: Any, steps: range) -> Any:
         for step, rows in zip(steps, announced(active, store, steps), strict=True):
@@ -43,5 +43,5 @@ def failing(how: str, at: int) -> Any:
 
 
 if __name__ == "__main__":
-    trainer.loop.announced = failing(sys.argv[1], int(sys.argv[2]))
+    trainer.build.announced = failing(sys.argv[1], int(sys.argv[2]))  # type: ignore[attr-defined]
     main(sys.argv[3:])

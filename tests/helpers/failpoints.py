@@ -28,6 +28,7 @@ from weightserver.cli import main
 from weightserver.local_cluster import LocalCluster
 from weightserver.server import process as server
 from weightserver.storage import lmdb_storage as storage
+from weightserver.storage.interface import Transaction
 
 POINTS = ("before", "writing", "written", "after")
 DEATHS = {-signal.SIGKILL, -signal.SIGSYS}
@@ -48,7 +49,7 @@ def _install(point: str, commit: int) -> None:
 
     class Dying(storage.LmdbStorage):
         @contextlib.contextmanager
-        def write(self) -> Iterator[storage.Transaction]:
+        def write(self) -> Iterator[Transaction]:
             nonlocal count
             count += 1
             with super().write() as txn:
@@ -63,7 +64,7 @@ def _install(point: str, commit: int) -> None:
             if count == commit and point == "after":
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    server.LmdbStorage = Dying  # type: ignore[misc]
+    server.LmdbStorage = Dying  # type: ignore[attr-defined]
 
 
 _SYSTEM_CALLS = {

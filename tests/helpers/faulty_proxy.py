@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from types import TracebackType
-from typing import Any, Generic, NoReturn, Self, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeAlias, TypeVar
 
 import grpc
 
@@ -90,7 +90,7 @@ class Request:
     metadata: tuple[tuple[str, str | bytes], ...]
 
 
-Answer = bytes | grpc.StatusCode
+Answer: TypeAlias = bytes | grpc.StatusCode
 """What a shard said: a message, or the status of an error."""
 
 
@@ -149,7 +149,7 @@ class FaultyProxy:
         self._faults = faults
         self._lock = threading.Lock()
         self._random = random.Random(seed)
-        self._delays = _Deck(partial(_delays, faults), 0, f"{seed} delays")
+        self._delays = _Deck(partial(_delays, faults), 0.0, f"{seed} delays")
         dropped = {Fault.REFUSED: faults.refuse, Fault.SWALLOWED: faults.swallow}
         calls = dropped | {Fault.TWIN: faults.twin, Fault.REPLY_LOST: faults.lose_reply}
         writes, fetches = calls | {Fault.WRITE_CUT: faults.cut_write}, dropped | {Fault.FETCH_CUT: faults.cut_fetch}
@@ -161,8 +161,11 @@ class FaultyProxy:
         self.counts, self.late_answers, self.twin_answers = Counter(), [], []
 
         self._channel = grpc.insecure_channel(target, _OPTIONS)
-        self._stubs: dict[str, Callable[..., Any]] = {}
+        self._stubs: dict[str, Any] = {}
         handlers = {}
+        stub: Any
+        handler: Any
+        behaviour: Any
         for method in _SERVICE.methods:
             if method.server_streaming:
                 stub, handler, behaviour = self._channel.unary_stream, grpc.unary_stream_rpc_method_handler, self._fetch

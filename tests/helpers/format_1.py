@@ -1,4 +1,4 @@
-"""Packed directories as the version before wrote them: each tar with its own index, all named in manifest.json."""
+"""Packed directories as the earlier version wrote them: each tar with its own index, all named in manifest.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weightserver.common.atomic_files import sha256
 
 
 def in_format_1(directory: Path) -> Path:
-    """Gives the packed images in `directory` that form."""
+    """Converts the packed images in `directory` to format 1."""
     manifest = Manifest.load(directory)
     content = {"format": 1} | asdict(manifest)
     del content["indexed_by_tar"]

@@ -1,4 +1,4 @@
-"""One rank of runs on pretended GPUs, each beside the same run on the CPU; as a program it writes down what they did.
+"""One rank of runs on pretended GPUs, each compared with the same run on the CPU; as a program it records them.
 
 python -m tests.helpers.gpu_runs OUT SERVERS IMAGES PORT,PORT,... SCENARIO,SCENARIO,...      (RANK and so on are set)
 """
@@ -43,15 +43,15 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 
 def config(scenario: str, output: Path, servers: str, images: Path, device: str) -> TrainConfig:
-    from trainer.config import TrainConfig
+    from tests.helpers.small_run import small_run
     from trainer.model import EncoderConfig
 
     settings = SCENARIOS[scenario]
     dataset, dense = settings["dataset"], settings.get("rows") == "dense"
     grey = dataset == "idx"
     fixed: dict[str, Any] = {
+        "num_images": None,
         "data_dir": None if dataset == "synthetic" else images / dataset,
-        "output": output,
         "servers": None if dense else servers,
         "device": device,
         "steps": NUM_STEPS,
@@ -61,23 +61,21 @@ def config(scenario: str, output: Path, servers: str, images: Path, device: str)
         "window_size": 16,
         "window_stride": 16,
         "rows_per_block": 2,
-        "prefetch_steps": 3,
-        "dim": 16,
         "learning_rate": 0.05,
+        "checkpoint_every": 1_000,
         "encoder": EncoderConfig(
             in_channels=1 if grey else 3, image_size=28 if grey else 16, width=8, stem_stride=2, pool_size=3
         ),
-        "evaluate": False,
         "rank_timeout_seconds": 20,
         "retry_seconds": 10,
     }
-    return TrainConfig(**fixed | settings)
+    return small_run(output, **fixed | settings)
 
 
 def run(settings: TrainConfig, ports: Iterator[str]) -> list[float]:
     """Trains and returns the losses of rank 0's metrics.jsonl; a run with checkpoints is resumed from the newest.
 
-    Each time the ranks meet at a port of their own: one that is ahead must not find what is left of the time before.
+    The ranks use a new port each time: one that is ahead must not connect to remains of the previous run.
     """
     from trainer.loop import train
     from weightserver import WeightClient

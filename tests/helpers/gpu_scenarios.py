@@ -1,4 +1,4 @@
-"""What ranks do in the tests of GPUs; `tests.helpers.gpus.Gpus.run` starts them on real GPUs and pretended ones."""
+"""Actions of ranks in the tests of GPUs; `tests.helpers.gpus.Gpus.run` starts them on real GPUs and pretended ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def train_small(output: Path, settings: dict[str, Any]) -> None:
 
 
 def train_until_killed(output: Path, settings: dict[str, Any], step: int) -> None:
-    """Every rank is killed before that step."""
+    """Kills every rank before that step."""
 
     def die(at: int) -> None:
         if at == step:
@@ -30,7 +30,7 @@ def train_until_killed(output: Path, settings: dict[str, Any], step: int) -> Non
 
 
 def train_without_waiting(output: Path, settings: dict[str, Any], first: int, stop: int) -> None:
-    """Whatever makes the program wait for its GPU in steps `first` to `stop` - 1 raises."""
+    """Raises an error if the program waits for its GPU in steps `first` to `stop` - 1."""
 
     def watch(step: int) -> None:
         if step == first:
@@ -49,7 +49,7 @@ def _assert_waits_raise() -> None:
 
 
 def train_and_tell_gpus(output: Path, settings: dict[str, Any], told: Path) -> None:
-    """Writes told-RANK: on which GPUs this process has a context, by its numbers from 0."""
+    """Writes told-RANK: the numbers of the GPUs on which this process has a context."""
     train(small_run(output, **settings))
     # A context alone, without a tensor, takes half a GB.
     has_context = getattr(torch._C, "_cuda_hasPrimaryContext", lambda index: torch.cuda.max_memory_reserved(index) > 0)

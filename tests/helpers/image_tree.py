@@ -1,4 +1,4 @@
-"""Small trees of real pictures (scikit-learn's two photographs, cut into pieces) with everything odd among them."""
+"""Small trees of real pictures (scikit-learn's two photographs, cut into pieces) including odd and broken ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BROKEN = ("a/empty.jpg", "b/text.jpg", "c/truncated.jpg", "c/truncated.png")
 
 
 def piece(number: int, *, width: int = 60, height: int = 48) -> Image.Image:
-    """A piece of a photograph, RGB, another for each number."""
+    """A piece of a photograph, RGB, different for each number."""
     photograph = load_sample_images().images[number % 2]  # uint8 (427, 640, 3)
     place = np.random.default_rng(number)
     top, left = place.integers(0, 427 - height), place.integers(0, 640 - width)
@@ -29,7 +29,7 @@ def encoded(image: Image.Image, file_format: str = "JPEG", **options: object) ->
 
 
 def plain_tree(root: Path, num_images: int, *, first: int = 0) -> Path:
-    """Class folders a, b and c in turns, numbered JPEGs."""
+    """Writes numbered JPEGs into class folders a, b and c in turn."""
     for number in range(first, first + num_images):
         folder = root / "abc"[number % 3]
         folder.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,7 @@ def plain_tree(root: Path, num_images: int, *, first: int = 0) -> Path:
 
 
 def odd_tree(root: Path, num_images: int = 20) -> Path:
-    """A `plain_tree` with broken and unusual files in it, and others that are no images."""
+    """A `plain_tree` with additional broken and unusual files, and files that are not images."""
     plain_tree(root, num_images)
     turned = Image.Exif()
     turned[ORIENTATION] = 6

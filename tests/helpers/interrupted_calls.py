@@ -1,4 +1,4 @@
-"""Clients in one process, whose calls an alarm interrupts at random times; prints how often it came in time.
+"""Clients in one process, whose calls an alarm interrupts at random times; prints the number of interrupts.
 
 Usage: python -m tests.helpers.interrupted_calls SECONDS SEED ADDRESS..., for a table `SPEC` that nobody has written to.
 """
@@ -22,7 +22,7 @@ ROWS, ONES = np.arange(SPEC.num_rows), np.ones((SPEC.num_rows, SPEC.dim), np.flo
 
 
 class Interrupted(BaseException):
-    """As a signal's handler raises it."""
+    """Raised by the signal handler."""
 
 
 class Alarm:
@@ -32,7 +32,7 @@ class Alarm:
         self.num_interrupts = 0
         self._random = random.Random(seed)
         self._seconds: dict[str, float] = {}
-        """What a call takes."""
+        """Duration of each kind of call."""
         self._is_calling = False
         signal.signal(signal.SIGALRM, self._ring)
 
@@ -42,7 +42,7 @@ class Alarm:
             raise Interrupted
 
     def interrupt(self, name: str, call: Callable[[], object]) -> None:
-        """Makes the call, and once more where it was interrupted: already while the first exception is handled."""
+        """Makes the call, and repeats it if it was interrupted: while the first exception is still handled."""
         try:
             self._is_calling = True
             signal.setitimer(signal.ITIMER_REAL, max(1e-6, self._random.uniform(0, self._seconds.get(name, 0.01))))

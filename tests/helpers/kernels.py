@@ -79,7 +79,7 @@ MIXED = {
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     import torch
-    from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
+    from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__  # type: ignore[import-not-found]
 
     print(f"ATen: {torch.backends.cpu.get_cpu_capability()}")
     print(f"NumPy: {[name for name in __cpu_dispatch__ if __cpu_features__[name]]}")

@@ -39,14 +39,13 @@ from typing import NamedTuple
 import numpy as np
 
 from tests.helpers.histories import Call, History, rows_of_shard
+from tests.helpers.row_model import NEVER_WRITTEN, Row
 from tests.helpers.sequential_model import (
     CHECKPOINT_CHANGES,
     FETCHES,
-    NEVER_WRITTEN,
     Key,
     Model,
     Operation,
-    Row,
     State,
     operations_of,
     seen,
@@ -299,7 +298,7 @@ class _ShardCheck:
         lines = []
         for row, places in operation.rows.items():
             late = step is not None and rows[row].last_step > step
-            expected = rows[row] if late or step is None else self._model.at(rows[row], step)
+            expected = rows[row] if late or step is None else self._model.rows.at(rows[row], step)
             for place in places:
                 if late or not self._model.agrees(rows[row], operation, place):
                     names = call.result if not late else ["last_step"]

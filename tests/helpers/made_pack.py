@@ -1,4 +1,4 @@
-"""Packs of any size that are made and not packed: sparse tars, and real indexes and manifests."""
+"""Generated packs of any size: sparse tars with real indexes and manifests."""
 
 from __future__ import annotations
 

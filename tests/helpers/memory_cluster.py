@@ -1,8 +1,8 @@
-"""A cluster in this process's memory, for tests that drive real `WeightClient`s: all of client, connection and session,
-service, shard and group commit is what runs elsewhere. Replaced are gRPC, the disk, threads and the clock.
+"""A cluster in memory, for tests that drive real `WeightClient`s: client, service, shard and group commit are the real
+code. gRPC, the disk, threads and the clock are replaced.
 
-The test decides what becomes of each attempt (`Fate`), which of the client's threads goes on when, and where a signal
-interrupts its caller. Nothing else decides anything, so that the same decisions make the same run.
+The test decides the fate of each attempt (`Fate`), the scheduling of the client's threads, and where a signal
+interrupts its caller. Nothing else is random: the same decisions make the same run.
 """
 
 from __future__ import annotations
@@ -25,77 +25,88 @@ import grpc
 import pytest
 from google.protobuf.message import Message as Proto
 
+import weightserver.client.agreement
+import weightserver.client.arguments
+import weightserver.client.checkpoint_caller
 import weightserver.client.client
 import weightserver.client.connection
+import weightserver.client.fan_out
+import weightserver.client.results
+import weightserver.client.retries
 import weightserver.client.session
+import weightserver.client.session_caller
+import weightserver.client.table_cache
+import weightserver.client.table_caller
+import weightserver.client.transfer
 import weightserver.client.workers
 from tests.helpers.memory_storage import MemoryStorage
 from weightserver.client.workers import Answers, Task, Workers
 from weightserver.core.errors import WeightServerError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.status import ERROR_OF_STATUS
-from weightserver.server.admission import RequestMemory
 from weightserver.server.metrics import ShardMetrics
+from weightserver.server.request_memory import RequestMemory
 from weightserver.server.service import WeightServerService, add_to_server
 from weightserver.shard.group_commit import CancellableFuture, Operation, commit_group
-from weightserver.shard.shard import Shard, WriteTransaction
+from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteTransaction
 
 RETRY_SECONDS = 5.0
-"""Of the clients; on their own clock."""
+"""Retry budget of the clients, on the simulated clock."""
 READS = ("Describe", "Fetch", "ReadBlocks", "ReadSchedule")
 _MAX_MESSAGES = 40
 
 
 class Fate(Enum):
-    """What becomes of one attempt of a call."""
+    """The fate of one attempt of a call."""
 
     ANSWERED = "answered"
     UNHEARD = "arrives, and its answer is lost"
     LOST = "never arrives"
     LATE = "arrives later, if ever"
     DIES_BEFORE = "the shard dies before its commit"
-    DIES_AFTER = "the shard dies behind its commit"
+    DIES_AFTER = "the shard dies after its commit"
     DISK_FAILS = "its commit fails, and the shard restarts"
-    DISK_FAILS_TOO_LATE = "its commit fails, but is there when the shard restarts"
+    DISK_FAILS_TOO_LATE = "its commit fails, but is stored when the shard restarts"
 
     def __repr__(self) -> str:
         return self.name
 
 
 SILENT = (Fate.UNHEARD, Fate.LOST, Fate.LATE, Fate.DIES_BEFORE, Fate.DIES_AFTER)
-"""The client hears nothing."""
+"""Fates after which the client receives no answer."""
 
 
 class Known(NamedTuple):
-    """The newest that a client was told of a shard: numbers of events, 0 for none."""
+    """The newest state of a shard that a client knows of: numbers of events, 0 for none."""
 
     event: int = 0
     change: int = 0
-    """Of a write that was applied."""
+    """The newest applied write."""
 
 
 @dataclass
 class Run:
-    """One run of a client's method, and what the test decided on it."""
+    """One run of a client's method, and the test's decisions about it."""
 
     call: Any = None
-    """What its requests belong to: the test's own."""
+    """The test's own object, to which the requests belong."""
     client: str = ""
-    """Who makes it."""
+    """Name of the client."""
     fates: Sequence[Fate] = ()
-    """Of its first attempts, in their order; all others are answered."""
+    """Fates of its first attempts, in order; all others are answered."""
     patient: bool = True
-    """Whether the client tries again, or has waited long enough."""
+    """Whether the client retries; otherwise its budget is spent."""
     turns: Sequence[bool] = ()
-    """At each place where it waits, whether another thread goes on first; then they go on when they are waited for."""
+    """At each wait, whether another thread runs first; later, threads run when they are waited for."""
     interrupt: int | None = None
-    """At which place where its caller waits a KeyboardInterrupt is raised."""
+    """The number of the wait in which a KeyboardInterrupt is raised."""
     knew: tuple[Known, ...] = ()
-    """Of each shard, when it began."""
+    """Knowledge of each shard at the beginning."""
     attempts: list[Fate] = field(default_factory=list)
     refusals: list[type[WeightServerError]] = field(default_factory=list)
     unnoticed: list[Message] = field(default_factory=list)
-    """Requests that a shard answered though it lacks what the client was told of before."""
+    """Requests that a shard answered although it lacks a state that the client knows of."""
     num_waits: int = 0
 
     @property
@@ -114,20 +125,20 @@ _run: contextvars.ContextVar[Run] = contextvars.ContextVar("run")
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """Of one thread."""
+    """Work of one thread."""
 
     do: Callable[[], object]
     answers: Answers | None
-    """Where somebody waits for its end."""
+    """Receives its result if a caller waits for it."""
 
 
 class Threads(Workers):
-    """Threads that take turns in one: while one waits, others may go on."""
+    """Simulates threads in one: while one waits, others may run."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ready: list[_Work] = []
-        """What other threads have not begun."""
+        """Work that has not begun."""
         self.in_others = 0
 
     def _submit(self, tasks: list[Task]) -> None:
@@ -135,7 +146,7 @@ class Threads(Workers):
             self.start(task.do, task.answers)
 
     def _next(self, answers: Answers) -> tuple[int, Any]:
-        """Those go on that this thread waits for, unless others do first."""
+        """Runs the threads that this one waits for, unless others run first."""
         while answers.empty():
             self.wait()
             if answers.empty():
@@ -145,7 +156,7 @@ class Threads(Workers):
     def end(self) -> None: ...
 
     def start(self, work: Callable[[], object], answers: Answers | None = None) -> None:
-        """Another thread, of this one's run, which answers there."""
+        """Starts a thread of the same run, whose result goes to `answers`."""
         self.ready.append(_Work(functools.partial(contextvars.copy_context().run, work), answers))
 
     def shutdown(self) -> None:
@@ -153,7 +164,7 @@ class Threads(Workers):
             self.go_on(self.ready[0])
 
     def go_on(self, work: _Work) -> None:
-        """Another thread does what it has to do."""
+        """Runs another thread's work."""
         self.ready.remove(work)
         self.in_others += 1
         try:
@@ -162,7 +173,7 @@ class Threads(Workers):
             self.in_others -= 1
 
     def wait(self) -> None:
-        """Called where a thread waits for something that comes by itself: others may go on meanwhile."""
+        """Called where a thread waits for an external event: others may run meanwhile."""
         run = _run.get()
         number = run.num_waits
         run.num_waits += 1
@@ -171,7 +182,7 @@ class Threads(Workers):
         self._interrupt(run, number)
 
     def wait_for(self, condition: Any, timeout: float | None = None) -> bool:
-        """`threading.Condition.wait`: others go on until one of them notifies."""
+        """`threading.Condition.wait`: runs other threads until one of them notifies."""
         run = _run.get()
         waiter = threading.Lock()
         waiter.acquire()
@@ -198,7 +209,7 @@ class Threads(Workers):
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """One attempt's request, as it is on its way to a shard."""
+    """The request of one attempt, in transit to a shard."""
 
     shard: int
     method: str
@@ -206,31 +217,31 @@ class Message:
     run: Run
     metadata: tuple[tuple[str, str | bytes], ...] = ()
     known: Known = Known()  # noqa: RUF009 - it is immutable
-    """Of its shard, when it was sent."""
+    """Knowledge of its shard when it was sent."""
 
     @property
     def first(self) -> Any:
-        """Its first message, which has the header of a write."""
+        """The first message, which has the header of a write."""
         return self.requests[0]
 
     @property
     def session(self) -> tuple[int, bytes]:
-        """Epoch and opener of the session that it names."""
+        """Epoch and opener of the session in the request."""
         names = self.first.header if hasattr(self.first, "header") else self.first
         return names.epoch, getattr(names, "opener", b"")
 
 
 @dataclass(frozen=True)
 class Event:
-    """What a shard did: committed a message's change with a result, or refused it."""
+    """A shard committed the change of a message, with a result, or refused it."""
 
     message: Message
     result: Any
-    """Of the operation, or the class of the error."""
+    """Result of the operation, or class of the error."""
     alone: bool
     """Whether no other message shared the commit."""
     behind: bool
-    """Whether the shard lacks what the message's client was told of before."""
+    """Whether the shard lacks a state that the message's client knows of."""
 
     @property
     def refused(self) -> bool:
@@ -238,12 +249,12 @@ class Event:
 
 
 Note = Callable[[Message, Any, bool], None]
-"""Is told of an event: message, result, alone."""
+"""Records an event: message, result, alone."""
 
 
 @dataclass
 class Directory:
-    """A shard's, and the events that led to what it holds."""
+    """A shard's directory, and the events that led to its contents."""
 
     storage: MemoryStorage = field(default_factory=MemoryStorage)
     history: list[int] = field(default_factory=list)
@@ -253,11 +264,11 @@ class Directory:
 
 
 class Crash(BaseException):
-    """The shard dies; nobody catches it."""
+    """The shard dies; not caught by its code."""
 
 
-class CallFailed(grpc.RpcError):  # type: ignore[misc]
-    """As gRPC tells a client."""
+class CallFailed(grpc.RpcError):
+    """An error as gRPC raises it in a client."""
 
     def __init__(self, status: grpc.StatusCode, details: str, trailing: Sequence[tuple[str, str]] = ()) -> None:
         self._status, self._details, self._trailing = status, details, tuple(trailing)
@@ -296,7 +307,7 @@ class _Context:
 
 
 class _CommittedWhenAsked(CancellableFuture[Any]):
-    """Committed when somebody waits for it."""
+    """A future whose operation is committed when a caller waits for it."""
 
     def __init__(self, commit: Callable[[], None]) -> None:
         super().__init__()
@@ -362,7 +373,7 @@ class Process:
         return [serialize(answer) for answer in answers], context.trailing_metadata()
 
     def submit(self, operation: Callable[[WriteTransaction], Any]) -> CancellableFuture[Any]:
-        """The committer's: further messages arrive before the commit."""
+        """As `Committer.submit`; further messages arrive before the commit."""
         message, promise = self._handling[-1], _CommittedWhenAsked(self._commit)
 
         def noted(batch: WriteTransaction) -> Any:
@@ -397,7 +408,7 @@ class Process:
 
 
 class MemoryCluster:
-    """Shards, the network before them, and the threads and the clock of their clients."""
+    """Shards, their network, and the threads and clock of their clients."""
 
     def __init__(self, num_shards: int) -> None:
         self.num_shards = num_shards
@@ -405,12 +416,12 @@ class MemoryCluster:
         self.messages: list[Message] = []
         """The last changes that were sent; any of them may arrive, for the first time or again."""
         self.log: list[Event] = []
-        """What the shards did, in order."""
+        """The events of all shards, in order."""
         self.directories = [Directory() for _ in range(num_shards)]
         self.known: dict[tuple[str, int], Known] = {}
-        """By client and shard."""
+        """Knowledge, by client and shard."""
         self.told_of_loss: set[str] = set()
-        """Clients that a shard has refused because it lacks what they know of it."""
+        """Clients that a shard has refused because it lacks a state they know of."""
         self._num_events = 0
         self._changes: set[int] = set()
         self._now = 0.0
@@ -422,7 +433,7 @@ class MemoryCluster:
         return [f"127.0.0.1:{shard}" for shard in range(self.num_shards)]
 
     def take_over(self) -> None:
-        """Clients that are made from now on reach these shards and no others."""
+        """Makes clients that are created from now on reach these shards and no others."""
         here, wait = threading.get_ident(), threading.Condition.wait
 
         def wait_here(condition: threading.Condition, timeout: float | None = None) -> bool:
@@ -437,8 +448,8 @@ class MemoryCluster:
                 "open_channel",
                 lambda address, _: _Channel(self, int(address.split(":")[1])),
             ),
-            (weightserver.client.connection, "time", clock),
-            (weightserver.client.client, "Workers", lambda: self.threads),
+            (weightserver.client.retries, "time", clock),
+            (weightserver.client.fan_out, "Workers", lambda: self.threads),
             (threading.Condition, "wait", wait_here),
         ):
             self._patches.setattr(module, name, value)
@@ -448,7 +459,7 @@ class MemoryCluster:
 
     @contextlib.contextmanager
     def running(self, run: Run) -> Iterator[None]:
-        """What clients do in here belongs to this run."""
+        """Calls of clients in this context belong to the run."""
         token = _run.set(run)
         try:
             yield
@@ -460,17 +471,17 @@ class MemoryCluster:
         self.processes[shard] = self._process(shard)
 
     def replace(self, shard: int, directory: Directory) -> Directory:
-        """Puts another directory in the place of the shard's; returns that."""
+        """Replaces the shard's directory; returns the former one."""
         before, self.directories[shard] = self.directories[shard], directory
         self.restart(shard)
         return before
 
     def known_to(self, client: str) -> tuple[Known, ...]:
-        """Of each shard."""
+        """The client's knowledge of each shard."""
         return tuple(self.known.get((client, shard), Known()) for shard in range(self.num_shards))
 
     def forget(self, client: str) -> None:
-        """What it was told."""
+        """Discards the client's knowledge."""
         for shard in range(self.num_shards):
             self.known.pop((client, shard), None)
 
@@ -492,12 +503,12 @@ class MemoryCluster:
                 self._changes.add(self._num_events)
 
     def _newest(self, shard: int) -> Known:
-        """What the shard's directory holds."""
+        """The newest events in the shard's directory."""
         history = self.directories[shard].history
         return Known(max(history, default=0), max(self._changes.intersection(history), default=0))
 
     def _tell(self, message: Message, newest: Known) -> None:
-        """A client hears an answer that was given when the shard was there."""
+        """A client receives an answer that was given when `newest` was the shard's state."""
         if self.lacks(message.shard, message.known.change):
             message.run.unnoticed.append(message)
         key = message.run.client, message.shard
@@ -508,7 +519,7 @@ class MemoryCluster:
         self._now += seconds
 
     def attempt(self, message: Message) -> tuple[list[bytes], Sequence[tuple[str, str]]]:
-        """What a client hears of an attempt: the answer, or `CallFailed`."""
+        """The outcome of an attempt for the client: the answer, or `CallFailed`."""
         fate = message.run.next_fate()
         if message.method not in READS:
             self.messages = [*self.messages, message][-_MAX_MESSAGES:]
@@ -553,23 +564,33 @@ class MemoryCluster:
 _INTERRUPTED = {
     module.__file__
     for module in (
+        weightserver.client.agreement,
+        weightserver.client.arguments,
+        weightserver.client.checkpoint_caller,
         weightserver.client.client,
-        weightserver.client.session,
         weightserver.client.connection,
+        weightserver.client.fan_out,
+        weightserver.client.results,
+        weightserver.client.retries,
+        weightserver.client.session,
+        weightserver.client.session_caller,
+        weightserver.client.table_cache,
+        weightserver.client.table_caller,
+        weightserver.client.transfer,
         weightserver.client.workers,
     )
 }
 _CALLED = {contextlib.__file__, threading.__file__}
-"""By these."""
+"""Modules whose frames are interrupted too if the client calls them."""
 
 
 @contextlib.contextmanager
 def interrupted_at(number: int, threads: Threads) -> Iterator[SimpleNamespace]:
-    """Raises a KeyboardInterrupt in the caller's thread, as a signal does, at one of the places of the client where
-    CPython looks for signals: the how manyth it comes to; whether there were so many, `happened` says.
+    """Raises a KeyboardInterrupt in the caller's thread, as a signal does, at the given place among those in the client
+    where CPython checks for signals. `happened` says whether there were so many places.
 
-    It looks when a function begins or a generator goes on, when a function in C has returned, and where a loop begins
-    anew; so also inside the `with` of an object whose methods are Python code, as a `threading.Condition`.
+    It checks when a function begins or a generator resumes, when a function in C has returned, and where a loop
+    repeats; so also inside the `with` of an object whose methods are Python code, such as `threading.Condition`.
     """
     interrupt = SimpleNamespace(happened=False, left=number)
     before: dict[Any, int | None] = {}  # frame -> its last instruction, if that was no call of a Python function
@@ -616,7 +637,7 @@ def interrupted_at(number: int, threads: Threads) -> Iterator[SimpleNamespace]:
 
 @functools.cache
 def _instructions(code: Any) -> tuple[dict[int, str], Callable[[int], int | None]]:
-    """Offset -> name; and where an exception at an offset is handled."""
+    """Offset -> name; and the handler of an exception at an offset."""
     table = dis._parse_exception_table(code)  # type: ignore[attr-defined]
 
     def handler(offset: int) -> int | None:
@@ -626,7 +647,7 @@ def _instructions(code: Any) -> tuple[dict[int, str], Callable[[int], int | None
 
 
 class _Channel:
-    """gRPC's, to one shard."""
+    """gRPC's channel to one shard."""
 
     def __init__(self, cluster: MemoryCluster, shard: int) -> None:
         self._cluster, self._shard = cluster, shard
@@ -666,7 +687,7 @@ class _Channel:
 
 
 class _Answers(list[Any]):
-    """A call whose answers are there."""
+    """A call whose answers have arrived."""
 
     def __init__(
         self, answers: Iterable[Any], trailing: Sequence[tuple[str, str]], failure: grpc.RpcError | None = None
@@ -676,7 +697,7 @@ class _Answers(list[Any]):
         self._failure = failure
 
     def __iter__(self) -> Iterator[Any]:
-        """Raises what a call of several answers raises when they are read."""
+        """Raises the call's error when its answers are read."""
         if self._failure is not None:
             raise self._failure
         return super().__iter__()

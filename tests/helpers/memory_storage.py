@@ -1,17 +1,18 @@
-"""A shard's storage in this process's memory: what the real one promises, without its disk."""
+"""A shard's storage in memory, with the guarantees of the real one."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from weightserver.core.errors import StorageError
-from weightserver.storage.lmdb_storage import DATABASES, NEWEST, DiskUsage
+from weightserver.storage.interface import DATABASES, NEWEST, DiskUsage
 
 
 class MemoryStorage:
-    """Changes are kept whole or not at all; a snapshot stays what it was. A new `Shard` on it is a restarted one."""
+    """Changes are atomic, snapshots immutable. A new `Shard` on it behaves as if restarted."""
 
     directory = Path("memory")
 
@@ -19,18 +20,18 @@ class MemoryStorage:
         self._committed = MemoryTransaction({name: {} for name in DATABASES})
         self._on_disk = self._committed
         self.fails = self.fails_too_late = False
-        """Whether the next commit fails, and whether what it wrote is there all the same at the next start."""
+        """Whether the next commit fails, and whether its changes are nevertheless stored at the next start."""
         self.num_landed = 0
-        """Transactions that will be there at the next start."""
+        """Number of transactions that the next start will find."""
         self._broken = False
 
     @property
-    def contents(self) -> dict[str, dict[object, bytes]]:
-        """What the next start finds."""
+    def contents(self) -> dict[str, dict[Any, bytes]]:
+        """The data that the next start finds."""
         return self._on_disk.databases
 
     def copy(self) -> MemoryStorage:
-        """The directory as it is on the disk."""
+        """A copy of the directory as stored on disk."""
         copied = MemoryStorage()
         copied._committed = copied._on_disk = self._on_disk
         return copied
@@ -58,7 +59,7 @@ class MemoryStorage:
         self._committed = changed
 
     def _check(self) -> None:
-        """As LMDB, whose environment is of no use once it could not write a meta page."""
+        """Fails like LMDB, whose environment is unusable after a meta page could not be written."""
         if self._broken:
             raise StorageError(f"{self.directory}: cannot be written: Input/output error")
 
@@ -71,9 +72,9 @@ class MemoryStorage:
 
 
 class MemoryTransaction:
-    """One dictionary a database; `blocks` by (block, generation)."""
+    """One dictionary per database; `blocks` by (block, generation)."""
 
-    def __init__(self, databases: dict[str, dict[object, bytes]]) -> None:
+    def __init__(self, databases: dict[str, dict[Any, bytes]]) -> None:
         self.directory = MemoryStorage.directory
         self.databases = databases
         self._blocks = databases["blocks"]
@@ -92,11 +93,11 @@ class MemoryTransaction:
         self.databases[database].pop(key, None)
 
     def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]:
-        for key, value in sorted(self.databases[database].items()):  # type: ignore[type-var]
-            yield key, memoryview(value)  # type: ignore[misc]
+        for key, value in sorted(self.databases[database].items()):
+            yield key, memoryview(value)
 
     def block_versions(self) -> Iterator[tuple[int, int]]:
-        yield from sorted(self._blocks, key=lambda version: (version[0], -version[1]))  # type: ignore[index, operator]
+        yield from sorted(self._blocks, key=lambda version: (version[0], -version[1]))
 
     def clear(self, database: str) -> None:
         self.changed = True

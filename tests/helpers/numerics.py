@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -62,8 +63,8 @@ class Rounded:
         error = a @ other.error + self.error @ b + num_terms * self.unit * (a @ b)
         return self._made(self.value @ other.value, error)
 
-    def __getitem__(self, index: object) -> Rounded:
-        return Rounded(self.value[index], self.error[index], self.unit)  # type: ignore[index]
+    def __getitem__(self, index: Any) -> Rounded:
+        return Rounded(self.value[index], self.error[index], self.unit)
 
     @property
     def T(self) -> Rounded:
@@ -78,8 +79,9 @@ class Rounded:
         """Elementwise; the slope is that of the function."""
         return self._made(function(self.value), np.abs(slope(self.value)) * self.error, _FUNCTION)
 
-    def assert_near(self, actual: Tensor | npt.NDArray[np.floating], name: str = "") -> None:
+    def assert_near(self, actual: Tensor | npt.NDArray[np.floating] | None, name: str = "") -> None:
         """Whether every number of another computation is this, within twice the bound of its error."""
+        assert actual is not None, name
         found = actual.detach().double().numpy() if isinstance(actual, Tensor) else np.asarray(actual, np.float64)
         expected, bound = self.value.reshape(found.shape), 2 * self.error.reshape(found.shape)
         difference = np.abs(found - expected)
@@ -96,7 +98,7 @@ def sgd_update(
     """torch.optim.SGD's, whose constants are rounded to float32: weight and momentum buffer."""
 
     def constant(number: float) -> Rounded:
-        return Rounded(np.float64(number), np.float64(number * weight.unit), weight.unit)
+        return Rounded(np.asarray(number), np.asarray(number * weight.unit), weight.unit)
 
     decayed = gradient + weight * constant(spec.weight_decay)
     momentum_buffer = momentum_buffer * constant(spec.momentum) + decayed
@@ -124,7 +126,7 @@ def softmax_loss(
     (unit_z, norm_z), (unit_w, norm_w) = _normalised(z), _normalised(w)
     if not cosines:
         unit_z, unit_w = z, w
-    tau = Rounded.exact(temperature, dtype)._made(np.float64(temperature), np.zeros(()))
+    tau = Rounded.exact(temperature, dtype)._made(np.asarray(temperature, np.float64), np.zeros(()))
     logits = unit_z @ unit_w.T / tau  # (B, K)
     shifted = logits - Rounded.exact(np.abs(logits.value).max(axis=1, keepdims=True), dtype)
     exponentials = shifted.apply(np.exp, np.exp)

@@ -152,7 +152,7 @@ class PretendedTensor(Tensor):
         observed.used.add(device.index)
         if num_bytes > devices.largest_tensor_bytes:
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} B. GPU {device.index} ...")
-        made: PretendedTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: PretendedTensor = Tensor._make_wrapper_subclass(
             cls,
             inside.size(),
             strides=inside.stride(),
@@ -165,17 +165,17 @@ class PretendedTensor(Tensor):
     def __init__(self, inside: Tensor, device: torch.device) -> None:
         self.inside = inside
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"PretendedTensor({self.inside!r}, device={self.device})"
 
     def tolist(self) -> Any:
         _wait("tolist")
         return self.inside.tolist()
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return _run(func, args, kwargs or {})
 
 

@@ -1,4 +1,4 @@
-"""Calls below WeightClient's: a channel that adds to each what every caller's must carry, and nothing else."""
+"""Calls without WeightClient: a channel that adds only the metadata that every call must carry."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from weightserver.protocol.codec import VERSION_KEY
 
 
 class _Versioned(
-    grpc.UnaryUnaryClientInterceptor,  # type: ignore[misc]
-    grpc.UnaryStreamClientInterceptor,  # type: ignore[misc]
-    grpc.StreamUnaryClientInterceptor,  # type: ignore[misc]
-    grpc.StreamStreamClientInterceptor,  # type: ignore[misc]
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+    grpc.StreamUnaryClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
 ):
     def _call(self, continuation: Callable[[Any, Any], Any], details: Any, request: Any) -> Any:
         return continuation(details._replace(metadata=[*(details.metadata or ()), (VERSION_KEY, __version__)]), request)
@@ -25,12 +25,12 @@ class _Versioned(
 
 
 def versioned(channel: grpc.Channel) -> grpc.Channel:
-    """The same channel, whose calls say that they are of this version."""
+    """The channel, with this version in the metadata of its calls."""
     return grpc.intercept_channel(channel, _Versioned())
 
 
 @contextmanager
 def raw_channel(address: str, options: Sequence[tuple[str, Any]] = ()) -> Iterator[grpc.Channel]:
-    """A channel to a shard, whose calls say that they are of this version."""
+    """A channel to a shard, with this version in the metadata of its calls."""
     with grpc.insecure_channel(address, list(options)) as channel:
         yield versioned(channel)

@@ -1,4 +1,4 @@
-"""Learning rates for a shard without a client."""
+"""Extends a shard's schedule without a client."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import os
 
 from weightserver.core.arrays import Float32Array
 from weightserver.shard.schedule_change import Part
-from weightserver.shard.shard import Shard, WriteTransaction
+from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteTransaction
 
 
 def extend_schedule(shard: Shard, batch: WriteTransaction, start_step: int, learning_rates: Float32Array) -> None:
-    """Both phases of a change in one transaction."""
+    """Makes both phases of a change in one transaction."""
     part = Part(os.urandom(16).hex(), start_step, learning_rates)
     shard.prepare_schedule(batch, part, version=batch.state.schedule_version)
     if (pending := batch.schedule.pending) is not None:

@@ -1,45 +1,31 @@
-"""The weight server as if calls came one at a time: one dictionary of float64 rows that follow SGD, step by step."""
+"""A sequential model of the weight server: a dictionary of float64 rows that follow SGD, step by step."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tests.helpers.histories import Call
+from tests.helpers.row_model import Float64Array, Row, RowModel
 from weightserver import FencedError, NoTableError, StepError, TableSpec
-from weightserver.core.initial import initial_rows
 
 TOLERANCE = 1e-5
-"""Of a row's scale, between float32 and float64."""
-NEVER_WRITTEN = -1
+"""Tolerance between float32 and float64, relative to a row's scale."""
 FETCHES = ("fetch", "fetch_state")
 CHECKPOINT_CHANGES = ("checkpoint", "release", "rollback")
 _FENCED, _NO_CHECKPOINT, _TOO_LATE = FencedError.__name__, NoTableError.__name__, StepError.__name__
 
 Key = tuple[int, str]
 """An operation's: number of the call, and kind."""
-Float64Array = npt.NDArray[np.float64]
-
-
-class Row(NamedTuple):
-    """One row, and which calls made it what it is."""
-
-    weight: Float64Array  # (D,)
-    momentum_buffer: Float64Array  # (D,)
-    last_step: int
-    written_by: int
-    pushed_by: frozenset[int]
-    """Pushes since then, in any order: they commute."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What one shard holds. Nothing in it is ever changed in place."""
+    """The contents of one shard; immutable."""
 
     rows: dict[int, Row]
     epoch: int = 0
@@ -48,7 +34,7 @@ class State:
 
     @functools.cached_property
     def made_by(self) -> Hashable:
-        """Equal for equal states: which calls made each row, now and of each checkpoint."""
+        """Equal for equal states: the calls that made each row, now and in each checkpoint."""
 
         def makers(rows: dict[int, Row]) -> Hashable:
             return tuple([(row.written_by, row.pushed_by) for row in rows.values()])
@@ -58,7 +44,7 @@ class State:
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """What one call does on one shard."""
+    """The effect of one call on one shard."""
 
     call: Call
     kind: str
@@ -66,18 +52,18 @@ class Operation:
     rows: dict[int, list[int]]
     """row of this shard -> its places in the call."""
     certain: bool
-    """Whether it was answered; else it may take effect at any time after it began, or never."""
+    """Whether it was answered; otherwise it may take effect at any later time, or never."""
     reads: frozenset[Hashable]
     writes: frozenset[Hashable]
     adds: frozenset[Hashable]
-    """Rows, "epoch" and "checkpoints" that it looks at, replaces, or adds to."""
+    """Rows, "epoch" and "checkpoints" that it reads, replaces, or adds to."""
 
     @property
     def key(self) -> Key:
         return self.call.number, self.kind
 
     def commutes(self, other: Operation) -> bool:
-        """Whether their order makes no difference; it makes none for what both only look at, or both add to."""
+        """Whether their order makes no difference, as for items that both only read, or both add to."""
         return not (
             self.writes & (other.reads | other.writes | other.adds)
             or other.writes & (self.reads | self.adds)
@@ -87,7 +73,7 @@ class Operation:
 
 
 def operations_of(call: Call, shard: int, rows_of_shard: frozenset[int]) -> list[Operation]:
-    """What the call did, or may have done, on this shard."""
+    """The operations that the call performed, or may have performed, on this shard."""
     rows: dict[int, list[int]] = {}
     for place, row in enumerate(call.arguments.get("rows", ())):
         if row in rows_of_shard:
@@ -131,58 +117,28 @@ def operations_of(call: Call, shard: int, rows_of_shard: frozenset[int]) -> list
 
 
 class Model:
-    """What operations do to states, and which answers states explain."""
+    """The effects of operations on states, and the answers that states explain."""
 
     def __init__(self, spec: TableSpec, learning_rates: npt.ArrayLike) -> None:
-        self.spec = spec
-        self._rates = np.asarray(learning_rates, np.float32).astype(np.float64).tolist()
-        self._transfer = functools.cache(self._product)
+        self.rows = RowModel(spec, learning_rates)
 
     def initial(self, rows: Iterable[int]) -> State:
-        """A shard with these rows, as it is created."""
+        """The state of a new shard with these rows."""
         mine = list(rows)
-        weights = initial_rows(self.spec, np.array(mine, np.int64)).astype(np.float64)
-        no_momentum, no_calls = np.zeros(self.spec.dim), frozenset[int]()
-        return State(
-            {
-                row: Row(weight, no_momentum, 0, NEVER_WRITTEN, no_calls)
-                for row, weight in zip(mine, weights, strict=True)
-            }
-        )
+        return State(dict(zip(mine, self.rows.initial(mine), strict=True)))
 
     def extended(self, state: State, rows: Iterable[int]) -> State:
-        """A state whose table has these rows too, which nobody wrote: so have its checkpoints."""
+        """A state whose table and checkpoints also have these rows, never written."""
         new = self.initial(rows).rows
         checkpoints = {name: kept | new for name, kept in state.checkpoints.items()}
         return replace(state, rows=state.rows | new, checkpoints=checkpoints)
 
-    def _product(self, start: int, stop: int) -> Float64Array:
-        """What the updates start … stop−1 without a gradient multiply (weight, momentum_buffer) by."""
-        momentum, decay = self.spec.momentum, self.spec.weight_decay
-        product = np.eye(2)
-        for rate in self._rates[start:stop]:
-            product = np.array([[1 - rate * decay, -rate * momentum], [decay, momentum]]) @ product
-        return product
-
-    def at(self, row: Row, step: int) -> Row:
-        """The row after `step` ≥ last_step finished updates."""
-        if step == row.last_step:
-            return row
-        weight, momentum = self._transfer(row.last_step, step) @ np.stack([row.weight, row.momentum_buffer])
-        return row._replace(weight=weight, momentum_buffer=momentum, last_step=step)
-
     def pushed(self, row: Row, step: int, gradient: Float64Array, call: int) -> Row:
-        """The row with update `step`'s gradient added, whether it has seen that update or not: SGD is linear."""
-        row = self.at(row, max(row.last_step, step + 1))
-        of_weight, of_momentum = self._transfer(step + 1, row.last_step) @ [-self._rates[step], 1]
-        return row._replace(
-            weight=row.weight + of_weight * gradient,
-            momentum_buffer=row.momentum_buffer + of_momentum * gradient,
-            pushed_by=row.pushed_by | {call},
-        )
+        """The row with update `step`'s gradient added by a call."""
+        return self.rows.pushed(row, step, gradient)._replace(pushed_by=row.pushed_by | {call})
 
     def apply(self, state: State, operation: Operation) -> State | None:
-        """The state after the operation, or None where it would not have been answered as it was."""
+        """The state after the operation, or None if its answer is impossible."""
         call, kind = operation.call, operation.kind
         if kind in ("fetch", "fetch_state"):
             return state if self._explains(state, operation) else None
@@ -224,7 +180,7 @@ class Model:
         return replace(state, rows=rows)
 
     def _explains(self, state: State, operation: Operation) -> bool:
-        """Whether a fetch at this moment gives this answer."""
+        """Whether a fetch in this state gives this answer."""
         outcome, step = operation.call.outcome, operation.call.arguments.get("step")
         rows = seen(state, operation)
         if rows is None:
@@ -236,9 +192,9 @@ class Model:
         )
 
     def agrees(self, row: Row, operation: Operation, place: int) -> bool:
-        """Whether a fetch that sees `row`, with last_step ≤ its step, answers what stands at `place`."""
+        """Whether a fetch of `row`, with last_step ≤ its step, gives the answer at `place`."""
         answer, step = operation.call.result, operation.call.arguments.get("step")
-        row = row if step is None else self.at(row, step)
+        row = row if step is None else self.rows.at(row, step)
         if "last_step" in answer and answer["last_step"][place] != row.last_step:
             return False
         allowed = TOLERANCE * (1 + max(np.abs(row.weight).max(), np.abs(row.momentum_buffer).max()))
@@ -250,14 +206,14 @@ class Model:
 
 
 def seen(state: State, operation: Operation) -> dict[int, Row] | None:
-    """The rows that a fetch looks at; None where there is no such checkpoint."""
+    """The rows that a fetch reads; None if there is no such checkpoint."""
     checkpoint = operation.call.arguments.get("checkpoint", "")
     rows = state.checkpoints.get(checkpoint) if checkpoint else state.rows
     return None if rows is None else {row: rows[row] for row in operation.rows}
 
 
 def _change_checkpoints(state: State, kind: str, name: str) -> State | None:
-    """Takes one, goes back to one, or forgets one."""
+    """Takes a checkpoint, returns to one, or forgets one."""
     retained = dict(state.checkpoints)
     if kind == "checkpoint":
         retained[name] = state.rows

@@ -1,4 +1,4 @@
-"""A training run of seconds: synthetic images, windows that wrap around, rows that leave and come back."""
+"""Settings of a training run of seconds: synthetic images, windows that wrap around, rows that leave and return."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ ONLY_ROWS = EncoderConfig(name="none", in_channels=3, image_size=16)
 
 
 def small_run(output: Path, **changes: Any) -> TrainConfig:
+    """The settings of a small run in `output`, with `changes`: the base of every run in the trainer's tests."""
     settings: dict[str, Any] = {
         "dataset": "synthetic",
         "num_images": NUM_IMAGES,
@@ -39,7 +40,7 @@ def small_run(output: Path, **changes: Any) -> TrainConfig:
 
 
 def losses(output: Path) -> list[float]:
-    """The loss of every step, from the first to the last that was recorded."""
+    """The loss of each recorded step, which must be all steps from the first on."""
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(len(records)))
     return [record["loss"] for record in records]

@@ -1,4 +1,4 @@
-"""What cannot be right is refused in one line that names it, and changes nothing."""
+"""Invalid input is refused in one line that names it, and changes nothing."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import numpy as np
@@ -42,6 +43,7 @@ HUGE = np.full((2, 4), 3e38, np.float32)
 LOST_ROWS = r"shard {} holds rows of a table that shard {} lacks: is a disk not mounted, .* restore all shards from one"
 
 Call = Callable[[WeightClient], object]
+HALF: Any = 0.5
 REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     # what the client sees by itself
     "rows of two dimensions": (
@@ -52,7 +54,7 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "rows that are no integers": (lambda c: c.fetch([1.5], step=0), TypeError, r"rows must be integers, got .*float64"),
     "an unknown row": (lambda c: c.fetch([1, 100], step=0), ValueError, r"row 100 does not exist: .* rows 0\.\.99"),
     "a negative row": (lambda c: c.push_gradients([-1, 0], ONES, step=0), ValueError, r"row -1 does not exist"),
-    "a step that is no integer": (lambda c: c.fetch([1], step=1.5), TypeError, r"step must be an integer, got 1\.5"),
+    "a step that is no integer": (lambda c: c.fetch([1], step=HALF), TypeError, r"step must be an integer, got 0\.5"),
     "a negative step": (lambda c: c.push_gradients([1, 2], ONES, step=-1), ValueError, r"step must not be negative"),
     "a gradient for fewer rows": (
         lambda c: c.push_gradients([1, 2, 3], ONES, step=0),
@@ -138,7 +140,7 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
 
 @pytest.fixture
 def table(client: WeightClient) -> WeightClient:
-    """20 learning rates, the last a large one; rows 50 and 51 have seen 8 updates."""
+    """Makes a schedule of 20 rates, the last a large one; rows 50 and 51 have seen 8 updates."""
     client.create_table(SPEC)
     client.extend_schedule(0, np.append(np.full(19, 0.5), 4.0))
     client.open_session("test")
@@ -168,7 +170,7 @@ def test_refused_and_nothing_changed(table: WeightClient, call: Call, error: typ
 
 @pytest.mark.parametrize(("limit", "most"), [("MAX_WRITE_ROWS", 3), ("MAX_WRITE_BYTES", 3 * (8 + 16))])
 def test_a_write_of_too_many_rows(table: WeightClient, monkeypatch: pytest.MonkeyPatch, limit: str, most: int) -> None:
-    monkeypatch.setattr(f"weightserver.client.client.{limit}", most)
+    monkeypatch.setattr(f"weightserver.client.transfer.{limit}", most)
     rows = np.array([0, 1, 2, 3, 4, 6])  # four of them on shard 0
     with pytest.raises(ValueError, match="4 rows of one shard in one write, at most 3 are taken: split it"):
         table.push_gradients(rows, np.ones((6, 4), np.float32), step=8)
@@ -228,15 +230,16 @@ def test_without_a_table_or_a_session(client: WeightClient, cluster: LocalCluste
 
 
 @pytest.mark.parametrize("changes", [{"dim": 8}, {"dim": 2}, {"dim": 3}, {"rows_per_block": 4}, {"num_rows": 50}])
-def test_a_table_replaced_behind_a_client(client: WeightClient, cluster: LocalCluster, changes: dict[str, int]) -> None:
-    """Its rows are not those this client knows: never a row in the wrong place, and no error of NumPy's."""
+def test_a_client_and_a_replaced_table(client: WeightClient, cluster: LocalCluster, changes: dict[str, int]) -> None:
+    """The client never returns a row in the wrong place, nor raises an error of NumPy's."""
     with WeightClient(cluster.addresses) as old:
         client.create_table(SPEC)
         client.extend_schedule(0, np.full(20, 0.5))
         old.open_session("old")
         old.fetch(np.arange(100), step=0)
         client.drop_table()
-        client.create_table(TableSpec(**{"num_rows": 100, "dim": 4, "rows_per_block": 3} | changes))
+        settings: dict[str, Any] = {"num_rows": 100, "dim": 4, "rows_per_block": 3}
+        client.create_table(TableSpec(**settings | changes))
         client.extend_schedule(0, np.full(20, 0.5))
         for call in (lambda: old.fetch(np.arange(100), step=0), lambda: old.fetch_state(np.arange(100))):
             with pytest.raises(WeightServerError, match=r"shard . at ") as raised:
@@ -283,7 +286,7 @@ def test_a_closed_client_says_so(cluster: LocalCluster) -> None:
         client.describe()
 
 
-def test_a_table_replaced_behind_a_client_is_noticed(client: WeightClient, cluster: LocalCluster) -> None:
+def test_an_open_client_notices_a_replaced_table(client: WeightClient, cluster: LocalCluster) -> None:
     client.create_table(SPEC)
     client.extend_schedule(0, [0.5])
     with WeightClient(cluster.addresses) as other:
@@ -325,8 +328,8 @@ def test_a_drop_that_ended_halfway_can_be_repeated(tmp_path: Path) -> None:
         assert client.describe().rows_stored == 0
 
 
-def test_an_empty_shard_beside_one_with_rows_costs_no_row(tmp_path: Path) -> None:
-    """As when somebody gave --init with a disk that was not mounted."""
+def test_an_empty_shard_next_to_one_with_rows_costs_no_row(tmp_path: Path) -> None:
+    """As if --init was given while the disk was not mounted."""
     with LocalCluster(2, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
         client.create_table(SPEC)
         client.extend_schedule(0, [0.5])
@@ -344,7 +347,7 @@ def test_an_empty_shard_beside_one_with_rows_costs_no_row(tmp_path: Path) -> Non
         assert (sound.rows_stored, sound.spec.num_rows) == (1, SPEC.num_rows)
 
 
-def test_different_tables_are_no_cluster(tmp_path: Path) -> None:
+def test_shards_with_different_tables_are_refused(tmp_path: Path) -> None:
     other = replace(SPEC, seed=SPEC.seed + 1)
     with (
         LocalCluster(1, tmp_path / "a", serve_options=["--num-shards", "2"]) as first,
@@ -366,7 +369,7 @@ def test_different_tables_are_no_cluster(tmp_path: Path) -> None:
 
 
 @pytest.mark.guard
-def test_a_silent_server_holds_no_caller_longer_than_its_budget() -> None:
+def test_a_silent_server_delays_callers_at_most_for_their_budget() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(50)
@@ -382,14 +385,14 @@ def test_a_silent_server_holds_no_caller_longer_than_its_budget() -> None:
 
 
 def weightserver(*arguments: str | Path) -> tuple[int, str, str]:
-    """(exit status, stdout, stderr) of a command that ends by itself."""
+    """Runs a command that ends by itself; returns its exit status, stdout and stderr."""
     command = [sys.executable, "-m", "weightserver", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return done.returncode, done.stdout, done.stderr
 
 
 def assert_fails(message: str, *arguments: str | Path) -> None:
-    """Exit status 1, and one line that begins with the command's name."""
+    """Checks for exit status 1 and one line that begins with the command's name."""
     status, _, errors = weightserver(*arguments)
     lines = [line for line in errors.splitlines() if " INFO " not in line]
     assert status == 1, errors
@@ -399,7 +402,7 @@ def assert_fails(message: str, *arguments: str | Path) -> None:
 
 
 @pytest.mark.guard
-def test_serve_refuses_what_it_cannot_serve(cluster: LocalCluster, tmp_path: Path) -> None:
+def test_serve_rejects_invalid_settings(cluster: LocalCluster, tmp_path: Path) -> None:
     first, served = cluster.addresses[0], cluster.directory / "shard-0"
     free = ("--listen", "127.0.0.1:0")
     assert_fails(
@@ -430,7 +433,11 @@ def test_serve_refuses_what_it_cannot_serve(cluster: LocalCluster, tmp_path: Pat
     )  # fmt: skip
     for option, value, message in (
         *(("--grace-seconds", value, r"--grace-seconds must lie in 0\.\.3600, got") for value in ("nan", "1e18", "-1")),
-        ("--listen", "::1:0", r"'::1:0' is no address: write host:port, such as 127\.0\.0\.1:50051 or \[::1\]:50051"),
+        (
+            "--listen",
+            "::1:0",
+            r"'::1:0' is not an address: write host:port, such as 127\.0\.0\.1:50051 or \[::1\]:50051",
+        ),
     ):
         assert_fails(message, "serve", "--data-dir", tmp_path / "e", *free, f"{option}={value}")
     (tmp_path / "file").write_text("")
@@ -440,8 +447,8 @@ def test_serve_refuses_what_it_cannot_serve(cluster: LocalCluster, tmp_path: Pat
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("export 127.0.0.1:9 --output ? --rows 5:1", "'5:1' is no FIRST:END, as in 0:1000"),
-        ("export 127.0.0.1:9 --output ? --rows=-5:1", "'-5:1' is no FIRST:END"),
+        ("export 127.0.0.1:9 --output ? --rows 5:1", "'5:1' is not of the form FIRST:END, such as 0:1000"),
+        ("export 127.0.0.1:9 --output ? --rows=-5:1", "'-5:1' is not of the form FIRST:END"),
         ("export 127.0.0.1:9 --output ? --step=-1", "step must not be negative"),
         ("export 127.0.0.1:9 --output .", "is a mounted disk or the current directory: give a new directory in it"),
         ("backup 127.0.0.1:9 --output .", "is not empty: give another directory"),
@@ -451,13 +458,13 @@ def test_serve_refuses_what_it_cannot_serve(cluster: LocalCluster, tmp_path: Pat
         ("backup 127.0.0.1:9 --output ? --checkpoint=", "--checkpoint: the name is empty"),
         ("rollback  127.0.0.1:9", "argument name: the name is empty"),
         ("release  127.0.0.1:9", "argument name: the name is empty"),
-        ("checkpoints 127.0.0.1", "'127.0.0.1' is no address"),
+        ("checkpoints 127.0.0.1", "'127.0.0.1' is not an address"),
     ],
 )
-def test_what_cannot_be_right_is_told_before_a_shard_is_asked(
+def test_invalid_arguments_are_rejected_before_any_call(
     command: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """There is none at this address, which would take ten seconds to find out."""
+    """No shard is at this address, which a call would take ten seconds to find out."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").write_text("")
     began = time.monotonic()
@@ -492,7 +499,7 @@ def test_what_cannot_be_right_is_told_before_a_shard_is_asked(
 def test_an_empty_path_is_not_the_current_directory(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As of a variable that is not set."""
+    """An empty path comes from an unset variable."""
     monkeypatch.chdir(tmp_path)
     tmp_path.chmod(0o755)
     with pytest.raises(SystemExit, match="2"):
@@ -531,7 +538,7 @@ def test_serve_refuses_the_data_of_another_shard(tmp_path: Path) -> None:
 def test_the_other_commands_refuse(client: WeightClient, cluster: LocalCluster, tmp_path: Path) -> None:
     assert_fails("holds no weight server data: give the --data-dir of a shard", "inspect", tmp_path)
     assert_fails("holds no weight server data", "inspect", tmp_path / "missing")
-    assert_fails("'nonsense' is no address: write host:port", "health", "nonsense")
+    assert_fails("'nonsense' is not an address: write host:port", "health", "nonsense")
     for seconds in ("nan", "inf", "-1"):
         message = "--timeout-seconds must be positive and at most 3600, got"
         assert_fails(message, "health", "127.0.0.1:9", f"--timeout-seconds={seconds}")

@@ -1,4 +1,4 @@
-"""Checkpoints of real shards: what they keep, what a rollback brings back, what a release frees."""
+"""Checkpoints of real shards: what they keep, what a rollback restores, what a release frees."""
 
 from __future__ import annotations
 
@@ -133,20 +133,20 @@ def test_bad_names_and_steps(writer: WeightClient) -> None:
 
 
 def on_shard(cluster: LocalCluster, shard: int, method: str, request: object) -> object:
-    """One shard alone answers, as where the other was away."""
+    """Only one shard answers, as if the other was unavailable."""
     with raw_channel(cluster.addresses[shard]) as channel:
         return getattr(WeightServerStub(channel), method)(request, timeout=10)
 
 
 def half_a_checkpoint(writer: WeightClient, cluster: LocalCluster) -> None:
-    """The call that reached shard 0 alone."""
+    """A call that reached only shard 0."""
     opened = writer.call_shard(0, "Describe", pb.DescribeRequest())
     header = pb.WriteHeader(epoch=opened.epoch, opener=opened.opener, writer=b"h" * 16, sequence=1, step=1)
     on_shard(cluster, 0, "Checkpoint", pb.CheckpointRequest(header=header, name="half", identity=b"i" * 16))
 
 
 def test_half_a_checkpoint_is_none(writer: WeightClient, cluster: LocalCluster) -> None:
-    """Repeated at once it becomes whole; behind further writes it would join two steps."""
+    """Repeated at once it becomes complete; after further writes it would mix two steps."""
     push(writer, 0)
     half_a_checkpoint(writer, cluster)
     assert writer.checkpoints() == []
@@ -161,7 +161,7 @@ def test_half_a_checkpoint_is_none(writer: WeightClient, cluster: LocalCluster) 
     assert writer.checkpoints() == [Checkpoint("half", 1)]
 
 
-def test_two_halves_make_no_checkpoint(writer: WeightClient, cluster: LocalCluster) -> None:
+def test_checkpoints_of_different_calls_are_not_one(writer: WeightClient, cluster: LocalCluster) -> None:
     push(writer, 0)
     half_a_checkpoint(writer, cluster)
     push(writer, 1)
@@ -172,7 +172,7 @@ def test_two_halves_make_no_checkpoint(writer: WeightClient, cluster: LocalClust
     for call in (writer.rollback, lambda name: writer.fetch(ROWS, step=2, checkpoint=name)):
         with pytest.raises(NoTableError, match="shard 1 has no checkpoint 'half'"):
             call("half")
-    header = writer._require_session().header(1, 1000, step=1, table=writer._table().digest, schedule=0)
+    header = writer._require_session().header(1, 1000, step=1, table=writer._cache.table.digest, schedule=0)
     writer.call_shard(1, "Checkpoint", pb.CheckpointRequest(header=header, name="half", identity=bytes(16)))
     assert writer.checkpoints() == []
     for call in (writer.rollback, lambda name: writer.fetch(ROWS, step=2, checkpoint=name)):
@@ -192,20 +192,20 @@ def test_a_reader_keeps_to_the_checkpoint_that_it_began_with(writer: WeightClien
     push(writer, 1, ROWS[:500])
     writer.checkpoint("again", step=2)
     assert writer.checkpoints()[1] == meant, "of the same name and step"
-    with pytest.raises(NoTableError, match="checkpoint 'again' is another one by now"):
+    with pytest.raises(NoTableError, match="checkpoint 'again' was replaced by another of its name"):
         writer.fetch(ROWS, step=2, checkpoint=meant)
     writer.fetch(ROWS, step=2, checkpoint="again")
 
 
-def test_a_rollback_that_every_shard_refuses_stops_nobody(
+def test_a_rollback_refused_by_every_shard_stops_no_writer(
     writer: WeightClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint is released between the look and the request."""
+    """The checkpoint is released between the look-up and the request."""
     push(writer, 0)
     writer.checkpoint("gone", step=1)
     (kept,) = writer.checkpoints()
     writer.release("gone")
-    monkeypatch.setattr(writer, "_checkpoint_on_all_shards", lambda name: kept)
+    monkeypatch.setattr("weightserver.client.client.find_checkpoint", lambda shards, name: kept)
     with pytest.raises(NoTableError, match="there is no checkpoint 'gone'"):
         writer.rollback("gone")
     push(writer, 1)
@@ -231,7 +231,7 @@ def test_learning_rates_before_a_checkpoint_stay(writer: WeightClient) -> None:
 
 
 def test_writes_that_every_shard_refused_are_forgotten(writer: WeightClient) -> None:
-    """More of them than could be remembered: each may be made again once it is right."""
+    """More failed calls than a shard remembers: each may be repeated once it is valid."""
     for step in range(100, 170):
         with pytest.raises(StepError):
             push(writer, step)
@@ -241,8 +241,8 @@ def test_writes_that_every_shard_refused_are_forgotten(writer: WeightClient) -> 
     assert writer.describe().clock == 170
 
 
-def test_a_reader_that_was_killed_holds_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of LMDB's own tools, say, with its snapshot open; the shard goes on and reuses what it frees."""
+def test_a_killed_reader_holds_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example one of LMDB's own tools with a snapshot open; the shard continues and reuses freed pages."""
     monkeypatch.setattr(lmdb_storage, "_READER_CHECK_SECONDS", 0.0)
     code = (
         "import sys, os, lmdb\n"
@@ -263,7 +263,7 @@ def test_a_reader_that_was_killed_holds_no_space(tmp_path: Path, monkeypatch: py
 
 
 def test_space_of_released_checkpoints_is_reused(writer: WeightClient) -> None:
-    """Three checkpoints at a time, for forty steps that write everything: the file stops growing.
+    """With three checkpoints kept over forty steps that write everything, the file stops growing.
 
     A sweep moves small blocks, which share pages, to other pages than writes alone do."""
     sizes = []
@@ -287,7 +287,7 @@ def test_a_checkpoint_costs_nothing_by_itself(writer: WeightClient) -> None:
 
 
 @pytest.mark.parametrize("file_format", ["safetensors", "npz"])
-def test_a_checkpoint_is_exported_while_training_goes_on(
+def test_a_checkpoint_is_exported_while_training_continues(
     file_format: str, writer: WeightClient, cluster: LocalCluster, tmp_path: Path
 ) -> None:
     push(writer, 0, ROWS[::3])
@@ -351,8 +351,8 @@ def test_the_command_line_exports(
 
     for arguments, message in (
         (["--rows", "990:1001"], "rows 990:1001 do not exist: the table has rows 0:1000"),
-        (["--rows", "5:5"], "'5:5' is no FIRST:END"),
-        (["--rows", "five"], "'five' is no FIRST:END"),
+        (["--rows", "5:5"], "'5:5' is not of the form FIRST:END"),
+        (["--rows", "five"], "'five' is not of the form FIRST:END"),
         (["--checkpoint", "lost"], "there is no checkpoint 'lost' on all shards"),
         (["--step", "0"], "has seen 1 updates"),
     ):

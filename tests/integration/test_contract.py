@@ -1,4 +1,4 @@
-"""The wire contract from the other side: what WeightClient would never send is refused by the shard itself, whole."""
+"""The wire contract without WeightClient: a shard refuses requests that the client would never send."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import grpc
 import numpy as np
@@ -36,7 +37,7 @@ def steps(*numbers: int) -> bytes:
 
 
 class Shard:
-    """Shard 0 through the generated stub, and a session on it."""
+    """Calls shard 0 through the generated stub, with a session."""
 
     def __init__(self, stub: WeightServerStub, epoch: int) -> None:
         self.stub = stub
@@ -52,7 +53,7 @@ class Shard:
         good = {"epoch": self.epoch, "opener": self.opener, "writer": b"c" * 16, "sequence": self.sequence, "step": 2}
         return pb.WriteHeader(**(good | {"num_rows": 2} | changes))  # type: ignore[arg-type]
 
-    def fetch(self, rows: pb.Rows, step: int = 3, **more: int) -> list[pb.FetchResponse]:
+    def fetch(self, rows: pb.Rows, step: int = 3, **more: Any) -> list[pb.FetchResponse]:
         return list(self.stub.Fetch(pb.FetchRequest(rows=rows, step=step, **more), timeout=10))
 
     def push(self, *messages: pb.PushGradientsRequest) -> pb.WriteResponse:
@@ -74,7 +75,7 @@ class Shard:
         return self.stub.WriteState(iter([message]), timeout=10)
 
     def extend(self, start: int, rates: bytes, **more: object) -> pb.ExtendScheduleResponse:
-        """Both phases, where the first leads to another."""
+        """Makes both phases of a change, if the first succeeds."""
         change = os.urandom(16)
         prepared = self.prepare(start, rates, change=change, **more)
         return self.commit(change, prepared.schedule) if prepared.pending else prepared
@@ -84,7 +85,7 @@ class Shard:
         request = pb.ExtendScheduleRequest(start_step=start, learning_rates=rates, **(good | more))  # type: ignore[arg-type]
         return self.stub.ExtendSchedule(request, timeout=10)
 
-    def commit(self, change: bytes, schedule: int, **more: int) -> pb.ExtendScheduleResponse:
+    def commit(self, change: bytes, schedule: int, **more: Any) -> pb.ExtendScheduleResponse:
         request = pb.ExtendScheduleRequest(phase=pb.SCHEDULE_PHASE_COMMIT, change=change, schedule=schedule, **more)
         return self.stub.ExtendSchedule(request, timeout=10)
 
@@ -180,17 +181,17 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
     "push: fewer rows than announced": (
         lambda s: s.push_rows(OK, num_rows=3),
         INVALID,
-        "announced 3 rows and brought 2",
+        "announced 3 rows and contained 2",
     ),
     "push: far more rows than announced": (
         lambda s: s.push_rows(pb.Rows(ranges=steps(0, MAX_ROWS))),
         INVALID,
-        "announced 2 rows and brought 4194304",
+        "announced 2 rows and contained 4194304",
     ),
     "push: too many rows": (
         lambda s: s.push_rows(OK, num_rows=MAX_WRITE_ROWS + 1),
         INVALID,
-        "16777217 rows in one write, at most 16777216 are taken: split it",
+        "16777217 rows in one write, at most 16777216 are accepted: split it",
     ),
     "push: a row of the other shard": (lambda s: s.push_rows(ids(4, 5)), INVALID, "row 5 does not live on shard 0"),
     "push: a row twice": (lambda s: s.push_rows(ids(3, 3)), INVALID, "must increase strictly"),
@@ -263,7 +264,7 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
     "drop: a table of a newer session": (
         lambda s: s.stub.DropTable(pb.DropTableRequest(epoch=s.epoch - 1), timeout=10),
         ABORTED,
-        r"is that of epoch \d+ \(run 'owner'\) by now, no longer of epoch \d+: nothing was dropped",
+        r"is now that of epoch \d+ \(run 'owner'\), no longer of epoch \d+: nothing was dropped",
     ),
     "schedule: a step that was used": (
         lambda s: s.extend(1, values(0.9)),
@@ -294,19 +295,19 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
     "session: marks of too few shards": (
         lambda s: s.open(s.epoch + 1, peers=["0123456789abcdef:1"]),
         INVALID,
-        "1 marks of 2 shards",
+        "1 marks for 2 shards",
     ),
     "session: a mark that is none": (
         lambda s: s.open(s.epoch + 1, peers=["0123456789abcdef:1", "0123456789abcdef:-1"]),
         INVALID,
-        "'0123456789abcdef:-1' is no mark of a shard",
+        "'0123456789abcdef:-1' is not a mark of a shard",
     ),
     "checkpoint: marks of too many shards": (
         lambda s: s.stub.Checkpoint(
             pb.CheckpointRequest(header=s.header(), name="c", peers=["0123456789abcdef:1"] * 3), timeout=10
         ),
         INVALID,
-        "3 marks of 2 shards",
+        "3 marks for 2 shards",
     ),
     "rollback: no timeline": (
         lambda s: s.stub.Rollback(pb.CheckpointRequest(header=s.header(), name="kept"), timeout=10),
@@ -351,7 +352,7 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
             pb.CreateTableRequest(spec=pb.TableSpec(num_rows=40, dim=2, rows_per_block=5, single_rate=True)), timeout=10
         ),
         INVALID,
-        "single_rate is a way to correct: it must not be set where correction is not",
+        "single_rate is a kind of correction: set correction too",
     ),
     "table: fewer rows": (lambda s: s.grow(39), INVALID, "the table has 40 rows, and can only become larger, not 39"),
     "table: too many rows": (lambda s: s.grow(2**62), INVALID, r"num_rows must lie in 1\.\."),
@@ -367,7 +368,7 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
 
 @pytest.fixture
 def shard(client: WeightClient, cluster: LocalCluster) -> Iterator[Shard]:
-    """Rows 0..4 of shard 0 have seen 2 updates."""
+    """A table on which rows 0..4 of shard 0 have seen 2 updates."""
     client.create_table(SPEC)
     client.extend_schedule(0, np.full(HORIZON, 0.5))
     epoch = client.open_session("owner")
@@ -406,7 +407,7 @@ def test_refused_by_the_shard(
 
 
 def test_a_write_that_is_right_in_every_way(shard: Shard, client: WeightClient) -> None:
-    """What the refused ones differ from, in two messages; the same number again changes nothing."""
+    """The valid write that the refused ones are derived from, in two messages; a repetition changes nothing."""
     header = shard.header(num_rows=3)
     messages = [
         pb.PushGradientsRequest(header=header, rows=ids(10, 12), gradients=values(1, 2, 3, 4)),
@@ -425,7 +426,7 @@ def test_a_write_that_is_right_in_every_way(shard: Shard, client: WeightClient) 
 
 
 def test_requests_that_come_again_late_change_nothing(shard: Shard, client: WeightClient) -> None:
-    """Each is sent once more behind another one that undid or replaced it."""
+    """Each request is repeated after another one that undid or replaced it."""
     version = shard.version()
     assert shard.extend(6, values(0.1, 0.2), version=version).horizon == 8
     assert shard.extend(6, values(0.1, 0.2), version=version).horizon == 8, "at once: there is nothing to change"
@@ -472,7 +473,7 @@ def test_requests_that_come_again_late_change_nothing(shard: Shard, client: Weig
 
 
 @pytest.mark.parametrize("method", ["Fetch", "PushGradients", "Describe", "CreateTable"])
-def test_bytes_that_are_no_message(cluster: LocalCluster, client: WeightClient, shard: Shard, method: str) -> None:
+def test_invalid_messages_are_refused(cluster: LocalCluster, client: WeightClient, shard: Shard, method: str) -> None:
     before = everything(client)
     garbage = b"\xff" * 40
 
@@ -513,7 +514,7 @@ def test_a_write_cut_off_leaves_nothing(shard: Shard, client: WeightClient) -> N
 
 @pytest.mark.parametrize("name", ["a" * 256, "two\nlines", "\U0001d6c8" * 256])
 def test_no_run_name_garbles_an_error(client: WeightClient, cluster: LocalCluster, name: str) -> None:
-    """A fenced writer hears at once and in one line who fenced it: the text must fit into gRPC's headers."""
+    """A fenced writer is told at once who fenced it: the text must fit into gRPC's headers."""
     client.create_table(SPEC)
     client.extend_schedule(0, np.full(HORIZON, 0.5))
     client.open_session("old")
@@ -528,7 +529,7 @@ def test_no_run_name_garbles_an_error(client: WeightClient, cluster: LocalCluste
 
 @pytest.mark.parametrize("beyond", [2**20 + 1, 2**63, 2**64 - 1])
 def test_no_session_uses_up_the_epochs(shard: Shard, beyond: int) -> None:
-    """Once such an epoch was open, no newer session could be, and no drop."""
+    """After such an epoch no newer session could be opened, and the table could not be dropped."""
     newest = shard.describe().epoch
     epoch = min(newest + beyond, 2**64 - 1)
     with pytest.raises(grpc.RpcError, match="is far beyond epoch") as raised:

@@ -1,4 +1,4 @@
-"""Wrong bits in what LMDB and this project store beside blocks, disks that are full or read-only, scarce addresses."""
+"""Damaged data besides blocks, full or read-only disks, and little address space."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ import pytest
 
 from weightserver import StorageError, TableSpec
 from weightserver.core.blocks import BlockCodec
-from weightserver.core.checkpoints import Checkpoint
+from weightserver.core.checkpoints import ShardCheckpoint
 from weightserver.core.lineage import Lineage
 from weightserver.core.sharding import Sharding
 from weightserver.operations.compact import compact
 from weightserver.operations.inspect import inspect_directory
 from weightserver.operations.reshard import reshard
 from weightserver.operations.verify import verify_directory
-from weightserver.server.process import ServerConfig
+from weightserver.server.config import ServerConfig
 from weightserver.shard.group_commit import commit_group
-from weightserver.shard.shard import Shard, WriteTransaction
-from weightserver.storage import lmdb_storage as storages
+from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteTransaction
+from weightserver.storage import directory as owner_files
 from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import (
     FORMAT,
@@ -52,18 +53,18 @@ SPEC = TableSpec(num_rows=4_000, dim=64, rows_per_block=7)
 
 @pytest.fixture(autouse=True)
 def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storages, "_OWNER_SECONDS", 0.1)
+    monkeypatch.setattr(owner_files, "_OWNER_SECONDS", 0.1)
 
 
 def make_shards(directory: Path, num_shards: int, spec: TableSpec = SPEC) -> list[Path]:
-    """Stopped shards, all of whose rows are written and kept as checkpoint "kept"."""
+    """Stopped shards whose rows are all written and kept as checkpoint "kept"."""
     directories = [directory / f"shard-{number}" for number in range(num_shards)]
     codec, sharding = BlockCodec(spec), Sharding(spec.rows_per_block, num_shards)
     for number, path in enumerate(directories):
         storage = LmdbStorage(path)
         Shard(storage, shard=number, num_shards=num_shards)
         num_rows = len(sharding.rows_of_shard(number, spec.num_rows))
-        kept = Checkpoint("kept", step=3, generation=0, clock=3, rows_stored=num_rows, identity="a" * 32)
+        kept = ShardCheckpoint("kept", 3, b"\xaa" * 16, generation=0, clock=3, rows_stored=num_rows)
         with storage.write() as txn:
             for block in range(number, spec.num_blocks, num_shards):
                 buffer = codec.initial(block)
@@ -83,7 +84,7 @@ def make_shards(directory: Path, num_shards: int, spec: TableSpec = SPEC) -> lis
 
 
 def serve(directory: Path) -> None:
-    """As a process that serves it begins."""
+    """Starts as a process that serves the directory does."""
     storage = LmdbStorage(directory)
     try:
         Shard(storage, shard=0, num_shards=1)
@@ -92,7 +93,7 @@ def serve(directory: Path) -> None:
 
 
 def cli(*arguments: object, address_space: int = -1, cwd: Path | None = None) -> tuple[int, str]:
-    """Exit status and complaint of a command."""
+    """Runs a command; returns its exit status and stderr."""
 
     def limit() -> None:
         if address_space >= 0:
@@ -137,7 +138,7 @@ def flip(directory: Path, position: int, bit: int) -> None:
 
 @pytest.mark.parametrize(("offset", "bit"), [(12, 4), (10, 2), (8, 0), (10, 1)], ids=str)
 def test_a_wrong_bit_in_a_tree_is_refused(offset: int, bit: int, tmp_path: Path) -> None:
-    """LMDB would not find some blocks, or end the process. `inspect` reads no blocks, and not through LMDB."""
+    """LMDB would miss some blocks, or end the process. `inspect` reads no blocks, and does not use LMDB."""
     (source,) = make_shards(tmp_path, 1)
     serve(source)
     if bit:
@@ -166,13 +167,13 @@ def test_rows_that_went_away_stop_a_reshard(tmp_path: Path) -> None:
     with storage.write() as txn:
         txn.delete_block(4, 0)
     storage.close()
-    with pytest.raises(StorageError, match=r"shard-0 holds 1995 rows of the 2002 that were written"):
+    with pytest.raises(StorageError, match=r"shard-0 holds 1995 of the 2002 rows that were written"):
         reshard([source, other], [tmp_path / "new"])
     with pytest.raises(StorageError, match="is unfinished"):
         serve(tmp_path / "new")
 
 
-def test_damage_met_while_serving_ends_writes_but_no_reads(tmp_path: Path) -> None:
+def test_damage_found_while_serving_ends_writes_but_not_reads(tmp_path: Path) -> None:
     (source,) = make_shards(tmp_path, 1)
     storage = LmdbStorage(source)
     flip(source, 4096 * tree_page(source) + 10, 1 | 2)  # a leaf that calls itself a branch
@@ -194,7 +195,7 @@ def test_damage_met_while_serving_ends_writes_but_no_reads(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_flipped_bit_of_a_record_goes_unseen(stride: int, tmp_path: Path) -> None:
-    """Keys and values of all but blocks: `verify` says so, and who reads it refuses."""
+    """Damages keys and values of everything but blocks: `verify` reports it, and readers refuse."""
     (source,) = make_shards(tmp_path, 1, replace(SPEC, num_rows=10))
     with contextlib.closing(LmdbStorage(source)) as storage, storage.write() as txn:
         write_lineage(txn, Lineage().joined(["0123456789abcdef:12"]))
@@ -300,7 +301,7 @@ def test_many_shards_are_resharded_at_once(tmp_path: Path) -> None:
 
 
 def test_a_full_map_grows_under_readers(tmp_path: Path) -> None:
-    """Of one transaction and of many, by what all of a server's writes go through."""
+    """Writes in one transaction and in many, through the layer that all writes of a server use."""
     storage = LmdbStorage(tmp_path / "shard", room_bytes=64 << 10)
     shard = Shard(storage, shard=0, num_shards=1)
     before = storage._env.info()["map_size"]
@@ -358,7 +359,7 @@ def test_scarce_address_space_is_enough_or_one_line(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def volume(path: Path, size: str = "12m") -> Iterator[Path]:
-    """A small file system of its own."""
+    """A small file system."""
     path.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], capture_output=True, check=False
@@ -385,7 +386,7 @@ def assert_one_line(outcome: tuple[int, str], message: str) -> None:
 
 @pytest.mark.parametrize("command", ["serve anew", "serve", "reshard", "inspect", "verify", "compact"])
 def test_a_full_disk_ends_no_process(command: str, tmp_path: Path) -> None:
-    """LMDB writes to lock.mdb as to memory: in a new one there is no memory behind it."""
+    """LMDB writes to lock.mdb through a map, which a full disk cannot back for a new file."""
     (source,) = make_shards(tmp_path, 1, replace(SPEC, num_rows=500))
     with volume(tmp_path / "full") as full:
         there, new = full / "shard", full / "new"
@@ -456,13 +457,13 @@ def test_shards_of_different_sessions_are_not_of_one_time(tmp_path: Path) -> Non
     with storage.write() as txn:
         write_state(txn, replace(read_state(txn), epoch=2))
     storage.close()
-    with pytest.raises(ValueError, match=r"the shards are of sessions \[1, 2\], their rows are not of one time"):
+    with pytest.raises(ValueError, match=r"the shards are of sessions \[1, 2\], so their rows are of different times"):
         reshard([source, other], [tmp_path / "new"], current=True)
     assert not (tmp_path / "new").exists()
     assert reshard([source, other], [tmp_path / "new"]).rows_stored == 4_000
 
 
-def test_files_that_are_no_directories_are_named(tmp_path: Path) -> None:
+def test_files_in_place_of_directories_are_named(tmp_path: Path) -> None:
     (source,) = make_shards(tmp_path, 1)
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="file is a file: give a directory"):
@@ -474,6 +475,6 @@ def test_files_that_are_no_directories_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), -1.0, float("inf")])
-def test_no_time_to_drain_is_refused(seconds: float, tmp_path: Path) -> None:
+def test_serve_rejects_an_invalid_grace_period(seconds: float, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--grace-seconds must lie in 0\.\.3600"):
         ServerConfig(data_dir=tmp_path, shard=0, num_shards=1, grace_seconds=seconds)

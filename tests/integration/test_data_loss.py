@@ -1,5 +1,5 @@
-"""What a person can do to directories and addresses, and errors whose outcome nobody knows: nothing acknowledged is
-lost or counted twice without an error. Real shards; dense SGD of rate 1 without decay makes each push worth -1.
+"""Misplaced directories and addresses, and errors with an unknown outcome: nothing acknowledged is lost or counted
+twice without an error. Uses real shards, and SGD with rate 1 without decay, so that each push counts -1.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from weightserver import (
     TableSpec,
     WeightClient,
 )
-from weightserver.operations.backup import backup, restore
+from weightserver.client.checkpoint_caller import CheckpointCaller
+from weightserver.operations.backup import backup
 from weightserver.operations.export import export_rows
 from weightserver.operations.reshard import Resharded, reshard
+from weightserver.operations.restore import restore
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
 SPEC = TableSpec(num_rows=40, dim=2, momentum=0.0, weight_decay=0.0, init_std=0.0, rows_per_block=5)
@@ -61,7 +63,7 @@ class Place:
         self.cluster.processes[shard].wait()
 
     def copy(self, shard: int, name: str) -> Path:
-        """Of the directory of a shard that does not run meanwhile."""
+        """Copies the directory of a shard, which is stopped meanwhile."""
         self.cluster.processes[shard].terminate()
         self.cluster.processes[shard].wait()
         copied = self.directory / name
@@ -70,7 +72,7 @@ class Place:
         return copied
 
     def replace(self, shard: int, source: Path, *, whole: bool = True) -> None:
-        """Puts another directory, or its data file alone, into the place of a shard's that was killed."""
+        """Replaces the directory, or only the data file, of a killed shard."""
         self.kill(shard)
         own = self.directory / f"shard-{shard}"
         if whole:
@@ -94,7 +96,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 @contextmanager
 def stopped(place: Place, shard: int) -> Iterator[None]:
-    """While it answers nothing, and is not gone."""
+    """Pauses the shard, which then does not answer but stays alive."""
     process = place.cluster.processes[shard]
     process.send_signal(signal.SIGSTOP)
     threads = Path(f"/proc/{process.pid}/task")
@@ -121,7 +123,7 @@ def stopped(place: Place, shard: int) -> Iterator[None]:
     ids=["directory", "data file", "directory, much later", "data file, much later"],
 )
 def test_an_older_copy_of_a_directory_is_refused(place: Place, whole: bool, written_since: int) -> None:
-    """Also once it was written to, so that its numbers have caught up."""
+    """Even after writes to it, so that its numbers have caught up."""
     place.push()
     older = place.copy(1, "older")
     for _ in range(written_since):
@@ -158,8 +160,8 @@ def test_an_older_copy_of_a_directory_is_refused(place: Place, whole: bool, writ
 
 
 @pytest.mark.guard
-def test_who_comes_later_knows_what_the_newest_checkpoint_held(place: Place) -> None:
-    """From the other shard, and of what was acknowledged after it from the marks that a client kept."""
+def test_later_clients_know_what_the_newest_checkpoint_held(place: Place) -> None:
+    """They learn it from the other shard, and later acknowledgements from the marks that a client kept."""
     place.push()
     older = place.copy(1, "older")
     place.push()
@@ -188,7 +190,7 @@ def test_who_comes_later_knows_what_the_newest_checkpoint_held(place: Place) -> 
 
 
 @pytest.mark.guard
-def test_a_restart_and_a_copy_that_lacks_nothing_are_no_loss(place: Place) -> None:
+def test_a_restart_and_a_complete_copy_are_not_losses(place: Place) -> None:
     place.push()
     place.kill(1)
     place.cluster.restart(1)
@@ -203,7 +205,7 @@ def test_a_restart_and_a_copy_that_lacks_nothing_are_no_loss(place: Place) -> No
 
 
 def test_shards_of_two_clusters_are_not_taken_as_one(place: Place, tmp_path: Path) -> None:
-    """A wrong address fences nobody, and another cluster's directory gets none of the run's rows."""
+    """A wrong address fences no writer, and another cluster's directory receives none of the run's rows."""
     other = Place(tmp_path / "other")
     try:
         mixed = [place.cluster.addresses[0], other.cluster.addresses[1]]
@@ -237,7 +239,7 @@ def test_shards_of_two_clusters_are_not_taken_as_one(place: Place, tmp_path: Pat
 
 @pytest.mark.guard
 def test_a_session_is_more_than_its_number(place: Place) -> None:
-    """The same epoch under another opener is another session: as where a copy of both shards was served meanwhile."""
+    """The same epoch with another opener is another session, as if a copy of both shards was served meanwhile."""
     place.push()
     copies = [place.copy(shard, f"copy-{shard}") for shard in range(2)]
     with place.connect() as newer:
@@ -255,7 +257,7 @@ def test_a_session_is_more_than_its_number(place: Place) -> None:
 
 
 class Interrupted(BaseException):
-    """As a signal's handler raises it."""
+    """An error raised by a signal handler."""
 
 
 @contextmanager
@@ -274,7 +276,7 @@ def interrupted_after(seconds: float) -> Iterator[None]:
 
 @pytest.mark.parametrize("shard", [pytest.param(0, marks=pytest.mark.guard), 1])
 def test_an_interrupted_push_is_repeated_once(place: Place, shard: int) -> None:
-    """Whichever shard it waits for. The caller's arrays are the caller's again, whatever the threads still do."""
+    """Whichever shard it waits for, the client's threads no longer use the caller's arrays."""
     for number in range(3):
         gradients = ONES.copy()
         with stopped(place, shard):
@@ -291,7 +293,7 @@ def test_an_interrupted_push_is_repeated_once(place: Place, shard: int) -> None:
 
 @pytest.mark.guard
 def test_a_write_that_failed_is_repeated_in_the_next_session(place: Place) -> None:
-    """The shards go on to know the writer's numbers."""
+    """The shards still know the writer's numbers."""
     with stopped(place, 1), pytest.raises(Interrupted), interrupted_after(0.3):
         place.push()
     place.client.open_session("again")
@@ -312,7 +314,7 @@ def test_an_interrupted_fetch_leaves_its_array_alone(place: Place) -> None:
 
 
 @pytest.mark.guard
-def test_a_session_opened_beside_a_push_counts_it_once(place: Place) -> None:
+def test_a_session_opened_during_a_push_counts_it_once(place: Place) -> None:
     with ThreadPoolExecutor(2) as pool:
         for number in range(1, 6):
             with stopped(place, 1):
@@ -328,7 +330,7 @@ def test_a_session_opened_beside_a_push_counts_it_once(place: Place) -> None:
 
 @pytest.mark.guard
 def test_a_write_that_failed_in_another_clients_session_is_refused(place: Place) -> None:
-    """Its numbers mean nothing there: whether it was applied cannot be told any more."""
+    """Its numbers mean nothing there: whether it was applied is unknown."""
     with stopped(place, 1), pytest.raises(Interrupted), interrupted_after(0.3):
         place.push()
     with place.connect() as other:
@@ -344,7 +346,7 @@ def test_a_write_that_failed_in_another_clients_session_is_refused(place: Place)
 # ---- shards of different times
 
 
-def test_a_shard_restored_beside_the_others_is_not_taken_for_one_of_them(place: Place, tmp_path: Path) -> None:
+def test_a_shard_restored_next_to_the_others_is_noticed(place: Place, tmp_path: Path) -> None:
     place.push()
     place.client.checkpoint("a", step=1)
     backup(place.client, tmp_path / "backup")
@@ -390,7 +392,7 @@ def test_a_restored_shard_without_a_later_checkpoint_is_not_taken_either(place: 
 
 @pytest.mark.guard
 def test_a_shard_restored_again_from_the_backup_of_all_is_not_taken(place: Place, tmp_path: Path) -> None:
-    """The others have gone on since all of them were restored from it."""
+    """The other shards have been written to since all were restored from it."""
     place.push()
     place.client.checkpoint("a", step=1)
     backup(place.client, tmp_path / "backup")
@@ -411,7 +413,7 @@ def test_a_shard_restored_again_from_the_backup_of_all_is_not_taken(place: Place
 
 @pytest.mark.guard
 @pytest.mark.parametrize("restored", [False, True])
-def test_an_opening_that_failed_halfway_needs_no_force(place: Place, tmp_path: Path, restored: bool) -> None:
+def test_a_session_opened_halfway_reopens_without_force(place: Place, tmp_path: Path, restored: bool) -> None:
     place.push()
     if restored:
         place.client.checkpoint("a", step=1)
@@ -437,22 +439,22 @@ def test_an_opening_that_failed_halfway_needs_no_force(place: Place, tmp_path: P
 
 
 def dies_in_rollback(place: Place, monkeypatch: pytest.MonkeyPatch, shard: int) -> None:
-    """The client describes the shards, and then one is gone."""
-    changed = WeightClient._changed
+    """A shard dies after the client has described the shards."""
+    send = CheckpointCaller._send
 
-    def without_it(self: WeightClient, *arguments: Any, **options: Any) -> list[Any]:
+    def without_it(self: CheckpointCaller, *arguments: Any, **options: Any) -> list[Any]:
         place.kill(shard)
-        return changed(self, *arguments, **options)
+        return send(self, *arguments, **options)
 
-    place.client._connect()[shard]._retry_seconds = 0.3
+    place.client._shards.connections()[shard]._retry_seconds = 0.3
     with monkeypatch.context() as patch:
-        patch.setattr(WeightClient, "_changed", without_it)
+        patch.setattr(CheckpointCaller, "_send", without_it)
         with pytest.raises(ShardUnavailableError):
             place.client.rollback("one")
 
 
 @pytest.mark.parametrize("shard", [0, pytest.param(1, marks=pytest.mark.guard)])
-def test_a_rollback_that_ended_halfway_is_no_common_state(
+def test_a_rollback_that_ended_halfway_leaves_no_common_state(
     place: Place, shard: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place.push()
@@ -486,13 +488,13 @@ def test_a_rollback_that_ended_halfway_is_no_common_state(
 
 
 def merged(place: Place, target: Path) -> Resharded:
-    """The rows of now, on one shard."""
+    """Compares the current rows on one shard."""
     return reshard([place.directory / f"shard-{shard}" for shard in range(2)], [target], current=True)
 
 
 @pytest.mark.guard
-def test_who_forced_a_session_and_died_leaves_no_common_state(place: Place, tmp_path: Path) -> None:
-    """As a restored shard, or an older copy, would look like one of the others behind that."""
+def test_a_forced_session_opened_halfway_leaves_no_common_state(place: Place, tmp_path: Path) -> None:
+    """A restored shard, or an older copy, would otherwise look like the other shards after that."""
     place.push()
     place.client.checkpoint("one", step=1)
     backup(place.client, tmp_path / "backup")
@@ -530,7 +532,7 @@ def test_directories_of_several_times_are_not_resharded_as_they_are(
     newest = place.directory / "shard-1"
     newest.rename(tmp_path / "newest")
     shutil.copytree(tmp_path / "restored" if restored else older, newest)
-    with pytest.raises(ValueError, match=r"their rows are not of one time: take|is older than .*: give its newest"):
+    with pytest.raises(ValueError, match=r"their rows are of different times: give|is older than .*: give its newest"):
         merged(place, tmp_path / "new")
     assert not (tmp_path / "new").exists()
     shutil.rmtree(newest)
@@ -556,7 +558,7 @@ def test_copies_of_a_cluster_are_not_taken_as_one(place: Place, tmp_path: Path) 
 
 
 def test_a_table_in_use_is_not_taken_into_another_cluster(place: Place, tmp_path: Path) -> None:
-    """Though no row of it was written yet."""
+    """Even though none of its rows has been written."""
     with LocalCluster(2, tmp_path / "other") as other, WeightClient(other.addresses) as client:
         client.create_table(SPEC)
         with (
@@ -569,7 +571,7 @@ def test_a_table_in_use_is_not_taken_into_another_cluster(place: Place, tmp_path
 
 @pytest.mark.guard
 def test_a_checkpoint_taken_again_stays_one(place: Place) -> None:
-    """However often, by however many at once, and where it ends halfway."""
+    """Repeated, made by several clients at once, and interrupted halfway."""
     epoch = place.client.describe().epoch
     with place.connect() as other, ThreadPoolExecutor() as pool:
         other.open_session("run", join=epoch)
@@ -578,12 +580,12 @@ def test_a_checkpoint_taken_again_stays_one(place: Place) -> None:
             name = f"step {step}"
             list(pool.map(lambda client, name=name: client.checkpoint(name, step=1), (place.client, other)))
             assert name in [known.name for known in place.client.checkpoints()]
-        identity = place.client.checkpoints()[-1].identity
+        checkpoint_id = place.client.checkpoints()[-1].checkpoint_id
         place.kill(1)
-        place.client._connect()[1]._retry_seconds = 0.3
+        place.client._shards.connections()[1]._retry_seconds = 0.3
         with pytest.raises(ShardUnavailableError):
             place.client.checkpoint(name, step=1)
         place.cluster.restart(1)
         place.push()
-        assert place.client.checkpoints()[-1].identity == identity
+        assert place.client.checkpoints()[-1].checkpoint_id == checkpoint_id
         place.client.rollback(name)

@@ -22,7 +22,7 @@ ROWS = np.arange(SPEC.num_rows)
 
 
 def overflows(weight: npt.NDArray[np.float32], rates: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-    """In which update torch.optim.SGD makes each row infinite or NaN; the number of updates where none does."""
+    """The update in which torch.optim.SGD makes each row infinite or NaN, else the number of updates."""
     parameter = torch.nn.Parameter(torch.from_numpy(weight.copy()))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = torch.optim.SGD([parameter], momentum=SPEC.momentum, weight_decay=SPEC.weight_decay)
@@ -41,7 +41,7 @@ def decided(weight: npt.NDArray[np.float32], rates: npt.NDArray[np.float32]) -> 
 
 
 def begin(client: WeightClient, correction: bool | Literal["paper"]) -> npt.NDArray[np.float32]:
-    """A table with an open session and no stored row; its weights."""
+    """Makes a table with an open session and no stored rows; returns its weights."""
     client.create_table(replace(SPEC, correction=correction))
     client.extend_schedule(0, RATES)
     client.open_session("diverging")
@@ -49,7 +49,7 @@ def begin(client: WeightClient, correction: bool | Literal["paper"]) -> npt.NDAr
 
 
 def assert_push_is_refused(client: WeightClient, rows: list[int], *, step: int, match: str, size: float = 1.0) -> None:
-    """Whole, though other rows of it would live on: rows, clock and number of rows stay as they were."""
+    """The whole write is refused although its other rows would be valid: rows, clock and number of rows stay."""
     before, info = client.fetch_state(ROWS), client.describe()
     with pytest.raises(StepError, match=match):
         client.push_gradients(rows, np.full((len(rows), SPEC.dim), size, np.float32), step=step)
@@ -60,8 +60,8 @@ def assert_push_is_refused(client: WeightClient, rows: list[int], *, step: int, 
     assert client.describe().rows_stored == info.rows_stored
 
 
-def test_what_overflows_on_its_way_is_neither_answered_nor_stored(client: WeightClient) -> None:
-    """Its correction ends in 0, for every row."""
+def test_rows_that_overflow_are_neither_answered_nor_stored(client: WeightClient) -> None:
+    """The correction of every row ends in 0."""
     weight = begin(client, True)
     expected, named = overflows(weight, RATES), decided(weight, RATES)
     assert (expected < 60).all()

@@ -1,4 +1,4 @@
-"""From a tree of images to an encoder in another library, all by the command lines that users give."""
+"""From a tree of images to an encoder in another library, by command lines as users type them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TRAINER += "--dim 16 --precision float32 --encoder.name resnet18 --encoder.image
 
 
 def python(*words: str) -> str:
-    """What `python WORDS` prints; it has to end well."""
+    """Runs `python WORDS`, which must succeed; returns its output."""
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

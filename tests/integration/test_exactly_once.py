@@ -1,8 +1,8 @@
-"""Every acknowledged call counts exactly once, whatever the network does and whoever is killed.
+"""Every acknowledged call counts exactly once, whatever the network does and whatever is killed.
 
-Threads of several writers push gradients and write states through a faulty proxy before each shard, while shards are
-killed and old requests arrive again. At barriers, where all threads rest, something else happens (a checkpoint, a
-rollback, a longer schedule, a new session), and all rows must be what a replay of each call, once, makes of them.
+Threads of several writers push gradients and write states through a faulty proxy in front of each shard, while shards
+are killed and old requests arrive again. At barriers, where all threads wait, something else happens (a checkpoint, a
+rollback, a longer schedule, a new session), and all rows must equal a replay of each call, once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import numpy as np
@@ -26,10 +26,10 @@ import numpy.typing as npt
 import pytest
 from google.protobuf.message_factory import GetMessageClass
 
-import weightserver.client.client
+import weightserver.client.transfer
 from tests.helpers.faulty_proxy import Answer, Fault, Faults, FaultyProxy
+from tests.helpers.row_model import Float64Array, Row, RowModel
 from tests.helpers.watching import metric
-from tests.weightserver import test_model
 from weightserver import (
     Checkpoint,
     FencedError,
@@ -49,27 +49,28 @@ ROWS = np.arange(SPEC.num_rows)
 INITIAL = initial_rows(SPEC, ROWS)
 NUM_BLOCKS_USED, ROWS_USED_PER_BLOCK, NUM_SHARED_ROWS = 10, 6, 20
 RATES = np.linspace(0.3, 0.1, 64, dtype=np.float32)
+MODEL = RowModel(SPEC, RATES)
 FIRST_HORIZON, EXTENSION = 8, 6
 BYTES_PER_MESSAGE = 2 * SPEC.dim * np.float32().nbytes
 """A push of three rows is two messages."""
 TOLERANCE = 1e-5
 CLEAR = 100
-"""In each comparison every push must make a difference of so many tolerances, at the least, to each of its rows."""
+"""In each comparison every push must change each of its rows by at least this many tolerances."""
 RUN = "exactly once"
 MAX_BLAMED = 10
-"""Rows that a failure tells about."""
+"""Number of rows that a failure reports."""
 
 NUM_SHARDS, NUM_THREADS = 2, 8
 TIMEOUT_SECONDS = 0.3
 RETRY_SECONDS = (60, 60, 0.05)
-"""Of each writer. The last one is impatient: its calls fail, and it makes them again."""
+"""Retry time of each writer. The last one is short: its calls fail, and it repeats them."""
 GIVE_UP_SECONDS = 60
 MAX_CHECKPOINTS = 3
 NUM_REPLAYED = 25
-"""Of the newest requests, and as many of all, each shard gets again at each barrier, and some more at any time."""
+"""Each shard receives this many of the newest and of all requests again at each barrier, and more at any time."""
 
 METHODS = pb.DESCRIPTOR.services_by_name["WeightServer"].methods_by_name
-WRITES = {
+WRITES: dict[str, Any] = {
     name: GetMessageClass(method.input_type)
     for name, method in METHODS.items()
     if method.output_type.name == "WriteResponse"
@@ -83,7 +84,6 @@ NO_ANSWER = (
 
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
-Float64Array = npt.NDArray[np.float64]
 Result = TypeVar("Result")
 
 
@@ -115,12 +115,12 @@ class Write:
 
 @dataclass(frozen=True)
 class Look:
-    """Reads all rows of a shard while others write: a thread sees its own calls, and rows that nobody writes stay."""
+    """Reads all rows of a shard while others write: a thread sees its own calls, and unwritten rows do not change."""
 
     number: int
     rows: Int64Array  # (n,), the shard's
     last_step: dict[int, int]
-    """Of the thread's own rows."""
+    """Returns the state of the thread's own rows."""
     untouched: npt.NDArray[np.bool_]  # (n,)
 
     def send(self, client: WeightClient) -> None:
@@ -136,8 +136,8 @@ Call = Push | Write | Look
 
 
 class Workload:
-    """What each thread calls, from a seed. Some rows belong to all threads, who only push to them; each other row has
-    an owner, who also writes its state. Blocks are everybody's."""
+    """Draws the calls of each thread from a seed. Some rows are shared by all threads, which only push to them; each
+    other row has an owner, which also writes its state. Blocks are shared by all threads."""
 
     def __init__(self, seed: int) -> None:
         self.generator = np.random.default_rng(seed)
@@ -150,7 +150,7 @@ class Workload:
         self._owned = np.array_split(used[NUM_SHARED_ROWS:], NUM_THREADS)
 
     def round(self, oracle: Oracle, horizon: int, num_calls: int, num_looks: int = 0) -> list[list[Call]]:
-        """The calls of each thread until the next barrier: `num_calls` writes of all threads, and `num_looks`."""
+        """Returns the calls of each thread until the next barrier: `num_calls` writes in all, and `num_looks` reads."""
         calls_of, looks_of = (np.full(NUM_THREADS, number // NUM_THREADS) for number in (num_calls, num_looks))
         calls_of[: num_calls % NUM_THREADS] += 1
         looks_of[: num_looks % NUM_THREADS] += 1
@@ -189,14 +189,14 @@ class Workload:
         return self.generator.choice(rows, self.generator.integers(1, 5), replace=False)
 
     def push(self, rows: Int64Array, horizon: int) -> Push:
-        """A push to some of `rows` for any step, no value of it small."""
+        """Makes a push to some of `rows` for any step, without small values."""
         rows = self._some(rows)
         size = self.generator.uniform(0.5, 1.5, (len(rows), SPEC.dim))
         gradients = (self.generator.choice([-1, 1], size.shape) * size).astype(np.float32)
         return Push(next(self._numbers), rows, gradients, int(self.generator.integers(horizon)))
 
     def write(self, rows: Int64Array, last_step: Int64Array) -> Write:
-        """New states of `rows`."""
+        """Writes new states of `rows`."""
         weight, momentum = self.generator.standard_normal((2, len(rows), SPEC.dim)).astype(np.float32)
         return Write(next(self._numbers), rows, weight, momentum, last_step)
 
@@ -205,7 +205,7 @@ class Workload:
 
 
 class Oracle:
-    """The rows after a replay of each call, once, in float64: test_model.ModelRow for many rows at a time."""
+    """The rows after each call was applied once, by the model of rows, for many rows at a time."""
 
     def __init__(self, rows: Int64Array) -> None:
         self.rows = rows  # (R,), increasing
@@ -240,7 +240,7 @@ class Oracle:
         self._touched[positions] = True
 
     def kept(self) -> Oracle:
-        """A copy, which calls that come later leave as it is."""
+        """Returns a copy that later calls do not change."""
         kept = copy.copy(self)
         kept._base, kept._base_step, kept.last_step = self._base.copy(), self._base_step.copy(), self.last_step.copy()
         kept._touched, kept._write = self._touched.copy(), self._write.copy()
@@ -249,14 +249,13 @@ class Oracle:
 
     def at(self, step: int) -> Float64Array:
         """(weight, momentum buffer) of all rows before update `step`: (R, 2, D)."""
-        transfers = _transfers(step)
-        state = transfers[self._base_step] @ self._base
+        state = MODEL.transfers(step)[self._base_step] @ self._base
         positions, steps, gradients = self._all_pushes()
-        np.add.at(state, positions, _impulses(transfers)[steps][:, :, None] * gradients[:, None, :])
+        np.add.at(state, positions, MODEL.impulses(step)[steps][:, :, None] * gradients[:, None, :])
         return state
 
     def _all_pushes(self) -> tuple[Int64Array, Int64Array, Float64Array]:
-        """Position and step (P,) of every push to a row, and its gradient (P, D)."""
+        """Returns the position and step (P,) of every push to a row, and its gradient (P, D)."""
         pushes = [(position, *push) for position, pushes in enumerate(self._pushes) for push in pushes]
         return (
             np.array([position for position, _, _ in pushes], np.int64),
@@ -266,7 +265,7 @@ class Oracle:
 
     def check(self, actual: Float32Array, last_step: Int64Array, step: int) -> None:
         """Compares (weight, momentum buffer) before update `step`, (R, 2, D), and the last steps as stored, (R,)."""
-        expected, impulses = self.at(step), _impulses(_transfers(step))
+        expected, impulses = self.at(step), MODEL.impulses(step)
         tolerance = TOLERANCE * (1 + abs(expected).max())
         _, steps, gradients = self._all_pushes()
         effects = abs(impulses).max(axis=1)[steps] * abs(gradients).max(axis=1)
@@ -279,7 +278,7 @@ class Oracle:
         )
 
     def _blame(self, position: int, difference: Float64Array, last_step: int, impulses: Float64Array) -> str:
-        """What is wrong with a row, and which of its pushes would explain it best, applied how often."""
+        """Describes how a row differs, and which of its pushes, applied how often, explains it best."""
         pushes, write = self._pushes[position], self._write[position]
         text = f"row {self.rows[position]} differs by {abs(difference).max():.2g}"
         guesses = []
@@ -294,23 +293,6 @@ class Oracle:
             text += f"; its last_step is {last_step}, not {self.last_step[position]}"
         calls = [f"push {push.number} (step {push.step})" for push, _ in pushes]
         return f"{text}. Its calls: {', '.join([f'write {write.number}' if write else 'never written', *calls])}"
-
-
-def _transfers(step: int) -> Float64Array:
-    """M_{step−1} ··· M_s for s = 0 … step, (step + 1, 2, 2): docs/design.md, section 2."""
-    transfers = np.empty((step + 1, 2, 2))
-    transfers[step] = np.eye(2)
-    for update in reversed(range(step)):
-        rate, decay, momentum = float(RATES[update]), SPEC.weight_decay, SPEC.momentum
-        transfers[update] = transfers[update + 1] @ [[1 - rate * decay, -rate * momentum], [decay, momentum]]
-    return transfers
-
-
-def _impulses(transfers: Float64Array) -> Float64Array:
-    """What a gradient of 1 in each update becomes, as (weight, momentum buffer), by the step of the transfers."""
-    step = len(transfers) - 1
-    impulses = np.stack([-RATES[:step].astype(np.float64), np.ones(step)], axis=1)
-    return (transfers[1:] @ impulses[:, :, None])[:, :, 0]  # (step, 2)
 
 
 def create(client: WeightClient) -> int:
@@ -332,10 +314,10 @@ def check_rows(client: WeightClient, oracle: Oracle, horizon: int, checkpoint: s
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """What all threads do until they meet at a barrier, and what happens there."""
+    """The work of all threads until they meet at a barrier, and the events there."""
 
     num_calls: int
-    """Pushes and writes."""
+    """Number of pushes and writes."""
     num_looks: int
     num_kills: int
     actions: tuple[str, ...]
@@ -344,7 +326,7 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """How much is done, and under which faults."""
+    """The amount of work and the faults."""
 
     seed: int
     rounds: tuple[Round, ...]
@@ -352,7 +334,7 @@ class Load:
 
 
 class Progress:
-    """How many calls are done; one may wait for a number of them."""
+    """Counts finished calls; threads may wait for a number of them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -365,20 +347,20 @@ class Progress:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Nobody need wait any more."""
+        """Wakes all waiting threads."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
     def reached(self, number: int) -> bool:
-        """Whether so many calls were done; waits for them until the end."""
+        """Waits for a number of calls; returns whether they were made before the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or self._done >= number)
             return self._done >= number
 
 
 class Trial:
-    """A cluster behind faulty proxies, its writers, and what its rows must be."""
+    """A cluster behind faulty proxies, its writers, and the expected rows."""
 
     def __init__(
         self,
@@ -397,7 +379,7 @@ class Trial:
         self._lock = threading.Lock()
         self.num_writes = self.num_repeated = self.num_kills = 0
         self._first = writers[0]
-        """Does what needs to be done once for all writers."""
+        """Prepares the table for all writers."""
         self._epoch = create(self._first)
         self._join(writers[1:])
 
@@ -412,7 +394,7 @@ class Trial:
                 self._check(f"{where}, after {action}")
 
     def _round(self, turn: Round) -> None:
-        """All threads make their calls, each through one of the writers, while shards are killed."""
+        """Lets all threads make their calls, each through one of the writers, while shards are killed."""
         calls = self._workload.round(self._oracle, self._horizon, turn.num_calls, turn.num_looks)
         generator, num_calls = self._workload.generator, sum(map(len, calls))
         kills = zip(
@@ -444,7 +426,7 @@ class Trial:
             progress.add()
 
     def _until_done(self, call: Callable[[], Result]) -> Result:
-        """Makes a call, and makes it again where a shard could not be reached in time."""
+        """Makes a call, and repeats it if a shard could not be reached in time."""
         deadline = time.monotonic() + GIVE_UP_SECONDS
         while True:
             try:
@@ -456,7 +438,7 @@ class Trial:
                 self.num_repeated += 1
 
     def _kill(self, kills: Iterable[tuple[int, int]], progress: Progress) -> None:
-        """Kills shards, each after a number of calls, and starts them again."""
+        """Kills shards, each after a number of calls, and restarts them."""
         for number, shard in kills:
             if progress.reached(number):
                 self._cluster.processes[shard].kill()
@@ -466,7 +448,7 @@ class Trial:
     # ---- what happens at a barrier
 
     def checkpoint(self) -> None:
-        """Keeps the rows as they are; forgets the oldest rows kept when there are many."""
+        """Takes a checkpoint and keeps the expected rows; drops the oldest if there are many."""
         name = next(self._names)
         self._first.checkpoint(name, step=self._oracle.clock)
         self._saved[name] = self._oracle.kept()
@@ -476,7 +458,7 @@ class Trial:
             del self._saved[oldest]
 
     def rollback(self) -> None:
-        """To one of the checkpoints; what was written since will arrive again."""
+        """Rolls back to one of the checkpoints; later writes will arrive again."""
         names = list(self._saved)
         chosen = int(self._workload.generator.integers(len(names)))
         self._first.rollback(names[chosen])
@@ -485,21 +467,21 @@ class Trial:
             del self._saved[later]
 
     def extend(self) -> None:
-        """More learning rates; at first others, which are replaced before they are used."""
+        """Extends the schedule, first with other rates, which are replaced before they are used."""
         rates = RATES[self._horizon : self._horizon + EXTENSION]
         self._first.extend_schedule(self._horizon, 2 * rates)
         self._first.extend_schedule(self._horizon, rates)
         self._horizon += len(rates)
 
     def replace(self) -> None:
-        """New states of all rows that the threads share."""
+        """Writes new states of all rows that the threads share."""
         rows = self._workload.shared
         write = self._workload.write(rows, self._oracle.last_step[self._oracle.positions(rows)])
         write.send(self._first)
         self._oracle.apply(write)
 
     def session(self) -> None:
-        """A new epoch, of which the other writers hear when a write is refused."""
+        """Opens a new epoch, which the other writers learn of when a write is refused."""
         self._epoch = self._first.open_session(RUN)
         for client in self._writers[1:]:
             push = self._workload.push(self._workload.rows, self._horizon)
@@ -512,7 +494,7 @@ class Trial:
             self._until_done(lambda client=client: client.open_session(RUN, join=self._epoch))
 
     def _send_old_requests(self, where: str) -> None:
-        """The shards recognise writes of this epoch, and refuse those of older ones."""
+        """Checks that the shards recognise writes of this epoch and refuse older ones."""
         for late in itertools.chain(*(proxy.replay(NUM_REPLAYED, NUM_REPLAYED) for proxy in self._proxies)):
             if late.request.method in WRITES and late.answer not in NO_ANSWER:
                 epoch = WRITES[late.request.method].FromString(late.request.messages[0]).header.epoch
@@ -520,7 +502,7 @@ class Trial:
                 assert told(late.answer) == wanted, f"{where}: {late.request} of epoch {epoch} in epoch {self._epoch}"
 
     def _check(self, where: str) -> None:
-        """What the shards hold, asked without any faults."""
+        """Returns what the shards hold, without faults."""
         try:
             check_rows(self._observer, self._oracle, self._horizon)
             for name, saved in self._saved.items():
@@ -529,12 +511,12 @@ class Trial:
             raise AssertionError(f"{where}: {error}") from None
         info = self._observer.describe()
         assert (info.clock, info.rows_stored) == (self._oracle.clock, self._oracle.rows_stored), where
-        saved = [Checkpoint(name, saved.clock) for name, saved in self._saved.items()]
-        assert self._observer.checkpoints() == sorted(saved, key=lambda known: (known.step, known.name)), where
+        kept = [Checkpoint(name, saved.clock) for name, saved in self._saved.items()]
+        assert self._observer.checkpoints() == sorted(kept, key=lambda known: (known.step, known.name)), where
 
 
 def told(answer: Answer) -> str:
-    """What a shard said to a write."""
+    """A shard's answer to a write."""
     if isinstance(answer, bytes):
         return "duplicate" if pb.WriteResponse.FromString(answer).duplicate else "applied"
     if answer is grpc.StatusCode.ABORTED:
@@ -581,7 +563,7 @@ def long(seed: int) -> Load:
 )
 @pytest.mark.guard
 def test_every_call_counts_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weightserver.client.client, "CHUNK_BYTES", BYTES_PER_MESSAGE)
+    monkeypatch.setattr(weightserver.client.transfer, "CHUNK_BYTES", BYTES_PER_MESSAGE)
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(LocalCluster(NUM_SHARDS))
         proxies = [
@@ -601,7 +583,8 @@ def test_every_call_counts_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> 
         )
 
     counts = sum((proxy.counts for proxy in proxies), Counter())
-    late, twins = Counter(), Counter()
+    late: Counter[Any] = Counter()
+    twins: Counter[Any] = Counter()
     for proxy in proxies:
         late += Counter(told(late.answer) for late in proxy.late_answers if late.request.method in WRITES)
         for twin in proxy.twin_answers:
@@ -629,7 +612,7 @@ def test_every_call_counts_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_every_old_request_again_changes_nothing(cluster: LocalCluster, client: WeightClient, told_early: bool) -> None:
-    """Of any kind, the newest first."""
+    """Requests of any kind, the newest first."""
     workload = Workload(seed=0)
     rates, others = RATES[FIRST_HORIZON:], 2 * RATES[FIRST_HORIZON:]
     with contextlib.ExitStack() as stack:
@@ -685,32 +668,33 @@ def test_every_old_request_again_changes_nothing(cluster: LocalCluster, client: 
         np.testing.assert_equal(everything(), before)
 
 
-def test_the_oracle_is_the_model_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_model, "SPEC", SPEC)
-    monkeypatch.setattr(test_model, "RATES", RATES)
+def test_the_oracle_is_the_model_of_a_row() -> None:
     workload = Workload(seed=0)
     oracle = Oracle(workload.rows)
-    model = {row: test_model.ModelRow(INITIAL[row].astype(float), np.zeros(SPEC.dim), 0) for row in oracle.rows}
+    rows = dict(zip(oracle.rows.tolist(), MODEL.initial(oracle.rows), strict=True))
     for call in itertools.chain(*workload.round(oracle, FIRST_HORIZON, num_calls=200)):
+        assert not isinstance(call, Look)
         oracle.apply(call)
-        for place, row in enumerate(call.rows):
+        for place, row in enumerate(call.rows.tolist()):
             if isinstance(call, Push):
-                model[row].push(call.step, call.gradients[place].astype(float))
+                rows[row] = MODEL.pushed(rows[row], call.step, call.gradients[place].astype(float))
             else:
                 state = call.weight[place].astype(float), call.momentum_buffer[place].astype(float)
-                model[row] = test_model.ModelRow(*state, int(call.last_step[place]))
-    expected = np.array([row.at(len(RATES)) for row in model.values()])
+                rows[row] = Row(*state, int(call.last_step[place]))
+    assert oracle.last_step.tolist() == [row.last_step for row in rows.values()]
+    last = [MODEL.at(row, len(RATES)) for row in rows.values()]
+    expected = np.array([[row.weight, row.momentum_buffer] for row in last])
     np.testing.assert_allclose(oracle.at(len(RATES)), expected, rtol=0, atol=1e-12 * abs(expected).max())
-    assert oracle.last_step.tolist() == [row.last_step for row in model.values()]
 
 
 @pytest.mark.parametrize("times", [0, 2])
 def test_a_push_that_does_not_count_once_is_noticed(client: WeightClient, times: int) -> None:
-    """The comparison names every row of it, and the push."""
+    """The comparison names every row of the push, and the push."""
     workload = Workload(seed=times)
     oracle = Oracle(workload.rows)
     create(client)
     for call in itertools.chain(*workload.round(oracle, FIRST_HORIZON, num_calls=100)):
+        assert not isinstance(call, Look)
         call.send(client)
         oracle.apply(call)
     check_rows(client, oracle, FIRST_HORIZON)

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.helpers.dense_sgd import Oracle, schedule
+from tests.helpers.dense_sgd import Oracle
+from tests.helpers.row_model import TableModel, schedule
 from weightserver import LocalCluster, ShardUnavailableError, TableSpec, WeightClient
 from weightserver.core.initial import initial_rows
 
@@ -58,7 +59,7 @@ def test_random_subsets_of_several_writers_in_any_order(client: WeightClient, cl
 
 
 def client_rows_written(client: WeightClient, spec: TableSpec) -> npt.NDArray[np.int64]:
-    """Rows that saw an update."""
+    """The rows that have seen an update."""
     return np.flatnonzero(client.fetch_state(np.arange(spec.num_rows)).last_step > 0)
 
 
@@ -67,20 +68,20 @@ def test_without_correction_only_rows_with_a_gradient_move(client: WeightClient,
     spec = TableSpec(num_rows=200, dim=8, weight_decay=1e-2, rows_per_block=9, correction=False)
     rates = schedule(300)
     generator = np.random.default_rng(1)
-    oracle = Oracle(spec, rates)
+    model = TableModel(spec, rates)
     epoch = open_table(client, spec, rates)
     with WeightClient(cluster.addresses) as other:
         other.open_session("test", join=epoch)
         for step in range(300):
-            total = np.zeros((spec.num_rows, spec.dim))
+            total = np.zeros((20, spec.dim))
             rows = generator.choice(150, 20, replace=False)
             for writer in (client, other):  # the second one's gradients come after the first has moved the rows
                 gradients = generator.standard_normal((20, spec.dim)).astype(np.float32)
-                total[rows] += gradients
+                total += gradients
                 writer.push_gradients(rows, gradients, step=step)
-            oracle.step(step, total)
+            model.update(rows, total, step)
     state = client.fetch_state(np.arange(200), step=300)
-    oracle.assert_equals(state)
+    model.assert_equals(state, step=300)
     assert np.array_equal(state.weight[150:], initial_rows(spec, np.arange(150, 200)))
 
 
@@ -192,7 +193,7 @@ def test_a_killed_shard_keeps_what_it_acknowledged(own_cluster: LocalCluster) ->
 
 @pytest.mark.guard
 def test_a_failed_call_can_be_repeated_without_adding_twice(own_cluster: LocalCluster) -> None:
-    """Shard 0 applies the push, shard 1 is away: the call fails naming shard 1; repeated, shard 0 adds nothing."""
+    """Shard 0 applies the push while shard 1 is down: the call names shard 1; repeated, shard 0 adds nothing."""
     spec = TableSpec(num_rows=40, dim=4, rows_per_block=10)
     with WeightClient(own_cluster.addresses, timeout_seconds=2, retry_seconds=1) as client:
         open_table(client, spec, np.full(10, 0.5, np.float32))

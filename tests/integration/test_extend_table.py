@@ -1,8 +1,8 @@
-"""A table that grows while it is served: old rows stay to the bit, new ones are as if they had been there all along."""
+"""A table that grows while it is served: old rows stay identical, new rows are as in a table created with them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.comparing import rows_in, same
-from tests.helpers.dense_sgd import Oracle, schedule
+from tests.helpers.dense_sgd import Oracle
+from tests.helpers.row_model import schedule
 from weightserver import (
     ClusterError,
     FencedError,
@@ -27,11 +28,13 @@ from weightserver import (
 from weightserver.cli import main
 from weightserver.core.initial import initial_rows
 from weightserver.operations import backup as backups
-from weightserver.operations.backup import backup, read_backup, restore
+from weightserver.operations.backup import backup
+from weightserver.operations.backup_files import read_backup
 from weightserver.operations.compact import compact
 from weightserver.operations.export import export_rows
 from weightserver.operations.inspect import inspect_directory
 from weightserver.operations.reshard import reshard
+from weightserver.operations.restore import restore
 from weightserver.operations.verify import verify_directory
 
 SPEC = TableSpec(num_rows=100, dim=6, momentum=0.9, weight_decay=1e-3, rows_per_block=7, seed=4)
@@ -48,7 +51,7 @@ def open_table(client: WeightClient, spec: TableSpec) -> int:
 
 
 def gradients(step: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Some of the rows, and float32 [n, D]."""
+    """Returns some of the rows, and float32 [n, D]."""
     generator = np.random.default_rng(step)
     rows = np.sort(generator.choice(num_rows, 20, replace=False))
     return rows, generator.standard_normal((20, SPEC.dim), dtype=np.float32)
@@ -59,8 +62,8 @@ def push(client: WeightClient, step: int, num_rows: int) -> None:
     client.push_gradients(rows, values, step=step)
 
 
-def in_one_line(command: list[object], capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command that fails complains of."""
+def in_one_line(command: Sequence[object], capsys: pytest.CaptureFixture[str]) -> str:
+    """Runs a command that must fail; returns its error message."""
     with pytest.raises(SystemExit) as stopped:
         main([str(argument) for argument in command])
     error = capsys.readouterr().err
@@ -68,7 +71,7 @@ def in_one_line(command: list[object], capsys: pytest.CaptureFixture[str]) -> st
     return error
 
 
-def does(command: list[object], capsys: pytest.CaptureFixture[str]) -> str:
+def does(command: Sequence[object], capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as stopped:
         main([str(argument) for argument in command])
     said = capsys.readouterr()
@@ -87,7 +90,7 @@ def directories(parent: Path, num_shards: int = 2) -> list[Path]:
 
 
 def test_a_grown_table_is_what_a_larger_one_would_have_been(client: WeightClient, cluster: LocalCluster) -> None:
-    """Beside dense SGD over all rows, and, to the bit, a table that was created with them."""
+    """Compares with dense SGD over all rows, and bit for bit with a table created with them."""
     oracle = Oracle(LARGER, RATES)
     epoch = open_table(client, SPEC)
     with WeightClient(cluster.addresses) as small:  # knows the smaller table, and goes on with it
@@ -124,7 +127,7 @@ def test_a_grown_table_is_what_a_larger_one_would_have_been(client: WeightClient
     assert same(client.fetch_state([200]), late)
 
 
-def test_what_cannot_be_extended(client: WeightClient) -> None:
+def test_extend_table_rejects_invalid_sizes(client: WeightClient) -> None:
     with pytest.raises(NoTableError, match="shard 0 holds no table"):
         client.extend_table(10)
     client.create_table(SPEC)
@@ -150,9 +153,9 @@ def test_a_superseded_session_extends_nothing(client: WeightClient, cluster: Loc
         push(newer, 0, 100)
         newer.extend_table(263)
         push(newer, 1, 263)
-        describe = nobody._describe_shards
+        describe = nobody._shards.describe
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(nobody, "_describe_shards", lambda: [describe(), newer.open_session("a moment later")][0])
+            patch.setattr(nobody._shards, "describe", lambda: [describe(), newer.open_session("a moment later")][0])
             with pytest.raises(FencedError, match="was superseded by epoch"):
                 nobody.extend_table(300)
 
@@ -163,14 +166,14 @@ def test_growth_that_a_killed_shard_cut_short_is_repeated(tmp_path: Path, capsys
         open_table(c, SPEC)
         push(c, 0, 100)
         with WeightClient(cluster.addresses, retry_seconds=0.3) as hasty, pytest.MonkeyPatch.context() as patch:
-            describe = hasty._describe_shards
+            describe = hasty._shards.describe
 
             def describe_then_die() -> object:
                 answers = describe()
                 kill(cluster, 1)
                 return answers
 
-            patch.setattr(hasty, "_describe_shards", describe_then_die)
+            patch.setattr(hasty._shards, "describe", describe_then_die)
             with pytest.raises(ShardUnavailableError, match="shard 1"):
                 hasty.extend_table(263)
         cluster.restart(1)
@@ -207,7 +210,7 @@ def stopped_at(shard: int, copy: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.guard
-def test_what_operators_do_with_a_grown_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_operations_on_a_grown_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Checkpoints and backups of before and after, a rollback, an export, a reshard, a compaction, a lost shard."""
     with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
         open_table(client, SPEC)

@@ -1,4 +1,4 @@
-"""Errors of the disk at every write and sync of a commit: nothing acknowledged is lost, nothing counts twice."""
+"""Disk errors at every write and sync of a commit: nothing acknowledged is lost, nothing counts twice."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def push(client: WeightClient, step: int) -> None:
 
 
 def sums(client: WeightClient) -> set[float]:
-    """What the rows are made of: one number, if each gradient counts once for each row."""
+    """The value of all rows: one number, if each gradient counts once for each row."""
     return set(-client.fetch_state(ROWS).weight.ravel())
 
 
 def test_a_commit_ends_with_the_meta_page(disk: FailingDisk, client: WeightClient) -> None:
-    """What the tests below take for granted: pages, a sync, the meta page by a descriptor that syncs."""
+    """The order that the tests below assume: pages, a sync, the meta page through a descriptor that syncs."""
     disk.watch()
     push(client, 0)
     calls = disk.calls()
@@ -65,10 +65,10 @@ def test_a_commit_ends_with_the_meta_page(disk: FailingDisk, client: WeightClien
 
 
 @pytest.mark.guard
-def test_a_meta_page_that_cannot_be_written_ends_the_shard(
+def test_a_failed_write_of_a_meta_page_ends_the_shard(
     disk: FailingDisk, cluster: LocalCluster, client: WeightClient, tmp_path: Path
 ) -> None:
-    """LMDB refuses everything from then on; whether the write is there shows afterwards: here it has landed."""
+    """LMDB refuses everything from then on; whether the write is durable shows afterwards: here it is."""
     push(client, 0)
     push(client, 1)
     disk.fail(META, 2, errno.EIO, lands=True)  # and LMDB cannot put the old page back
@@ -84,7 +84,7 @@ def test_a_meta_page_that_cannot_be_written_ends_the_shard(
             cluster.restart(0)
             waiting.result(60)  # the same call went on, under the same number
     log = (tmp_path / "servers/shard-0.log").read_text()
-    assert re.search("^weightserver serve: .*: LMDB cannot go on after .*$", log, re.MULTILINE), log
+    assert re.search("^weightserver serve: .*: LMDB cannot continue after .*$", log, re.MULTILINE), log
     assert "Traceback" not in log
     assert sums(client) == {3}
     push(client, 3)
@@ -95,7 +95,7 @@ def test_a_meta_page_that_cannot_be_written_ends_the_shard(
 def test_a_write_whose_page_landed_is_repeated_once(
     disk: FailingDisk, cluster: LocalCluster, client: WeightClient
 ) -> None:
-    """By whoever did not wait for the shard's next start."""
+    """The writer does not wait for the shard's next start."""
     push(client, 0)
     push(client, 1)
     disk.fail(META, 2, errno.EIO, lands=True)
@@ -108,7 +108,7 @@ def test_a_write_whose_page_landed_is_repeated_once(
     assert sums(client) == {3}
 
 
-def test_a_full_disk_refuses_writes_and_goes_on_reading(
+def test_a_full_disk_refuses_writes_but_not_reads(
     disk: FailingDisk, cluster: LocalCluster, client: WeightClient
 ) -> None:
     push(client, 0)
@@ -127,7 +127,7 @@ def test_a_full_disk_refuses_writes_and_goes_on_reading(
 def test_errors_at_each_write_and_sync(
     error: int, lands: bool, disk: FailingDisk, cluster: LocalCluster, client: WeightClient
 ) -> None:
-    """One that fails, and it with all behind it until the disk is healed."""
+    """One write fails, and with it all later ones until the disk is healed."""
     steps = itertools.count()
     push(client, next(steps))
     ends = 0

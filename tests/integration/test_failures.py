@@ -1,4 +1,4 @@
-"""Replies lost, shards killed under load, a full disk: what was acknowledged stays, and nothing is added twice."""
+"""Lost replies, shards killed under load, and a full disk: acknowledged writes stay, and nothing is applied twice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Gradients = npt.NDArray[np.float32]
 
 
 class Proxy:
-    """Passes bytes between a client and one shard; while `mute` is set, what the shard answers is lost."""
+    """Passes bytes between a client and one shard; while `mute` is set, the shard's answers are lost."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
@@ -64,7 +64,7 @@ class Proxy:
                 one.shutdown(socket.SHUT_RDWR)
 
     def cut(self) -> None:
-        """Ends all connections, as a network that comes back does."""
+        """Ends all connections, as a network that recovers does."""
         for near, far in self._pairs:
             self._shut(near, far)
 
@@ -129,7 +129,7 @@ def test_a_write_whose_reply_is_lost_is_applied_once(killed: bool) -> None:
 
 
 def run_under_kills(pushes: list[tuple[Rows, Gradients]], num_kills: int) -> tuple[RowState, int, int]:
-    """What the pushes leave, one a step, while shards are killed in turn and restarted."""
+    """The rows after one push per step, while shards are killed in turn and restarted."""
     sent = threading.Semaphore(0)
     with LocalCluster(2) as cluster, WeightClient(cluster.addresses, timeout_seconds=5, retry_seconds=60) as client:
 
@@ -154,7 +154,7 @@ def run_under_kills(pushes: list[tuple[Rows, Gradients]], num_kills: int) -> tup
 
 @pytest.mark.guard
 def test_kills_at_any_time_change_no_bit() -> None:
-    """40 pushes while shards are killed under them, against the same pushes undisturbed."""
+    """Compares 40 pushes while shards are killed with the same pushes undisturbed."""
     generator = np.random.default_rng(1)
     pushes = [
         (generator.integers(0, SPEC.num_rows, 80), generator.standard_normal((80, SPEC.dim)).astype(np.float32))
@@ -166,7 +166,7 @@ def test_kills_at_any_time_change_no_bit() -> None:
 
 
 def test_a_full_disk_refuses_a_write_and_recovers(tmp_path: Path) -> None:
-    """The data file may not grow any more: the push fails as a whole; rows stay readable; with room it succeeds."""
+    """If the data file cannot grow, the whole push fails and rows stay readable; with free space it succeeds."""
     spec = TableSpec(num_rows=20_000, dim=32)
     rows = np.arange(spec.num_rows)
     gradients = np.ones((len(rows), spec.dim), np.float32)

@@ -1,4 +1,4 @@
-"""Who may write: ranks of one epoch, a rank that was restarted, and writers that were overtaken by a newer session."""
+"""Fencing: ranks of one epoch, a restarted rank, and writers superseded by a newer session."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUM_RANKS = 3
 
 @pytest.fixture
 def ranks(client: WeightClient, cluster: LocalCluster) -> Iterator[list[WeightClient]]:
-    """Clients of one epoch: the first opened it, the others joined."""
+    """Clients of one epoch: the first opens it, the others join."""
     client.create_table(SPEC)
     client.extend_schedule(0, np.full(2_000, 0.01))
     epoch = client.open_session("old")
@@ -61,7 +61,7 @@ def test_a_newer_session_fences_every_rank(ranks: list[WeightClient], cluster: L
 
 
 def test_a_restarted_rank_joins_as_a_new_writer(ranks: list[WeightClient], cluster: LocalCluster) -> None:
-    """Its numbers begin at 1 again, and none of them is taken for one of its predecessor's."""
+    """Its numbers start at 1 again, and none is mistaken for one of its predecessor's."""
     first = ranks[0].fetch(ROWS, step=0)
     ranks[1].push_gradients(ROWS, ONES, step=0)
     epoch = ranks[0].describe().epoch
@@ -74,10 +74,10 @@ def test_a_restarted_rank_joins_as_a_new_writer(ranks: list[WeightClient], clust
     np.testing.assert_allclose(ranks[0].fetch(ROWS, step=1), decay * first - 3 * 0.01, atol=1e-6)
 
 
-def test_old_ranks_that_go_on_writing_while_a_newer_session_rolls_back(
+def test_old_ranks_that_keep_writing_while_a_newer_session_rolls_back(
     ranks: list[WeightClient], cluster: LocalCluster
 ) -> None:
-    """From the moment the newer session is open, the rows are its own: nothing of the old ranks comes through."""
+    """Once the newer session is open, no write of the old ranks is applied."""
     ranks[0].push_gradients(ROWS, ONES, step=0)
     kept = ranks[0].fetch_state(ROWS)
     ranks[0].checkpoint("kept", step=1)
@@ -116,7 +116,7 @@ def test_a_rollback_that_failed_on_one_shard_has_to_be_repeated_first() -> None:
         kept = client.fetch_state(ROWS)
         client.checkpoint("kept", step=1)
         client.push_gradients(ROWS, ONES, step=1)
-        describe = client._describe_shards
+        describe = client._shards.describe
 
         def describe_then_die() -> object:
             answers = describe()
@@ -125,7 +125,7 @@ def test_a_rollback_that_failed_on_one_shard_has_to_be_repeated_first() -> None:
             return answers
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(client, "_describe_shards", describe_then_die)
+            patch.setattr(client._shards, "describe", describe_then_die)
             with pytest.raises(ShardUnavailableError, match="shard 1"):
                 client.rollback("kept")
         cluster.restart(1)

@@ -1,5 +1,5 @@
-"""Requests of every method with fields that are nearly right, with bytes changed, and bytes that are none, to the
-handlers, over a channel and at the bare port: each is refused or done, and the shard lives on as it was."""
+"""Requests of every method with nearly valid fields, with changed bytes, and random bytes, sent to the handlers, over a
+channel and to the bare port: each is refused or executed, and the shard continues undamaged."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ from weightserver.core.errors import StepError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol._generated.weight_server_pb2_grpc import WeightServerStub
 from weightserver.protocol.codec import ACKNOWLEDGED_KEY, MARK_KEY, VERSION_KEY, spec_to_proto, table_digest
-from weightserver.server.admission import BASE_BYTES, CallLimiter, RequestMemory
+from weightserver.server.admission import BASE_BYTES, CallLimiter
 from weightserver.server.metrics import ShardMetrics
+from weightserver.server.request_memory import RequestMemory
 from weightserver.server.service import NAME, WeightServerService, add_to_server
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.shard import Shard
@@ -52,19 +53,19 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 class Inputs:
-    """Requests made at random from a seed; `epoch` is the session that they may name, 0 where none is right."""
+    """Makes random requests from a seed; `epoch` is the session that they may name, 0 for none."""
 
     def __init__(self, seed: int, epoch: int) -> None:
         self._random = random.Random(seed)
         self._epoch = epoch
         self.table = table_digest(SPEC, b"")
-        """That they may name."""
+        """The table that requests may name."""
         self.opener = b"o" * 16
-        """That they may name."""
+        """The opener that requests may name."""
 
     def metadata(self, mark: str) -> tuple[Metadata, set[str]]:
-        """What a call carries beside its messages, mostly what is right for a shard of that mark; and how else it may
-        be answered then, where it is not."""
+        """Returns a call's metadata, mostly valid for a shard with that mark, and the errors allowed if it is not
+        valid."""
         r = self._random
         if r.random() < 0.02:
             versions = [] if r.random() < 0.2 else [(VERSION_KEY, r.choice(VERSIONS))]
@@ -79,7 +80,7 @@ class Inputs:
         return (version, (ACKNOWLEDGED_KEY, mark)) if r.random() < 0.5 else (version,), set()
 
     def request(self) -> tuple[Any, list[bytes]]:
-        """A method of the contract and the messages of a call of it."""
+        """Returns a method of the contract and the messages of one call."""
         method = self._random.choice(METHODS)
         if method.name == "DropTable" and self._random.random() < 0.9:
             method = self._random.choice(METHODS[-6:])
@@ -88,7 +89,7 @@ class Inputs:
         return method, [self._bytes(kind, first=number == 0) for number in range(count)]
 
     def overflowing(self, method: Any) -> bytes:
-        """A message of which integers are too large, the epoch always."""
+        """Makes integers of a message too large, always the epoch."""
         message: Any = GetMessageClass(method.input_type)()
         self._fill(message, first=True)
         for field in message.DESCRIPTOR.fields:
@@ -116,7 +117,7 @@ class Inputs:
         return bytes(data)
 
     def _fill(self, message: Any, *, first: bool) -> None:
-        """Each field: mostly what would be right, else anything of its type."""
+        """Fills each field with a mostly valid value, else with anything of its type."""
         r = self._random
         for field in message.DESCRIPTOR.fields:
             if r.random() < 0.04 or (field.name == "header" and not first and r.random() < 0.9):
@@ -189,11 +190,11 @@ class Inputs:
 
 
 class Ended(Exception):
-    """The call was ended with a status."""
+    """The call ended with a status."""
 
 
 class FakeContext:
-    """Takes the place of gRPC's."""
+    """Replaces gRPC's context."""
 
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
@@ -218,7 +219,7 @@ class FakeContext:
 
 
 class InProcess:
-    """A shard's handlers behind its call limiter, without a channel and a disk."""
+    """A shard's handlers behind its call limiter, without a channel or a disk."""
 
     def __init__(self) -> None:
         self.shard = Shard(MemoryStorage(), shard=0, num_shards=2)
@@ -237,7 +238,7 @@ class InProcess:
         self.prepare()
 
     def prepare(self) -> None:
-        """There is a table, a schedule and a session, whose epoch is 1 at first."""
+        """Makes a table, a schedule and a session, whose epoch is 1 at first."""
 
         def do(operation: Callable[[Any], Any]) -> None:
             self.committer.submit(operation).result(10)
@@ -302,7 +303,8 @@ def test_handlers(count: int) -> None:
                 assert np.isfinite(part.weight).all()
             for row in rows:  # corrected they are finite, or the fetch says which row and update
                 try:
-                    for part in place.shard.fetch(row[None], step=HORIZON, state=True):
+                    for part in place.shard.fetch(np.array([row]), step=HORIZON, state=True):
+                        assert part.momentum_buffer is not None
                         assert np.isfinite([part.weight, part.momentum_buffer]).all()
                 except StepError as error:
                     assert f"row {row} would become infinite or NaN in update" in str(error)  # noqa: PT017
@@ -358,7 +360,7 @@ def everything(client: WeightClient) -> tuple[object, ...]:
 @pytest.mark.guard
 @pytest.mark.parametrize("count", [600, pytest.param(40_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_over_a_channel(place: tuple[LocalCluster, WeightClient], count: int) -> None:
-    """No request has the session, so none may change anything."""
+    """No request names the session, so none may change anything."""
     cluster, client = place
     before, statuses = everything(client), Counter[str]()
     process, (mark,) = psutil.Process(cluster.processes[0].pid), client.marks()
@@ -398,7 +400,7 @@ def test_over_a_channel(place: tuple[LocalCluster, WeightClient], count: int) ->
 
 
 def own_memory(process: psutil.Process) -> int:
-    """Without the map of the data file."""
+    """Bytes of memory without the map of the data file."""
     return int(process.memory_info().rss - process.memory_info().shared)
 
 

@@ -1,5 +1,5 @@
-"""Clients that call at random while shards are killed and paused and the network is faulty: what they were answered has
-an order that the sequential model explains (tests/helpers/linearizability.py says what that means).
+"""Random calls of clients while shards are killed and paused and the network is faulty: the answers have an order that
+the sequential model explains (tests/helpers/linearizability.py defines that).
 
 Each history stays in the test's directory and can be checked again without any server.
 """
@@ -48,22 +48,22 @@ FAULTS_OF_SHARDS = ["kill", "pause"]
 
 
 class Clients:
-    """Threads that call until they are told to stop, with arguments from a seed, and record what they are answered.
+    """Threads that make calls with arguments from a seed until they are stopped, and record the answers.
 
-    Writers join the newest session; when a newer one fences them, they try once more before they join that.
+    Writers join the newest session; when a newer one fences them, they retry once before they join it.
     """
 
     def __init__(self, recorder: Recorder, direct: Sequence[str], faulty: Sequence[str], seed: int) -> None:
         self._recorder, self._direct, self._faulty, self._seed = recorder, direct, faulty, seed
         self._stop = threading.Event()
         self._step = 0
-        """About where the pushes are."""
+        """Returns a step close to those of the pushes."""
         self._checkpoints: list[str] = []
         self._epoch = self._open_session()
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Returns when the operator is through and whoever called is done."""
+        """Returns when the operator and all callers are done."""
         with ThreadPoolExecutor(6) as threads:
             operator = threads.submit(self._operate, self._random("operator"))
             others = [
@@ -92,7 +92,7 @@ class Clients:
         return WeightClient(addresses, timeout_seconds=TIMEOUT_SECONDS, retry_seconds=retry_seconds)
 
     def _near(self, draw: random.Random, *offsets: int) -> int:
-        """A step near those of the other clients."""
+        """Returns a step close to those of the other clients."""
         return min(max(0, self._step + draw.choice(offsets)), len(RATES) - 1)
 
     # ---- writers
@@ -162,7 +162,7 @@ class Clients:
                 method: Callable[..., Any] = client.fetch_state
                 if draw.random() < 0.6:
                     how["step"] = self._near(draw, -1, 1, 3, 3, 9)
-                    method = draw.choice([client.fetch, client.fetch_state])
+                    method = draw.choice([client.fetch, method])
                 with contextlib.suppress(StepError, NoTableError, *UNKNOWN_OUTCOME):
                     self._recorder.begin(name, method, **how).run()
                 self._stop.wait(draw.uniform(0, 0.01))
@@ -175,8 +175,8 @@ class Clients:
         return epoch
 
     def _operate(self, draw: random.Random) -> None:
-        """Opens sessions, and goes back to checkpoints before anybody joins, while writers of older ones go on. Takes
-        and releases checkpoints under everybody's feet."""
+        """Opens sessions, and rolls back to checkpoints before others join, while writers of older sessions continue.
+        Takes and releases checkpoints at any time."""
         with contextlib.ExitStack() as clients:
             for operation in ["session", "checkpoint", *draw.sample(OPERATIONS, len(OPERATIONS))]:
                 if operation in ("session", "rollback"):
@@ -213,7 +213,7 @@ class Clients:
             self._insist(lambda: self._recorder.begin("operator", client.release, epoch, name=name))
 
     def _insist(self, begin: Callable[[], RecordedCall]) -> None:
-        """Makes calls, another one each time, until one is answered."""
+        """Makes different calls until one is answered."""
         pause = TIMEOUT_SECONDS
         while True:
             with contextlib.suppress(*UNKNOWN_OUTCOME):
@@ -224,7 +224,7 @@ class Clients:
 
 
 def disturb(cluster: LocalCluster, recorder: Recorder, draw: random.Random) -> None:
-    """Kills and pauses shards. A pause lasts until an attempt was too long for somebody."""
+    """Kills and pauses shards. A pause lasts until an attempt of some client times out."""
     for fault in draw.sample(FAULTS_OF_SHARDS, len(FAULTS_OF_SHARDS)):
         time.sleep(draw.uniform(0.1, 0.5))
         shard = draw.randrange(len(cluster.processes))
@@ -245,7 +245,7 @@ def disturb(cluster: LocalCluster, recorder: Recorder, draw: random.Random) -> N
 
 
 def history(cluster: LocalCluster, path: Path, seed: int) -> Checked:
-    """Records one, and checks it."""
+    """Records a history and checks it."""
     with WeightClient(cluster.addresses) as client:
         client.drop_table()
         client.create_table(SPEC)

@@ -1,4 +1,4 @@
-"""`weightserver inspect` beside a shard that writes: what it tells is of one moment, and it holds up nobody."""
+"""`weightserver inspect` while a shard writes: it reads one moment, and delays no writer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weightserver.core.checkpoints import Checkpoint
+from weightserver.core.checkpoints import ShardCheckpoint
 from weightserver.operations.inspect import inspect_directory
 from weightserver.shard.shard import Shard
 from weightserver.storage.lmdb_storage import LmdbStorage
@@ -23,8 +23,8 @@ from weightserver.storage.records import State, put_record, read_state, write_sc
 from weightserver.storage.snapshot import Snapshot, read_snapshot
 
 
-def test_a_stopped_inspect_holds_no_space(tmp_path: Path) -> None:
-    """SIGSTOP at random moments of its reading, while every row is written again and again."""
+def test_a_killed_inspect_holds_no_space(tmp_path: Path) -> None:
+    """Stops it with SIGSTOP at random moments of its reading, while every row is written repeatedly."""
     code = (
         "import sys; from pathlib import Path; from weightserver.operations.inspect import inspect_directory\n"
         "for number in range(10 ** 9):\n"
@@ -57,8 +57,8 @@ def test_a_stopped_inspect_holds_no_space(tmp_path: Path) -> None:
 
 
 @pytest.mark.guard
-def test_what_inspect_tells_is_of_one_transaction(tmp_path: Path) -> None:
-    """Beside a shard that writes all the time, with values of many pages."""
+def test_inspect_reads_one_transaction(tmp_path: Path) -> None:
+    """A shard writes all the time, with values of many pages."""
     kept = LmdbStorage(tmp_path)
     Shard(kept, shard=0, num_shards=1)
     stopped, count = threading.Event(), 0
@@ -67,7 +67,10 @@ def test_what_inspect_tells_is_of_one_transaction(tmp_path: Path) -> None:
         number = 0
         while not stopped.is_set():
             number += 1
-            names = tuple(Checkpoint(f"{number}", number, n, number, number) for n in range(number % 50))
+            names = tuple(
+                ShardCheckpoint(f"{number}", number, generation=n, clock=number, rows_stored=number)
+                for n in range(number % 50)
+            )
             with kept.write() as txn:
                 write_state(txn, State(epoch=number, run=f"{number}", rows_stored=number, checkpoints=names))
                 write_schedule(txn, 0, np.zeros(number, np.float32))
@@ -91,12 +94,12 @@ def test_what_inspect_tells_is_of_one_transaction(tmp_path: Path) -> None:
 
 
 def test_a_snapshot_is_read_again_once_its_pages_may_be_written_over(tmp_path: Path) -> None:
-    """LMDB uses the pages that a transaction frees again in the next but one."""
+    """LMDB reuses the pages that a transaction frees two transactions later."""
     kept = LmdbStorage(tmp_path)
     Shard(kept, shard=0, num_shards=1)
 
     def calls(num_writes: int) -> int:
-        epochs = []
+        epochs: list[int] = []
 
         def read(snapshot: Snapshot) -> int:
             for _ in range(0 if epochs else num_writes):

@@ -1,4 +1,4 @@
-"""Signals that interrupt a client's calls anywhere: in Python code, its own or gRPC's, and where it waits."""
+"""Signals that interrupt a client's calls anywhere: in its own or gRPC's Python code, and while it waits."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.guard
 @pytest.mark.parametrize("num_shards", [1, 2])
-def test_interrupts_stop_no_later_call(tmp_path: Path, num_shards: int) -> None:
-    """Pushes, fetches, checkpoints, opening and closing are made again, and return; each push counts once."""
+def test_interrupts_do_not_affect_later_calls(tmp_path: Path, num_shards: int) -> None:
+    """Pushes, fetches, checkpoints, opening and closing succeed when repeated; each push counts once."""
     with LocalCluster(num_shards, tmp_path) as cluster:
         with WeightClient(cluster.addresses) as client:
             client.create_table(SPEC)

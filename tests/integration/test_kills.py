@@ -1,5 +1,5 @@
-"""Shards that die while a run trains, at any instant or at chosen points of a commit, and are restarted as a supervisor
-would: nothing changes."""
+"""Shards that die while a run trains, at any instant or at chosen points of a commit, and are restarted as by a
+supervisor: nothing changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG = [pytest.mark.slow, pytest.mark.timeout(1_800)]
 
 
 class Killer:
-    """Kills a random shard at random times and starts it again, in a thread of its own, until it is told to stop."""
+    """Kills and restarts random shards at random times in a thread, until stopped."""
 
     def __init__(self, cluster: LocalCluster, seed: int, at_most: int) -> None:
         self.kills = 0
@@ -50,7 +50,7 @@ class Killer:
 
 
 class Supervisor:
-    """Lets shards die at points of commits that the seed chooses, and starts again those that have died."""
+    """Lets shards die at points of commits that the seed chooses, and restarts them."""
 
     def __init__(self, cluster: DyingCluster, seed: int, num_deaths: int) -> None:
         self.deaths: Counter[str] = Counter()
@@ -83,7 +83,7 @@ class Supervisor:
 
 
 def outcome(cluster: LocalCluster, output: Path, rows: Any, steps: int) -> tuple[list[float], RowState]:
-    """Every loss of a run that does nothing but the rows' part, and all rows as the servers hold them."""
+    """Returns every loss of a run without an encoder, and all rows on the servers."""
     servers = ",".join(cluster.addresses)
     train(small_run(output, servers=servers, rows=rows, steps=steps, checkpoint_every=23, encoder=ONLY_ROWS))
     with WeightClient(cluster.addresses) as client:

@@ -1,4 +1,4 @@
-"""Fetches that last: slow links, connections cut, shards killed. What arrived is kept, and is not asked for again."""
+"""Long fetches over slow links, cut connections and killed shards: rows that arrived are not requested again."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from weightserver.protocol.codec import CHUNK_BYTES, decode_fetch_response, rows
 SPEC = TableSpec(num_rows=40_000, dim=64, init_std=0.1)
 ROWS = np.arange(SPEC.num_rows)
 ROWS_PER_MESSAGE = CHUNK_BYTES // (4 * SPEC.dim) + SPEC.rows_per_block
-"""At most: a message ends with a block."""
+"""The largest message: messages end with a block."""
 
 
 class WatchedProxy(FaultyProxy):
-    """Notes which rows each fetch asks for, and how many it is passed.
+    """Records which rows each fetch requests, and how many arrive.
 
     Args:
         before: called before each attempt of a fetch with its number; may abort it.
@@ -57,8 +57,8 @@ class WatchedProxy(FaultyProxy):
             yield answer
 
     def check(self, rows: Int64Array, *, lost: int = 0) -> None:
-        """Each attempt asked for the rows that those before it were not passed, or whose message, at most `lost`
-        rows, may not have arrived; together they asked for all."""
+        """Checks that each attempt requested the rows that earlier ones did not receive, except for one message of at
+        most `lost` rows, and that together they requested all."""
         assert np.array_equal(self.asked[0], rows)
         for (asked, passed), later in itertools.pairwise(zip(self.asked, self.passed, strict=True)):
             arrived = len(asked) - len(later[0])
@@ -78,7 +78,7 @@ def shard() -> Iterator[LocalCluster]:
 
 
 def asked_rows(cluster: LocalCluster) -> float:
-    """Rows that all fetches since the shard's start asked for."""
+    """Number of rows requested by all fetches since the shard's start."""
     return metric(cluster.metrics_addresses[0], 'weightserver_request_rows_sum{operation="fetch"}')
 
 
@@ -87,8 +87,8 @@ def assert_same(one: RowState, other: RowState) -> None:
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
 
 
-def test_a_fetch_goes_on_from_what_arrived(shard: LocalCluster) -> None:
-    """Every answer is cut behind its first message, and nothing is tried again for longer than that."""
+def test_a_fetch_resumes_after_the_rows_that_arrived(shard: LocalCluster) -> None:
+    """Every answer is cut after its first message, and retries last no longer than that."""
     with (
         WeightClient(shard.addresses) as direct,
         WatchedProxy(shard.addresses[0], cut=True) as proxy,
@@ -102,7 +102,7 @@ def test_a_fetch_goes_on_from_what_arrived(shard: LocalCluster) -> None:
         assert asked_rows(shard) - before == sum(map(len, proxy.asked))
 
 
-def test_rows_in_any_order_go_on_too(shard: LocalCluster) -> None:
+def test_fetches_of_rows_in_any_order_resume(shard: LocalCluster) -> None:
     rows = np.random.default_rng(1).integers(0, SPEC.num_rows, 30_000)
     with (
         WeightClient(shard.addresses) as direct,
@@ -115,7 +115,7 @@ def test_rows_in_any_order_go_on_too(shard: LocalCluster) -> None:
 
 @pytest.mark.guard
 def test_a_fetch_may_take_longer_than_its_deadline(shard: LocalCluster) -> None:
-    """The link takes at least 2 s for it, an attempt 0.7 s."""
+    """The transfer takes at least 2 s, an attempt lasts 0.7 s."""
     with (
         WeightClient(shard.addresses) as direct,
         WatchedProxy(shard.addresses[0], seconds_per_message=0.2) as proxy,
@@ -127,8 +127,8 @@ def test_a_fetch_may_take_longer_than_its_deadline(shard: LocalCluster) -> None:
 
 
 @pytest.mark.guard
-def test_what_arrives_renews_the_time_to_try_again(shard: LocalCluster) -> None:
-    """The shard is away for 0.3 s behind each message: ten times that is more than `retry_seconds`."""
+def test_arriving_rows_renew_the_time_for_retries(shard: LocalCluster) -> None:
+    """The shard is down for 0.3 s after each message: ten times that exceeds `retry_seconds`."""
     back = [0.0]
 
     def before(attempt: int, context: grpc.ServicerContext) -> None:
@@ -147,7 +147,7 @@ def test_what_arrives_renews_the_time_to_try_again(shard: LocalCluster) -> None:
         proxy.check(ROWS)
 
 
-def test_a_shard_that_stays_away_is_blamed_with_what_arrived(shard: LocalCluster) -> None:
+def test_an_unavailable_shard_is_reported_with_the_rows_that_arrived(shard: LocalCluster) -> None:
     def before(attempt: int, context: grpc.ServicerContext) -> None:
         if attempt >= 3:
             context.abort(grpc.StatusCode.UNAVAILABLE, "away")
@@ -163,7 +163,7 @@ def test_a_shard_that_stays_away_is_blamed_with_what_arrived(shard: LocalCluster
 
 
 def test_a_checkpoint_that_changes_under_a_fetch_ends_it(shard: LocalCluster) -> None:
-    """Another checkpoint of its name is none: rows of both are never mixed."""
+    """Rows of another checkpoint with the same name are never mixed in."""
 
     def before(attempt: int, context: grpc.ServicerContext) -> None:
         if attempt == 2:
@@ -185,7 +185,7 @@ def test_a_checkpoint_that_changes_under_a_fetch_ends_it(shard: LocalCluster) ->
 
 @pytest.mark.guard
 def test_a_shard_killed_under_a_fetch_is_asked_for_the_rest(tmp_path: Path) -> None:
-    """Twice, and started again as a supervisor would."""
+    """The shard is killed twice, and restarted as by a supervisor."""
 
     def before(attempt: int, context: grpc.ServicerContext) -> None:
         if attempt in (2, 4):

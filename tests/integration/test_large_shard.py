@@ -22,7 +22,8 @@ import pytest
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.operations.inspect import inspect_directory
 from weightserver.shard.group_commit import commit_group
-from weightserver.shard.shard import Shard, WriteTransaction
+from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteTransaction
 from weightserver.storage.lmdb_storage import LmdbStorage
 
 PAGE_BYTES = 4096
@@ -33,9 +34,9 @@ MEMORY_BYTES = psutil.virtual_memory().total + psutil.swap_memory().total
 
 
 def lengthen(directory: Path, num_bytes: int) -> None:
-    """Makes a stopped shard's file `num_bytes` long, as if so many had been written. They take no disk.
+    """Makes a stopped shard's file `num_bytes` long, as if that much had been written. It takes no disk space.
 
-    To LMDB, pages that are neither used nor free are a leak, which it leaves alone.
+    LMDB leaves pages alone that are neither used nor free.
     """
     with (directory / "data.mdb").open("r+b") as file:
         for meta in (0, 1):
@@ -47,7 +48,7 @@ def lengthen(directory: Path, num_bytes: int) -> None:
 
 
 def test_a_map_outgrows_memory(tmp_path: Path) -> None:
-    """By what all of a server's writes go through, and again after a restart."""
+    """Writes through the layer that all writes of a server use, and again after a restart."""
     LmdbStorage(tmp_path, room_bytes=64 << 10).close()
     lengthen(tmp_path, MEMORY_BYTES)
     value = b"x" * 60_000
@@ -71,7 +72,7 @@ def test_a_map_outgrows_memory(tmp_path: Path) -> None:
 
 
 def test_a_map_takes_the_address_space_that_is_left(tmp_path: Path) -> None:
-    """It grows by less than twice where `ulimit -v` allows no more; where that too is refused, reads still work."""
+    """The map grows by less than a factor of two if `ulimit -v` allows no more; if it cannot grow, reads still work."""
     storage = LmdbStorage(tmp_path)
     Shard(storage, shard=0, num_shards=1)
     storage.close()
@@ -105,7 +106,7 @@ def test_a_map_takes_the_address_space_that_is_left(tmp_path: Path) -> None:
 
 @pytest.mark.guard
 def test_a_server_writes_beyond_memory(tmp_path: Path) -> None:
-    """Written through a client until the map has grown, restarted, written and read again."""
+    """Writes through a client until the map has grown, restarts, writes and reads again."""
     spec, directory = TableSpec(num_rows=1_000_000, dim=128), tmp_path / "shard-0"
     weight, momentum = np.random.default_rng(0).standard_normal((2, 16_380, spec.dim), dtype=np.float32)
     LocalCluster(1, tmp_path).close()
@@ -131,7 +132,7 @@ def test_a_server_writes_beyond_memory(tmp_path: Path) -> None:
 
 
 def resident_bytes(path: Path) -> int:
-    """How much of a file is in memory."""
+    """The number of bytes of a file in the page cache."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
         pages = np.zeros(-(-len(mapped) // PAGE_BYTES), np.uint8)
         address = np.frombuffer(mapped, np.uint8).ctypes.data
@@ -143,14 +144,14 @@ def resident_bytes(path: Path) -> int:
 
 
 def let_go(path: Path) -> None:
-    """Takes a file that no process maps out of memory."""
+    """Drops a file that no process maps from the page cache."""
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 @pytest.mark.guard
 def test_rows_anywhere_read_no_more_than_their_blocks(tmp_path: Path) -> None:
-    """From a file of which nothing is in memory, whatever the disk's readahead; fetched and pushed."""
+    """Fetches and pushes with a cold page cache, whatever the disk's readahead."""
     spec, data = TableSpec(num_rows=63 * 300, dim=128), tmp_path / "shard-0" / "data.mdb"
     weight, momentum = np.random.default_rng(0).standard_normal((2, spec.num_rows, spec.dim), dtype=np.float32)
     with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
@@ -189,8 +190,8 @@ def test_rows_anywhere_read_no_more_than_their_blocks(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_thirty_gigabytes(tmp_path: Path) -> None:
-    """The benchmark, which compares the rows that it reads with what it wrote: no stage takes more memory than another
-    shard takes (docs/guarantees.md)."""
+    """Runs the benchmark, which compares the rows that it reads with those written: no stage takes more memory than any
+    shard may take (docs/guarantees.md)."""
     if shutil.disk_usage(tmp_path).free < 40e9:
         pytest.skip("needs 40 GB of free disk under the temporary directory (--basetemp)")
     options = ["--rows", "32000000", "--directory", str(tmp_path / "data"), "--output", str(tmp_path)]

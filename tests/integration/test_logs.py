@@ -1,4 +1,4 @@
-"""What shards and trainers log: one line an event, joined by request ids, and nothing secret."""
+"""Logs of shards and trainers: one line per event, joined by request ids, without secrets."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_failure_is_found_by_its_request(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("log_format", LOG_FORMATS)
 def test_a_traceback_shows_no_values(log_format: LogFormat, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token is a local variable of some function."""
+    """The token is a local variable of some function."""
     monkeypatch.setattr(sys, "stderr", told := io.StringIO())
     log_events(log_format, lambda: {"shard": 3})
     token = "".join(["to", "ken", "-of-the-shard"])
@@ -123,7 +123,7 @@ def test_a_trainer_logs_events_and_no_steps(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.guard
-def test_a_shard_whose_log_nobody_reads_goes_on(tmp_path: Path) -> None:
+def test_a_shard_whose_log_is_closed_continues(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "weightserver", "serve", "--init", "--data-dir", str(tmp_path / "data")]
     shard = subprocess.Popen(
         [*command, "--listen", "127.0.0.1:0", "--announce"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -149,7 +149,7 @@ def test_a_shard_whose_log_nobody_reads_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_line_is_json_where_that_is_asked_for(cluster: LocalCluster, tmp_path: Path) -> None:
-    """Of a shard that cannot start, and of a run that trains and then cannot go on."""
+    """Names of a shard that cannot start, and of a run that trains and then cannot continue."""
     secret = tmp_path / "token"
     secret.write_text("x" * 20)
     secret.chmod(0o644)
@@ -170,7 +170,7 @@ def test_every_line_is_json_where_that_is_asked_for(cluster: LocalCluster, tmp_p
 
 
 @pytest.mark.parametrize("log_format", LOG_FORMATS)
-def test_names_command_no_terminal(log_format: LogFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_in_logs_do_not_control_the_terminal(log_format: LogFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", told := io.StringIO())
     log_events(log_format)
     logging.getLogger("weightserver.server.service").info(

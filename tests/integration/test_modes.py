@@ -22,7 +22,7 @@ SPEC = TableSpec(num_rows=40, dim=8, rows_per_block=10)
 
 @pytest.fixture
 def public() -> Iterator[Path]:
-    """A directory that all users reach, while the umask takes no right from anyone."""
+    """A directory that all users can reach, with a umask that removes no rights."""
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o755)
         before = os.umask(0)
@@ -33,7 +33,7 @@ def public() -> Iterator[Path]:
 
 
 def modes(directory: Path) -> dict[str, str]:
-    """Of a directory and all in it."""
+    """Returns the modes of a directory and everything in it."""
     paths = [directory, *directory.rglob("*")]
     return {str(path.relative_to(directory.parent)): oct(path.stat().st_mode & 0o777) for path in paths}
 
@@ -49,7 +49,7 @@ def write_rows(cluster: LocalCluster, backup_to: Path) -> None:
 
 
 @pytest.mark.guard
-def test_what_holds_rows_is_its_owners_alone(public: Path) -> None:
+def test_files_with_rows_are_private(public: Path) -> None:
     with LocalCluster(1, public / "servers") as cluster:
         write_rows(cluster, public / "backup")
     shard = public / "servers/shard-0"
@@ -77,14 +77,14 @@ def test_what_holds_rows_is_its_owners_alone(public: Path) -> None:
 @pytest.mark.guard
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 def test_another_user_gets_nowhere(public: Path) -> None:
-    """It can open no file, which reading and locking take."""
+    """Other users can open no file, which reading and locking require."""
     with LocalCluster(1, public / "servers") as cluster:
         write_rows(cluster, public / "backup")
         opens = "for path; do if (: < $path) 2> /dev/null; then echo opened; else echo refused; fi; done"
         files = [
             path for name in ("servers", "backup") for path in (public / name).rglob("*") if path.name != "cluster.json"
         ]
-        command = ["sh", "-c", opens, "sh", public, *files]
+        command: list[str | Path] = ["sh", "-c", opens, "sh", public, *files]
         done = subprocess.run(
             command, cwd="/", user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True, text=True, check=False
         )

@@ -1,4 +1,4 @@
-"""Runs on several nodes: torchrun on each, weight servers on another, and what happens when one of them is lost."""
+"""Runs on several nodes: torchrun on each, weight servers on another, and the loss of one of them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ TRAINER += "--encoder.image-size 16 --encoder.width 8 --encoder.norm group"  # B
 
 @dataclass(frozen=True)
 class Cluster:
-    """Two nodes for ranks, and weight servers that ask for TLS and a token on a third."""
+    """Two nodes for ranks, and weight servers that require TLS and a token on a third."""
 
     nodes: list[Node]
     trainer: list[str]
-    """A run on those servers."""
+    """Settings of a run on those servers."""
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def on_one_node(tmp_path_factory: pytest.TempPathFactory) -> npt.NDArray[np.floa
 
 
 class Torchrun:
-    """torchrun on one of several nodes, of which `host` holds the rendezvous. Ranks are in the order of addresses."""
+    """Runs torchrun on one of several nodes; `host` holds the rendezvous. Ranks follow the order of addresses."""
 
     def __init__(self, cluster: Cluster, index: int, number: str, host: int, log: Path, *more: str) -> None:
         node, meeting = cluster.nodes[index], cluster.nodes[host].address
@@ -79,7 +79,7 @@ class Torchrun:
         self.log = log
 
     def kill(self) -> None:
-        """With -9, its ranks too."""
+        """Kills it and its ranks with -9."""
         if self.process.poll() is None:
             torchrun = psutil.Process(self.process.pid)
             for process in [torchrun, *torchrun.children(recursive=True)]:
@@ -117,10 +117,10 @@ def test_two_nodes_train_like_one(cluster: Cluster, on_one_node: npt.NDArray[np.
 @pytest.mark.parametrize(
     ("loss", "lost", "num_ranks"), [("killed", 0, 1), ("unplugged", 1, 1), ("killed and started again", 0, 2)]
 )
-def test_a_run_goes_on_by_itself_when_a_node_is_lost(
+def test_a_run_resumes_by_itself_when_a_node_is_lost(
     loss: str, lost: int, num_ranks: int, cluster: Cluster, on_one_node: npt.NDArray[np.float64], tmp_path: Path
 ) -> None:
-    """torchrun starts the other node's rank again, alone or with a new one; it goes on from the last checkpoint."""
+    """torchrun restarts the other node's rank, alone or with a new one; the run resumes from the last checkpoint."""
     options, other = ["--resume", "auto", "--rank-timeout-seconds", "5", "--retry-seconds", "5"], 1 - lost
     with on_all_nodes(cluster, "1:2", tmp_path, *options, host=other) as running:
         metrics = tmp_path / "run" / "metrics.jsonl"
@@ -134,7 +134,7 @@ def test_a_run_goes_on_by_itself_when_a_node_is_lost(
             running[-1].wait()
         running[other].wait()
         said = running[other].log.read_text()
-    assert "trainer: another rank failed or stays away" in said
+    assert "trainer: another rank failed or does not answer" in said
     logs = "".join(log.read_text() for log in tmp_path.glob("node-*.log"))
     begun = sorted(re.findall(r"^\S+Z \[info\] training begins .*", logs, re.MULTILINE))
     first, again = (dict(re.findall(r"(\w+)=(\d+)", line)) for line in begun)

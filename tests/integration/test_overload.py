@@ -1,4 +1,4 @@
-"""More than a shard can take: callers that are silent, cancelled or far too many. It stays small, and goes on."""
+"""Overload: callers that are silent, cancelled or far too many. The shard stays small and continues to serve."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from weightserver import (
     WeightClient,
     WeightServerError,
     __version__,
-    connection,
 )
+from weightserver.client import connection
 from weightserver.client.connection import ShardConnection
 from weightserver.client.workers import Workers
 from weightserver.protocol._generated import weight_server_pb2 as pb
@@ -44,8 +44,10 @@ from weightserver.protocol.codec import (
     WAITED_KEY,
     rows_to_proto,
 )
-from weightserver.server.admission import BASE_BYTES, LANES, MAX_CALLS, MAX_WAITING, Lane, RequestMemory
+from weightserver.server.admission import BASE_BYTES
+from weightserver.server.lanes import LANES, MAX_CALLS, MAX_WAITING, Lane
 from weightserver.server.metrics import ShardMetrics
+from weightserver.server.request_memory import RequestMemory
 from weightserver.server.service import NAME, WeightServerService
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.shard import Shard
@@ -54,13 +56,13 @@ from weightserver.storage.lmdb_storage import LmdbStorage
 SPEC = TableSpec(num_rows=1_000_000, dim=64, momentum=0, weight_decay=0, init_std=0)
 MEMORY_MIB = 128
 CEILING = BASE_BYTES + (MEMORY_MIB << 20) + MAX_CALLS * CHUNK_BYTES
-"""With callers whose messages are of 1 MiB, as those here."""
+"""Upper bound for callers whose messages have 1 MiB, as here."""
 OPTIONS = ["--request-memory-mib", str(MEMORY_MIB), "--stall-seconds", "1"]
 SOAK_MINUTES = float(os.environ.get("SOAK_MINUTES", "60"))
 
 
 class Crowd:
-    """One shard with little memory, a good client of it, and callers that are not good."""
+    """One shard with little memory, a good client, and misbehaving callers."""
 
     def __init__(self, cluster: LocalCluster, client: WeightClient) -> None:
         self.cluster, self.client = cluster, client
@@ -86,7 +88,7 @@ class Crowd:
                 return
 
     def memory(self) -> int:
-        """Bytes of the shard's process, without the map of its data file."""
+        """Bytes of memory of the shard's process, without the map of its data file."""
         found = self.process.memory_info()
         return int(found.rss - found.shared)
 
@@ -104,12 +106,12 @@ class Crowd:
         return pb.WriteHeader(epoch=self.epoch, opener=self.opener, writer=writer, sequence=1, num_rows=num_rows)
 
     def read_nothing(self, count: int) -> None:
-        """Fetches of a million rows, of which no message is taken."""
+        """Starts fetches of a million rows whose answers are not read."""
         request = pb.FetchRequest(rows=rows_to_proto(np.arange(SPEC.num_rows)), step=0, state=True)
         self._calls += [self.stub(number).Fetch(request) for number in range(count)]
 
     def send_halves(self, count: int, num_rows: int = 8192) -> None:
-        """Writes that stop after the first of two messages."""
+        """Starts writes that stop after the first of two messages."""
         half = rows_to_proto(np.arange(num_rows // 2))
 
         def messages(number: int, left: threading.Event) -> Iterator[pb.PushGradientsRequest]:
@@ -120,7 +122,7 @@ class Crowd:
         self._calls += [self.stub(number).PushGradients.future(messages(number, self._left)) for number in range(count)]
 
     def trickle(self, count: int, end: threading.Event) -> None:
-        """Writes that bring a row now and then, and are never whole; cancelled when `end` is set."""
+        """Starts writes that send a row now and then and never finish; cancels them when `end` is set."""
         value = bytes(4 * SPEC.dim)
 
         def messages(number: int) -> Iterator[pb.PushGradientsRequest]:
@@ -136,7 +138,7 @@ class Crowd:
         self._calls += [self.stub(number).PushGradients.future(messages(number)) for number in range(count)]
 
     def push(self, number: int, *, waited_ms: int = 0, timeout: float = 60) -> Any:
-        """A future of a push of 1 to one row by a writer of its own."""
+        """Pushes 1 to one row as a new writer; returns a future."""
         message = pb.PushGradientsRequest(
             header=self.header(1000 + number, 1),
             rows=rows_to_proto(np.array([number])),
@@ -146,7 +148,7 @@ class Crowd:
         return self.stub(number).PushGradients.future(iter([message]), metadata=metadata, timeout=timeout)
 
     def send_no_message(self, count: int) -> None:
-        """Calls of one message that never bring it."""
+        """Starts unary calls that never send their message."""
 
         def nothing(left: threading.Event) -> Iterator[bytes]:
             left.wait()
@@ -158,7 +160,7 @@ class Crowd:
             self._calls.append(channel.stream_unary(f"/{method}").future(nothing(self._left)))
 
     def work(self, rounds: int) -> float:
-        """Seconds that the good client takes for fetches and pushes."""
+        """Seconds that the good client needs for fetches and pushes."""
         rows = np.arange(1000)
         started = time.monotonic()
         for _ in range(rounds):
@@ -170,7 +172,7 @@ class Crowd:
         self._calls += calls
 
     def leave(self) -> list[Any]:
-        """The calls, cancelled where they go on; the threads that fed them end."""
+        """Cancels the calls that are still running, and ends the threads that fed them."""
         calls, self._calls = self._calls, []
         for call in calls:
             call.cancel()
@@ -204,12 +206,12 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crowd]:
 
 
 @pytest.mark.guard
-def test_silent_callers_stop_nobody(crowd: Crowd) -> None:
-    """Ten times as many as there are places read nothing, send halves of writes or no message at all."""
+def test_silent_callers_do_not_block_others(crowd: Crowd) -> None:
+    """Ten times as many callers as places read nothing, send half a write, or send no message at all."""
     crowd.work(3)
     crowd.read_nothing(10 * LANES["Fetch"])
     crowd.send_halves(10 * LANES["write"])
-    crowd.send_no_message(10 * LANES["short"])
+    crowd.send_no_message(10 * LANES["control"])
     assert crowd.work(5) < 20
     assert crowd.client.describe().spec == SPEC
     assert crowd.peak < CEILING
@@ -220,8 +222,8 @@ def test_silent_callers_stop_nobody(crowd: Crowd) -> None:
 
 
 @pytest.mark.guard
-def test_replies_that_nobody_reads_are_bounded(crowd: Crowd) -> None:
-    """Of one message too: each is in its lane and in the memory until it is taken, or its caller is cut off."""
+def test_unread_replies_are_bounded(crowd: Crowd) -> None:
+    """Replies of one message too occupy their lane and memory until they are read or their call is cancelled."""
     crowd.work(3)
     crowd.client.checkpoint("unread", step=1)
     request = pb.ReadBlocksRequest(checkpoint="unread").SerializeToString()
@@ -241,8 +243,8 @@ def test_replies_that_nobody_reads_are_bounded(crowd: Crowd) -> None:
     assert crowd.work(3) < 20
 
 
-def test_who_announces_much_and_sends_little_holds_little(crowd: Crowd) -> None:
-    """Writes of which only the header comes take no memory from others, however large they are to be."""
+def test_a_large_announcement_reserves_little_memory(crowd: Crowd) -> None:
+    """Writes that send only a header take no memory from others, however large they announce to be."""
 
     def header(number: int) -> Iterator[pb.PushGradientsRequest]:
         yield pb.PushGradientsRequest(header=crowd.header(number, 80_000))
@@ -257,13 +259,11 @@ def test_who_announces_much_and_sends_little_holds_little(crowd: Crowd) -> None:
 
 
 def test_no_lane_takes_all_memory() -> None:
-    """What is left is for calls of other kinds; those that hold it are pressed by whoever asks in vain."""
+    """The rest is for calls of other lanes; refused callers cause silent holders to be cancelled."""
     memory, full = RequestMemory(64 << 20), list[str | None]()
     memory.on_full = full.append
     with memory.reservation("write") as write, memory.reservation("Fetch") as fetch:
-        with pytest.raises(
-            InvalidRequestError, match="needs 57 MiB of memory, the shard has 56 MiB for all of its kind"
-        ):
+        with pytest.raises(InvalidRequestError, match="needs 57 MiB of memory, the shard has 56 MiB for all requests"):
             write.take(57 << 20)
         write.take(56 << 20)
         with memory.reservation("write") as other, pytest.raises(OverloadedError):
@@ -276,46 +276,49 @@ def test_no_lane_takes_all_memory() -> None:
     assert memory.used_bytes == 0
 
 
-def test_a_write_that_finds_no_room_is_refused(crowd: Crowd) -> None:
-    """It hears when to try again; one for which there is never room hears so when it begins."""
-    num_rows, value = 80_000, bytes(4 * SPEC.dim)  # 74 MB of 117 that writes may take
-    answered = threading.Event()
+def test_a_write_without_free_memory_is_refused(tmp_path: Path) -> None:
+    """It is told when to retry; a write that could never fit is told so at its start."""
+    with crowd_at(tmp_path, "--stall-seconds", "30") as crowd:
+        num_rows, value = 80_000, bytes(4 * SPEC.dim)  # 74 MB of 117 that writes may take
+        answered = threading.Event()
 
-    def begin(number: int, num_rows: int, messages: int) -> Any:
-        def halves() -> Iterator[pb.PushGradientsRequest]:
-            header: pb.WriteHeader | None = crowd.header(number, num_rows)
-            for first in range(0, 4000 * messages, 4000):
-                rows = rows_to_proto(np.arange(first, first + 4000))
-                yield pb.PushGradientsRequest(header=header, rows=rows, gradients=4000 * value)
-                header = None
-            answered.wait(5)
+        def begin(number: int, num_rows: int, messages: int) -> Any:
+            def halves() -> Iterator[pb.PushGradientsRequest]:
+                header: pb.WriteHeader | None = crowd.header(number, num_rows)
+                for first in range(0, 4000 * messages, 4000):
+                    rows = rows_to_proto(np.arange(first, first + 4000))
+                    yield pb.PushGradientsRequest(header=header, rows=rows, gradients=4000 * value)
+                    header = None
+                answered.wait(20)
 
-        return crowd.stub(number).PushGradients.future(halves(), timeout=10)
+            return crowd.stub(number).PushGradients.future(halves(), timeout=30)
 
-    first = begin(1, num_rows, 10)
-    wait_until(lambda: crowd.metric("weightserver_request_memory_bytes ") > 70_000_000)
-    second, far_too_large = begin(2, num_rows, 10), begin(3, 400_000, 1)
-    assert second.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "no memory for another request now" in second.details()
-    assert 0 < int(dict(second.trailing_metadata())[RETRY_HINT]) < 10_000
-    assert far_too_large.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "split it, or give the shard more --request-memory-mib" in far_too_large.details()
-    answered.set()
-    assert first.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert f"announced {num_rows} rows and brought 40000" in first.details()
-    scattered = pb.Rows(ids=np.arange(0, SPEC.num_rows, 200).tobytes())
-    message = pb.PushGradientsRequest(header=crowd.header(4, 5000), rows=scattered, gradients=5000 * value)
-    with pytest.raises(
-        grpc.RpcError, match=r"the request needs \d+ MiB of memory"
-    ) as raised:  # of blocks that it changes
-        crowd.stub().PushGradients(iter([message]), timeout=10)
-    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert crowd.metric("weightserver_request_memory_bytes ") == 0
+        first = begin(1, num_rows, 10)
+        wait_until(lambda: crowd.metric("weightserver_request_memory_bytes ") > 70_000_000)
+        second = begin(2, num_rows, 10)
+        assert second.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "no memory for another request now" in second.details()
+        assert 0 < int(dict(second.trailing_metadata())[RETRY_HINT]) < 10_000
+        far_too_large = begin(3, 400_000, 1)
+        assert far_too_large.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "split it, or give the shard more --request-memory-mib" in far_too_large.details()
+        answered.set()
+        if first.code() is not grpc.StatusCode.CANCELLED:  # it was silent for a second while the others had no memory
+            assert first.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert f"announced {num_rows} rows and contained 40000" in first.details()
+        scattered = pb.Rows(ids=np.arange(0, SPEC.num_rows, 200).tobytes())
+        message = pb.PushGradientsRequest(header=crowd.header(4, 5000), rows=scattered, gradients=5000 * value)
+        with pytest.raises(
+            grpc.RpcError, match=r"the request needs \d+ MiB of memory"
+        ) as raised:  # of blocks that it changes
+            crowd.stub().PushGradients(iter([message]), timeout=10)
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert crowd.metric("weightserver_request_memory_bytes ") == 0
 
 
 @pytest.mark.guard
 def test_large_messages_stay_below_the_ceiling(crowd: Crowd) -> None:
-    """Many of the largest at a time: each is there whole before its room can be taken."""
+    """Many of the largest requests at a time: each has arrived completely before memory can be reserved for it."""
     request = pb.FetchRequest(rows=pb.Rows(ids=np.arange(MAX_ROWS).tobytes()), raw=True)
     calls = [crowd.stub(number).Fetch(request, timeout=20) for number in range(8)]
     statuses = {call.code().name for call in calls}
@@ -325,8 +328,8 @@ def test_large_messages_stay_below_the_ceiling(crowd: Crowd) -> None:
 
 @pytest.mark.guard
 @pytest.mark.parametrize("method", ["Watch", "Check"])
-def test_silent_callers_without_a_token_stop_nobody(crowd: Crowd, method: str) -> None:
-    """Health needs no token. Its callers take their own lane alone, and who comes too late hears when to try again."""
+def test_silent_callers_without_a_token_do_not_block_others(crowd: Crowd, method: str) -> None:
+    """Health checks need no token. They occupy only their own lane, and late callers are told when to retry."""
 
     def nothing() -> Iterator[bytes]:
         crowd.end.wait(5)
@@ -352,7 +355,7 @@ def test_silent_callers_without_a_token_stop_nobody(crowd: Crowd, method: str) -
 
 
 @pytest.mark.guard
-def test_a_client_waits_as_long_as_it_is_told() -> None:
+def test_a_client_waits_for_the_hinted_time() -> None:
     times = []
 
     def describe(_: bytes, context: grpc.ServicerContext) -> bytes:
@@ -399,7 +402,7 @@ def test_a_fetch_ends_with_its_caller(crowd: Crowd) -> None:
 
 @pytest.mark.guard
 def test_calls_that_wait_are_bounded_and_leave_with_their_callers(tmp_path: Path) -> None:
-    """The write lane is full of callers that go on sending. What waits there keeps no other lane out."""
+    """The write lane is full of callers that keep sending. Calls waiting there block no other lane."""
     num_pushed = 12
     with crowd_at(tmp_path, "--stall-seconds", "30") as crowd:
         crowd.work(1)
@@ -445,7 +448,7 @@ def test_calls_that_wait_are_bounded_and_leave_with_their_callers(tmp_path: Path
 
 
 def test_the_call_that_has_tried_longest_comes_first() -> None:
-    """Whenever it came. One whose caller is gone is passed by, and of too many the latest is refused."""
+    """Arrival order does not matter. Calls of vanished callers are skipped; of too many the latest is refused."""
     refused = list[str]()
     lane, entered = Lane("write", refused.append), list[str]()
     for _ in range(LANES["write"]):
@@ -495,9 +498,9 @@ def test_the_call_that_has_tried_longest_comes_first() -> None:
 @pytest.mark.guard
 @pytest.mark.parametrize("num_clients", [80, pytest.param(160, marks=pytest.mark.slow)])
 def test_equal_clients_are_served_equally(tmp_path: Path, num_clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each fetches as fast as it can, more of them than may wait too. Each is served once a round: over 12 rounds
-    one may miss some of its turns, because its process had no time, but not half of them."""
-    own_connection = ("grpc.use_local_subchannel_pool", 1)  # as clients in processes of their own have
+    """More clients than may wait fetch as fast as they can. Each is served once per round: over 12 rounds a client may
+    miss some of its turns because its process had no time, but not half of them."""
+    own_connection = ("grpc.use_local_subchannel_pool", 1)  # as clients in their own processes have
     monkeypatch.setattr(connection, "_OPTIONS", [*connection._OPTIONS, own_connection])
     rounds, rows = 12, np.arange(4096)
     served, ended = [0] * num_clients, threading.Event()
@@ -520,7 +523,7 @@ def test_equal_clients_are_served_equally(tmp_path: Path, num_clients: int, monk
 
 
 class FakeContext:
-    """A caller that goes away when the test says so, and says for how long it has waited."""
+    """A caller that disappears when the test says so, and reports how long it has waited."""
 
     def __init__(self, waited_ms: str = "") -> None:
         self.gone: list[Callable[[], object]] = []
@@ -535,7 +538,7 @@ class FakeContext:
 
 
 def test_a_waiting_write_ends_with_its_caller(tmp_path: Path) -> None:
-    """It is behind another one in the queue: it is never applied, and what it held is given back at once."""
+    """It waits in the queue behind another one: it is never applied, and its memory is released at once."""
     storage = LmdbStorage(tmp_path)
     shard = Shard(storage, shard=0, num_shards=1)
     committer, memory = Committer(shard.batch), RequestMemory(64 << 20)
@@ -565,7 +568,7 @@ def test_a_waiting_write_ends_with_its_caller(tmp_path: Path) -> None:
 
 @pytest.mark.guard
 def test_sigterm_under_load_ends_in_time_and_loses_nothing(tmp_path: Path) -> None:
-    """Writers each count up a row of their own while others read nothing and send halves."""
+    """Writers each increment their own row while others read nothing and send half writes."""
     num_writers, grace = 6, 0.5
     acknowledged = [0] * num_writers
 
@@ -602,7 +605,7 @@ def test_sigterm_under_load_ends_in_time_and_loses_nothing(tmp_path: Path) -> No
 
 
 def push_much(crowd: Crowd, end: float, counts: list[int]) -> None:
-    """Pushes 8 MiB at a time: ten of them would take more memory than there is."""
+    """Pushes 8 MiB at a time: ten pushes would exceed the memory."""
     rows, gradients = np.arange(32_768), np.ones((32_768, SPEC.dim), np.float32)
     with WeightClient(crowd.cluster.addresses, timeout_seconds=10, retry_seconds=80) as client:
         client.open_session("crowd", join=crowd.epoch)
@@ -616,7 +619,7 @@ def push_much(crowd: Crowd, end: float, counts: list[int]) -> None:
 @pytest.mark.parametrize(("num_writers", "seconds"), [(16, 0.1), pytest.param(40, 30.0, marks=pytest.mark.slow)])
 @pytest.mark.guard
 def test_ten_times_the_load_keeps_the_ceiling(crowd: Crowd, num_writers: int, seconds: float) -> None:
-    """Four of the writers fit at a time. Every write succeeds in the end; afterwards the shard is as fast as before."""
+    """Four writers fit at a time. Every write succeeds in the end; afterwards the shard is as fast as before."""
     quiet, pushed = min(crowd.work(10) for _ in range(2)), list[int]()
     with ThreadPoolExecutor(num_writers) as pool:
         end = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""Shards as processes: health, metrics, drain, and what becomes of them when their parent dies."""
+"""Shards as processes: health, metrics, drain, and the death of their parent."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_health_and_metrics(client: WeightClient, cluster: LocalCluster) -> None
 
 @pytest.mark.guard
 def test_sigterm_lets_a_running_fetch_end(tmp_path: Path) -> None:
-    """A fetch of 25 messages of which one was read goes on to its end; new calls are refused; then the shard ends."""
+    """A fetch of 25 messages of which one was read completes; new calls are refused; then the shard ends."""
     with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses, retry_seconds=0) as client:
         client.create_table(SPEC)
         client.extend_schedule(0, np.full(5, 0.1))
@@ -92,7 +92,7 @@ def test_sigterm_lets_a_running_fetch_end(tmp_path: Path) -> None:
 
 @pytest.mark.guard
 def test_a_shard_that_may_not_drain_still_ends_well(tmp_path: Path) -> None:
-    """Without grace calls are cut off while they read; closing waits for the reads, whose memory it unmaps."""
+    """Without grace, calls are cancelled while they read; closing waits for the reads, whose memory it unmaps."""
     command = [sys.executable, "-m", "weightserver", "serve", "--data-dir", str(tmp_path), "--listen", "127.0.0.1:0"]
     command += ["--announce", "--init", "--grace-seconds", "0"]
     for attempt in range(4):  # without the wait about one in four dies of a segmentation fault
@@ -159,7 +159,7 @@ def test_a_cluster_in_a_temporary_directory_leaves_nothing() -> None:
 
 @pytest.mark.guard
 def test_sigterm_ends_a_large_write_within_the_grace_period(tmp_path: Path) -> None:
-    """One of many blocks, that takes several seconds: it is taken back, and its repetition is applied."""
+    """A write of many blocks that takes several seconds is undone, and its repetition is applied."""
     rows = 63 * np.arange(30_000)
     with (
         LocalCluster(1, tmp_path, serve_options=["--grace-seconds", "0.5"]) as cluster,
@@ -185,8 +185,8 @@ def test_sigterm_ends_a_large_write_within_the_grace_period(tmp_path: Path) -> N
 
 
 @pytest.mark.guard
-def test_sigterm_waits_for_no_disk_beyond_the_grace_period(tmp_path: Path) -> None:
-    """A commit that the disk does not take in time is cut as by a kill: it is not there, and nobody was told that."""
+def test_sigterm_does_not_wait_for_the_disk_beyond_the_grace_period(tmp_path: Path) -> None:
+    """A commit that the disk does not complete in time is cut short as by a kill: it is not acknowledged."""
     row, gradient = np.array([5]), np.ones((1, 32), np.float32)
     with (
         DyingCluster(1, tmp_path, serve_options=["--grace-seconds", "0.3"]) as cluster,
@@ -207,7 +207,7 @@ def test_sigterm_waits_for_no_disk_beyond_the_grace_period(tmp_path: Path) -> No
         assert time.monotonic() - started < 0.3 + 1 + 2
         with pytest.raises(WeightServerError):
             push.result(10)
-        assert "closed before the disk took the last commit" in (tmp_path / "shard-0.log").read_text()
+        assert "closed before the last commit reached the disk" in (tmp_path / "shard-0.log").read_text()
         cluster.restart(0)
         assert client.describe().rows_stored == 0
         client.push_gradients(row, gradient, step=0)
@@ -216,7 +216,7 @@ def test_sigterm_waits_for_no_disk_beyond_the_grace_period(tmp_path: Path) -> No
 
 @pytest.mark.guard
 def test_slow_callers_of_the_metrics_take_nothing_from_the_shard(tmp_path: Path) -> None:
-    """Hundreds of connections with half a request: a few threads, and whoever asks properly is answered."""
+    """Hundreds of connections with half a request take a few threads, and proper requests are answered."""
     with (
         LocalCluster(1, tmp_path) as cluster,
         WeightClient(cluster.addresses, retry_seconds=0) as client,
@@ -236,7 +236,7 @@ def test_slow_callers_of_the_metrics_take_nothing_from_the_shard(tmp_path: Path)
 
 
 def test_a_shard_takes_all_descriptors_that_it_may_have(tmp_path: Path) -> None:
-    """More idle connections than the soft limit, which shells often set to 1,024, shut nobody out."""
+    """More idle connections than the soft limit, often 1,024, shut out no other client."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, soft), hard))
     try:

@@ -1,4 +1,4 @@
-"""Any number of ranks trains like one: real processes that talk through gloo, real weight servers."""
+"""Any number of ranks trains like one, with real processes over gloo and real weight servers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def replay(
     out: str,
     device_name: str,
 ) -> None:
-    """One rank trains its share of the rows on its slice of features that are functions of the image and the step."""
+    """Trains one rank's share of the rows on its slice of features, which are functions of the image and the step."""
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank),
@@ -79,6 +79,8 @@ def replay(
             labels = torch.from_numpy(active.labels).to(device)
             loss = cosine_softmax_loss(features, weight, labels, temperature=0.2, ranks=ranks)
             loss.backward()
+            assert weight.grad is not None
+            assert features.grad is not None
             rows.apply_gradients(active.rows, weight.grad, step=step)
             losses.append(loss.item())
             feature_gradients.append(features.grad.cpu().numpy() / world_size)  # what averaging over ranks makes of it
@@ -120,7 +122,8 @@ def open_store(
 
 
 def replay_on_gpu(*arguments: Any) -> None:
-    replay(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["MASTER_PORT"]), *arguments, "cuda")
+    rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    replay(rank, world_size, port, *arguments, device_name="cuda")
 
 
 def train(
@@ -132,7 +135,7 @@ def train(
     directory: Path,
     gpus: Gpus | None = None,
 ) -> Recorded:
-    """What all ranks together recorded, rows in the order of their ids."""
+    """The records of all ranks together, with rows in the order of their ids."""
     with WeightClient(cluster.addresses) as client:
         client.drop_table()
         client.create_table(SPEC)
@@ -145,7 +148,9 @@ def train(
     if gpus:
         gpus.run(replay_on_gpu, *arguments, directory=Path(f"{out}-logs"), num_ranks=world_size)
     else:
-        torch.multiprocessing.spawn(replay, (world_size, port, *arguments, "cpu"), nprocs=world_size)
+        torch.multiprocessing.spawn(  # type: ignore[attr-defined]
+            replay, (world_size, port, *arguments, "cpu"), nprocs=world_size
+        )
     parts = [dict(np.load(f"{out}-{rank}.npz")) for rank in range(world_size)]
     order = np.argsort(np.concatenate([part["rows"] for part in parts]))
     assert all(np.array_equal(part["losses"], parts[0]["losses"]) for part in parts), "ranks saw different losses"
@@ -173,7 +178,7 @@ def assert_equal_over_ranks(
     gpus: Gpus | None = None,
     tolerance: float = 1e-5,
 ) -> None:
-    """Each case (world size, store, schedule), on GPUs or the CPU, against dense rows on one rank and the CPU."""
+    """Compares each case (world size, store, schedule) on GPUs or the CPU with dense rows on one rank and the CPU."""
     alone = {
         schedule: train(cluster, 1, "dense", schedule, steps, directory) for schedule in {case[2] for case in cases}
     }
@@ -191,7 +196,7 @@ def assert_equal_over_ranks(
 
 @pytest.mark.guard
 def test_ranks_train_like_one(cluster: LocalCluster, tmp_path: Path) -> None:
-    """Batches of 10 over three ranks do not divide."""
+    """Batches of 10 do not divide evenly over three ranks."""
     assert_equal_over_ranks(cluster, tmp_path, [(3, "resident", "epoch")], steps=100)
 
 
@@ -205,7 +210,7 @@ def test_ranks_train_like_one(cluster: LocalCluster, tmp_path: Path) -> None:
 def test_gpus_train_like_a_cpu(
     numbers: list[int] | None, stores: list[str], steps: int, gpus: Gpus, cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """One rank a GPU, over NCCL where there are several. A GPU's sums are in another order: 1e-4."""
+    """One rank per GPU, over NCCL if there are several. A GPU sums in another order: 1e-4."""
     numbers = numbers or list(range(1, gpus.number + 1))
     cases = [(number, store, "sliding") for number in numbers for store in stores]
     assert_equal_over_ranks(cluster, tmp_path, cases, steps, gpus=gpus, tolerance=1e-4)
@@ -227,7 +232,7 @@ def test_all_stores_and_schedules_over_ranks_train_like_one(cluster: LocalCluste
 
 @pytest.mark.slow
 def test_ranks_that_lose_one_end_with_a_line(tmp_path: Path) -> None:
-    """The port of rank 1's metrics is taken; rank 0 waits for it in vain."""
+    """The port of rank 1's metrics is in use; rank 0 waits for it in vain."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1] - 1
         launch = [
@@ -258,7 +263,7 @@ def test_ranks_that_lose_one_end_with_a_line(tmp_path: Path) -> None:
 
 
 def launch(num_ranks: int, output: Path, *more: str, kill_after_steps: int | None = None) -> None:
-    """A run as users start it, weight servers included; killed with -9, torchrun and all ranks, where wanted.
+    """Starts a run as users do, including weight servers; optionally kills torchrun and all ranks with -9.
 
     GroupNorm: with BatchNorm a rank's statistics are its slice's.
     """
@@ -298,7 +303,7 @@ def num_steps(output: Path) -> int:
 def test_a_whole_run_is_the_same_on_any_number_of_ranks(
     num_ranks: int, resumed_on: int | None, options: list[str], tmp_path: Path
 ) -> None:
-    """Also where it is killed and goes on with another number."""
+    """Even if it is killed and resumes with another number of ranks."""
     alone, together = tmp_path / "alone", tmp_path / "together"
     launch(1, alone, *options)
     if resumed_on is None:

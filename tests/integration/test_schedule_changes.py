@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.dense_sgd import Oracle, schedule
+from tests.helpers.dense_sgd import Oracle
 from tests.helpers.failpoints import DyingCluster
+from tests.helpers.row_model import schedule
 from tests.helpers.watching import metric
 from weightserver import (
     ClusterError,
@@ -30,13 +31,14 @@ from weightserver import (
     TableMismatchError,
     TableSpec,
     WeightClient,
-    schedule_caller,
 )
+from weightserver.client import schedule_caller
 from weightserver.client.connection import ShardConnection
 from weightserver.core.arrays import Float32Array
-from weightserver.operations.backup import backup, restore
+from weightserver.operations.backup import backup
 from weightserver.operations.compact import compact
 from weightserver.operations.reshard import reshard
+from weightserver.operations.restore import restore
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import ScheduleHash
 from weightserver.shard.shard import Shard
@@ -58,7 +60,7 @@ def push(client: WeightClient, step: int) -> None:
 
 
 def prepare(client: WeightClient, rates: Float32Array = OLD) -> int:
-    """Steps before CLOCK are done."""
+    """The steps before CLOCK are finished."""
     client.create_table(SPEC)
     client.extend_schedule(0, rates)
     epoch = client.open_session("test")
@@ -77,7 +79,7 @@ def is_pending(cluster: LocalCluster) -> list[bool]:
 
 
 def assert_have(cluster: LocalCluster, rates: Float32Array) -> None:
-    """All shards, and nothing is pending."""
+    """Checks the schedule of all shards, and that nothing is pending."""
     with WeightClient(cluster.addresses) as client:
         for shard in range(len(cluster.addresses)):
             np.testing.assert_array_equal(client.learning_rates(shard=shard), rates, f"shard {shard}")
@@ -88,7 +90,7 @@ def assert_have(cluster: LocalCluster, rates: Float32Array) -> None:
 
 
 def assert_goes_on(client: WeightClient, rates: Float32Array, first: int = CLOCK) -> None:
-    """Every row as by dense SGD with these learning rates, once the updates from `first` on are done."""
+    """Applies the updates from `first`, and compares every row with dense SGD with these learning rates."""
     oracle = Oracle(SPEC, rates)
     for step in range(len(rates)):
         if step >= first:
@@ -138,7 +140,7 @@ def test_clients_that_know_an_earlier_schedule(client: WeightClient, cluster: Lo
 
 
 def test_known_values_cost_no_commit(client: WeightClient, cluster: LocalCluster) -> None:
-    """Anybody may give them, beside a writer too, while another change is pending and from a session that is over."""
+    """Any client may repeat them: during a writer, while another change is pending, and from a superseded session."""
 
     def commits() -> list[float]:
         return [metric(address, "weightserver_commit_seconds_count") for address in cluster.metrics_addresses]
@@ -175,7 +177,7 @@ def test_a_schedule_of_many_parts(client: WeightClient, cluster: LocalCluster, m
 def test_directories_made_otherwise_have_the_same_digest(
     client: WeightClient, cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """Restored, resharded and compacted."""
+    """Directories that are restored, resharded and compacted."""
     prepare(client)
     client.extend_schedule(0, NEW)
     client.checkpoint("kept", step=CLOCK)
@@ -196,10 +198,10 @@ def test_directories_made_otherwise_have_the_same_digest(
 
 @pytest.mark.guard
 @pytest.mark.parametrize(("num_changes", "num_steps"), [(8, 40), pytest.param(200, 600, marks=pytest.mark.slow)])
-def test_changes_beside_a_running_writer(
+def test_changes_during_a_running_writer(
     client: WeightClient, cluster: LocalCluster, num_changes: int, num_steps: int
 ) -> None:
-    """Steps that it is about to use change again and again: all rows move by what the shards then have, and alike."""
+    """Steps that it is about to use change repeatedly: all rows move alike, by the rates that the shards then have."""
     client.create_table(SPEC)
     client.extend_schedule(0, schedule(num_steps))
     client.open_session("test")
@@ -238,7 +240,7 @@ def test_changes_beside_a_running_writer(
 
 @pytest.mark.guard
 def test_changes_of_many_at_once(client: WeightClient, cluster: LocalCluster) -> None:
-    """Each is made on all shards or on none, whoever else gives it up."""
+    """Each change is made on all shards or on none, even if another client gives it up."""
     prepare(client)
     outcomes: list[str] = []
 
@@ -267,16 +269,16 @@ def test_changes_of_many_at_once(client: WeightClient, cluster: LocalCluster) ->
 
 
 class Interrupted(BaseException):
-    """As a Ctrl-C, or nothing more at all."""
+    """The client is interrupted as by Ctrl-C, or dies."""
 
 
 NUM_CALLS = 4
-"""Of a change of two shards: two are prepared, shard 0 decides, shard 1 follows."""
+"""The calls of a change of two shards: both are prepared, shard 0 decides, shard 1 follows."""
 STOPS = [(call, when) for call in range(1, NUM_CALLS + 1) for when in ("before", "after")]
 
 
 class Stopping:
-    """Stops clients at a call of a change; a dead one sends nothing more."""
+    """Stops clients at a call of a change; a dead client sends nothing more."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, when: str, *, dead: bool) -> None:
         self._stopped: list[ShardConnection] = []
@@ -299,7 +301,7 @@ class Stopping:
         monkeypatch.setattr(ShardConnection, "call", call)
 
     def stop(self, client: WeightClient) -> None:
-        self._stopped = client._connect()
+        self._stopped = client._shards.connections()
 
 
 def stops(*quick: tuple[int, str]) -> list[Any]:
@@ -310,7 +312,7 @@ def stops(*quick: tuple[int, str]) -> list[Any]:
 def test_a_client_that_dies_in_between(
     number: int, when: str, client: WeightClient, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it left the next call of another client ends, also one that changes nothing itself."""
+    """The next call of another client finishes the change, even a call that changes nothing itself."""
     epoch = prepare(client)
     decided = number > 3 or (number, when) == (3, "after")
     stopping = Stopping(monkeypatch, number, when, dead=True)
@@ -339,7 +341,7 @@ def test_a_client_that_dies_in_between(
 def test_a_client_that_is_interrupted_in_between(
     number: int, when: str, client: WeightClient, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gives up at once what was not decided, and repeating the call makes the change."""
+    """It gives up an undecided change at once, and repeating the call makes the change."""
     prepare(client)
     stopping = Stopping(monkeypatch, number, when, dead=False)
     stopping.stop(client)
@@ -358,7 +360,7 @@ def test_a_client_that_is_interrupted_in_between(
 def test_a_change_that_is_given_up_while_its_caller_lives(
     late: int, client: WeightClient, cluster: LocalCluster
 ) -> None:
-    """One shard was prepared; the caller is slow with the other, and finds then that the change was given up."""
+    """One shard was prepared; the caller is slow with the other, and then finds that the change was given up."""
     prepare(client)
     answers, change = descriptions(cluster), bytes(16)
 
@@ -394,7 +396,7 @@ def test_a_change_that_is_given_up_while_its_caller_lives(
 def test_a_writer_waits_for_a_change_whose_client_was_killed(
     number: int, client: WeightClient, cluster: LocalCluster
 ) -> None:
-    """Kill -9, behind the first shard prepared, all, or shard 0's decision; the writer is not told by anybody."""
+    """Kill -9 after one shard was prepared, after all, or after shard 0's decision; the writer is not informed."""
     prepare(client)
     for step in range(CLOCK, CHANGED_AT):
         push(client, step)
@@ -426,7 +428,7 @@ def test_a_writer_waits_for_a_change_whose_client_was_killed(
 # ---- shards that are killed
 
 PREPARED, COMMITTED = 2, 3
-"""Commits of a shard since its start, the first of which is its own."""
+"""Number of commits of a shard since its start, including the first, which is its own."""
 KILLS = [
     (shard, commit, point) for shard in (0, 1) for commit in (PREPARED, COMMITTED) for point in ("before", "after")
 ]
@@ -476,7 +478,7 @@ def test_a_shard_killed_half_way_through(
 
 
 def rewrite(cluster: LocalCluster, shard: int, start: int, rates: Float32Array) -> None:
-    """On one shard alone, as a version before could leave it, or a restored directory."""
+    """Only one shard has the change, as after an earlier version or a restored directory."""
     answer, change = descriptions(cluster)[shard], bytes(16)
     request = pb.ExtendScheduleRequest(
         phase=pb.SCHEDULE_PHASE_PREPARE,
@@ -521,7 +523,7 @@ def test_shards_that_differ_are_refused_and_mended(client: WeightClient, cluster
 
 
 def test_a_client_meets_a_shard_that_differs(client: WeightClient, cluster: LocalCluster) -> None:
-    """It knew the schedule before, and the shard lacks a change: refused from there on."""
+    """It knows the earlier schedule, and the shard lacks a change: its writes are refused from there on."""
     prepare(client)
     client.extend_schedule(CHANGED_AT, NEW[CHANGED_AT:])
     rewrite(cluster, 1, CHANGED_AT + 5, OLD[CHANGED_AT + 5 :])
@@ -544,7 +546,7 @@ def test_shards_that_used_different_ones_are_mended_by_a_rollback(client: Weight
     message = pb.PushGradientsRequest(
         header=header, rows=pb.Rows(ids=of_shard_1.tobytes()), gradients=gradients(0)[:7].tobytes()
     )
-    client._connect()[1].write("PushGradients", lambda: iter([message]))
+    client._shards.connections()[1].write("PushGradients", lambda: iter([message]))
     for rates in (OLD, NEW):
         with pytest.raises(TableMismatchError, match="and was used: only steps from 13 on may be rewritten"):
             client.extend_schedule(0, rates)
@@ -555,8 +557,8 @@ def test_shards_that_used_different_ones_are_mended_by_a_rollback(client: Weight
     assert_goes_on(client, OLD)
 
 
-def test_a_shard_that_knows_fewer_goes_on_with_those(client: WeightClient, cluster: LocalCluster) -> None:
-    """As one that was restored from a backup of before an extension."""
+def test_a_shard_that_knows_fewer_rates_continues_with_those(client: WeightClient, cluster: LocalCluster) -> None:
+    """The shard was restored from a backup taken before an extension."""
     prepare(client)
     rewrite(cluster, 0, NUM_STEPS, np.full(5, 0.1, np.float32))
     assert client.describe().horizon == NUM_STEPS

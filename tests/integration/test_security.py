@@ -1,4 +1,4 @@
-"""TLS, client certificates and tokens, with real shards and the certificates that `weightserver certs` makes."""
+"""TLS, client certificates and tokens, with real shards and the certificates of `weightserver certs`."""
 
 from __future__ import annotations
 
@@ -30,15 +30,17 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tests.helpers.secure_shards import Served, served
 from weightserver import AuthenticationError, LocalCluster, ShardUnavailableError, TableSpec, WeightClient
 from weightserver.cli import main
-from weightserver.common.security import TOKEN_VARIABLE, ClientSecurity, read_token, server_tls
+from weightserver.client.security import ClientSecurity
+from weightserver.common.security import TOKEN_VARIABLE, read_token
 from weightserver.operations.certificates import write_certificates
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.server.process import ServerConfig
+from weightserver.server.config import ServerConfig
+from weightserver.server.security import server_tls
 
 SPEC = TableSpec(num_rows=1000, dim=8)
 CONTRACT = pb.DESCRIPTOR.services_by_name["WeightServer"]
 SECONDS = 5.0
-"""What cannot succeed says so long before a shard that is away would be given up."""
+"""Calls that cannot succeed fail long before the time for retrying a shard that is down."""
 
 
 def weightserver(*arguments: str | Path) -> tuple[int, str, str]:
@@ -50,13 +52,13 @@ def weightserver(*arguments: str | Path) -> tuple[int, str, str]:
 
 @dataclass(frozen=True)
 class Place:
-    """Shards of every kind, and folders of certificates, each of a CA of its own."""
+    """Shards with different security, and folders of certificates, each with its own CA."""
 
     shards: dict[str, Served]
     own: Path
-    """Of the shards "tls" and "mutual" and of their clients."""
+    """Certificates of the shards "tls" and "mutual" and of their clients."""
     other: Path
-    """Of nobody here."""
+    """Certificates of another CA."""
     expired: Path
     elsewhere: Path
 
@@ -69,7 +71,7 @@ class Place:
 
 
 def tls(directory: Path, **more: Path) -> ClientSecurity:
-    return ClientSecurity(**{"tls_ca": directory / "ca.pem", "token_file": directory / "token"} | more)
+    return ClientSecurity(**{"tls_ca": directory / "ca.pem", "token_file": directory / "token"} | more)  # type: ignore[arg-type]
 
 
 def everything(directory: Path, **more: Path) -> ClientSecurity:
@@ -83,7 +85,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     own, other, expired, elsewhere = (base / name for name in ("own", "other", "expired", "elsewhere"))
     status, said, errors = weightserver("certs", own, "--host", "127.0.0.1", "localhost", "--days", "30")
     assert (status, errors) == (0, "")
-    assert f"hold until {datetime.now(UTC) + timedelta(days=30):%Y-%m-%d}" in said
+    assert f"are valid until {datetime.now(UTC) + timedelta(days=30):%Y-%m-%d}" in said
     write_certificates(other, ["127.0.0.1"])
     write_certificates(expired, ["127.0.0.1"], days=1, start=datetime.now(UTC) - timedelta(days=2))
     write_certificates(elsewhere, ["ws0.example", "10.0.0.7"])
@@ -108,7 +110,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 @pytest.mark.parametrize("kind", ["tls", "mutual", "plain"])
-def test_whoever_may_call_can(place: Place, kind: str) -> None:
+def test_authorised_clients_can_call(place: Place, kind: str) -> None:
     own = place.own
     security = {"tls": tls(own), "mutual": everything(own), "plain": ClientSecurity(token_file=own / "token")}[kind]
     rows = np.arange(200)
@@ -133,14 +135,14 @@ REFUSED: dict[str, Refused] = {
     "no token": (
         "tls",
         lambda place: ClientSecurity(tls_ca=place.own / "ca.pem"),
-        r"brought no token, .* give --token-file or set WEIGHTSERVER_TOKEN",
+        r"has no token, .* give --token-file or set WEIGHTSERVER_TOKEN",
     ),
     "a wrong token": (
         "tls",
         lambda place: tls(place.own, token_file=place.other / "token"),
-        r"token is not this shard's: give the one that its own --token-file holds",
+        r"token is not this shard's: give the token in the shard's own --token-file",
     ),
-    "no token, without TLS": ("plain", lambda place: ClientSecurity(), r"brought no token"),
+    "no token, without TLS": ("plain", lambda place: ClientSecurity(), r"has no token"),
     "an expired certificate": (
         "expired",
         lambda place: tls(place.expired),
@@ -159,32 +161,32 @@ REFUSED: dict[str, Refused] = {
     "no client certificate": (
         "mutual",
         lambda place: tls(place.own),
-        r"wants a client certificate and took none from this one: give --tls-cert and --tls-key",
+        r"requires a client certificate and accepted none: give --tls-cert and --tls-key",
     ),
     "another CA's client": (
         "mutual",
         lambda place: everything(
             place.own, tls_cert=place.other / "client.pem", tls_key=place.other / "client-key.pem"
         ),
-        r"wants a client certificate .* signed by the CA in its --tls-client-ca",
+        r"requires a client certificate .* signed by the CA in its --tls-client-ca",
     ),
     "a client without TLS": (
         "tls",
         lambda place: ClientSecurity(token_file=place.own / "token"),
         r"speaks TLS only: give --tls-ca",
     ),
-    "a client without TLS, certificates wanted": ("mutual", lambda place: ClientSecurity(), r"speaks TLS only"),
+    "a client without TLS, certificates required": ("mutual", lambda place: ClientSecurity(), r"speaks TLS only"),
     "a shard without TLS": (
         "plain",
         lambda place: tls(place.own),
-        r"it does not speak TLS: leave --tls-ca away, or start it with --tls-cert",
+        r"it does not speak TLS: omit --tls-ca, or start it with --tls-cert",
     ),
 }
 
 
 @pytest.mark.parametrize(("shard", "security", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_refused_at_once(place: Place, shard: str, security: Callable[[Place], ClientSecurity], message: str) -> None:
-    """None of it is tried again, though gRPC calls most of it UNAVAILABLE."""
+    """None of these failures is retried, though gRPC reports most as UNAVAILABLE."""
     started = time.monotonic()
     with (
         place.client(shard, security(place), retry_seconds=60) as client,
@@ -213,7 +215,7 @@ def test_a_shard_that_goes_away_is_tried_again_with_tls_too(place: Place) -> Non
 # ---- the token
 
 
-def test_no_call_but_health_goes_without_the_token(place: Place) -> None:
+def test_only_health_checks_need_no_token(place: Place) -> None:
     def tries(channel: grpc.Channel, method: str, metadata: list[tuple[str, str]]) -> grpc.StatusCode:
         try:
             channel.stream_stream(method)(iter([b""]), timeout=SECONDS, metadata=metadata).__next__()
@@ -224,6 +226,7 @@ def test_no_call_but_health_goes_without_the_token(place: Place) -> None:
         return grpc.StatusCode.OK
 
     token = read_token(place.own / "token")
+    assert token is not None
     reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
     methods = [f"/{CONTRACT.full_name}/{method.name}" for method in CONTRACT.methods]
     address = place.shards["mutual"].address
@@ -241,7 +244,7 @@ def test_no_call_but_health_goes_without_the_token(place: Place) -> None:
 
 
 def test_secrets_are_nowhere_to_be_read(place: Place) -> None:
-    """Neither in a log, nor on the metrics page, nor among the arguments that every user of a machine can list."""
+    """The token is not in a log, on the metrics page, or among the arguments that every user of a machine can list."""
     shard = place.shards["mutual"]
     with place.client("mutual", everything(place.own)) as client:
         client.create_table(SPEC)
@@ -316,17 +319,17 @@ def unauthenticated(shard: Served) -> float:
         "two-letters\nin-lines",
     ],
 )
-def test_what_is_no_token(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_tokens_are_rejected(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "token").write_text(content)
-    with pytest.raises(ValueError, match=r"--token-file .*token holds no token: give at least 16") as raised:
+    with pytest.raises(ValueError, match=r"--token-file .*token holds no valid token: give at least 16") as raised:
         read_token(tmp_path / "token")
     assert "lett" not in str(raised.value).replace(str(tmp_path), "")
     monkeypatch.setenv(TOKEN_VARIABLE, content)
-    with pytest.raises(ValueError, match="WEIGHTSERVER_TOKEN holds no token"):
+    with pytest.raises(ValueError, match="WEIGHTSERVER_TOKEN holds no valid token"):
         read_token(None)
 
 
-def test_a_token_that_no_call_could_bring(tmp_path: Path) -> None:
+def test_tokens_too_long_for_a_call_are_rejected(tmp_path: Path) -> None:
     """gRPC refuses calls with metadata above 8 KiB as it refuses those of which there are too many."""
     (tmp_path / "token").write_text("x" * 1025)
     with pytest.raises(ValueError, match="holds 1025 characters: give a token of at most 1024"):
@@ -338,7 +341,7 @@ def test_a_token_that_no_call_could_bring(tmp_path: Path) -> None:
 
 
 def test_the_token_may_be_in_the_environment(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shard "plain" has it from there; those of a local cluster never ask for one."""
+    """The shard "plain" reads it from there; shards of a local cluster never require one."""
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     assert read_token(None) is None
     token = (place.own / "token").read_text()
@@ -361,12 +364,19 @@ def test_the_commands_take_the_same_options(place: Place, capsys: pytest.Capture
         return (int(ended.value.code or 0), *capsys.readouterr())
 
     address, own = place.shards["mutual"].address, place.own
-    certificate = ["--tls-ca", own / "ca.pem", "--tls-cert", own / "client.pem", "--tls-key", own / "client-key.pem"]
+    certificate: list[str | Path] = [
+        "--tls-ca",
+        own / "ca.pem",
+        "--tls-cert",
+        own / "client.pem",
+        "--tls-key",
+        own / "client-key.pem",
+    ]
     assert command("health", address, *certificate) == (0, "SERVING\n", "")
     for arguments, message in (
-        (["health", address], "cannot be asked: it speaks TLS only: give --tls-ca, .*"),
-        (["health", address, *certificate[:2]], "cannot be asked: it wants a client certificate .*"),
-        (["checkpoints", address, *certificate], "the call brought no token, .*"),
+        (["health", address], "cannot be reached: it speaks TLS only: give --tls-ca, .*"),
+        (["health", address, *certificate[:2]], "cannot be reached: it requires a client certificate .*"),
+        (["checkpoints", address, *certificate], "the call has no token, .*"),
         (["drop", address, *certificate[:4]], "--tls-cert and --tls-key belong together: give both or none"),
     ):
         status, _, errors = command(*arguments)
@@ -376,7 +386,7 @@ def test_the_commands_take_the_same_options(place: Place, capsys: pytest.Capture
     # What gRPC itself would log of a handshake that fails is no line of ours.
     status, _, errors = weightserver("health", address, "--tls-ca", place.other / "ca.pem")
     assert status == 1
-    assert re.fullmatch(rf"weightserver health: {address} cannot be asked: its certificate was not signed .*\n", errors)
+    assert re.fullmatch(rf"weightserver health: {address} cannot be reached: its certificate was not .*\n", errors)
 
 
 def test_certificates_are_their_owners_and_stay(place: Place, tmp_path: Path) -> None:
@@ -391,9 +401,9 @@ def test_certificates_are_their_owners_and_stay(place: Place, tmp_path: Path) ->
     assert re.fullmatch(r"weightserver certs: .*/ca\.pem exists and is never overwritten: give another dir.*\n", errors)
     assert {path: path.read_bytes() for path in place.own.iterdir()} == before
     for hosts, days, message in (
-        (["ws0:50051"], 1, "'ws0:50051' is no host: give a name or an IP address, without a port"),
-        (["[::1]"], 1, "is no host"),
-        ([""], 1, "is no host"),
+        (["ws0:50051"], 1, "'ws0:50051' is not a host: give a name or an IP address without a port"),
+        (["[::1]"], 1, "is not a host"),
+        ([""], 1, "is not a host"),
         ([], 1, "give the hosts that clients connect to"),
         (["a"], 0, r"days must lie in 1\.\.3650, got 0"),
     ):
@@ -403,7 +413,7 @@ def test_certificates_are_their_owners_and_stay(place: Place, tmp_path: Path) ->
 
 
 def test_certificates_that_a_full_disk_cuts_leave_nothing(tmp_path: Path) -> None:
-    """The command can be repeated, and names the file that it could not write."""
+    """The command names the file that it could not write, and can be repeated."""
     script = f"ulimit -f 0; trap '' XFSZ; exec {sys.executable} -m weightserver certs {tmp_path}/certs --host a"
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
@@ -439,21 +449,21 @@ def test_certificates_hold_before_a_strict_verifier(tmp_path: Path) -> None:
 
 FILES: dict[str, tuple[dict[str, str], str]] = {
     "no such file": ({"tls_ca": "nonexistent"}, r"--tls-ca .*/nonexistent cannot be read: No such file"),
-    "a CA that is none": ({"tls_ca": "token"}, r"--tls-ca .*/token holds no certificate of a CA, in PEM"),
-    "another's key": ({"tls_key": "ca-key.pem"}, r"are no certificate and its key, in PEM: KEY_VALUES_MISMATCH"),
-    "a key that is none": ({"tls_key": "token"}, r"--tls-key .*/token are no certificate and its key, in PEM"),
+    "not a CA": ({"tls_ca": "token"}, r"--tls-ca .*/token contains no CA certificate in PEM"),
+    "another's key": ({"tls_key": "ca-key.pem"}, r"are not a certificate and its key in PEM: KEY_VALUES_MISMATCH"),
+    "not a key": ({"tls_key": "token"}, r"--tls-key .*/token are not a certificate and its key in PEM"),
 }
 
 
 @pytest.mark.parametrize(("changes", "message"), FILES.values(), ids=FILES.keys())
-def test_files_that_cannot_be_used(place: Place, changes: dict[str, str], message: str) -> None:
+def test_the_client_rejects_invalid_files(place: Place, changes: dict[str, str], message: str) -> None:
     security = everything(place.own, **{name: place.own / file for name, file in changes.items()})
     with pytest.raises(ValueError, match=message) as raised:
         security.client_arguments()
     assert "\n" not in str(raised.value)
 
 
-def test_a_key_with_a_password_asks_nobody(place: Place, tmp_path: Path) -> None:
+def test_a_key_with_a_password_is_rejected_without_a_prompt(place: Place, tmp_path: Path) -> None:
     from cryptography.hazmat.primitives import serialization
 
     key = serialization.load_pem_private_key((place.own / "client-key.pem").read_bytes(), None)
@@ -463,19 +473,19 @@ def test_a_key_with_a_password_asks_nobody(place: Place, tmp_path: Path) -> None
         serialization.BestAvailableEncryption(b"password"),
     )
     (tmp_path / "key.pem").write_bytes(locked)
-    with pytest.raises(ValueError, match=r"--tls-key .*key\.pem is encrypted: give one without a password"):
+    with pytest.raises(ValueError, match=r"--tls-key .*key\.pem is encrypted: give a key without a password"):
         everything(place.own, tls_key=tmp_path / "key.pem").client_arguments()
 
 
 def test_a_client_certificate_that_expired(place: Place) -> None:
-    with pytest.raises(ValueError, match=r"--tls-cert .*client\.pem has expired on 20\d\d-\d\d-\d\d: give one that"):
+    with pytest.raises(ValueError, match=r"--tls-cert .*client\.pem expired on 20\d\d-\d\d-\d\d: give a valid one"):
         everything(place.expired).client_arguments()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, r"give --tls-cert and --tls-key and --token-file \('weightserver certs' makes them\), or --insecure"),
+        ({}, r"give --tls-cert and --tls-key and --token-file \('weightserver certs' creates them\), or --insecure"),
         ({"tls_cert": Path("c"), "tls_key": Path("k")}, r": give --token-file \("),
         ({"tls_cert": Path("c"), "tls_key": Path("k"), "tls_client_ca": Path("a")}, r": give --token-file \("),
         ({"token_file": Path("t")}, r": give --tls-cert and --tls-key \("),
@@ -504,6 +514,7 @@ def test_only_a_secured_shard_is_served_beyond_loopback(
 
 def test_a_token_leaves_this_machine_over_tls_alone(place: Place) -> None:
     token = read_token(place.own / "token")
+    assert token is not None
     with pytest.raises(ValueError, match=r"is not on this machine: give credentials, or insecure=True") as raised:
         WeightClient(["10.0.0.7:50051"], token=token)
     assert str(token) not in str(raised.value)

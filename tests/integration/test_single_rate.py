@@ -1,4 +1,4 @@
-"""The paper's own correction, one learning rate for a whole gap, through the servers and in the trainer's stores."""
+"""The paper's own correction, with one learning rate for a whole gap, on servers and in the trainer's stores."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
+from torch import Tensor
 
-from tests.helpers.dense_sgd import schedule
-from tests.helpers.single_rate import SingleRateRows
+from tests.helpers.row_model import TableModel, assert_rows_close, schedule
 from tests.helpers.small_run import losses, small_run
 from tests.integration.test_stores import (
     DIM,
@@ -22,29 +23,52 @@ from tests.integration.test_stores import (
     resident,
 )
 from trainer.loop import train
-from trainer.rows import DenseRows
+from trainer.rows import DenseRows, RowCounters
 from trainer.schedule import learning_rates
-from weightserver import LocalCluster, StepError, TableMismatchError, TableSpec, WeightClient
+from weightserver import LocalCluster, RowState, StepError, TableMismatchError, TableSpec, WeightClient
 from weightserver.operations.reshard import reshard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def assert_rows(actual: npt.NDArray[np.float32], expected: npt.NDArray[np.float64]) -> None:
-    """‖Δ‖ ≤ 1e-5 of the row: hundreds of updates in float32, each rounded by at most 2⁻²³ of it."""
-    error = np.linalg.norm(actual - expected, axis=1)
-    assert (error <= 1e-5 * np.linalg.norm(expected, axis=1)).all(), error.max()
+class PaperRows(TableModel):
+    """The model of rows as a store of the trainer."""
+
+    prefetch_steps = 0
+
+    def __init__(self, spec: TableSpec, learning_rates: npt.NDArray[np.float32]) -> None:
+        super().__init__(spec, learning_rates)
+        self.counters = RowCounters()
+
+    def prefetch(self, rows: npt.NDArray[np.int64], *, step: int) -> None:
+        pass
+
+    def weights(self, rows: npt.NDArray[np.int64], *, step: int) -> Tensor:
+        return torch.from_numpy(self.at(rows, step)[0].astype(np.float32))
+
+    def apply_gradients(self, rows: npt.NDArray[np.int64], gradients: Tensor, *, step: int) -> None:
+        self.update(rows, gradients.double().numpy(), step)
+
+    def read_state(self, rows: npt.NDArray[np.int64], *, step: int) -> RowState:
+        weight, momentum_buffer = self.at(rows, step)
+        return RowState(weight.astype(np.float32), momentum_buffer.astype(np.float32), np.full(len(rows), step))
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 @pytest.mark.guard
 @pytest.mark.parametrize("num_shards", [1, 3])
 def test_rows_follow_the_papers_closed_form(num_shards: int, tmp_path: Path) -> None:
-    """Random rows of two writers in each step, gaps of up to hundreds of steps, fetches of steps to come, a restart."""
+    """Random rows of two writers in each step, gaps of up to hundreds of steps, fetches of future steps, a restart."""
     spec = TableSpec(num_rows=200, dim=6, weight_decay=1e-2, rows_per_block=5, correction="paper", seed=2)
     num_steps = 150
     rates = schedule(num_steps)
     generator = np.random.default_rng(num_shards)
-    oracle, everything = SingleRateRows(spec, rates), np.arange(spec.num_rows)
+    oracle, everything = TableModel(spec, rates), np.arange(spec.num_rows)
     with LocalCluster(num_shards, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
         client.create_table(spec)
         client.extend_schedule(0, rates)
@@ -61,13 +85,11 @@ def test_rows_follow_the_papers_closed_form(num_shards: int, tmp_path: Path) -> 
                 oracle.update(rows, gradients.astype(np.float64).sum(axis=0), step)
                 if step % 60 == 59:
                     for later in (step + 1, step + 2, num_steps):  # a fetch changes nothing for the next
-                        assert_rows(client.fetch(everything, step=later), oracle.at(everything, later)[0])
+                        assert_rows_close(client.fetch(everything, step=later), oracle.at(everything, later)[0])
                 if step == 70:
                     cluster.restart(0)
         state = client.fetch_state(everything, step=num_steps)
-        weight, momentum_buffer = oracle.at(everything, num_steps)
-        assert_rows(state.weight, weight)
-        assert_rows(state.momentum_buffer, momentum_buffer)
+        oracle.assert_equals(state, num_steps)
         gaps = num_steps - oracle.last_step
         assert gaps.max() == num_steps
         assert len(np.unique(gaps)) > 50
@@ -94,10 +116,10 @@ def stored(correction: str) -> TableSpec:
 
 @pytest.mark.guard
 def test_resident_and_remote_rows_train_like_each_row_for_itself(cluster: LocalCluster) -> None:
-    """The window passes over all images several times; where a row waited changes no bit of it."""
+    """The window passes over all images several times; the place where a row waited changes no bit of it."""
     num_steps, spec = 180, stored("paper")
     rates = learning_rates(num_steps=num_steps, base=0.5, warmup_steps=18)
-    expected = replay(SingleRateRows(spec, rates), 60, num_steps)
+    expected = replay(PaperRows(spec, rates), 60, num_steps)
     with remote(cluster, spec, rates) as store:
         fetched = replay(store, 60, num_steps)
     assert_alike(fetched, expected)

@@ -1,8 +1,8 @@
-"""From 0.2 on, clients and shards of neighbouring versions understand one another: the contract only ever grows. Those
-of 0.1 and later ones refuse each other.
+"""Clients and shards of neighbouring versions from 0.2 understand each other: the contract only grows. Those of 0.1 and
+later ones refuse each other.
 
-The contract of version 0.2 is kept in golden/; one to come is this one with more in every message. Between client
-and shard stands a translator that passes on only what a peer of the one knows, or all that one of the other may send.
+The contract of version 0.2 is kept in golden/; a future one is this one with additional fields in every message. A
+translator between client and shard passes on only what an older peer knows, or adds what a newer peer may send.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LATER_METHODS = {"CopyCheckpoint", "ReadBlocks", "ReadSchedule", "ExtendTable", 
 
 def in_pool(file: FileDescriptorProto) -> FileDescriptor:
     pool = DescriptorPool()
-    pool.Add(file)  # type: ignore[no-untyped-call]
+    pool.Add(file)
     return pool.FindFileByName(file.name)
 
 
@@ -63,7 +63,7 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> FileDescriptor:
 
 @pytest.fixture(scope="module")
 def lacking() -> FileDescriptor:
-    """This contract, without some of its methods."""
+    """This contract without some of its methods."""
     file = FileDescriptorProto.FromString(pb.DESCRIPTOR.serialized_pb)
     methods = file.service[0].method
     for position in reversed(range(len(methods))):
@@ -75,7 +75,7 @@ def lacking() -> FileDescriptor:
 
 @pytest.fixture(scope="module")
 def newer() -> FileDescriptor:
-    """This contract, with a text, a number and a list more in every message."""
+    """This contract with an additional text, number and list in every message."""
     file = FileDescriptorProto.FromString(pb.DESCRIPTOR.serialized_pb)
     for message in file.message_type:
         for number, kind in enumerate(("TYPE_STRING", "TYPE_SINT64", "TYPE_DOUBLE", "TYPE_FIXED32"), start=100):
@@ -132,25 +132,25 @@ class Translator(grpc.GenericRpcHandler):
 
 
 def forget(message: Message) -> None:
-    """What this contract does not know."""
-    message.DiscardUnknownFields()  # type: ignore[attr-defined]
+    """Fields that this contract does not know."""
+    message.DiscardUnknownFields()
 
 
-def add_news(message: Message) -> None:
-    """To the message and all in it."""
+def add_news(message: Any) -> None:
+    """Adds fields to the message and all messages in it."""
     for field, value in message.ListFields():
         if field.type == FieldDescriptor.TYPE_MESSAGE:
             for inner in value if field.is_repeated else [value]:
                 add_news(inner)
-    message.new_100, message.new_101, message.new_102 = "news", -7, 0.5  # type: ignore[attr-defined]
-    message.new_103.extend([1, 2, 3])  # type: ignore[attr-defined]
+    message.new_100, message.new_101, message.new_102 = "news", -7, 0.5
+    message.new_103.extend([1, 2, 3])
 
 
 @contextlib.contextmanager
 def between(
     cluster: LocalCluster, contract: FileDescriptor, translate: Callable[[Message], None]
 ) -> Iterator[list[str]]:
-    """Addresses of translators before each shard."""
+    """Addresses of a translator in front of each shard."""
     translators = [Translator(address, contract, translate) for address in cluster.addresses]
     try:
         yield [translator.address for translator in translators]
@@ -160,7 +160,7 @@ def between(
 
 
 def everything(client: WeightClient) -> list[Any]:
-    """What calls of every kind give."""
+    """The results of calls of every kind."""
     client.drop_table()
     client.create_table(SPEC)
     client.extend_schedule(0, np.linspace(0.2, 0.1, 50, dtype=np.float32))
@@ -194,7 +194,7 @@ def test_neighbouring_versions_understand_one_another(
             skewed.fetch([1], step=99)
 
 
-def test_an_older_shard_is_named_where_it_cannot_do_what_is_asked(
+def test_an_older_shard_that_lacks_a_call_is_named(
     lacking: FileDescriptor,
     client: WeightClient,
     cluster: LocalCluster,
@@ -233,7 +233,7 @@ def test_an_older_shard_is_named_where_it_cannot_do_what_is_asked(
 def test_a_caller_of_the_first_version_is_refused(
     version: str | None, method: Any, client: WeightClient, cluster: LocalCluster
 ) -> None:
-    """It says no version: whatever it asks, it hears what to update, and changes nothing."""
+    """It sends no version: every call is told what to update, and changes nothing."""
     client.create_table(SPEC)
     before = client.describe()
     metadata = [] if version is None else [("weightserver-version", version)]
@@ -241,7 +241,7 @@ def test_a_caller_of_the_first_version_is_refused(
         list(channel.stream_stream(f"/{SERVICE}/{method.name}")(iter([b""]), timeout=10, metadata=metadata))
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     told = version or "0.1"
-    assert raised.value.details() == f"this shard is of version {__version__}, the caller of {told}: update the caller"
+    assert raised.value.details() == f"this shard has version {__version__}, the caller {told}: update the caller"
     assert client.describe() == before
 
 
@@ -249,7 +249,7 @@ def test_a_caller_of_the_first_version_is_refused(
 def test_a_shard_of_the_first_version_is_refused(
     version: str, client: WeightClient, cluster: LocalCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It answers as if nothing were amiss."""
+    """The shard answers as if nothing were wrong."""
     client.create_table(SPEC)
     before = client.describe()
 
@@ -309,7 +309,7 @@ def test_a_newer_shard_can_be_backed_up(
 
 
 def test_the_contract_only_grew(older: FileDescriptor) -> None:
-    """What version 0.2 said still means the same on the wire."""
+    """Messages of version 0.2 still mean the same on the wire."""
     now = pb.DESCRIPTOR
     for name, message in older.message_types_by_name.items():
         for field in message.fields:
@@ -317,10 +317,11 @@ def test_the_contract_only_grew(older: FileDescriptor) -> None:
             for what in ("name", "type", "is_repeated", "has_presence"):
                 assert getattr(found, what) == getattr(field, what), f"{name}.{field.name}"
             if field.message_type is not None:
+                assert found.message_type is not None
                 assert found.message_type.full_name == field.message_type.full_name
     for method in older.services_by_name["WeightServer"].methods:
-        found = now.services_by_name["WeightServer"].methods_by_name[method.name]
+        known = now.services_by_name["WeightServer"].methods_by_name[method.name]
         for what in ("client_streaming", "server_streaming"):
-            assert getattr(found, what) == getattr(method, what)
-        assert found.input_type.full_name == method.input_type.full_name
-        assert found.output_type.full_name == method.output_type.full_name
+            assert getattr(known, what) == getattr(method, what)
+        assert known.input_type.full_name == method.input_type.full_name
+        assert known.output_type.full_name == method.output_type.full_name

@@ -1,4 +1,4 @@
-"""How shards start: which directories they take, and what becomes of them when a start is cut short."""
+"""How shards start: which directories they accept, and what an interrupted start leaves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS = np.arange(SPEC.num_rows)
 
 
 def refused(directory: Path, *options: str) -> str:
-    """The one line that a start ends with."""
+    """Runs a start that must fail; returns its one line of error."""
     command = [*SERVE, "--data-dir", str(directory), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done
@@ -65,13 +65,13 @@ def test_an_empty_directory_takes_init(tmp_path: Path) -> None:
     with LocalCluster(1, tmp_path, serve_options=options) as cluster:
         assert rows_stored(cluster) == SPEC.num_rows
     log = (tmp_path / "shard-0.log").read_text()
-    assert log.count("--init does nothing") == 1
-    assert "warning" in next(line for line in log.splitlines() if "--init does nothing" in line)
+    assert log.count("--init has no effect") == 1
+    assert "warning" in next(line for line in log.splitlines() if "--init has no effect" in line)
 
 
 @pytest.mark.parametrize("init", [["--init"], []], ids=["with --init", "without"])
-def test_a_directory_of_other_files_begins_no_shard(init: list[str], tmp_path: Path) -> None:
-    """As where --data-dir names the wrong folder: it stays as it is, its mode too."""
+def test_a_directory_of_other_files_is_refused(init: list[str], tmp_path: Path) -> None:
+    """--data-dir names the wrong folder, which keeps its contents and mode."""
     home = tmp_path / "home"
     home.mkdir(mode=0o755)
     (home / "precious.txt").write_text("mine")
@@ -82,7 +82,7 @@ def test_a_directory_of_other_files_begins_no_shard(init: list[str], tmp_path: P
     assert (home.stat().st_mode & 0o777, len(list(home.iterdir()))) == (0o755, 2)
 
 
-def test_a_link_to_nothing_begins_no_shard(tmp_path: Path) -> None:
+def test_a_dangling_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "disk/shard")
     message = f"{tmp_path}/link is a link to {tmp_path}/disk/shard, which is missing: is its disk mounted?"
     assert refused(tmp_path / "link", "--init") == message
@@ -91,7 +91,7 @@ def test_a_link_to_nothing_begins_no_shard(tmp_path: Path) -> None:
 
 
 def test_a_shard_that_never_began_takes_init(tmp_path: Path) -> None:
-    """LMDB makes a file before anything is in it."""
+    """LMDB creates a file before it writes anything to it."""
     lmdb.open(str(tmp_path), lib_version=0).close()
     with pytest.raises(StorageError, match="is empty: is its disk mounted"):
         LmdbStorage(tmp_path, must_exist=True)
@@ -127,8 +127,8 @@ def test_a_cluster_refuses_a_shard_that_went_away(left_by: str, tmp_path: Path) 
 
 
 @pytest.mark.guard
-def test_a_first_start_that_was_cut_short_goes_on(tmp_path: Path) -> None:
-    """One of two shards has begun when the other cannot."""
+def test_an_interrupted_first_start_resumes(tmp_path: Path) -> None:
+    """One of two shards has started when the other fails."""
     (tmp_path / "shard-1").write_text("in the way")
     with pytest.raises(ShardUnavailableError, match="shard-1 is a file"):
         LocalCluster(2, tmp_path)
@@ -151,17 +151,17 @@ POINTS = (
     "weightserver.server.process:_announce",
     "weightserver.server.process:_Stop.wait",
 )
-"""Of a start, in their order; `Committer` is the first behind which a thread would keep the process."""
+"""Points of a start in order; from `Committer` on a thread would keep the process alive."""
 
 
 def serve(directory: Path, *options: str, what: tuple[str, ...] = ()) -> list[str]:
-    """A shard's command; `what` happens at a point (see tests/helpers/at_a_point.py)."""
+    """The command of a shard in which `what` happens at a point (see tests/helpers/at_a_point.py)."""
     program = ["tests.helpers.at_a_point", *what] if what else ["weightserver"]
     return [sys.executable, "-m", *program, *SERVE[3:], "--init", "--data-dir", str(directory), *options]
 
 
 def ends(process: psutil.Process, directory: Path, seconds: float = 20) -> None:
-    """Waits until it has, and looks at what it leaves."""
+    """Waits for the process to end, and checks that it released the directory."""
     _, alive = psutil.wait_procs([process], timeout=seconds)
     left = [orphan.pid for orphan in alive if orphan.status() != psutil.STATUS_ZOMBIE]
     for orphan in alive:
@@ -173,7 +173,7 @@ def ends(process: psutil.Process, directory: Path, seconds: float = 20) -> None:
 
 
 def dies(command: list[str], directory: Path, seconds: str) -> None:
-    """The parent that starts the shard is killed, and the shard ends."""
+    """Kills the parent of a starting shard, and checks that the shard ends."""
     parent = subprocess.Popen(
         [sys.executable, "-m", "tests.helpers.dying_parent", seconds, *command],
         cwd=ROOT,
@@ -188,8 +188,8 @@ def dies(command: list[str], directory: Path, seconds: str) -> None:
 
 
 @pytest.mark.guard
-def test_a_shard_ends_whose_announcement_nobody_reads(tmp_path: Path) -> None:
-    """Also where it does not follow its parent: stdout is closed."""
+def test_a_shard_ends_if_its_announcement_is_not_read(tmp_path: Path) -> None:
+    """Even without --stop-with-parent: stdout is closed."""
     point = "weightserver.server.process:_announce"
     dies(serve(tmp_path / "data", "--announce", what=("orphaned", point)), tmp_path / "data", "never")
     command = serve(tmp_path / "data", "--announce")
@@ -198,7 +198,7 @@ def test_a_shard_ends_whose_announcement_nobody_reads(tmp_path: Path) -> None:
         shard.stdout.close()
         _, errors = shard.communicate(timeout=20)
     assert shard.returncode == 1
-    expected = "nobody reads the addresses on stdout (Broken pipe): the process that started this shard is gone"
+    expected = "cannot announce the addresses on stdout (Broken pipe): the process that started this shard is gone"
     assert errors.splitlines()[-1] == f"weightserver serve: {expected}"
     assert "Traceback" not in errors
     with LocalCluster(1, tmp_path, serve_options=["--data-dir", str(tmp_path / "data")]):
@@ -223,7 +223,7 @@ def test_parents_die_at_any_moment_of_a_start(tmp_path: Path) -> None:
 @pytest.mark.guard
 @pytest.mark.parametrize("point", POINTS)
 def test_sigterm_ends_a_start(point: str, tmp_path: Path) -> None:
-    """Before the shard serves as a kill does; from then on it drains."""
+    """Before the shard serves SIGTERM acts like a kill; later the shard drains."""
     command = serve(tmp_path, "--announce", what=("SIGTERM", point))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
     drains = POINTS.index(point) > POINTS.index("weightserver.server.process:service.add_to_server")
@@ -253,12 +253,12 @@ def test_a_start_that_fails_ends_in_one_line(point: str, tmp_path: Path) -> None
 
 
 @pytest.mark.guard
-def test_closed_streams_are_no_other_files(tmp_path: Path) -> None:
-    """What is opened next would have their numbers: logs would be written to data.mdb."""
+def test_closed_streams_are_not_reused_for_other_files(tmp_path: Path) -> None:
+    """The next file opened would get their numbers, and logs would be written to data.mdb."""
     command = ["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh", *serve(tmp_path)]
     process = psutil.Popen(command, cwd=ROOT)
     try:
-        wait_until(lambda: (tmp_path / "owner.lock").exists() and (tmp_path / "owner.lock").stat().st_size)
+        wait_until(lambda: (tmp_path / "owner.lock").exists() and (tmp_path / "owner.lock").stat().st_size > 0)
         assert [os.readlink(f"/proc/{process.pid}/fd/{number}") for number in range(3)] == [os.devnull] * 3
     finally:
         process.terminate()

@@ -1,4 +1,4 @@
-"""Damaged, truncated, emptied and outdated data files: refused, or served where they are whole, in one clear line."""
+"""Damaged, truncated, emptied and outdated data files are refused in one clear line, or served if they are intact."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def values(number: int, num_rows: int = SPEC.num_rows) -> np.ndarray:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A stopped shard: all rows written, kept as checkpoint "kept", written again."""
+    """A stopped shard whose rows were all written, kept as checkpoint "kept", and written again."""
     with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
         client.create_table(SPEC)
         client.extend_schedule(0, np.full(20, 0.1))
@@ -53,7 +53,7 @@ def flip(path: Path, position: int) -> None:
 
 
 def damage(path: Path, row: int, number: int) -> None:
-    """A byte of that row of `values(number)`, wherever the file has it: unused pages hold old copies."""
+    """Flips a byte of that row of `values(number)` wherever the file holds it: unused pages hold old copies."""
     content, wanted = path.read_bytes(), re.escape(values(number)[row].tobytes())
     found = [match.start() for match in re.finditer(wanted, content, re.DOTALL)]
     assert found
@@ -73,7 +73,7 @@ def test_a_flipped_byte_hurts_its_block_alone(data: Path, capsys: pytest.Capture
     status, lines = verify(data, capsys)
     assert (status, len(lines)) == (1, 2), lines
     assert lines[0] == "block 1 (rows 10..19), generation 1 (now): it is damaged (checksum)"
-    message = r"shard 0 at .*: block 1 \(rows 10\.\.19\) is damaged \(checksum\): 'weightserver verify' tells which"
+    message = r"shard 0 at .*: block 1 \(rows 10\.\.19\) is damaged \(checksum\): 'weightserver verify' shows which"
     with LocalCluster(1, data.parent) as cluster, WeightClient(cluster.addresses) as client:
         client.open_session("run")
         others = client.fetch_state(OTHERS)
@@ -123,7 +123,7 @@ def test_a_truncated_file_is_refused(data: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.guard
-def test_a_file_that_went_away_is_no_new_shard(data: Path) -> None:
+def test_a_missing_file_does_not_start_a_new_shard(data: Path) -> None:
     path = data / "data.mdb"
     whole = path.read_bytes()
     path.write_bytes(b"")
@@ -153,7 +153,7 @@ def test_an_old_copy_is_noticed(data: Path) -> None:
 
 @pytest.mark.guard
 def test_no_flipped_byte_goes_unseen(data: Path) -> None:
-    """Any byte of the file: verify finds it, or the shard refuses to start, or nothing depends on it."""
+    """For any byte of the file: verify finds the flip, the shard refuses to start, or nothing depends on it."""
     path, log = data / "data.mdb", data.parent / "shard-0.log"
     with LocalCluster(1, data.parent) as cluster, WeightClient(cluster.addresses) as client:
         before, clock = client.fetch_state(ROWS), client.describe().clock

@@ -1,4 +1,4 @@
-"""Training with the rows on weight servers against training with plain SGD over all rows."""
+"""Compares training with rows on weight servers with plain SGD over all rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ class Recorded:
 
 
 def replay(store: RowStore, num_active: int, num_steps: int, schedule: VisitSchedule = SCHEDULE) -> Recorded:
-    """Trains the rows on features that are functions of the image and the step, as an encoder's would be, but fixed."""
+    """Trains the rows on fixed features that are functions of the image and the step."""
     recent = RecentRows(schedule, num_active=num_active, batch_size=BATCH_SIZE)
     centres = torch.randn(NUM_ROWS, DIM, generator=torch.Generator().manual_seed(1))
     noise = torch.Generator().manual_seed(2)
@@ -43,6 +43,8 @@ def replay(store: RowStore, num_active: int, num_steps: int, schedule: VisitSche
         weight = store.weights(active.rows, step=step).requires_grad_()
         loss = cosine_softmax_loss(features, weight, torch.from_numpy(active.labels), temperature=0.2)
         loss.backward()
+        assert weight.grad is not None
+        assert features.grad is not None
         store.apply_gradients(active.rows, weight.grad, step=step)
         losses.append(loss.item())
         feature_gradients.append(features.grad.numpy())
@@ -56,7 +58,7 @@ def relative(actual: npt.NDArray[np.float32], expected: npt.NDArray[np.float32])
 
 
 class SlowClient:
-    """A client whose fetches and writes take a while, each another."""
+    """A client whose fetches and writes take random times."""
 
     def __init__(self, client: WeightClient, seed: int) -> None:
         self._client = client
@@ -92,7 +94,7 @@ def resident(
 ) -> Iterator[ResidentRows]:
     with fresh_table(cluster, spec, rates) as client:
         store = ResidentRows(
-            client if delays is None else SlowClient(client, delays),
+            client if delays is None else cast(WeightClient, SlowClient(client, delays)),
             spec,
             rates,
             capacity=capacity,
@@ -178,7 +180,7 @@ def test_remote_and_resident_rows_train_like_dense_ones(
 def test_timing_changes_no_bit(
     cluster: LocalCluster, window_size: int, window_stride: int, num_active: int, capacity: int, prefetch_steps: int
 ) -> None:
-    """Random delays of fetches and writes, whatever the schedule; rows return again and again."""
+    """Random delays of fetches and writes change nothing, whatever the schedule; rows return repeatedly."""
     num_steps = 250
     schedule = VisitSchedule(num_rows=NUM_ROWS, window_size=window_size, window_stride=window_stride, seed=5)
     rates = learning_rates(num_steps=num_steps, base=0.5, warmup_steps=25)

@@ -38,7 +38,7 @@ def test_quantiles_of_few_values() -> None:
 
 
 @pytest.mark.guard
-def test_it_shows_what_shards_do(client: WeightClient, cluster: LocalCluster) -> None:
+def test_top_shows_the_activity_of_shards(client: WeightClient, cluster: LocalCluster) -> None:
     client.create_table(TableSpec(num_rows=2000, dim=16, rows_per_block=10))
     client.extend_schedule(0, np.full(10_000, 0.1, np.float32))
     epoch = client.open_session("run")
@@ -73,23 +73,23 @@ def test_it_shows_what_shards_do(client: WeightClient, cluster: LocalCluster) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["127.0.0.1:1"], "no shard tells its metrics (127.0.0.1:1: [Errno 111] Connection refused)"),
-        (["nowhere"], "'nowhere' is no address"),
+        (["127.0.0.1:1"], "no shard serves metrics (127.0.0.1:1: [Errno 111] Connection refused)"),
+        (["nowhere"], "'nowhere' is not an address"),
         (["127.0.0.1:1", "--count", "0"], "--count must be at least 1, got 0"),
         (["127.0.0.1:1", "--interval-seconds", "nan"], "--interval-seconds must lie in 0.1..3600, got nan"),
     ],
 )
-def test_what_it_cannot_show_is_one_line(arguments: list[str], message: str) -> None:
+def test_top_rejects_invalid_arguments_in_one_line(arguments: list[str], message: str) -> None:
     shown = top(*arguments)
     assert shown.returncode == 1
     assert shown.stderr.startswith(f"weightserver top: {message}")
     assert shown.stderr.count("\n") == 1
 
 
-def test_another_port_is_told(cluster: LocalCluster) -> None:
+def test_top_reports_a_wrong_port(cluster: LocalCluster) -> None:
     shown = top(cluster.addresses[0])
     assert shown.returncode == 1
-    assert shown.stderr.startswith(f"weightserver top: no shard tells its metrics ({cluster.addresses[0]}: ")
+    assert shown.stderr.startswith(f"weightserver top: no shard serves metrics ({cluster.addresses[0]}: ")
 
 
 def test_a_shard_that_missed_a_look_shows_rates_since_its_last_one() -> None:

@@ -1,4 +1,4 @@
-"""What version 0.1 wrote: the first start of this version takes it on, with nothing lost. See golden/version_0.1."""
+"""Directories that earlier versions wrote are upgraded and served, with nothing lost. See golden/README.md."""
 
 from __future__ import annotations
 
@@ -23,32 +23,41 @@ from weightserver import (
     ShardUnavailableError,
     WeightClient,
 )
-from weightserver.operations.backup import read_backup, restore
+from weightserver.operations.backup_files import read_backup
 from weightserver.operations.compact import compact
 from weightserver.operations.inspect import inspect_directory
 from weightserver.operations.reshard import reshard
+from weightserver.operations.restore import restore
 from weightserver.operations.verify import verify_directory
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.storage.records import FORMAT, earlier_identity
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "version_0.1"
+GOLDEN = Path(__file__).parent.parent / "golden"
 SHARDS, NUM_ROWS = ("shard-0", "shard-1"), 70
 CHECKPOINTS = ("one", "two", "three")
 
 
+def answers(version: str) -> dict[str, Any]:
+    """The answers that a client of that version got."""
+    with np.load(GOLDEN / f"version_{version}" / "seen.npz", allow_pickle=False) as stored:
+        return dict(stored)
+
+
+def unpacked(version: str, directory: Path) -> Path:
+    """The directory of that version's cluster of two shards, and of a backup."""
+    with tarfile.open(GOLDEN / f"version_{version}" / "table.tar.xz") as archive:
+        archive.extractall(directory, filter="data")
+    return directory / "table"
+
+
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
-    """What a client of version 0.1 was told."""
-    with np.load(GOLDEN / "seen.npz", allow_pickle=False) as stored:
-        return dict(stored)
+    return answers("0.1")
 
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """The directory of its cluster of two shards, and of a backup."""
-    with tarfile.open(GOLDEN / "table.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    return tmp_path / "table"
+    return unpacked("0.1", tmp_path)
 
 
 def told(seen: dict[str, Any], checkpoint: str = "now", step: int | str = "stored") -> RowState:
@@ -56,7 +65,7 @@ def told(seen: dict[str, Any], checkpoint: str = "now", step: int | str = "store
 
 
 def assert_rows(client: WeightClient, seen: dict[str, Any], *, checkpoint: str = "", as_of: str = "") -> None:
-    """Of now or of a checkpoint, as they were told to be."""
+    """Compares the current rows, or those of a checkpoint, with the recorded ones."""
     rows = np.arange(NUM_ROWS)
     for step in (None, 28):
         state = client.fetch_state(rows, step=step, checkpoint=checkpoint)
@@ -70,7 +79,7 @@ def assert_nothing_lost(client: WeightClient, seen: dict[str, Any]) -> None:
     assert info.run == str(seen["run"])
     assert [kept.name for kept in checkpoints] == seen["checkpoints"].tolist()
     assert [kept.step for kept in checkpoints] == seen["steps"].tolist()
-    assert [kept.identity.hex() for kept in checkpoints] == seen["identities"].tolist()
+    assert [kept.checkpoint_id.hex() for kept in checkpoints] == seen["identities"].tolist()
     for shard in range(len(info.shards)):
         assert np.array_equal(client.learning_rates(shard=shard), seen["learning_rates"])
     assert_rows(client, seen)
@@ -79,7 +88,7 @@ def assert_nothing_lost(client: WeightClient, seen: dict[str, Any]) -> None:
 
 
 def content(directory: Path) -> dict[str, list[tuple[bytes, bytes]]]:
-    """All that LMDB holds of a shard that nobody serves."""
+    """All records in the LMDB file of a stopped shard."""
     with lmdb.open(str(directory), max_dbs=5, readonly=True, lock=False) as env, env.begin() as txn:
         names = [name for name, _ in txn.cursor()]
         return {name.decode(): list(txn.cursor(env.open_db(name, txn, create=False))) for name in names}
@@ -142,7 +151,7 @@ def test_a_kill_during_the_upgrade_loses_nothing(point: str, shard: int, old: Pa
 
 
 @pytest.mark.guard
-def test_what_only_reads_leaves_it_as_it_is(old: Path, tmp_path: Path, seen: dict[str, Any]) -> None:
+def test_commands_that_only_read_keep_modes(old: Path, tmp_path: Path, seen: dict[str, Any]) -> None:
     files = [old / shard / "data.mdb" for shard in SHARDS]
     before = [path.read_bytes() for path in files]
     for shard, directory in enumerate(SHARDS):
@@ -189,8 +198,8 @@ def test_its_backup_is_restored(old: Path, tmp_path: Path, seen: dict[str, Any])
 
 
 @pytest.mark.guard
-def test_one_shard_of_its_backup_beside_one_that_was_upgraded(old: Path, seen: dict[str, Any]) -> None:
-    """They are of one table, and of different times, until all are taken to the checkpoint of the backup."""
+def test_a_restored_shard_next_to_an_upgraded_one(old: Path, seen: dict[str, Any]) -> None:
+    """Both hold one table at different times, until all are rolled back to the checkpoint of the backup."""
     shutil.rmtree(old / "shard-1")
     made = restore(old / "backup", old / "shard-1", shard=1)
     assert made == read_backup(old / "backup")
@@ -207,7 +216,7 @@ def test_one_shard_of_its_backup_beside_one_that_was_upgraded(old: Path, seen: d
 
 @pytest.mark.guard
 def test_the_old_directory_put_back_is_refused(old: Path, tmp_path: Path) -> None:
-    """It is upgraded once more, and does not descend from what the first upgrade acknowledged."""
+    """It is upgraded again, and does not descend from the writes that the first upgrade acknowledged."""
     shutil.copytree(old / "shard-1", tmp_path / "kept")
     with LocalCluster(2, old) as cluster, WeightClient(cluster.addresses, retry_seconds=10) as client:
         client.open_session("third")
@@ -221,3 +230,33 @@ def test_the_old_directory_put_back_is_refused(old: Path, tmp_path: Path) -> Non
             client.push_gradients(np.arange(NUM_ROWS), np.ones((NUM_ROWS, 3), np.float32), step=13)
         with WeightClient(cluster.addresses) as another, pytest.raises(DataLossError, match="lacks what shard 0 knows"):
             another.open_session("fourth")
+
+
+def test_version_0_2_is_served(tmp_path: Path) -> None:
+    """Its format is the present one: nothing is upgraded, and marks that its client kept still hold."""
+    seen, old = answers("0.2"), unpacked("0.2", tmp_path)
+    marks = seen["marks"].tolist()
+    assert formats(old) == [FORMAT, FORMAT]
+    assert [verify_directory(old / shard).problems for shard in SHARDS] == [[], []]
+    for shard, directory in enumerate(SHARDS):
+        restore(old / "backup", tmp_path / "restored" / directory, shard=shard)
+
+    before = [content(old / shard) for shard in SHARDS]
+    with LocalCluster(2, old) as cluster, WeightClient(cluster.addresses) as client:
+        client.expect(marks)
+        assert_nothing_lost(client, seen)
+    assert [content(old / shard) for shard in SHARDS] == before, "serving changed the directory"
+
+    with LocalCluster(2, old) as cluster, WeightClient(cluster.addresses) as client:
+        assert client.open_session("third") == seen["numbers"][0] + 1
+        client.push_gradients(np.arange(NUM_ROWS), np.ones((NUM_ROWS, 3), np.float32), step=12)
+        client.expect(marks)
+        client.checkpoint("four", step=13)
+        assert [kept.name for kept in client.checkpoints()] == [*CHECKPOINTS, "four"]
+        client.rollback("two")
+        assert_rows(client, seen, as_of="two")
+    assert [verify_directory(old / shard).problems for shard in SHARDS] == [[], []]
+
+    with LocalCluster(2, tmp_path / "restored") as cluster, WeightClient(cluster.addresses) as client:
+        assert_rows(client, seen, as_of="three")
+        assert_rows(client, seen, checkpoint="three")

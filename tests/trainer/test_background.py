@@ -1,4 +1,4 @@
-"""What a thread computes ahead is what would have been computed in turn."""
+"""Computing ahead in a thread gives the same items as computing in turn."""
 
 from __future__ import annotations
 

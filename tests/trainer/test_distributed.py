@@ -1,4 +1,4 @@
-"""Several ranks against one: torchrun starts real processes that talk through gloo, and write down what they got.
+"""Several ranks compared with one: torchrun starts real processes that communicate by gloo and record their results.
 
 As a script (under torchrun) this file is one of those ranks.
 """
@@ -47,7 +47,8 @@ class Case:
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         """Features (B, D), weight (K, D), labels (B,).
 
-        At the lower temperature all rows point one way and the images there or opposite: logits near 100 or -100.
+        At the lower temperature all rows have one direction and images the same or the opposite: logits near 100 or
+        -100.
         """
         generator = torch.Generator().manual_seed(self.batch_size)
         vectors = torch.randn(NUM_ROWS + self.batch_size, DIM, generator=generator, dtype=torch.float64)
@@ -60,12 +61,12 @@ class Case:
         return features, weight, labels
 
     def owner(self, world_size: int) -> Tensor:
-        """Which rank has each row, (K,)."""
+        """The rank of each row, (K,)."""
         rank = (torch.arange(NUM_ROWS) // 2) % world_size
         return torch.where(rank == 1, 0, rank) if self.owners == "one-empty" else rank
 
     def share(self, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
-        """What one rank is given of the inputs."""
+        """One rank's share of the inputs."""
         features, weight, labels = self.inputs()
         mine = self.owner(ranks.world_size) == ranks.rank
         local = torch.where(mine, mine.cumsum(0) - 1, -1)
@@ -93,8 +94,8 @@ def images(case: Case) -> Tensor:
 
 
 def gradients(model: torch.nn.Module) -> Tensor:
-    """Of all parameters, (number of them,)."""
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    """Gradients of all parameters, (number of parameters,)."""
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
 
 
 def loss_and_gradients(
@@ -111,11 +112,13 @@ def loss_and_gradients(
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         loss = cosine_softmax_loss(features, weight, labels, temperature=temperature, ranks=ranks, num_rows=num_rows)
     loss.backward()
+    assert features.grad is not None
+    assert weight.grad is not None
     return {"loss": loss.detach(), "features": features.grad, "weight": weight.grad}
 
 
 def record_rank(out: Path) -> None:
-    """What one rank of several does."""
+    """Computes and records the results of one rank of several."""
     torch.set_num_threads(1)
     recorded: dict[str, Any] = {}
     with process_group(torch.device("cpu"), timeout_seconds=60) as ranks:
@@ -152,7 +155,7 @@ def record_rank(out: Path) -> None:
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids="{} ranks".format)
 def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Recorded]:
-    """What each rank got."""
+    """The results of each rank."""
     out = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
     command += ["-m", "tests.trainer.test_distributed", str(out)]
@@ -180,7 +183,7 @@ def expected_of(case: Case, features: numerics.Rounded | None = None) -> numeric
 
 @pytest.mark.guard
 def test_loss_and_gradients_are_those_of_one_rank(recorded: list[Recorded]) -> None:
-    """Each within what rounding explains of the formula."""
+    """Each equals the formula up to rounding."""
     for case in CASES:
         expected = expected_of(case)
         one = loss_and_gradients(*case.inputs(), case.temperature, Ranks())
@@ -202,7 +205,7 @@ def test_an_encoder_under_ddp_gets_the_gradients_of_one_process(recorded: list[R
 
 
 def encoder_gradients(case: Case) -> numerics.Rounded:
-    """Of all parameters, as `gradients` gives them."""
+    """Gradients of all parameters, as `gradients` returns them."""
     first, first_bias, second, second_bias = (
         numerics.Rounded.exact(parameter, case.dtype) for parameter in encoder(case.dtype).parameters()
     )
@@ -250,7 +253,7 @@ def test_ranks_tell_each_other(recorded: list[Recorded]) -> None:
         assert told["maxima"] == [world_size - 1, 0]
 
 
-def test_one_rank_talks_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_rank_does_not_communicate(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with process_group(torch.device("cpu")) as ranks:
@@ -273,7 +276,7 @@ def test_shares_are_contiguous_and_even(num_items: int, world_size: int) -> None
 
 
 def test_nearly_every_share_of_the_active_rows_fits_into_what_it_is_padded_to() -> None:
-    """Blocks drawn at random, as the windows' order draws the most recent rows."""
+    """With random blocks, since the windows' order makes the most recent rows random."""
     generator = np.random.default_rng(0)
     for num_active, rows_per_block, world_size in ((65_536, 63, 8), (1024, 63, 2), (4096, 1, 64)):
         ranks = Ranks(world_size=world_size)

@@ -1,4 +1,4 @@
-"""Runs that version 0.1 began are resumed with its settings, though defaults have changed since."""
+"""Runs that earlier versions began are resumed with their settings, though defaults have changed since."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import runpy
 import tarfile
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,8 +15,9 @@ import pytest
 from tests.helpers.small_run import ONLY_ROWS, losses, small_run
 from trainer.config import TrainConfig, parse_config
 from trainer.loop import train
-from trainer.run.checkpoint import check_same_run, saved_steps, update_settings
+from trainer.run.checkpoint_file import saved_steps
 from trainer.run.history import ImageHistory
+from trainer.run.resume import check_same_run, update_settings
 from trainer.schedule import learning_rates
 from weightserver.operations.inspect import inspect_directory
 from weightserver.storage.records import FORMAT
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def resumed(command: str, output: Path, *more: str) -> TrainConfig:
-    """The config of the same command with --resume, beside the config.json that it wrote."""
+    """The config of the same command with --resume, with the config.json that it wrote."""
     (output / "config.json").write_text(json.dumps(CONFIGS[command] | {"output": str(output)}))
     return parse_config([*command.split(), "--output", str(output), "--resume", *more])
 
@@ -64,15 +65,15 @@ def test_the_same_command_resumes_the_same_run(command: str, tmp_path: Path) -> 
         ("fashion-mnist", ["--correction", "paper"], "whose correction is exact, not paper"),
     ],
 )
-def test_what_is_given_must_be_the_runs(command: str, more: list[str], message: str, tmp_path: Path) -> None:
+def test_resume_rejects_other_settings(command: str, more: list[str], message: str, tmp_path: Path) -> None:
     config = resumed(command, tmp_path, *more)
     with pytest.raises(ValueError, match=message):
         check_same_run(config)
 
 
 @pytest.mark.guard
-def test_a_resumed_run_of_before_trains_as_it_did(tmp_path: Path) -> None:
-    """Its config.json as 0.1 wrote it: to the end that an undisturbed run has, bit for bit on a CPU."""
+def test_a_resumed_run_of_an_earlier_version_trains_as_it_did(tmp_path: Path) -> None:
+    """With its config.json as 0.1 wrote it, to the end of an undisturbed run, bit for bit on a CPU."""
     run = small_run(tmp_path / "run", steps=12, checkpoint_every=8, encoder=ONLY_ROWS)
     train(run)
     before = losses(run.output)
@@ -85,26 +86,31 @@ def test_a_resumed_run_of_before_trains_as_it_did(tmp_path: Path) -> None:
     assert losses(run.output) == before
 
 
-@pytest.mark.parametrize("rows", ["resident", pytest.param("remote", marks=pytest.mark.guard)])
-def test_a_run_that_version_0_1_wrote_is_resumed(rows: str, tmp_path: Path) -> None:
-    """Killed behind its third checkpoint, with its servers: to the end that it would have had under version 0.1."""
-    with tarfile.open(GOLDEN / "version_0.1" / "run.tar.xz") as archive:
+@pytest.mark.parametrize(
+    ("version", "rows", "format_before"),
+    [("0.1", "resident", 2), pytest.param("0.1", "remote", 2, marks=pytest.mark.guard), ("0.2", "resident", FORMAT)],
+)
+def test_a_run_that_an_earlier_version_wrote_is_resumed(
+    version: str, rows: str, format_before: int, tmp_path: Path
+) -> None:
+    """The run was killed after its third checkpoint; it ends as it would have ended under that version."""
+    with tarfile.open(GOLDEN / f"version_{version}" / "run.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
-    with np.load(GOLDEN / "version_0.1" / "seen.npz", allow_pickle=False) as seen:
+    with np.load(GOLDEN / f"version_{version}" / "seen.npz", allow_pickle=False) as seen:
         expected = seen["losses"]
     output = tmp_path / "run"
     shards = [output / "servers" / f"shard-{shard}" for shard in range(2)]
     assert saved_steps(output / "checkpoints") == [0, 7, 14]
-    assert [inspect_directory(shard)["format"] for shard in shards] == [2, 2]
-    writer = runpy.run_path(str(GOLDEN / "version_0.1" / "write.py"))
-    train(TrainConfig(**writer["RUN"], encoder=writer["encoder"](), output=output, rows=rows, resume=True))
-    # On the processor that wrote the file they are the same, on others but for rounding.
+    assert [inspect_directory(shard)["format"] for shard in shards] == [format_before, format_before]
+    writer = runpy.run_path(str(GOLDEN / "write.py"))
+    train(TrainConfig(**writer["RUN"], encoder=writer["encoder"](), output=output, rows=cast(Any, rows), resume=True))
+    # On the processor that wrote the file they are the same bits; others round differently.
     np.testing.assert_allclose(losses(output), expected, rtol=1e-4)
     assert saved_steps(output / "checkpoints") == [7, 14, 21]
     assert [inspect_directory(shard)["format"] for shard in shards] == [FORMAT, FORMAT]
 
 
-def test_new_runs_say_what_they_do(tmp_path: Path) -> None:
+def test_new_runs_write_defaults_as_numbers(tmp_path: Path) -> None:
     """A config.json has numbers where the command line has defaults, and the next version need not know these."""
     (tmp_path / "config.json").write_text(parse_config(["fashion-mnist"]).to_json())
     assert json.loads((tmp_path / "config.json").read_text())["warmup_fraction"] == 0.1

@@ -1,6 +1,6 @@
 """Encoders for other libraries: each export is loaded as its model card says, and gives the trained encoder's features.
 
-detectron2 can seldom be installed beside a current torch, so its keys and shapes are written out here from its
+detectron2 can rarely be installed with a current torch, so its keys and shapes are written out here from its
 documented classes (modeling/backbone/resnet.py: BasicStem, BasicBlock, BottleneckBlock, build_resnet_backbone), and the
 function that it computes from them is evaluated; where it is installed, it is asked itself.
 """
@@ -28,7 +28,8 @@ from trainer.data import load_dataset
 from trainer.data.decode import decoded_side
 from trainer.data.pixels import IMAGENET, normalise
 from trainer.export.__main__ import main
-from trainer.export.encoders import _DETECTRON2, detectron2_key
+from trainer.export.encoders import detectron2_key
+from trainer.export.model_card import DETECTRON2
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_encoder, load_encoder, save_encoder
 from trainer.torchvision_compat import import_module
@@ -40,7 +41,7 @@ SIDE = 28
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
-    import_module("torchvision")  # what a card imports can be imported beside a CPU-only torch too
+    import_module("torchvision")  # so that a card's imports work with a CPU-only torch too
 
 
 def export(*arguments: object) -> int | str | None:
@@ -50,7 +51,7 @@ def export(*arguments: object) -> int | str | None:
 
 
 def a_run(path: Path, name: str, in_channels: int = 3) -> Path:
-    """A run's files, its encoder with weights and statistics that no library starts from."""
+    """A run's files; its encoder has weights and statistics unlike any library's initial ones."""
     mean, std = IMAGENET if in_channels == 3 else ((0.286,), (0.353,))
     config = EncoderConfig(name=name, in_channels=in_channels, image_size=SIDE, pixel_mean=mean, pixel_std=std)
     torch.manual_seed(1)
@@ -142,7 +143,7 @@ def test_the_library_gives_the_same_features(
 def test_the_libraries_scale_pixels_as_the_encoder_was_trained(
     tmp_path: Path, name: str, in_channels: int, library: str
 ) -> None:
-    """What the card makes of a picture is what evaluation makes of it, whose centre it is."""
+    """The card's preprocessing of a picture equals that of evaluation."""
     run, out = a_run(tmp_path / "run", name, in_channels), tmp_path / "out"
     assert export(run, "--format", library, "--output", out) == 0
     pixels = real_images()[0].expand(3, -1, -1).permute(1, 2, 0).numpy()
@@ -168,12 +169,12 @@ def test_the_files_have_a_hash_and_a_card(tmp_path: Path) -> None:
     assert card.startswith("---\nlicense: cc-by-4.0\nlibrary_name: timm\n")
     for line in ("| knn_top1 | 87.75 |", "| batch_size | 16 |", "| encoder.name | resnet18 |", digest, "synthetic"):
         assert line in card
-    assert str(tmp_path) not in card  # where it was trained is nobody's business
+    assert str(tmp_path) not in card  # the card must not reveal the directory
     assert "| output |" not in card
 
 
 def detectron2_parts(depth: int, num_groups: int, width_per_group: int) -> dict[str, tuple[int, ...]]:
-    """Weights of each convolution of detectron2's ResNet; each has a norm beside it."""
+    """Weights of each convolution of detectron2's ResNet; each is followed by a norm."""
     basic = depth < 50
     blocks = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}[depth]
     convolutions: dict[str, tuple[int, ...]] = {"stem.conv1": (64, 3, 7, 7)}
@@ -202,8 +203,10 @@ def detectron2_features(
     def convolve(name: str, maps: Tensor, stride: int, groups: int = 1) -> Tensor:
         weight = tensors[f"{name}.weight"]
         maps = F.conv2d(maps, weight, stride=stride, padding=weight.shape[-1] // 2, groups=groups)
-        norm = [tensors[f"{name}.norm.{part}"] for part in ("running_mean", "running_var", "weight", "bias")]
-        return F.batch_norm(maps, *norm)
+        mean, variance, scale, bias = (
+            tensors[f"{name}.norm.{part}"] for part in ("running_mean", "running_var", "weight", "bias")
+        )
+        return F.batch_norm(maps, mean, variance, scale, bias)
 
     x = F.max_pool2d(F.relu(convolve("stem.conv1", x, 2)), 3, 2, 1)
     for prefix in dict.fromkeys(re.findall(r"res\d\.\d+\.", " ".join(parts))):
@@ -227,7 +230,7 @@ def test_detectron2_gets_its_keys(tmp_path: Path, name: str) -> None:
     run, out = a_run(tmp_path / "run", name), tmp_path / "out"
     assert export(run, "--format", "detectron2", "--output", out) == 0
     (weights,) = out.glob("*.safetensors")
-    tensors, options = load_file(weights), _DETECTRON2[name.removeprefix("timm:")]
+    tensors, options = load_file(weights), DETECTRON2[name.removeprefix("timm:")]
     parts = detectron2_parts(*options)
     expected = {f"{part}.weight": shape for part, shape in parts.items()}
     for part, shape in parts.items():
@@ -248,8 +251,8 @@ def test_detectron2_gets_its_keys(tmp_path: Path, name: str) -> None:
 
 def test_detectron2_itself(tmp_path: Path) -> None:
     config = pytest.importorskip("detectron2.config", reason="detectron2 is not installed").get_cfg()
-    from detectron2.layers import ShapeSpec
-    from detectron2.modeling.backbone import build_resnet_backbone
+    from detectron2.layers import ShapeSpec  # type: ignore[import-not-found]
+    from detectron2.modeling.backbone import build_resnet_backbone  # type: ignore[import-not-found]
 
     run, out = a_run(tmp_path / "run", "resnet50"), tmp_path / "out"
     assert export(run, "--format", "detectron2", "--output", out) == 0
@@ -291,7 +294,7 @@ def test_a_checkpoint_of_a_run_that_has_not_ended(tmp_path: Path, capsys: pytest
     run = tmp_path / "run"
     config = EncoderConfig(name="resnet18", in_channels=3, image_size=16)
     final = train(small_run(run, steps=EVERY + 2, encoder=config)).model.encoder.eval()
-    final = final.to(memory_format=torch.contiguous_format)  # the same sums in the same order
+    final = final.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # the same sums in the same order
     step = f"step-{EVERY:012d}"
     assert export(run, "--format", "torchvision", "--output", tmp_path / "kept", "--checkpoint", step) == 0
     assert export(run, "--format", "torchvision", "--output", tmp_path / "end") == 0
@@ -309,12 +312,12 @@ def test_a_checkpoint_of_a_run_that_has_not_ended(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("name", "in_channels", "library", "message"),
     [
-        ("small", 3, "timm", "encoder 'small' is this trainer's own, no library has it"),
+        ("small", 3, "timm", "encoder 'small' is this trainer's own and exists in no library"),
         ("timm:resnet10t", 3, "torchvision", "torchvision has no counterpart of 'timm:resnet10t'"),
         ("mobilenet_v3_small", 3, "timm", "timm has no counterpart of 'mobilenet_v3_small'"),
         ("timm:resnet26", 3, "detectron2", "detectron2 has no counterpart of 'timm:resnet26'"),
-        ("timm:resnet18", 1, "torchvision", "takes colour images, this encoder grey ones"),
-        ("timm:resnet18", 1, "detectron2", "takes colour images, this encoder grey ones"),
+        ("timm:resnet18", 1, "torchvision", "takes colour images, but this encoder grey ones"),
+        ("timm:resnet18", 1, "detectron2", "takes colour images, but this encoder grey ones"),
         ("efficientnet_b0", 3, "timm", "its model of that name has other parts"),
     ],
 )
@@ -344,7 +347,7 @@ def test_bad_input_gives_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     (out / "other").touch()
     fails("is not empty", run)
     (run / "summary.json").write_text("{")
-    fails("is no run's summary.json", run)
+    fails("is not a run's summary.json", run)
     (run / "summary.json").unlink()
     (run / "encoder.safetensors").write_bytes(b"no encoder")
     fails("cannot read encoder file", run)

@@ -84,7 +84,7 @@ def test_rows_are_exported_over_tls_with_the_options_of_the_run_or_others(
     assert not (tmp_path / "none").exists()
 
 
-def test_exports_that_cannot_be(
+def test_export_rejects_bad_input(
     client: WeightClient, cluster: LocalCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(message: str, *arguments: object) -> None:
@@ -98,9 +98,9 @@ def test_exports_that_cannot_be(
     fails("holds no run", run)
     run.mkdir()
     (run / "config.json").write_text("{}")
-    fails("is no run's config.json", run)
+    fails("is not a run's config.json", run)
     (run / "config.json").write_text(json.dumps({"order_seed": 1, "seed": 0, "dim": 16}))
-    fails("has no weight servers of its own", run)
+    fails("has no local weight servers", run)
     fails("holds no table", run, *servers)
     client.create_table(TableSpec(num_rows=10, dim=8))
     fails("hold another table", run, *servers)

@@ -1,4 +1,4 @@
-"""A run that goes on with more images: what it had stays what it was, and wherever it is stopped it goes on."""
+"""A run that is resumed with more images: its old rows do not change, and it can be stopped and resumed anywhere."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Packed images: `old`, and `all`, the same with more behind them."""
+    """Packed images: `old`, and `all`, the same with more after them."""
     root = tmp_path_factory.mktemp("images")
     pack(plain_tree(root / "tree", OLD), root / "old", PackOptions())
     shutil.copytree(root / "old", root / "all")
@@ -70,7 +70,7 @@ def before(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def extended(before: Path, images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run, gone on with all images, never stopped again."""
+    """The same run, resumed with all images and not stopped again."""
     output = shutil.copytree(before, tmp_path_factory.mktemp("extended") / "run")
     train(run(output, images / "all", resume=True, extend=True))
     return output
@@ -91,7 +91,7 @@ def rates(num_images: int) -> np.ndarray:
 def test_old_rows_are_the_oracles_and_new_ones_are_trained(
     before: Path, extended: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Beside SGD without a gradient for all rows that were not active, with the rates of the time."""
+    """Compared with SGD without a gradient for all inactive rows, with the learning rates of each part."""
     assert len(losses(extended)) == ALL_STEPS
     assert losses(extended)[:EXTENDED_AT] == losses(before)[:EXTENDED_AT]
     assert losses(extended)[EXTENDED_AT + 1] != losses(before)[EXTENDED_AT + 1], "other rates"
@@ -123,7 +123,7 @@ def test_old_rows_are_the_oracles_and_new_ones_are_trained(
 
 
 def assert_drifted(state: RowState, weight: np.ndarray, momentum_buffer: np.ndarray | None, rates: np.ndarray) -> None:
-    """From `weight` (float32 [n, D]) by updates without a gradient."""
+    """Asserts that rows moved from `weight` (float32 [n, D]) by updates without a gradient."""
     weight = weight.astype(np.float64)
     momentum = np.zeros_like(weight) if momentum_buffer is None else momentum_buffer.astype(np.float64)
     assert len(weight) > 3
@@ -135,8 +135,8 @@ def assert_drifted(state: RowState, weight: np.ndarray, momentum_buffer: np.ndar
 
 
 @pytest.mark.guard
-def test_the_same_with_remote_rows_and_files_that_tell_no_history(output: Path, extended: Path, images: Path) -> None:
-    """As a version made them that could not add images."""
+def test_the_same_with_remote_rows_and_files_without_history(output: Path, extended: Path, images: Path) -> None:
+    """As a version without --extend wrote them."""
     for path in (output / "checkpoints").iterdir():
         with safe_open(path, "pt") as file:
             metadata = dict(file.metadata())
@@ -155,19 +155,19 @@ POINTS: dict[str, tuple[Any, str, Callable[..., Any], bool]] = {
     "before the schedule": (WeightClient, "extend_schedule", _before(1), True),
     "between two shards of the schedule": (ShardConnection, "call", _between_shards("ExtendSchedule", 1), True),
     "before the first step": (Checkpoints, "__init__", _before(1), True),
-    "behind a checkpoint": (Checkpoints, "save", _after(1), True),
+    "after a checkpoint": (Checkpoints, "save", _after(1), True),
 }
-QUICK = ("between two shards of the table", "behind a checkpoint")
+QUICK = ("between two shards of the table", "after a checkpoint")
 
 
 @pytest.mark.parametrize(
     "point", [pytest.param(point, marks=[] if point in QUICK else pytest.mark.slow) for point in POINTS]
 )
 @pytest.mark.guard
-def test_a_run_that_fails_while_it_is_extended_goes_on(
+def test_a_run_that_fails_while_it_is_extended_can_be_resumed(
     point: str, output: Path, extended: Path, images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By plain --resume from the moment on that its newest checkpoint tells of all images."""
+    """Plain --resume suffices once its newest checkpoint includes all images."""
 
     def fail() -> None:
         raise OSError("the power went out")
@@ -184,7 +184,7 @@ def test_a_run_that_fails_while_it_is_extended_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS)
-def test_a_run_that_is_killed_while_it_is_extended_goes_on(
+def test_a_run_that_is_killed_while_it_is_extended_can_be_resumed(
     point: str, output: Path, extended: Path, images: Path
 ) -> None:
     command = [sys.executable, "-m", "tests.trainer.test_extend", str(output), str(images / "all"), point]
@@ -195,8 +195,8 @@ def test_a_run_that_is_killed_while_it_is_extended_goes_on(
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_back_behind_its_extension(before: Path, extended: Path, images: Path, tmp_path: Path) -> None:
-    """Its checkpoint is of the old images, the table stays large: it is extended there, or goes on without."""
+def test_a_run_is_resumed_from_before_its_extension(before: Path, extended: Path, images: Path, tmp_path: Path) -> None:
+    """Its checkpoint has the old images, the table stays large; it is extended again, or continues without."""
     output = shutil.copytree(extended, tmp_path / "run")
     again = shutil.copytree(output, tmp_path / "again")
     train(run(output, images / "all", resume=True, resume_step=0, extend=True))
@@ -211,12 +211,12 @@ def test_a_run_that_goes_back_behind_its_extension(before: Path, extended: Path,
 def test_more_images_wait_for_extend(
     before: Path, extended: Path, images: Path, output: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A run that goes on without it has the images of before, also where others are being added."""
+    """A run that is resumed without it keeps its earlier images, even while others are being added."""
     shutil.copytree(images / "all", growing := output.parent / "growing")
     manifest = Manifest.load(growing)
     unpacked = replace(manifest.ranges[1], shards=())
     replace(manifest, ranges=(manifest.ranges[0], unpacked)).save(growing)
-    for data_dir, message in (("growing", "without 60 images"), (images / "all", "going on with 100 of 160 images")):
+    for data_dir, message in (("growing", "without 60 images"), (images / "all", "continuing with 100 of 160 images")):
         shutil.copytree(output, again := output.parent / Path(data_dir).name / "run")
         caplog.clear()
         result = train(run(again, output.parent / data_dir, resume=True))
@@ -225,17 +225,23 @@ def test_more_images_wait_for_extend(
         assert message in caplog.text
     train(run(again, images / "all", resume=True, extend=True, decode_threads=1))
     assert losses(again) == losses(extended)
-    with pytest.raises(ValueError, match="--extend adds images to a run that goes on: give --resume too"):
+    with pytest.raises(ValueError, match="--extend adds images to a run that is resumed: give --resume too"):
         train(run(output.parent / "new", images / "all", extend=True))
 
 
 @pytest.mark.parametrize(
     ("range_sizes", "message"),
     [
-        ([70], "the run has 100 images, the data set only 70: give it all that it had"),
-        ([40, 30], "the run has 100 images, the data set only 70: give it all that it had"),
-        ([160], "the run has 100 images, the data set 160, and others may have other rows by now: add images by"),
-        ([90, 70], "the run has 100 images, the data set 160, and others may have other rows by now: add images by"),
+        ([70], "the run has 100 images, the data set only 70: give all images of the run"),
+        ([40, 30], "the run has 100 images, the data set only 70: give all images of the run"),
+        (
+            [160],
+            "the run has 100 images, the data set 160, and the images of the run may have other rows in it: add",
+        ),
+        (
+            [90, 70],
+            "the run has 100 images, the data set 160, and the images of the run may have other rows in it: add",
+        ),
     ],
 )
 def test_other_images_are_refused(range_sizes: list[int], message: str) -> None:
@@ -246,11 +252,11 @@ def test_other_images_are_refused(range_sizes: list[int], message: str) -> None:
 
 @pytest.mark.guard
 def test_as_many_other_images_are_refused(output: Path, images: Path, tmp_path: Path) -> None:
-    """Extended or not; nothing is written then."""
+    """With and without --extend; nothing is written."""
     others = tmp_path / "others"
     pack(plain_tree(tmp_path / "tree", OLD, first=ALL), others, PackOptions())
     files = {path: path.read_bytes() for path in output.glob("*.json")}
-    with pytest.raises(ValueError, match=r"images are not those of the run, .* give --data-dir with those, packed as"):
+    with pytest.raises(ValueError, match=r"are not those of the run, .* give --data-dir with the run's images, packed"):
         train(run(output, others, resume=True))
     pack(plain_tree(tmp_path / "tree", ALL - OLD, first=0), others, PackOptions(extend=True))
     with pytest.raises(ValueError, match="images are not those of the run"):
@@ -297,7 +303,7 @@ def test_each_extension_counts_from_its_own_step() -> None:
 
 @pytest.mark.parametrize("step", [3, 6, 20])
 def test_an_extension_does_not_bring_the_warm_up_back(step: int) -> None:
-    """Within it, at its end and later: it takes as many steps as it was to take."""
+    """Extended during, at the end of and after the warm-up, which keeps its number of steps."""
     config = run(Path("unused"), Path("unused"), warmup_epochs=1.0)
     extended = ImageHistory(((0, OLD),)).extended(step, [OLD, 300], extend=True).learning_rates(config)
     old, new = (learning_rates(num_steps=n, base=0.2, warmup_steps=6) for n in (NUM_STEPS, 100))

@@ -1,4 +1,4 @@
-"""A rank that fails, or is killed, ends the others within half a minute, however deaf they are."""
+"""If a rank fails or is killed, the others end within half a minute, even if they ignore signals."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_all_ranks_end_soon(how: str, device: str, tmp_path: Path, request: pyte
     if "killed" not in how:
         assert FAILURE in errors
     if "deaf" in how:
-        assert "rank 0 ends because another rank is gone" in errors
+        assert "rank 0 ends because another rank is lost" in errors
 
 
 @pytest.mark.guard

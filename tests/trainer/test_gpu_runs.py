@@ -27,7 +27,7 @@ RankRecords = list[dict[str, Any]]
 
 
 def grey_images(directory: Path) -> None:
-    """Files as MNIST's, with noise."""
+    """Files like MNIST's, of noise."""
     generator = np.random.default_rng(0)
     directory.mkdir()
     for name, number in (("train", NUM_IMAGES), ("t10k", 10)):
@@ -47,7 +47,7 @@ def free_ports(number: int) -> list[str]:
 
 
 def run_ranks(num_ranks: int, out: Path, servers: str, images: Path, scenarios: list[str]) -> RankRecords:
-    """What each rank recorded of the scenarios."""
+    """The records of each rank for the scenarios."""
     pretended_gpu.compile_library()
     ports = ",".join(free_ports(4 * len(scenarios)))
     arguments = [str(out), servers, str(images), ports, ";".join(scenarios)]
@@ -75,7 +75,7 @@ def run_ranks(num_ranks: int, out: Path, servers: str, images: Path, scenarios: 
 
 @pytest.mark.parametrize("num_gpus", [1, 2])
 def test_gpus_train_like_the_cpu(num_gpus: int, cluster: LocalCluster, tmp_path: Path) -> None:
-    """All of it in one test: the runs are what takes time."""
+    """One test for everything, because the runs take the time."""
     grey_images(tmp_path / "idx")
     plain_tree(tmp_path / "folder", NUM_IMAGES)
     recorded = run_ranks(num_gpus, tmp_path, ",".join(cluster.addresses), tmp_path, list(SCENARIOS))
@@ -88,7 +88,7 @@ def test_gpus_train_like_the_cpu(num_gpus: int, cluster: LocalCluster, tmp_path:
 
 
 def assert_losses_are_those_of_the_cpu(recorded: RankRecords) -> None:
-    """To the bit on one GPU; two pad their rows, which changes the order of sums."""
+    """Bit for bit on one GPU; two GPUs pad their rows, which changes the order of sums."""
     for scenario, settings in SCENARIOS.items():
         losses = recorded[0][scenario]
         assert len(losses["cuda"]) == NUM_STEPS // LOG_EVERY
@@ -98,13 +98,13 @@ def assert_losses_are_those_of_the_cpu(recorded: RankRecords) -> None:
 
 
 def steady(scenario: str) -> list[int]:
-    """Steps in which nothing is logged or kept, after the first two."""
+    """Steps without a record or a checkpoint, after the first two."""
     every = (LOG_EVERY, SCENARIOS[scenario].get("checkpoint_every", LOG_EVERY))
     return [step for step in range(2, NUM_STEPS) if all(step % number for number in every)]
 
 
 def assert_a_steady_step_never_waits_for_the_gpu(recorded: RankRecords) -> None:
-    """With all row stores: what goes to the servers or comes from them is waited for by their threads."""
+    """With all row stores: only their threads wait for the servers."""
     for scenario in SCENARIOS:
         for record in (rank[scenario] for rank in recorded):
             for step in steady(scenario):

@@ -1,4 +1,4 @@
-"""Processes that live and die together: however one ends, the others end soon, unless all are done."""
+"""However a process ends, the others end soon, unless all have finished."""
 
 from __future__ import annotations
 
@@ -98,13 +98,13 @@ def test_ranks_end_together(ends: str, status: int, tmp_path: Path) -> None:
     statuses = [rank.returncode for rank in ranks]
     assert statuses == [-signal.SIGKILL if number == killed else status for number in range(NUM_RANKS)], errors
     if status == 1:
-        told = [error for error in errors if "ends because another rank is gone" in error]
+        told = [error for error in errors if "ends because another rank is lost" in error]
         assert len(told) == NUM_RANKS - 1
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_strangers_are_sent_away(silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A port scanner meets the port at which rank 0 waits for the others, and resets its connection or says nothing."""
+def test_other_connections_are_closed(silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port scanner connects to the port where rank 0 waits for the others, and resets it or stays silent."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setattr(liveness, "_GREETING_SECONDS", 0.2)
     told: queue.SimpleQueue[str] = queue.SimpleQueue()

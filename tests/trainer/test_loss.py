@@ -1,4 +1,4 @@
-"""The loss against its formula in float64, within what rounding explains."""
+"""The loss compared with its formula in float64, up to rounding."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_loss_and_gradients_equal_the_formula(temperature: float, dtype: torch.d
 
 
 def test_the_formula_is_torchs_in_float64() -> None:
-    """Of the oracle, written out with its gradients: against autograd."""
+    """The oracle, written out with its gradients, equals autograd."""
     features, weight, labels = inputs(torch.float64)
     cosine = (features @ weight.T) / (features.norm(dim=1)[:, None] * weight.norm(dim=1)[None])
     loss = (torch.logsumexp(cosine / 0.2, dim=1) - cosine[torch.arange(6), labels] / 0.2).mean()
@@ -45,7 +45,7 @@ def test_the_formula_is_torchs_in_float64() -> None:
 
 
 def test_the_bounds_are_tight_enough_to_tell_faults() -> None:
-    """A temperature off by a thousandth, a label or the mean of one image too few."""
+    """They detect a temperature off by a thousandth, a wrong label, and a mean without one image."""
     features, weight, labels = inputs()
     expected = numerics.softmax_loss(features, weight, labels, temperature=0.2)
     for wrong in (

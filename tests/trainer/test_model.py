@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from trainer.compute import set_matmul_precision
 from trainer.loss import cosine_softmax_loss
 from trainer.model import (
     EncoderConfig,
@@ -19,7 +20,6 @@ from trainer.model import (
     build_model,
     load_encoder,
     save_encoder,
-    set_precision_of_products,
 )
 
 SMALL = EncoderConfig(width=8, blocks=(1, 2), stem_stride=2, pool_size=2)
@@ -47,6 +47,8 @@ def test_shapes_from_images_to_embeddings(config: EncoderConfig, feature_dim: in
     assert model.encoder(images).shape == (4, feature_dim)
     assert model(images).shape == (4, 16)
     linear, relu, last = model.head  # no BatchNorm in the head
+    assert isinstance(linear, torch.nn.Linear)
+    assert isinstance(last, torch.nn.Linear)
     assert (linear.in_features, linear.out_features, last.out_features) == (feature_dim, feature_dim, 16)
     assert isinstance(relu, torch.nn.ReLU)
 
@@ -83,14 +85,14 @@ def test_with_group_norm_an_image_depends_on_no_other() -> None:
     assert list(build_encoder(GROUP).buffers()) == []
 
 
-def test_no_encoder_hands_on_pixels_and_still_learns() -> None:
-    """Its gradients and the rows' are those of the same function written out."""
+def test_encoder_none_passes_on_pixels_and_still_learns() -> None:
+    """Its gradients and the rows' equal those of the same function written out."""
     config = EncoderConfig(name="none", in_channels=3, image_size=32)
     model = build_model(config, dim=8, seed=0)
     images = torch.randn(5, 3, 32, 32)
     rows = torch.randn(20, 8, requires_grad=True)
     labels = torch.arange(5)
-    cosine_softmax_loss(model(images), rows, labels, temperature=0.2).backward()  # type: ignore[no-untyped-call]
+    cosine_softmax_loss(model(images), rows, labels, temperature=0.2).backward()
     scale = torch.ones(1, requires_grad=True)
     pixels = torch.stack([images[:, 0, row, column] for row in (0, 8, 16, 24) for column in (0, 8, 16, 24)], dim=1)
     same_rows = rows.detach().clone().requires_grad_()
@@ -222,15 +224,16 @@ def test_deterministic_pooling_has_the_bits_of_torchs(height: int, width: int, s
             leaf = maps.clone().requires_grad_()
             pooled = _GridOfAverages(size)(leaf)
             pooled.backward(upstream)
+            assert leaf.grad is not None
             results.append((pooled.detach(), leaf.grad))
         torch.use_deterministic_algorithms(False)
         assert torch.equal(results[0][0], results[1][0])
         assert torch.equal(results[0][1], results[1][1])
 
 
-def test_float32_is_no_tf32_unless_it_is_asked_for() -> None:
+def test_tf32_is_used_only_on_request() -> None:
     backends: Any = torch.backends
     parts = (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul)
     for precision in ("tf32", "ieee"):
-        set_precision_of_products(precision)
+        set_matmul_precision(precision)
         assert [part.fp32_precision for part in parts] == [precision] * 3

@@ -1,9 +1,10 @@
-"""Options that save time or memory, or compare with the paper: what each leaves as it was, against runs without it."""
+"""Options that save time or memory, or compare with the paper, against runs without them."""
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ import pytest
 import torch
 
 from tests.helpers.small_run import EVERY, losses, small_run
-from trainer.config import PRESETS, TrainConfig, parse_config
+from trainer.config import PARTS, PRESETS, TrainConfig, parse_config
 from trainer.data.augment import AugmentationConfig
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_model
 from trainer.rows.dense import DenseRows
-from trainer.run.checkpoint import saved_steps
+from trainer.run.checkpoint_file import saved_steps
 from weightserver.core.arrays import Int64Array
 
 GROUP_NORM = EncoderConfig(in_channels=3, image_size=16, width=8, stem_stride=2, blocks=(1, 1), norm="group")
@@ -87,7 +88,7 @@ def test_two_views_are_two(plain: npt.NDArray[np.float64], tmp_path: Path) -> No
 
 
 def test_small_crops_move_the_encoder_but_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A view and three small crops of an image: rows hear of a quarter of the loss, the encoder of all of it."""
+    """With a view and three small crops of an image, rows get a quarter of the loss, the encoder all of it."""
     seen: list[torch.Tensor] = []
     apply = DenseRows.apply_gradients
 
@@ -139,7 +140,7 @@ def test_components_to_compare_with_learn_too(
 
 
 def test_plain_logits_are_products(tmp_path: Path) -> None:
-    """Rows start near 0, so that with them all images are alike."""
+    """Rows start near 0, so all classes are equally likely."""
     first = run(tmp_path / "run", softmax="plain", steps=1)
     assert first == pytest.approx([np.log(64)], abs=0.01)
 
@@ -157,7 +158,7 @@ def test_the_encoder_alone_computes_in_bfloat16() -> None:
     torch.testing.assert_close(rounded, exact, rtol=0.05, atol=0.01)
 
 
-def test_an_encoder_to_begin_with(plain: npt.NDArray[np.float64], tmp_path: Path) -> None:
+def test_init_encoder(plain: npt.NDArray[np.float64], tmp_path: Path) -> None:
     run(tmp_path / "first", steps=5, learning_rate=0.0)  # nothing moves: its encoder is what every run begins with
     path = tmp_path / "first" / "encoder.safetensors"
     assert run(tmp_path / "again", init_encoder=path)[0] == plain[0]
@@ -169,8 +170,8 @@ def test_an_encoder_to_begin_with(plain: npt.NDArray[np.float64], tmp_path: Path
         run(tmp_path / "none", init_encoder=tmp_path / "none.safetensors")
 
 
-def test_weights_that_overflowed_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two logged steps, where nobody looks at the loss."""
+def test_overflowed_weights_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two logged steps, where the loss is not read."""
     step, count = torch.optim.SGD.step, iter(range(1, 1000))
 
     def overflow(self: torch.optim.SGD) -> None:
@@ -180,7 +181,7 @@ def test_weights_that_overflowed_are_not_kept(tmp_path: Path, monkeypatch: pytes
                 self.param_groups[0]["params"][0].mul_(torch.inf)
 
     monkeypatch.setattr(torch.optim.SGD, "step", overflow)
-    with pytest.raises(ValueError, match=rf"weights overflowed before step {2 * EVERY}, which is not kept"):
+    with pytest.raises(ValueError, match=rf"weights overflowed before step {2 * EVERY}, which is not saved"):
         train(small_run(tmp_path / "run", log_every=1000, steps=100))
     assert saved_steps(tmp_path / "run" / "checkpoints") == [0, EVERY]
 
@@ -196,12 +197,20 @@ def test_resume_is_a_flag_that_a_word_may_follow(capsys: pytest.CaptureFixture[s
     )
 
 
-def test_correction_is_named_and_may_be_a_flag_as_it_was() -> None:
+def test_each_setting_belongs_to_one_part() -> None:
+    assert set(PARTS) == set(TrainConfig.__bases__)
+    of_parts = [field.name for part in PARTS for field in fields(part)]
+    assert sorted(of_parts) == sorted(field.name for field in fields(TrainConfig))
+    assert list(json.loads(TrainConfig().to_json())) == [name for name in of_parts if name != "resume_step"]
+
+
+def test_correction_takes_a_name_or_is_a_flag() -> None:
     cases = {"": "exact", "--correction paper": "paper", "--correction=none": "none", "--no-correction": "none"}
     cases |= {"--no_correction --seed 3": "none", "--correction": "exact", "--correction --seed 3": "exact"}
     for words, expected in cases.items():
         assert parse_config(["synthetic", *words.split()]).correction == expected, words
-    assert [TrainConfig(correction=flag).correction for flag in (True, False)] == ["exact", "none"]
+    flags: list[Any] = [True, False]
+    assert [TrainConfig(correction=flag).correction for flag in flags] == ["exact", "none"]
 
 
 def test_without_arguments_the_presets_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,7 +224,7 @@ def test_without_arguments_the_presets_are_shown(capsys: pytest.CaptureFixture[s
     ("changes", "message"),
     [
         ({"correction": "later"}, "--correction must be exact, paper or none, got later"),
-        ({"accumulate": 3}, "--batch-size 16 is no multiple of --accumulate 3"),
+        ({"accumulate": 3}, "--batch-size 16 is not a multiple of --accumulate 3"),
         ({"accumulate": 0}, "--accumulate must be at least 1, got 0"),
         ({"views": 0}, "--views must be at least 1, got 0"),
         ({"learning_rate_batch": 0}, "--learning-rate-batch must be at least 1, got 0"),
@@ -225,22 +234,22 @@ def test_without_arguments_the_presets_are_shown(capsys: pytest.CaptureFixture[s
         ({"view_size": 0}, "--view-size must be at least 1, got 0"),
         ({"small_crop_scale": (0.5, 0.1)}, "--small-crop-scale: min_scale and max_scale are 0.5 and 0.1: give 0 < min"),
         ({"view_scale": (0.0, 1.0)}, "--view-scale: min_scale and max_scale are 0.0 and 1.0: give 0 < min"),
-        ({"view_scale": (0.3, 1.0)}, r"--view-scale \(0.3, 1.0\) is for --small-crops: leave it away, or give"),
+        ({"view_scale": (0.3, 1.0)}, r"--view-scale \(0.3, 1.0\) is for --small-crops: omit it, or give"),
         (
             {"small_crops": 1, "small_crop_size": 12, "augmentation": AugmentationConfig(min_scale=0.5)},
-            r"beside --small-crops views have areas of \(0.14, 1.0\), not the augmentation's \(0.5, 1.0\): give --view",
+            r"with --small-crops, views have areas of \(0.14, 1.0\), not the augmentation's \(0.5, 1.0\): give --view",
         ),
         ({"head_layers": 3}, "--head-layers must be 1 or 2, got 3"),
         ({"softmax": "linear"}, "--softmax must be cosine or plain, got linear"),
-        ({"softmax": "plain", "temperature": 0.5}, "--temperature 0.5 is for --softmax cosine: leave it away, or give"),
-        ({"small_crop_size": 12}, "--small-crop-size 12 is for --small-crops: leave it away, or give --small-crops"),
-        ({"small_crop_scale": (0.1, 0.2)}, r"--small-crop-scale \(0.1, 0.2\) is for --small-crops: leave it away"),
+        ({"softmax": "plain", "temperature": 0.5}, "--temperature 0.5 is for --softmax cosine: omit it, or give"),
+        ({"small_crop_size": 12}, "--small-crop-size 12 is for --small-crops: omit it, or give --small-crops"),
+        ({"small_crop_scale": (0.1, 0.2)}, r"--small-crop-scale \(0.1, 0.2\) is for --small-crops: omit it"),
         ({"decode_threads": 0}, "--decode-threads must be at least 1, got 0"),
-        ({"decode_threads": 2}, "--decode-threads 2 is for --dataset packed or folder: leave it away, or give"),
-        ({"token_file": Path("token")}, "--token-file token is for --servers: leave it away, or give --servers too"),
+        ({"decode_threads": 2}, "--decode-threads 2 is for --dataset packed or folder: omit it, or give"),
+        ({"token_file": Path("token")}, "--token-file token is for --servers: omit it, or give --servers too"),
     ],
 )
-def test_options_that_cannot_be(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_check_rejects_impossible_options(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         small_run(tmp_path, **changes).check()
 
@@ -256,6 +265,6 @@ def test_every_rank_has_images_in_every_part(
         small_run(tmp_path, batch_size=batch_size, accumulate=accumulate).check()
 
 
-def test_a_run_that_goes_on_may_have_options_that_mean_nothing(tmp_path: Path) -> None:
-    """Older versions took them, and a run keeps its settings."""
+def test_a_resumed_run_may_have_unused_options(tmp_path: Path) -> None:
+    """Older versions accepted them, and a run keeps its settings."""
     small_run(tmp_path, softmax="plain", temperature=0.5, resume=True).check()

@@ -1,4 +1,4 @@
-"""The page about a run, as text and in a real browser."""
+"""The report of a run, as text and in a real browser."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def report(*arguments: object) -> int | str | None:
 
 
 def in_the_browser(page: Path) -> dict[str, Any]:
-    """What a browser without a network makes of the page."""
+    """The page as rendered by a browser without a network."""
     if CHROMIUM is None:
         pytest.skip("needs Chromium (Debian: apt-get install chromium)")
     watched = page.with_name("watched.html")
@@ -91,7 +91,7 @@ def test_a_run_on_real_images_in_a_browser(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.guard
-def test_a_run_that_has_not_ended_shows_what_there_is(tmp_path: Path) -> None:
+def test_an_unfinished_run_shows_what_is_available(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     run, page = tmp_path / "run", tmp_path / "page.html"
     train(small_run(run))  # generated images, no labels, no evaluation
@@ -126,28 +126,28 @@ def test_what_cannot_be_shown_gives_one_line(tmp_path: Path, capsys: pytest.Capt
     fails("holds no run")
     run.mkdir()
     (run / "config.json").write_text("[]")
-    fails("is no run's config.json")
+    fails("is not a run's config.json")
     (run / "config.json").write_text(small_run(run).to_json())
     fails("cannot read")
     (run / "metrics.jsonl").write_text("")
     fails("has no records yet")
     (run / "metrics.jsonl").write_text("[1]\n\n")
-    fails("line 1 is no record")
+    fails("line 1 is not a record")
     (run / "metrics.jsonl").write_text('{"step": 0, "loss": 4.2}\n')
     (run / "summary.json").write_text("{")
-    fails("is no run's summary.json")
+    fails("is not a run's summary.json")
     (run / "summary.json").unlink()
     (run / "encoder.safetensors").write_bytes(b"no encoder")
     fails("cannot read encoder file")
 
 
-def test_images_that_are_away_are_named(tmp_path: Path) -> None:
+def test_missing_images_are_named(tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(small_run(run, steps=2))
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(config | {"dataset": "idx", "num_images": None, "data_dir": "/none"}))
     assert report(run) == 0
-    assert "the training images cannot be had here (no such folder: /none" in (run / "report.html").read_text()
+    assert "the training images are not available here (no such folder: /none" in (run / "report.html").read_text()
 
 
 def test_saliency_is_where_an_encoder_looks() -> None:

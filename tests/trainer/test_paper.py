@@ -1,4 +1,4 @@
-"""What the paper (Cao et al., 2020) states in numbers and pseudo-code; docs/paper-to-code.md has where each is here."""
+"""Numbers and pseudo-code of the paper (Cao et al., 2020); docs/paper-to-code.md says where each is implemented."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def schedule_of(config: TrainConfig, num_images: int = NUM_IMAGES) -> VisitSched
 
 
 def distances(schedule: VisitSchedule, first: int) -> Int64Array:
-    """Visits from one of a window's to the next of the same row, for the rows that the next window has too."""
+    """Number of visits between two visits to the same row, for rows that are in the next window too."""
     size = schedule.window_size
     now, then = schedule.visits(first, first + size), schedule.visits(first + size, first + 2 * size)
     rows, here, there = np.intersect1d(now, then, assume_unique=True, return_indices=True)
@@ -82,7 +82,7 @@ def test_windows_of_table_3(window_size: int, stride: int, majority: float) -> N
 
 
 class SlidingWindowSampler:
-    """The appendix's implementation of the scheduler, but for PyTorch's base class and the generator it is given."""
+    """The appendix's implementation of the scheduler, without PyTorch's base class and with a given generator."""
 
     def __init__(self, indices: Int64Array, window_stride: int, window_size: int, random: np.random.Generator) -> None:
         self.indices = indices
@@ -103,7 +103,7 @@ class SlidingWindowSampler:
 
 @pytest.mark.parametrize(("num_images", "window_size", "stride"), [(1_000, 128, 16), (997, 300, 37), (60, 60, 60)])
 def test_windows_are_those_of_the_papers_sampler(num_images: int, window_size: int, stride: int) -> None:
-    """Image by image, in the same fixed order, over several passes; the shuffles within windows are others."""
+    """The same images in the same fixed order, over several passes; only the shuffles within windows differ."""
     schedule = VisitSchedule(num_rows=num_images, window_size=window_size, window_stride=stride, seed=1)
     order = RowOrder(num_images, 7).images(np.arange(num_images))
     sampler = SlidingWindowSampler(np.arange(num_images), stride, window_size, np.random.default_rng(0))
@@ -122,7 +122,7 @@ def test_windows_are_those_of_the_papers_sampler(num_images: int, window_size: i
 
 @pytest.mark.parametrize("exponent", [9, 10, 12, 14, 16, 18])
 def test_numbers_of_negatives_of_table_2(exponent: int) -> None:
-    """ "The most recent K instances in recent iterations", the step's own among them."""
+    """ "The most recent K instances in recent iterations", including the step's own."""
     config = imagenet("--num-negatives", str(2**exponent))
     recent = RecentRows(schedule_of(config), num_active=config.num_negatives, batch_size=config.batch_size)
     active = recent.active(20_000)
@@ -209,7 +209,7 @@ def test_eight_gpus_have_64_images_each() -> None:
 
 
 def test_the_encoder_is_resnet_50_with_a_head_of_two_layers_and_plain_batch_norm() -> None:
-    """Its rows are of D = 128 numbers; blocks begin as their shortcuts (He et al., 2019, which Section 4.1 cites)."""
+    """Its rows have D = 128; blocks start as their shortcuts (He et al., 2019, which Section 4.1 cites)."""
     config = imagenet()
     model = build_model(EncoderConfig(name="resnet50", in_channels=3, image_size=32), config.dim)
     layers = [(layer.in_features, layer.out_features) for layer in model.head if isinstance(layer, torch.nn.Linear)]
@@ -219,11 +219,11 @@ def test_the_encoder_is_resnet_50_with_a_head_of_two_layers_and_plain_batch_norm
     assert kinds == {torch.nn.BatchNorm2d}
     last = [parameter for name, parameter in model.encoder.named_parameters() if name.endswith("bn3.weight")]
     assert len(last) == 16
-    assert not torch.cat(last).any()
+    assert not torch.cat([*last]).any()
 
 
 def test_batch_norm_is_left_to_each_gpu() -> None:
-    """Nothing synchronises it, and no rank's statistics are sent to the others: every model in parallel says so."""
+    """Nothing synchronises it, and no rank's statistics are broadcast: checked for every parallel model."""
     found = 0
     for path in TRAINER.rglob("*.py"):
         tree = ast.parse(path.read_text())

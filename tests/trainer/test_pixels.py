@@ -1,4 +1,4 @@
-"""The scale of pixels: measured or known, kept with the encoder, the same in training and evaluation; old runs'."""
+"""The scale of pixels: measured or known, stored with the encoder, equal in training and evaluation; old runs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_each_data_set_has_a_scale() -> None:
     assert load_dataset("fashion-mnist").pixels == PixelScale((0.286,), (0.353,))
     assert load_dataset("synthetic", num_images=10).pixels == MINUS_ONE_TO_ONE
     assert all(config.encoder.pixel_mean is None for _, config in PRESETS.values())  # that of the images, whichever
-    colour = {"in_channels": 3, "image_size": 16, "name": "none"}
+    colour: dict[str, Any] = {"in_channels": 3, "image_size": 16, "name": "none"}
     assert EncoderConfig(**colour, pixel_mean=IMAGENET.mean, pixel_std=IMAGENET.std).pixels == IMAGENET
 
 
@@ -94,8 +94,10 @@ def test_training_and_evaluation_use_the_images_own_scale(
     assert losses(other.output) != losses(run.output)
 
 
-def test_a_run_of_before_keeps_its_scale(data_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its config.json and its encoder files say nothing of a scale; their encoders know pixels from -1 to 1."""
+def test_a_run_of_an_earlier_version_keeps_its_scale(
+    data_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its config.json and encoder files have no scale; their encoders expect pixels from -1 to 1."""
     explicit = replace(SMALL, pixel_mean=(0.5,), pixel_std=(0.5,))
     run = a_run(data_dir, tmp_path / "run", steps=20, checkpoint_every=8, encoder=explicit, rows="resident")
     train(run)
@@ -107,7 +109,7 @@ def test_a_run_of_before_keeps_its_scale(data_dir: Path, tmp_path: Path, caplog:
     (run.output / "checkpoints" / "step-000000000020.safetensors").unlink(missing_ok=True)
     train(replace(run, encoder=SMALL, resume=True))
     assert losses(run.output) == before
-    assert "the run began with an earlier version" in caplog.text
+    assert "an earlier version started this run" in caplog.text
     assert read_encoder(run.output)[1].pixels == MINUS_ONE_TO_ONE
     assert read_encoder(run.output, "step-000000000016")[1].pixels == MINUS_ONE_TO_ONE
     with pytest.raises(ValueError, match="whose encoder is"):
@@ -131,8 +133,8 @@ def test_an_encoder_file_keeps_its_scale_and_old_ones_have_none(data_dir: Path, 
     ("options", "message"),
     [
         ({"pixel_mean": (0.5,)}, "give both or neither"),
-        ({"pixel_mean": (0.5, 0.5), "pixel_std": (0.5,)}, "not for 1 channels"),
-        ({"pixel_mean": (), "pixel_std": (0.5,)}, "not for 1 channels"),
+        ({"pixel_mean": (0.5, 0.5), "pixel_std": (0.5,)}, "do not match 1 channels"),
+        ({"pixel_mean": (), "pixel_std": (0.5,)}, "do not match 1 channels"),
         ({"pixel_mean": (0.5,), "pixel_std": (0.0,)}, "stds above 0"),
         ({"pixel_mean": (127.5,), "pixel_std": (127.5,)}, "means of 0 to 1"),
         ({"pixel_mean": (float("nan"),), "pixel_std": (0.5,)}, "means of 0 to 1"),

@@ -1,4 +1,4 @@
-"""The presets are recipes of the paper, and every one is a run that can be."""
+"""The presets are recipes of the paper, and each of them passes the checks."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_warm_up_that_is_given_takes_the_place_of_the_presets(arguments: lis
         (["synthetic", "--warmup-epochs", "1e9"], r"--warmup-epochs 1e\+09 would take 2\.5e\+12 steps, at most"),
     ],
 )
-def test_warm_ups_that_cannot_be(arguments: list[str], message: str) -> None:
+def test_check_rejects_impossible_warm_ups(arguments: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         checked_warmup_steps(arguments)
 
@@ -93,7 +93,7 @@ def checked_warmup_steps(arguments: list[str]) -> int:
 
 
 def test_a_run_may_end_within_its_warm_up() -> None:
-    """As a trial of a few steps does; it warns (tests/trainer/test_train.py)."""
+    """For example a trial of a few steps; it warns (tests/trainer/test_train.py)."""
     rates = rates_of(["imagenet-1k", "--steps", "1000"])
     assert len(rates) == 1_000
     assert np.array_equal(rates, rates_of(["imagenet-1k"])[:1_000])
@@ -131,8 +131,8 @@ def test_presets_are_settings_that_fit_together(preset: str) -> None:
         (["imagenet-1k", "--window-sise", "3"], "--window-size"),
         (["imagenet-1k", "--encoder.nam", "vit"], "--encoder.name"),
         (["imagenet-1k", "--rows", "residnt"], "'resident'"),
-        (["imagenet1k"], "there is no preset 'imagenet1k': did you mean imagenet-1k?"),
-        (["imagnet-1k", "--seed", "1"], "there is no preset 'imagnet-1k': did you mean imagenet-1k?"),
+        (["imagenet1k"], "unknown preset 'imagenet1k': did you mean imagenet-1k?"),
+        (["imagnet-1k", "--seed", "1"], "unknown preset 'imagnet-1k': did you mean imagenet-1k?"),
         (["reprot", "runs/a"], "did you mean report?"),
         (["mnist-of-letters"], "choose one of fashion-mnist, imagenet-1k, imagenet-11k, synthetic"),
         (["synthetic", "--encoder.blocks", "0"], "Error parsing encoder: blocks is (0,)"),
@@ -142,7 +142,9 @@ def test_presets_are_settings_that_fit_together(preset: str) -> None:
         (["synthetic", "--data_dir="], "trainer: --data-dir: the path is empty"),
     ],
 )
-def test_the_nearest_right_option_is_told(arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_option_suggests_the_nearest_one(
+    arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         parse_config(arguments)
     assert ended.value.code == 2

@@ -1,4 +1,4 @@
-"""Where a resident row is while it comes, stays and leaves. Real servers; a client whose writes can be held up."""
+"""Resident rows while they arrive, stay and leave, with real servers and a client whose writes can be delayed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RATES = np.full(200, 0.1, np.float32)
 
 
 class WatchedClient:
-    """Counts what is fetched and written; writes wait while `paused`."""
+    """Counts fetched and written rows; writes wait while `paused`."""
 
     def __init__(self, client: WeightClient) -> None:
         self._client = client
@@ -75,7 +75,7 @@ def make_store(watched: WatchedClient) -> Iterator[Any]:
 
 
 def test_rows_and_bytes_are_as_planned(make_store: Any) -> None:
-    """By `weightserver plan`, which knows nothing of the trainer."""
+    """By `weightserver plan`, which does not import the trainer."""
     preset = PRESETS["synthetic"][1]
     for num_rows in (150_000, 10**6, 10**9):
         (planned, _, _) = plan(Workload(num_rows=num_rows))["a trainer's memory, per rank"]
@@ -84,8 +84,8 @@ def test_rows_and_bytes_are_as_planned(make_store: Any) -> None:
     (resident, num_bytes, _) = plan(load)["a trainer's memory, per rank"]
     store = make_store(capacity=resident.value)
     store.prefetch(np.arange(resident.value), step=0)
-    slots = store._slots
-    arrays = [store._weight, store._momentum_buffer, store._last_step, store._changed, slots.row, slots.last_announced]
+    slots, values = store._slots, store._values
+    arrays = [values.weight, values.momentum_buffer, values.last_step, store._changed, slots.row, slots.last_announced]
     assert sum(array.nbytes for array in [*arrays, slots._rows, slots._slots]) == num_bytes.value
 
 
@@ -109,7 +109,7 @@ def alone(updates: dict[int, int], until: int) -> torch.Tensor:
 
 
 def learned(store: ResidentRows, row: int, step: int) -> torch.Tensor:
-    """What gradients made of a row: its weight less what its initial value became, (D,)."""
+    """The effect of gradients on a row: its weight minus the idle development of its initial value, (D,)."""
     state = store.read_state(rows(row), step=step)
     idle = torch.nn.Parameter(torch.from_numpy(initial_rows(SPEC, rows(row))[0].astype(np.float64)))
     optimizer = torch.optim.SGD([idle], lr=0.1, momentum=SPEC.momentum, weight_decay=SPEC.weight_decay)
@@ -128,7 +128,7 @@ def test_a_row_that_enters_while_it_is_written_back_comes_from_there(watched: Wa
     step_with(store, 2, rows(1, 5))  # 1 returns before its write is done
     assert [part.tolist() for part in watched.fetched] == [[1, 2], [3, 4], [5]]
     watched.may_write.set()
-    step_with(store, 3, rows(6, 7))  # and leaves again, behind its first write
+    step_with(store, 3, rows(6, 7))  # and leaves again, after its first write
     assert torch.allclose(learned(store, 1, 4), alone({0: 1, 2: 3}, 4), atol=1e-6)
     assert torch.allclose(learned(store, 2, 4), alone({0: 1}, 4), atol=1e-6)
 
@@ -167,8 +167,8 @@ def test_a_row_that_a_prefetch_wants_does_not_leave(watched: WatchedClient, make
     assert watched.written[0].tolist() == [2]
 
 
-def test_leaving_rows_wait_for_room_on_their_way_back(watched: WatchedClient, make_store: Any) -> None:
-    """write_back_rows 1 lets 4 rows be on their way: a trainer that outruns the servers waits."""
+def test_leaving_rows_wait_for_room_in_the_queue(watched: WatchedClient, make_store: Any) -> None:
+    """write_back_rows 1 allows 4 rows in the queue: a trainer that outruns the servers waits."""
     store = make_store(capacity=1, prefetch_steps=0, write_back_rows=1)
     watched.may_write.clear()
     for step in range(5):
@@ -198,7 +198,7 @@ def test_rows_that_did_not_change_are_not_written(watched: WatchedClient, make_s
 def test_a_failed_write_stops_the_next_call(client: WeightClient, watched: WatchedClient, make_store: Any) -> None:
     store = make_store(capacity=1, prefetch_steps=0)
     step_with(store, 0, rows(1))
-    with WeightClient(client._addresses) as other:
+    with WeightClient([shard.address for shard in client.describe().shards]) as other:
         other.open_session("another")
     step_with(store, 1, rows(2))  # 1 leaves
     with pytest.raises(FencedError, match="another"):
@@ -210,15 +210,16 @@ def test_a_failed_write_stops_the_next_call(client: WeightClient, watched: Watch
 def test_too_few_slots_say_what_to_do() -> None:
     slots = SlotMap(3)
     slots.last_announced[slots.add(rows(1, 2, 3))] = 5
-    with pytest.raises(ValueError, match=r"3 resident rows are too few: 1 more .* raise --capacity"):
+    with pytest.raises(ValueError, match=r"3 resident rows are too few: step 5 needs 1 more; raise --capacity"):
         slots.leaving(1, step=5)
     assert len(slots.leaving(1, step=6)) == 1
 
 
 def test_slots_find_what_they_hold() -> None:
-    """Against a dictionary, through random comings and goings."""
+    """Compared with a dictionary, while random rows enter and leave."""
     generator = np.random.default_rng(0)
-    slots, held = SlotMap(40), {}
+    slots = SlotMap(40)
+    held: dict[int, int] = {}
     for step in range(200):
         wanted = np.sort(generator.choice(100, size=generator.integers(1, 20), replace=False))
         found = slots.find(wanted)
@@ -237,7 +238,7 @@ def test_slots_find_what_they_hold() -> None:
 
 
 def test_rows_that_diverge_while_they_are_idle_end_the_run(watched: WatchedClient) -> None:
-    """Under learning rates that make any row diverge: with the row and the update, as the servers say it."""
+    """With learning rates that make any row diverge; the error names the row and the update, like the servers'."""
     rates = np.full(200, 1_000.0, np.float32)
     watched._client.extend_schedule(0, rates)
     store = ResidentRows(
@@ -264,7 +265,7 @@ def test_rows_that_diverge_while_they_are_idle_end_the_run(watched: WatchedClien
 
 
 def test_rows_too_large_to_be_corrected_are_never_written_back(watched: WatchedClient, make_store: Any) -> None:
-    """They are corrected on the device, where nobody looks at them; what leaves tells of it, whichever row it is."""
+    """They are corrected on the device, which does not check them; the next rows that leave raise the error."""
     store = make_store(capacity=20)
     large = np.full((1, SPEC.dim), 3e38, np.float32)
     watched._client.write_state([3], large, -large, 0)

@@ -1,4 +1,4 @@
-"""A run that was stopped, killed or failed at any point goes on as if nothing had happened: every loss, bit for bit
+"""A run that was stopped, killed or failed at any point resumes as if nothing had happened: every loss, bit for bit
 between two runs on one machine with as many threads.
 """
 
@@ -32,9 +32,10 @@ from trainer.__main__ import main
 from trainer.distributed import Ranks
 from trainer.loop import train
 from trainer.model import EncoderConfig, load_encoder
-from trainer.run.checkpoint import Checkpoints, saved_steps
+from trainer.run.checkpoint import Checkpoints
+from trainer.run.checkpoint_file import saved_steps
 from trainer.run.directory import read_config, read_encoder, read_summary
-from trainer.run.recorder import Report
+from trainer.run.recorder import Recorder
 from trainer.run.stopping import Interrupted
 from trainer.schedule import learning_rates
 from weightserver import LocalCluster, TableMismatchError, WeightClient
@@ -69,7 +70,7 @@ def assert_same(output: Path, undisturbed: Path) -> None:
     ],
 )
 @pytest.mark.guard
-def test_a_run_that_fails_in_a_checkpoint_goes_on(
+def test_a_run_that_fails_in_a_checkpoint_can_be_resumed(
     point: str, tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
@@ -81,22 +82,22 @@ def test_a_run_that_fails_in_a_checkpoint_goes_on(
         patched.setattr(owner, name, patch(getattr(owner, name)))
         with pytest.raises(OSError, match="power"):
             train(small_run(tmp_path / "run", keep_checkpoints=1))
-    assert_goes_on(tmp_path / "run", undisturbed)
+    assert_resumes(tmp_path / "run", undisturbed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", ["resident", "remote"])
 @pytest.mark.parametrize("point", POINTS)
-def test_a_run_that_is_killed_at_any_point_of_a_checkpoint_goes_on(
+def test_a_run_that_is_killed_at_any_point_of_a_checkpoint_can_be_resumed(
     point: str, rows: str, tmp_path: Path, undisturbed: Path
 ) -> None:
     command = [sys.executable, "-m", "tests.helpers.dying_run", str(tmp_path / "run"), rows, point]
     assert subprocess.run(command, timeout=120, check=False).returncode == -signal.SIGKILL
-    assert_goes_on(tmp_path / "run", undisturbed, rows=rows)
+    assert_resumes(tmp_path / "run", undisturbed, rows=rows)
 
 
-def assert_goes_on(output: Path, undisturbed: Path, **changes: Any) -> None:
-    """To the undisturbed run's end, and leaves no checkpoint behind on any shard but the last."""
+def assert_resumes(output: Path, undisturbed: Path, **changes: Any) -> None:
+    """Resumes to the undisturbed run's end; no shard keeps a checkpoint except the last."""
     assert len(losses(output)) == EVERY
     train(small_run(output, **{"keep_checkpoints": 1, "resume": True} | changes))
     assert_same(output, undisturbed)
@@ -109,7 +110,7 @@ def assert_goes_on(output: Path, undisturbed: Path, **changes: Any) -> None:
 def test_a_shard_that_is_killed_during_a_checkpoint_changes_nothing(
     after: bool, tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One at each checkpoint, in turn, restarted as a supervisor would."""
+    """One at each checkpoint, in turn, restarted as by a supervisor."""
     call = ShardConnection.call
     restarts = []
     with LocalCluster(2, tmp_path / "servers") as cluster:
@@ -133,11 +134,11 @@ def test_a_shard_that_is_killed_during_a_checkpoint_changes_nothing(
     assert_same(tmp_path / "run", undisturbed)
 
 
-def test_a_signal_ends_a_run_behind_a_checkpoint(tmp_path: Path, undisturbed: Path) -> None:
+def test_a_signal_ends_a_run_after_a_checkpoint(tmp_path: Path, undisturbed: Path) -> None:
     output = tmp_path / "run"
     killer = threading.Thread(target=signal_after, args=(output / "metrics.jsonl", 20))
     killer.start()
-    with pytest.raises(Interrupted, match=r"after \d+ steps: --resume goes on there") as stopped:
+    with pytest.raises(Interrupted, match=r"after \d+ steps: --resume continues from there") as stopped:
         train(small_run(output, checkpoint_every=0))
     killer.join()
     assert stopped.value.exit_status == 128 + signal.SIGTERM
@@ -158,7 +159,7 @@ def test_a_signal_is_seen_between_logged_steps(tmp_path: Path) -> None:
 
     killer = threading.Thread(target=signal_soon)
     killer.start()
-    with pytest.raises(Interrupted, match=r"after \d+ steps: --resume goes on there"):
+    with pytest.raises(Interrupted, match=r"after \d+ steps: --resume continues from there"):
         train(small_run(output, log_every=100_000, steps=100_000, encoder=ONLY_ROWS))
     killer.join()
     assert losses(output) == []
@@ -185,29 +186,29 @@ def test_ranks_see_a_signal_in_the_same_step(tmp_path: Path) -> None:
         finally:
             process.kill()
     stopped = saved_steps(files)[-1]
-    assert errors.count(f"stopped by a signal after {stopped} steps: --resume goes on there") == 2
+    assert errors.count(f"stopped by a signal after {stopped} steps: --resume continues from there") == 2
 
 
 @pytest.mark.guard
-def test_a_signal_behind_the_last_step_ends_the_run_too(
+def test_a_signal_after_the_last_step_ends_the_run_too(
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output, write = tmp_path / "run", Report.write
+    output, write = tmp_path / "run", Recorder.write
 
-    def write_and_signal(self: Report, record: dict[str, Any]) -> None:
+    def write_and_signal(self: Recorder, record: dict[str, Any]) -> None:
         write(self, record)
         os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Report, "write", write_and_signal)
-        with pytest.raises(Interrupted, match="behind its last step: --resume ends the run"):
+        patched.setattr(Recorder, "write", write_and_signal)
+        with pytest.raises(Interrupted, match="after its last step: --resume ends the run"):
             train(small_run(output, log_every=NUM_STEPS))
     train(small_run(output, log_every=NUM_STEPS, resume=True))
     assert json.loads((output / "metrics.jsonl").read_text())["loss"] == losses(undisturbed)[-1]
 
 
 @pytest.mark.guard
-def test_an_encoder_that_draws_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+def test_an_encoder_with_dropout_is_resumed_exactly(tmp_path: Path) -> None:
     """With dropout, from its last checkpoint before the end."""
     encoder = EncoderConfig(name="mobilenet_v3_small", in_channels=3, image_size=32)
     run = small_run(tmp_path / "run", encoder=encoder, steps=3, checkpoint_every=2)
@@ -217,8 +218,8 @@ def test_an_encoder_that_draws_goes_on_as_if_it_had_not_stopped(tmp_path: Path) 
     assert losses(run.output) == before
 
 
-def test_a_run_that_goes_on_has_not_ended(tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed before its first step; it goes on to the same end."""
+def test_a_resumed_run_has_not_ended(tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is killed before its first step, and resumed to the same end."""
     output = shutil.copytree(undisturbed, tmp_path / "run")
     with monkeypatch.context() as patched:
         patched.setattr("trainer.build.views_ahead", lambda *_: die("the power went out"))
@@ -232,7 +233,7 @@ def test_a_run_that_goes_on_has_not_ended(tmp_path: Path, undisturbed: Path, mon
     assert read_summary(output)["steps"] == NUM_STEPS
 
 
-def test_a_run_says_where_its_data_is_now(tmp_path: Path, undisturbed: Path) -> None:
+def test_a_resumed_run_updates_its_paths(tmp_path: Path, undisturbed: Path) -> None:
     output = shutil.copytree(undisturbed, tmp_path / "run")
     train(small_run(output, resume=True, log_every=20))
     before, after = read_config(undisturbed), read_config(output)
@@ -240,7 +241,7 @@ def test_a_run_says_where_its_data_is_now(tmp_path: Path, undisturbed: Path) -> 
 
 
 @pytest.mark.guard
-def test_what_a_run_began_with_is_needed_no_more(tmp_path: Path) -> None:
+def test_a_resumed_run_does_not_need_its_first_encoder(tmp_path: Path) -> None:
     first = small_run(tmp_path / "first", steps=1, rows="dense")
     train(first)
     begun = first.output / "encoder.safetensors"
@@ -257,7 +258,7 @@ def test_what_a_run_began_with_is_needed_no_more(tmp_path: Path) -> None:
         train(replace(run, resume=True, init_encoder=None))
 
 
-def test_all_may_read_what_the_umask_lets_them(undisturbed: Path) -> None:
+def test_the_umask_decides_who_may_read_files(undisturbed: Path) -> None:
     files = [path for path in undisturbed.rglob("*") if path.is_file() and "servers" not in path.parts]
     assert {path.suffix for path in files} >= {".json", ".jsonl", ".safetensors"}
     assert {path.stat().st_mode for path in files} == {(undisturbed / "config.json").stat().st_mode}
@@ -283,8 +284,8 @@ def signal_after(metrics: Path, num_lines: int) -> None:
     ],
 )
 @pytest.mark.guard
-def test_a_killed_run_goes_on(kills: list[tuple[int, str]], tmp_path: Path, undisturbed: Path) -> None:
-    """kill -9 of the trainer wherever it is after so many steps; resumed with other stores and settings."""
+def test_a_killed_run_can_be_resumed(kills: list[tuple[int, str]], tmp_path: Path, undisturbed: Path) -> None:
+    """kill -9 of the trainer at an arbitrary point after that many steps; resumed with other stores and settings."""
     output = tmp_path / "run"
     code = (
         "import sys; from pathlib import Path; import tests.trainer.test_resume as t; t.torch.set_num_threads(1);"
@@ -303,8 +304,8 @@ def test_a_killed_run_goes_on(kills: list[tuple[int, str]], tmp_path: Path, undi
 
 
 @pytest.mark.slow
-def test_a_trainer_that_was_only_stopped_is_fenced(tmp_path: Path, undisturbed: Path) -> None:
-    """SIGSTOP, another one goes on with the run, SIGCONT: every write of the first is refused, and it says so."""
+def test_a_paused_trainer_is_fenced(tmp_path: Path, undisturbed: Path) -> None:
+    """SIGSTOP, another trainer resumes the run, SIGCONT: every write of the first is refused, and it says so."""
     output = tmp_path / "run"
     code = (
         "import sys; from pathlib import Path; import tests.trainer.test_resume as t; t.torch.set_num_threads(1);"
@@ -330,8 +331,8 @@ def test_a_trainer_that_was_only_stopped_is_fenced(tmp_path: Path, undisturbed: 
 
 
 @pytest.mark.guard
-def test_learning_rates_that_the_servers_hold_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A version before made them, on a machine whose cosine rounds otherwise: refused would be every resume."""
+def test_the_servers_learning_rates_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier version computed them, on a machine whose cosine rounds differently: else no run could resume."""
     output, settings = tmp_path / "run", {"encoder": ONLY_ROWS, "keep_checkpoints": 9}
     with monkeypatch.context() as elsewhere:
         rounded_otherwise = lambda **shape: np.nextafter(learning_rates(**shape), np.float32(2))  # noqa: E731
@@ -349,7 +350,7 @@ def test_learning_rates_that_the_servers_hold_stay(tmp_path: Path, monkeypatch: 
         train(small_run(output, resume=True, **settings))
 
 
-def test_old_checkpoints_are_forgotten(undisturbed: Path) -> None:
+def test_old_checkpoints_are_deleted(undisturbed: Path) -> None:
     steps = list(range(EVERY, NUM_STEPS, EVERY))[-3:]
     names = [f"step-{step:012d}" for step in steps]
     assert sorted(path.stem for path in (undisturbed / "checkpoints").iterdir()) == names
@@ -357,8 +358,8 @@ def test_old_checkpoints_are_forgotten(undisturbed: Path) -> None:
         assert [(kept.name, kept.step) for kept in client.checkpoints()] == list(zip(names, steps, strict=True))
 
 
-def test_a_checkpoint_is_there_after_a_power_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all that going on from it takes; of metrics.jsonl and the like a part may be lost."""
+def test_a_checkpoint_survives_a_power_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With everything needed to resume; parts of metrics.jsonl and similar files may be lost."""
     power_loss, output = PowerLoss(monkeypatch), tmp_path / "new/run"
     sync(tmp_path)
     take, begun = WeightClient.checkpoint, list[bool]()
@@ -377,23 +378,23 @@ def test_a_checkpoint_is_there_after_a_power_loss(tmp_path: Path, monkeypatch: p
 
 
 BAD_RESUMES = {
-    "nothing there": ({}, False, r"holds no run to go on with: leave --resume away"),
+    "nothing there": ({}, False, r"holds no run to resume: omit --resume"),
     "other settings": ({"temperature": 0.3}, True, r"whose temperature is 0\.2, not 0\.3: give the same settings"),
     "another length": ({"steps": 41}, True, r"whose steps is 40, not 41: give the same settings"),
     "other shards": ({"num_shards": 3}, True, r"servers holds 2 shards: give --num-shards 2"),
-    "dense rows": ({"rows": "dense"}, True, r"--rows dense leaves no checkpoints: there is nothing to --resume"),
+    "dense rows": ({"rows": "dense"}, True, r"--rows dense saves no checkpoints: omit --resume"),
 }
 
 
 @pytest.mark.parametrize(("changes", "there", "message"), BAD_RESUMES.values(), ids=BAD_RESUMES.keys())
-def test_resumes_that_cannot_be(
+def test_resume_rejects_other_runs(
     changes: dict[str, Any], there: bool, message: str, undisturbed: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
         train(small_run(undisturbed if there else tmp_path / "none", resume=True, **changes))
 
 
-def test_one_command_starts_a_run_and_goes_on_with_it(
+def test_one_command_starts_and_resumes_a_run(
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
@@ -405,32 +406,32 @@ def test_one_command_starts_a_run_and_goes_on_with_it(
         for _ in range(2):  # at the checkpoint of step 0, which is not taken again, and at the next
             with pytest.raises(OSError, match="power"):
                 train(run)
-    assert_goes_on(tmp_path / "run", undisturbed, resume="auto")
+    assert_resumes(tmp_path / "run", undisturbed, resume="auto")
 
 
-def test_going_on_by_itself_overwrites_nothing(tmp_path: Path, undisturbed: Path) -> None:
+def test_resume_auto_overwrites_nothing(tmp_path: Path, undisturbed: Path) -> None:
     with pytest.raises(ValueError, match=r"whose temperature is 0\.2, not 0\.3: give the same settings"):
         train(small_run(undisturbed, resume="auto", temperature=0.3))
     with pytest.raises(ValueError, match=r"holds another run: choose another --output"):
         train(small_run(undisturbed, resume="auto", rows="dense"))
     output = shutil.copytree(undisturbed, tmp_path / "damaged")
     (output / "config.json").write_text("")
-    with pytest.raises(ValueError, match=r"config\.json is no run's config\.json: put it back, or choose another"):
+    with pytest.raises(ValueError, match=r"config\.json is not a run's config\.json: restore it, or give the --output"):
         train(small_run(output, resume="auto"))
     output = shutil.copytree(undisturbed, tmp_path / "unclaimed")
     (output / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"holds metrics.jsonl of a run whose config.json is missing: put it back to"):
+    with pytest.raises(ValueError, match=r"holds metrics.jsonl of a run whose config.json is missing: restore it to"):
         train(small_run(output, resume="auto"))
     shutil.rmtree(output / "checkpoints")
     for file in output.glob("*.*"):
         file.unlink()
-    with pytest.raises(ValueError, match=r"the weight servers hold the rows of run 'run' up to step 40: go on with it"):
+    with pytest.raises(ValueError, match=r"the weight servers hold the rows of run 'run' up to step 40: resume it"):
         train(small_run(output, resume="auto"))
     assert not (output / "config.json").exists()
 
 
 def test_servers_of_another_run_are_refused_untouched(tmp_path: Path, undisturbed: Path) -> None:
-    """Of the same settings, with checkpoints of the same names."""
+    """The other run has the same settings, and checkpoints of the same names."""
     with LocalCluster(2) as cluster, WeightClient(cluster.addresses) as client:
         servers = ",".join(cluster.addresses)
         train(small_run(tmp_path / "other", servers=servers, seed=1))
@@ -444,7 +445,7 @@ def test_servers_of_another_run_are_refused_untouched(tmp_path: Path, undisturbe
 def test_a_run_that_was_rolled_back_keeps_its_own_checkpoints(
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files of later steps, whose rows a rollback has undone, are set aside; an operator's checkpoints stay."""
+    """Files of later steps, whose rows were rolled back, are set aside; an operator's checkpoints stay."""
     take = WeightClient.checkpoint
 
     def take_another(self: WeightClient, name: str, *, step: int) -> None:
@@ -477,7 +478,7 @@ def test_a_run_that_was_rolled_back_keeps_its_own_checkpoints(
 def test_a_run_that_fails_before_its_first_file_can_be_started_again(
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its disk is full, then a rank is gone when the shards have taken the checkpoint."""
+    """First its disk is full, then a rank is lost after the shards took the checkpoint."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise SafetensorError("no space")
@@ -502,7 +503,7 @@ def test_a_run_that_fails_before_its_first_file_can_be_started_again(
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_before_its_first_file_goes_on(tmp_path: Path, undisturbed: Path) -> None:
+def test_a_run_that_is_killed_before_its_first_file_can_be_resumed(tmp_path: Path, undisturbed: Path) -> None:
     code = (
         "import sys; from pathlib import Path; import trainer.run.checkpoint, tests.helpers.dying_run as run\n"
         "trainer.run.checkpoint.save_file = run.die; run.torch.set_num_threads(1)\n"
@@ -515,20 +516,20 @@ def test_a_run_that_is_killed_before_its_first_file_goes_on(tmp_path: Path, undi
 
 
 @pytest.mark.guard
-def test_a_run_without_a_checkpoint_goes_on_from_its_start(tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_resumes_from_its_start(tmp_path: Path) -> None:
     train(small_run(tmp_path / "run", steps=3, checkpoint_every=0))
     first = tmp_path / "run" / "checkpoints" / "step-000000000000.safetensors"
     before = losses(tmp_path / "run"), first.read_bytes()
     train(small_run(tmp_path / "run", steps=3, checkpoint_every=0, resume=True))
     assert (losses(tmp_path / "run"), first.read_bytes()) == before, "the checkpoint is not taken again"
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    with pytest.raises(ValueError, match=r"no checkpoint to go on from: .*checkpoints has no file"):
+    with pytest.raises(ValueError, match=r"no checkpoint to resume from: .*checkpoints has no file"):
         train(small_run(tmp_path / "run", steps=3, checkpoint_every=0, resume=True))
 
 
 @pytest.mark.guard
 def test_a_second_run_on_the_same_servers_is_refused_from_the_first_step_on(tmp_path: Path) -> None:
-    """Resident rows write nothing for a while: the checkpoint of step 0 tells that the servers are taken."""
+    """Resident rows write nothing at first: the checkpoint of step 0 marks the servers as used."""
     with LocalCluster(1) as cluster:
         first = small_run(
             tmp_path / "first", servers=cluster.addresses[0], num_images=10**6, checkpoint_every=0, steps=200
@@ -557,7 +558,7 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     newest = tmp_path / "run" / "checkpoints" / "step-000000000006.safetensors"
     newest.write_bytes(newest.read_bytes()[:1000])
     with pytest.raises(
-        ValueError, match=r"step-000000000006.safetensors cannot be read .*put a copy of it back, or go on"
+        ValueError, match=r"step-000000000006.safetensors cannot be read .*restore a copy of it, or resume"
     ):
         train(replace(run, resume=True))
     assert train(replace(run, resume=True, resume_step=3)).summary["steps"] == 8
@@ -565,4 +566,4 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (aside / newest.name).stat().st_size == 1000
     with pytest.raises(SystemExit):
         main(["synthetic", "--num-images", "300000", "--output", str(tmp_path / "none"), "--resume"])
-    assert re.search("trainer: .* holds no run to go on with", capsys.readouterr().err)
+    assert re.search("trainer: .* holds no run to resume", capsys.readouterr().err)

@@ -1,5 +1,5 @@
-"""A run beside weight servers, or in a directory, that are older copies: it asks from which step to go on, and what is
-newer is set aside, never removed.
+"""A run whose weight servers or directory are older copies: it asks for the step to resume from, and sets newer files
+aside instead of removing them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from tests.helpers.small_run import EVERY, ONLY_ROWS, losses, small_run
 from trainer import demo
 from trainer.config import TrainConfig
 from trainer.loop import train
-from trainer.run import checkpoint
-from trainer.run.checkpoint import Checkpoints, saved_steps, step_to_resume
+from trainer.run import checkpoint_file
+from trainer.run.checkpoint import Checkpoints
+from trainer.run.checkpoint_file import saved_steps
 from trainer.run.directory import read_config
+from trainer.run.resume import step_to_resume
 from weightserver import Checkpoint, DataLossError, LocalCluster, WeightClient
 
 ROOT = Path(__file__).parents[2]
@@ -55,14 +57,14 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def stale(ended: Path, tmp_path: Path) -> Path:
-    """A copy of the run beside its older servers."""
+    """A copy of the run with its older servers."""
     output = shutil.copytree(ended, tmp_path / "run", ignore=shutil.ignore_patterns("servers"))
     shutil.copytree(ended.parent / "older", output / "servers")
     return output
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """Of all files that are not the servers'."""
+    """Contents of all files except the servers'."""
     return {
         str(path.relative_to(directory)): path.read_bytes()
         for path in directory.rglob("*")
@@ -75,7 +77,7 @@ def set_aside(output: Path) -> list[dict[str, bytes]]:
 
 
 @pytest.mark.guard
-def test_nothing_goes_unasked_beside_older_servers(stale: Path, ended: Path) -> None:
+def test_older_servers_are_refused_unless_a_step_is_given(stale: Path, ended: Path) -> None:
     before = contents(stale)
     for resume in (True, "auto"):
         with pytest.raises(
@@ -97,16 +99,16 @@ def test_nothing_goes_unasked_beside_older_servers(stale: Path, ended: Path) -> 
 
 
 @pytest.mark.guard
-def test_a_command_that_is_started_again_goes_on_with_what_it_made(
+def test_a_restarted_command_resumes_its_own_checkpoints(
     stale: Path, ended: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As by torchrun or another supervisor; by hand, after a plain --resume, it goes back again."""
+    """As torchrun or another supervisor does; by hand, after a plain --resume, it returns to the step again."""
     begun: list[int] = []
     with pytest.raises(OSError, match="power"):
         train(run(stale, resume=True, resume_step=EVERY), on_step=stops_before(30))
     train(run(stale, resume="auto", resume_step=EVERY, keep_checkpoints=1), on_step=begun.append)
     assert begun[0] == 2 * EVERY
-    assert f"has gone on from step {EVERY} before: it goes on from step {2 * EVERY}, its newest" in caplog.text
+    assert f"was resumed from step {EVERY} before: resuming from step {2 * EVERY}, its newest" in caplog.text
     assert len(set_aside(stale)) == 1
     assert saved_steps(stale / "checkpoints") == [3 * EVERY]
 
@@ -114,48 +116,48 @@ def test_a_command_that_is_started_again_goes_on_with_what_it_made(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"resume_step": 2 * EVERY}, r"cannot go on from step 26: of steps \[0, 13\] there are both a file in"),
-        ({"resume_step": 14}, r"cannot go on from step 14: of steps \[0, 13\]"),
-        ({"resume_step": -1}, r"cannot go on from step -1"),
-        ({"resume_step": EVERY, "resume": False}, "--resume-step is for a run that goes on: give --resume too"),
+        ({"resume_step": 2 * EVERY}, r"cannot be resumed from step 26: only steps \[0, 13\] have both a file in"),
+        ({"resume_step": 14}, r"cannot be resumed from step 14: only steps \[0, 13\]"),
+        ({"resume_step": -1}, r"cannot be resumed from step -1"),
+        ({"resume_step": EVERY, "resume": False}, "--resume-step is for a run that is resumed: give --resume too"),
     ],
 )
-def test_steps_that_cannot_be_gone_on_from(changes: dict[str, Any], message: str, stale: Path) -> None:
+def test_resume_rejects_impossible_steps(changes: dict[str, Any], message: str, stale: Path) -> None:
     before = contents(stale)
     with pytest.raises(ValueError, match=message):
         train(run(stale, **{"resume": True} | changes))
     assert contents(stale) == before
 
 
-def test_a_checkpoint_taken_anew_is_not_the_files(ended: Path, tmp_path: Path) -> None:
-    """It has the name and the step, and other rows."""
+def test_a_retaken_checkpoint_does_not_match_the_file(ended: Path, tmp_path: Path) -> None:
+    """It has the same name and step, but other rows."""
     output, name = shutil.copytree(ended, tmp_path / "run"), f"step-{2 * EVERY:012d}"
     with LocalCluster(2, output / "servers") as cluster, WeightClient(cluster.addresses) as client:
         client.open_session("operator")
         assert step_to_resume(output / "checkpoints", client, 2 * EVERY) == 2 * EVERY
         client.release(name)
         client.checkpoint(name, step=2 * EVERY)
-        with pytest.raises(ValueError, match=r"cannot go on from step 26: of steps \[0, 13, 39\] there are both"):
+        with pytest.raises(ValueError, match=r"cannot be resumed from step 26: only steps \[0, 13, 39\] have both"):
             step_to_resume(output / "checkpoints", client, 2 * EVERY)
 
 
-def test_a_step_of_no_run(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no run to go on with: leave --resume-step away"):
+def test_a_resume_step_needs_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no run to resume: omit --resume-step"):
         train(run(tmp_path / "run", resume="auto", resume_step=0))
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("lacking", [[2 * EVERY, 3 * EVERY], [3 * EVERY]], ids=["two", "one"])
 @pytest.mark.guard
-def test_servers_beside_an_older_directory_give_up_nothing_unasked(
+def test_servers_with_an_older_directory_discard_nothing_unasked(
     lacking: list[int], ended: Path, tmp_path: Path
 ) -> None:
-    """Put back from a copy, or made by files that were lost: the servers have checkpoints of 39, or of 26 and 39."""
+    """The directory is an older copy, or lost files: the servers have checkpoints of 39, or of 26 and 39."""
     output, newest = shutil.copytree(ended, tmp_path / "run"), lacking[0] - EVERY
     for step in lacking:
         (output / "checkpoints" / f"step-{step:012d}.safetensors").unlink()
     refused = rf"of steps {re.escape(str(lacking))}, and .* put them there, or give --resume-step {newest} to"
-    for _ in range(2):  # nothing is given up by being refused
+    for _ in range(2):  # a refusal discards nothing
         with pytest.raises(ValueError, match=refused):
             train(run(output, resume=True))
     train(run(output, resume=True, resume_step=newest))
@@ -164,12 +166,12 @@ def test_servers_beside_an_older_directory_give_up_nothing_unasked(
 
 @pytest.mark.parametrize("keep", [1, 2, 9])
 @pytest.mark.parametrize("rows", ["resident", "remote"])
-@pytest.mark.parametrize("stopped", [EVERY, EVERY + 1], ids=["behind the checkpoint", "a step later"])
+@pytest.mark.parametrize("stopped", [EVERY, EVERY + 1], ids=["after the checkpoint", "a step later"])
 @pytest.mark.guard
 def test_a_copy_one_checkpoint_behind_a_stopped_run_is_refused(
     stopped: int, rows: str, keep: int, tmp_path: Path
 ) -> None:
-    """Also where the servers have not heard of any later step."""
+    """Even if the servers have seen no later step."""
     output, older = tmp_path / "run", tmp_path / "older"
 
     def copies_and_stops(step: int) -> None:
@@ -182,17 +184,17 @@ def test_a_copy_one_checkpoint_behind_a_stopped_run_is_refused(
         train(run(output, **settings), on_step=copies_and_stops)
     shutil.move(output / "servers", older)
     before = contents(older)
-    refused = "has none of these files, as an older copy" if keep > 1 else "do not have the checkpoint of"
+    refused = "has none of these files; it may be an older copy" if keep > 1 else "do not have the checkpoint of"
     with pytest.raises(ValueError, match=refused):
         train(run(older, resume=True, **settings))
     assert contents(older) == before
 
 
 @pytest.mark.guard
-def test_a_copy_that_was_made_in_a_checkpoint_is_refused_where_the_run_went_on(
+def test_a_copy_made_during_a_checkpoint_is_refused_if_the_run_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It looks as if the run had died there, and goes on where nothing came later."""
+    """It looks as if the run had died there, and could be resumed if nothing had come later."""
     output, older = tmp_path / "run", tmp_path / "older"
     write = Checkpoints._write
 
@@ -206,12 +208,12 @@ def test_a_copy_that_was_made_in_a_checkpoint_is_refused_where_the_run_went_on(
         with pytest.raises(OSError, match="power"):
             train(run(output, rows="remote"), on_step=stops_before(EVERY + 2))
     shutil.move(output / "servers", older)
-    with pytest.raises(ValueError, match=r"have checkpoints of steps \[13\], and .* as an older copy of it would not"):
+    with pytest.raises(ValueError, match=r"have checkpoints of steps \[13\], and .* may be an older copy"):
         train(run(older, resume=True))
 
 
 def test_files_that_are_not_the_runs_stay(ended: Path, tmp_path: Path) -> None:
-    """Of an older and a newer step, of a step that the run reaches, unreadable ones: neither count nor go."""
+    """Files of an older and a newer step, of a step that the run reaches, and unreadable ones are ignored and kept."""
     output, theirs = shutil.copytree(ended, tmp_path / "run"), {}
     files = output / "checkpoints"
     other = (files / f"step-{EVERY:012d}.safetensors").read_bytes()
@@ -244,17 +246,17 @@ def test_files_that_are_not_the_runs_stay(ended: Path, tmp_path: Path) -> None:
     assert losses(output) == losses(ended)
 
 
-def test_what_is_set_aside_is_there_after_a_power_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each renamed file's old and new directory are synced behind the last rename, copies before the first."""
+def test_files_set_aside_survive_a_power_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each renamed file's old and new directory are synced after the last rename, copies before the first."""
     files = tmp_path / "checkpoints"
     files.mkdir()
     moved, copied, done = [files / "newer", tmp_path / "summary.json"], tmp_path / "metrics.jsonl", list[Path]()
     for path in (*moved, copied):
         path.write_text(path.name)
     rename = Path.rename
-    monkeypatch.setattr(checkpoint, "sync", done.append)
+    monkeypatch.setattr(checkpoint_file, "sync", done.append)
     monkeypatch.setattr(Path, "rename", lambda path, to: (done.append(Path("renamed")), rename(path, to)))
-    checkpoint.set_aside(files, moved, [copied])
+    checkpoint_file.set_aside(files, moved, [copied])
     (aside,) = files.iterdir()
     assert contents(aside) == {path.name: path.name.encode() for path in (*moved, copied)}
     assert done[:3] == [aside / copied.name, Path("renamed"), Path("renamed")]
@@ -262,22 +264,22 @@ def test_what_is_set_aside_is_there_after_a_power_loss(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("left", ["metrics.jsonl", "summary.json", "encoder.safetensors", "checkpoints"])
-def test_a_directory_with_a_runs_files_begins_no_run(left: str, ended: Path, tmp_path: Path) -> None:
-    """Whose config.json is lost, or that was copied in part."""
+def test_a_directory_with_a_runs_files_starts_no_run(left: str, ended: Path, tmp_path: Path) -> None:
+    """Its config.json is lost, or it was copied only in part."""
     output = tmp_path / "run"
     output.mkdir()
-    (shutil.copytree if left == "checkpoints" else shutil.copy)(ended / left, output / left)  # type: ignore[operator]
+    (shutil.copytree if left == "checkpoints" else shutil.copy)(ended / left, output / left)
     before = contents(output)
-    with pytest.raises(ValueError, match=f"holds {left} of a run whose config.json is missing: put it back to go on"):
+    with pytest.raises(ValueError, match=f"holds {left} of a run whose config.json is missing: restore it to resume"):
         train(run(output))
     assert contents(output) == before
 
 
-def test_the_demo_draws_over_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_overwrites_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "training.png").write_text("mine")
     with pytest.raises(SystemExit):
         demo.main(["--output", str(tmp_path)])
-    assert re.search(r"demo: .*training\.png is there already: give another --output\n", capsys.readouterr().err)
+    assert re.search(r"demo: .*training\.png already exists: give another --output\n", capsys.readouterr().err)
     assert [path.name for path in tmp_path.iterdir()] == ["training.png"]
 
 

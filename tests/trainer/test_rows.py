@@ -1,4 +1,4 @@
-"""The dense rows against torch.optim.SGD written out by hand: they are the oracle of every other store."""
+"""Dense rows compared with torch.optim.SGD written out by hand: they are the oracle of all other stores."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def updates() -> Iterator[tuple[int, np.ndarray, torch.Tensor]]:
 
 
 def test_dense_rows_are_sgd_over_the_whole_matrix() -> None:
-    """Idle rows have a zero gradient, not none: they decay and drift on."""
+    """Idle rows have a zero gradient, not None: weight decay and momentum move them."""
     spec = table(correction=True)
     weight = torch.nn.Parameter(torch.from_numpy(initial_rows(spec, ALL)))
     optimizer = torch.optim.SGD([weight], lr=1.0, momentum=spec.momentum, weight_decay=spec.weight_decay)
@@ -50,7 +50,7 @@ def test_dense_rows_are_sgd_over_the_whole_matrix() -> None:
 
 
 def test_without_correction_each_row_is_a_parameter_that_rests() -> None:
-    """torch.optim.SGD skips a parameter that has no gradient: the paper's ablation, one parameter a row."""
+    """torch.optim.SGD skips a parameter without a gradient: the paper's ablation, with one parameter per row."""
     spec = table(correction=False)
     weights = [torch.nn.Parameter(torch.from_numpy(row)) for row in initial_rows(spec, ALL)]
     optimizer = torch.optim.SGD(weights, lr=1.0, momentum=spec.momentum, weight_decay=spec.weight_decay)
@@ -64,7 +64,8 @@ def test_without_correction_each_row_is_a_parameter_that_rests() -> None:
         for row, gradient in zip(rows, gradients, strict=True):
             weights[row].grad = gradient
             given = Rounded.exact(gradient, torch.float32)
-            expected[row] = sgd_update(*expected[row], given, learning_rate=float(RATES[step]), spec=spec)
+            weight, momentum_buffer = expected[row]
+            expected[row] = sgd_update(weight, momentum_buffer, given, learning_rate=float(RATES[step]), spec=spec)
         optimizer.param_groups[0]["lr"] = float(RATES[step])
         optimizer.step()
     state = store.read_state(ALL, step=NUM_STEPS)

@@ -1,4 +1,4 @@
-"""The stream of visits against what its definition says, written out slowly."""
+"""The stream of visits, compared with a slow implementation of its definition."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_windows(size: tuple[int, st.DataObject], seed: int) -> None:
 def test_visits_may_be_given_as_numpy_integers() -> None:
     schedule = VisitSchedule(num_rows=10**9, window_size=7, window_stride=2, seed=0)
     start = 10**15
-    visits = schedule.visits(np.int64(start), np.int64(start + 20))
+    visits = schedule.visits(np.int64(start), np.int64(start + 20))  # type: ignore[arg-type]
     assert np.array_equal(visits, schedule.visits(start, start + 20))
 
 
@@ -110,7 +110,7 @@ def test_uniforms_belong_to_the_visit_alone() -> None:
 
 
 def test_more_columns_leave_the_others_as_they_are() -> None:
-    """A version that draws more numbers a visit resumes earlier runs with the same ones; all are pinned."""
+    """A version that draws more numbers per visit resumes earlier runs with the same ones; all are pinned."""
     visits = np.array([-3, 0, 7, 2**40])
     many = visit_uniforms(3, visits, 32)
     assert many.shape == (4, 32)

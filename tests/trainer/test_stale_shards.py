@@ -1,4 +1,4 @@
-"""An older copy of a shard's directory, under a run or between two: the run ends with a line, or its rows are right."""
+"""An older copy of a shard's directory, during a run or between two: it ends with an error, or its rows are right."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from trainer.config import TrainConfig
 from trainer.export.__main__ import main as export
 from trainer.loop import train
 from trainer.rows import DenseRows
-from trainer.run.checkpoint import saved_steps
+from trainer.run.checkpoint_file import saved_steps
 from weightserver import DataLossError, LocalCluster, RowState, WeightClient
-from weightserver.operations.backup import backup, restore
+from weightserver.operations.backup import backup
 from weightserver.operations.reshard import reshard
+from weightserver.operations.restore import restore
 
 ROWS = np.arange(NUM_IMAGES)
 STOPPED_AT = 20
@@ -73,14 +74,14 @@ def assert_dense(state: RowState, dense: RowState) -> None:
 
 
 class Shards:
-    """The shards that a run trains on, one of which is killed, copied and put back."""
+    """The shards that a run trains on; one of them is killed, copied and restored."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self._cluster = cluster
         self._copies = cluster.directory.parent / "copies"
 
     def copy(self, name: str, *, then: Callable[[Path], object] = lambda directory: None) -> None:
-        """Kills shard 1, keeps its directory under a name, and starts it again."""
+        """Kills shard 1, copies its directory to `name`, and restarts it."""
         directory = self._cluster.directory / "shard-1"
         self._cluster.processes[1].kill()
         self._cluster.processes[1].wait()
@@ -108,7 +109,7 @@ class Shards:
 def test_an_older_copy_under_a_run_ends_it(
     rows: str, data_alone: bool, tmp_path: Path, undisturbed: Path, dense: RowState
 ) -> None:
-    """Which would go on with 37 pushes less, and end well with 245 of 300 wrong rows."""
+    """Otherwise it would continue with 37 pushes missing, and end normally with 245 of 300 wrong rows."""
     with LocalCluster(2, tmp_path / "servers") as cluster:
         shards = Shards(cluster)
 
@@ -157,7 +158,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def resumed(root: Path, servers: Path, **changes: Any) -> Path:
-    """Goes on with the stopped run, or a copy beside `servers`, on the servers in that directory; returns its own."""
+    """Resumes the stopped run, or a copy with `servers`, on the servers in that directory; returns its directory."""
     output = servers.parent / "run"
     if not output.exists():
         shutil.copytree(root / "run", output)
@@ -171,7 +172,7 @@ def resumed(root: Path, servers: Path, **changes: Any) -> Path:
 def test_an_older_copy_between_two_runs_is_refused(
     stopped: Path, undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Unless the step is given that it holds; to an export of rows, too."""
+    """Unless its step is given; an export of rows refuses it too."""
     servers = shutil.copytree(stopped / "servers", tmp_path / "servers")
     shutil.rmtree(servers / "shard-1")
     shutil.copytree(stopped / "copies" / "6", servers / "shard-1")
@@ -227,7 +228,7 @@ def _directories(servers: Path, num_shards: int) -> list[Path]:
 
 
 def files_of_0_1(root: Path, servers: Path) -> dict[str, Any]:
-    """Which know neither table nor marks."""
+    """Files of version 0.1, which have neither table nor marks."""
     shutil.copytree(root / "servers", servers)
     output = shutil.copytree(root / "run", servers.parent / "run")
     for path in (output / "checkpoints").glob("*.safetensors"):
@@ -242,10 +243,10 @@ def files_of_0_1(root: Path, servers: Path) -> dict[str, Any]:
 
 @pytest.mark.guard
 @pytest.mark.parametrize("made", [copied_since, restored, one_restored, other_blocks, more_shards, files_of_0_1])
-def test_what_holds_the_checkpoint_is_gone_on_with(
+def test_servers_that_hold_the_checkpoint_are_accepted(
     made: Callable[[Path, Path], dict[str, Any]], stopped: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """A copy made since, a backup of it, other shards made of them; files that know no marks."""
+    """A later copy, a backup of it, resharded servers; files without marks."""
     servers = tmp_path / "servers"
     output = resumed(stopped, servers, **made(stopped, servers))
     assert losses(output) == losses(undisturbed)

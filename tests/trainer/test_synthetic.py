@@ -1,4 +1,4 @@
-"""Generated images: a pure function of seed and id, against a plain reference and yesterday's bytes."""
+"""Generated images: a pure function of seed and id, compared with a plain reference and golden bytes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def images_of(ids: list[int], **changes: Any) -> Tensor:
     ],
 )
 def test_golden_bytes(image_size: int, seed: int, first_pixels: list[int], checksum: str) -> None:
-    """Two measurements on generated images are of the same images."""
+    """All measurements on generated images use the same images."""
     images = images_of([0, 1, 62, BILLION - 1], image_size=image_size, seed=seed)
     assert images.shape == (4, 3, image_size, image_size)
     assert images.dtype == torch.uint8
@@ -69,7 +69,7 @@ def test_an_image_depends_on_its_id_alone(ids: list[int]) -> None:
 
 
 def test_many_images_are_the_images_one_by_one() -> None:
-    """Enough of them to be made in several chunks."""
+    """Enough of them for several chunks."""
     ids = torch.randperm(3_000, generator=torch.Generator().manual_seed(0)) + 2**29
     images = SyntheticImages(num_images=BILLION, image_size=12)
     together = images[ids]
@@ -117,7 +117,7 @@ def dataset() -> Dataset:
     return load_dataset("synthetic", num_images=60, image_size=12)
 
 
-def test_there_is_nothing_to_evaluate_with(dataset: Dataset) -> None:
+def test_generated_images_cannot_be_evaluated(dataset: Dataset) -> None:
     assert not dataset.labelled
     encoder = build_encoder(EncoderConfig(name="none", in_channels=3, image_size=12))
     for evaluate in (
@@ -141,12 +141,12 @@ def test_statistics_can_be_calibrated_on_them(dataset: Dataset) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("synthetic", {}, "has as many images as you like: give --num-images"),
+        ("synthetic", {}, "needs a number of images: give --num-images"),
         ("synthetic", {"num_images": 0}, r"num_images must lie in 1\.\.1,000,000,000, got 0"),
         ("synthetic", {"num_images": BILLION + 1}, r"num_images must lie in 1\.\.1,000,000,000, got 1000000001"),
         ("synthetic", {"num_images": 5, "image_size": 0}, r"image_size must lie in 1\.\.1024, got 0"),
-        ("synthetic", {"num_images": 5, "directory": Path("/data")}, "is generated: leave --data-dir /data away"),
-        ("fashion-mnist", {"num_images": 5}, "'fashion-mnist' has its own number of images: leave --num-images away"),
+        ("synthetic", {"num_images": 5, "directory": Path("/data")}, "is generated: omit --data-dir /data"),
+        ("fashion-mnist", {"num_images": 5}, "'fashion-mnist' has its own number of images: omit --num-images"),
         ("idx", {"num_images": 5, "directory": Path("/data")}, "'idx' has its own number of images"),
         ("imagenet", {"num_images": 5}, "choose one of fashion-mnist, folder, idx, packed, synthetic"),
     ],

@@ -1,4 +1,4 @@
-"""torchvision and timm can be imported whatever torch was built for."""
+"""torchvision and timm can be imported with any build of torch."""
 
 import subprocess
 import sys

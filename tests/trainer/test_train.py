@@ -1,4 +1,4 @@
-"""Whole runs on a small image set made here: what they leave behind, and what they refuse."""
+"""Whole runs on a small generated image set: their files, and what they refuse."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from tests.helpers.secure_shards import served
+from tests.helpers.small_run import ONLY_ROWS, losses, small_run
 from trainer.__main__ import main
 from trainer.config import TrainConfig
 from trainer.data.augment import AugmentationConfig
@@ -62,27 +63,19 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(data_dir: Path, output: Path, **changes: Any) -> TrainConfig:
+    """A small run on the images in `data_dir`."""
     settings: dict[str, Any] = {
         "dataset": "idx",
+        "num_images": None,
         "data_dir": data_dir,
-        "output": output,
         "steps": 50,
-        "batch_size": 16,
-        "num_negatives": 64,
         "window_size": 48,
         "window_stride": 16,
-        "learning_rate": 0.2,
-        "dim": 16,
-        "log_every": 1,
+        "checkpoint_every": 1_000,
         "encoder": EncoderConfig(width=8, stem_stride=2, blocks=(1, 1)),
         "augmentation": AugmentationConfig(strong=False, min_scale=0.6),
-        "evaluate": False,
     }
-    return TrainConfig(**settings | changes)
-
-
-def losses(output: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return small_run(output, **settings | changes)
 
 
 def test_training_is_the_same_with_any_row_store(data_dir: Path, tmp_path: Path) -> None:
@@ -102,23 +95,8 @@ def test_training_is_the_same_with_any_row_store(data_dir: Path, tmp_path: Path)
 
 @pytest.mark.guard
 def test_generated_images_in_any_number(tmp_path: Path) -> None:
-    """A billion rows, of which a run stores those it visited."""
-    train(
-        TrainConfig(
-            dataset="synthetic",
-            num_images=10**9,
-            output=tmp_path / "run",
-            steps=20,
-            batch_size=16,
-            num_negatives=64,
-            window_size=96,
-            window_stride=32,
-            dim=16,
-            encoder=EncoderConfig(name="none", in_channels=3, image_size=16),
-            evaluate=False,
-            log_every=5,
-        )
-    )
+    """A table of a billion rows stores only the visited ones."""
+    train(small_run(tmp_path / "run", num_images=10**9, steps=20, rows_per_block=63, encoder=ONLY_ROWS))
     with LocalCluster(2, tmp_path / "run" / "servers") as cluster, WeightClient(cluster.addresses) as client:
         info = client.describe()
     assert info.spec.num_rows == 10**9
@@ -152,7 +130,7 @@ def test_a_run_that_ends_within_its_warm_up_says_so(
     assert caplog.text.count("the run's 20 steps end within its warm-up of 30: give fewer --warmup-epochs") == 1
 
 
-def test_what_a_run_leaves_behind(data_dir: Path, tmp_path: Path) -> None:
+def test_files_of_a_run(data_dir: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     result = train(config(data_dir, output, steps=25, log_every=10, knn_every=1.0, evaluate=True, rows="remote"))
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
@@ -217,7 +195,7 @@ def test_as_many_other_images_in_memory_are_refused(data_dir: Path, tmp_path: Pa
     assert json.loads((run.output / "config.json").read_text())["data_dir"] == str(moved)
 
 
-def test_a_run_that_never_began_can_be_tried_again(data_dir: Path, tmp_path: Path) -> None:
+def test_a_run_that_never_started_can_be_repeated(data_dir: Path, tmp_path: Path) -> None:
     with LocalCluster(1) as cluster:
         output, servers = tmp_path / "run", cluster.addresses[0]
         with WeightClient(cluster.addresses) as client:
@@ -229,7 +207,7 @@ def test_a_run_that_never_began_can_be_tried_again(data_dir: Path, tmp_path: Pat
         train(config(data_dir, output, servers=servers, steps=1))
 
 
-def test_a_shard_that_stays_away_stops_the_run(data_dir: Path, tmp_path: Path) -> None:
+def test_an_unavailable_shard_stops_the_run(data_dir: Path, tmp_path: Path) -> None:
     with LocalCluster(2) as cluster:
         run = config(data_dir, tmp_path / "run", servers=",".join(cluster.addresses), steps=100_000, retry_seconds=1)
         killer = threading.Thread(target=kill_after_first_record, args=(cluster, tmp_path / "run" / "metrics.jsonl"))
@@ -247,7 +225,7 @@ def kill_after_first_record(cluster: LocalCluster, metrics: Path) -> None:
 
 @pytest.mark.guard
 def test_a_run_can_be_watched(data_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The page that the run announces tells what metrics.jsonl tells."""
+    """The announced metrics page agrees with metrics.jsonl."""
     pages = []
 
     def scrape() -> None:
@@ -271,7 +249,7 @@ def test_a_run_can_be_watched(data_dir: Path, tmp_path: Path, capfd: pytest.Capt
 
 @pytest.mark.guard
 def test_training_over_tls_with_a_token(data_dir: Path, tmp_path: Path) -> None:
-    """It is what training with shards of its own is, and the run's directory holds no token."""
+    """It equals training with local shards, and the run's directory contains no token."""
     certificates = tmp_path / "certificates"
     write_certificates(certificates, ["127.0.0.1"])
     options = ["--tls-cert", f"{certificates}/server.pem", "--tls-key", f"{certificates}/server-key.pem"]
@@ -295,29 +273,32 @@ def test_training_over_tls_with_a_token(data_dir: Path, tmp_path: Path) -> None:
 
 
 BAD_COMMAND_LINES = {
-    "resume": (["--resume"], r"holds no run to go on with: leave --resume away"),
+    "resume": (["--resume"], r"holds no run to resume: omit --resume"),
     "another machine": (["--servers", "10.0.0.1:1"], r"10\.0\.0\.1:1 is on another machine .* --insecure"),
     "half a certificate": (
         ["--tls-cert", "client.pem"],
         r"--tls-cert and --tls-key belong together: give both or none",
     ),
-    "TLS for nobody": (["--tls-ca", "ca.pem"], r"--tls-ca is for --servers: leave it away, or give their addresses"),
+    "TLS without servers": (["--tls-ca", "ca.pem"], r"--tls-ca is for --servers: omit it, or give their addresses"),
     "a CA that is none": (
         ["--servers", "10.0.0.1:1", "--tls-ca", "/nonexistent.pem"],
         r"--tls-ca /nonexistent\.pem cannot be read: No such file or directory",
     ),
     "a token that is none": (
         ["--servers", "127.0.0.1:1", "--token-file", "/dev/null"],
-        r"--token-file /dev/null holds no token: give at least 16 printable",
+        r"--token-file /dev/null holds no valid token: give at least 16 printable",
     ),
-    "no address": (["--servers", "ws0"], r"'ws0' is no address: write host:port"),
-    "dense with servers": (["--rows", "dense", "--servers", "127.0.0.1:1"], r"leave --servers away"),
+    "no address": (["--servers", "ws0"], r"'ws0' is not an address: write host:port"),
+    "dense with servers": (["--rows", "dense", "--servers", "127.0.0.1:1"], r"omit --servers"),
     "no such folder": (["--data-dir", "/nonexistent"], r"no such folder: /nonexistent"),
     "unknown data set": (["--dataset", "mnist-9"], r"unknown data set 'mnist-9': choose one of"),
-    "K above N": (["--num-negatives", "100000"], r"--num-negatives is 100000, there are only 160 images: choose fewer"),
+    "K above N": (
+        ["--num-negatives", "100000"],
+        r"--num-negatives is 100000, but there are only 160 images: choose fewer",
+    ),
     "K below B": (
         ["--num-negatives", "8", "--batch-size", "16"],
-        r"--num-negatives is 8, a batch alone may hold 16 classes",
+        r"--num-negatives is 8, but a batch may contain 16 classes",
     ),
     "W above N": (["--window-size", "1000"], r"--window-size must lie in 1\.\.160, .* got 1000"),
     "S above W": (
@@ -331,7 +312,7 @@ BAD_COMMAND_LINES = {
     "warm-up": (["--warmup-fraction", "2"], r"--warmup-fraction must lie in 0\.\.1, got 2"),
     "no gap": (
         ["--correction", "paper", "--rows", "dense"],
-        r"--correction paper is for rows that wait .*: use --rows resident or --rows remote",
+        r"--correction paper corrects rows after a gap, .*: use --rows resident or --rows remote",
     ),
     "momentum": (["--momentum", "1"], r"momentum must lie in \[0, 1\), got 1"),
     "encoder": (["--encoder.name", "resnet9999"], r"unknown encoder 'resnet9999'"),
@@ -348,10 +329,10 @@ BAD_COMMAND_LINES = {
     "capacity of others": (["--capacity", "99", "--rows", "dense"], r"--capacity is for --rows resident, not dense"),
     "prefetching": (["--prefetch-steps", "-1"], r"--prefetch-steps must not be negative, got -1"),
     "metrics port": (["--metrics-port", "65536"], r"--metrics-port must lie in 0\.\.65535, got 65536"),
-    "number of images": (["--num-images", "5"], r"'idx' has its own number of images: leave --num-images away"),
+    "number of images": (["--num-images", "5"], r"'idx' has its own number of images: omit --num-images"),
     "no number of images": (
         ["--dataset", "synthetic", "--data-dir", "None"],
-        r"as you like: give --num-images",
+        r"needs a number of images: give --num-images",
     ),
     "no labels": (
         ["--dataset", "synthetic", "--data-dir", "None", "--num-images", "9999", "--encoder.in-channels", "3"],

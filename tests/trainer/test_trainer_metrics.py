@@ -1,4 +1,4 @@
-"""The trainer's metrics, as a scrape of a served page gives them."""
+"""The trainer's metrics, scraped from the served page."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def metrics() -> TrainerMetrics:
 
 @pytest.fixture
 def scrape(metrics: TrainerMetrics) -> Iterator[Scrape]:
-    """Name, without pic_trainer_, to value, of all samples with no labels but a bucket's end or a stage."""
+    """All samples without labels other than a bucket's end or a stage: name without pic_trainer_ to value."""
     address, close = metrics.serve(0)
 
     def samples() -> dict[str, float]:
@@ -123,12 +123,12 @@ def test_counters_add_up_and_gauges_follow(metrics: TrainerMetrics, scrape: Scra
     assert {name: values[name] for name in expected} == expected
 
 
-def test_a_run_that_goes_on_counts_its_own_steps(metrics: TrainerMetrics, scrape: Scrape) -> None:
+def test_a_resumed_run_counts_only_its_own_steps(metrics: TrainerMetrics, scrape: Scrape) -> None:
     metrics.observe(RECORD | {"step": 1_000_004, "num_steps": 5})
     assert scrape()["steps_total"] == 5
 
 
-def test_fetches_and_checkpoints_are_told(metrics: TrainerMetrics, scrape: Scrape) -> None:
+def test_fetches_and_checkpoints_are_counted(metrics: TrainerMetrics, scrape: Scrape) -> None:
     began = scrape()["last_checkpoint_timestamp_seconds"]
     metrics.observe(RECORD, fetch_seconds=[0.004, 0.02, 0.02])
     metrics.checkpoint_saved()
@@ -139,7 +139,7 @@ def test_fetches_and_checkpoints_are_told(metrics: TrainerMetrics, scrape: Scrap
     assert values["last_checkpoint_timestamp_seconds"] > began
 
 
-def test_run_and_rank_are_told(metrics: TrainerMetrics) -> None:
+def test_run_and_rank_are_reported(metrics: TrainerMetrics) -> None:
     assert metrics.registry.get_sample_value("pic_trainer_run_info", {"run": "run-a", "rank": "3"}) == 1
 
 

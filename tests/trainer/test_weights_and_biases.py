@@ -1,4 +1,4 @@
-"""Weights & Biases hears what metrics.jsonl does; without its package or its server a line says so."""
+"""Weights & Biases gets the records of metrics.jsonl; without its package or server one line says so."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ needs_wandb = pytest.mark.skipif(
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:(wandb|pydantic).*")
 
 
-def test_without_the_package_there_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_gives_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match=r"--wandb-project needs the package wandb: pip install"):
         train(small_run(tmp_path / "run", wandb_project="pic"))
@@ -29,7 +29,7 @@ def test_without_the_package_there_is_a_line(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.slow
 @needs_wandb
 def test_a_run_and_its_resumption_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kept offline, as records in files: each holds every loss as metrics.jsonl writes it."""
+    """Offline, in files: each contains every loss as in metrics.jsonl."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     train(small_run(tmp_path / "run", wandb_project="pic"))
     identity = (tmp_path / "run" / "wandb-id").read_text()
@@ -39,12 +39,12 @@ def test_a_run_and_its_resumption_are_one(tmp_path: Path, monkeypatch: pytest.Mo
     found = losses(tmp_path / "run")
     assert all(str(loss).encode() in first.read_bytes() for loss in found)
     assert str(found[-1]).encode() in second.read_bytes()
-    assert str(found[0]).encode() not in second.read_bytes(), "it goes on from a checkpoint"
+    assert str(found[0]).encode() not in second.read_bytes(), "it resumes from a checkpoint"
 
 
 @pytest.mark.slow
 @needs_wandb
-def test_without_a_key_there_is_a_line(tmp_path: Path) -> None:
+def test_a_missing_key_gives_one_line(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     command = [
         sys.executable,

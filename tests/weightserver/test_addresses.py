@@ -1,4 +1,4 @@
-"""host:port as text, and what may be reached without TLS."""
+"""Parsing of host:port, and which addresses need no TLS."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def test_addresses(address: str, parts: tuple[str, int], loopback: bool) -> None
         "h:\u0663",
     ],
 )
-def test_no_addresses(address: str) -> None:
+def test_rejects_invalid_addresses(address: str) -> None:
     with pytest.raises(
-        ValueError, match=r"is no address: write host:port, such as 127\.0\.0\.1:50051 or \[::1\]:50051"
+        ValueError, match=r"is not an address: write host:port, such as 127\.0\.0\.1:50051 or \[::1\]:50051"
     ):
         split_address(address)
-    with pytest.raises(ValueError, match="is no address"):
+    with pytest.raises(ValueError, match="is not an address"):
         is_loopback(address)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -105,7 +106,7 @@ def check_accuracy(run: Run, offset: int, gaps: list[int]) -> None:
         rounded = [schedule.coefficients(np.array([offset]), offset + gap) for gap in gaps]
     assert np.isfinite(rounded).all()
     unit = Fraction((peak * (1 + momentum) / weight_decay) ** 0.5 if peak > 1 and weight_decay > 1e-30 else 1.0)
-    units = (1, 1 / unit, unit, 1)
+    units = (Fraction(1), 1 / unit, unit, Fraction(1))
     for gap, expected in exact_products(momentum, weight_decay, rates[offset:], gaps).items():
         assert np.isfinite(products[gap]).all()
         size = max(abs(entry) * factor for entry, factor in zip(expected, units, strict=True))
@@ -171,7 +172,7 @@ def test_diverging_schedules_saturate_silently() -> None:
 # ---- structure
 
 
-def realistic(num_steps: int, **changes: float) -> Schedule:
+def realistic(num_steps: int, **changes: Any) -> Schedule:
     rates = rates_of("warm-up and cosine", 0.06, num_steps, 0)
     return Schedule(**{"momentum": 0.9, "weight_decay": 1e-4, **changes}, learning_rates=rates)
 
@@ -193,8 +194,8 @@ def test_transfers_compose(points: list[int], momentum: float, weight_decay: flo
 
 @settings(max_examples=40, deadline=None)
 @given(stop=st.integers(0, 700), data=st.data())
-def test_a_product_depends_on_start_and_stop_alone(stop: int, data: st.DataObject) -> None:
-    """Not on the other rows of a call, their order, what was asked before, or steps from stop on."""
+def test_a_product_depends_only_on_start_and_stop(stop: int, data: st.DataObject) -> None:
+    """Neither other rows of a call, their order, earlier calls, nor steps from stop on change it."""
     starts = np.array(data.draw(st.lists(st.integers(0, stop), min_size=1, max_size=30)))
     long = realistic(1_000)
     short = Schedule(momentum=0.9, weight_decay=1e-4, learning_rates=long.learning_rates[:stop])
@@ -211,7 +212,7 @@ def test_a_product_depends_on_start_and_stop_alone(stop: int, data: st.DataObjec
     writes=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 300)), min_size=1, max_size=8), seed=st.integers(0, 99)
 )
 def test_extending_in_pieces_equals_building_at_once(writes: list[tuple[float, int]], seed: int) -> None:
-    """Appending, overwriting the middle and overwriting a suffix: the same bits as a schedule built in one go."""
+    """Appends and overwrites of the middle or a suffix yield the same bits as a schedule built at once."""
     random = np.random.default_rng(seed)
     schedule = Schedule(momentum=0.9, weight_decay=0.01)
     expected = np.zeros(0, np.float32)
@@ -262,7 +263,7 @@ def test_tables_stay_small() -> None:
     assert 56 * remembered <= 8 << 20
 
 
-def test_bad_learning_rates_are_refused_and_change_nothing() -> None:
+def test_rejects_invalid_learning_rates_without_effect() -> None:
     schedule = Schedule(momentum=0.9, weight_decay=1e-4, learning_rates=[0.1, 0.2])
     for bad in (-0.1, np.nan, np.inf, 1e39):
         with pytest.raises(ValueError, match=r"finite and ≥ 0.* for step 3"):
@@ -300,7 +301,7 @@ def test_single_rate_products_are_powers(momentum: float, weight_decay: float, l
 
 
 def test_one_idle_update_is_the_papers_two_matrices() -> None:
-    """The appendix's deduction: weight decay and momentum first, then the step with what they made of u."""
+    """The appendix's deduction: weight decay and momentum first, then the step with the updated u."""
     momentum, weight_decay, rate = 0.875, 0.25, 0.5  # exact in binary
     step, decay = np.array([[1, -rate], [0, 1]]), np.array([[1, 0], [weight_decay, momentum]])
     assert np.array_equal(single_rate_products(momentum, weight_decay, rate, np.array([1]))[0], step @ decay)
@@ -475,7 +476,7 @@ LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class Case:
-    """Rows (n, D), each with the number of updates that it has seen, under a schedule that need not be stable."""
+    """Rows (n, D), each with the number of updates that it has seen, under a schedule that may be unstable."""
 
     momentum: float
     weight_decay: float
@@ -496,13 +497,13 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Schedules that are stable, unstable or both in turn; rows of any size that float32 has, zeros among them."""
+    """Schedules that are stable, unstable or alternate; rows of any float32 size, including zeros."""
     momentum = draw(st.sampled_from([0.0, 0.5, 0.9, 0.99]))
     weight_decay = draw(st.sampled_from([0.0, 1e-4, 0.01, 0.1, 3.0]))
     stable = 2 * (1 + momentum) / weight_decay if weight_decay else 1e3
     num_steps = draw(st.integers(1, 120) | st.integers(100, 700))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    parts = []
+    parts: list[npt.NDArray[np.float64]] = []
     while sum(map(len, parts)) < num_steps:
         length = draw(st.integers(1, 60) | st.just(num_steps))
         peak = stable * draw(st.sampled_from([0.0, 0.001, 0.1, 0.3, 0.5, 0.9, 1.1, 1.5, 4.0, 1e3, 1e30]))
@@ -528,17 +529,17 @@ def cases(draw: st.DrawFn) -> Case:
 
 @dataclass
 class Followed:
-    """What SGD does to one row (D,): in float64, with a bound of what float32's rounding makes of it."""
+    """SGD on one row (D,) in float64, with a bound on the rounding errors of float32."""
 
     weight: Rounded
     momentum_buffer: Rounded
     overflow: int | None = None
     """The update in which SGD makes it infinite or NaN, however it rounds."""
     undecided: bool = False
-    """Whether rounding decided that, in an update before."""
+    """Whether rounding may decide it, in an earlier update."""
 
     def move(self, case: Case, first_step: int, rates: Float32Array, gradient: Float32Array | None = None) -> None:
-        """Through updates of these learning rates, the gradient in the last; ends in one that SGD does not survive."""
+        """Runs updates with these learning rates, the gradient in the last; stops at an overflow."""
         spec = TableSpec(num_rows=1, dim=1, momentum=case.momentum, weight_decay=case.weight_decay)
         for step, rate in enumerate(rates.tolist(), start=first_step):
             last = gradient is not None and step == first_step + len(rates) - 1
@@ -559,7 +560,7 @@ class Followed:
             self.momentum_buffer = enlarged(momentum_buffer, 2.0**-147)
 
     def assert_raised(self, error: StepError | None, row: int) -> bool:
-        """Whether the row lived on, and it is known what became of it."""
+        """Whether the row stayed finite, and its value is known."""
         if error is None:
             assert self.overflow is None
         else:
@@ -578,7 +579,7 @@ def followed(weight: Float32Array | Float64Array, momentum_buffer: Float32Array)
 
 
 def assert_torch_agrees(case: Case, row: int, expected: Followed) -> None:
-    """The analysis is about torch.optim.SGD in float32: that overflows in the same update, or comes to the same row."""
+    """Compares with torch.optim.SGD in float32: it overflows in the same update, or yields the same row."""
     first = int(case.last_step[row])
     parameter = torch.nn.Parameter(torch.from_numpy(case.weight[row].copy()))
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=case.momentum, weight_decay=case.weight_decay)
@@ -632,7 +633,7 @@ def check_corrected_rows(case: Case, *, single_rate: bool) -> None:
         if error is not None:
             assert (weight == case.weight[some]).all(), "what is refused stays as it was"
             assert (momentum_buffer == case.momentum_buffer[some]).all()
-        if expected.assert_raised(error, name):
+        if expected.assert_raised(error, int(name)):
             allow_for_correction(case, expected, number, schedule.products(case.last_step[some], stop)[0])
             expected.weight.assert_near(weight[0])
             expected.momentum_buffer.assert_near(momentum_buffer[0])
@@ -647,20 +648,20 @@ def check_corrected_rows(case: Case, *, single_rate: bool) -> None:
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases(), single_rate=st.booleans())
-def test_rows_are_what_sgd_makes_of_them_or_refused(case: Case, single_rate: bool) -> None:
+def test_rows_follow_sgd_or_are_refused(case: Case, single_rate: bool) -> None:
     check_corrected_rows(case, single_rate=single_rate)
 
 
 @pytest.mark.slow
 @settings(max_examples=5_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases(), single_rate=st.booleans())
-def test_many_rows_are_what_sgd_makes_of_them_or_refused(case: Case, single_rate: bool) -> None:
+def test_many_rows_follow_sgd_or_are_refused(case: Case, single_rate: bool) -> None:
     check_corrected_rows(case, single_rate=single_rate)
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases(), correction=st.sampled_from([True, False, "paper"]))
-def test_pushed_rows_are_what_sgd_makes_of_them_or_refused(case: Case, correction: bool | str) -> None:
+def test_pushed_rows_follow_sgd_or_are_refused(case: Case, correction: bool | str) -> None:
     schedule, step = case.schedule(single_rate=correction == "paper"), len(case.rates) - 1
     for number in range(len(case.weight)):
         some, first = slice(number, number + 1), min(int(case.last_step[number]), step)
@@ -682,8 +683,8 @@ def test_pushed_rows_are_what_sgd_makes_of_them_or_refused(case: Case, correctio
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases(), share=st.floats(0, 1, exclude_max=True))
-def test_late_gradients_add_what_sgd_makes_of_them_or_are_refused(case: Case, share: float) -> None:
-    """To rows of zeros that have seen all updates, so that nothing but the gradient's own way counts."""
+def test_late_gradients_follow_sgd_or_are_refused(case: Case, share: float) -> None:
+    """Rows of zeros that have seen all updates isolate the gradient's effect."""
     schedule, stop = case.schedule(), len(case.rates)
     step = int(share * stop)
     rate = float(case.rates[step])
@@ -711,7 +712,7 @@ def test_late_gradients_add_what_sgd_makes_of_them_or_are_refused(case: Case, sh
             expected.momentum_buffer.assert_near(momentum_buffer[0])
 
 
-def test_what_overflows_on_the_way_is_refused_though_the_end_is_finite() -> None:
+def test_an_overflow_within_a_gap_is_refused_even_if_its_end_is_finite() -> None:
     """η·λ = 1 without momentum sets any weight to 0: the coefficients of the whole gap are harmless."""
     rates = np.array([*np.full(40, 1_000.0), 8.0, *np.full(500, 0.01)], np.float32)
     schedule = Schedule(momentum=0.0, weight_decay=0.125, learning_rates=rates)
@@ -725,8 +726,8 @@ def test_what_overflows_on_the_way_is_refused_though_the_end_is_finite() -> None
     assert np.isfinite(weight).all()
 
 
-def test_rows_that_only_coefficients_cannot_hold() -> None:
-    """Rows so small that they stay finite where float32 has no number for the growth."""
+def test_rows_stay_finite_though_their_coefficients_exceed_float32() -> None:
+    """Rows so small that they stay finite although float32 cannot represent the growth."""
     schedule = Schedule(momentum=0.0, weight_decay=0.1, learning_rates=np.full(40, 1_000.0))
     assert np.abs(schedule.coefficients(np.array([0]), 20)).max() == np.float32(LARGEST)
     weight = np.array([[1e-30, -1e-35, 0.0], [0.0, 0.0, 0.0]], np.float32)
@@ -740,10 +741,10 @@ def test_rows_that_only_coefficients_cannot_hold() -> None:
     ("momentum", "weight_decay", "peak"),
     [(0.9, 1e-4, 0.06), (0.9, 3e-3, 0.3), (0.99, 0.05, 0.03), (0.0, 1e-3, 1.0), (0.9, 0.0, 1.0), (0.9, 0.0, 0.0)],
 )
-def test_rows_of_training_are_known_to_be_harmless(
+def test_rows_of_training_are_known_to_be_safe(
     momentum: float, weight_decay: float, peak: float, single_rate: bool
 ) -> None:
-    """By one comparison, whatever their number."""
+    """One comparison decides, whatever the number of rows."""
     for kind in ("constant", "warm-up and cosine", "random"):
         rates = rates_of(kind, peak, 50_000, 0)
         schedule = Schedule(momentum=momentum, weight_decay=weight_decay, learning_rates=rates, single_rate=single_rate)
@@ -755,8 +756,8 @@ def test_rows_of_training_are_known_to_be_harmless(
 
 @settings(max_examples=60, deadline=None)
 @given(case=cases(), single_rate=st.booleans())
-def test_what_is_safe_is_safe(case: Case, single_rate: bool) -> None:
-    """No product of any gap makes a number of that size larger than an update's sums may be."""
+def test_safe_sizes_never_overflow(case: Case, single_rate: bool) -> None:
+    """No product of any gap enlarges a value of that size beyond the limit of an update's sums."""
     schedule, stop = case.schedule(single_rate=single_rate), len(case.rates)
     for end in {stop, stop // 2, stop // 3}:
         products = schedule.products(np.arange(end + 1), end)

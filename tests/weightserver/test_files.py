@@ -1,4 +1,4 @@
-"""Directories and files that a power loss leaves: each is synced, and each directory that has a new name in it."""
+"""Power loss: every new file and directory is synced, and so is every directory with a new entry."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 from tests.helpers.power_loss import PowerLoss
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.atomic_files import append_synced, atomic_directory, atomic_write, sync
-from weightserver.operations.backup import backup, restore
+from weightserver.operations.backup import backup
 from weightserver.operations.compact import compact
 from weightserver.operations.export import export_rows
+from weightserver.operations.restore import restore
 from weightserver.shard.shard import Shard
 from weightserver.storage.lmdb_storage import LmdbStorage
 
@@ -25,8 +26,8 @@ def power_loss(monkeypatch: pytest.MonkeyPatch) -> PowerLoss:
 
 
 @pytest.mark.parametrize("there", ["", "a", "a/b", "a/b/shard-0"])
-def test_a_new_shard_is_there_after_a_power_loss(there: str, power_loss: PowerLoss, tmp_path: Path) -> None:
-    """Once it has opened its directory, which somebody has just made, or which it makes with the parents it lacks."""
+def test_a_new_shard_survives_a_power_loss(there: str, power_loss: PowerLoss, tmp_path: Path) -> None:
+    """The shard has opened its directory, which existed, or which it made along with missing parents."""
     directory = tmp_path / "a/b/shard-0"
     (tmp_path / there).mkdir(parents=True, exist_ok=True)
     for parent in directory.parents[1:3]:
@@ -40,7 +41,7 @@ def test_a_new_shard_is_there_after_a_power_loss(there: str, power_loss: PowerLo
     assert power_loss.lost(tmp_path) == set()
 
 
-def test_written_files_are_there_after_a_power_loss(power_loss: PowerLoss, tmp_path: Path) -> None:
+def test_written_files_survive_a_power_loss(power_loss: PowerLoss, tmp_path: Path) -> None:
     def write(text: str) -> None:
         atomic_write(tmp_path / "replaced", lambda path: path.write_text(text))
 
@@ -56,7 +57,7 @@ def test_written_files_are_there_after_a_power_loss(power_loss: PowerLoss, tmp_p
     assert power_loss.lost(tmp_path) == set()
 
 
-def test_what_operations_have_made_is_there_after_a_power_loss(power_loss: PowerLoss, tmp_path: Path) -> None:
+def test_results_of_operations_survive_a_power_loss(power_loss: PowerLoss, tmp_path: Path) -> None:
     sync(tmp_path)
     with LocalCluster(1, tmp_path / "servers/here") as cluster, WeightClient(cluster.addresses) as client:
         client.create_table(SPEC)

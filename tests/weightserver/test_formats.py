@@ -1,4 +1,4 @@
-"""What is on disk and on the wire, byte by byte."""
+"""Formats on disk and on the wire, byte by byte."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def sealed_block(*, largest: float = 29 / 8) -> bytearray:
 
 
 def test_block_layout() -> None:
-    """The docstring of blocks.py, read by hand."""
+    """The layout that the docstring of blocks.py describes."""
     block = bytes(sealed_block())
     assert struct.unpack_from("<HHI", block) == (2, 10, 3)
     assert struct.unpack_from("<Q", block, 8)[0] == xxhash.xxh3_64_intdigest(block[16:], seed=2 + 2**63)
@@ -61,7 +61,7 @@ def test_block_layout() -> None:
     assert len(block) == 344
 
 
-def test_blocks_of_yesterday_can_be_read() -> None:
+def test_blocks_of_format_1_can_be_read() -> None:
     golden = json.loads(GOLDEN.read_text())
     assert sealed_block().hex() == golden["block of small values"]
     codec, of_0_1 = BlockCodec(SPEC), bytes.fromhex(golden["block"])
@@ -70,7 +70,7 @@ def test_blocks_of_yesterday_can_be_read() -> None:
     assert of_0_1[16:] == sealed_block()[16:]
 
 
-def test_blocks_tell_of_large_values() -> None:
+def test_blocks_record_large_values() -> None:
     codec = BlockCodec(SPEC)
     for largest, small in ((2.0**31, True), (-(2.0**31), True), (2.0**33, False), (-3e38, False)):
         block = sealed_block(largest=largest)
@@ -81,7 +81,7 @@ def test_blocks_tell_of_large_values() -> None:
 
 
 def test_the_default_block_fits_sixteen_pages() -> None:
-    """With the 16-byte header of the first overflow page."""
+    """Including the 16-byte header of the first overflow page."""
     assert BlockCodec(TableSpec(num_rows=1, dim=128)).num_bytes == 65_040
     assert 15 * 4096 < 65_040 + 16 <= 16 * 4096
 
@@ -102,7 +102,7 @@ def test_a_block_in_the_wrong_place_is_noticed() -> None:
         BlockCodec(TableSpec(num_rows=50, dim=4, rows_per_block=10)).check(2, sealed_block())
 
 
-def test_a_block_of_another_table_or_format_is_told_from_a_damaged_one() -> None:
+def test_a_block_of_another_table_or_format_is_not_reported_as_damaged() -> None:
     block = sealed_block()
     other = TableSpec(num_rows=50, dim=4, rows_per_block=8)  # whose blocks are as long
     assert BlockCodec(other).num_bytes == len(block)
@@ -144,13 +144,13 @@ def test_each_row_lives_on_one_shard(rows: np.ndarray, rows_per_block: int, num_
         pb.Rows(ranges=struct.pack("<4q", 0, 2**24, 2**30, 2**24)),
     ],
 )
-def test_rows_that_are_none(message: pb.Rows) -> None:
+def test_rejects_invalid_rows(message: pb.Rows) -> None:
     with pytest.raises(InvalidRequestError):
         rows_from_proto(message)
 
 
 @given(st.integers(0, 300), st.booleans())
-def test_hand_framed_answers_are_what_the_contract_says(num_rows: int, state: bool) -> None:
+def test_hand_encoded_answers_match_the_contract(num_rows: int, state: bool) -> None:
     weight = np.random.default_rng(num_rows).standard_normal((num_rows, 3)).astype(np.float32)
     momentum, last_step = (weight * 2, np.arange(num_rows)) if state else (None, None)
     expected = pb.FetchResponse(weight=weight.tobytes())
@@ -172,7 +172,7 @@ def test_fields_of_a_newer_shard_are_skipped() -> None:
 
 
 def test_an_answer_cut_off_is_noticed_at_every_byte() -> None:
-    """All prefixes but those that end between two fields."""
+    """Every prefix is refused, except those that end between two fields."""
     weight = np.ones((40, 3), np.float32)
     message = encode_fetch_response(weight, weight, np.arange(40))
     fields = [length + 2 + (length > 127) for length in (480, 480, 320)]
@@ -206,16 +206,16 @@ def test_specs_survive_the_wire() -> None:
     for correction in (True, False, "paper", "exact", "none"):
         spec = TableSpec(
             num_rows=10**12, dim=7, momentum=0.123, weight_decay=0.0, seed=2**64 - 1, correction=correction
-        )  # type: ignore[arg-type]
+        )
         assert spec_from_proto(pb.TableSpec.FromString(spec_to_proto(spec).SerializeToString())) == spec
     impossible = spec_to_proto(replace(spec, correction=False))
     impossible.single_rate = True
-    with pytest.raises(ValueError, match="single_rate is a way to correct: it must not be set where correction is not"):
+    with pytest.raises(ValueError, match="single_rate is a kind of correction: set correction too"):
         spec_from_proto(impossible)
 
 
-def test_tables_are_known_and_stored_as_they_were() -> None:
-    """By version 0.1: a newer shard's directory too is one that it can serve, unless it corrects as it cannot."""
+def test_digests_and_stored_specs_match_version_0_1() -> None:
+    """Version 0.1 can serve a newer shard's directory, except with a correction that it does not know."""
     spec = TableSpec(num_rows=500, dim=8, rows_per_block=6)
     assert table_digest(spec, b"") == table_digest(replace(spec, correction="exact"), b"") == 3540172461242493746
     assert table_digest(replace(spec, correction=False), b"") == 7089296013916876613

@@ -1,11 +1,11 @@
-"""Writes that share one commit: what each must see of those before it, and what a writer may do after a failure."""
+"""Writes that share one commit: the effects of earlier ones on later ones, and writers after a failure."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +17,10 @@ from weightserver.core.errors import NoTableError, StepError, TableMismatchError
 from weightserver.core.exactly_once import WINDOW, WriterState
 from weightserver.core.initial import initial_rows
 from weightserver.core.spec import TableSpec
-from weightserver.shard import shard
+from weightserver.shard import schedule_operations
 from weightserver.shard.group_commit import MAX_GROUP, CancellableFuture, Committer
-from weightserver.shard.shard import Shard, WriteHeader, WriteTransaction
+from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteHeader, WriteTransaction
 from weightserver.storage.lmdb_storage import LmdbStorage
 
 SPEC = TableSpec(num_rows=20, dim=3, weight_decay=0.0, rows_per_block=4)
@@ -37,7 +38,7 @@ class Groups:
         self.committer = Committer(self.shard.batch)
         self.sequence = 0
 
-    def commit(self, *operations: Callable[[WriteTransaction], object]) -> list[Future[object]]:
+    def commit(self, *operations: Callable[[WriteTransaction], object]) -> list[CancellableFuture[object]]:
         busy, go = threading.Event(), threading.Event()
 
         def hold(_: WriteTransaction) -> None:
@@ -55,7 +56,7 @@ class Groups:
     def push(
         self, step: int, *, sequence: int | None = None, settled_before: int = 0
     ) -> Callable[[WriteTransaction], object]:
-        """With the next sequence number, where none is given."""
+        """A header, by default with the next sequence number."""
         if sequence is None:
             self.sequence = sequence = self.sequence + 1
         header = WriteHeader(1, b"o" * 16, b"w" * 16, sequence, settled_before, step)
@@ -80,7 +81,7 @@ class Groups:
 
     def restart(self) -> None:
         self.close()
-        self.__init__(self.directory)  # type: ignore[misc]
+        self.__init__(self.directory)
 
 
 @pytest.fixture
@@ -90,8 +91,8 @@ def groups(tmp_path: Path) -> Iterator[Groups]:
     groups.close()
 
 
-def test_a_group_may_hold_the_whole_life_of_a_table(groups: Groups) -> None:
-    """As when four calls arrive while the disk is busy; each builds on those before it."""
+def test_a_group_may_contain_the_whole_life_of_a_table(groups: Groups) -> None:
+    """Four calls arrive while the disk is busy; each builds on the earlier ones."""
     for future in groups.commit(groups.create, groups.extend(0, 0.5), groups.open_session, groups.push(0)):
         assert future.exception() is None
     initial = float(initial_rows(SPEC, ROW)[0, 0])
@@ -106,7 +107,7 @@ def test_operations_run_in_the_order_of_their_arrival(groups: Groups) -> None:
 
 
 def test_a_push_sees_a_learning_rate_rewritten_in_its_group(groups: Groups) -> None:
-    """The rate is 2 when the push comes, so 2 is what moves the row: it may not change again."""
+    """The rate is 2 when the push arrives, so it moves the row by 2, and must not change again."""
     groups.commit(groups.create, groups.extend(0, 0.5), groups.open_session)
     initial = groups.weight()
     rewritten, pushed = groups.commit(groups.extend(0, 2.0), groups.push(0))
@@ -126,7 +127,7 @@ def test_a_learning_rate_used_in_its_group_is_not_rewritten(groups: Groups) -> N
     assert groups.weight() == pytest.approx(initial - 0.5)
 
 
-def test_nothing_is_written_to_a_table_dropped_in_its_group(groups: Groups) -> None:
+def test_a_write_after_a_drop_in_its_group_is_refused(groups: Groups) -> None:
     groups.commit(groups.create, groups.extend(0, *[0.5] * 9))
     dropped, extended = groups.commit(groups.shard.drop_table, groups.extend(4, 0.5))
     assert dropped.exception() is None
@@ -138,8 +139,8 @@ def test_nothing_is_written_to_a_table_dropped_in_its_group(groups: Groups) -> N
 
 
 @pytest.mark.parametrize("failures", [1, 3, MAX_FAILED])
-def test_writes_that_failed_for_good_never_stop_a_writer(failures: int) -> None:
-    """A refused write that nobody repeats keeps its number open; the window of numbers must move past it at last."""
+def test_failed_writes_never_block_a_writer(failures: int) -> None:
+    """A refused write that is never repeated keeps its number open; the window must eventually move past it."""
     session, shard = Session(1, b"o" * 16, num_shards=1), WriterState()
 
     def time_out(write: Write) -> None:
@@ -155,8 +156,8 @@ def test_writes_that_failed_for_good_never_stop_a_writer(failures: int) -> None:
         assert session.write([0], lambda: b"another", admitted) is True
 
 
-def test_a_failed_write_is_recognised_as_long_as_the_window_reaches() -> None:
-    """What a shard applied though the call failed is not applied again half a window of writes later."""
+def test_a_failed_write_is_recognised_within_the_window() -> None:
+    """A write that was applied although its call failed is not applied again half a window of writes later."""
     session, shard = Session(1, b"o" * 16, num_shards=1), WriterState()
     numbers = []
 
@@ -176,8 +177,8 @@ def test_a_failed_write_is_recognised_as_long_as_the_window_reaches() -> None:
     assert numbers[-1] == numbers[0]
 
 
-def test_a_repeated_write_too_tells_what_its_writer_gave_up(groups: Groups) -> None:
-    """Write 2 was given up, which write 3 tells when it is sent again; whatever comes of write 2 later is too late."""
+def test_a_repeated_write_also_reports_numbers_given_up(groups: Groups) -> None:
+    """Write 2 was given up, as the repetition of write 3 reports; a late attempt of write 2 has no effect."""
     first, third = groups.push(0, sequence=1), groups.push(0, sequence=3)
     groups.commit(groups.create, groups.open_session, groups.extend(0, 1.0), first, third)
     weight = groups.weight()
@@ -189,8 +190,8 @@ def test_a_repeated_write_too_tells_what_its_writer_gave_up(groups: Groups) -> N
     assert groups.weight() == weight
 
 
-def test_a_write_that_is_given_up_while_it_runs_is_taken_back(groups: Groups) -> None:
-    """As where its caller has gone: the others of its group are there, and its repetition is applied once."""
+def test_a_write_cancelled_while_it_runs_is_undone(groups: Groups) -> None:
+    """The others of its group are applied, and a repetition of the cancelled write is applied once."""
     groups.commit(groups.create, groups.open_session, groups.extend(0, 1.0, 1.0))
     promises: list[CancellableFuture[object]] = []
     first, second = groups.push(0), groups.push(0)
@@ -213,8 +214,8 @@ def test_a_write_that_is_given_up_while_it_runs_is_taken_back(groups: Groups) ->
     assert groups.weight() < once
 
 
-def test_a_schedule_has_an_end(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard, "MAX_STEPS", 4)
+def test_a_schedule_has_a_maximum_length(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule_operations, "MAX_STEPS", 4)
     groups.commit(groups.create)
     (fits,) = groups.commit(groups.extend(0, 1.0, 1.0, 1.0, 1.0))
     (too_long,) = groups.commit(groups.extend(3, 1.0, 1.0))

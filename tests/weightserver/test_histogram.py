@@ -1,10 +1,11 @@
-"""What a shard's histograms show, against those of Prometheus's own client, and from many threads."""
+"""The histograms of a shard, compared with those of the Prometheus client, and under many threads."""
 
 from __future__ import annotations
 
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import prometheus_client
@@ -19,19 +20,19 @@ VALUES = [0, 0.0001, 0.00010001, 0.25, 0.3, 1, 2, 16_384, 20_000.5, 4_194_304, 4
 
 @pytest.fixture
 def hasty_threads() -> Iterator[None]:
-    """Threads take turns as often as they can."""
+    """Makes threads switch as often as possible."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(interval)
 
 
-def test_a_histogram_shows_what_prometheus_own_does() -> None:
-    """Byte for byte but the times of the series; also where it is asked for by name."""
+def test_a_histogram_matches_the_prometheus_client() -> None:
+    """The output is equal except for creation times; also if the series are requested by name."""
     pages = []
     for kind in (Histogram, prometheus_client.Histogram):
         registry = CollectorRegistry()
-        plain = kind("plain_seconds", "Without labels.", buckets=BUCKETS, registry=registry)
+        plain: Any = kind("plain_seconds", "Without labels.", buckets=BUCKETS, registry=registry)
         labelled = kind("calls_seconds", "By labels.", ["method", "status"], buckets=BUCKETS, registry=registry)
         if kind is Histogram:
             plain = plain.labels()

@@ -1,4 +1,4 @@
-"""Initial rows: yesterday's bytes, purity row by row, and the normal distribution."""
+"""Initial rows: golden bytes, independence of rows, and the normal distribution."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rows_of(rows: list[int], *, dim: int = 128, seed: int = 0, **changes: Any) -
     "case", json.loads(GOLDEN.read_text()), ids=lambda case: "seed {seed}, dim {dim}".format(**case)
 )
 def test_golden_bytes(case: dict[str, Any]) -> None:
-    """The file pins them for ever: a table's never-written rows exist nowhere else."""
+    """These bytes must never change: rows that were never written are stored nowhere."""
     spec = TableSpec(num_rows=2**40, dim=case["dim"], seed=case["seed"], init_std=case["init_std"])
     weight = initial_rows(spec, np.array(case["rows"], np.int64)).astype("<f4")
     assert weight[0, :3].tobytes().hex(" ", 4).split() == case["first_values"]
@@ -37,7 +37,7 @@ def test_golden_bytes(case: dict[str, Any]) -> None:
 
 
 def test_splitmix64_is_the_published_generator() -> None:
-    """The first outputs for state 1234567, as its reference implementation gives them (Vigna, splitmix64.c)."""
+    """The first outputs for state 1234567, from the reference implementation (Vigna, splitmix64.c)."""
     reference = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     mask, state = 2**64 - 1, 1234567
     gamma = 0x9E3779B97F4A7C15
@@ -61,7 +61,7 @@ def test_splitmix64_is_the_published_generator() -> None:
     dim=st.sampled_from([1, 2, 7, 128, 513]),
     seed=st.integers(0, 2**64 - 1),
 )
-def test_a_row_depends_on_its_seed_and_id_alone(rows: list[int], dim: int, seed: int) -> None:
+def test_a_row_depends_only_on_seed_and_id(rows: list[int], dim: int, seed: int) -> None:
     together = rows_of(rows, dim=dim, seed=seed)
     assert together.shape == (len(rows), dim)
     assert rows_of(rows[::-1], dim=dim, seed=seed).tobytes() == together[::-1].tobytes()
@@ -70,8 +70,8 @@ def test_a_row_depends_on_its_seed_and_id_alone(rows: list[int], dim: int, seed:
         assert rows_of([row], dim=dim, seed=seed, **other_table).tobytes() == weight.tobytes()
 
 
-def test_many_rows_are_the_rows_one_by_one() -> None:
-    """Enough of them to be made in several chunks."""
+def test_many_rows_equal_single_rows() -> None:
+    """The rows are computed in several chunks."""
     rows = list(range(2**33, 2**33 + 1_500))
     together = rows_of(rows)
     assert all(rows_of([row]).tobytes() == weight.tobytes() for row, weight in zip(rows, together, strict=True))

@@ -1,4 +1,4 @@
-"""What a shard measures, against the same counted slowly, and against its own sum."""
+"""Metrics of a shard, compared with simple counts and with their own sums."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def metrics() -> ShardMetrics:
 def test_gaps_fall_into_buckets_by_powers_of_two(metrics: ShardMetrics) -> None:
     gaps = np.concatenate([np.arange(70), 2 ** np.arange(24), 2 ** np.arange(24) + 1, [10**9]])
     for part in np.array_split(gaps, 3):
-        metrics.correction_gaps(part)
+        metrics.rows.correction_gaps(part)
     name = "weightserver_correction_gap_steps"
     for exponent in range(23):
         counted = metrics.registry.get_sample_value(f"{name}_bucket", {"le": str(2.0**exponent)})
@@ -44,8 +44,8 @@ def test_every_moment_belongs_to_one_stage() -> None:
     assert min(clock.seconds["odd"], clock.seconds["even"]) >= 0.01
 
 
-def test_a_shard_tells_what_it_did(client: WeightClient, cluster: LocalCluster) -> None:
-    """Every metric of the shard that a fetch, a write and a checkpoint move, read from its page."""
+def test_a_shard_reports_its_work(client: WeightClient, cluster: LocalCluster) -> None:
+    """Reads from its page every metric that a fetch, a write and a checkpoint change."""
     address = cluster.metrics_addresses[0]
 
     def sample(name: str) -> float:
@@ -104,8 +104,8 @@ def test_every_metric_says_what_it_is(cluster: LocalCluster) -> None:
             assert family.name.endswith(("_seconds", "_rows", "_steps", "_writes")), family.name
 
 
-def test_a_shard_that_was_asked_nothing_tells_how_fetches_end(tmp_path: Path) -> None:
-    """A rate does not see the step from no series to 1. Nor is a directory that went away the end of the page."""
+def test_an_idle_shard_exports_all_statuses_of_fetches(tmp_path: Path) -> None:
+    """A rate would not see a new series start at 1. The page also survives the loss of the directory."""
     with LocalCluster(1, tmp_path) as cluster:
         address = cluster.metrics_addresses[0]
         for status in ("OK", "CANCELLED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "INTERNAL"):

@@ -1,11 +1,11 @@
-"""A shard on a real LMDB directory against a model that replays SGD row by row, after any sequence of writes."""
+"""A shard on a real LMDB directory against the model of rows, after any sequence of writes."""
 
 from __future__ import annotations
 
-import copy
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,59 +14,25 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.helpers.row_model import Row, RowModel
 from tests.helpers.schedules import extend_schedule
 from weightserver.core.errors import FencedError, InvalidRequestError, NoTableError, StepError
-from weightserver.core.initial import initial_rows
 from weightserver.core.spec import TableSpec
 from weightserver.shard.group_commit import Committer
-from weightserver.shard.shard import Shard, WriteHeader
+from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteHeader
 from weightserver.storage.lmdb_storage import LmdbStorage
 
 SPEC = TableSpec(num_rows=12, dim=2, momentum=0.8, weight_decay=0.05, rows_per_block=5, init_std=1.0)
 HORIZON = 24
 RATES = np.linspace(0.4, 0.02, HORIZON, dtype=np.float32)
 WRITER = b"w" * 16
-
-Float64Array = npt.NDArray[np.float64]
+MODEL = RowModel(SPEC, RATES)
 MAX_ROWS = 18
 """Of a table that grew."""
 some_rows = st.lists(st.integers(0, MAX_ROWS - 1), min_size=1, max_size=6, unique=True)
 steps = st.integers(0, HORIZON - 1)
 seeds = st.integers(0, 2**32 - 1)
-
-
-def advance(weight: Float64Array, momentum: Float64Array, start: int, stop: int) -> tuple[Float64Array, Float64Array]:
-    """SGD's updates start … stop−1 without a gradient."""
-    for step in range(start, stop):
-        momentum = SPEC.momentum * momentum + SPEC.weight_decay * weight
-        weight = weight - float(RATES[step]) * momentum
-    return weight, momentum
-
-
-class ModelRow:
-    """One row: a state somebody wrote (or the initial one), and the gradients since, each followed on its own."""
-
-    def __init__(self, weight: Float64Array, momentum: Float64Array, step: int) -> None:
-        self.base = (weight, momentum, step)
-        self.pushes: list[tuple[int, Float64Array]] = []
-        self.last_step = step
-
-    def push(self, step: int, gradient: Float64Array) -> None:
-        self.pushes.append((step, gradient))
-        self.last_step = max(self.last_step, step + 1)
-
-    def at(self, step: int) -> tuple[Float64Array, Float64Array]:
-        weight, momentum, start = self.base
-        weight, momentum = advance(weight, momentum, start, step)
-        for pushed, gradient in self.pushes:
-            more_weight, more_momentum = advance(-float(RATES[pushed]) * gradient, gradient, pushed + 1, step)
-            weight, momentum = weight + more_weight, momentum + more_momentum
-        return weight, momentum
-
-
-def untouched(rows: range) -> list[ModelRow]:
-    initial = initial_rows(SPEC, np.array(rows)).astype(np.float64)
-    return [ModelRow(weight, np.zeros(SPEC.dim), 0) for weight in initial]
 
 
 class ShardAgainstModel(RuleBasedStateMachine):
@@ -93,10 +59,10 @@ class ShardAgainstModel(RuleBasedStateMachine):
         self.committer.submit(lambda batch: self.shard.create_table(batch, SPEC)).result(10)
         self.committer.submit(lambda batch: extend_schedule(self.shard, batch, 0, RATES)).result(10)
         self.committer.submit(lambda batch: self.shard.open_session(batch, "run", self.epoch, WRITER)).result(10)
-        self.rows = untouched(range(SPEC.num_rows))
+        self.rows = MODEL.initial(range(SPEC.num_rows))
         self.written: set[int] = set()
         self.clock = 0
-        self.checkpoints: dict[str, tuple[list[ModelRow], set[int], int, int]] = {}  # oldest first
+        self.checkpoints: dict[str, tuple[list[Row], set[int], int, int]] = {}  # oldest first
 
     def header(self, step: int) -> WriteHeader:
         self.sequence += 1
@@ -115,12 +81,12 @@ class ShardAgainstModel(RuleBasedStateMachine):
         assert self.push(header, rows, gradients) is True
         self.sent.append((header, rows, gradients))
         for row, gradient in zip(rows, gradients.astype(np.float64), strict=True):
-            self.rows[row].push(step, gradient)
+            self.rows[row] = MODEL.pushed(self.rows[row], step, gradient)
         self.written |= set(rows)
         self.clock = max(self.clock, step + 1)
 
     def there(self, rows: list[int]) -> list[int]:
-        """As many rows of the table as it is."""
+        """The rows, wrapped to the table's size, sorted and distinct."""
         return sorted({row % len(self.rows) for row in rows})
 
     @rule(num_rows=st.integers(SPEC.num_rows, MAX_ROWS))
@@ -132,7 +98,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
             return
         assert extension.result(10) is (num_rows > len(self.rows))
         for rows in [self.rows, *(rows for rows, *_ in self.checkpoints.values())]:
-            rows += untouched(range(len(rows), num_rows))
+            rows += MODEL.initial(range(len(rows), num_rows))
 
     @precondition(lambda self: self.sent)
     @rule(which=st.integers(0, 2**16))
@@ -153,8 +119,8 @@ class ShardAgainstModel(RuleBasedStateMachine):
                 write.result(10)
             return
         assert write.result(10) is True
-        for row, *state in zip(rows, weight, momentum, last_step.tolist(), strict=True):
-            self.rows[row] = ModelRow(state[0].astype(np.float64), state[1].astype(np.float64), state[2])
+        for row, *state in zip(rows, *np.stack([weight, momentum]).astype(np.float64), last_step.tolist(), strict=True):
+            self.rows[row] = Row(*state)
         self.written |= set(rows)
         self.clock = max(self.clock, int(last_step.max()))
 
@@ -175,10 +141,10 @@ class ShardAgainstModel(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        before = self.read(None)
+        before: tuple[npt.NDArray[Any], ...] = self.read(None)
         self.close()
         self.open()
-        after = self.read(None)
+        after: tuple[npt.NDArray[Any], ...] = self.read(None)
         assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))
 
     def change(self, method: str, name: str, step: int = 0) -> bool:
@@ -194,7 +160,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
         self.num_checkpoints = getattr(self, "num_checkpoints", 0) + 1
         name = f"checkpoint {self.num_checkpoints}"
         assert self.change("checkpoint", name, self.clock)
-        self.checkpoints[name] = copy.deepcopy(self.rows), set(self.written), self.clock, self.clock
+        self.checkpoints[name] = list(self.rows), set(self.written), self.clock, self.clock
         assert self.change("checkpoint", name, self.clock), "the same again is no error"
         with pytest.raises(InvalidRequestError, match="was taken at step"):
             self.change("checkpoint", name, (self.clock + 1) % (HORIZON + 1))
@@ -206,7 +172,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
         name = names[which % len(names)]
         assert self.change("rollback", name)
         rows, written, self.clock, _ = self.checkpoints[name]
-        self.rows, self.written = copy.deepcopy(rows), set(written)
+        self.rows, self.written = list(rows), set(written)
         for later in names[names.index(name) + 1 :]:
             del self.checkpoints[later]
 
@@ -253,18 +219,18 @@ class ShardAgainstModel(RuleBasedStateMachine):
         assert (self.shard.state.rows_stored, self.shard.state.clock) == (len(self.written), self.clock)
         assert self.shard.state.epoch == self.epoch
 
-    def compare(self, rows: list[ModelRow], checkpoint: str | None) -> None:
-        """What can be read, now or of a checkpoint."""
+    def compare(self, rows: list[Row], checkpoint: str | None) -> None:
+        """Compares everything that can be read, now or at a checkpoint."""
         assert self.read(None, checkpoint)[2].tolist() == [row.last_step for row in rows]
         for step in {max(row.last_step for row in rows), HORIZON}:
             weight, momentum, _ = self.read(step, checkpoint)
-            expected = [row.at(step) for row in rows]
-            scale = 1 + max(abs(value).max() for pair in expected for value in pair)
-            np.testing.assert_allclose(weight, [pair[0] for pair in expected], atol=1e-5 * scale, rtol=0)
-            np.testing.assert_allclose(momentum, [pair[1] for pair in expected], atol=1e-5 * scale, rtol=0)
+            expected = [MODEL.at(row, step) for row in rows]
+            scale = 1 + max(abs(value).max() for row in expected for value in (row.weight, row.momentum_buffer))
+            np.testing.assert_allclose(weight, [row.weight for row in expected], atol=1e-5 * scale, rtol=0)
+            np.testing.assert_allclose(momentum, [row.momentum_buffer for row in expected], atol=1e-5 * scale, rtol=0)
 
     def no_version_is_kept_in_vain(self) -> None:
-        """At most one version of a block for each checkpoint taken and not forgotten, and one for now, at any write."""
+        """After any write, a block has at most one version for each retained checkpoint, and the newest."""
         with self.storage.read() as txn:
             for block in range(-(-len(self.rows) // SPEC.rows_per_block)):
                 generations = txn.generations(block)

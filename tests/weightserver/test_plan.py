@@ -1,4 +1,4 @@
-"""Planned figures beside measured ones."""
+"""Planned figures compared with measured ones."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("option", BAD)
-def test_plans_that_cannot_be(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_rejects_invalid_numbers(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["plan", "--num-rows", "1000000", option])
     assert stopped.value.code == 1
@@ -108,7 +108,7 @@ def test_plans_that_cannot_be(option: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_largest_plans_are_numbers() -> None:
-    """Those that a program can read: JSON has no infinity."""
+    """JSON has no infinity."""
     largest, rate = 2**48, 1e9
     many = {"num_rows": largest, "window_size": largest, "num_negatives": largest, "dim": 65_536, "rows_per_block": 1}
     for more in (

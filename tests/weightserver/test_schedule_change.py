@@ -1,4 +1,4 @@
-"""What one shard does with a change of its learning rates, on a real LMDB directory, without gRPC."""
+"""Changes of the learning rates of one shard, on a real LMDB directory, without gRPC."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from weightserver.operations.verify import verify_directory
 from weightserver.protocol.codec import ScheduleHash
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.schedule_change import MAX_EARLIER, Part
-from weightserver.shard.shard import Shard, WriteHeader, WriteTransaction
+from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteHeader, WriteTransaction
 from weightserver.storage import records
 from weightserver.storage.lmdb_storage import LmdbStorage
 
@@ -35,7 +36,7 @@ ROWS = np.array([1, 8], np.int64)
 OLD = np.linspace(0.5, 0.1, 30, dtype=np.float32)
 CLOCK, CHANGED_AT = 10, 12
 NEW = np.append(OLD[:CHANGED_AT], np.linspace(0.9, 0.3, 28, dtype=np.float32))
-"""Other learning rates from CHANGED_AT on, and more of them."""
+"""Different learning rates from CHANGED_AT on, and further steps."""
 CHANGE, OTHER, OPENER = "11" * 16, "22" * 16, b"o" * 16
 
 
@@ -118,7 +119,7 @@ class Served:
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    """Its clock is 10; its learning rates are stored in chunks of 8."""
+    """A shard with clock 10, whose learning rates are stored in chunks of 8."""
     monkeypatch.setattr(records, "_SCHEDULE_CHUNK", 8)
     served = Served(tmp_path)
     served.do(lambda batch: served.shard.create_table(batch, SPEC))
@@ -131,8 +132,8 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
         served.close()
 
 
-def test_a_digest_is_that_of_the_contents(served: Served, tmp_path: Path) -> None:
-    """However it came about, also one step at a time, and the same behind a restart."""
+def test_a_digest_depends_only_on_the_learning_rates(served: Served, tmp_path: Path) -> None:
+    """It does not depend on how the schedule grew, and survives a restart."""
     assert served.shard.schedule.digest == digest(OLD)
     for step in range(20, 40):
         served.extend(step, NEW[step : step + 1])
@@ -148,7 +149,7 @@ def test_a_digest_is_that_of_the_contents(served: Served, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_pending_change_lets_only_that_pass_which_it_does_not_touch(served: Served, restarted: bool) -> None:
+def test_a_pending_change_blocks_only_requests_that_use_its_steps(served: Served, restarted: bool) -> None:
     before = served.fetch(CHANGED_AT)
     served.prepare()
     if restarted:
@@ -159,11 +160,11 @@ def test_a_pending_change_lets_only_that_pass_which_it_does_not_touch(served: Se
     assert np.isfinite(served.fetch(None)).all()
     for known in (0, digest(OLD), digest(NEW)):
         refused: list[Callable[[], object]] = [
-            lambda known=known: served.fetch(CHANGED_AT + 1, known),  # type: ignore[misc]
-            lambda known=known: served.push(CHANGED_AT, known),  # type: ignore[misc]
-            lambda known=known: served.push(len(NEW) - 1, known),  # type: ignore[misc]
-            lambda known=known: served.write(CHANGED_AT + 1, known),  # type: ignore[misc]
-            lambda known=known: served.checkpoint(CHANGED_AT + 1, known),  # type: ignore[misc]
+            lambda known=known: served.fetch(CHANGED_AT + 1, known),
+            lambda known=known: served.push(CHANGED_AT, known),
+            lambda known=known: served.push(len(NEW) - 1, known),
+            lambda known=known: served.write(CHANGED_AT + 1, known),
+            lambda known=known: served.checkpoint(CHANGED_AT + 1, known),
         ]
         for call in refused:
             with pytest.raises(
@@ -197,13 +198,15 @@ def test_a_committed_change_moves_rows_by_the_new_learning_rates(served: Served,
         served.restart()
     assert served.commit() is False, "again"
     assert served.shard.schedule.pending is None
+    assert state.momentum_buffer is not None
+    assert state.last_step is not None
     table = Schedule.of_table(SPEC, NEW).transfer(state.last_step, 40)
     wanted = table[:, 0, :1] * state.weight + table[:, 0, 1:] * state.momentum_buffer
     np.testing.assert_allclose(served.fetch(40), wanted, rtol=1e-5)
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_what_is_given_up_leaves_nothing(served: Served, restarted: bool) -> None:
+def test_a_change_that_is_given_up_leaves_no_trace(served: Served, restarted: bool) -> None:
     version, before = served.version, served.fetch(30)
     served.prepare()
     if restarted:
@@ -222,7 +225,7 @@ def test_what_is_given_up_leaves_nothing(served: Served, restarted: bool) -> Non
     assert served.commit(OTHER) is True
 
 
-def test_a_change_that_was_given_up_before_it_came_is_refused(served: Served) -> None:
+def test_a_change_given_up_before_it_arrives_is_refused(served: Served) -> None:
     version = served.version
     assert served.give_up() is True
     assert served.give_up() is False
@@ -232,8 +235,8 @@ def test_a_change_that_was_given_up_before_it_came_is_refused(served: Served) ->
     assert served.version == version + 1
 
 
-def test_what_is_there_already_leaves_nothing(served: Served) -> None:
-    """Whatever is pending, and for everybody."""
+def test_known_learning_rates_prepare_no_change(served: Served) -> None:
+    """Whether or not a change is pending, from any client."""
     version = served.version
     for start, rates in ((0, OLD), (5, OLD[5:20]), (30, OLD[:0])):
         assert served.shard.has_learning_rates(Part(OTHER, start, rates))
@@ -250,7 +253,7 @@ def test_what_is_there_already_leaves_nothing(served: Served) -> None:
 
 
 def test_a_change_in_parts(served: Served) -> None:
-    """Some of which change nothing; each may come again at any time."""
+    """Some parts change nothing; each may be repeated at any time."""
     rates = np.append(NEW, np.full(8, 0.25, np.float32))
     parts = [(start, rates[start : start + 6]) for start in range(0, len(rates), 6)]
     served.prepare(*parts[0], last=False)
@@ -277,7 +280,7 @@ def test_a_change_in_parts(served: Served) -> None:
     assert verify_after(served) == []
 
 
-def test_steps_that_were_used_stay(served: Served) -> None:
+def test_used_steps_cannot_be_rewritten(served: Served) -> None:
     for start, rates in ((CLOCK - 1, OLD[:1]), (0, NEW[::-1].copy())):
         with pytest.raises(TableMismatchError, match="and was used: only steps from 10 on may be rewritten"):
             served.prepare(start, rates)
@@ -286,7 +289,7 @@ def test_steps_that_were_used_stay(served: Served) -> None:
     assert served.shard.schedule.pending is None
 
 
-def test_an_earlier_schedule_is_good_for_what_stayed_of_it(served: Served) -> None:
+def test_an_earlier_schedule_is_valid_for_unchanged_steps(served: Served) -> None:
     served.prepare()
     served.commit()
     served.restart()
@@ -317,7 +320,7 @@ def test_an_earlier_schedule_is_good_for_what_stayed_of_it(served: Served) -> No
         served.fetch(21, new)
 
 
-def test_so_many_earlier_schedules_are_remembered(served: Served) -> None:
+def test_a_limited_number_of_earlier_schedules_is_remembered(served: Served) -> None:
     known = [digest(OLD)]
     for number in range(MAX_EARLIER):
         served.extend(20 + number % 7, np.full(1, 0.3 + 0.001 * number, np.float32))
@@ -333,7 +336,7 @@ def test_so_many_earlier_schedules_are_remembered(served: Served) -> None:
         served.fetch(21, known[1])
 
 
-def test_a_schedule_that_returns_is_no_earlier_one(served: Served) -> None:
+def test_a_restored_schedule_is_the_current_one(served: Served) -> None:
     for _ in range(3):
         served.extend(CHANGED_AT, NEW[CHANGED_AT:30])
         served.extend(CHANGED_AT, OLD[CHANGED_AT:])
@@ -342,7 +345,7 @@ def test_a_schedule_that_returns_is_no_earlier_one(served: Served) -> None:
 
 
 def test_a_duplicate_is_answered_though_its_schedule_is_forgotten(served: Served) -> None:
-    """That the write was applied must not be taken for a refusal."""
+    """The answer must not look like a refusal of a write that was applied."""
     header = WriteHeader(1, OPENER, b"v" * 16, 1, 0, CLOCK, digest(OLD))
 
     def push() -> object:
@@ -354,8 +357,8 @@ def test_a_duplicate_is_answered_though_its_schedule_is_forgotten(served: Served
     assert push() is False
 
 
-def test_a_fetch_in_chunks_is_of_one_schedule(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightserver.shard.shard.CHUNK_BYTES", 6 * 4 * SPEC.dim)
+def test_all_chunks_of_a_fetch_use_one_schedule(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightserver.shard.reading.CHUNK_BYTES", 6 * 4 * SPEC.dim)
     rows = np.arange(20)
     chunks = [served.shard.fetch(rows, step=step, state=False) for step in (CHANGED_AT, 30, None)]
     for fetched in chunks:
@@ -370,8 +373,8 @@ def test_a_fetch_in_chunks_is_of_one_schedule(served: Served, monkeypatch: pytes
         assert list(fetched)
 
 
-def test_a_chunk_behind_a_change_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightserver.shard.shard.CHUNK_BYTES", 6 * 4 * SPEC.dim)
+def test_a_chunk_after_a_change_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightserver.shard.reading.CHUNK_BYTES", 6 * 4 * SPEC.dim)
     fetched = served.shard.fetch(np.arange(20), step=30, state=False)
     next(fetched)
     served.extend(CHANGED_AT, NEW[CHANGED_AT:])
@@ -379,7 +382,7 @@ def test_a_chunk_behind_a_change_is_refused(served: Served, monkeypatch: pytest.
         next(fetched)
 
 
-def test_a_dropped_table_takes_its_schedule_along(served: Served) -> None:
+def test_dropping_a_table_deletes_its_schedule(served: Served) -> None:
     version = served.version
     served.prepare()
     served.do(served.shard.drop_table)
@@ -396,7 +399,7 @@ def test_a_dropped_table_takes_its_schedule_along(served: Served) -> None:
 
 
 def test_random_changes_against_a_plain_array(tmp_path: Path) -> None:
-    """Rewrites, appends, parts, restarts, changes that are given up: the learning rates, and which digests are good."""
+    """Rewrites, appends, parts, restarts and abandoned changes: compares learning rates and valid digests."""
     generator = np.random.default_rng(5)
     served = Served(tmp_path)
     try:

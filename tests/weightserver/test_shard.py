@@ -43,12 +43,16 @@ from weightserver.core.spec import TableSpec
 from weightserver.operations.inspect import inspect_directory
 from weightserver.protocol.codec import table_digest
 from weightserver.protocol.status import ERROR_OF_STATUS
-from weightserver.shard import shard, sweeper
+from weightserver.shard import checkpoints, reading, sweeper
 from weightserver.shard.group_commit import MAX_WAITING, CancellableFuture, Committer
-from weightserver.shard.shard import MAX_EARLIER_SIZES, Shard, WriteHeader, WriteTransaction
-from weightserver.storage import lmdb_storage as storage
+from weightserver.shard.shard import Shard
+from weightserver.shard.table_operations import MAX_EARLIER_SIZES
+from weightserver.shard.transaction import WriteHeader, WriteTransaction
+from weightserver.storage import directory as owner_files
 from weightserver.storage import records
-from weightserver.storage.lmdb_storage import NEWEST, LmdbStorage, structural_problems
+from weightserver.storage.integrity import structural_problems
+from weightserver.storage.interface import NEWEST
+from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import read_state, write_state
 
 OPENER = b"o" * 16
@@ -144,12 +148,12 @@ def test_dropping_fences_and_forgets(served: Served) -> None:
     assert served.shard.horizon == 0
 
 
-def test_a_fetch_goes_on_while_the_table_grows_and_not_beyond_a_drop(
+def test_a_fetch_continues_after_an_extension_but_not_after_a_drop(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served.push(1)
     before = served.weights()
-    monkeypatch.setattr(shard, "CHUNK_BYTES", 400)
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 400)
     chunks = served.shard.fetch(np.arange(100), step=None, state=False)
     first = next(chunks)
     earlier = [table_digest(SPEC, served.shard.table_identity)]
@@ -175,8 +179,8 @@ def test_a_fetch_goes_on_while_the_table_grows_and_not_beyond_a_drop(
             again.shard.check_table(earlier[1])
 
 
-def test_one_bad_write_of_a_group_spoils_no_other(served: Served) -> None:
-    """Three writes wait while the committer is busy, so they form one group; the second fails after it has written."""
+def test_a_failing_write_does_not_affect_others_of_its_group(served: Served) -> None:
+    """Three writes wait while the committer is busy and form one group; the second fails after it has written."""
     busy, go = threading.Event(), threading.Event()
 
     def block(_: WriteTransaction) -> None:
@@ -207,7 +211,7 @@ def test_one_bad_write_of_a_group_spoils_no_other(served: Served) -> None:
     assert served.push(2, step=5) is True  # number 2 was never applied
 
 
-def test_a_committer_that_is_full_says_so_and_drains_when_closed(served: Served) -> None:
+def test_a_full_committer_refuses_and_drains_when_closed(served: Served) -> None:
     busy, go = threading.Event(), threading.Event()
 
     def block(_: WriteTransaction) -> None:
@@ -229,7 +233,7 @@ def test_a_committer_that_is_full_says_so_and_drains_when_closed(served: Served)
         served.committer.submit(lambda batch: None)
 
 
-def test_an_unexpected_error_is_the_callers_and_the_committer_goes_on(served: Served) -> None:
+def test_an_unexpected_error_reaches_its_caller_and_the_committer_continues(served: Served) -> None:
     def fail(batch: WriteTransaction) -> None:
         batch.txn.put("meta", b"garbage", b"1")
         raise RuntimeError("a bug")
@@ -260,7 +264,7 @@ def test_the_newest_version_of_a_block_is_found(tmp_path: Path) -> None:
 
 
 def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that had been written by then, as they were, from any number on, however few an answer takes."""
+    """All blocks that were written at the time, from any number on, whatever the size of an answer."""
 
     def header(sequence: int, step: int) -> WriteHeader:
         return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, step)
@@ -285,8 +289,8 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
     served.do(lambda batch: served.shard.push_gradients(batch, header(4, 1), rows, gradient))
     served.do(lambda batch: served.shard.checkpoint(batch, header(5, 2), "two"))
     for seen, num_bytes in ((50_000, 4 << 20), (1, 4 << 20), (3, 1)):
-        monkeypatch.setattr(shard, "_MAX_SEEN_BLOCKS", seen)
-        monkeypatch.setattr(shard, "READ_BYTES", num_bytes)
+        monkeypatch.setattr(reading, "_MAX_SEEN_BLOCKS", seen)
+        monkeypatch.setattr(reading, "READ_BYTES", num_bytes)
         assert read("empty") == {}
         assert read("one") == kept
         assert sorted(read("two")) == [0, 3, 8, 16]
@@ -311,7 +315,7 @@ def test_a_copied_checkpoint_stays(served: Served) -> None:
         return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, step)
 
     served.push(1)
-    served.do(lambda batch: served.shard.checkpoint(batch, header(2, 1), "one", "01" * 16))
+    served.do(lambda batch: served.shard.checkpoint(batch, header(2, 1), "one", b"\x01" * 16))
     kept = served.weights()
     served.push(3, step=1)
     served.do(lambda batch: served.shard.checkpoint(batch, header(4, 2), "two"))
@@ -323,12 +327,12 @@ def test_a_copied_checkpoint_stays(served: Served) -> None:
         served.do(lambda batch: copy(batch, header(7), "copy", "two"))
     with pytest.raises(NoTableError, match="no checkpoint 'three'"):
         served.do(lambda batch: copy(batch, header(7), "more", "three"))
-    with pytest.raises(NoTableError, match="checkpoint 'one' is another one by now"):
-        served.do(lambda batch: copy(batch, header(7), "more", "one", "02" * 16))
-    assert {known.name: known.identity for known in served.shard.state.checkpoints} == {
-        "one": "01" * 16,
-        "copy": "01" * 16,
-        "two": "",
+    with pytest.raises(NoTableError, match="checkpoint 'one' was replaced by another of its name"):
+        served.do(lambda batch: copy(batch, header(7), "more", "one", b"\x02" * 16))
+    assert {known.name: known.checkpoint_id for known in served.shard.state.checkpoints} == {
+        "one": b"\x01" * 16,
+        "copy": b"\x01" * 16,
+        "two": b"",
     }
     served.do(lambda batch: served.shard.release(batch, header(7), "one"))
     served.push(8, step=2)
@@ -337,8 +341,8 @@ def test_a_copied_checkpoint_stays(served: Served) -> None:
     assert [known.name for known in served.shard.state.checkpoints] == ["copy"]
 
 
-def test_an_epoch_that_nobody_opened_takes_no_writes(served: Served, tmp_path: Path) -> None:
-    """A restored shard has the epoch of its backup; a writer of that epoch may still be there."""
+def test_an_epoch_without_an_opener_refuses_writes(served: Served, tmp_path: Path) -> None:
+    """A restored shard has the epoch of its backup; a writer of that epoch may still run."""
     with served.storage.write() as txn:
         write_state(txn, replace(read_state(txn), opener=""))
     served.close()
@@ -354,8 +358,8 @@ def test_an_epoch_that_nobody_opened_takes_no_writes(served: Served, tmp_path: P
         again.close()
 
 
-def test_free_pages_behind_the_end_of_the_file_are_no_damage(tmp_path: Path) -> None:
-    """LMDB counts pages that one transaction allocates and frees, as a rollback does, and does not write them."""
+def test_free_pages_beyond_the_end_of_the_file_are_valid(tmp_path: Path) -> None:
+    """LMDB counts, but does not write, pages that one transaction allocates and frees, as a rollback does."""
     rolled_back = LmdbStorage(tmp_path)
     for generation, num_blocks, value in ((1, 300, bytes(1_500)), (3, 20, b"short")):
         with rolled_back.write() as txn:
@@ -377,8 +381,8 @@ def test_free_pages_behind_the_end_of_the_file_are_no_damage(tmp_path: Path) -> 
     assert structural_problems(tmp_path) == []
 
 
-def test_a_file_that_lacks_its_end_is_refused_or_whole(tmp_path: Path) -> None:
-    """Reading a page that is not there would end the process."""
+def test_a_truncated_file_is_refused_or_complete(tmp_path: Path) -> None:
+    """Reading a missing page would end the process."""
     cut = LmdbStorage(tmp_path)
     for first in (0, 3):
         with cut.write() as txn:
@@ -416,12 +420,12 @@ def test_a_write_is_undone_by_an_exception(tmp_path: Path) -> None:
 
 
 def test_a_directory_has_one_owner(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "_OWNER_SECONDS", 0.2)
+    monkeypatch.setattr(owner_files, "_OWNER_SECONDS", 0.2)
     with pytest.raises(StorageError, match="is served by another process"):
         LmdbStorage(tmp_path)
 
 
-def test_inspect_reads_beside_a_writer(tmp_path: Path) -> None:
+def test_inspect_reads_while_a_shard_writes(tmp_path: Path) -> None:
     with closing(Served(tmp_path)) as served:
         served.do(lambda batch: served.shard.create_table(batch, SPEC))
         served.do(lambda batch: extend_schedule(served.shard, batch, 0, np.full(30, 0.5, np.float32)))
@@ -441,9 +445,9 @@ def test_inspect_reads_beside_a_writer(tmp_path: Path) -> None:
     assert inspect_directory(tmp_path)["clock"] == 4
 
 
-def test_a_shard_knows_what_it_descends_from(tmp_path: Path) -> None:
-    """Every start that writes is an incarnation of its own; one that reads only is the one before."""
-    marks = []
+def test_a_shard_knows_its_ancestors(tmp_path: Path) -> None:
+    """Every process that writes is a new incarnation; a process that only reads keeps the previous one."""
+    marks: list[Any] = []
     for number in range(4):
         with closing(Served(tmp_path)) as served:
             if number == 0:
@@ -480,10 +484,10 @@ def test_lineages_are_cut_and_joined() -> None:
     assert long.holds(f"{MAX_ANCESTORS:016x}:1")
 
 
-def test_checkpoints_have_an_end_and_a_step_that_the_schedule_has(
+def test_checkpoints_are_limited_in_number_and_to_scheduled_steps(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard, "MAX_CHECKPOINTS", 6)
+    monkeypatch.setattr(checkpoints, "MAX_CHECKPOINTS", 6)
 
     def header(sequence: int, step: int = 0) -> WriteHeader:
         return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, step)
@@ -507,7 +511,7 @@ def test_checkpoints_have_an_end_and_a_step_that_the_schedule_has(
 
 
 def test_a_write_names_its_sessions_opener(served: Served) -> None:
-    """Another session may have the same number on other shards, or behind a restore."""
+    """Another session may have the same number on other shards, or after a restore."""
     header = WriteHeader(1, b"p" * 16, b"w" * 16, 1, 0, 0)
     before = served.weights()
     with pytest.raises(FencedError, match=r"session 1 of this shard is another one, epoch 1 \(run 'first'\)"):
@@ -517,14 +521,14 @@ def test_a_write_names_its_sessions_opener(served: Served) -> None:
     assert np.array_equal(served.weights(), before)
 
 
-def test_only_refusals_prove_that_nothing_was_done() -> None:
-    """An error of the disk, or one that nobody knows, may come behind a commit."""
+def test_only_refusals_prove_that_a_write_was_not_applied() -> None:
+    """A disk error, or an unknown error, may occur after a commit."""
     proofs = {kind for kind in ERROR_OF_STATUS.values() if kind.not_applied}
     assert set(ERROR_OF_STATUS.values()) - proofs == {WeightServerError, ShardUnavailableError, StorageError}
 
 
 def test_a_push_does_not_write_the_list_of_checkpoints(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which there may be a thousand."""
+    """There may be a thousand of them."""
     header = WriteHeader(1, OPENER, b"c" * 16, 1, 0, 0)
     served.do(lambda batch: served.shard.checkpoint(batch, header, "kept"))
     written = []
@@ -535,17 +539,17 @@ def test_a_push_does_not_write_the_list_of_checkpoints(served: Served, monkeypat
 
 
 class Lost(Exception):
-    """The answer of a write."""
+    """The answer of a write is lost."""
 
 
 def refuse(write: Write) -> None:
-    """Every shard has said that it did nothing."""
+    """Refuses a write on every shard."""
     write.not_applied = True
     raise FencedError
 
 
 def raising(error: type[BaseException], *before: Callable[[], object]) -> Callable[[object], None]:
-    """What happens while a write is sent."""
+    """A `send` that fails."""
 
     def send(_: object) -> None:
         for call in before:
@@ -599,7 +603,7 @@ def test_a_failed_write_is_repeated_under_its_numbers() -> None:
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, CancelledError, StorageError, ShardUnavailableError])
 def test_a_write_is_settled_whatever_ends_it(interrupt: type[BaseException]) -> None:
-    """What is not proven to have done nothing may have been applied, and keeps its numbers."""
+    """A write keeps its numbers unless it is proven not to have been applied."""
     session = new_session()
     for _ in range(3):
         with pytest.raises(interrupt):
@@ -615,7 +619,7 @@ def test_a_write_is_settled_whatever_ends_it(interrupt: type[BaseException]) -> 
 
 
 def test_a_failed_write_is_repeated_in_the_next_session() -> None:
-    """The shards still know the writer's numbers: also of what failed behind the new session, in another thread."""
+    """The shards still know the writer's numbers, also of writes of other threads that fail after the session opens."""
     session = new_session(2)
     earlier = failed(session, [0, 1], b"earlier")
     under_way = begun(session, [0], b"under way", raising(Lost, lambda: session.renew(2, b"p" * 16)))
@@ -624,8 +628,8 @@ def test_a_failed_write_is_repeated_in_the_next_session() -> None:
     assert session.header(0, 1, step=0, table=0).epoch == 2
 
 
-def test_failed_writes_are_given_up_at_last_and_not_taken_for_new_ones() -> None:
-    """Also by the client's next writer, and what fails of the one before meanwhile; a rollback undoes all of it."""
+def test_the_oldest_failed_writes_are_given_up_and_refused() -> None:
+    """The client's next writer also gives up writes of the previous one that fail later; a rollback undoes all."""
     session = new_session()
     for number in range(MAX_FAILED + 3):
         failed(session, [0], bytes([number]))
@@ -652,12 +656,12 @@ def test_failed_writes_are_given_up_at_last_and_not_taken_for_new_ones() -> None
     assert done(later, [0], bytes([2])) == {0: 4}
 
 
-def test_a_write_waits_for_room_behind_one_that_is_on_its_way() -> None:
+def test_a_write_waits_while_the_window_is_full() -> None:
     session = new_session()
     with ThreadPoolExecutor(1) as pool:
         waiting: list[Future[Numbers]] = []
 
-        def send(_: Write) -> None:
+        def send(write: Write) -> None:
             for _ in range(WINDOW - 1):
                 done(session, [0])
             waiting.append(pool.submit(done, session, [0]))
@@ -668,8 +672,8 @@ def test_a_write_waits_for_room_behind_one_that_is_on_its_way() -> None:
         assert waiting[0].result(10) == {0: WINDOW + 1}
 
 
-def test_a_rollback_gives_up_what_failed_before_it() -> None:
-    """Otherwise an attempt that is still on its way would come after it."""
+def test_a_rollback_gives_up_earlier_failed_writes() -> None:
+    """Otherwise a late attempt could be applied after it."""
     session = new_session(2)
     for name in (b"one", b"two"):
         failed(session, [0, 1], name)
@@ -692,8 +696,8 @@ def test_a_rollback_gives_up_what_failed_before_it() -> None:
     assert done(session, [0], b"one") == {0: 4}, "refused, it gave nothing up"
 
 
-def test_equal_writes_that_failed_are_repeated_each_under_its_own_number() -> None:
-    """The first may have been applied, its answer lost: giving its repetition a new number would apply it twice."""
+def test_equal_failed_writes_are_repeated_under_their_own_numbers() -> None:
+    """The first may have been applied although its answer was lost: a new number would apply it twice."""
     session = new_session()
     second: list[Numbers] = []
     first = begun(session, [0], b"same", raising(Lost, lambda: second.append(failed(session, [0], b"same"))))
@@ -706,7 +710,7 @@ def test_equal_writes_that_failed_are_repeated_each_under_its_own_number() -> No
 
 
 def kept_versions(served: Served) -> dict[int, set[int]]:
-    """Block -> the versions that the newest state and the checkpoints consist of, looked for one state at a time."""
+    """Block -> the versions that the newest state and the checkpoints need, found one state at a time."""
     states = [NEWEST, *(kept.generation for kept in served.shard.state.checkpoints)]
     stored: dict[int, list[int]] = {}
     with served.storage.read() as txn:
@@ -729,7 +733,7 @@ def all_versions(served: Served) -> dict[int, set[int]]:
 
 
 def sweep(served: Served, seconds: float = 1.0) -> int:
-    """Until all is swept; how many transactions it took."""
+    """Sweeps until all is swept; returns the number of transactions."""
     count = 0
     while not served.shard.is_swept:
         served.shard.sweep(served.committer.submit, seconds)
@@ -738,8 +742,8 @@ def sweep(served: Served, seconds: float = 1.0) -> int:
 
 
 @pytest.mark.parametrize(("seed", "seconds"), [(0, 1.0), (1, 0.0), (2, 0.0)])
-def test_a_sweep_deletes_what_nobody_needs_and_nothing_else(seed: int, seconds: float, served: Served) -> None:
-    """Any order of writes, checkpoints, copies, releases, rollbacks and restarts; swept now and then, also partly."""
+def test_a_sweep_deletes_exactly_the_unneeded_versions(seed: int, seconds: float, served: Served) -> None:
+    """Any order of writes, checkpoints, copies, releases, rollbacks and restarts, with partial and complete sweeps."""
     chance, sequence, names = random.Random(seed), itertools.count(1), [f"name {number}" for number in range(6)]
     rows_of: dict[str, np.ndarray] = {}
     num_swept = 0
@@ -790,7 +794,7 @@ def test_a_sweep_deletes_what_nobody_needs_and_nothing_else(seed: int, seconds: 
     assert num_swept, "nothing was ever deleted"
 
 
-def test_a_sweep_that_fails_is_made_again(served: Served) -> None:
+def test_a_failed_sweep_is_repeated(served: Served) -> None:
     def header(sequence: int) -> WriteHeader:
         return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, 0)
 
@@ -815,7 +819,7 @@ def test_a_sweep_that_fails_is_made_again(served: Served) -> None:
     assert all_versions(served) == {0: {1}, 8: {1}}
 
 
-def test_the_sweeper_sweeps_in_small_pieces_and_rests(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sweeper_sweeps_in_small_pieces_with_pauses(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     def header(sequence: int) -> WriteHeader:
         return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, 0)
 

@@ -1,16 +1,15 @@
-"""What clients are promised: real `WeightClient`s call real shards in memory, and a sequential model in float64 says
-what the rows must be and what each caller may be told.
+"""The promises to clients: real `WeightClient`s call real shards in memory, and a sequential model in float64 predicts
+the rows and the answers that each caller may receive.
 
-Hypothesis decides who calls what, what becomes of each attempt (answered, unheard, late, the shard or its disk fails),
-which thread goes on when, where a signal interrupts a caller, and which old requests arrive once more, together with
-others. `MemoryCluster` carries it out. The promises, for a push or state write that a caller makes, and makes again for
-as long as it fails:
+Hypothesis draws the calls, the fate of each attempt (answered, unheard, late, the shard or its disk fails), the
+scheduling of threads, interrupts of callers, and old requests that arrive again, together with others.
+`MemoryCluster` carries them out. The promises, for a push or state write that a caller repeats until it succeeds:
 
 - Each shard applies it at most once, however late a request of it arrives.
 - Once it has returned, every shard has applied it, exactly once.
-- An error is one that this call can have: a shard refuses what it must refuse and nothing else, and a client refuses
-  only what it cannot tell any more. No call waits for ever.
-- What failed before a rollback of the same client never comes after it.
+- Every error is justified: a shard refuses exactly what it must, and a client refuses only calls whose outcome is no
+  longer known. No call waits for ever.
+- A write that failed before a rollback of the same client is never applied after it.
 """
 
 from __future__ import annotations
@@ -73,12 +72,12 @@ from weightserver.protocol._generated import weight_server_pb2 as pb
 SPEC = TableSpec(num_rows=8, dim=1, momentum=0.8, weight_decay=0.05, rows_per_block=2, init_std=1.0)
 NUM_SHARDS = 2
 MAX_ROWS = 13
-"""Of a table that grew."""
+"""Number of rows after extensions."""
 HORIZON = 12
 RATES = np.linspace(0.4, 0.05, HORIZON, dtype=np.float32)
 MAX_HORIZON = 16
 WINDOW, MAX_FAILED = 16, 4
-"""Instead of 1,024 and 64, so that schedules reach them."""
+"""Instead of 1,024 and 64, so that short schedules reach them."""
 NUM_WRITERS = 3
 ELSEWHERE = 10**9
 """Number of an event that no shard of the cluster descends from."""
@@ -93,7 +92,7 @@ CHECKPOINT_CHANGES = {"Checkpoint": "checkpoint", "Release": "release", "Rollbac
 
 @dataclass(frozen=True)
 class Action:
-    """A call that a client is to make; what its arguments mean depends on the state then."""
+    """A call for a client to make; its arguments are interpreted in the state at that time."""
 
     kind: str
     rows: tuple[int, ...] = ()
@@ -104,7 +103,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of a call; see `Run`."""
+    """The fate of a call; see `Run`."""
 
     fates: tuple[Fate, ...]
     patient: bool
@@ -142,23 +141,23 @@ actions = st.one_of(
 
 @dataclass
 class ShardModel:
-    """What a shard holds, and what it may still be asked to do."""
+    """The expected contents of a shard, and the calls that may still arrive."""
 
     state: State
     num_rows: int
     opener: bytes = b""
     applied: frozenset[int] = frozenset()
-    """Calls, those too that a rollback has undone since."""
+    """Calls that were applied, including those that a rollback has undone."""
     given_up: frozenset[int] = frozenset()
-    """Calls that must not be applied any more."""
+    """Calls that must no longer be applied."""
     taken: Mapping[str, tuple[int, bytes]] = field(default_factory=dict)
-    """Step and identity of its checkpoints."""
+    """Step and id of its checkpoints."""
     rates: tuple[float, ...] = tuple(RATES.tolist())
     """Its learning rates."""
     pending: tuple[bytes, tuple[float, ...]] | None = None
-    """A change of them that was prepared, and what they will be."""
+    """A prepared change, and the resulting learning rates."""
     peers: tuple[Known, ...] = ()
-    """What it was told last that the shards hold."""
+    """The marks of all shards that a client reported last."""
     timeline: Hashable = None
     """Of its last rollback, or of a session that was forced since, which led to none."""
 
@@ -175,7 +174,7 @@ class ShardModel:
 
 @functools.cache
 def another_cluster() -> list[Directory]:
-    """Directories of a table of the same spec, in a session of the same number."""
+    """Directories of another cluster: the same spec, and a session of the same number."""
     cluster = MemoryCluster(NUM_SHARDS)
     cluster.take_over()
     client = WeightClient(cluster.addresses)
@@ -195,7 +194,7 @@ def model_of(rates: tuple[float, ...]) -> Model:
 
 @dataclass
 class Writer:
-    """A client, and what its caller remembers of its calls."""
+    """A client, and its caller's record of its calls."""
 
     name: str
     """One for each client."""
@@ -203,7 +202,7 @@ class Writer:
     epoch: int = 0
     """Of its session; 0 without one."""
     failed: list[Made] = field(default_factory=list)
-    """Pushes and state writes whose last run failed, oldest first; the caller may make them again."""
+    """Pushes and state writes whose last run failed, oldest first; the caller may repeat them."""
     num_running: int = 0
     num_moved: int = 0
     """How often it joined another session, or another client's replaced its own, on any shard."""
@@ -215,12 +214,12 @@ class Writer:
 
 @dataclass(eq=False)
 class Made:
-    """A call that a caller has made, perhaps several times."""
+    """A call that was made, perhaps several times."""
 
     call: Call
     writer: Writer
     gives_up: frozenset[int] = frozenset()
-    """Of a rollback: calls that must not come after it."""
+    """In a rollback: calls that must not be applied after it."""
     failed_at: tuple[int, int, int] | None = None
     """`num_moved`, `num_failures` and `num_writes` of its writer, when it failed and was not forgotten."""
 
@@ -238,7 +237,7 @@ class Machine(RuleBasedStateMachine):
         self.is_anything_lost = False
         self.wrong: int | None = None
         self.told: BaseException | None = None
-        """The last error, with all that it keeps alive: its caller may make the next call while it handles it."""
+        """The last error, with everything that it keeps alive: the caller may make its next call while handling it."""
         self.copies: list[tuple[int, Directory, ShardModel]] = []
         writer = self.new_writer()
         with self.cluster.running(Run()):
@@ -268,7 +267,7 @@ class Machine(RuleBasedStateMachine):
     # ---- callers
 
     def writer(self, which: int) -> Writer:
-        """One of the newest."""
+        """Draws one of the newest items."""
         return self.writers[-1 - which % min(NUM_WRITERS, len(self.writers))]
 
     @precondition(lambda self: len(self.writers) < 6)
@@ -321,7 +320,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.cluster.messages)
     @rule(which=st.lists(picks, min_size=1, max_size=4), fate=st.sampled_from([*[Fate.ANSWERED] * 3, *Fate]))
     def arrive(self, which: list[int], fate: Fate) -> None:
-        """Requests, old or new, reach a shard and share a commit, which it may not survive."""
+        """Old or new requests reach a shard and share a commit, in which the shard may die."""
         messages = self.cluster.messages
         shard = messages[which[0] % len(messages)].shard
         there = [message for message in messages if message.shard == shard]
@@ -343,7 +342,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.copies)
     @rule(which=picks)
     def put_a_copy_back(self, which: int) -> None:
-        """What was written since is lost, and must not be lost on those who know of it."""
+        """Later writes are lost, and clients that know of them must notice."""
         shard, directory, model = self.copies[which % len(self.copies)]
         self.is_anything_lost |= directory.history != self.cluster.directories[shard].history
         self.cluster.replace(shard, directory.copy())
@@ -358,7 +357,7 @@ class Machine(RuleBasedStateMachine):
         calls=st.lists(st.tuples(picks, actions, plans), min_size=1, max_size=4),
     )
     def serve_a_wrong_directory(self, shard: int, kind: str, calls: list[tuple[int, Action, Plan]]) -> None:
-        """For a while. Nobody changes it, and nobody is told that it holds or did what it does not."""
+        """A foreign directory is served for a while: no client changes it, or receives a wrong answer from it."""
         self.threads_go_on()
         wrong = Directory() if kind == "empty" else another_cluster()[shard].copy()
         wrong.history = [ELSEWHERE]
@@ -381,14 +380,14 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.cluster.threads.ready)
     @rule()
     def threads_go_on(self) -> None:
-        """Those that a caller left alone when it was interrupted."""
+        """Threads that an interrupted caller has left continue."""
         self.cluster.threads.shutdown()
         self.catch_up()
 
     # ---- one call
 
     def perform(self, writer: Writer, action: Action, plan: Plan | None = None, *, beside: bool = False) -> None:
-        """Makes the call and checks what its caller is told."""
+        """Makes the call and checks its answer."""
         made, method = self.prepare(writer, action)
         if made is None:
             return
@@ -404,7 +403,7 @@ class Machine(RuleBasedStateMachine):
             told = error
         finally:
             writer.num_running -= 1
-        if writer.client._connections is None:  # one that could not connect to all shards has met none
+        if writer.client._shards._connections is None:  # one that could not connect to all shards has met none
             self.cluster.forget(writer.name)
         self.catch_up()
         assert not run.unnoticed, "a shard answered a client that knows of more than it holds"
@@ -416,7 +415,7 @@ class Machine(RuleBasedStateMachine):
         self.remember(made, told, num_moved)
 
     def prepare(self, writer: Writer, action: Action) -> tuple[Made | None, Callable[[], Any]]:
-        """What is to be called; None where there is nothing."""
+        """The call to make, or None."""
         client, rows = writer.client, sorted({row % self.num_rows for row in action.rows})
         match action.kind:
             case "repeat":
@@ -470,13 +469,13 @@ class Machine(RuleBasedStateMachine):
         raise ValueError(action)
 
     def make(self, writer: Writer, method: Callable[..., Any], **arguments: Any) -> tuple[Made, Callable[[], Any]]:
-        """A call that was not made before."""
+        """A new call."""
         call = Call(self.num_calls, writer.name, method.__name__, writer.epoch, arguments)
         self.num_calls += 1
         return Made(call, writer), functools.partial(method, **arguments)
 
     def remember(self, made: Made, told: BaseException | None, num_moved: int) -> None:
-        """What its caller knows of the call from now on; `num_moved` is its writer's when the call began."""
+        """Records the outcome of a call; `num_moved` is its writer's at the beginning of the call."""
         writer, kind = made.writer, made.call.kind
         if kind in WRITES.values():
             writer.num_writes += 1
@@ -496,7 +495,7 @@ class Machine(RuleBasedStateMachine):
 
     @property
     def num_rows(self) -> int:
-        """That all shards have."""
+        """The checkpoints that all shards have."""
         return min(shard.num_rows for shard in self.shards)
 
     def shard_of(self, row: int) -> int:
@@ -505,7 +504,7 @@ class Machine(RuleBasedStateMachine):
     # ---- what a caller may be told
 
     def check_done(self, made: Made, answer: Any, *, beside: bool) -> None:
-        """The call has returned."""
+        """Checks a call that has returned."""
         call = made.call
         if not {"force", "join"} & call.arguments.keys() and call.kind in ("open_session", "checkpoint") and not beside:
             assert self.are_of_one_time, (call, self.shards)
@@ -527,9 +526,9 @@ class Machine(RuleBasedStateMachine):
                     assert self.explained(shard, call, "done") is not None, (call, answer, self.shards[shard])
         elif call.kind == "extend_schedule":
             start, rates = call.arguments["start_step"], call.arguments["learning_rates"]
-            for shard in () if beside else self.shards:
-                assert list(shard.rates[start : start + len(rates)]) == rates.tolist(), (call, self.shards)
-                assert shard.rates == self.shards[0].rates or self.is_anything_lost, (call, self.shards)
+            for model in () if beside else self.shards:
+                assert list(model.rates[start : start + len(rates)]) == rates.tolist(), (call, self.shards)
+                assert model.rates == self.shards[0].rates or self.is_anything_lost, (call, self.shards)
         elif call.kind == "extend_table":
             assert self.num_rows >= call.arguments["num_rows"]
         else:
@@ -561,7 +560,7 @@ class Machine(RuleBasedStateMachine):
             case FencedError():
                 return not writer.epoch
             case NoTableError():
-                name = call.arguments.get("name", call.arguments.get("checkpoint"))
+                name = str(call.arguments.get("name", call.arguments.get("checkpoint")))
                 kept = {shard.taken.get(name) for shard in self.shards}
                 return None in kept or len(kept) > 1 or beside
             case InvalidRequestError():
@@ -579,7 +578,7 @@ class Machine(RuleBasedStateMachine):
         return len({shard.timeline for shard in self.shards}) == 1
 
     def knows_of_loss(self, writer: Writer) -> bool:
-        """Whether its client was told, by any shard, of what that lacks now, or that it lacks something."""
+        """Whether a shard lacks something that its client knows of, or was told of a loss."""
         return writer.name in self.cluster.told_of_loss or any(
             self.cluster.lacks(shard, known.event) for shard, known in enumerate(self.cluster.known_to(writer.name))
         )
@@ -590,7 +589,7 @@ class Machine(RuleBasedStateMachine):
         return self.num_schedules > 0
 
     def is_forgotten(self, made: Made) -> bool:
-        """Whether its client may have lost sight of a call that failed."""
+        """Whether its client may have forgotten a failed call."""
         if made.failed_at is None:
             return False
         writer, (num_moved, num_failures, num_writes) = made.writer, made.failed_at
@@ -604,7 +603,7 @@ class Machine(RuleBasedStateMachine):
     # ---- what shards may do
 
     def catch_up(self) -> None:
-        """Has the model do what the shards did."""
+        """Applies the shards' events to the model."""
         log = self.cluster.log
         while log:
             event = log.pop(0)
@@ -682,14 +681,14 @@ class Machine(RuleBasedStateMachine):
             shard.pending = None
 
     def check_rates(self, message: Message) -> None:
-        """No shard that could do so now uses other learning rates than those that this write was applied by."""
+        """Checks that no shard may use other learning rates than those of this write."""
         shard, num_steps = self.shards[message.shard], message.first.header.step + (message.method == "PushGradients")
         for other in self.shards:
             if other.pending is None and not self.is_anything_lost:
                 assert other.rates[:num_steps] == shard.rates[:num_steps], (message, self.shards)
 
     def check_refusal(self, event: Event) -> None:
-        """Whether the shard had to."""
+        """Whether the refusal was required."""
         message, error = event.message, event.result
         shard, call = self.shards[message.shard], message.run.call.call
         if error is DataLossError:
@@ -725,7 +724,7 @@ class Machine(RuleBasedStateMachine):
         assert had_to, (message, error, shard)
 
     def explained(self, shard: int, call: Call, outcome: str) -> State | None:
-        """The shard's state after a call of its session; None where it could not have this outcome."""
+        """The shard's state after a call of its session; None if this outcome is impossible."""
         model = self.shards[shard]
         told = replace(call, epoch=model.state.epoch, outcome=outcome, message=f"shard {shard} at")
         state: State | None = model.state
@@ -734,7 +733,7 @@ class Machine(RuleBasedStateMachine):
         return state
 
     def no_version_is_kept_in_vain(self, message: Message) -> None:
-        """Of a block that was just written: one for each checkpoint at most, and the newest."""
+        """Checks the versions of a block after a write: at most one for each checkpoint, and the newest."""
         if message.method in WRITES:
             with self.cluster.directories[message.shard].storage.read() as txn:
                 for row in message.run.call.call.arguments["rows"]:
@@ -743,7 +742,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def same(self) -> None:
-        """Everything that can be read of the shards is what the model says."""
+        """Compares everything that can be read from the shards with the model."""
         for number in self.changed if hasattr(self, "changed") else ():
             model, shard = self.shards[number], self.cluster.processes[number].shard
             assert shard.state.epoch == model.state.epoch
@@ -762,7 +761,7 @@ class Machine(RuleBasedStateMachine):
 
 @pytest.fixture
 def small_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Schedules are short: few failed writes are too many."""
+    """Small limits: a few failed writes exceed them."""
     for module in (weightserver.core.exactly_once, weightserver.client.session):
         monkeypatch.setattr(module, "WINDOW", WINDOW)
     monkeypatch.setattr(weightserver.client.session, "MAX_FAILED", MAX_FAILED)
@@ -794,7 +793,7 @@ def test_any_schedule(num_schedules: int) -> None:
 
 @pytest.fixture
 def machine(small_window: None) -> Iterator[Machine]:
-    """With a client whose session is open."""
+    """A machine with one client, whose session is open."""
     machine = Machine()
     machine.start()
     yield machine
@@ -806,7 +805,7 @@ PUSH = Action("push", (0, 2), 0)
 
 
 def interrupted(wait: int) -> Plan:
-    """A KeyboardInterrupt where the caller waits."""
+    """A plan with a KeyboardInterrupt where the caller waits."""
     return Plan((), True, (), wait)
 
 
@@ -818,7 +817,7 @@ def test_an_interrupted_push_counts_once(machine: Machine, wait: int) -> None:
 
 
 @pytest.mark.parametrize("wait", range(8))
-def test_an_interrupted_push_refuses_no_rollback(machine: Machine, wait: int) -> None:
+def test_an_interrupted_push_does_not_block_a_rollback(machine: Machine, wait: int) -> None:
     (writer,) = machine.writers
     machine.perform(writer, Action("checkpoint", name="a"))
     machine.perform(writer, PUSH, interrupted(wait))
@@ -828,22 +827,22 @@ def test_an_interrupted_push_refuses_no_rollback(machine: Machine, wait: int) ->
 
 
 @pytest.mark.parametrize("wait", range(4))
-def test_interrupted_pushes_stop_no_others(machine: Machine, wait: int) -> None:
+def test_interrupted_pushes_do_not_block_others(machine: Machine, wait: int) -> None:
     for _ in range(2 * WINDOW):
         machine.perform(machine.writers[0], PUSH, interrupted(wait))
         machine.threads_go_on()
     machine.same()
 
 
-def test_a_commit_that_failed_and_is_there_counts_once(machine: Machine) -> None:
+def test_a_commit_that_failed_after_it_was_stored_counts_once(machine: Machine) -> None:
     machine.perform(machine.writers[0], Action("push", (0,)), Plan((Fate.DISK_FAILS_TOO_LATE,), True, (), None))
     machine.perform(machine.writers[0], Action("repeat"))
     machine.same()
 
 
 @pytest.mark.parametrize("fate", [Fate.ANSWERED, Fate.UNHEARD, Fate.LATE])
-def test_a_session_that_opens_beside_a_push(machine: Machine, fate: Fate) -> None:
-    """The push fails, at least on one shard, and is made again in the new session."""
+def test_a_session_opened_during_a_push(machine: Machine, fate: Fate) -> None:
+    """The push fails on at least one shard, and is repeated in the new session."""
     (writer,) = machine.writers
     machine.cluster.threads.start(lambda: machine.perform(writer, Action("open_session"), beside=True))
     machine.perform(writer, PUSH, Plan((fate,), True, (False, False, False, True), None), beside=True)
@@ -854,8 +853,8 @@ def test_a_session_that_opens_beside_a_push(machine: Machine, fate: Fate) -> Non
     machine.same()
 
 
-def test_a_session_of_another_client_forgets_what_failed(machine: Machine) -> None:
-    """It cannot be told any more whether the shards applied it."""
+def test_failed_writes_cannot_be_repeated_after_another_clients_session(machine: Machine) -> None:
+    """The shards no longer know whether they applied it."""
     (writer,) = machine.writers
     machine.perform(writer, PUSH, Plan((Fate.UNHEARD, Fate.UNHEARD), False, (), None))
     machine.perform(machine.new_writer(), Action("open_session"))
@@ -866,7 +865,7 @@ def test_a_session_of_another_client_forgets_what_failed(machine: Machine) -> No
 
 
 def test_an_attempt_in_doubt_before_a_refusal(machine: Machine) -> None:
-    """Another client's session comes between two attempts: the first may have been taken, and the second is refused."""
+    """Another client opens a session between two attempts: the first may have been applied, the second is refused."""
     (writer,) = machine.writers
     other = machine.new_writer()
     machine.cluster.threads.start(lambda: machine.perform(other, Action("open_session"), beside=True))
@@ -884,7 +883,7 @@ def test_an_attempt_in_doubt_before_a_refusal(machine: Machine) -> None:
     sys.version_info[:2] != (3, 11), reason="where CPython looks for signals is told by the instructions of 3.11"
 )
 def test_a_push_interrupted_anywhere(small_window: None) -> None:
-    """Where a signal can come; it counts once when it is made again, and refuses no rollback, nor stops a thread."""
+    """Wherever a signal arrives, a repeated push counts once, a rollback is possible, and no lock stays taken."""
     for place in itertools.count():
         machine = Machine()
         machine.start()
@@ -909,7 +908,7 @@ def test_a_push_interrupted_anywhere(small_window: None) -> None:
             break
 
 
-def test_marks_that_two_threads_see_in_the_other_order(machine: Machine) -> None:
+def test_marks_seen_by_two_threads_in_reverse_order(machine: Machine) -> None:
     """A push whose attempt was sent before the shard died, and arrives after another thread has heard of the new
     process, is not forgotten when the state before it is put back."""
     (writer,) = machine.writers
@@ -927,7 +926,7 @@ def test_marks_that_two_threads_see_in_the_other_order(machine: Machine) -> None
     assert writer.name in machine.cluster.told_of_loss
 
 
-def test_what_a_rollback_gave_up_comes_too_late(machine: Machine) -> None:
+def test_a_write_given_up_by_a_rollback_has_no_late_effect(machine: Machine) -> None:
     (writer,) = machine.writers
     machine.perform(writer, Action("checkpoint", name="a"))
     machine.perform(writer, PUSH, Plan((Fate.LATE, Fate.LATE), False, (), None))
@@ -937,8 +936,8 @@ def test_what_a_rollback_gave_up_comes_too_late(machine: Machine) -> None:
     machine.same()
 
 
-def test_half_changed_learning_rates_move_no_rows(machine: Machine) -> None:
-    """Shard 0 has committed the change, and shard 1 does not hear of it: it moves no row before somebody settles it."""
+def test_rows_do_not_move_while_learning_rates_are_half_changed(machine: Machine) -> None:
+    """Shard 0 has committed the change, shard 1 has not: shard 1 moves no row until a call settles the change."""
     (writer,) = machine.writers
     change = Action("extend_schedule", number=2)  # described twice, prepared twice, committed twice
     machine.perform(writer, change, Plan((*[Fate.ANSWERED] * 5, Fate.LOST), False, (), None))

@@ -1,4 +1,4 @@
-"""Image sets to train on: `load_dataset(name, directory)`."""
+"""Data sets: `load_dataset(name, directory)` loads one by name."""
 
 from trainer.data.datasets import DATASETS, DECODED, SYNTHETIC, Dataset, TrainImages, load_dataset
 from trainer.data.idx import DataNotFoundError

@@ -1,17 +1,17 @@
 """Per-sample augmentation of a batch, on any device, from given uniform numbers.
 
-A view is a pure function of (image, uniforms): nothing is drawn here, so a visit looks the same whatever batch, rank
-or restart it falls into. All numbers that a view is made by (its box, factors, blur) are found on the host, in NumPy,
-and reach the device as one array; there a batch is a fixed sequence of torch operations that never waits for the host
-and that torch.compile takes whole.
+A view is a pure function of (image, uniforms): no random numbers are drawn here, so a visit looks the same in any
+batch, on any rank and after a restart. The parameters of a view (its box, factors, blur) are computed on the host, in
+NumPy, and reach the device as one array; there a batch is a fixed sequence of torch operations that never waits for the
+host and that torch.compile compiles as a whole.
 
-Images in memory are cropped on the device. Those that are decoded for each visit are cropped and flipped as they are
-decoded (`trainer.data.decode`), by the same box, so that colour and blur are all that is left to do on the device.
+Images in memory are cropped on the device. Images that are decoded for each visit are cropped and flipped while they
+are decoded (`trainer.data.decode`), by the same box, so that only colour and blur remain for the device.
 
-The transforms are torchvision's (as of SimCLR and MoCo v2), with their distributions: RandomResizedCrop,
+The transforms are torchvision's (as in SimCLR and MoCo v2), with their distributions: RandomResizedCrop,
 RandomHorizontalFlip, ColorJitter, RandomGrayscale, GaussianBlur. Two differences are deliberate: on the device crops
-are resampled bilinearly without antialiasing, which matters only where a crop is larger than `image_size` (never at 28
-px); and resampling sees the pixels around a crop, as resizing the whole image and cropping then does.
+are resampled bilinearly without antialiasing, which matters only if a crop is larger than `image_size` (never at 28
+px); and resampling uses the pixels around a crop, like resizing the whole image before cropping.
 """
 
 import itertools
@@ -38,27 +38,27 @@ class AugmentationConfig:
     SimCLR's stronger jitter."""
 
     strong: bool = True
-    """Whether there are colour jitter, grey and blur beside crop and flip (no: the weak augmentation of Table 1)."""
+    """Whether to apply colour jitter, grey and blur as well as crop and flip (no: the weak augmentation of Table 1)."""
     min_scale: float = 0.2
-    """Smallest area of a crop, as a part of the image's."""
+    """Smallest area of a crop, as a fraction of the image."""
     max_scale: float = 1.0
-    """Largest area of a crop, as a part of the image's."""
+    """Largest area of a crop, as a fraction of the image."""
     max_aspect_ratio: float = 4 / 3
-    """Crops are between this and its inverse, wide over high, log-uniformly."""
+    """Largest ratio of width to height, and inverse of the smallest; the ratio is log-uniform between them."""
     flip_probability: float = 0.5
     """Probability of a horizontal flip."""
     jitter_probability: float = 0.8
     """Probability of the colour jitter as a whole."""
     brightness: float = 0.8
-    """Brightness is multiplied by a factor within 1 ± this, not below 0."""
+    """Brightness is multiplied by a factor within 1 ± this, at least 0."""
     contrast: float = 0.8
-    """Distance from the image's mean grey is multiplied by a factor within 1 ± this, not below 0."""
+    """The difference to the image's mean grey is multiplied by a factor within 1 ± this, at least 0."""
     saturation: float = 0.8
-    """Distance from grey is multiplied by a factor within 1 ± this, not below 0 (colour images only)."""
+    """The difference to grey is multiplied by a factor within 1 ± this, at least 0 (colour images only)."""
     hue: float = 0.2
-    """Hue is turned by at most this part of the full circle, at most 0.5 (colour images only)."""
+    """The hue is rotated by at most this fraction of the full circle, at most 0.5 (colour images only)."""
     grey_probability: float = 0.2
-    """Probability of turning a colour image grey."""
+    """Probability of converting a colour image to grey."""
     blur_probability: float = 0.5
     """Probability of a Gaussian blur."""
     blur_sigma: tuple[float, float] = (0.1, 2.0)
@@ -84,11 +84,11 @@ class AugmentationConfig:
 
 
 AUGMENTATIONS = {"strong": AugmentationConfig(), "weak": AugmentationConfig(strong=False)}
-"""The paper's, and crop and flip alone, for comparison."""
+"""The paper's augmentation, and crop and flip only, for comparison."""
 
 
 class _Column(IntEnum):
-    """Which column of the uniforms decides what; fixed, so that switching one operation off moves no other."""
+    """The uniforms' columns by purpose; fixed, so that switching one operation off changes no other."""
 
     AREA = 0
     ASPECT = auto()
@@ -104,9 +104,9 @@ class _Column(IntEnum):
     BLUR = auto()
     BLUR_SIGMA = auto()
     ORDER = auto()
-    """Of the colour jitter's four parts."""
+    """Order of the colour jitter's four parts."""
     FURTHER_AREAS = auto()
-    """The first column of the crop's further tries: their areas, then their ratios."""
+    """First column of the crop's further attempts: their areas, then their ratios."""
 
 
 _FURTHER = NUM_TRIES - 1
@@ -115,19 +115,19 @@ _AREAS = [_Column.AREA, *range(_Column.FURTHER_AREAS, _Column.FURTHER_AREAS + _F
 _RATIOS = [_Column.ASPECT, *range(_Column.FURTHER_AREAS + _FURTHER, _NUM_COLUMNS)]
 
 _LUMA = (0.299, 0.587, 0.114)
-"""ITU-R 601-2, as Pillow turns colour into grey."""
+"""ITU-R 601-2, by which Pillow converts colour to grey."""
 _PLACES = np.array([np.argsort(order) for order in itertools.permutations(range(4))])
-"""Of each order of the colour jitter's parts: the places of brightness, contrast, saturation and hue, int64 [24, 4]."""
+"""Places of brightness, contrast, saturation and hue in each order of the colour jitter's parts, int64 [24, 4]."""
 _CONTRAST, _SATURATION, _HUE = 1, 2, 3
 
 
 class Augmentation:
     """Augments uint8 [B, C, H, W] to normalised float32 [B, C, image_size, image_size]; C is 1 or 3.
 
-    `uniforms` are float32 [B, num_uniforms] in [0, 1), one row an image; on the host, so that nothing waits for a
-    device. Row i of the result depends on row i of the arguments alone. With `compiled` torch.compile makes one program
-    for each shape of batch and set of operations, at most eight in a process (torch._dynamo.config.recompile_limit);
-    views are the same up to rounding. Stateless, hence thread-safe.
+    `uniforms` are float32 [B, num_uniforms] in [0, 1), one row per image; on the host, so that the program never waits
+    for a device. Row i of the result depends only on row i of the arguments. With `compiled`, torch.compile creates one
+    program for each batch shape and set of operations, at most eight per process
+    (torch._dynamo.config.recompile_limit); views are the same up to rounding. Stateless, hence thread-safe.
     """
 
     num_uniforms = _NUM_COLUMNS
@@ -152,11 +152,11 @@ class Augmentation:
         return self._render(images, numbers, _in_image(boxes, width, height))
 
     def finish(self, crops: Tensor, uniforms: Tensor | Float32Array) -> Tensor:
-        """The views of images that are cut to their `box` already: uint8 [B, C, image_size, image_size]."""
+        """Views of images that were already cropped to their `box`: uint8 [B, C, image_size, image_size]."""
         return self._render(crops, _on_host(uniforms))
 
     def crops(self, uniforms: Float32Array) -> Sequence[ChosenBox]:
-        """Crop and flip of each image, float32 [B, num_uniforms], which give a box once the image's size is known."""
+        """Crop and flip of each image, of uniforms float32 [B, num_uniforms]; they give a box for an image's size."""
         config = self.config
         return draw_crops(
             uniforms[:, _AREAS],
@@ -175,7 +175,7 @@ class Augmentation:
 
     @torch.no_grad()
     def _render(self, images: Tensor, uniforms: Float32Array, boxes: Float32Array | None = None) -> Tensor:
-        """Views of uint8 images, cropped to `boxes` where they are not cut already."""
+        """Views of uint8 images, cropped to `boxes` unless they already are."""
         parts = [_nothing(uniforms) if boxes is None else boxes, *self._colour(uniforms, images.shape[1])]
         numbers = to_device(np.concatenate(parts, axis=1), images.device)
         widths = [part.shape[1] for part in parts]
@@ -183,10 +183,10 @@ class Augmentation:
         return views
 
     def _colour(self, uniforms: Float32Array, channels: int) -> tuple[Float32Array, ...]:
-        """Blends before the turn of the hue, the turn, blends after it, and the blur, as `_views` takes them.
+        """Blends before the rotation of the hue, the rotation, blends after it, and the blur, as `_views` takes them.
 
-        Brightness, contrast and saturation come in the visit's order and the hue once, so there is a place for each of
-        the three on either side of it. A place that a visit does not need leaves the image as it is.
+        Brightness, contrast, saturation and the hue are applied in the visit's order, so each of the first three has a
+        place on both sides of the hue. A place that a visit does not use leaves the image unchanged.
         """
         config, rows = self.config, np.arange(len(uniforms))
         if not config.strong:
@@ -216,9 +216,9 @@ class Augmentation:
         )
 
     def _taps(self, uniforms: Float32Array) -> Float32Array:
-        """Weights of the blur, float32 [B, taps]; where there is none, 1 in the middle."""
+        """Weights of the blur, float32 [B, taps]; without a blur, 1 in the middle."""
         low, high = self.config.blur_sigma
-        # SimCLR's: the kernel is a tenth of the side; of a single pixel there is nothing to mirror.
+        # as in SimCLR, the kernel is a tenth of the side; an image of one pixel cannot be mirrored
         radius = min(max(1, self.image_size // 10 // 2), self.image_size - 1)
         sigma = low + (high - low) * uniforms[:, [_Column.BLUR_SIGMA]].astype(np.float64)
         distance = np.arange(-radius, radius + 1)
@@ -229,7 +229,7 @@ class Augmentation:
 
 
 class Unchanged(Augmentation):
-    """Images as they are, or the centre squares of those that are decoded: to measure everything else."""
+    """Leaves images unchanged, or takes the centre squares of decoded ones: to measure everything else."""
 
     def __init__(self, image_size: int, pixels: PixelScale = MINUS_ONE_TO_ONE) -> None:
         super().__init__(AugmentationConfig(strong=False), image_size, pixels)
@@ -259,9 +259,9 @@ def _symmetric(uniforms: Float32Array) -> Float32Array:
 
 
 def _in_image(boxes: Sequence[Box], width: int, height: int) -> Float32Array:
-    """Centres, x and y, and half the sides of boxes: float32 [B, 4], where the image spans -1..1 both ways.
+    """Centres, x and y, and half the sides of boxes: float32 [B, 4], where the image spans -1..1 in both directions.
 
-    A half width is negative where the box is flipped.
+    A half width is negative if the box is flipped.
     """
     left, top, right, bottom, flipped = np.array(boxes, np.float64).reshape(-1, 5).T
     half_width = np.where(flipped, left - right, right - left) / width
@@ -270,14 +270,14 @@ def _in_image(boxes: Sequence[Box], width: int, height: int) -> Float32Array:
     ).astype(np.float32)
 
 
-# ---- on the device: no shape depends on a value, and nothing is asked back
+# ---- on the device: no shape depends on a value, and no value is read back
 
 
 def _views(images: Tensor, numbers: Tensor, scale: Tensor, shift: Tensor, widths: list[int], image_size: int) -> Tensor:
-    """Normalised views of uint8 images [B, C, H, W], made by `numbers` float32 [B, sum(widths)].
+    """Normalised views of uint8 images [B, C, H, W] with the parameters `numbers`, float32 [B, sum(widths)].
 
-    These are in turn: a box (4, see `_in_image`), blends (3 each), a turn of the hue (1), blends, weights of a blur;
-    each part may be missing.
+    The parameters are, in order: a box (4, see `_in_image`), blends (3 each), a rotation of the hue (1), blends,
+    weights of a blur; each part may be missing.
     """
     boxes, before, turn, after, taps = torch.split(numbers, widths, dim=1)
     views = images.float() / 255
@@ -285,7 +285,7 @@ def _views(images: Tensor, numbers: Tensor, scale: Tensor, shift: Tensor, widths
         views = _crop(views, boxes, image_size)
     views = _blend(views, before)
     if turn.shape[1]:
-        views = _turn_hue(views, turn[:, :, None, None])
+        views = _rotate_hue(views, turn[:, :, None, None])
     views = _blend(views, after)
     if taps.shape[1]:
         views = _blur(views, taps)
@@ -293,7 +293,7 @@ def _views(images: Tensor, numbers: Tensor, scale: Tensor, shift: Tensor, widths
 
 
 def _crop(images: Tensor, boxes: Tensor, side: int) -> Tensor:
-    """Each image's box as side × side pixels, bilinearly."""
+    """Resamples each image's box to side × side pixels, bilinearly."""
     x, y, half_width, half_height = boxes[:, :, None].unbind(dim=1)  # (B, 1) each
     pixels = (2 * torch.arange(side, device=images.device) + 1) / side - 1  # centres, where the box spans -1..1
     columns, rows = x + half_width * pixels, y + half_height * pixels  # (B, side) each
@@ -304,7 +304,7 @@ def _crop(images: Tensor, boxes: Tensor, side: int) -> Tensor:
 
 
 def _blend(views: Tensor, blends: Tensor) -> Tensor:
-    """Sums, cut to 0..1, of an image, its grey and the mean of its grey, by three weights; one blend after another.
+    """Weighted sums, clamped to 0..1, of an image, its grey and the mean of its grey; one blend after another.
 
     Brightness, contrast, saturation and greyness are such sums (torchvision's _blend).
     """
@@ -318,11 +318,11 @@ def _blend(views: Tensor, blends: Tensor) -> Tensor:
     return views
 
 
-def _turn_hue(views: Tensor, turn: Tensor) -> Tensor:
-    """Turns the hue of colour images in 0..1 by parts of the circle [B, 1, 1, 1]; value and saturation stay.
+def _rotate_hue(views: Tensor, turn: Tensor) -> Tensor:
+    """Rotates the hue of colour images in 0..1 by fractions of the circle [B, 1, 1, 1]; keeps value and saturation.
 
-    HSV as of Smith (SIGGRAPH 1978), in sixths of the circle: a channel is the value less the chroma times a trapezium
-    of the hue's distance from the channel's own, which is 0 for red, 2 for green and 4 for blue.
+    HSV of Smith (SIGGRAPH 1978), in sixths of the circle: a channel is the value minus the chroma times a trapezoid
+    function of the distance between the hue and the channel's own hue: 0 for red, 2 for green, 4 for blue.
     """
     red, green, blue = torch.split(views, 1, dim=1)
     value = views.amax(dim=1, keepdim=True)
@@ -330,14 +330,14 @@ def _turn_hue(views: Tensor, turn: Tensor) -> Tensor:
     raw = torch.where(
         value == red, green - blue, torch.where(value == green, blue - red + 2 * chroma, red - green + 4 * chroma)
     )
-    hue = raw / (chroma + (chroma == 0)) + 6 * turn  # torch.where would wait until a GPU has a number of the host's
+    hue = raw / (chroma + (chroma == 0)) + 6 * turn  # torch.where would wait for a number to reach the GPU
     distance = hue - 2 * torch.arange(3, device=views.device).view(-1, 1, 1)  # (B, 3, H, W)
     distance = (distance - 6 * torch.round(distance / 6)).abs()  # within half the circle
     return value - chroma * (distance - 1).clamp(0, 1)
 
 
 def _blur(views: Tensor, taps: Tensor) -> Tensor:
-    """Each image convolved with its weights [B, taps] both ways; what lies outside is mirrored at the edges."""
+    """Convolves each image with its weights [B, taps] in both directions; pixels are mirrored at the edges."""
     radius = taps.shape[1] // 2
     planes = F.pad(views, (radius,) * 4, mode="reflect").transpose(0, 1)  # a group for each image: (C, B, H, W)
     planes = F.conv2d(planes, taps[:, None, None, :], groups=len(taps))

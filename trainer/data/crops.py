@@ -1,8 +1,8 @@
 """Random resized crops: the distribution of torchvision's RandomResizedCrop, as a function of uniform numbers.
 
-Which of the tried shapes is the first to fit must not depend on the processor: one unit in the last place would make
-another view of it. So crops are whole pixels, found on the host in float64 by sums, products, quotients and square
-roots alone, which IEEE 754 rounds alike everywhere. NumPy's `exp` and `log` are not: they differ from kernel to kernel.
+The first shape that fits must not depend on the processor: one unit in the last place could choose another. Crops are
+therefore whole pixels, computed on the host in float64 from sums, products, quotients and square roots only, which IEEE
+754 rounds identically everywhere. NumPy's `exp` and `log` differ between its kernels.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from trainer.data.decode import Box, centre
 from weightserver.core.arrays import Float32Array, Float64Array
 
 NUM_TRIES = 10
-"""Shapes that are tried before the centre is taken, as in torchvision."""
+"""Number of shapes to try before taking the centre, as in torchvision."""
 _HALVINGS, _TERMS = 5, 12
 
 
 class ChosenBox(Protocol):
-    """Which part of an image a visit sees, once the image's size is known."""
+    """The part of an image that a visit sees, as a function of the image's size."""
 
     def box(self, width: int, height: int) -> Box: ...
 
 
 @dataclass
 class RandomCrop:
-    """One visit's crop of an image whose size is yet to be known."""
+    """One visit's crop of an image of unknown size."""
 
     areas: Sequence[float]
-    """Of the shapes to try in turn, as parts of the image's."""
+    """Areas of the shapes to try in turn, as fractions of the image."""
     ratios: Sequence[float]
-    """Of width to height, of the same shapes."""
+    """Ratios of width to height of the same shapes."""
     left: float
-    """Where the crop lies within the room that it has, in [0, 1)."""
+    """Position of the crop within its possible range, in [0, 1); `top` likewise."""
     top: float
     flipped: bool
     max_ratio: float
 
     def box(self, width: int, height: int) -> Box:
-        """The first shape that fits into width × height pixels, or the largest in the centre whose ratio is in range.
+        """The first shape that fits into width × height pixels, otherwise the largest centred one with a valid ratio.
 
-        All in whole pixels: sides are rounded before they are compared with the image's.
+        Sides are rounded to whole pixels before they are compared with the image's.
         """
         for area, ratio in zip(self.areas, self.ratios, strict=True):
             pixels = area * (width * height)
@@ -64,7 +64,7 @@ class RandomCrop:
 
 
 class Centre:
-    """The largest square in the middle, whatever the visit."""
+    """The largest square in the middle, for every visit."""
 
     def box(self, width: int, height: int) -> Box:
         return centre(width, height)
@@ -87,7 +87,7 @@ def draw_crops(
     """
     area = scale[0] + (scale[1] - scale[0]) * areas.astype(np.float64)
     ratio = _exp((2 * ratios.astype(np.float64) - 1) * _log(max_ratio))
-    # Lists, because NumPy is slow with the few numbers of one image.
+    # lists, because NumPy is slow with the few numbers of one image
     each = zip(area.tolist(), ratio.tolist(), lefts.tolist(), tops.tolist(), flipped.tolist(), strict=True)
     return [RandomCrop(*numbers, max_ratio) for numbers in each]
 

@@ -1,12 +1,10 @@
-"""The data sets the trainer knows, and where it looks for each."""
+"""Data sets by name, and the places where the trainer looks for each."""
 
 import hashlib
 import io
 import itertools
 import os
-import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -34,9 +32,9 @@ CACHE_DIRECTORY = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache
 DEBIAN_PACKAGE = "dataset-fashion-mnist"
 CONNECT_TIMEOUT_SECONDS = 10.0
 _DIGESTED_IMAGES = 1_000
-"""Training images in memory, spread over all, of which a digest is taken."""
+"""Number of images in memory, evenly spread, that the digest of a data set covers."""
 
-# File, number of axes, MD5 of the decompressed Fashion-MNIST file (the same for every way of packing it).
+# File, number of axes, MD5 of the decompressed Fashion-MNIST file (independent of its compression).
 _FILES = {
     "train-images-idx3-ubyte": (3, "f4a8712d7a061bf5bd6d2ca38dc4d50a"),
     "train-labels-idx1-ubyte": (1, "9018921c3c673c538a1fc5bad174d6f9"),
@@ -46,7 +44,7 @@ _FILES = {
 
 
 class TrainImages(Protocol):
-    """N images to train on: a tensor uint8 [N, C, H, W], or what stands in for one that no memory would hold."""
+    """N training images: a tensor uint8 [N, C, H, W], or an equivalent for images that do not fit into memory."""
 
     def __len__(self) -> int: ...
 
@@ -58,58 +56,58 @@ class TrainImages(Protocol):
         """N, C, H, W."""
 
     def to(self, device: torch.device, /) -> "TrainImages":
-        """The same images, given on `device` and asked for by ids there."""
+        """The same images on `device`; ids are on `device` too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Images and, but for generated ones, their labels. Training never reads a label; evaluation does."""
+    """Images and, except for generated ones, their labels. Training never reads a label; evaluation does."""
 
     train_images: TrainImages
-    """uint8 [N, C, H, W]; of those that are decoded, the centre squares."""
+    """uint8 [N, C, H, W]; for decoded images, their centre squares."""
     train_labels: LabelsField = LabelsField()  # noqa: RUF009 - a descriptor
-    """int64 [N]; [0] where there are no labels, and then no test images either. Stored ones are read when needed."""
+    """int64 [N], or [0] without labels, and then without test images. Stored labels are read when needed."""
     test_images: TrainImages
-    """uint8 [M, C, H, W]; nothing is ever chosen on these."""
+    """uint8 [M, C, H, W]; no setting is ever chosen on these."""
     test_labels: LabelsField = LabelsField()  # noqa: RUF009 - a descriptor
     """int64 [M]."""
     range_sizes: tuple[int, ...] = ()
-    """Numbers of images that were added one after another; empty where all came at once."""
+    """Numbers of images in the ranges in which they were added; empty if all were added at once."""
     digests: tuple[str, ...] = ()
-    """One for each of `ranges`, which tells its images from others; empty where settings alone make them."""
+    """One for each of `ranges`, which identifies its images; empty if the settings alone do."""
     order_seed: int | None = None
-    """Seed of the order in which the images are stored; None where any order is as good."""
+    """Seed of the order in which the images are stored; None if any order will do."""
     evaluated_side: int | None = None
-    """Side of an image's centre that evaluation takes; None for all of it."""
-    untested: str = "these images have no test images beside them"
-    """Why there are no test images, where there are none."""
+    """Side of the centre square that evaluation uses; None for the whole image."""
+    untested: str = "this data set has no test images"
+    """The reason why there are no test images."""
 
     @property
     def ranges(self) -> tuple[int, ...]:
-        """Numbers of images that came together, one after another."""
+        """Numbers of images in the ranges in which they were added."""
         return self.range_sizes or (len(self.train_images),)
 
     @property
     def pixels(self) -> PixelScale:
-        """The scale for encoders of these images: their own where they are in memory, ImageNet's for decoded ones."""
+        """The scale for encoders of these images: their own for images in memory, ImageNet's for decoded ones."""
         if isinstance(self.train_images, Tensor):
             return measured(self.train_images)
         return MINUS_ONE_TO_ONE if isinstance(self.train_images, SyntheticImages) else IMAGENET
 
     @property
     def labelled(self) -> bool:
-        return len(vars(self)["train_labels"]) > 0  # without reading those that are stored
+        return len(vars(self)["train_labels"]) > 0  # without reading stored ones
 
     def check_labelled(self, *, tested: bool = False) -> None:
-        """Raises ValueError where there are no labels to evaluate with, or, if `tested`, no test images."""
+        """Raises ValueError without labels to evaluate with, or, if `tested`, without test images."""
         if not self.labelled:
             kind = "generated" if isinstance(self.train_images, SyntheticImages) else "these"
             raise ValueError(f"{kind} images have no labels: train without evaluations, or choose another --dataset")
         if tested and not len(self.test_images):
-            raise ValueError(f"{self.untested}: train with --no-evaluate, or add some that fit")
+            raise ValueError(f"{self.untested}: train with --no-evaluate, or add matching ones")
 
     def first(self, num_images: int) -> "Dataset":
-        """The images of the first ranges, as before others were added; all where no ranges have as many."""
+        """The images of the first ranges, as before others were added; all images if no ranges have that many."""
         ends = list(itertools.accumulate(self.range_sizes))
         if num_images not in ends or not isinstance(self.train_images, DecodedImages):
             return self
@@ -123,7 +121,7 @@ class Dataset:
         )
 
     def order(self, order_seed: int) -> RangesOrder:
-        """Which row belongs to which image. Raises ValueError where the images are stored in another seed's order."""
+        """The map between rows and images. Raises ValueError if the images are stored in another seed's order."""
         if self.order_seed not in (None, order_seed):
             raise ValueError(
                 f"the images are packed in the order of seed {self.order_seed}, not {order_seed}: "
@@ -141,19 +139,22 @@ def load_dataset(
     seed: int = 0,
     decode_threads: int | None = None,
 ) -> Dataset:
-    """Loads a data set by name, from `directory` when given, else from wherever the name says it may be had.
+    """Loads a data set by name, from `directory` if given, otherwise from the usual places.
 
-    fashion-mnist: `directory`, else the system's copy, the cache of an earlier download, torchvision's download, and
-    as a last resort, announced on stderr, the Debian package where we are root. Every copy's checksum is verified.
-    idx: any four files named like MNIST's in `directory` (needed), with no checksum.
-    synthetic: `num_images` (needed) colour images of `image_size` pixels, generated from `seed`, without labels; the
-    num_images is refused elsewhere, and seed means nothing there.
-    folder: images in `directory`, a folder or a list of them, or in its train/ with test images in test/ or val/.
-    packed: what `python -m trainer.data pack` made in `directory`, with test images packed in its test/.
-    These two are decoded when they are asked for, in colour: crops of the whole image to train on, centres to evaluate;
-    by `decode_threads`, or this rank's share of the cores (`trainer.cores`).
-    Their test images have to be of the first of the training images' classes, and are left away otherwise.
-    Raises DataNotFoundError (a ValueError) in one line that says what was tried and what to do.
+    fashion-mnist: `directory`; otherwise the system's copy, the cache of an earlier download, or torchvision's
+    download. The checksums are verified. idx: any four files named like MNIST's in `directory` (required), without
+    checksums. synthetic: `num_images` (required, for this data set only) colour images of `image_size` pixels,
+    generated from `seed` (used by this data set only), without labels. folder: images in `directory`, a folder or a
+    list of them, or in its train/ with test images in test/ or val/. packed: the output of `python -m trainer.data
+    pack` in `directory`, with test images packed in its test/.
+
+    Images of the last two are decoded in colour for each use: crops of the whole image for training, centres for
+    evaluation; by `decode_threads`, or this rank's share of the cores (`trainer.cores`). Test images whose classes are
+    not the first of the training images' classes are omitted.
+
+    Raises:
+        DataNotFoundError: a ValueError; its line says what was tried and what to do.
+        ValueError: an unknown name, or arguments that do not apply.
     """
     if name == SYNTHETIC:
         return _make_synthetic(directory, num_images, image_size, seed)
@@ -161,19 +162,19 @@ def load_dataset(
         known = sorted([*DATASETS, *DECODED, SYNTHETIC])
         raise ValueError(f"unknown data set {name!r}: choose one of {', '.join(known)}")
     if num_images is not None:
-        raise ValueError(f"data set {name!r} has its own number of images: leave --num-images away")
+        raise ValueError(f"data set {name!r} has its own number of images: omit --num-images")
     if name in DECODED:
         if directory is None:
-            raise DataNotFoundError(f"data set {name!r} needs a folder: name the one with the images by --data-dir")
+            raise DataNotFoundError(f"data set {name!r} needs a folder: give --data-dir with the images")
         return DECODED[name](directory, image_size, decode_threads)
     return DATASETS[name](directory)
 
 
 def _make_synthetic(directory: Path | None, num_images: int | None, image_size: int, seed: int) -> Dataset:
     if directory is not None:
-        raise ValueError(f"data set {SYNTHETIC!r} is generated: leave --data-dir {directory} away")
+        raise ValueError(f"data set {SYNTHETIC!r} is generated: omit --data-dir {directory}")
     if num_images is None:
-        raise ValueError(f"data set {SYNTHETIC!r} has as many images as you like: give --num-images")
+        raise ValueError(f"data set {SYNTHETIC!r} needs a number of images: give --num-images")
     return Dataset(
         train_images=SyntheticImages(num_images=num_images, image_size=image_size, seed=seed),
         train_labels=torch.empty(0, dtype=torch.int64),
@@ -196,10 +197,10 @@ _NO_LABELS = StoredLabels(0, lambda: torch.empty(0, dtype=torch.int64))
 class _Stored(NamedTuple):
     images: DecodedImages
     labels: StoredLabels
-    """As many as images, or none."""
+    """One for each image, or none."""
     classes: tuple[str, ...]
     digests: tuple[str, ...]
-    """Of each range of images."""
+    """One for each range of images."""
 
 
 def _listed(source: Path, side: int, threads: int | None) -> _Stored:
@@ -207,7 +208,7 @@ def _listed(source: Path, side: int, threads: int | None) -> _Stored:
     lines = io.BytesIO()
     lines.writelines(listing_lines(found.entries()))
     if not (content := lines.getvalue()):
-        raise DataNotFoundError(f"no images in {source}: give a folder or a list of images by --data-dir")
+        raise DataNotFoundError(f"no images in {source}: give --data-dir with a folder or a list of images")
     listing = Listing(content, found.root)
     labels = _labels_of(listing, found.labelled)
     return _Stored(DecodedImages(listing, side, threads=threads), labels, tuple(found.classes), (_digest(content),))
@@ -236,9 +237,9 @@ def _labels_of(images: Listing | PackedImages, labelled: bool) -> StoredLabels:
 
 
 def _decoded(train: _Stored, test: _Stored | None, test_directory: Path | None, **stored: Any) -> Dataset:
-    """A data set in which images without labels make all unlabelled, and leave nothing to test.
+    """A data set of decoded images. If training or test images have no labels, it has neither labels nor test images.
 
-    Test images of other classes than the first of the training images' are left away, until they are asked for.
+    Test images whose classes are not the first of the training images' classes are omitted.
     """
     if test and (train.classes[: len(test.classes)] != test.classes or bool(train.classes) != bool(test.classes)):
         stored["untested"] = f"the classes of the test images in {test_directory} are not those of the training images"
@@ -257,7 +258,7 @@ def _decoded(train: _Stored, test: _Stored | None, test_directory: Path | None, 
 
 def _load_idx(directory: Path | None) -> Dataset:
     if directory is None:
-        raise DataNotFoundError("data set 'idx' needs a folder: name the one with the four idx files by --data-dir")
+        raise DataNotFoundError("data set 'idx' needs a folder: give --data-dir with the four idx files")
     return _read_directory(directory, verify=False)
 
 
@@ -274,14 +275,9 @@ def _load_fashion_mnist(directory: Path | None) -> Dataset:
         return _read_directory(downloaded, verify=True)
     except (OSError, RuntimeError, URLError) as error:
         failures.append(f"download failed ({_one_line(error)})")
-    try:
-        _install_debian_package()
-        return _read_directory(SYSTEM_DIRECTORY, verify=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        failures.append(f"Debian package {DEBIAN_PACKAGE} not installed ({_one_line(error)})")
     raise DataNotFoundError(
-        f"fashion-mnist not found: {'; '.join(failures)}. Put the four .gz files of "
-        "github.com/zalandoresearch/fashion-mnist into a folder and name it by --data-dir"
+        f"fashion-mnist not found: {'; '.join(failures)}. Install the Debian package {DEBIAN_PACKAGE}, or put the four "
+        ".gz files of github.com/zalandoresearch/fashion-mnist into a folder and give it as --data-dir"
     )
 
 
@@ -291,7 +287,7 @@ def _is_complete(directory: Path) -> bool:
 
 def _read_directory(directory: Path, *, verify: bool) -> Dataset:
     if not directory.is_dir():
-        raise DataNotFoundError(f"no such folder: {directory}: give the one that holds {', '.join(_FILES)} (or .gz)")
+        raise DataNotFoundError(f"no such folder: {directory}: give the folder that holds {', '.join(_FILES)} (or .gz)")
     arrays = {}
     for name, (num_axes, md5) in _FILES.items():
         path = find_idx(directory, name)
@@ -301,7 +297,9 @@ def _read_directory(directory: Path, *, verify: bool) -> Dataset:
     train_images, train_labels, test_images, test_labels = arrays.values()
     for images, labels, kind in ((train_images, train_labels, "training"), (test_images, test_labels, "test")):
         if len(images) != len(labels) or len(images) == 0:
-            raise DataNotFoundError(f"{directory} has {len(images)} {kind} images and {len(labels)} labels for them")
+            raise DataNotFoundError(
+                f"{directory} has {len(images)} {kind} images but {len(labels)} labels: restore the original files"
+            )
     some = train_images[:: -(-len(train_images) // _DIGESTED_IMAGES)]
     return Dataset(
         digests=(_digest(some.numpy().tobytes()),),
@@ -317,7 +315,7 @@ def _digest(*contents: bytes) -> str:
 
 
 def _download() -> None:
-    """Downloads Fashion-MNIST by torchvision, which verifies each archive; quick to fail without a network."""
+    """Downloads Fashion-MNIST by torchvision, which verifies each archive; fails fast without a network."""
     print(f"downloading Fashion-MNIST into {CACHE_DIRECTORY}", file=sys.stderr)
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(CONNECT_TIMEOUT_SECONDS)
@@ -327,26 +325,12 @@ def _download() -> None:
         socket.setdefaulttimeout(before)
 
 
-def _install_debian_package() -> None:
-    """Installs the Debian package of the data set; raises OSError or SubprocessError where that cannot be done."""
-    if shutil.which("apt-get") is None:
-        raise OSError("no apt-get here")
-    if os.geteuid() != 0:
-        raise PermissionError(f"not root: run 'sudo apt-get install {DEBIAN_PACKAGE}'")
-    print(f"installing the Debian package {DEBIAN_PACKAGE} (the last resort)", file=sys.stderr)
-    install = ["apt-get", "install", "-y", "-q", "--no-install-recommends", DEBIAN_PACKAGE]
-    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    if subprocess.run(install, env=environment, capture_output=True, timeout=300).returncode != 0:
-        subprocess.run(["apt-get", "update", "-q"], env=environment, capture_output=True, timeout=300, check=True)
-        subprocess.run(install, env=environment, capture_output=True, timeout=300, check=True)
-
-
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
 DATASETS: dict[str, Callable[[Path | None], Dataset]] = {"fashion-mnist": _load_fashion_mnist, "idx": _load_idx}
-"""The labelled ones that are in memory."""
+"""Labelled data sets that are loaded into memory."""
 DECODED: dict[str, Callable[[Path, int, int | None], Dataset]] = {"folder": _load_folder, "packed": _load_packed}
-"""Those that are decoded when they are asked for."""
+"""Data sets whose images are decoded for each use."""
 SYNTHETIC = "synthetic"

@@ -1,7 +1,7 @@
-"""Encoded images as pixels: whatever Pillow reads, as colour squares, each cut out and resized in one antialiased step.
+"""Decodes images that Pillow can read into colour squares, each cropped and resized in one antialiased step.
 
-The centre square is "shorter side to `side`, then centre crop" without a long side that could fill the memory. Other
-than torchvision's resized_crop, resizing looks at the pixels around a box too, as resizing all and cropping then does.
+The centre square equals "shorter side to `side`, then centre crop", without a long side that could fill the memory.
+Unlike torchvision's resized_crop, resizing also uses the pixels around a box, like resizing the whole image first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 _SUFFIX_OF_FORMAT = {
     "JPEG": "jpg",
-    "MPO": "jpg",  # a JPEG with further pictures behind it
+    "MPO": "jpg",  # a JPEG followed by further pictures
     "PNG": "png",
     "WEBP": "webp",
     "GIF": "gif",
@@ -27,17 +27,17 @@ _SUFFIX_OF_FORMAT = {
     "TIFF": "tif",
     "PPM": "ppm",
 }
-"""The formats that are read, and how webdataset's decoders call each; Pillow is asked for no other."""
+"""The supported formats, with the suffixes by which webdataset's decoders know them; no other format is opened."""
 _OPENED = [name for name in _SUFFIX_OF_FORMAT if name != "MPO"]
 IMAGE_SUFFIXES = frozenset(
     (".jpg", ".jpeg", ".jpe", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm")
 )
-"""Endings, in lower case, of the files that are taken for images."""
-warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # at twice as many pixels an image is refused
+"""Lower-case suffixes of the files that count as images."""
+warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # an image of twice as many pixels is refused
 
 
 class BrokenImageError(ValueError):
-    """Bytes that are no image, not a whole one, or of pixels without a range; the message says why, in one line."""
+    """Bytes that are not an image, not a complete one, or whose pixels have an unknown range; one line says why."""
 
 
 class Box(NamedTuple):
@@ -52,16 +52,16 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Crop:
-    """A square to make of an image."""
+    """A square to cut out of an image."""
 
     side: int
-    """In pixels."""
+    """Side of the result in pixels."""
     box: Callable[[int, int], Box]
-    """Which part of it, by the image's width and height."""
+    """The part of the image, as a function of its width and height."""
 
 
 def max_broken(num_images: int) -> int:
-    """Broken images to bear with: 100, or a hundredth of them where that is more."""
+    """Maximum number of broken images: 100, or one percent if that is more."""
     return max(100, num_images // 100)
 
 
@@ -73,12 +73,12 @@ def centre(width: int, height: int) -> Box:
 
 
 def decoded_side(image_size: int) -> int:
-    """Side of the squares of whose centres evaluation takes `image_size`: 256 for 224, and so in proportion."""
+    """Side of the decoded squares whose centres of `image_size` evaluation uses: 256 for 224, and in proportion."""
     return round(image_size * 256 / 224)
 
 
 def check(content: bytes) -> str:
-    """Decodes all of an encoded image and returns its format's suffix, such as 'jpg'; BrokenImageError otherwise."""
+    """Decodes a whole image and returns its format's suffix, such as 'jpg'. Raises BrokenImageError if it cannot."""
     with _foreign():
         image = _open(content)
         ImageOps.exif_transpose(image, in_place=True)
@@ -86,13 +86,13 @@ def check(content: bytes) -> str:
 
 
 def decode(content: bytes, crops: Sequence[Crop]) -> list[NDArray[np.uint8]]:
-    """Squares of an encoded image, which is decoded once: uint8 [3, side, side] each.
+    """Decodes an image once and cuts squares out of it: uint8 [3, side, side] each.
 
-    Turned upright by its EXIF orientation; grey, palette, CMYK and 16-bit images become RGB, transparency is dropped. A
-    JPEG is decoded at an eighth, a quarter or half of its size where no crop needs more pixels.
+    The image is rotated by its EXIF orientation; grey, palette, CMYK and 16-bit images become RGB, transparency is
+    dropped. A JPEG is decoded at an eighth, a quarter or half of its size if no crop needs more pixels.
 
     Raises:
-        BrokenImageError: no image, or not a whole one.
+        BrokenImageError: not an image, or an incomplete one.
     """
     with _foreign():
         image = _open(content)
@@ -102,7 +102,7 @@ def decode(content: bytes, crops: Sequence[Crop]) -> list[NDArray[np.uint8]]:
     reduction = next((factor for factor in (8, 4, 2) if factor <= spare), 1)
     with _foreign():
         if image.draft(None, (image.width // reduction, image.height // reduction)) is None:
-            reduction = 1  # it is no JPEG
+            reduction = 1  # not a JPEG
         ImageOps.exif_transpose(image, in_place=True)
         pixels = _rgb(image)
         return [_cut(pixels, box, crop.side, reduction) for crop, box in zip(crops, boxes, strict=True)]
@@ -119,26 +119,26 @@ def _open(content: bytes) -> Image.Image:
         raise BrokenImageError("the file is empty")
     image = Image.open(io.BytesIO(content), formats=_OPENED)
     if image.mode == "F" or (image.mode == "I" and image.format == "TIFF"):
-        raise BrokenImageError(f"pixels of mode {image.mode}, whose range nothing says: store 8 or 16 bits a channel")
+        raise BrokenImageError(f"pixels of mode {image.mode} have an unknown range: store 8 or 16 bits per channel")
     return image
 
 
 def _upright_size(image: Image.Image) -> tuple[int, int]:
-    """Width and height of an image that is opened and not loaded, as they are once it is upright."""
+    """Width and height that an image, opened but not loaded, will have once it is upright."""
     width, height = image.size
     lies = image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
-    return (height, width) if lies and image.format != "TIFF" else (width, height)  # Pillow turns TIFFs itself
+    return (height, width) if lies and image.format != "TIFF" else (width, height)  # Pillow rotates TIFFs itself
 
 
 @contextmanager
 def _foreign() -> Iterator[None]:
-    """Whatever a decoder raises, because of bytes that may be anything, is a BrokenImageError."""
+    """Turns any error of a decoder into a BrokenImageError: the bytes may be anything."""
     try:
         yield
     except (MemoryError, BrokenImageError):
         raise
     except UnidentifiedImageError:
-        raise BrokenImageError("no image of a known format") from None
+        raise BrokenImageError("not an image of a known format") from None
     except Exception as error:  # noqa: BLE001 - foreign bytes can make a decoder raise anything
         raise BrokenImageError(" ".join(str(error).split()) or type(error).__name__) from None
 

@@ -1,4 +1,4 @@
-"""Images that are decoded when they are asked for, so that a data set may be larger than any memory."""
+"""Images that are decoded for each use, so that a data set may be larger than the memory."""
 
 from __future__ import annotations
 
@@ -24,27 +24,29 @@ _MAX_TRIED = 1_000
 
 
 class EncodedImages(Protocol):
-    """N images as files' bytes: a `Listing` of files, or `PackedImages`. Thread-safe."""
+    """N encoded images: a `Listing` of files, or `PackedImages`. Thread-safe."""
 
     def __len__(self) -> int: ...
 
     def read(self, image: int, /) -> bytes:
-        """The encoded bytes of image 0..N-1. Raises OSError where they cannot be read."""
+        """The encoded bytes of image 0..N-1. Raises OSError if they cannot be read."""
 
     def name(self, image: int, /) -> str:
-        """What a message calls an image."""
+        """The name of an image in messages."""
 
     def positions(self, images: Int64Array, /) -> Int64Array:
-        """Numbers in whose order images (int64 [n]) are best read: int64 [n]."""
+        """Positions, int64 [n], in whose order images (int64 [n]) are read fastest."""
 
 
 class DecodedImages:
-    """Encoded images, decoded by threads for each batch: their centre squares to evaluate on, crops to train on.
+    """Encoded images, decoded by threads for each batch: centre squares for evaluation, crops for training.
 
-    Nothing is kept but the batch. An image that is broken, or cannot be read, is logged once and shown as the next
-    intact one by id, after the last the first: what packing does with it too, and with no more of them.
+    Only the batch is kept in memory. An image that is broken or cannot be read is logged once and replaced by the next
+    intact one by id (after the last, the first), with the same limit on their number as in packing.
 
-    `num_images` are the first of `images`, without it all; `threads` are without it this rank's share of the cores.
+    Args:
+        num_images: use only the first `num_images` images.
+        threads: default: this rank's share of the cores.
 
     Raises:
         ValueError: side below 1.
@@ -87,11 +89,13 @@ class DecodedImages:
         return squares
 
     def crops(self, images: Int64Array, augmentations: Sequence[Augmentation], uniforms: Float32Array) -> list[Tensor]:
-        """What each augmentation cuts out of images (int64 [n]): uint8 [n, 3, image_size, image_size] each.
+        """The crops of images (int64 [n]) by each augmentation: uint8 [n, 3, image_size, image_size] each.
 
-        `uniforms` are float32 [augmentations, n, num_uniforms]. Each image is decoded once. Raises as above.
+        `uniforms` are float32 [augmentations, n, num_uniforms]. Each image is decoded once.
+
+        Raises:
+            ValueError: too many of the images cannot be read.
         """
-
         chosen = [augment.crops(own) for augment, own in zip(augmentations, uniforms, strict=True)]
 
         def wanted(place: int) -> list[Crop]:
@@ -102,10 +106,10 @@ class DecodedImages:
         return self._squares(images, [augment.image_size for augment in augmentations], wanted)
 
     def _squares(self, images: Int64Array, sides: list[int], wanted: Callable[[int], list[Crop]]) -> list[Tensor]:
-        """The crops wanted of images[place], for every place: uint8 [n, 3, side, side] for each of `sides`."""
+        """The crops `wanted(place)` of images[place], for every place: uint8 [n, 3, side, side] for each of `sides`."""
         if len(images) and not 0 <= images.min() <= images.max() < len(self):
-            raise IndexError(f"images are asked for by ids in 0..{len(self) - 1}")
-        # What is copied to a GPU goes from pinned memory, while this thread goes on.
+            raise IndexError(f"ids of images must lie in 0..{len(self) - 1}")
+        # copies to a GPU from pinned memory do not block this thread
         pinned = self._device.type == "cuda"
         batches = [
             torch.empty((len(images), NUM_CHANNELS, side, side), dtype=torch.uint8, pin_memory=pinned) for side in sides
@@ -140,7 +144,7 @@ class DecodedImages:
             except (BrokenImageError, OSError) as error:
                 self._note_broken(shown, error)
         name = self._images.name(image)
-        raise ValueError(f"{name} and all {num_tried} images from it on are broken: is their disk there?")
+        raise ValueError(f"{name} and all {num_tried} images from it on are broken: check their disk")
 
     def _note_broken(self, image: int, error: Exception) -> None:
         with self._lock:
@@ -152,5 +156,6 @@ class DecodedImages:
         _log.warning("broken image: %s (%s)", name, error, extra={"image": image, "path": name, "why": str(error)})
         if num_broken > (limit := max_broken(len(self))):
             raise ValueError(
-                f"more than {limit} of {len(self)} images are broken, the last of them {name} ({error}): see to them"
+                f"more than {limit} of {len(self)} images are broken, the last of them {name} ({error}): "
+                "repair or remove them"
             )

@@ -1,7 +1,7 @@
-"""Packs of format 1, whose tars each have an index of their own, get the present form before anything is added to them.
+"""Converts packs of format 1, in which each tar has its own index, to the present format before images are added.
 
-Tars and lists of images stay as they are. The old indexes stay too, because a run may be reading them; nothing of the
-present form does, and they may be deleted when no run of before is left.
+Tars and lists of images are unchanged. The old indexes stay, because a run may be reading them; they may be deleted
+once all runs that were started before have ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weightserver.common.atomic_files import sha256
 
 
 def in_present_form(manifest: Manifest, directory: Path) -> Manifest:
-    """Writes the indexes of the present form and returns the manifest that names them, to be saved.
+    """Writes indexes in the present format and returns the manifest that names them, to be saved.
 
     Raises:
         ValueError: an index is missing or damaged.

@@ -20,15 +20,17 @@ class DataNotFoundError(ValueError):
 
 
 def find_idx(directory: Path, name: str) -> Path | None:
-    """Returns the file `name` or `name`.gz in `directory`, or None when neither is there."""
+    """Returns the file `name` or `name`.gz in `directory`, or None if neither exists."""
     return next((path for path in (directory / f"{name}.gz", directory / name) if path.is_file()), None)
 
 
 def read_idx(path: Path, num_axes: int, md5: str | None = None) -> NDArray[np.uint8]:
     """Returns the uint8 array [n, ...] of an idx file, plain or gzipped, with `num_axes` axes.
 
-    `md5`, if given, is checked against the decompressed file, so that it holds for every copy however it was packed.
-    Raises DataNotFoundError, naming the file, when it is truncated, damaged or not what it should be.
+    `md5`, if given, is that of the decompressed file, so that it is independent of the compression.
+
+    Raises:
+        DataNotFoundError: the file is truncated, damaged or another one.
     """
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()

@@ -1,4 +1,4 @@
-"""The index of a range of packed rows: an .npy file of records, of which a tar's are added when the tar is finished."""
+"""The index of a range of packed rows: an .npy file of records; each finished tar adds its own."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from weightserver.common.atomic_files import append_synced, atomic_write, sync
 
 INDEX = np.dtype([("offset", "<i8"), ("length", "<i8"), ("image", "<i8"), ("shown", "<i8"), ("label", "<i8")])
-"""Of a row: where its image's bytes are in the tar, the image's id, the id of the image that they are (another one
-where the image is broken), and the class of that one (−1 without)."""
+"""One record per row: where its image's bytes are in the tar, the image's id, the id of the image that is shown
+(another one if the image is broken), and the class of the image that is shown (−1 without labels)."""
 
 
 def create_index(path: Path, count: int, records: Iterable[bytes] = ()) -> None:
-    """Writes the index of a range of `count` rows, with the records that there are so far."""
+    """Writes the index of a range of `count` rows, with the records so far."""
 
     def write(partial: Path) -> None:
         with partial.open("wb") as file:
@@ -30,17 +30,17 @@ def create_index(path: Path, count: int, records: Iterable[bytes] = ()) -> None:
 
 
 def add_records(path: Path, records: NDArray[np.void]) -> str:
-    """Adds the records of a tar, `INDEX` [n], and syncs them; returns their SHA-256."""
+    """Appends the records of a tar, `INDEX` [n], and syncs them; returns their SHA-256."""
     content = records.tobytes()
     append_synced(path, content)
     return hashlib.sha256(content).hexdigest()
 
 
 def cut_index(path: Path, count: int, num_packed: int) -> None:
-    """Leaves the first `num_packed` records of an index of `count` rows, before others are added.
+    """Truncates an index of `count` rows to its first `num_packed` records, before others are added.
 
     Raises:
-        ValueError: they are not there.
+        ValueError: the index has fewer records.
     """
     if num_packed == 0 and not path.exists():
         create_index(path, count)
@@ -52,10 +52,10 @@ def cut_index(path: Path, count: int, num_packed: int) -> None:
 
 
 def map_index(path: Path, count: int) -> NDArray[np.void]:
-    """The records of an index of `count` rows, `INDEX` [count], as the file's own pages: nothing is read yet.
+    """Maps the records of an index of `count` rows, `INDEX` [count], without reading them yet.
 
     Raises:
-        ValueError: it cannot be read, or is not the index of so many rows.
+        ValueError: it cannot be read, or is not the index of that many rows.
     """
     try:
         index: NDArray[np.void] = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -67,10 +67,10 @@ def map_index(path: Path, count: int) -> NDArray[np.void]:
 
 
 def read_records(path: Path, count: int, start: int, stop: int) -> bytes:
-    """Records start … stop−1 of an index of `count` rows, those of them that are there.
+    """Reads records start … stop−1 of an index of `count` rows, as far as they exist.
 
     Raises:
-        ValueError: it cannot be read, or is not the index of so many rows.
+        ValueError: it cannot be read, or is not the index of that many rows.
     """
     start, stop = (_records_start(path, count) + record * INDEX.itemsize for record in (start, stop))
     with path.open("rb") as file:
@@ -79,7 +79,7 @@ def read_records(path: Path, count: int, start: int, stop: int) -> bytes:
 
 
 def _header(count: int) -> bytes:
-    """That of an .npy file of `count` records."""
+    """Header of an .npy file of `count` records."""
     header = io.BytesIO()
     descr = np.lib.format.dtype_to_descr(INDEX)
     np.lib.format.write_array_header_1_0(header, {"descr": descr, "fortran_order": False, "shape": (count,)})

@@ -1,4 +1,4 @@
-"""Labels of stored images, read when they are first asked for: training asks for none."""
+"""Labels of stored images, read on first use: training never reads them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StoredLabels:
-    """Labels whose number is known before they are read."""
+    """Labels of known number that are not read yet."""
 
     count: int
     """N."""
     read: Callable[[], Tensor]
-    """Returns them, int64 [N]."""
+    """Reads the labels, int64 [N]."""
 
     def __len__(self) -> int:
         return self.count
 
 
 class LabelsField:
-    """A dataclass field that is given as a tensor, int64 [N], or as `StoredLabels`, and always read as a tensor."""
+    """A dataclass field that is set to a tensor, int64 [N], or to `StoredLabels`, and always read as a tensor."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -32,7 +32,7 @@ class LabelsField:
 
     def __get__(self, instance: object, owner: type | None = None) -> Tensor:
         if instance is None:
-            raise AttributeError(self._name)  # by this a dataclass knows that the field has no default
+            raise AttributeError(self._name)  # tells the dataclass that the field has no default
         labels: Tensor | StoredLabels = vars(instance)[self._name]
         if isinstance(labels, StoredLabels):
             labels = vars(instance)[self._name] = labels.read()

@@ -1,7 +1,7 @@
-"""Finds images: in a tree of folders, in tars per class, or by a list of paths; always in the same order.
+"""Lists images in a tree of folders, in one tar per class, or in a list of paths; always in the same order.
 
-The order of ids is that of names: folders and files of a folder by their names' code points, a tar's members as they
-stand in it, a list's lines as they stand there.
+Ids follow the order of names: folders and files by the code points of their names, members of a tar and lines of a list
+in their own order.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from weightserver.core.arrays import Int64Array
 _log = logging.getLogger(__name__)
 NO_LABEL = -1
 _MAX_DIGITS = 18
-"""Of a label, which is an int64."""
+"""Maximum length of a label, which is an int64."""
 _SCANNED_BYTES = 1 << 26
 
 
 class Entry(NamedTuple):
-    """Where an image's bytes are."""
+    """The location of an image's bytes."""
 
     label: int
-    """Number of its class; −1 without one."""
+    """Number of its class; −1 without labels."""
     offset: int
-    """In the tar; −1 for a file of its own."""
+    """Offset in the tar; −1 for a plain file."""
     length: int
-    """In the tar; −1 for a file of its own."""
+    """Length in the tar; −1 for a plain file."""
     path: str
-    """Of the file or tar, relative to the source's folder unless it is absolute."""
+    """Path of the file or tar, relative to the source's folder unless it is absolute."""
     member: str
-    """Name in the tar; empty for a file of its own."""
+    """Name in the tar; empty for a plain file."""
 
 
 class ImageSource:
-    """A tree of images, or a list of them: a folder, or a text file with a path a line and optional labels.
+    """A tree of images, or a list of them: a folder, or a text file with one path per line and optional labels.
 
-    Where a folder has only folders and tars in it, each of them is a class, by its name (without .tar), as in
-    ImageNet-1K and in ImageNet-11K/22K's folders or tars of synsets; where it has images, they have no labels. A list's
-    lines are `path`, or `path<tab or blank>label` with a label of 0 or more, all of one kind; paths are relative to the
-    list's folder, and one that stands there again is left out. `labelled` False leaves labels away. `classes` are those
-    known before, whose numbers stay.
+    If a folder contains only folders and tars, each of them is a class, by its name (without .tar), as in ImageNet-1K
+    and in ImageNet-11K/22K's folders or tars of synsets; if it contains images, they have no labels. The lines of a
+    list are `path`, or `path<tab or blank>label` with a label of 0 or more, all of one kind; paths are relative to the
+    list's folder, and repeated paths are omitted. `labelled` False discards labels. `classes` are already known, and
+    keep their numbers.
 
     Raises:
         ValueError: no such file or folder.
@@ -66,11 +66,11 @@ class ImageSource:
         self.labelled = labelled and (bool(folders) or (self.is_list and _list_has_labels(source)))
         names = [name.removesuffix(".tar") for name in folders] if self.labelled else []
         self.classes = [*classes, *sorted(set(names) - set(classes))]
-        """Names of the classes by number; none for a list, whose labels are numbers."""
+        """Names of the classes by number; empty for a list, whose labels are numbers."""
         self.kind = kind_of_labels(self.labelled, names)
 
     def entries(self) -> Iterator[Entry]:
-        """The images in the order of their ids. Raises ValueError for what cannot be listed."""
+        """The images in the order of their ids. Raises ValueError if they cannot be listed."""
         if self.is_list:
             yield from _list_entries(self.source, self.labelled)
             return
@@ -78,7 +78,7 @@ class ImageSource:
         for child in _sorted(self.root):
             label = numbers.get(child.name.removesuffix(".tar"), NO_LABEL) if self.labelled else NO_LABEL
             if self.labelled and label == NO_LABEL:
-                continue  # a folder that came after the classes were listed, or no folder
+                continue  # a folder that appeared after the classes were listed, or not a folder
             if _is_tar(child):
                 yield from _tar_entries(Path(child.path), child.name, label)
             else:
@@ -87,17 +87,17 @@ class ImageSource:
 
 
 def kind_of_labels(labelled: bool, classes: Sequence[str]) -> str:
-    """What a message calls the labels of images."""
+    """The kind of labels, as messages name it."""
     return ("labels by name" if classes else "labels by number") if labelled else "no labels"
 
 
 class Listing:
-    """The entries of N images, one a line of `content`: label, offset, length, path and member, tabs between them.
+    """The entries of N images, one per line of `content`: label, offset, length, path and member, separated by tabs.
 
-    `content` may be a mapped file: only where its lines begin is kept in memory.
+    `content` may be a mapped file: only the positions of its lines are kept in memory.
 
     Raises:
-        ValueError: `content` is no listing, or holds no image.
+        ValueError: `content` is not a listing, or is empty.
     """
 
     def __init__(self, content: bytes | mmap.mmap, root: Path) -> None:
@@ -108,7 +108,7 @@ class Listing:
 
     @classmethod
     def open(cls, path: Path, root: Path) -> Listing:
-        """The listing in a file."""
+        """Opens the listing in a file."""
         if not path.is_file() or not path.stat().st_size:
             raise ValueError(f"{path} is missing or empty")
         with path.open("rb") as file:
@@ -124,7 +124,7 @@ class Listing:
         return Entry(int(label), int(offset), int(length), path, member)
 
     def read(self, image: int) -> bytes:
-        """The encoded bytes of image 0..N-1. Raises OSError where they cannot be read."""
+        """The encoded bytes of image 0..N-1. Raises OSError if they cannot be read."""
         entry = self[image]
         with (self._root / entry.path).open("rb") as file:
             if entry.offset < 0:
@@ -133,12 +133,12 @@ class Listing:
             return file.read(entry.length)
 
     def name(self, image: int) -> str:
-        """What a message calls an image."""
+        """The name of an image in messages."""
         entry = self[image]
         return f"{self._root / entry.path}" + (f":{entry.member}" if entry.member else "")
 
     def positions(self, images: Int64Array) -> Int64Array:
-        """Numbers in whose order images (int64 [n]) are best read."""
+        """Positions in whose order images (int64 [n]) are read fastest."""
         return images
 
     def entries(self) -> Iterator[Entry]:
@@ -146,27 +146,27 @@ class Listing:
         return map(self.__getitem__, range(len(self)))
 
     def labels(self) -> Int64Array:
-        """The class of each image, int64 [N]; −1 without one."""
+        """The class of each image, int64 [N]; −1 without labels."""
         return np.fromiter((entry.label for entry in self.entries()), np.int64, len(self))
 
 
 def listing_lines(entries: Iterable[Entry], on_left_out: Callable[[str], object] = _log.warning) -> Iterator[bytes]:
-    """The lines of a listing. An entry whose name no line can hold is left out, and a line about it handed on."""
+    """The lines of a listing. An entry whose name contains a separator is omitted and reported to `on_left_out`."""
     for entry in entries:
         name = f"{entry.path}:{entry.member}" if entry.member else entry.path
         if any(mark in name for mark in "\t\n\r"):
-            on_left_out(f"left out: {name!r} has a tab or a line break in its name: rename it and add it later")
+            on_left_out(f"omitted: {name!r} has a tab or a line break in its name: rename it and add it later")
         else:
             yield os.fsencode("\t".join(map(str, entry)) + "\n")
 
 
 def image_hash(path: Path, member: str) -> int:
-    """What an image is known by, 64 bits."""
+    """The 64-bit hash that identifies an image."""
     return xxhash.xxh3_64_intdigest(os.fsencode(f"{path}\0{member}"))
 
 
 def _classes(root: Path) -> list[str]:
-    """Names of the class folders and tars in a folder; none where images stand beside them."""
+    """Names of the class folders and tars in a folder; empty if it also contains images."""
     names = []
     for child in _sorted(root):
         if child.is_dir() or _is_tar(child):
@@ -190,7 +190,7 @@ def _is_image(name: str) -> bool:
 
 
 def _walk(child: os.DirEntry[str], above: tuple[tuple[int, int], ...]) -> Iterator[str]:
-    """Paths of the images at and below `child`; links are followed, but not in circles."""
+    """Paths of the images at and below `child`; links are followed, except in cycles."""
     if not child.is_dir():
         if _is_image(child.name):
             yield child.path
@@ -209,20 +209,22 @@ def _tar_entries(path: Path, name: str, label: int) -> Iterator[Entry]:
                 if member.isreg() and _is_image(member.name):
                     yield Entry(label, member.offset_data, member.size, name, member.name)
     except tarfile.TarError as error:
-        raise ValueError(f"{path} is no whole tar ({error}): fetch it again, or move it away") from None
+        raise ValueError(f"{path} is not a complete tar ({error}): fetch it again, or move it away") from None
 
 
 def _list_lines(path: Path) -> Iterator[tuple[int, str]]:
-    with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:  # without the mark that editors put first
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:  # without a byte order mark
         for number, line in enumerate(lines, 1):
             if line.startswith("#"):
-                raise ValueError(f"{path}, line {number}: a list has no comments: take it out, or write ./# for a file")
+                raise ValueError(
+                    f"{path}, line {number}: comments are not supported: remove it, or write ./# for a file"
+                )
             if line.strip():
                 yield number, line.strip()
 
 
 def _split(line: str) -> tuple[str, str]:
-    """Path and label of a list's line; an empty label where there is none."""
+    """Path and label of a list's line; the label may be empty."""
     path, tab, label = line.partition("\t")
     if tab:
         return path.strip(), label.strip()
@@ -239,7 +241,9 @@ def _list_entries(path: Path, labelled: bool) -> Iterator[Entry]:
     for number, line in _list_lines(path):
         name, label = _split(line)
         if labelled and not label.isdecimal():
-            raise ValueError(f"{path}, line {number}: {label or 'no label'}: give a number of 0 or more to all or none")
+            raise ValueError(
+                f"{path}, line {number}: {label or 'no label'}: give all images a number of 0 or more, or none"
+            )
         if labelled and len(label) > _MAX_DIGITS:
             raise ValueError(f"{path}, line {number}: {label[:30]}: give labels of at most {_MAX_DIGITS} digits")
         if (key := image_hash(path.parent / name, "")) not in known:
@@ -248,7 +252,7 @@ def _list_entries(path: Path, labelled: bool) -> Iterator[Entry]:
 
 
 def _line_ends(content: bytes | mmap.mmap) -> NDArray[np.int64]:
-    """Behind which bytes lines end, int64 [lines]."""
+    """Offsets just after the end of each line, int64 [lines]."""
     ends = [
         np.flatnonzero(np.frombuffer(content[start : start + _SCANNED_BYTES], np.uint8) == ord("\n")) + start + 1
         for start in range(0, len(content), _SCANNED_BYTES)

@@ -1,16 +1,16 @@
-"""What a packed directory holds, as its manifest says, and the names of its files.
+"""The manifest of a packed directory, and the names of its files.
 
     manifest.json                   order_seed, classes and the ranges
-    shards-FIRST.jsonl              a range's tars with their checksums, a line each, added when the tar is finished
-    index-FIRST.npy                 a range's index, one record a row (`index.py`), grown tar by tar
+    shards-FIRST.jsonl              a range's tars with their checksums, one per line, added when the tar is finished
+    index-FIRST.npy                 a range's index, one record per row (`index.py`), appended tar by tar
     images-FIRST.tsv                a range's images by id: label, offset and length in a tar, path, member
     rows-FIRST.tar                  a shard: rows FIRST ... in webdataset's form, KEY.jpg (or png, ...) and KEY.cls
 
-What is not in the manifest is not there: files are put in place and synced first, then named. A process that dies while
-it adds a line leaves a part of it, which counts for nothing.
+Only files that the manifest names count: they are written and synced first, then named. A process that dies while it
+adds a line leaves an incomplete line, which is ignored.
 
-Format 1, of earlier versions, is read too: its manifest.json lists the tars, and each tar has an index of its own,
-rows-FIRST.npy. A pack of that format gets the new form before anything is added to it (`format_1.py`).
+Format 1, of earlier versions, can be read too: its manifest.json lists the tars, and each tar has its own index,
+rows-FIRST.npy. A pack of that format is converted before images are added (`format_1.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FORMAT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Substitute:
-    """A broken image, and which one is in its place."""
+    """A broken image, and the image that is shown in its place."""
 
     image: int
     shown: int
@@ -47,7 +47,7 @@ class Shard:
     bytes: int
     sha256: str
     index_sha256: str
-    """Of its records in the range's index; in format 1 of its own index, the file."""
+    """SHA-256 of its records in the range's index; in format 1, of its own index file."""
     substitutes: tuple[Substitute, ...]
 
 
@@ -58,12 +58,12 @@ class Range:
     first: int
     count: int
     source: str
-    """The folder or list they came from."""
+    """The folder or list that they came from."""
     root: str
     """The folder to which the listing's paths are relative."""
     labelled: bool
     shards: tuple[Shard, ...]
-    """Of these rows, from the first on; a range that is whole has them all."""
+    """Tars of these rows, from the first on; a complete range has all of them."""
 
     @property
     def rows_packed(self) -> int:
@@ -77,10 +77,10 @@ class Manifest:
     order_seed: int
     shard_bytes: int
     classes: tuple[str, ...]
-    """Names by number; empty where labels are numbers alone, or there are none."""
+    """Names by number; empty without labels, or if labels are only numbers."""
     ranges: tuple[Range, ...]
     indexed_by_tar: bool = False
-    """Whether each tar has an index of its own, as in format 1."""
+    """Whether each tar has its own index, as in format 1."""
 
     @property
     def num_images(self) -> int:
@@ -88,7 +88,7 @@ class Manifest:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the ranges, for `RangesOrder`."""
+        """Sizes of the ranges, for `RangesOrder`."""
         return tuple(part.count for part in self.ranges)
 
     @property
@@ -105,12 +105,12 @@ class Manifest:
 
     @property
     def finished(self) -> Manifest:
-        """That of the ranges that are packed to their end: all but the one that is being added."""
+        """The manifest without the range that is still being added, if any."""
         return replace(self, ranges=tuple(part for part in self.ranges if part.rows_packed == part.count))
 
     def save(self, directory: Path) -> None:
-        """Writes all of it, each file whole or not at all: the lists of tars first, then manifest.json."""
-        assert not self.indexed_by_tar, "format 1 is read, not written"
+        """Writes each file atomically: the lists of tars first, then manifest.json."""
+        assert not self.indexed_by_tar, "format 1 is only read"
         for part in self.ranges:
             lines = b"".join(map(_line, part.shards))
             atomic_write(shards_path(directory, part.first), partial(Path.write_bytes, data=lines))
@@ -121,11 +121,12 @@ class Manifest:
 
     @classmethod
     def load(cls, directory: Path, *, substitutes: bool = True) -> Manifest:
-        """Reads what `save` and `add_shard` wrote, or a manifest of format 1.
+        """Reads the files of `save` and `add_shard`, or a manifest of format 1.
 
-        Without `substitutes`, which may be many and which only packing needs, there are none in it.
+        Without `substitutes`, these are not read: there may be many, and only packing needs them.
 
-        Raises ValueError where there is none, or not one of these formats.
+        Raises:
+            ValueError: no manifest, or one of an unknown format.
         """
         path = directory / "manifest.json"
         try:
@@ -143,26 +144,25 @@ class Manifest:
                 ranges.append(Range(**part | {"shards": shards}))
             if any(part.rows_packed < part.count for part in ranges[:-1]):
                 raise ValueError(
-                    f"{path} names a range that is not whole before its last: pack the images again, into a new "
-                    "directory"
+                    f"{path} names an incomplete range before its last: pack the images again, into a new directory"
                 )
             return cls(
                 classes=tuple(content.pop("classes")), ranges=tuple(ranges), indexed_by_tar=form != FORMAT, **content
             )
         except OSError:
-            raise ValueError(f"{directory} holds no packed images: python -m trainer.data pack makes them") from None
+            raise ValueError(f"{directory} holds no packed images: pack them by python -m trainer.data pack") from None
         except (TypeError, KeyError, AttributeError, UnicodeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is damaged ({error}): pack the images again, into a new directory") from None
 
 
 def add_shard(directory: Path, part: Range, shard: Shard) -> Range:
-    """Names a tar of a range, whose files are in place, in the manifest; returns the range with it."""
+    """Names a tar, whose files are in place, in its range's manifest; returns the range with it."""
     append_synced(shards_path(directory, part.first), _line(shard))
     return replace(part, shards=(*part.shards, shard))
 
 
 def is_packed(directory: Path) -> bool:
-    """Whether packed images are there, all or some."""
+    """Whether the directory holds packed images, complete or not."""
     return (directory / "manifest.json").is_file()
 
 
@@ -179,7 +179,7 @@ def index_path(directory: Path, first: int) -> Path:
 
 
 def tar_index_path(directory: Path, first: int) -> Path:
-    """That of a tar in format 1."""
+    """Index of a single tar in format 1."""
     return directory / f"rows-{first:012d}.npy"
 
 
@@ -201,7 +201,7 @@ def _shard(content: Mapping[str, Any], substitutes: bool) -> Shard:
 
 
 def _listed(directory: Path, part: Mapping[str, Any], substitutes: bool) -> tuple[Shard, ...]:
-    """The tars that a range's own file names. A last line that was not written to its end is left out."""
+    """The tars named in a range's own file. An incomplete last line is ignored."""
     path = shards_path(directory, part["first"])
     try:
         *lines, rest = path.read_bytes().split(b"\n")
@@ -213,7 +213,7 @@ def _listed(directory: Path, part: Mapping[str, Any], substitutes: bool) -> tupl
         try:
             shard = _shard(json.loads(line), substitutes)
             if shard.first != row or not row < row + shard.count <= end:
-                raise ValueError(f"rows {shard.first} and on")
+                raise ValueError(f"rows from {shard.first} on")
         except (ValueError, TypeError, KeyError) as error:
             if number == len(lines) and not rest:
                 break

@@ -1,9 +1,9 @@
 """Packs images in the order in which they are visited, so that a window of rows is a contiguous range of files.
 
-Row r of a range holds the image that `RangesOrder` names, in tars of a bounded size that webdataset reads, each with
-an index; `manifest.py` says their form. Every image is decoded once. A broken one is reported, and the next intact
-image by id (behind the last of its range the first) is put in its place, with that one's label. What is packed is a
-function of the listing, the order's seed and the tars' size: a pack that was killed and goes on leaves the same bytes.
+Row r of a range holds the image that `RangesOrder` assigns to it, in tars of a bounded size that webdataset can read;
+`manifest.py` describes the format. Every image is decoded once. A broken image is reported and replaced by the next
+intact one by id (after the last of its range, the first), with that image's label. The packed files are a function of
+the listing, the order's seed and the tars' size: a pack that was killed and continued has the same bytes.
 """
 
 from __future__ import annotations
@@ -46,30 +46,30 @@ from weightserver.common.atomic_files import atomic_write, sha256
 
 _TAR_BLOCK = tarfile.BLOCKSIZE
 _MAX_TRIED = 1_000
-"""Images in a row, by id, that may be broken."""
+"""Maximum number of consecutive broken images, by id."""
 _ROWS_TOGETHER = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackOptions:
-    """How images are packed, and what hears of it."""
+    """How to pack images, and callbacks for progress."""
 
     order_seed: int | None = None
-    """Seed of the order of the images, which the trainer's has to be; without one that of what is packed, or 0."""
+    """Seed of the order of the images; training needs the same one. Default: that of the pack so far, or 0."""
     shard_bytes: int | None = None
-    """Size that no tar exceeds, unless for a single image; without one that of what is packed, or 256 MiB."""
+    """Maximum size of a tar, unless it holds a single image. Default: that of the pack so far, or 256 MiB."""
     labelled: bool = True
-    """Whether to keep labels where the source has any."""
+    """Whether to keep the source's labels, if any."""
     extend: bool = False
-    """Whether to add the source's images that are not packed yet to those that are."""
+    """Whether to add those of the source's images that are not packed yet."""
     threads: int = field(default_factory=usable_cores)
-    """That read and decode; without it one for each core that this process may use."""
+    """Reading and decoding threads; default: one per core that this process may use."""
     max_broken: int | None = None
-    """Broken images at which to give up; without one 100, or a hundredth of the images where that is more."""
+    """Maximum number of broken images; default: 100, or one percent of the images if that is more."""
     on_rows: Callable[[int, int], None] = lambda done, count: None
-    """Called with the rows of the range that are packed, and how many it has."""
+    """Called with the number of packed rows of the range, and the number of all its rows."""
     on_broken: Callable[[str], None] = lambda line: None
-    """Called with a line for each image that is broken or left out."""
+    """Called with a line for each image that is broken or omitted."""
 
     def __post_init__(self) -> None:
         if (self.shard_bytes is not None and self.shard_bytes < 1) or self.threads < 1 or (self.max_broken or 0) < 0:
@@ -78,7 +78,7 @@ class PackOptions:
 
 @dataclass(frozen=True)
 class _Sample:
-    """What one row becomes."""
+    """The content of one row."""
 
     image: int
     shown: int
@@ -86,14 +86,14 @@ class _Sample:
     suffix: str
     content: bytes
     broken: str
-    """Why the image itself is not shown; empty where it is."""
+    """The reason why the image itself is not shown; empty if it is."""
 
 
 def pack(source: Path, output: Path, options: PackOptions) -> Manifest:
-    """Packs the images of `source` into the directory `output`, or goes on where an earlier call was ended.
+    """Packs the images of `source` into the directory `output`, or continues an earlier call that was interrupted.
 
-    The images are listed once: what is added to `source` later takes part by `extend`, which gives new ids to images
-    whose paths are new. Packing what is packed does nothing.
+    The images are listed once: images that are added to `source` later are included by `extend`, which gives new ids to
+    images whose paths are new. Packing a complete pack does nothing.
 
     Raises:
         ValueError: a source without images, a directory that holds another pack, too many broken images.
@@ -102,14 +102,14 @@ def pack(source: Path, output: Path, options: PackOptions) -> Manifest:
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is not a directory: give another")
     if source.is_dir() and output.resolve().is_relative_to(source.resolve()):
-        raise ValueError(f"{output} lies in {source}, whose folders may be classes: give a directory beside it")
+        raise ValueError(f"{output} lies in {source}, whose folders may be classes: give a directory outside it")
     output.mkdir(parents=True, exist_ok=True)
     with _only_packer(output):
         manifest = planned(source, output, options)
         part = manifest.ranges[-1]
         listing = Listing.open(listing_path(output, part.first), Path(part.root))
         packed = _Packer(output, manifest, listing, options).run()
-        PackedImages(output)  # what can be seen without reading them: indexes that are away or cut off
+        PackedImages(output)  # finds indexes that are missing or cut off
         return packed
 
 
@@ -162,13 +162,15 @@ def _only_packer(output: Path) -> Iterator[None]:
 
 
 class _Packer:
-    """Packs what is missing of a manifest's last range."""
+    """Packs the missing rows of a manifest's last range."""
 
     def __init__(self, output: Path, manifest: Manifest, listing: Listing, options: PackOptions) -> None:
         self._output, self._manifest, self._listing, self._options = output, manifest, listing, options
         self._part = manifest.ranges[-1]
         if len(listing) != self._part.count:
-            raise ValueError(f"{listing_path(output, self._part.first)} is not the list that the manifest counts")
+            raise ValueError(
+                f"{listing_path(output, self._part.first)} does not have as many images as the manifest says"
+            )
         limit = options.max_broken
         self._max_broken = max_broken(self._part.count) if limit is None else limit
         self._num_broken = sum(len(shard.substitutes) for shard in self._part.shards)
@@ -176,7 +178,7 @@ class _Packer:
     def run(self) -> Manifest:
         """Packs shard after shard, each named in the manifest when its files are in place."""
         if self._part.rows_packed < self._part.count:
-            self._cut_what_is_not_named()
+            self._truncate_to_manifest()
         made = self._samples(self._part.rows_packed)
         samples: Iterator[_Sample] = made
         try:
@@ -189,15 +191,15 @@ class _Packer:
         self._options.on_rows(self._part.count, self._part.count)
         return replace(self._manifest, ranges=(*self._manifest.ranges[:-1], self._part))
 
-    def _cut_what_is_not_named(self) -> None:
-        """Cuts the files that are added to where the manifest ends: a pack that was killed may have left more."""
+    def _truncate_to_manifest(self) -> None:
+        """Truncates files to what the manifest names: a pack that was killed may have written more."""
         self._manifest = in_present_form(self._manifest, self._output)
         self._part = self._manifest.ranges[-1]
         self._manifest.save(self._output)
         cut_index(index_path(self._output, self._part.first), self._part.count, self._part.rows_packed)
 
     def _write_shard(self, first: int, samples: Iterator[_Sample]) -> tuple[Shard, Iterator[_Sample]]:
-        """Writes the shard of row `first` and on; returns it and the samples that are left."""
+        """Writes the shard that starts at row `first`; returns it and the remaining samples."""
         index: list[tuple[int, int, int, int, int]] = []
         substitutes: list[Substitute] = []
         left: list[_Sample] = []
@@ -209,7 +211,7 @@ class _Packer:
                         left.append(sample)
                         break
                     key = f"{first + len(index):012d}"
-                    offset = tar.offset + _TAR_BLOCK  # behind the header
+                    offset = tar.offset + _TAR_BLOCK  # after the header
                     _add(tar, f"{key}.{sample.suffix}", sample.content)
                     if sample.label != NO_LABEL:
                         _add(tar, f"{key}.cls", str(sample.label).encode())
@@ -233,17 +235,17 @@ class _Packer:
     def _substitute(self, sample: _Sample) -> Substitute:
         path = self._listing.name(sample.image - self._part.first)
         shown = self._listing.name(sample.shown - self._part.first)
-        self._options.on_broken(f"broken: {path} ({sample.broken}); in its place {shown}")
+        self._options.on_broken(f"broken: {path} ({sample.broken}), replaced by {shown}")
         self._num_broken += 1
         if self._num_broken > self._max_broken:
             raise ValueError(
-                f"more than {self._max_broken} of {self._part.count} images are broken, the last of them {path}: see "
-                "to them, or give a higher --max-broken; the same command goes on then"
+                f"more than {self._max_broken} of {self._part.count} images are broken, the last of them {path}: "
+                "repair or remove them, or give a higher --max-broken; then repeat the command to continue"
             )
         return Substitute(image=sample.image, shown=sample.shown, path=path, reason=sample.broken)
 
     def _samples(self, start: int) -> Generator[_Sample, None, None]:
-        """The samples of the range's rows from `start` on, some of them made ahead."""
+        """The samples of the range's rows from `start` on, some of them computed ahead."""
         first, count = self._part.first, self._part.count
         order = RangesOrder(self._manifest.sizes, self._manifest.order_seed)
         ahead: deque[Future[_Sample]] = deque()
@@ -274,12 +276,12 @@ class _Packer:
             return _Sample(image, first + shown, self._listing[shown].label, suffix, content, broken)
         raise ValueError(
             f"{self._listing.name(image - first)} and all {min(count, _MAX_TRIED)} images from it on are broken "
-            f"({broken}): is their disk there?"
+            f"({broken}): check their disk"
         )
 
 
 def _end_of_tar(offset: int, sample: _Sample) -> int:
-    """Size of a tar that has `sample` at `offset` as its last: two empty blocks behind it, then whole records."""
+    """Size of a tar that ends with `sample` at `offset`, two empty blocks, and padding to whole records."""
     blocks = 1 + -(-len(sample.content) // _TAR_BLOCK) + (2 if sample.label != NO_LABEL else 0) + 2
     return -(-(offset + blocks * _TAR_BLOCK) // tarfile.RECORDSIZE) * tarfile.RECORDSIZE
 

@@ -1,4 +1,4 @@
-"""What is to be packed: the images of a source are listed once, and given ids behind those there are."""
+"""Plans a pack: lists the images of a source once and gives them the ids after the existing ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHARD_BYTES = 1 << 28
 
 
 class PackRequest(Protocol):
-    """What `pack` is asked for; `PackOptions` says what each means."""
+    """Arguments of `pack`; see `PackOptions`."""
 
     @property
     def order_seed(self) -> int | None: ...
@@ -35,17 +35,17 @@ class PackRequest(Protocol):
 
 
 def planned(source: Path, output: Path, request: PackRequest) -> Manifest:
-    """The manifest to pack by: the one that is there, with a new range where images are added.
+    """The manifest to pack by: the existing one, with a new range if images are added.
 
     Raises:
-        ValueError: a source without images, or a directory that holds something else than `request` asks for.
+        ValueError: a source without images, or a directory whose content contradicts `request`.
     """
     source = source.resolve()
     if not is_packed(output):
         if request.extend:
-            raise ValueError(f"{output} holds no packed images to extend: leave --extend away")
+            raise ValueError(f"{output} holds no packed images to extend: omit --extend")
         if any(path.name.endswith((".tar", ".npy", ".json")) for path in output.iterdir()):
-            raise ValueError(f"{output} holds other files: give a directory of its own")
+            raise ValueError(f"{output} holds other files: give an empty or new directory")
         size = _SHARD_BYTES if request.shard_bytes is None else request.shard_bytes
         empty = Manifest(order_seed=request.order_seed or 0, shard_bytes=size, classes=(), ranges=())
         return _with_new_range(empty, source, output, request)
@@ -56,13 +56,16 @@ def planned(source: Path, output: Path, request: PackRequest) -> Manifest:
             f"give --order-seed {manifest.order_seed}, or another directory"
         )
     if request.shard_bytes not in (None, manifest.shard_bytes):
-        raise ValueError(f"{output} has tars of up to {manifest.shard_bytes:,} bytes, not {request.shard_bytes:,}")
+        raise ValueError(
+            f"{output} has tars of up to {manifest.shard_bytes:,} bytes, not {request.shard_bytes:,}: "
+            "omit --shard-mib, or give another directory"
+        )
     last = manifest.ranges[-1]
     if last.source != str(source) and (not manifest.complete or not request.extend):
-        do = "give --extend to add these" if manifest.complete else "go on with those first"
+        do = "give --extend to add these" if manifest.complete else "finish packing those first"
         raise ValueError(f"{output} holds images of {last.source}: {do}, or give another directory")
     if not request.labelled and manifest.labelled:
-        raise ValueError(f"{output} keeps labels: leave --no-labels away, or give another directory")
+        raise ValueError(f"{output} keeps labels: omit --no-labels, or give another directory")
     if request.labelled and not last.labelled and source.exists() and ImageSource(source).labelled:
         raise ValueError(f"{output} keeps no labels: give --no-labels, or another directory")
     if manifest.complete and request.extend:
@@ -71,11 +74,13 @@ def planned(source: Path, output: Path, request: PackRequest) -> Manifest:
 
 
 def _with_new_range(manifest: Manifest, source: Path, output: Path, request: PackRequest) -> Manifest:
-    """Lists the source's images that are in no range yet, and names them in the manifest; unchanged without any."""
+    """Adds a range of the source's images that are in no range yet; without any, returns the manifest unchanged."""
     found = ImageSource(source, labelled=request.labelled, classes=manifest.classes)
     kind = kind_of_labels(manifest.labelled, manifest.classes)
     if manifest.ranges and found.kind != kind:
-        raise ValueError(f"{source} has {found.kind}, {output} {kind}: add images of the same kind, or pack them apart")
+        raise ValueError(
+            f"{source} has {found.kind}, {output} {kind}: add images of the same kind, or pack them separately"
+        )
     known = _known(manifest, output)
     first, count = manifest.num_images, 0
 
@@ -83,7 +88,7 @@ def _with_new_range(manifest: Manifest, source: Path, output: Path, request: Pac
         nonlocal count
         with path.open("wb") as file:
             new = (entry for entry in found.entries() if image_hash(found.root / entry.path, entry.member) not in known)
-            for count, line in enumerate(listing_lines(new, request.on_broken), 1):  # noqa: B007 - how many there were
+            for count, line in enumerate(listing_lines(new, request.on_broken), 1):  # noqa: B007 - their number is used below
                 file.write(line)
 
     atomic_write(listing_path(output, first), write)
@@ -100,7 +105,7 @@ def _with_new_range(manifest: Manifest, source: Path, output: Path, request: Pac
 
 
 def _known(manifest: Manifest, output: Path) -> set[int]:
-    """Hashes of the images that have ids."""
+    """Hashes of all images that have ids."""
     known = set()
     for part in manifest.ranges:
         listing = Listing.open(listing_path(output, part.first), Path(part.root))

@@ -1,4 +1,4 @@
-"""The scale on which an encoder is given pixels: less their mean, over their standard deviation."""
+"""Normalisation of pixels for an encoder: minus their mean, divided by their standard deviation."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from torch import Tensor
 
 
 class PixelScale(NamedTuple):
-    """Mean and standard deviation of pixels in 0..1: one number for each channel, or one for all of them."""
+    """Mean and standard deviation of pixels in 0..1: one number for each channel, or one for all channels."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     def factors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """What pixels in 0..1 are multiplied by, and what is then added: float32 [C, 1, 1] each, made once a device."""
+        """Factor and shift of pixels in 0..1: float32 [C, 1, 1] each, cached for each device."""
         return _factors(self, device)
 
     def channels(self, number: int) -> PixelScale:
-        """The same with a number for each of `number` channels; a grey image is repeated for a colour encoder."""
+        """The same scale with a number for each of `number` channels; a grey image is repeated for a colour encoder."""
         mean, std = (numbers * number if len(numbers) == 1 else numbers for numbers in self)
         return PixelScale(mean, std)
 
 
 MINUS_ONE_TO_ONE = PixelScale((0.5,), (0.5,))
-"""Pixels from -1 to 1: those of encoders that were trained before the scale was a setting."""
+"""Pixels from -1 to 1: the scale of encoders that were trained before it was a setting."""
 IMAGENET = PixelScale((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-"""ImageNet-1K's, as torchvision, timm and detectron2 have it."""
+"""The scale of ImageNet-1K, as in torchvision, timm and detectron2."""
 
 
 def normalise(images: Tensor, pixels: PixelScale = MINUS_ONE_TO_ONE) -> Tensor:
-    """Pixels uint8 [B, C, H, W] as an encoder of that scale is given them, float32: the one place that does it."""
+    """Normalises pixels uint8 [B, C, H, W] to float32, on the scale that an encoder expects."""
     scale, shift = pixels.factors(images.device)
     return images.float() / 255 * scale + shift
 
 
 def measured(images: Tensor) -> PixelScale:
-    """The scale of images uint8 [N, C, H, W] themselves, to four digits; images of one grey count as a level apart."""
+    """Measures the scale of images uint8 [N, C, H, W], to four digits; the deviation is at least one level."""
     values = torch.arange(256, dtype=torch.float64) / 255
     mean, std = [], []
     for channel in range(images.shape[1]):
         counts = torch.zeros(256, dtype=torch.float64)
-        for part in torch.split(images[:, channel], 10_000):  # counting takes eight bytes a pixel
+        for part in torch.split(images[:, channel], 10_000):  # counting takes eight bytes per pixel
             counts += torch.bincount(part.flatten(), minlength=256)
         share = counts / counts.sum()
         mean.append(float(share @ values))

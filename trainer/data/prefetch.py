@@ -1,4 +1,4 @@
-"""The views of the next batches are decoded while a step computes."""
+"""Decodes the views of the next batches while a step computes."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _BATCHES_AHEAD = 2
 
 @dataclass(frozen=True)
 class Visits:
-    """Visits of b images, each of which is seen V times."""
+    """Visits to b images, each with V views."""
 
     images: Int64Array
     """int64 [b]."""
     uniforms: Float32Array
-    """What each view is made by: float32 [V, b, Augmentation.num_uniforms]."""
+    """Uniform numbers of each view: float32 [V, b, Augmentation.num_uniforms]."""
 
 
 def views_ahead(
     images: TrainImages, visits: Iterable[Visits], augmentations: Sequence[Augmentation], device: torch.device | str
 ) -> Generator[Tensor, None, None]:
-    """Of each of `visits`, in turn, the view by each augmentation: float32 [b, C, image_size, image_size] on `device`.
+    """For each of `visits`, yields the view by each augmentation: float32 [b, C, image_size, image_size] on `device`.
 
-    Where images are decoded, each is once a visit, two batches ahead. `visits` are drawn in the caller's thread. What a
-    batch raises is raised in its turn. Close it to end the thread.
+    Stored images are decoded once per visit, two batches ahead. `visits` are drawn in the caller's thread. A batch's
+    error is raised in its turn. Close the generator to end its thread.
     """
     device = torch.device(device)
     if not isinstance(images, DecodedImages):

@@ -1,4 +1,4 @@
-"""Images that are generated from their ids: as many as one likes, in no memory, to measure rows at scale."""
+"""Images generated from their ids, in any number and without memory: to measure rows at scale."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ NUM_CHANNELS = 3
 _GRID = 8
 """Side of the coarse pattern of an image."""
 _CHUNK_BYTES = 1 << 18
-"""Bytes of images made together, so that the work stays in the cache."""
+"""Bytes of images computed at once, so that the work stays in the cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticImages:
-    """A coarse random pattern of 8×8 patches with noise on it, a pure function of (seed, image_size, id).
+    """Coarse random patterns of 8×8 patches with noise, a pure function of (seed, image_size, id).
 
-    They are made on the CPU from SplitMix64 bits by integer arithmetic alone, hence the same on every machine, and then
-    moved to `device`. Thread-safe.
+    They are computed on the CPU from SplitMix64 bits by integer arithmetic only, hence the same on every machine, and
+    then moved to `device`. Thread-safe.
 
     Raises:
         ValueError: settings out of range.
@@ -65,7 +65,7 @@ class SyntheticImages:
         side, num_patches, num_pixels = self.image_size, NUM_CHANNELS * _GRID**2, NUM_CHANNELS * self.image_size**2
         words_per_image = -(-(num_patches + num_pixels) // 8)
         words = np.arange(words_per_image, dtype=np.uint64)
-        patch = np.arange(side) * _GRID // side  # of each row and column of pixels
+        patch = np.arange(side) * _GRID // side  # patch of each row and column of pixels
         images = np.empty((len(ids), NUM_CHANNELS, side, side), dtype=np.uint8)
         chunk = max(1, _CHUNK_BYTES // (8 * words_per_image))
         for start in range(0, len(ids), chunk):

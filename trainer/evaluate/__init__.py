@@ -1,7 +1,7 @@
-"""Measures how good features are: kNN and linear probe, by one protocol for every set of features.
+"""Evaluates features by kNN and linear probe, with the same protocol for every set of features.
 
-Whatever a protocol may choose (k, the strength of regularisation) is chosen for each set of features on images held
-out from the training set; then the whole training set is used. Nothing is ever chosen on test images.
+Settings of a protocol (k, the strength of regularisation) are chosen for each set of features on images held out from
+the training set; then the whole training set is used. Nothing is ever chosen on test images.
 """
 
 from trainer.evaluate.features import (

@@ -1,10 +1,10 @@
-"""Evaluates an encoder, or the peers it has to beat, on a labelled image set.
+"""Evaluates an encoder, or raw pixels for comparison, on a labelled data set.
 
     python -m trainer.evaluate knn --run runs/a
     python -m trainer.evaluate linear --encoder runs/a/encoder.safetensors --dataset fashion-mnist --data-dir DIR
     python -m trainer.evaluate knn --pixels
 
-Prints one JSON object: protocol, features, top1, what was chosen on held-out training images, and top1 there.
+Prints one JSON object: protocol, features, top1, the setting chosen on held-out training images, and top1 on these.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from trainer.data import DATASETS, DECODED, SYNTHETIC, load_dataset
 from trainer.evaluate import FeatureSet, encoder_features, pixel_features
 from trainer.evaluate.table import PROTOCOLS
 from trainer.model import load_encoder
-from trainer.run.directory import ENCODER_FILE
+from trainer.run.directory import CONFIG_FILE, ENCODER_FILE, read_settings
 from weightserver.common.atomic_files import to_path
 
 
@@ -38,30 +38,28 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainer.evaluate", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("protocol", choices=sorted(PROTOCOLS))
+    parser.add_argument("protocol", choices=sorted(PROTOCOLS), help="how to classify features")
     subject = parser.add_mutually_exclusive_group(required=True)
-    subject.add_argument("--run", type=to_path, metavar="DIR", help=f"a run's directory, with its {ENCODER_FILE}")
-    subject.add_argument("--encoder", type=to_path, metavar="FILE", help="an encoder file of the trainer")
+    subject.add_argument(
+        "--run", type=to_path, metavar="DIR", help=f"the directory of a run that has ended, with its {ENCODER_FILE}"
+    )
+    subject.add_argument("--encoder", type=to_path, metavar="FILE", help="an encoder file that the trainer wrote")
     subject.add_argument("--pixels", action="store_true", help="raw pixels, for comparison")
     parser.add_argument(
-        "--dataset", choices=sorted([*DATASETS, *DECODED]), help="default: the run's, else fashion-mnist"
+        "--dataset", choices=sorted([*DATASETS, *DECODED]), help="data set (default: the run's, or fashion-mnist)"
     )
-    parser.add_argument("--data-dir", type=to_path, metavar="DIR", help="the folder that holds it; default: the run's")
+    parser.add_argument("--data-dir", type=to_path, metavar="DIR", help="folder of the data set (default: the run's)")
     return parser
 
 
 def _data_of_run(run: Path | None) -> tuple[str, Path | None]:
-    """The data set named in a run's config.json and its folder; fashion-mnist where there is none."""
-    config = run / "config.json" if run else None
-    if config is None or not config.is_file():
+    """Name and folder of a run's data set; fashion-mnist without a run."""
+    if run is None or not (run / CONFIG_FILE).is_file():
         return "fashion-mnist", None
-    try:
-        settings = json.loads(config.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{config} is not JSON ({error.msg}): name the data set by --dataset") from error
+    settings = read_settings(run)
     name, directory = settings.get("dataset", "fashion-mnist"), settings.get("data_dir")
     if name == SYNTHETIC:
-        raise ValueError(f"{run} was trained on generated images, which have no labels: name a data set by --dataset")
+        raise ValueError(f"{run} was trained on generated images, which have no labels: give another --dataset")
     return str(name), Path(directory) if directory else None
 
 
@@ -76,7 +74,7 @@ def _features(encoder_path: Path | None, dataset_name: str, directory: Path | No
     channels, side = dataset.test_images.shape[1], dataset.evaluated_side or dataset.test_images.shape[-1]
     if (channels, side) != (config.in_channels, config.image_size):
         raise ValueError(
-            f"{encoder_path} is for {config.in_channels}-channel {config.image_size} px images, the data set has "
+            f"{encoder_path} is for {config.in_channels}-channel {config.image_size} px images, but the data set has "
             f"{channels}-channel {side} px ones: choose another --dataset"
         )
     return str(encoder_path), encoder_features(encoder, dataset, config.pixels)

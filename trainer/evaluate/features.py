@@ -1,4 +1,4 @@
-"""Features to evaluate: those of an encoder, trained or not, and raw pixels."""
+"""Features to evaluate: of an encoder, trained or not, or raw pixels."""
 
 import copy
 from dataclasses import dataclass
@@ -28,11 +28,12 @@ class FeatureSet:
 
 
 def encoder_features(encoder: nn.Module, dataset: Dataset, pixels: PixelScale = MINUS_ONE_TO_ONE) -> FeatureSet:
-    """Features of an encoder in eval mode (BatchNorm by its running statistics); the encoder's mode is kept.
+    """Computes features of an encoder in eval mode (BatchNorm uses running statistics), then restores its mode.
 
     `pixels` is the encoder's scale (`EncoderConfig.pixels`), here and below.
 
-    Raises ValueError for a data set without labels.
+    Raises:
+        ValueError: a data set without labels.
     """
     dataset.check_labelled()
     return FeatureSet(
@@ -55,7 +56,7 @@ def pixel_features(dataset: Dataset) -> FeatureSet:
 
 
 def untrained_encoder(config: EncoderConfig, dataset: Dataset, seed: int) -> nn.Module:
-    """The encoder that training with `seed` starts from, its BatchNorm statistics calibrated on training images."""
+    """The encoder that training with `seed` starts from, with BatchNorm statistics calibrated on training images."""
     return calibrate_batch_norm(build_model(config, seed=seed).encoder, dataset.train_images, pixels=config.pixels)
 
 
@@ -65,7 +66,7 @@ def calibrate_batch_norm(
 ) -> nn.Module:
     """Returns a copy of `encoder` whose BatchNorm statistics are the averages over the first `num_images` images.
 
-    Images uint8 [N, C, H, W]. For an untrained encoder this is the fairer peer: the statistics it is born with
+    Images are uint8 [N, C, H, W]. This makes the comparison with an untrained encoder fair: its initial statistics
     (mean 0, variance 1) describe no data.
     """
     encoder = copy.deepcopy(encoder).train()
@@ -82,7 +83,7 @@ def calibrate_batch_norm(
 def encode(
     encoder: nn.Module, images: TrainImages, side: int | None = None, pixels: PixelScale = MINUS_ONE_TO_ONE
 ) -> Tensor:
-    """Features float32 [N, d], on the CPU, of images uint8 [N, C, H, W], or of the centres of that side."""
+    """Features float32 [N, d], on the CPU, of images uint8 [N, C, H, W], or of their centres with sides of `side`."""
     edge = 0 if side is None else (images.shape[-1] - side) // 2
     centre = slice(edge, None if side is None else edge + side)
     was_training = encoder.training

@@ -8,9 +8,9 @@ from trainer.evaluate.features import FeatureSet
 from trainer.evaluate.protocol import ProbeResult, percent_correct, split_held_out
 
 K_CHOICES = (1, 5, 10, 20, 50, 100, 200)
-"""The numbers of neighbours to choose from."""
+"""Candidates for the number of neighbours."""
 VOTE_TEMPERATURE = 0.07
-"""A neighbour of cosine similarity s has exp(s / 0.07) votes."""
+"""A neighbour with cosine similarity s has exp(s / 0.07) votes."""
 _CHUNK = 500
 
 
@@ -24,15 +24,15 @@ def knn_top1(features: FeatureSet) -> ProbeResult:
         features.train_labels[held_out],
         K_CHOICES,
     )
-    k = max(held_out_top1, key=lambda choice: held_out_top1[choice])  # the smaller of equals
+    k = max(held_out_top1, key=lambda choice: held_out_top1[choice])  # the smaller k if equal
     top1 = _accuracies(features.train, features.train_labels, features.test, features.test_labels, (k,))[k]
     return ProbeResult(top1=top1, setting=k, held_out_top1=held_out_top1[k])
 
 
 def held_out_knn_top1(features: Tensor, labels: Tensor, k: int = 10) -> float:
-    """Top-1 of the held-out among the other training images, in percent, k given: a cheap watch during training.
+    """Top-1 of held-out training images among the others, in percent, for a given k: a cheap probe during training.
 
-    Features float32 [N, d], labels int64 [N]: pass a part of the training set to make it cheaper still.
+    Features float32 [N, d], labels int64 [N]; a part of the training set makes it cheaper still.
     """
     fitted, held_out = split_held_out(len(features))
     return _accuracies(features[fitted], labels[fitted], features[held_out], labels[held_out], (k,))[k]

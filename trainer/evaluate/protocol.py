@@ -1,4 +1,4 @@
-"""What the protocols share: which training images are held out to choose a setting on, and what a result holds."""
+"""Common parts of the protocols: the split of held-out training images, and the result."""
 
 from dataclasses import dataclass
 
@@ -11,23 +11,23 @@ _SEED = 0
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeResult:
-    """The outcome of one protocol for one set of features."""
+    """The result of one protocol for one set of features."""
 
     top1: float
     """Accuracy on the test images, in percent."""
     setting: float
-    """What was chosen on held-out training images: k, or the strength of regularisation."""
+    """The setting chosen on held-out training images: k, or the strength of regularisation."""
     held_out_top1: float
     """Accuracy with that setting on the held-out training images, in percent."""
 
 
 def split_held_out(num_images: int) -> tuple[Tensor, Tensor]:
-    """Returns indexes int64 of the training images to fit on and of those held out; the same for all features.
+    """Indexes, int64, of the training images to fit on and of those held out; the same for all features.
 
-    5,000 are held out, a tenth where that is fewer.
+    5,000 are held out, or a tenth if that is fewer.
     """
     if num_images < 10:
-        raise ValueError(f"{num_images} training images: at least 10 are needed to hold some out")
+        raise ValueError(f"{num_images} training images are too few to hold some out: at least 10 are needed")
     order = torch.randperm(num_images, generator=torch.Generator().manual_seed(_SEED))
     num_held_out = min(NUM_HELD_OUT, num_images // 10)
     return order[num_held_out:], order[:num_held_out]

@@ -1,4 +1,4 @@
-"""The table that judges a trained encoder: beside the untrained one and raw pixels, by kNN and linear probe."""
+"""The table that compares a trained encoder with the untrained one and raw pixels, by kNN and linear probe."""
 
 from collections.abc import Callable
 
@@ -17,12 +17,12 @@ Results = dict[str, dict[str, ProbeResult]]
 
 
 def evaluate_features(features: FeatureSet) -> dict[str, ProbeResult]:
-    """Evaluates features by every protocol."""
+    """Evaluates features by all protocols."""
     return {protocol: probe(features) for protocol, probe in PROTOCOLS.items()}
 
 
 def print_table(results: Results, console: Console | None = None) -> None:
-    """Prints top-1 on the test images, and the setting that held-out training images chose."""
+    """Prints top-1 on the test images, and the settings chosen on held-out training images."""
     table = Table(title="Top-1 on the test images (%)")
     table.add_column("features")
     table.add_column("kNN", justify="right")

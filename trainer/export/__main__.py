@@ -1,12 +1,12 @@
-"""Writes a run's rows together with the images that they belong to, or its encoder for another library.
+"""Exports a run's rows with the images that they belong to, or its encoder for another library.
 
     python -m trainer.export rows runs/a --output rows/ --checkpoint step-000000001000
     python -m trainer.export encoder runs/a --format timm --output encoder/
 
-Rows: as `weightserver export`, with one more column: image int64 [n], the image's place in the data set. A row is its
-image's position in a random order that the run's order_seed makes. The run's own weight servers are used: those of its
---servers, or else its local ones, which are started for the while. They are called with the run's TLS and token options
-unless any is given here. Encoder: see `trainer.export.encoders`.
+Rows: as `weightserver export`, with one more column: image int64 [n], the image's index in the data set. A row is its
+image's position in the random order of the run's order_seed. The rows come from the run's weight servers: those of its
+--servers, or its local ones, which are started for the export. The run's TLS and token options apply unless the command
+has its own. Encoder: see `trainer.export.encoders`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any, NoReturn
 
 from trainer.data.packed import PackedImages
 from trainer.export.encoders import LIBRARIES, export_encoder
-from trainer.run.checkpoint import check_descent, newest_history, saved_steps
+from trainer.run.checkpoint_file import newest_history, saved_steps
 from trainer.run.directory import read_config
+from trainer.run.resume import check_descent
 from trainer.run.stopping import exit_on_error
 from trainer.schedule import RangesOrder
 from weightserver import ClientSecurity, LocalCluster, WeightClient
 from weightserver.common.atomic_files import to_path
-from weightserver.common.security import add_security_options, security_options
 from weightserver.operations.export import add_export_options, export_rows
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Runs the command line. Exit status 0; 1 with one line on stderr when it failed; 2 for wrong arguments."""
+    """Runs the command line. Exit status 0; 1 with one line on stderr on failure; 2 for invalid arguments."""
     options = _parser().parse_args(arguments)
     with exit_on_error("trainer.export"):
         written = options.export(options)
@@ -41,15 +41,15 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainer.export", description=(__doc__ or "").splitlines()[0])
     what = parser.add_subparsers(dest="what", required=True)
-    rows = what.add_parser("rows", help="rows, of now or of a checkpoint, with their images")
+    rows = what.add_parser("rows", help="export rows, current or of a checkpoint, with their images")
     rows.add_argument("run", type=to_path, help="the run's directory")
-    rows.add_argument("--servers", help="host:port,host:port of all weight servers (default the run's)")
-    add_security_options(rows)
+    rows.add_argument("--servers", help="host:port,host:port of all weight servers (default: the run's)")
+    ClientSecurity.add_arguments(rows)
     add_export_options(rows)
     rows.set_defaults(export=_export_rows)
-    encoder = what.add_parser("encoder", help="the encoder in another library's keys, with a model card")
+    encoder = what.add_parser("encoder", help="export the encoder under another library's names, with a model card")
     encoder.add_argument("run", type=to_path, help="the run's directory")
-    encoder.add_argument("--format", choices=LIBRARIES, required=True, help="the library that is to load it")
+    encoder.add_argument("--format", choices=LIBRARIES, required=True, help="the library that will load it")
     encoder.add_argument("--output", type=to_path, required=True, help="a new directory")
     encoder.add_argument("--checkpoint", default="", help="step-…, a checkpoint of the run (default: its end)")
     encoder.add_argument("--licence", default="unknown", help="licence of the weights, for the model card")
@@ -74,7 +74,7 @@ def _export_rows(options: argparse.Namespace) -> list[Path]:
         else:
             directory = options.run / "servers"
             if not directory.exists():
-                raise ValueError(f"{options.run} has no weight servers of its own (dense rows?): give --servers")
+                raise ValueError(f"{options.run} has no local weight servers (dense rows?): give --servers")
             addresses = stack.enter_context(LocalCluster(len(list(directory.glob("shard-*/"))), directory)).addresses
         client = stack.enter_context(WeightClient(addresses, retry_seconds=10, **security))
         spec = client.describe().spec
@@ -88,7 +88,7 @@ def _export_rows(options: argparse.Namespace) -> list[Path]:
         order, num_images = _order(options.run, spec.num_rows, config)
         rows = options.rows or range(num_images)
         if rows.stop > num_images:
-            raise ValueError(f"rows {rows.start}:{rows.stop} have no images: {options.run} has {num_images}")
+            raise ValueError(f"rows {rows.start}:{rows.stop} have no images: {options.run} has rows 0:{num_images}")
         return export_rows(
             client,
             options.output,
@@ -101,21 +101,25 @@ def _export_rows(options: argparse.Namespace) -> list[Path]:
 
 
 def _order(run: Path, num_rows: int, config: dict[str, Any]) -> tuple[RangesOrder, int]:
-    """Which row belongs to which image: packed images say it themselves, where more were added later. And how many of
-    the table's rows are images of the run."""
+    """The order of the run's images, and their number, which may be less than the table's number of rows.
+
+    Packed images store their order, which later ranges extend.
+    """
     history = newest_history(run / "checkpoints")
     num_images = history.num_images if history else num_rows
     if config.get("dataset") != "packed":
         return RangesOrder((num_images,), config["order_seed"]), num_images
     order = PackedImages(Path(config["data_dir"])).order
     if order.num_rows < num_images:
-        raise ValueError(f"{run} has {num_images} images, {config['data_dir']} only {order.num_rows}: put all there")
+        raise ValueError(
+            f"{run} has {num_images} images, but {config['data_dir']} only {order.num_rows}: restore the others"
+        )
     return order, num_images
 
 
 def _security(options: argparse.Namespace, config: dict[str, Any]) -> ClientSecurity:
-    """The options of this command, or else the run's."""
-    own = security_options(options)
+    """The security options of this command, or the run's if it has none."""
+    own = ClientSecurity.from_arguments(options)
     if own != ClientSecurity():
         return own
     files = {name: config[name] for name in ("tls_ca", "tls_cert", "tls_key", "token_file") if config.get(name)}

@@ -1,19 +1,19 @@
-"""An encoder in the keys of torchvision, timm or detectron2: a safetensors file, its SHA-256 and a model card.
+"""Exports an encoder for torchvision, timm or detectron2: a safetensors file, its SHA-256 and a model card.
 
-How pixels are scaled is said where each library looks for it: timm's config.json, torchvision's transforms and
-detectron2's PIXEL_MEAN and PIXEL_STD.
+The scale of pixels is written in each library's own form: timm's config.json, torchvision's transforms, detectron2's
+PIXEL_MEAN and PIXEL_STD.
 
-An architecture moves between torchvision and timm where both have a model of its name with the same keys and shapes
-(plain ResNets, ResNeXts and wide ResNets do); before anything is written the other library's model is given the
-weights, and its features must be the encoder's. detectron2 has its own names for a ResNet's parts; they follow its
-tools/convert-torchvision-to-d2.py.
+An architecture can be converted between torchvision and timm if both have a model of its name with the same keys and
+shapes (plain ResNets, ResNeXts and wide ResNets do); before anything is written, the other library's model is loaded
+with the weights, and its features must equal the encoder's. detectron2 has its own names for the parts of a ResNet, as
+in its tools/convert-torchvision-to-d2.py.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,43 +22,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.data.decode import decoded_side
-from trainer.data.pixels import PixelScale
+from trainer.export.model_card import DETECTRON2, LibraryEncoder, Origin, model_card
 from trainer.model import EncoderConfig, TorchvisionEncoder, build_encoder
-from trainer.run.checkpoint import RESUMABLE
-from trainer.run.directory import flat, number, read_config, read_encoder, read_summary
+from trainer.run.directory import read_config, read_encoder, read_summary
 from weightserver.common.atomic_files import atomic_write, require_empty, sha256
 
 LIBRARIES = ("torchvision", "timm", "detectron2")
-
-_DETECTRON2 = {
-    "resnet18": (18, 1, 64),
-    "resnet34": (34, 1, 64),
-    "resnet50": (50, 1, 64),
-    "resnet101": (101, 1, 64),
-    "resnet152": (152, 1, 64),
-    "resnext50_32x4d": (50, 32, 4),
-    "resnext101_32x8d": (101, 32, 8),
-    "resnext101_64x4d": (101, 64, 4),
-    "wide_resnet50_2": (50, 1, 128),
-    "wide_resnet101_2": (101, 1, 128),
-}
-"""MODEL.RESNETS.DEPTH, NUM_GROUPS and WIDTH_PER_GROUP of what detectron2's build_resnet_backbone can build."""
-
-
-@dataclass(frozen=True)
-class LibraryEncoder:
-    """An encoder as a library has it."""
-
-    library: str
-    name: str
-    """The architecture, by the library's name; for detectron2 by torchvision's."""
-    in_channels: int
-    pixels: PixelScale
-    """A number for each of in_channels."""
-    tensors: dict[str, Tensor]
-    """The library's keys, without a classifier."""
-    last: str = ""
-    """torchvision: the linear layer to put nn.Identity in place of."""
 
 
 def export_encoder(
@@ -66,9 +35,9 @@ def export_encoder(
 ) -> list[Path]:
     """Writes a run's encoder, of its end or of a checkpoint, into the new directory `output`; returns the files.
 
-    NAME-LIBRARY-xxxxxxxx.safetensors has the first digits of its SHA-256 in its name; beside it lie the whole of that,
-    for `sha256sum -c`, and README.md, the model card; for timm config.json too, by which timm takes the directory for a
-    model.
+    The files are NAME-LIBRARY-xxxxxxxx.safetensors, with the first digits of its SHA-256 in its name; the whole
+    SHA-256, for `sha256sum -c`; README.md, the model card; for timm also config.json, by which timm loads the
+    directory.
 
     Raises:
         ValueError: no run, no such checkpoint, an architecture that the library does not have, a directory in use.
@@ -87,8 +56,14 @@ def export_encoder(
     digest = sha256(unnamed)
     weights = unnamed.rename(output / f"{converted.name}-{library}-{digest[:8]}.safetensors")
     checksum, card = weights.with_suffix(".sha256"), output / "README.md"
+    origin = Origin(settings=settings, summary=summary, checkpoint=checkpoint, licence=licence)
     text = model_card(
-        converted, config, settings, summary, weights.name, digest, checkpoint=checkpoint, licence=licence
+        converted,
+        origin,
+        image_size=config.image_size,
+        is_grey=config.in_channels == 1,
+        file=weights.name,
+        digest=digest,
     )
     atomic_write(checksum, lambda path: path.write_text(f"{digest}  {weights.name}\n"))
     atomic_write(card, lambda path: path.write_text(text))
@@ -101,12 +76,14 @@ def export_encoder(
 
 
 def convert(encoder: nn.Module, config: EncoderConfig, library: str) -> LibraryEncoder:
-    """The encoder in the library's keys; ValueError, in one line, where the library has no such model."""
+    """Converts the encoder to a library's form. Raises ValueError if the library has no such model."""
     if library not in LIBRARIES:
         raise ValueError(f"library {library!r} is unknown: give {', '.join(LIBRARIES)}")
     family, _, name = config.name.rpartition(":")
     if config.name in ("small", "none"):
-        raise ValueError(f"encoder {config.name!r} is this trainer's own, no library has it: use load_encoder")
+        raise ValueError(
+            f"encoder {config.name!r} is this trainer's own and exists in no library: use trainer.model.load_encoder"
+        )
     home, tensors = family or "torchvision", _library_tensors(encoder)
     in_channels = 3 if home == "torchvision" else config.in_channels
     pixels = config.pixels.channels(in_channels)
@@ -115,10 +92,10 @@ def convert(encoder: nn.Module, config: EncoderConfig, library: str) -> LibraryE
         return LibraryEncoder(library, name, in_channels, pixels, tensors, last)
     name = name.partition(".")[0]  # timm: without the tag of pretrained weights
     if library != "timm" and in_channels != 3:
-        raise ValueError(f"{library}'s {name} takes colour images, this encoder grey ones: choose timm")
+        raise ValueError(f"{library}'s {name} takes colour images, but this encoder grey ones: choose timm")
     if library == "detectron2":
-        if name not in _DETECTRON2:
-            raise ValueError(f"detectron2 has no counterpart of {config.name!r}: it has {', '.join(_DETECTRON2)}")
+        if name not in DETECTRON2:
+            raise ValueError(f"detectron2 has no counterpart of {config.name!r}: it has {', '.join(DETECTRON2)}")
         renamed = {detectron2_key(key): tensors[key] for key in tensors}
         return LibraryEncoder(library, name, in_channels, pixels, renamed)
     counterpart = _counterpart(encoder, config, f"{library}:{name}", in_channels)
@@ -127,7 +104,7 @@ def convert(encoder: nn.Module, config: EncoderConfig, library: str) -> LibraryE
 
 
 def detectron2_key(key: str) -> str:
-    """detectron2's name of a torchvision ResNet's parameter or buffer."""
+    """detectron2's name for a parameter or buffer of torchvision's ResNet."""
     key = key if key.startswith("layer") else f"stem.{key}"
     key = re.sub(r"^layer(\d)", lambda match: f"res{int(match[1]) + 1}", key)
     key = re.sub(r"\bbn(\d)", r"conv\1.norm", key)
@@ -135,13 +112,13 @@ def detectron2_key(key: str) -> str:
 
 
 def _library_tensors(encoder: nn.Module) -> dict[str, Tensor]:
-    """The weights under the library's own names."""
+    """The weights under the names of the encoder's library."""
     library_model = encoder.classifier if isinstance(encoder, TorchvisionEncoder) else encoder
     return library_model.state_dict()
 
 
 def _counterpart(encoder: nn.Module, config: EncoderConfig, name: str, in_channels: int) -> nn.Module:
-    """The other library's model with the encoder's weights; ValueError where it is not the same function."""
+    """The other library's model with the encoder's weights. Raises ValueError if it computes other features."""
     library = name.partition(":")[0]
     try:
         counterpart = build_encoder(replace(config, name=name, in_channels=in_channels)).eval()
@@ -165,70 +142,14 @@ def _counterpart(encoder: nn.Module, config: EncoderConfig, name: str, in_channe
     with torch.no_grad():
         mine, other = encoder(images), counterpart(images.expand(-1, in_channels, -1, -1))
     if mine.shape != other.shape or not torch.allclose(mine, other, rtol=1e-4, atol=1e-5):
-        raise ValueError(f"{library} has no counterpart of {config.name!r}: its model of that name computes otherwise")
+        raise ValueError(
+            f"{library} has no counterpart of {config.name!r}: its model of that name computes other features"
+        )
     return counterpart
 
 
-def model_card(
-    converted: LibraryEncoder,
-    config: EncoderConfig,
-    settings: dict[str, Any],
-    summary: dict[str, Any],
-    file: str,
-    digest: str,
-    *,
-    checkpoint: str,
-    licence: str,
-) -> str:
-    """The card, Markdown with the header that model hubs read."""
-    library, name = converted.library, converted.name
-    dataset = settings.get("dataset", "unknown")
-    state = f"checkpoint {checkpoint} of a run, not evaluated" if checkpoint else "the state at the end of its run"
-    results = _table("result", {key: value for key, value in summary.items() if value is not None})
-    chosen = {key: value for key, value in settings.items() if key not in RESUMABLE}
-    grey = " Repeat a grey image three times." if config.in_channels < converted.in_channels else ""
-    channels = "RGB" if converted.in_channels == 3 else "grey"
-    weights_licence = "not stated by who exported it" if licence == "unknown" else licence
-    return f"""---
-license: {licence}
-library_name: {library}
-tags: [image-feature-extraction, self-supervised, parametric-instance-classification]
----
-
-# {name}, trained on {dataset} by instance classification
-
-An image encoder in the keys of {library}. It was trained without labels by Parametric Instance Classification (Cao et
-al., NeurIPS 2020, arXiv 2006.14618): each image is a class of its own. This is {state}. It has no classifier; its
-output is one feature vector an image, to be compared by cosine similarity or given to a linear layer.
-
-## How to load it
-
-{_loading(converted, config.image_size, file)}
-
-Input: {channels} images float32 [B, {converted.in_channels}, H, W]: pixels in 0..1 less their mean
-{_listed(converted.pixels.mean)}, divided by their standard deviation {_listed(converted.pixels.std)}; trained at
-{config.image_size} px.{grey}
-
-## Results
-
-{results or "None: not evaluated."}
-
-## Settings of the run
-
-{_table("setting", flat(chosen))}
-
-## Licence
-
-Licence of the weights: {weights_licence}. What may be done with them may also depend on the images of {dataset}.
-
-## File
-
-`{file}`, {len(converted.tensors)} tensors, SHA-256 `{digest}`.
-"""
-
-
 def _timm_config(converted: LibraryEncoder, config: EncoderConfig) -> dict[str, Any]:
-    """timm's description of a model, by whose pretrained_cfg its scripts prepare images."""
+    """timm's description of a model; its scripts prepare images by pretrained_cfg."""
     return {
         "architecture": converted.name,
         "num_classes": 0,
@@ -242,63 +163,3 @@ def _timm_config(converted: LibraryEncoder, config: EncoderConfig) -> dict[str, 
             "num_classes": 0,
         },
     }
-
-
-def _listed(numbers: tuple[float, ...]) -> str:
-    return "[" + ", ".join(f"{number:.6g}" for number in numbers) + "]"
-
-
-def _loading(converted: LibraryEncoder, image_size: int, file: str) -> str:
-    if converted.library == "timm":
-        return """```python
-import timm
-model = timm.create_model("local-dir:.", pretrained=True).eval()  # the path of this directory
-preprocess = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
-```"""
-    if converted.library == "torchvision":
-        mean, std = map(_listed, converted.pixels)
-        return f"""```python
-import torch, torchvision
-from safetensors.torch import load_file
-from torchvision.transforms import v2
-model = torchvision.models.get_model("{converted.name}", weights=None)
-model.{_attribute(converted.last)} = torch.nn.Identity()
-model.load_state_dict(load_file("{file}"))
-model.eval()
-preprocess = v2.Compose([v2.ToImage(), v2.RGB(), v2.Resize({decoded_side(image_size)}), v2.CenterCrop({image_size}),
-                         v2.ToDtype(torch.float32, scale=True), v2.Normalize({mean}, {std})])
-```"""
-    depth, groups, width = _DETECTRON2[converted.name]
-    more = "\n    RES2_OUT_CHANNELS: 64" if depth < 50 else ""
-    return f"""```python
-import torch
-from safetensors.torch import load_file
-torch.save({{"model": load_file("{file}")}}, "encoder.pth")  # detectron2 reads no safetensors
-```
-
-```yaml
-MODEL:
-  WEIGHTS: encoder.pth
-  PIXEL_MEAN: {_listed(tuple(255 * number for number in converted.pixels.mean))}
-  PIXEL_STD: {_listed(tuple(255 * number for number in converted.pixels.std))}
-  RESNETS:
-    DEPTH: {depth}
-    NUM_GROUPS: {groups}
-    WIDTH_PER_GROUP: {width}
-    STRIDE_IN_1X1: False
-    NORM: SyncBN{more}
-INPUT:
-  FORMAT: RGB
-```
-
-The keys are those of the backbone, `model.backbone.bottom_up` where there is an FPN."""
-
-
-def _attribute(path: str) -> str:
-    """The path of a module as Python writes it: classifier.3 is classifier[3]."""
-    return re.sub(r"\.(\d+)", r"[\1]", path)
-
-
-def _table(title: str, values: dict[str, Any]) -> str:
-    rows = [f"| {name} | {number(value)} |" for name, value in values.items()]
-    return "\n".join([f"| {title} | |", "|---|---|", *rows]) if rows else ""

@@ -1,8 +1,8 @@
-"""One HTML page about a run, with all that it shows inside: python -m trainer report RUN.
+"""Writes one self-contained HTML page about a run: python -m trainer report RUN.
 
-Curves of its metrics.jsonl, its results and settings, and what its encoder makes of a dozen training images: their
-nearest neighbours by cosine of the features, and saliency. A run that has not ended shows what there is: its encoder is
-then that of the newest checkpoint. The page loads nothing from anywhere; its content security policy forbids it.
+It shows curves of metrics.jsonl, results and settings, and for a dozen training images their nearest neighbours by
+cosine of the features, and saliency. For a run that has not ended it shows what is available, with the encoder of the
+newest checkpoint. The page loads nothing from elsewhere; its content security policy forbids it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from trainer.data import Dataset, load_dataset
 from trainer.report.charts import charts
 from trainer.report.inspection import Looks, look
-from trainer.run.checkpoint import saved_steps
+from trainer.run.checkpoint_file import checkpoint_name, saved_steps
 from trainer.run.directory import ENCODER_FILE, flat, number, read_config, read_encoder, read_summary
 from trainer.run.plot import read_metrics
 from trainer.run.stopping import exit_on_error
@@ -33,7 +33,7 @@ _TEMPLATES = Environment(
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Runs the command line. Exit status 0; 1 with one line on stderr when it failed; 2 for wrong arguments."""
+    """Runs the command line. Exit status 0; 1 with one line on stderr on failure; 2 for invalid arguments."""
     options = _parser().parse_args(arguments)
     output = options.output or options.run / "report.html"
     with exit_on_error("trainer report"):
@@ -46,16 +46,19 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainer report", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", type=to_path, help="the run's directory")
-    parser.add_argument("--output", type=to_path, help="the file to write (default RUN/report.html)")
-    parser.add_argument("--data-dir", type=to_path, help="the folder that holds the data set (default the run's)")
+    parser.add_argument("--output", type=to_path, help="the file to write (default: RUN/report.html)")
+    parser.add_argument("--data-dir", type=to_path, help="folder of the data set (default: the run's)")
     parser.add_argument(
-        "--images", type=int, default=10_000, help="first training images to look for neighbours among (default 10000)"
+        "--images",
+        type=int,
+        default=10_000,
+        help="number of training images among which to search for neighbours (default: 10000)",
     )
     return parser
 
 
 def page(run: Path, *, data_dir: Path | None = None, bank: int = 10_000) -> str:
-    """The page as HTML; neighbours are looked for among the first `bank` training images.
+    """Renders the page as HTML; neighbours are searched among the first `bank` training images.
 
     Raises:
         ValueError: no run, one without a single record, or a broken file.
@@ -63,7 +66,7 @@ def page(run: Path, *, data_dir: Path | None = None, bank: int = 10_000) -> str:
     config, summary = read_config(run), read_summary(run)
     records = [record for record in read_metrics(run / "metrics.jsonl") if "step" in record and "loss" in record]
     if not records:
-        raise ValueError(f"{run / 'metrics.jsonl'} has no records yet: wait for the run's first")
+        raise ValueError(f"{run / 'metrics.jsonl'} has no records yet: wait for the run's first one")
     looks, source, reason = _looks(run, config, data_dir, bank)
     done, last = records[-1]["step"] + 1, records[-1]
     results = summary or {"steps": done, "loss": last["loss"]}
@@ -84,19 +87,19 @@ def page(run: Path, *, data_dir: Path | None = None, bank: int = 10_000) -> str:
 
 
 def _looks(run: Path, config: dict[str, Any], data_dir: Path | None, bank: int) -> tuple[Looks | None, str, str]:
-    """What the encoder makes of images, and which encoder; or why there is none of it."""
+    """Neighbours and saliency, and the description of their encoder; or None and the reason."""
     checkpoint, source = "", "the encoder at the end of the run"
     if not (run / ENCODER_FILE).exists():
         steps = saved_steps(run / "checkpoints")
         if not steps:
-            return None, "", "the run has neither ended nor kept a checkpoint with its encoder"
-        checkpoint = f"step-{steps[-1]:012d}"
+            return None, "", "the run has neither ended nor saved a checkpoint"
+        checkpoint = checkpoint_name(steps[-1])
         source = f"the encoder after {steps[-1]:,} steps (the newest checkpoint)"
     encoder, encoder_config = read_encoder(run, checkpoint)
     try:
         images = _dataset(config, data_dir)
     except (ValueError, OSError, KeyError) as error:
-        return None, "", f"the training images cannot be had here ({error})"
+        return None, "", f"the training images are not available here ({error})"
     return look(encoder, encoder_config, images, bank=bank), source, ""
 
 

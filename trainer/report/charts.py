@@ -1,4 +1,4 @@
-"""A run's curves as SVG to be put into a page: lines and letters that need no script, letters in the page's colour."""
+"""A run's curves as SVG to embed in a page: without scripts, with text in the page's colour."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FloatArray = npt.NDArray[np.float64]
 
 _MAX_POINTS = 400
 _INK = "#010203"
-"""Stands for the page's text colour."""
+"""Placeholder for the page's text colour."""
 _BLUE, _ORANGE = "#4c8bd6", "#e08a2e"
 _STAGE_COLOURS = dict(
     zip(STAGES, ("#59a14f", "#e15759", "#4e79a7", "#76a5d0", "#b07aa1", "#9c9c9c"), strict=True)
@@ -40,7 +40,7 @@ class Chart:
 
 
 def charts(records: list[Record], config: dict[str, Any]) -> list[Chart]:
-    """The charts of what `records` (of a metrics.jsonl, at least one) hold."""
+    """The charts of the records of a metrics.jsonl, at least one."""
     chance = math.log(config["num_negatives"]) if config.get("num_negatives") else None
     made = [_loss(records, chance)]
     if any(record.get(ACCURACY_KEY) is not None for record in records):
@@ -49,7 +49,7 @@ def charts(records: list[Record], config: dict[str, Any]) -> list[Chart]:
         note = "of encoder, head and rows"
         made.append(_line(records, "learning_rate", "Learning rate", note, "learning rate"))
     if _having(records, "images_per_second"):
-        note = "images a second, on all ranks together"
+        note = "images per second, on all ranks together"
         made.append(_line(records, "images_per_second", "Throughput", note, "images / s"))
     stages = _having(records, *(f"{name}_seconds" for name in STAGES), "images_per_second", "seconds")
     if stages and config.get("batch_size"):
@@ -75,7 +75,7 @@ def _accuracy(records: list[Record]) -> Chart:
         axes.plot(*_curve(points, ACCURACY_KEY), color=_BLUE, marker="o", markersize=4)
         axes.set_ylabel("top-1 (%)")
 
-    return _chart("kNN during training", "of held-out training images; labels are used for nothing else", draw)
+    return _chart("kNN during training", "of held-out training images; labels are not used in training", draw)
 
 
 def _line(records: list[Record], key: str, title: str, note: str, label: str) -> Chart:
@@ -88,7 +88,7 @@ def _line(records: list[Record], key: str, title: str, note: str, label: str) ->
 
 
 def _stages(records: list[Record], batch_size: int) -> Chart:
-    """Milliseconds a step, stage on stage."""
+    """Milliseconds per step, stacked by stage."""
     steps = np.array([record["step"] for record in records], float)
     num_steps = np.array([record["images_per_second"] * record["seconds"] / batch_size for record in records])
     parts = [
@@ -98,14 +98,14 @@ def _stages(records: list[Record], batch_size: int) -> Chart:
 
     def draw(axes: Axes) -> None:
         axes.stackplot(_thin(steps), parts, labels=STAGES, colors=list(_STAGE_COLOURS.values()), linewidth=0)
-        axes.set_ylabel("ms a step")
+        axes.set_ylabel("ms per step")
         axes.set_ylim(bottom=0)
         handles, labels = axes.get_legend_handles_labels()
         axes.legend(
             handles[::-1], labels[::-1], frameon=False, labelcolor=_INK, loc="center left", bbox_to_anchor=(1, 0.5)
         )
 
-    return _chart("Time by stage", "of the rank that took longest; rows: waiting for them and moving them", draw)
+    return _chart("Time by stage", "of the slowest rank; rows: waiting for rows and moving them", draw)
 
 
 def _having(records: list[Record], *keys: str) -> list[Record]:
@@ -118,7 +118,7 @@ def _curve(records: list[Record], key: str) -> tuple[FloatArray, FloatArray]:
 
 
 def _thin(values: FloatArray) -> FloatArray:
-    """Means of neighbours, so that at most _MAX_POINTS are left."""
+    """Averages neighbours, so that at most _MAX_POINTS remain."""
     if len(values) <= _MAX_POINTS:
         return values
     return np.array([part.mean() for part in np.array_split(values, _MAX_POINTS)])
@@ -143,7 +143,7 @@ def _chart(title: str, note: str, draw: Callable[[Axes], None]) -> Chart:
 
 @contextmanager
 def _style() -> Iterator[None]:
-    """Letters as text, no background, everything but the curves in the page's colour."""
+    """Text as text, no background, and everything except the curves in the page's colour."""
     ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     options: Any = dict.fromkeys(ink, _INK) | {
         "svg.fonttype": "none",

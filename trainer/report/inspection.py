@@ -1,4 +1,4 @@
-"""What an encoder makes of images: nearest neighbours and saliency, as pictures that fit into a page."""
+"""Inspects an encoder: nearest neighbours and saliency, as pictures to embed in a page."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from trainer.model import EncoderConfig
 _NUM_SAMPLES = 12
 _NUM_NEIGHBOURS = 7
 _NOISY_COPIES, _NOISE = 24, 0.15
-"""Of SmoothGrad, and their noise as a part of the pixels' range."""
+"""Number of noisy copies for SmoothGrad, and their noise as a fraction of the pixels' range."""
 _MAX_SIDE = 112
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An image of the data set as a data: URI, with what is known of it."""
+    """An image of the data set as a data: URI, with its label and similarity."""
 
     uri: str
     index: int
     label: str = ""
     similarity: float = 1.0
     agrees: bool | None = None
-    """Whether it has the label of the sample it is a neighbour of; None without labels."""
+    """Whether it has the same label as the sample; None without labels."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """A sample, its nearest neighbours, and where its pixels matter."""
+    """A sample, its nearest neighbours, and its saliency."""
 
     sample: Picture
     neighbours: list[Picture]
@@ -50,15 +50,15 @@ class Look:
 class Looks:
     looks: list[Look]
     bank: int
-    """Among how many training images neighbours were looked for."""
+    """Number of training images among which neighbours were searched."""
     labelled: bool
 
 
 def look(encoder: nn.Module, config: EncoderConfig, dataset: Dataset, *, bank: int, seed: int = 0) -> Looks:
-    """Looks at a dozen of the first `bank` training images, chosen by `seed`.
+    """Inspects a dozen of the first `bank` training images, chosen by `seed`.
 
     Raises:
-        ValueError: fewer than two images, or images of another shape than the encoder's.
+        ValueError: fewer than two images, or images with another number of channels than the encoder's.
     """
     images = dataset.train_images[: max(0, bank)]  # uint8 (N, C, H, W)
     if len(images) < 2:
@@ -105,20 +105,20 @@ def saliency(
         views = (image + noise).requires_grad_()
         (gradient,) = torch.autograd.grad(encoder(views * scale + shift).norm(dim=1).sum(), views)
         heat = gradient.abs().mean(dim=0).amax(dim=0)[None]  # (1, H, W)
-        smooth = image.shape[-1] // 28 * 2 + 1  # strides leave a pattern of their own
+        smooth = image.shape[-1] // 28 * 2 + 1  # strides leave a pattern
         heat = F.avg_pool2d(heat, smooth, stride=1, padding=smooth // 2, count_include_pad=False)[0]
         maps.append((heat / heat.quantile(0.99).clamp(min=1e-12)).clamp(max=1))
     return torch.stack(maps)
 
 
 def _uri(image: Tensor) -> str:
-    """An image uint8 [C, H, W] as PNG."""
+    """Encodes an image uint8 [C, H, W] as PNG."""
     pixels = image.permute(1, 2, 0).squeeze(2).numpy() if image.shape[0] == 1 else image.permute(1, 2, 0).numpy()
     return _png(Image.fromarray(np.ascontiguousarray(pixels)))
 
 
 def _heat_uri(heat: Tensor) -> str:
-    """A map float32 [H, W] in 0..1 as PNG, dark to bright."""
+    """Encodes a map float32 [H, W] in 0..1 as PNG, dark to bright."""
     return _png(Image.fromarray(mpl.colormaps["inferno"](heat.numpy(), bytes=True)[..., :3].copy()))
 
 

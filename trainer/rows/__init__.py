@@ -1,4 +1,4 @@
-"""Row stores: who holds the classifier's rows. Training with any of them is the same, up to rounding."""
+"""Row stores, which hold the classifier's rows. Training gives the same result with each of them, up to rounding."""
 
 from trainer.rows.dense import DenseRows
 from trainer.rows.remote import RemoteRows

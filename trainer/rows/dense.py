@@ -1,4 +1,4 @@
-"""All N rows in the trainer's memory, moved by torch.optim.SGD: the oracle, and the simplest choice for small data."""
+"""All rows in the trainer's memory, updated by torch.optim.SGD: the oracle, and the simplest choice for small data."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from weightserver.core.sharding import Sharding
 
 
 class DenseRows:
-    """Plain SGD over the whole matrix; rows that are not active get a zero gradient, so they decay and drift on.
+    """Plain SGD over the whole matrix; inactive rows have a zero gradient, so weight decay and momentum still move
+    them.
 
-    With `spec.correction` False only active rows are moved (the paper's ablation).
+    Without `spec.correction` only active rows move (the paper's ablation, Table 2).
 
     Args:
         learning_rates: float32 [num_steps], one for each update.
-        sharding, shard: where only one rank's share of the rows is held.
+        sharding, shard: this rank's share of the rows; all rows by default.
     """
 
     prefetch_steps = 0
@@ -35,7 +36,7 @@ class DenseRows:
         sharding: Sharding | None = None,
         shard: int = 0,
     ) -> None:
-        assert spec.correction != "paper", "all rows are moved in each step: there is no gap to correct"
+        assert spec.correction != "paper", "all rows move in each step: there is no gap to correct"
         self.counters = RowCounters()
         self._spec = spec
         self._learning_rates = learning_rates
@@ -46,19 +47,19 @@ class DenseRows:
         self._weight = torch.nn.Parameter(weight)
         self._weight.grad = torch.zeros_like(weight)
         self._momentum_buffer = torch.zeros_like(weight)  # only used without correction
-        self._active = (np.zeros(0, np.int64), torch.zeros(0, dtype=torch.int64))  # rows, and where they are here
+        self._active = (np.zeros(0, np.int64), torch.zeros(0, dtype=torch.int64))  # rows, and their positions
         self._optimizer = torch.optim.SGD(
             [self._weight], lr=0.0, momentum=spec.momentum, weight_decay=spec.weight_decay
         )
 
     def prefetch(self, rows: Int64Array, *, step: int) -> None:
-        """Nothing to do: the rows are here."""
+        """Does nothing: the rows are in memory."""
 
     def weights(self, rows: Int64Array, *, step: int) -> Tensor:
         return self._weight.detach()[self._positions(rows)]
 
     def _positions(self, rows: Int64Array) -> Tensor:
-        """Of the rows in the matrix; those of a step, for which it is asked twice, go to the device once."""
+        """Positions of rows in the matrix, on the device; cached, since each step needs them twice."""
         if rows is not self._active[0]:
             self._active = rows, to_device(self._sharding.local(rows), self._weight.device)
         return self._active[1]
@@ -67,7 +68,7 @@ class DenseRows:
         learning_rate = float(self._learning_rates[step])
         active = self._positions(rows)
         if not self._spec.correction:
-            self._move_active(active, gradients, learning_rate)
+            self._update_active(active, gradients, learning_rate)
             return
         assert self._weight.grad is not None
         self._weight.grad.zero_()
@@ -76,7 +77,7 @@ class DenseRows:
         self._optimizer.step()
 
     @torch.no_grad()
-    def _move_active(self, active: Tensor, gradients: Tensor, learning_rate: float) -> None:
+    def _update_active(self, active: Tensor, gradients: Tensor, learning_rate: float) -> None:
         weight, momentum_buffer = self._weight[active], self._momentum_buffer[active]
         momentum_buffer.mul_(self._spec.momentum).add_(gradients + self._spec.weight_decay * weight)
         self._momentum_buffer[active] = momentum_buffer
@@ -94,7 +95,7 @@ class DenseRows:
         )
 
     def flush(self) -> None:
-        """Nothing to do: these rows live and die with the trainer."""
+        """Does nothing: these rows are not stored outside the trainer."""
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Does nothing."""

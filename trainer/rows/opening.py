@@ -1,12 +1,13 @@
-"""Opens the row store that a config asks for: weight servers, table, schedule and session included."""
+"""Opens the row store that the settings ask for, with its weight servers, table, schedule and session."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,15 +20,15 @@ from trainer.rows.dense import DenseRows
 from trainer.rows.remote import RemoteRows
 from trainer.rows.resident import ResidentRows
 from trainer.rows.store import RowStore
-from trainer.run.checkpoint import (
+from trainer.run.checkpoint_file import (
     checkpoint_name,
     history_to_resume,
     note_history,
     remove_unfinished,
     saved_history,
-    step_to_resume,
 )
 from trainer.run.history import ImageHistory
+from trainer.run.resume import step_to_resume
 from weightserver import ClusterError, LocalCluster, NoTableError, TableSpec, WeightClient, WeightServerError
 from weightserver.core.arrays import Float32Array
 from weightserver.core.sharding import Sharding
@@ -37,29 +38,48 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OpenRows:
-    """A row store, and what its run begins with."""
+    """A row store, and the state that its run starts from."""
 
     store: RowStore
     history: ImageHistory
     rates: Float32Array
     """Learning rates of all updates, float32 [num_steps]."""
     client: WeightClient | None = None
-    """Of the session; None with dense rows."""
+    """The client that holds the session; None with dense rows."""
     epoch: int = 0
-    """Of the session; 0 without one."""
+    """Epoch of the session; 0 without one."""
     checkpoint_step: int | None = None
-    """Finished updates of the checkpoint that the run goes on from; None where there is none, and it begins."""
+    """Number of updates in the checkpoint that the run is resumed from; None for a new run."""
+
+
+@dataclass(frozen=True)
+class _Session:
+    """The session that the other ranks join, as rank 0 broadcasts it."""
+
+    addresses: list[str]
+    epoch: int
+    marks: list[str]
+    checkpoint_step: int | None
+    history: ImageHistory
+
+    def to_json(self) -> str:
+        return json.dumps(vars(self) | {"history": self.history.to_json()})
+
+    @classmethod
+    def from_json(cls, text: str) -> _Session:
+        content = json.loads(text)
+        return cls(**content | {"history": ImageHistory.from_json(content["history"])})
 
 
 def images_of_run(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> Dataset:
-    """The images to train on: of a run that goes on without --extend those that it had, whatever was added since."""
+    """The images to train on: a run that is resumed without --extend keeps its own, whatever was added since."""
     if not config.resume or config.extend:
         return dataset
     history = history_to_resume(config.output / "checkpoints", config.resume_step) if ranks.is_first else None
     had = int(ranks.broadcast_text(str(history.num_images if history else 0)))
     before = dataset.first(had)
     if ranks.is_first and len(before.train_images) < len(dataset.train_images):
-        _log.warning("going on with %d of %d images: --extend takes in all", had, len(dataset.train_images))
+        _log.warning("continuing with %d of %d images: --extend includes all", had, len(dataset.train_images))
     return before
 
 
@@ -73,14 +93,14 @@ def open_rows(
     ranks: Ranks,
     device: torch.device,
 ) -> Iterator[OpenRows]:
-    """The store of this rank's share of the rows: the blocks that `Sharding` deals to it.
+    """Opens the store of this rank's share of the rows: the blocks that `Sharding` assigns to it.
 
-    A run that goes on finds its rows as they were at the newest checkpoint, and with --extend those of images that were
-    added in ranges since: of all images there are `range_sizes`, and `digests` that tell the ranges from others.
+    A resumed run finds its rows as they were at the newest checkpoint; with --extend there are also new rows for the
+    images that were added since. `range_sizes` and `digests` describe the ranges in which all images were added.
 
     Raises:
-        ValueError: settings or images that do not fit, or weight servers that another run used.
-        WeightServerError: weight servers that cannot be reached or refuse.
+        ValueError: settings or images that do not match, or weight servers that another run used.
+        WeightServerError: weight servers that are unreachable or refuse.
     """
     if config.rows == "dense":
         sharding, history = Sharding(spec.rows_per_block, ranks.world_size), ImageHistory(((0, spec.num_rows),))
@@ -88,15 +108,16 @@ def open_rows(
         yield OpenRows(DenseRows(spec, rates, device=device, sharding=sharding, shard=ranks.rank), history, rates)
         return
     with ExitStack() as stack:
-        client, epoch, checkpoint_step, history = _join_session(config, spec, range_sizes, digests, ranks, stack)
-        rates = _as_held(_learning_rates(config, history, ranks), client)  # the same on every rank
+        open_session = partial(_open_session, config, spec, range_sizes, digests, ranks, stack)
+        client, session = _join_session(config, ranks, stack, open_session)
+        rates = _as_held(_learning_rates(config, session.history, ranks), client)  # the same on every rank
         store = (
             RemoteRows(client, device)
             if config.rows == "remote"
             else _resident(config, spec, rates, ranks, device, client)
         )
         stack.callback(store.close)
-        yield OpenRows(store, history, rates, client, epoch, checkpoint_step)
+        yield OpenRows(store, session.history, rates, client, session.epoch, session.checkpoint_step)
 
 
 def _learning_rates(config: TrainConfig, history: ImageHistory, ranks: Ranks) -> Float32Array:
@@ -116,7 +137,7 @@ def _resident(
     config: TrainConfig, spec: TableSpec, rates: Float32Array, ranks: Ranks, device: torch.device, client: WeightClient
 ) -> ResidentRows:
     rows, world_size = config.resident_rows(spec.num_rows), ranks.world_size
-    if world_size > 1:  # blocks are dealt evenly, the active ones among them by chance: room for 8 standard deviations
+    if world_size > 1:  # blocks are assigned evenly, active ones randomly: room for 8 standard deviations
         rows = min(rows, -(-rows // world_size) + 2 * spec.rows_per_block + round(8 * (rows / world_size) ** 0.5))
     return ResidentRows(
         client,
@@ -130,77 +151,93 @@ def _resident(
 
 
 def _join_session(
+    config: TrainConfig, ranks: Ranks, stack: ExitStack, open_session: Callable[[], tuple[WeightClient, _Session]]
+) -> tuple[WeightClient, _Session]:
+    """Rank 0 opens the session; the other ranks join it."""
+    message: dict[str, Any] = {}
+    failure: Exception | None = None
+    if ranks.is_first:
+        try:
+            client, session = open_session()
+            message = {"session": session.to_json()}
+        except (ValueError, OSError, WeightServerError) as error:
+            failure, message = error, {"error": str(error)}
+    message = json.loads(ranks.broadcast_text(json.dumps(message)))
+    if failure is not None:
+        raise failure
+    if "error" in message:
+        raise ValueError(f"rank 0 failed: {message['error']}")
+    session = _Session.from_json(message["session"])
+    if not ranks.is_first:
+        client = stack.enter_context(_client(config, session.addresses))
+        client.expect(session.marks)
+        client.open_session(config.output.name, join=session.epoch)
+    return client, session
+
+
+def _open_session(
     config: TrainConfig,
     spec: TableSpec,
     range_sizes: Sequence[int],
     digests: Sequence[str],
     ranks: Ranks,
     stack: ExitStack,
-) -> tuple[WeightClient, int, int | None, ImageHistory]:
-    """Rank 0 opens a session on the weight servers, which it starts where none are given, and the others join it.
+) -> tuple[WeightClient, _Session]:
+    """Creates or resumes the table, opens a session on it, and extends its schedule; rank 0 only.
 
-    Returns the session's epoch, the step of the checkpoint that the run goes on from, and its images' history too.
+    The weight servers are started if none are given.
     """
-    session: dict[str, Any] = {}
-    failure: Exception | None = None
-    if ranks.is_first:
-        try:
-            addresses = config.server_addresses or start_servers(config, ranks, stack)
-            client = stack.enter_context(_client(config, addresses))
-            step, files = None, config.output / "checkpoints"
-            history = ImageHistory(((0, spec.num_rows),), tuple(digests))
-            if config.resume:
-                step = step_to_resume(files, client, config.resume_step)
-                before = saved_history(files, step or 0) or _history_of_table(client) or history
-                history = before.extended(step or 0, range_sizes, digests, extend=config.extend)
-                _open_table(client, replace(spec, num_rows=before.num_images))
-            else:
-                _refuse_used_table(client)
-                client.create_table(spec)
-            epoch = client.open_session(config.output.name, force=step is not None)
-            if config.resume:
-                if step is not None:
-                    client.rollback(checkpoint_name(step))  # all shards, whatever they held before
-                remove_unfinished(files)
-                note_history(files, step or 0, history)  # from now on --resume alone goes on with all images
-                _open_table(client, spec)
-            client.extend_schedule(0, _as_held(history.learning_rates(config), client))
-            session = {
-                "addresses": addresses,
-                "epoch": epoch,
-                "marks": client.marks(),
-                "checkpoint_step": step,
-                "images": history.to_json(),
-            }
-        except (ValueError, OSError, WeightServerError) as error:
-            failure, session = error, {"error": str(error)}
-    session = json.loads(ranks.broadcast_text(json.dumps(session)))
-    if failure is not None:
-        raise failure
-    if "error" in session:
-        raise ValueError(f"rank 0 failed: {session['error']}")
-    if not ranks.is_first:
-        client = stack.enter_context(_client(config, session["addresses"]))
-        client.expect(session["marks"])
-        client.open_session(config.output.name, join=session["epoch"])
-    return client, session["epoch"], session["checkpoint_step"], ImageHistory.from_json(session["images"])
+    addresses = config.server_addresses or start_servers(config, ranks, stack)
+    client = stack.enter_context(_client(config, addresses))
+    step: int | None = None
+    history = ImageHistory(((0, spec.num_rows),), tuple(digests))
+    if config.resume:
+        epoch, step, history = _resume_table(client, config, spec, range_sizes, history)
+    else:
+        _refuse_used_table(client)
+        client.create_table(spec)
+        epoch = client.open_session(config.output.name, force=False)
+    client.extend_schedule(0, _as_held(history.learning_rates(config), client))
+    return client, _Session(addresses, epoch, client.marks(), step, history)
+
+
+def _resume_table(
+    client: WeightClient, config: TrainConfig, spec: TableSpec, range_sizes: Sequence[int], history: ImageHistory
+) -> tuple[int, int | None, ImageHistory]:
+    """Opens a session, rolls the table back to the checkpoint to resume from, and adds rows for images added since.
+
+    `history` is that of a new run with the same images. Returns the epoch, the checkpoint's step (None if the run died
+    before its first) and the history of the resumed run.
+    """
+    files = config.output / "checkpoints"
+    step = step_to_resume(files, client, config.resume_step)
+    before = saved_history(files, step or 0) or _history_of_table(client) or history
+    history = before.extended(step or 0, range_sizes, history.digests, extend=config.extend)
+    _open_table(client, replace(spec, num_rows=before.num_images))
+    epoch = client.open_session(config.output.name, force=step is not None)
+    if step is not None:
+        client.rollback(checkpoint_name(step))  # all shards, whatever they held before
+    remove_unfinished(files)
+    note_history(files, step or 0, history)  # from now on --resume without --extend continues with all images
+    _open_table(client, spec)
+    return epoch, step, history
 
 
 def _as_held(rates: Float32Array, client: WeightClient) -> Float32Array:
-    """Learning rates where those that the servers hold differ by rounding alone: theirs, which rows were moved by.
+    """Learning rates, replaced by the servers' own where these differ by rounding only: rows were updated with those.
 
-    Versions before took their cosine from NumPy, whose last bit depends on the processor: 2^-52 of the highest rate.
+    Earlier versions computed the cosine by NumPy, whose last bit depends on the processor: 2^-52 of the highest rate.
     """
     try:
         held = client.learning_rates()[: len(rates)]
-    except ClusterError:  # shards of version 0.1 do not tell
+    except ClusterError:  # shards of version 0.1 cannot answer
         return rates
     same = np.abs(held - rates[: len(held)]) <= 2.0**-52 * rates.max(initial=0) + 2.0**-23 * held
     return np.concatenate([np.where(same, held, rates[: len(held)]), rates[len(held) :]])
 
 
 def _history_of_table(client: WeightClient) -> ImageHistory | None:
-    """Of a run whose checkpoints do not tell it, because a version made them that could not add images."""
+    """The history of a run whose checkpoints have none: older versions could not add images."""
     try:
         return ImageHistory(((0, client.describe().spec.num_rows),))
     except NoTableError:
@@ -208,7 +245,7 @@ def _history_of_table(client: WeightClient) -> ImageHistory | None:
 
 
 def _open_table(client: WeightClient, spec: TableSpec) -> None:
-    """The table of a run that goes on, at least as large as `spec` says: a table stays large where a run goes back."""
+    """Opens a resumed run's table, at least as large as `spec` says: tables do not shrink when a run is rolled back."""
     try:
         num_rows = client.extend_table(spec.num_rows).num_rows
     except NoTableError:
@@ -219,7 +256,7 @@ def _open_table(client: WeightClient, spec: TableSpec) -> None:
 
 
 def _client(config: TrainConfig, addresses: list[str]) -> WeightClient:
-    # Those that the run started itself are on loopback and ask for nothing.
+    # Local servers that the run started are on loopback and need no credentials.
     security = config.security.client_arguments() if config.servers else {}
     return WeightClient(addresses, retry_seconds=config.retry_seconds, **security)
 
@@ -231,7 +268,9 @@ def start_servers(config: TrainConfig, ranks: Ranks, stack: ExitStack) -> list[s
         ValueError: the ranks are on several machines.
     """
     if ranks.local_world_size < ranks.world_size:
-        raise ValueError("training on several machines needs weight servers that all can reach: give --servers")
+        raise ValueError(
+            "training on several machines needs weight servers that all machines can reach: give --servers"
+        )
     return stack.enter_context(LocalCluster(config.num_shards, config.output / "servers")).addresses
 
 
@@ -243,5 +282,5 @@ def _refuse_used_table(client: WeightClient) -> None:
     if info.clock > 0 or info.rows_stored > 0 or client.checkpoints():
         raise ValueError(
             f"the weight servers hold the rows of run {info.run!r} up to step {info.clock}: "
-            "go on with it by --resume, or use other servers"
+            "resume it by --resume, or use other servers"
         )

@@ -1,4 +1,4 @@
-"""Rows on the weight servers: each step fetches K weights and pushes K gradients; the optimizer is theirs."""
+"""Rows on the weight servers, which also run their optimizer: a step fetches K weights and pushes K gradients."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _CPU = torch.device("cpu")
 
 
 class RemoteRows:
-    """Talks to the servers from one background thread, in the order of the calls.
+    """Calls the servers from one background thread, in the order of its own calls.
 
-    So step t's fetch follows step t−1's push, while the trainer prepares images and runs the encoder.
+    Step t's fetch therefore follows step t−1's push, while the trainer prepares images and runs the encoder.
 
     Args:
-        client: with a table, its schedule and an open session; closed by its owner.
-        device: where `weights` are wanted.
+        client: has a table, its schedule and an open session; its owner closes it.
+        device: device of `weights`.
     """
 
     prefetch_steps = 0
-    """A step's rows can be fetched only after the push of the step before."""
+    """A step's rows can only be fetched after the previous step's push."""
 
     def __init__(self, client: WeightClient, device: torch.device = _CPU) -> None:
         self.counters = RowCounters()
@@ -73,7 +73,7 @@ class RemoteRows:
         self.counters.pushed(len(rows), gradients.nbytes)
 
     def _raise_push_error(self) -> None:
-        """A failed push comes before whatever failed after it."""
+        """Raises the error of a failed push, which may have caused later ones."""
         if self._pushed is not None:
             self._pushed.result()
             self._pushed = None

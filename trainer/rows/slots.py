@@ -1,4 +1,4 @@
-"""Which row is where: a map from rows to slots, and which of them may leave. NumPy only."""
+"""A map from rows to slots, with the choice of the rows that leave. NumPy only."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _EMPTY = -1
 
 
 class SlotMap:
-    """Rows in `capacity` slots; the row whose last announced step is the longest ago leaves first.
+    """Rows in `capacity` slots; the row whose last announced step is the oldest leaves first.
 
-    Rows of one call are distinct. A row keeps its slot until it leaves.
+    The rows of one call are distinct. A row keeps its slot until it leaves.
     """
 
     def __init__(self, capacity: int) -> None:
-        self.row = np.full(capacity, _EMPTY, np.int64)  # (capacity,), in each slot
-        self.last_announced = np.full(capacity, _EMPTY, np.int64)  # (capacity,), the latest step that names the row
+        self.row = np.full(capacity, _EMPTY, np.int64)  # (capacity,), the row in each slot
+        self.last_announced = np.full(capacity, _EMPTY, np.int64)  # (capacity,), the latest step that needs the row
         self._rows = np.zeros(0, np.int64)  # (held,), ascending
-        self._slots = np.zeros(0, np.int64)  # (held,), of each of those rows
+        self._slots = np.zeros(0, np.int64)  # (held,), the slot of each of those rows
         self._free = np.arange(capacity)[::-1]
 
     def __len__(self) -> int:
@@ -30,7 +30,7 @@ class SlotMap:
         return self._slots
 
     def find(self, rows: Int64Array) -> Int64Array:
-        """The slot of each row, -1 where it is not held."""
+        """The slot of each row, -1 if it is not held."""
         if not len(self._rows):
             return np.full(len(rows), _EMPTY, np.int64)
         position = np.searchsorted(self._rows, rows)
@@ -38,7 +38,7 @@ class SlotMap:
         return np.where(found, self._slots.take(position, mode="clip"), _EMPTY)
 
     def leaving(self, num_entering: int, *, step: int) -> Int64Array:
-        """The slots that must be emptied so that `num_entering` rows fit, of rows announced for no step from `step` on.
+        """The slots to empty so that `num_entering` rows fit; no step from `step` on needs their rows.
 
         Raises:
             ValueError: too few rows may leave.
@@ -49,7 +49,7 @@ class SlotMap:
         idle = self._slots[self.last_announced[self._slots] < step]
         if len(idle) < num_leaving:
             raise ValueError(
-                f"{len(self.row)} resident rows are too few: {num_leaving - len(idle)} more are needed at step {step}; "
+                f"{len(self.row)} resident rows are too few: step {step} needs {num_leaving - len(idle)} more; "
                 "raise --capacity or lower --prefetch-steps"
             )
         oldest = np.argpartition(self.last_announced[idle], num_leaving - 1)[:num_leaving]

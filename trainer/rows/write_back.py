@@ -14,12 +14,12 @@ from weightserver.core.arrays import Int64Array
 
 
 class LeavingRows:
-    """The raw state of n rows that leave; on a GPU its copy to the host may still be under way.
+    """The raw state of n rows that leave; its copy from a GPU to the host may still be in progress.
 
     Args:
-        values: weight and momentum_buffer, float32 [n, dim] each, and the largest |value| of any row that was corrected
-            so far, [].
-        largest_safe: up to which SGD cannot have made a corrected row infinite or NaN on the way.
+        values: weight and momentum_buffer, float32 [n, dim] each, and the largest |value| of any row corrected so far,
+            a scalar.
+        largest_safe: values up to this size cannot have become infinite or NaN while rows were corrected.
     """
 
     def __init__(self, values: HostCopy, last_step: Int64Array, *, largest_safe: float) -> None:
@@ -28,10 +28,10 @@ class LeavingRows:
         self._largest_safe = largest_safe
 
     def state(self) -> RowState:
-        """Waits for the copy; in any thread.
+        """Waits for the copy; any thread may call it.
 
         Raises:
-            ValueError: rows were corrected that were too large for it.
+            ValueError: a corrected row was too large.
         """
         weight, momentum_buffer, largest = self._values.wait()
         if not float(largest) <= self._largest_safe:
@@ -43,11 +43,12 @@ class LeavingRows:
 
 
 class WriteBack:
-    """A bounded queue: rows are gathered until `batch_rows` of them make a write worth its commit, and written by one
-    thread in the order in which they came. Until a write is durable its rows can be taken from here.
+    """A bounded queue of rows to write back. One thread writes them in order, `batch_rows` or more per write.
+
+    Until a write is durable, its rows can be taken from the queue.
 
     Args:
-        max_rows: `add` waits until no more than this many rows are on their way.
+        max_rows: `add` waits until the queue holds at most this many rows.
     """
 
     def __init__(self, client: WeightClient, *, batch_rows: int, max_rows: int, counters: RowCounters) -> None:
@@ -59,14 +60,14 @@ class WriteBack:
         self._gathered: list[tuple[Int64Array, LeavingRows]] = []
         self._num_gathered = 0
         self._writes: deque[tuple[list[tuple[Int64Array, LeavingRows]], Future[None]]] = deque()
-        self._newest: dict[int, tuple[LeavingRows, int]] = {}  # row -> where its newest state on the way is
+        self._newest: dict[int, tuple[LeavingRows, int]] = {}  # row -> its newest state in the queue
 
     def __len__(self) -> int:
-        """Rows on their way."""
+        """Number of rows in the queue."""
         return self._num_gathered + sum(len(rows) for parts, _ in self._writes for rows, _ in parts)
 
     def add(self, rows: Int64Array, leaving: LeavingRows) -> None:
-        """Sends distinct rows (int64 [n]) with their raw state on their way."""
+        """Enqueues distinct rows, int64 [n], with their raw state."""
         self._gathered.append((rows, leaving))
         self._num_gathered += len(rows)
         self._newest.update((row, (leaving, index)) for index, row in enumerate(rows.tolist()))
@@ -78,7 +79,7 @@ class WriteBack:
         self._counters.write_back_pending_rows = len(self)
 
     def take(self, rows: Int64Array) -> tuple[Int64Array, RowState | None]:
-        """Which positions of `rows` are on their way, and their newest raw states. They are written all the same."""
+        """Positions in `rows` of those in the queue, and their newest raw states; they are still written."""
         found = [(position, *self._newest[row]) for position, row in enumerate(rows.tolist()) if row in self._newest]
         if not found:
             return np.zeros(0, np.int64), None
@@ -105,7 +106,7 @@ class WriteBack:
                 write.result()
 
     def close(self) -> None:
-        """Ends the write in progress; what was not flushed is lost."""
+        """Finishes the write in progress; rows that were not flushed are lost."""
         self._thread.shutdown(cancel_futures=True)
 
     def _write(self) -> None:
@@ -114,7 +115,7 @@ class WriteBack:
             self._gathered, self._num_gathered = [], 0
 
     def _send(self, parts: list[tuple[Int64Array, LeavingRows]]) -> None:
-        """One write; of a row that left several times meanwhile only its newest state."""
+        """Writes a batch; of a row that left more than once, only its newest state."""
         rows, states = np.concatenate([part for part, _ in parts]), [leaving.state() for _, leaving in parts]
         distinct, from_end = np.unique(rows[::-1], return_index=True)
         chosen = len(rows) - 1 - from_end
@@ -126,7 +127,7 @@ class WriteBack:
         self._counters.pushed(len(distinct), weight.nbytes + momentum_buffer.nbytes + last_step.nbytes)
 
     def _forget_oldest(self) -> None:
-        """Waits for the oldest write; from then on the servers have its rows."""
+        """Waits for the oldest write and removes its rows from the queue: the servers have them now."""
         parts, write = self._writes[0]
         write.result()
         self._writes.popleft()

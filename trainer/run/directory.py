@@ -1,4 +1,4 @@
-"""What a run's directory holds, for those who come after the run: settings, results, encoder."""
+"""Files of a run's directory, and how to read them: settings, results, encoder."""
 
 from __future__ import annotations
 
@@ -9,46 +9,67 @@ from typing import Any
 from torch import nn
 
 from trainer.model import EncoderConfig, encoder_from_tensors, load_encoder
-from trainer.run.checkpoint import encoder_tensors, saved_steps
+from trainer.run.checkpoint_file import checkpoint_name, encoder_tensors, saved_steps
 
-ENCODER_FILE = "encoder.safetensors"
+CONFIG_FILE = "config.json"
+"""The settings; its existence claims the directory for a run."""
+METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
-"""These two are there where a run has ended, and not while it goes on."""
+ENCODER_FILE = "encoder.safetensors"
+"""Summary and encoder exist only after a run has ended, not while it is running."""
+
+
+def read_settings(run: Path) -> dict[str, Any]:
+    """The settings in the run's config.json, as the version that wrote them had them.
+
+    Raises:
+        ValueError: the directory holds no run, or config.json is damaged.
+    """
+    path = run / CONFIG_FILE
+    try:
+        return dict(json.loads(path.read_text()))
+    except OSError as error:
+        raise ValueError(f"{run} holds no run ({error.strerror}): give the --output of one") from None
+    except (ValueError, TypeError):
+        raise ValueError(f"{path} is not a run's config.json: restore it, or give the --output of a run") from None
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """The run's settings; ValueError, in one line, where there are none."""
-    path = run / "config.json"
+    """The settings, checked to have those that identify the rows. Raises ValueError as `read_settings` does."""
+    settings = read_settings(run)
     try:
-        config: dict[str, Any] = json.loads(path.read_text())
         for name in ("order_seed", "seed", "dim"):
-            int(config[name])
-    except OSError as error:
-        raise ValueError(f"{run} holds no run ({error.strerror}): give the --output of one") from None
+            int(settings[name])
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is no run's config.json: give the --output of a run") from None
-    return config
+        raise ValueError(
+            f"{run / CONFIG_FILE} is not a run's config.json: restore it, or give the --output of a run"
+        ) from None
+    return settings
 
 
 def read_summary(run: Path) -> dict[str, Any]:
-    """What the run ended with; empty where it has not ended. ValueError, in one line, for a broken file."""
+    """The results of a run that has ended; empty for any other. Raises ValueError for a damaged file."""
     path = run / SUMMARY_FILE
     if not path.exists():
         return {}
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
-        raise ValueError(f"{path} is no run's summary.json: remove it, or resume the run to write it again") from None
+        raise ValueError(
+            f"{path} is not a run's summary.json: remove it, or resume the run to write it again"
+        ) from None
 
 
 def read_encoder(run: Path, checkpoint: str = "") -> tuple[nn.Module, EncoderConfig]:
-    """The run's encoder, in eval mode on the CPU: that of its end, or of the checkpoint named step-….
+    """The run's encoder at its end or at the checkpoint step-…, in eval mode on the CPU.
 
-    Raises ValueError, in one line, where there is none, or its file is damaged.
+    Raises:
+        ValueError: the run has no such encoder, or its file is damaged.
     """
     if not checkpoint:
         if not (run / ENCODER_FILE).exists() and (steps := saved_steps(run / "checkpoints")):
-            raise ValueError(f"{run} has not ended and has no {ENCODER_FILE}: give --checkpoint step-{steps[-1]:012d}")
+            newest = checkpoint_name(steps[-1])
+            raise ValueError(f"{run} has not ended and has no {ENCODER_FILE}: give --checkpoint {newest}")
         return load_encoder(run / ENCODER_FILE)
     options = read_config(run).get("encoder")
     return encoder_from_tensors(

@@ -1,4 +1,4 @@
-"""Which images a run had from which step on: more may be added whenever it goes on."""
+"""Which images a run had from which step on: images may be added whenever it is resumed."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trainer.config import TrainConfig
+from trainer.optimization import OptimizationConfig
 from trainer.schedule import learning_rates
 from weightserver.core.arrays import Float32Array
 
 
 @dataclass(frozen=True)
 class ImageHistory:
-    """What of a run's past its settings and its data set do not tell."""
+    """The ranges of images that a run had, and from which step on; neither settings nor data set record it."""
 
     parts: tuple[tuple[int, int], ...]
-    """(first step, number of images from it on), ascending, from step 0 on."""
+    """(first step, number of images from that step on), ascending, the first at step 0."""
     digests: tuple[str, ...] = ()
-    """Of each range of images, in which they came; empty where nothing but the settings tells them from others."""
+    """One for each range of images, in the order in which they were added; empty if the settings alone identify the
+    images."""
 
     @property
     def num_images(self) -> int:
@@ -30,7 +31,7 @@ class ImageHistory:
     def extended(
         self, step: int, range_sizes: Sequence[int], digests: Sequence[str] = (), *, extend: bool
     ) -> ImageHistory:
-        """That of a run which goes on at `step` with images that came in ranges of these sizes and digests.
+        """The history of the run when it is resumed at `step` with images in ranges of these sizes and digests.
 
         Raises:
             ValueError: other images, or more without `extend`.
@@ -38,18 +39,18 @@ class ImageHistory:
         before, now = self.num_images, sum(range_sizes)
         if now == before:
             self._check_known(digests)
-            return replace(self, digests=tuple(digests))  # which a file of an older version has not
+            return replace(self, digests=tuple(digests))  # a file of an older version has none
         if now < before:
-            raise ValueError(f"the run has {before} images, the data set only {now}: give it all that it had")
+            raise ValueError(f"the run has {before} images, the data set only {now}: give all images of the run")
         if before not in itertools.accumulate(range_sizes):
             raise ValueError(
-                f"the run has {before} images, the data set {now}, and others may have other rows by now: add images "
-                "by 'python -m trainer.data pack --extend', which leaves the old ones what they are"
+                f"the run has {before} images, the data set {now}, and the images of the run may have other rows in "
+                "it: add images by 'python -m trainer.data pack --extend', which leaves the old ones unchanged"
             )
         if not extend:
             raise ValueError(
-                f"the run has {before} images, the data set {now}: give --extend to go on with all of them, or the "
-                "images of before"
+                f"the run has {before} images, the data set {now}: give --extend to continue with all of them, or only "
+                "the earlier images"
             )
         self._check_known(digests)
         return ImageHistory((*(part for part in self.parts if part[0] < step), (step, now)), tuple(digests))
@@ -58,14 +59,14 @@ class ImageHistory:
         if tuple(digests[: len(self.digests)]) != self.digests:
             raise ValueError(
                 "the data set's images are not those of the run, to which its rows belong: "
-                "give --data-dir with those, packed as they were"
+                "give --data-dir with the run's images, packed as they were"
             )
 
-    def learning_rates(self, config: TrainConfig) -> Float32Array:
-        """One for each update, float32: in each part those of a run of as many images.
+    def learning_rates(self, config: OptimizationConfig) -> Float32Array:
+        """The learning rate of each update, float32 [num_steps]: in each part, that of a run of as many images.
 
-        A warm-up in epochs counts those of the images that the run began with, so images that are added later neither
-        lengthen it nor bring it back. A run that is shorter than its warm-up ends within it.
+        A warm-up in epochs counts the images that the run started with, so images that are added later neither
+        lengthen nor repeat it. A run shorter than its warm-up ends within it.
         """
         rates = np.zeros(0, np.float32)
         for first_step, num_images in self.parts:
@@ -83,7 +84,7 @@ class ImageHistory:
     @classmethod
     def from_json(cls, text: str) -> ImageHistory:
         content = json.loads(text)
-        if isinstance(content, list):  # of an older version
+        if isinstance(content, list):  # written by an older version
             content = {"parts": content, "digests": []}
         parts = tuple((first_step, num_images) for first_step, num_images in content["parts"])
         return cls(parts, tuple(content["digests"]))

@@ -1,4 +1,4 @@
-"""Draws a run's loss and accuracy over training as one PNG, from its metrics.jsonl."""
+"""Draws a run's loss and accuracy during training as a PNG, from its metrics.jsonl."""
 
 import json
 from pathlib import Path
@@ -13,9 +13,10 @@ ACCURACY_KEY = "knn_top1"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the objects of a metrics.jsonl, in order; a last line that a crash cut short is left out.
+    """The records of a metrics.jsonl, in order; a last line that a crash cut off is ignored.
 
-    Raises ValueError, in one line, when there is no such file, or another line is not JSON or no object.
+    Raises:
+        ValueError: the file is missing, or a line is not a JSON object.
     """
     try:
         lines = path.read_text().splitlines()
@@ -30,7 +31,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 break
             raise ValueError(f"{path}, line {number} is not JSON: {error.msg}") from error
         if not isinstance(records[-1], dict):
-            raise ValueError(f"{path}, line {number} is no record: give a run's metrics.jsonl")
+            raise ValueError(f"{path}, line {number} is not a record: give a run's metrics.jsonl")
     return records
 
 

@@ -1,4 +1,4 @@
-"""The line that tells how a run is doing."""
+"""The progress line of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.progress import Progress, TaskProgressColumn, TextColumn, TimeRemainin
 
 
 class TrainingProgress:
-    """A progress line on stderr: images/s, loss beside what chance gives, learning rate, kNN, waiting for rows."""
+    """A progress line on stderr: images/s, loss and the loss by chance, learning rate, waits for data and rows, kNN."""
 
     def __init__(self, num_steps: int, *, chance: float, shown: bool = True) -> None:
         self._progress = Progress(
@@ -29,7 +29,7 @@ class TrainingProgress:
         if "knn_top1" in record:
             self._knn = f" kNN {record['knn_top1']:.1f} %"
         waits = f"{_share(record, 'data_seconds')} data {_share(record, 'row_wait_seconds')} rows"
-        text = (  # with share and time 80 columns; kNN is what is cut off where there are no more
+        text = (  # 80 columns with share and time; a narrower terminal cuts off kNN
             f"{record['images_per_second']:,.0f} images/s loss {record['loss']:.2f} (chance {self._chance:.2f}) "
             f"lr {record['learning_rate']:.4f} wait {waits}{self._knn}"
         )

@@ -1,4 +1,4 @@
-"""A trainer process's Prometheus metrics: a registry of its own, fed with the records of metrics.jsonl."""
+"""Prometheus metrics of a trainer process, in a separate registry, updated by the records of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from weightserver.common.metrics_http import serve_metrics
 
-# 1 ms to 60 s: a step of no encoder and resident rows lies at the lower end, a large encoder on a CPU at the upper.
+# 1 ms to 60 s: from a step without an encoder and with resident rows to one of a large encoder on a CPU.
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 
 _GAUGES = {
@@ -21,10 +21,10 @@ _GAUGES = {
     "images_per_second": "Images trained on per second, between the last two logged steps.",
     "resident_rows": "Rows that this process holds.",
     "active_rows": "Rows that are the classes of a step.",
-    "prefetch_pending_rows": "Rows asked for from the weight servers and not here yet.",
-    "write_back_pending_rows": "Rows on their way back to the weight servers.",
+    "prefetch_pending_rows": "Rows requested from the weight servers that have not arrived yet.",
+    "write_back_pending_rows": "Rows waiting to be written back to the weight servers.",
 }
-"""Key of a record, and name behind pic_trainer_, to help; NaN until a record has it."""
+"""Key of a record, which is the name after pic_trainer_, to help text; NaN until a record has it."""
 
 _COUNTERS = {
     "row_wait_seconds": ("row_wait_seconds", "Time that training waited for rows."),
@@ -33,80 +33,71 @@ _COUNTERS = {
     "pushed_bytes": ("row_pushed_bytes", "Bytes of gradients pushed, or rows written back, to the weight servers."),
     "pushed_rows": ("row_pushed_rows", "Rows whose gradients were pushed, or that were written back."),
 }
-"""Key of a record, whose values are summed, to name behind pic_trainer_ and help."""
+"""Key of a record, whose values are summed, to the name after pic_trainer_ and help text."""
 
 
 STAGES = ("data", "rows", "forward", "backward", "optimizer", "other")
-"""Parts of a step; a record has the seconds of each as NAME_seconds."""
+"""Stages of a step; a record has the seconds of each as NAME_seconds."""
 
 
 def peak_gpu_bytes(device: torch.device) -> int:
-    """The most that this process's tensors took on `device`; 0 on a CPU."""
+    """Peak memory of this process's tensors on `device`; 0 on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 class TrainerMetrics:
-    """What one trainer process counts since it started; safe to scrape from any thread."""
+    """Metrics of one trainer process since it started; safe to scrape from any thread."""
 
     def __init__(self, *, run: str, rank: int, window_size: int, batch_size: int, device: torch.device) -> None:
         self.registry = CollectorRegistry()
         self._next_step = 0
-        Info("pic_trainer_run", "Run and rank of this process.", registry=self.registry).info(
-            {"run": run, "rank": str(rank)}
-        )
-        for name, text, value in (
-            ("window_size_rows", "W, rows of the sliding window.", window_size),
-            ("batch_size", "B, images in each update, on all ranks together.", batch_size),
-        ):
-            Gauge(f"pic_trainer_{name}", text, registry=self.registry).set(value)
+        info = Info("pic_trainer_run", "Run and rank of this process.", registry=self.registry)
+        info.info({"run": run, "rank": str(rank)})
+        self._gauge("window_size_rows", "W, rows of the sliding window.").set(window_size)
+        self._gauge("batch_size", "B, images in each update, on all ranks together.").set(batch_size)
         self._steps = Counter("pic_trainer_steps", "Finished steps.", registry=self.registry)
         self._images = Counter("pic_trainer_images", "Images trained on.", registry=self.registry)
-        self._step_seconds = Histogram(
-            "pic_trainer_step_seconds",
-            "Time a step takes: each counts with the mean of those between two logged steps.",
-            buckets=_SECONDS,
-            registry=self.registry,
+        self._step_seconds = self._histogram(
+            "step_seconds", "Duration of a step: the mean of the steps between two logged ones, counted for each."
         )
         self._stage_seconds = Counter(
             "pic_trainer_stage_seconds",
-            "Time that the steps spent on each of their parts; a GPU's is seen where its results are waited for.",
+            "Time of each stage of the steps; a GPU's time appears where its results are awaited.",
             ["stage"],
             registry=self.registry,
         )
-        self._fetch_seconds = Histogram(
-            "pic_trainer_fetch_seconds",
-            "Time from asking the weight servers for rows until all of them were here, retries included.",
-            buckets=_SECONDS,
-            registry=self.registry,
+        self._fetch_seconds = self._histogram(
+            "fetch_seconds", "Time from requesting rows from the weight servers to their arrival, including retries."
         )
-        self._checkpoint_time = Gauge(
-            "pic_trainer_last_checkpoint_timestamp_seconds",
-            "When the last checkpoint was complete, or this process began, in seconds since 1970.",
-            registry=self.registry,
+        self._checkpoint_time = self._gauge(
+            "last_checkpoint_timestamp_seconds",
+            "Time of the last complete checkpoint, or of this process's start, in seconds since 1970.",
         )
         self._checkpoint_time.set_to_current_time()
-        Gauge(
-            "pic_trainer_gpu_memory_bytes",
-            "The most that this process's tensors took on its GPU.",
-            registry=self.registry,
-        ).set_function(lambda: peak_gpu_bytes(device))
+        memory = self._gauge("gpu_memory_bytes", "Peak memory of this process's tensors on its GPU.")
+        memory.set_function(lambda: peak_gpu_bytes(device))
         ProcessCollector(registry=self.registry)
-        self._gauges = {key: Gauge(f"pic_trainer_{key}", text, registry=self.registry) for key, text in _GAUGES.items()}
+        self._gauges = {key: self._gauge(key, text) for key, text in _GAUGES.items()}
         for gauge in self._gauges.values():
             gauge.set(math.nan)
         self._counters = {
             key: Counter(f"pic_trainer_{name}", text, registry=self.registry) for key, (name, text) in _COUNTERS.items()
         }
 
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"pic_trainer_{name}", text, registry=self.registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(f"pic_trainer_{name}", text, buckets=_SECONDS, registry=self.registry)
+
     def checkpoint_saved(self) -> None:
         self._checkpoint_time.set_to_current_time()
 
     def observe(self, record: dict[str, Any], *, fetch_seconds: Sequence[float] = ()) -> None:
-        """Takes one line of metrics.jsonl, and how long each fetch since the last one took; keys without a metric are
-        left alone.
+        """Adds one record of metrics.jsonl and the durations of the fetches since the last one.
 
-        Without num_steps, the steps since the last record count, or since step 0; without batch_size,
-        images_per_second tells the images.
+        Keys without a metric are ignored. Without num_steps, it counts the steps since the last record, or since step
+        0; without batch_size, the number of images follows from images_per_second.
         """
         num_steps = record.get("num_steps", record["step"] + 1 - self._next_step)
         self._next_step = record["step"] + 1
@@ -128,10 +119,10 @@ class TrainerMetrics:
             self._fetch_seconds.observe(seconds)
 
     def serve(self, port: int, host: str = "127.0.0.1") -> tuple[str, Callable[[], None]]:
-        """Serves /metrics on a port, 0 for a free one; returns host:port and what ends it.
+        """Serves /metrics on a port, 0 for a free one; returns host:port and a function that stops it.
 
         Raises:
-            OSError: in one line, where the port cannot be had.
+            OSError: the port is not available.
         """
         try:
             bound, close = serve_metrics(self.registry, host, port)

@@ -1,4 +1,4 @@
-"""How a run ends before its time: by a signal without losing a step, by a failure in one line."""
+"""Early ends of a run: by a signal, without losing a step, or by an error, in one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weightserver.common.logs import print_error
 
 
 class Interrupted(Exception):
-    """A signal ended the run after it had kept what it finished."""
+    """A signal ended the run, after its checkpoint was saved."""
 
     def __init__(self, number: int, message: str) -> None:
         super().__init__(message)
@@ -28,9 +28,9 @@ class Interrupted(Exception):
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """SIGTERM and SIGINT are added to the list that this yields; a second one ends the process as usual."""
+    """Collects SIGTERM and SIGINT in the list that it yields; a second signal ends the process as usual."""
     received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # only that one can handle signals
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
         yield received
         return
 
@@ -49,7 +49,7 @@ def stop_signals() -> Iterator[list[int]]:
 
 @contextmanager
 def exit_on_error(command: str) -> Iterator[None]:
-    """Ends the process where what is inside fails: one line on stderr, exit status 1; 128 + the number of a signal."""
+    """Ends the process on an error inside: one line on stderr, exit status 1, or 128 + the number of a signal."""
     try:
         yield
     except Interrupted as stopped:
@@ -70,7 +70,7 @@ def exit_on_error(command: str) -> Iterator[None]:
 
 
 def _exit(status: int) -> NoReturn:
-    """Ends the process; one of several ranks at once, because what NCCL and threads have under way may never end."""
+    """Ends the process; if it is one of several ranks, immediately: operations of NCCL and threads may never end."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         sys.exit(status)
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""A run's records at Weights & Biases, for those who keep theirs there; needs the extra `wandb`."""
+"""Logs a run's records to Weights & Biases; needs the extra `wandb`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trainer.config import TrainConfig
 
 @contextmanager
 def weights_and_biases(config: TrainConfig, project: str) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Gives a function that logs a record; a resumed run goes on there too. WANDB_MODE=offline keeps all in --output.
+    """Yields a function that logs a record; a resumed run continues its log. WANDB_MODE=offline keeps all in --output.
 
     Raises:
-        ValueError: wandb is not installed, or cannot begin: no API key, no network.
+        ValueError: wandb is not installed, or cannot start: no API key, no network.
     """
     try:
         import wandb
@@ -37,6 +37,6 @@ def weights_and_biases(config: TrainConfig, project: str) -> Iterator[Callable[[
         )
     except wandb.Error as error:
         raise ValueError(f"--wandb-project {project} cannot be used: {' '.join(str(error).split())}") from None
-    run.define_metric("*", step_metric="step")  # a resumed run repeats steps behind its checkpoint
+    run.define_metric("*", step_metric="step")  # a resumed run repeats steps after its checkpoint
     with run:
         yield run.log

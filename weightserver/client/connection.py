@@ -1,17 +1,13 @@
 """One shard as the client sees it: a channel, a deadline for every attempt, and attempts until a budget is spent.
 
-Rows that an attempt of a fetch brought are kept: the next one asks for the others, and has the whole budget again. So a
-fetch ends well however long it takes, as long as a message of it arrives within each attempt.
+Rows that an attempt of a fetch received are kept: the next attempt asks for the others, and the budget restarts. So a
+fetch succeeds however long it takes, as long as one of its messages arrives within each attempt.
 """
 
 from __future__ import annotations
 
-import logging
-import random
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,9 +17,10 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc.experimental import ChannelOptions
 
 from weightserver.client.fetched_rows import FetchedRows
+from weightserver.client.retries import AnswerInDoubt, CallStart, Failure, Retries
 from weightserver.client.tls_diagnosis import tls_failure
 from weightserver.client.workers import Workers
-from weightserver.common.logs import REQUEST_ID, new_request_id
+from weightserver.common.logs import REQUEST_ID
 from weightserver.common.version import __version__
 from weightserver.core.errors import (
     AuthenticationError,
@@ -33,27 +30,18 @@ from weightserver.core.errors import (
     ShardUnavailableError,
     WeightServerError,
 )
-from weightserver.core.lineage import split_mark
+from weightserver.core.lineage import is_earlier
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import (
     ACKNOWLEDGED_KEY,
     MARK_KEY,
     MAX_MESSAGE_BYTES,
-    RETRY_HINT,
     VERSION_KEY,
     WAITED_KEY,
 )
 from weightserver.protocol.status import ERROR_OF_STATUS
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["WeightServer"]
-_RETRIED = (
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
-    grpc.StatusCode.CANCELLED,  # by a shard that stops; the client itself cancels nothing before it closes
-)
-_FIRST_PAUSE_SECONDS = 0.02
-_LONGEST_PAUSE_SECONDS = 1.0
 _OPTIONS = [
     (ChannelOptions.SingleThreadedUnaryStream, 1),  # an answer's chunks pass through no second thread
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -64,27 +52,14 @@ _OPTIONS = [
     ("grpc.enable_http_proxy", 0),  # one that the environment names would read the token of a call without TLS
 ]
 
-_log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
 def open_channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
-    """A channel straight to a shard, with TLS where there are credentials."""
+    """A channel straight to a shard, with TLS if credentials are given."""
     if credentials is None:
         return grpc.insecure_channel(address, _OPTIONS)
     return grpc.secure_channel(address, credentials, _OPTIONS)
-
-
-class _AskAgain(Exception):
-    """What was answered is to be asked for once more: the same again does nothing, and is answered as newer."""
-
-
-@dataclass
-class _Begun:
-    """When the attempts at a call began, and its id."""
-
-    at: float = field(default_factory=lambda: time.monotonic())
-    request_id: str = field(default_factory=new_request_id)
 
 
 class ShardConnection:
@@ -108,7 +83,7 @@ class ShardConnection:
         self._metadata = [(VERSION_KEY, __version__), *([("authorization", f"Bearer {token}")] if token else [])]
         self._lock = threading.Lock()
         self.acknowledged = ""
-        """The newest mark of the shard that was seen; every attempt carries it. Empty before the first answer."""
+        """The shard's newest mark that was seen; every attempt sends it. Empty before the first answer."""
         self._channel = open_channel(address, credentials)
         self._stubs = {method.name: self._stub(method) for method in _SERVICE.methods}
 
@@ -122,41 +97,44 @@ class ShardConnection:
         return kind(
             f"/{_SERVICE.full_name}/{method.name}",
             request_serializer=GetMessageClass(method.input_type).SerializeToString,
-            # Fetch answers are taken apart without a copy.
+            # Fetch answers are decoded without a copy.
             response_deserializer=None if method.name == "Fetch" else GetMessageClass(method.output_type).FromString,
         )
 
     def call(self, method: str, request: Message, *, acknowledged: str = "", once: bool = False) -> Any:
-        """The answer of a call of one message, which is tried again unless `once`; with `acknowledged` it tells the
-        shard of another mark than the newest."""
+        """Makes a call of one message, and retries it unless `once`; returns the answer.
+
+        Args:
+            acknowledged: a mark to send instead of the newest.
+        """
 
         def attempt(options: dict[str, Any]) -> Any:
             answer, call = self._stubs[method].with_call(request, **options)
             if not self._note_mark(call, options) and not acknowledged:
-                raise _AskAgain
+                raise AnswerInDoubt
             return answer
 
         return self._workers.run(partial(self._attempts, attempt, acknowledged, once=once))
 
     def require(self, mark: str) -> None:
         """Raises DataLossError unless the shard's data descends from the state of that mark."""
-        if mark and mark != self.acknowledged and not _is_behind(mark, self.acknowledged):
+        if mark and mark != self.acknowledged and not is_earlier(mark, self.acknowledged):
             self.call("Describe", pb.DescribeRequest(), acknowledged=mark)
 
     def write(self, method: str, messages: Callable[[], Iterator[Message]]) -> pb.WriteResponse:
-        """The answer of a write; `messages` makes its messages anew for each attempt."""
+        """Makes a write and returns its answer; each attempt sends new `messages`."""
 
         def attempt(options: dict[str, Any]) -> pb.WriteResponse:
             answer: pb.WriteResponse
             answer, call = self._stubs[method].with_call(messages(), **options)
             if not self._note_mark(call, options):
-                raise _AskAgain
+                raise AnswerInDoubt
             return answer
 
         return self._workers.run(partial(self._attempts, attempt))
 
     def fetch(self, request: pb.FetchRequest, rows: FetchedRows) -> ShardFetch:
-        """A fetch of all of `rows`, asked for as `request` says; nothing is sent yet."""
+        """A fetch of `rows` like `request`; nothing is sent yet."""
         return ShardFetch(self, request, rows)
 
     def _options(self, acknowledged: str, request_id: str, waited: float = 0.0) -> dict[str, Any]:
@@ -174,108 +152,108 @@ class ShardConnection:
         *,
         rows: FetchedRows | None = None,
         once: bool = False,
-        begun: _Begun | None = None,
+        start: CallStart | None = None,
     ) -> Result:
-        """The result of the first attempt that succeeds, or of the only one. After one in which some of `rows` arrived
-        the next follows at once, and `retry_seconds` begin anew. Runs in a worker."""
-        begun = begun or _Begun()
-        started, pause, warned, request_id = begun.at, _FIRST_PAUSE_SECONDS, False, begun.request_id
-        in_doubt, waited, num_arrived = False, 0.0, rows.num_arrived if rows else 0
+        """Makes attempts until one succeeds, or the budget is spent, or only one with `once`. Runs in a worker.
+
+        Args:
+            rows: the rows of a fetch; when some of them arrive the budget restarts.
+            start: the beginning of the first attempt, if it was made before.
+        """
+        retries = Retries(start or CallStart(), self._retry_seconds, rows)
         while True:
             self._workers.check()
             try:
-                return attempt(self._options(acknowledged, request_id, waited))
-            except _AskAgain:
-                in_doubt = True
+                return attempt(self._options(acknowledged, retries.request_id, retries.waited))
+            except AnswerInDoubt:
+                retries.in_doubt = True
                 continue
             except grpc.RpcError as error:
-                status, details, hint = error.code(), error.details() or "", _retry_hint(error)
-            if status is grpc.StatusCode.UNIMPLEMENTED:
-                raise ClusterError(
-                    f"{self.name} does not know this call: it runs an older version, or is no weight server: update it"
-                )
-            if status in (grpc.StatusCode.INTERNAL, grpc.StatusCode.FAILED_PRECONDITION):
-                details += f" (its log tells more of request {request_id})"
-            if status not in _RETRIED:
-                refusal = ERROR_OF_STATUS.get(status, WeightServerError)(f"{self.name}: {details}")
-                refusal.not_applied &= not in_doubt
-                raise refusal
-            if reason := tls_failure(self.address, status, details, tls=self._tls):
-                raise AuthenticationError(f"{self.name} cannot be called: {reason}")
-            if rows and rows.num_arrived > num_arrived:
-                started, pause, waited, num_arrived = time.monotonic(), _FIRST_PAUSE_SECONDS, 0.0, rows.num_arrived
+                failure = Failure.of(error)
+            self._raise_permanent(failure, retries)
+            if retries.restart_if_rows_arrived():
                 continue
-            in_doubt |= status is not grpc.StatusCode.RESOURCE_EXHAUSTED
-            waited = time.monotonic() - started
-            if once or waited >= self._retry_seconds:
-                arrived = f", {rows.num_arrived} of {rows.num_rows} rows had arrived" if rows else ""
-                if status is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                    overloaded = OverloadedError(f"{self.name} was overloaded for {waited:.1f} s{arrived}: {details}")
-                    overloaded.not_applied &= not in_doubt
-                    raise overloaded
-                raise ShardUnavailableError(
-                    f"{self.name} did not answer for {waited:.1f} s ({status.name}){arrived}: check that it runs and "
-                    "can be reached, then repeat the call"
-                )
-            if pause == _LONGEST_PAUSE_SECONDS and not warned:
-                warned = True
-                _log.warning(
-                    "%s does not answer (%s), trying again for %.0f s",
-                    self.name,
-                    status.name,
-                    self._retry_seconds - waited,
-                    extra={"request": request_id},
-                )
-            wanted = max(pause * random.uniform(0.5, 1.0), hint * random.uniform(1.0, 1.5))  # not all at one time
-            time.sleep(min(wanted, self._retry_seconds - waited))
-            waited = time.monotonic() - started
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            retries.note_failure(failure)
+            if retries.is_spent or once:
+                raise self._unanswered(failure, retries)
+            retries.pause(self.name, failure)
+
+    def _raise_permanent(self, failure: Failure, retries: Retries) -> None:
+        """Raises the error of a failure that no retry would heal; returns after any other."""
+        if failure.status is grpc.StatusCode.UNIMPLEMENTED:
+            raise ClusterError(
+                f"{self.name} does not know this call: it runs an older version, or is no weight server: update it"
+            )
+        if not failure.is_retried:
+            details = failure.details
+            if failure.status in (grpc.StatusCode.INTERNAL, grpc.StatusCode.FAILED_PRECONDITION):
+                details += f" (its log tells more of request {retries.request_id})"
+            refusal = ERROR_OF_STATUS.get(failure.status, WeightServerError)(f"{self.name}: {details}")
+            refusal.not_applied &= not retries.in_doubt
+            raise refusal
+        if reason := tls_failure(self.address, failure.status, failure.details, tls=self._tls):
+            raise AuthenticationError(f"{self.name} cannot be called: {reason}")
+
+    def _unanswered(self, failure: Failure, retries: Retries) -> WeightServerError:
+        """The error after the last attempt."""
+        if failure.is_overload:
+            overloaded = OverloadedError(
+                f"{self.name} was overloaded for {retries.waited:.1f} s{retries.progress}: {failure.details}"
+            )
+            overloaded.not_applied &= not retries.in_doubt
+            return overloaded
+        return ShardUnavailableError(
+            f"{self.name} did not answer for {retries.waited:.1f} s ({failure.status.name}){retries.progress}: check "
+            "that it runs and can be reached, then repeat the call"
+        )
 
     def _note_mark(self, call: Any, options: dict[str, Any]) -> bool:
-        """Keeps the shard's mark, which the answer ends with; False where nobody can tell whether it is newer than the
-        one that another thread has seen meanwhile: of a process before it, or behind it.
+        """Remembers the shard's mark, with which the answer ends.
+
+        Returns False if the mark cannot be ordered: another thread has meanwhile seen one of another process of the
+        shard, which may be older or newer.
 
         Raises:
-            DataLossError: the shard has gone back behind what it had acknowledged.
+            DataLossError: the shard's state is older than one that it had acknowledged.
         """
         mark = next((value for key, value in call.trailing_metadata() or () if key == MARK_KEY), "")
-        told = dict(options["metadata"]).get(ACKNOWLEDGED_KEY, "")
-        if not mark or mark == told:
+        sent = dict(options["metadata"]).get(ACKNOWLEDGED_KEY, "")
+        if not mark or mark == sent:
             return True
-        if _is_behind(mark, told):
-            lost = DataLossError(f"{self.name} answers from {mark}, behind {told}, which it had acknowledged")
+        if is_earlier(mark, sent):
+            lost = DataLossError(f"{self.name} answers from {mark}, which precedes {sent}, which it had acknowledged")
             lost.not_applied = False
             raise lost
         with self._lock:
             before = self.acknowledged
-            # The shard has held `told` against its data, and nothing else that other threads have seen meanwhile.
-            if before == told or _is_behind(before, mark):
+            # The shard has checked its data against `sent` only, not against what other threads have seen meanwhile.
+            if before == sent or is_earlier(before, mark):
                 self.acknowledged = mark
-            return self.acknowledged == mark or _is_behind(mark, before)
+            return self.acknowledged == mark or is_earlier(mark, before)
 
     def close(self) -> None:
         self._channel.close()
 
 
 class ShardFetch:
-    """A fetch of one shard's rows. An attempt asks for those that have not arrived yet.
+    """A fetch of one shard's rows. Each attempt asks for those that have not arrived yet.
 
-    One thread can have the first attempts of several shards under way: it begins them all before it ends the first.
+    One thread can make the first attempts on several shards at once: it begins them all before it ends the first.
     """
 
     def __init__(self, connection: ShardConnection, request: pb.FetchRequest, rows: FetchedRows) -> None:
         self._connection = connection
         self._request = request
         self._rows = rows
-        self._begun: _Begun | None = None
+        self._start: CallStart | None = None
         self._first: tuple[Any, dict[str, Any]] | None = None
         """The call that `_begin` made, and its options."""
         self._failure: Exception | None = None
-        """What `_end_first` caught."""
+        """The error that `_end_first` caught."""
 
     @staticmethod
     def try_together(fetches: Sequence[ShardFetch]) -> None:
-        """Makes the first attempt of each. What fails is left to `run`."""
+        """Makes the first attempt of each fetch. `run` retries those that fail."""
         try:
             for fetch in fetches:
                 fetch._begin()
@@ -291,16 +269,16 @@ class ShardFetch:
         return self._rows.num_arrived == self._rows.num_rows
 
     def run(self) -> None:
-        """Returns when all rows have arrived; raises what a call of the shard raises."""
+        """Returns when all rows have arrived; raises the errors of a call of the shard."""
         while not self.is_complete:
-            attempts = partial(self._connection._attempts, self._attempt, rows=self._rows, begun=self._begun)
+            attempts = partial(self._connection._attempts, self._attempt, rows=self._rows, start=self._start)
             self._connection._workers.run(attempts)
-            self._begun = None
+            self._start = None
 
     def _begin(self) -> None:
         Workers.check()
-        self._begun = _Begun()
-        options = self._connection._options("", self._begun.request_id)
+        self._start = CallStart()
+        options = self._connection._options("", self._start.request_id)
         self._first = self._send(options), options
 
     def _end_first(self) -> None:
@@ -330,19 +308,3 @@ class ShardFetch:
         self._connection._note_mark(call, options)
         if rows.num_arrived < rows.num_asked:
             raise ClusterError(f"{self._connection.name} answered {rows.num_arrived} of {rows.num_asked} rows")
-
-
-def _is_behind(mark: str, other: str) -> bool:
-    """Whether it is an earlier state of the same incarnation."""
-    if not (mark and other):
-        return False
-    (incarnation, commit), (of_other, commit_of_other) = split_mark(mark), split_mark(other)
-    return incarnation == of_other and commit < commit_of_other
-
-
-def _retry_hint(error: grpc.RpcError) -> float:
-    """Seconds after which the shard wants to be asked again; 0 where it says nothing."""
-    for key, value in error.trailing_metadata() or ():
-        if key == RETRY_HINT and value.isdigit():
-            return min(int(value) / 1000, _LONGEST_PAUSE_SECONDS)
-    return 0.0

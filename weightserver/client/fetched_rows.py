@@ -1,4 +1,4 @@
-"""The rows of a fetch as they arrive from one shard, each in its place among those that the caller asked for."""
+"""The rows of a fetch as they arrive from one shard, each stored where the caller asked for it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import MAX_ROWS, decode_fetch_response, rows_to_proto
 
 Output = tuple[Float32Array, Float32Array | None, Int64Array | None]
-"""weight [n, D], momentum_buffer [n, D] and last_step [n]; None where it was not asked for."""
+"""weight [n, D], momentum_buffer [n, D] and last_step [n]; None for what was not asked for."""
 
 
 class FetchedRows:
-    """One shard's rows of a fetch, in ascending order: those that have arrived, and those that are to be asked for.
+    """One shard's rows of a fetch, in ascending order: those that have arrived, then those still to be asked for.
 
     Args:
         rows: all rows that the caller asked for, strictly increasing, int64 [n].
-        positions: which of them are this shard's.
-        out: where they go.
-        in_use: the context in which `out` may be written to; raises CancelledError where that is over.
+        positions: positions of this shard's rows among them.
+        out: receives the rows.
+        in_use: the context in which `out` may be written; raises CancelledError once the caller has left.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class FetchedRows:
         self._in_use = in_use
         self.num_rows = len(self._rows)
         self.num_asked = 0
-        """Rows that have arrived, and those that the newest request names."""
+        """Number of rows that have arrived or that the newest request names."""
         self.num_arrived = 0
 
     def request(self, like: pb.FetchRequest) -> pb.FetchRequest:
-        """Asks for the rows that have not arrived, at most as many as one fetch may name."""
+        """A request like `like` for the rows that have not arrived, at most as many as one fetch may name."""
         missing = self._rows[self.num_arrived : self.num_arrived + MAX_ROWS]
         self.num_asked = self.num_arrived + len(missing)
         request = pb.FetchRequest(rows=rows_to_proto(missing))
@@ -51,11 +51,11 @@ class FetchedRows:
         return request
 
     def add(self, message: bytes) -> None:
-        """Takes the next message of a shard's answer.
+        """Stores the rows of the next message of a shard's answer.
 
         Raises:
             ClusterError: it holds more rows than were asked for.
-            InvalidRequestError: it is no FetchResponse.
+            InvalidRequestError: it is not a FetchResponse.
         """
         parts = decode_fetch_response(message)
         start, end = self.num_arrived, self.num_arrived + len(parts[0]) // (4 * self._out[0].shape[1])

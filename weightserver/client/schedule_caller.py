@@ -1,7 +1,7 @@
-"""How a client changes the learning rates of all shards: prepared on all, decided by shard 0, then made on the others.
+"""How a client changes the learning rates of all shards: prepare on all, commit on shard 0, then on the others.
 
-Whatever stops it in between leaves what its next call, or anybody's, ends in the same way: what a shard still has
-pending is committed where that makes its learning rates the same as shard 0's, else given up, on shard 0 first.
+If it is stopped in between, the next call of any client settles what is pending on the shards: a pending change is
+committed if it makes the shard's learning rates the same as shard 0's, else it is given up, on shard 0 first.
 """
 
 from __future__ import annotations
@@ -26,23 +26,26 @@ Answers = Sequence[pb.DescribeResponse]
 
 
 class KnownSchedule(NamedTuple):
-    """Which learning rates a client knows."""
+    """The learning rates that a client knows."""
 
     digest: int
     horizon: int
 
 
 def common_schedule(answers: Answers, learning_rates: Callable[[int], Float32Array]) -> KnownSchedule:
-    """The learning rates that all shards have, as they described themselves; `learning_rates` reads a shard's.
+    """The learning rates that all shards have: the shortest schedule, if the others begin with it.
 
-    Where a shard has fewer than others, which are the same as far as it has them, as behind a restore, it is those.
+    After a restore, a shard may know fewer steps than others.
+
+    Args:
+        learning_rates: reads the learning rates of a shard.
 
     Raises:
-        ClusterError: a step has other ones on other shards.
+        ClusterError: a step has different learning rates on two shards.
     """
     first = KnownSchedule(answers[0].schedule_digest, answers[0].horizon)
     if all(first.digest in (answer.schedule_digest, answer.pending_schedule.schedule_digest) for answer in answers):
-        return first  # what is pending is decided, and nobody gets past it before it is done
+        return first  # a pending change is decided, and requests wait until it is committed
     rates = [learning_rates(answer.shard) for answer in answers]
     shortest = min(rates, key=len)
     for shard, mine in enumerate(rates):
@@ -59,9 +62,9 @@ class ScheduleCaller:
     """Changes the schedule of one table.
 
     Args:
-        in_parallel: calls a function for each shard's arguments; raises once all have ended.
+        in_parallel: calls a function for each shard's arguments; raises after all calls have ended.
         epoch: the client's session; 0 without one.
-        table: digest of the table's spec that the client knows.
+        table: digest of the table that the client knows.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class ScheduleCaller:
         self._table = table
 
     def settle(self, answers: Answers) -> bool:
-        """Ends changes that a call left pending; False where there are none."""
+        """Commits or gives up changes that another call left pending; returns False if there are none."""
         pending = [answer for answer in answers if answer.HasField("pending_schedule")]
         if not pending:
             return False
@@ -82,7 +85,8 @@ class ScheduleCaller:
         def is_decided(answer: pb.DescribeResponse) -> bool:
             return answer.pending_schedule.schedule_digest == decided != 0
 
-        # On shard 0 also what it does not have: the caller may live, and would have it decide when others gave it up.
+        # Shard 0 also gives up changes that it does not have: their caller may still run, and would otherwise commit
+        # one there that the others have given up.
         for change in dict.fromkeys(answer.pending_schedule.change for answer in pending if not is_decided(answer)):
             decided = self._give_up(0, change).schedule
 
@@ -91,7 +95,7 @@ class ScheduleCaller:
             if not is_decided(answer):
                 self._give_up(answer.shard, change)
                 return
-            with contextlib.suppress(FencedError):  # another call has ended it meanwhile
+            with contextlib.suppress(FencedError):  # another call has completed it meanwhile
                 self._call(answer.shard, pb.SCHEDULE_PHASE_COMMIT, change, schedule=decided)
 
         others = [(answer,) for answer in pending if answer.shard]
@@ -100,36 +104,19 @@ class ScheduleCaller:
         return True
 
     def change(self, answers: Answers, start_step: int, rates: Float32Array) -> KnownSchedule | None:
-        """Makes `rates` (float32 [n]) those from `start_step` on, where `settle` found nothing to do in `answers`.
+        """Sets the learning rates from `start_step` on to `rates` (float32 [n]).
 
-        Returns all that there are then, or None where nothing changed and they are not the same on all shards.
+        Returns the whole schedule, or None if nothing changed and the shards' schedules differ elsewhere.
+
+        Args:
+            answers: the shards' descriptions, in which `settle` found nothing to do.
 
         Raises:
-            ClusterError: the shards have different ones elsewhere.
-            StepError, TableMismatchError, FencedError: as `WeightClient.extend_schedule`. Nothing was changed then.
+            ClusterError: the shards have different learning rates for steps that are not given.
+            StepError, TableMismatchError, FencedError: as `WeightClient.extend_schedule`; nothing was changed.
         """
         change = os.urandom(16)
-
-        def prepare(answer: pb.DescribeResponse) -> pb.ExtendScheduleResponse:
-            for first in range(0, max(1, len(rates)), _RATES_PER_CALL):
-                end = first + _RATES_PER_CALL
-                prepared = self._call(
-                    answer.shard,
-                    pb.SCHEDULE_PHASE_PREPARE,
-                    change,
-                    start_step=start_step + first,
-                    learning_rates=to_bytes(rates[first:end]),
-                    epoch=self._epoch,
-                    version=answer.schedule_version,
-                    last=end >= len(rates),
-                )
-                if prepared.version != answer.schedule_version:
-                    raise FencedError(
-                        "another call changed the learning rates meanwhile: call extend_schedule() again if these are "
-                        "still right"
-                    )
-            return prepared
-
+        prepare = partial(self._prepare, change=change, start_step=start_step, rates=rates)
         try:
             prepared = self._in_parallel(prepare, [(answer,) for answer in answers])
             known = KnownSchedule(prepared[0].schedule, prepared[0].horizon)
@@ -150,8 +137,31 @@ class ScheduleCaller:
             self._in_parallel(commit, others)
         return known
 
+    def _prepare(
+        self, answer: pb.DescribeResponse, change: bytes, start_step: int, rates: Float32Array
+    ) -> pb.ExtendScheduleResponse:
+        """Sends all parts of a change to one shard; returns its last answer."""
+        for first in range(0, max(1, len(rates)), _RATES_PER_CALL):
+            end = first + _RATES_PER_CALL
+            prepared = self._call(
+                answer.shard,
+                pb.SCHEDULE_PHASE_PREPARE,
+                change,
+                start_step=start_step + first,
+                learning_rates=to_bytes(rates[first:end]),
+                epoch=self._epoch,
+                version=answer.schedule_version,
+                last=end >= len(rates),
+            )
+            if prepared.version != answer.schedule_version:
+                raise FencedError(
+                    "another call changed the learning rates meanwhile: call extend_schedule() again if these are "
+                    "still right"
+                )
+        return prepared
+
     def _abandon(self, answers: Answers, change: bytes) -> None:
-        """Tries once to give a change up that was not committed; what is left of it the next call ends."""
+        """Tries once to give up a change that was not committed; if that fails, the next call settles it."""
         with contextlib.suppress(WeightServerError):
             if self._give_up(0, change, once=True).schedule == answers[0].schedule_digest and answers[1:]:
                 give_up = partial(self._give_up, change=change, once=True)

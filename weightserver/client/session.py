@@ -1,4 +1,4 @@
-"""A writer's sequence numbers, as its client keeps them."""
+"""A session of a client: the sequence numbers of its writer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from weightserver.core.exactly_once import WINDOW
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
 MAX_FAILED = 64
-"""Failed writes that can be repeated. The oldest is given up beyond this number, and any that lies WINDOW writes back,
-because the shard could take note of no further write: repeating it is refused then."""
+"""Number of failed writes that can be repeated. Beyond it the oldest is given up, as is any that lies WINDOW writes
+back, because the shard could record no further write. Repeating a write that was given up is refused."""
 
 Result = TypeVar("Result")
 Numbers = dict[int, int]
@@ -27,7 +27,7 @@ class Write:
 
     numbers: Numbers
     not_applied: bool = False
-    """Whether every shard is proven not to have applied it."""
+    """Whether it is proven that no shard has applied it."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Session:
     """One writer of an epoch. Safe to use from any thread.
 
     Args:
-        before: the same client's writer before this one, of whose numbers the shards know nothing any more.
+        before: the same client's previous writer, whose numbers the shards have forgotten.
     """
 
     epoch: int
@@ -45,45 +45,46 @@ class Session:
     before: InitVar[Session | None] = None
 
     def __post_init__(self, before: Session | None) -> None:
-        # Entered as itself: a signal that comes while a Condition is entered leaves its lock taken for ever.
+        # Not entered through the Condition: a signal in `Condition.__enter__` leaves its lock taken for ever.
         self._lock: threading.RLock = before._lock if before else threading.RLock()
         self._changed: threading.Condition = before._changed if before else threading.Condition(self._lock)
         self._next = [1] * self.num_shards
-        self._open: list[Numbers] = []  # of what is under way, or has failed
+        self._open: list[Numbers] = []  # of writes that are under way, or have failed
         self._failed: list[tuple[bytes, Numbers]] = []  # oldest first; equal writes may fail several times
-        self._given_up: set[bytes] = before._given_up if before else set()  # that failed, and whose numbers are gone
+        self._given_up: set[bytes] = before._given_up if before else set()
+        """Digests of failed writes that can no longer be repeated."""
         self._unfinished_rollback: str = before._unfinished_rollback if before else ""
         self._left = False
         self.openers = {self.opener}
-        """Of the sessions that this writer is in, was in, or tried to open: while the shards are in one of these, they
-        know its numbers."""
+        """Openers of the sessions that this writer is in, was in, or tried to open. While a shard is in one of these,
+        it knows the writer's numbers."""
         if before is not None:
             before._leave()
 
     def renew(self, epoch: int, opener: bytes) -> None:
-        """Goes on in a newer epoch that the same client opened. The shards still know the writer's numbers, so that
-        what failed, or is under way in another thread, may be repeated there."""
+        """Moves to a newer epoch that the same client opened. The shards still know the writer's numbers, so that
+        writes that failed, or are under way in another thread, may be repeated there."""
         with self._lock:
             self.epoch, self.opener = epoch, opener
 
     def _leave(self) -> None:
-        """What failed, and what is under way and will fail, cannot be repeated any more."""
+        """Gives up all failed writes, and those under way that will fail: they can no longer be repeated."""
         with self._lock:
             self._left = True
             while self._failed:
                 self._give_up(0)
 
     def write(self, shards: Iterable[int], digest: Callable[[], bytes], send: Callable[[Write], Result]) -> Result:
-        """Sends a write to those shards, by its numbers: new ones, or those under which the write of that digest failed
-        before. Waits while the shards could take note of no further number.
+        """Sends a write to those shards under new numbers, or under those of a failed write of the same digest. Waits
+        while the shards could record no further number.
 
-        It is settled however `send` ends: where that raises, what the write did is unknown, and the numbers are kept
-        for its repetition, unless it is `not_applied`. An interrupt may come anywhere here; hence no context managers:
-        it would find one of Python code outside of both its body and its own `try`.
+        If `send` raises, the outcome of the write is unknown and its numbers are kept for its repetition, unless it is
+        `not_applied`. An interrupt may come anywhere here. That rules out context managers: it could hit one that is
+        written in Python outside of both its body and its own `try`.
 
         Raises:
-            ClusterError: a rollback has not succeeded yet, or the write failed so long ago that it cannot be told
-                whether it was applied.
+            ClusterError: a rollback has not succeeded yet, or the write failed so long ago that the shards no longer
+                know whether it was applied.
         """
         write, repeated = Write({}), False
         try:
@@ -99,8 +100,8 @@ class Session:
         return result
 
     def change(self, send: Callable[[Numbers], None]) -> None:
-        """Sends one change to every shard, by its numbers. After a failure it is made again as a new one, which changes
-        nothing where it was made; what is left of the first one on its way does nothing once a later write is there.
+        """Sends one change to every shard, under new numbers. After a failure it is repeated under other numbers, which
+        changes nothing on shards that have made it; a late attempt of the first has no effect after a later write.
 
         Raises:
             ClusterError: a rollback has not succeeded yet.
@@ -115,8 +116,8 @@ class Session:
             raise
 
     def roll_back(self, name: str, send: Callable[[Write], None]) -> None:
-        """Sends a rollback to every shard, before which every failed write is given up, so that none of them comes
-        after it. Nothing else begins before one has ended on all shards, or on none.
+        """Gives up every failed write, so that none is applied later, then sends a rollback to every shard. No other
+        write begins until it has ended on all shards, or on none.
 
         Raises:
             InvalidRequestError: writes of other threads are under way.
@@ -126,7 +127,7 @@ class Session:
             self._begin_rollback(write, name)
             send(write)
             with self._lock:
-                self._given_up.clear()  # what was applied of them is undone
+                self._given_up.clear()  # the rollback undid any effect of them
                 self._settle(write)
                 self._unfinished_rollback = ""
         except BaseException:
@@ -136,7 +137,8 @@ class Session:
             raise
 
     def _begin(self, write: Write, shards: Iterable[int], digest: Callable[[], bytes] | None = None) -> bool:
-        """Whether the numbers are those of a write that failed before, which no refusal proves not applied."""
+        """Numbers the write. Returns whether it is one that failed before: a refusal then does not prove that it was
+        not applied."""
         with self._lock:
             if self._unfinished_rollback:
                 raise ClusterError(
@@ -169,14 +171,14 @@ class Session:
             self._number(write, range(self.num_shards))
 
     def settled_before(self, shard: int) -> int:
-        """The number below which no write to `shard` is open any more."""
+        """The number below which every write to `shard` is settled."""
         with self._lock:
             return self._oldest(shard) or self._next[shard]
 
     def header(
         self, shard: int, number: int, *, step: int, table: int, num_rows: int = 0, schedule: int = 0
     ) -> pb.WriteHeader:
-        """What a write under one of its numbers carries."""
+        """The header of a write under one of its numbers."""
         return pb.WriteHeader(
             epoch=self.epoch,
             opener=self.opener,
@@ -190,7 +192,7 @@ class Session:
         )
 
     def _settle(self, write: Write) -> None:
-        """Ends a write that will not be sent again; what of it is still on its way comes too late."""
+        """Ends a write that will not be sent again; attempts that arrive later have no effect."""
         with self._lock:
             self._close(write.numbers)
 
@@ -211,20 +213,20 @@ class Session:
             if failed:
                 self._give_up(failed[0])
             else:
-                self._changed.wait()  # it is on its way in another thread
+                self._changed.wait()  # another thread is sending it
         numbers = {}
         for shard in wanted:
             numbers[shard] = self._next[shard]
             self._next[shard] += 1
         self._open.append(write.numbers)
-        write.numbers.update(numbers)  # at once, for the write and for what is open
+        write.numbers.update(numbers)  # one step, for the write and for the list of open ones
 
     def _is_full(self, shard: int) -> bool:
         oldest = self._oldest(shard)
         return oldest is not None and self._next[shard] - oldest >= WINDOW
 
     def _oldest(self, shard: int) -> int | None:
-        """The lowest number that is open."""
+        """The lowest number of an open write."""
         return min((numbers[shard] for numbers in self._open if shard in numbers), default=None)
 
     def _give_up(self, position: int) -> None:

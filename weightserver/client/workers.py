@@ -1,9 +1,9 @@
 """Threads that make a client's calls for its callers, whom a signal may interrupt anywhere.
 
-Python raises what a signal's handler raises in the main thread, before nearly any instruction of Python code: also in
-`threading.Condition.__enter__` when it has its lock, which is then taken for ever. gRPC, `Future` and
-`ThreadPoolExecutor` are made of conditions. So the main thread uses none of these: what it shares with others are
-a `SimpleQueue` and plain locks in a `with`, which are C code that a signal finds either before or behind.
+Python raises the exception of a signal's handler in the main thread, before nearly any instruction of Python code: also
+in `threading.Condition.__enter__` after it has acquired its lock, which is then never released. gRPC, `Future` and
+`ThreadPoolExecutor` are built from conditions. So the main thread uses none of these: it shares with other threads only
+a `SimpleQueue`, and plain locks in a `with`, which are C code that a signal cannot interrupt halfway.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Answers = SimpleQueue[tuple[int, Any]]
 
 @dataclass
 class _Caller:
-    """Of a worker's task."""
+    """The caller of a worker's task."""
 
     has_left: bool = False
 
@@ -34,7 +34,7 @@ _caller: contextvars.ContextVar[_Caller] = contextvars.ContextVar("caller")
 
 
 class Task(NamedTuple):
-    """One call that a worker is to make."""
+    """One call for a worker to make."""
 
     caller: _Caller
     answers: Answers
@@ -46,36 +46,36 @@ class Task(NamedTuple):
         token = _caller.set(self.caller)
         try:
             self.answers.put((self.number, self.call(*self.arguments)))
-        except BaseException as error:  # noqa: BLE001 - the caller's, and no thread's
+        except BaseException as error:  # noqa: BLE001 - it concerns the caller, not the thread
             self.answers.put((self.number, error))
         finally:
             _caller.reset(token)
 
 
 class Workers:
-    """As many threads as there are calls at a time; they begin with the first call, and end when `end` says so."""
+    """A thread for each concurrent call. Threads start with the first call and end after `end`."""
 
     def __init__(self) -> None:
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._lock = threading.RLock()  # a finalizer that calls `end` may run anywhere
         self._working = threading.Lock()
-        """Held while there are threads."""
+        """Held while any thread exists."""
         self._num_threads = 0
         self._num_idle = 0
-        """Threads that wait for a task, or will as soon as they have started."""
+        """Number of threads that wait for a task, or will as soon as they have started."""
         self._ended = False
 
     def outcomes(self, call: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
-        """Calls once for each of the arguments, all at a time; what the calls returned, or the errors that they raised.
-        Other threads than the main one make the first call themselves.
+        """Calls once for each of the arguments, all at the same time; returns their results, or the errors they raised.
+        Callers in other threads than the main one make the first call themselves.
 
-        An interrupt of the caller leaves them behind: see `check`.
+        An interrupt of the caller leaves the calls running: see `check`.
         """
         answers: Answers = SimpleQueue()
         caller = _Caller()
         try:
             tasks = [Task(caller, answers, number, call, those) for number, those in enumerate(arguments)]
-            own = int(threading.current_thread() is not threading.main_thread())  # which no signal interrupts
+            own = int(threading.current_thread() is not threading.main_thread())  # no signal interrupts those
             self._submit(tasks[own:])
             for task in tasks[:own]:
                 task.do()
@@ -86,7 +86,7 @@ class Workers:
             raise
 
     def run(self, call: Callable[[], Result]) -> Result:
-        """Makes one call: in this thread, if it is one of the workers."""
+        """Makes one call: in this thread if it is a worker."""
         if _caller.get(None) is not None:
             return call()
         (outcome,) = self.outcomes(call, [()])
@@ -97,12 +97,12 @@ class Workers:
 
     @staticmethod
     def check() -> None:
-        """Raises CancelledError in a worker's thread where nobody waits for its call any more."""
+        """Raises CancelledError in a worker whose caller no longer waits for its call."""
         if _caller.get().has_left:
             raise CancelledError
 
     def end(self) -> None:
-        """Lets the threads end when they have done what was submitted; they take nothing else."""
+        """Lets the threads end once they have done what was submitted; later calls are refused."""
         with self._lock:
             self._ended = True
             self._tasks.put(None)
@@ -129,7 +129,7 @@ class Workers:
     # ---- in other threads, which no signal interrupts
 
     def _begin(self) -> None:
-        """Starts a worker where there are more tasks than idle ones."""
+        """Starts a worker if there are more tasks than idle workers."""
         with self._lock:
             if self._tasks.qsize() <= self._num_idle:
                 return
@@ -146,8 +146,8 @@ class Workers:
         while (task := self._tasks.get()) is not None:
             with self._lock:
                 self._num_idle -= 1
-            if self._tasks.qsize() > self._num_idle:  # a caller took this thread for idle
-                with contextlib.suppress(RuntimeError):  # too many threads: it comes after this task
+            if self._tasks.qsize() > self._num_idle:  # a caller counted this thread as idle
+                with contextlib.suppress(RuntimeError):  # too many threads: the next task waits for this one
                     _thread.start_new_thread(self._begin, ())
             task.do()
             del task  # it holds the client

@@ -1,4 +1,4 @@
-"""Files and directories that are there whole and durable, or not at all."""
+"""Writes files and directories atomically: complete and durable, or not at all."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 PRIVATE_FILE, PRIVATE_DIRECTORY = 0o600, 0o700
-"""Modes of what holds rows."""
+"""Modes of files and directories that hold rows."""
 EMPTY_PATH = "the path is empty: is a variable not set? The current directory is ."
 LOCK = ".weightserver-lock"
 """The file of `directory_lock`."""
 
 
 def to_path(text: str) -> Path:
-    """A path of a command line. An empty one, as of a variable that is not set, would be the current directory."""
+    """Parses a path of the command line, and rejects an empty one, which would mean the current directory."""
     if not text:
         raise ArgumentTypeError(EMPTY_PATH)
     return Path(text)
 
 
 def atomic_write(path: Path, write: Callable[[Path], object], *, mode: int = 0o666) -> None:
-    """Has `write` fill a file beside `path`, syncs it and renames it into place, with what the umask leaves of `mode`.
+    """Lets `write` fill a temporary file next to `path`, syncs it and renames it to `path`; the umask restricts `mode`.
 
     Raises:
-        OSError: it cannot be written, as when the disk is full.
+        OSError: the file cannot be written, for example because the disk is full.
     """
     partial = path.with_name(f"{path.name}.partial")
     try:
@@ -46,16 +46,16 @@ def atomic_write(path: Path, write: Callable[[Path], object], *, mode: int = 0o6
 
 
 def write_synced(path: Path, write: Callable[[Path], object], *, mode: int = 0o666) -> None:
-    """Has `write` fill a new file in place of `path` and syncs it, with what the umask leaves of `mode`.
+    """Lets `write` fill a new file at `path`, and syncs it; the umask restricts `mode`.
 
     Raises:
-        OSError: it cannot be written, as when the disk is full.
+        OSError: the file cannot be written, for example because the disk is full.
     """
     path.unlink(missing_ok=True)
     path.touch(mode)
     left = path.stat().st_mode
     try:
-        write(path)  # safetensors makes a file of its own, which nobody else may read
+        write(path)  # safetensors creates a new file, which only its owner may read
     except SafetensorError as error:
         raise OSError(str(error)) from None
     path.chmod(left)
@@ -63,10 +63,10 @@ def write_synced(path: Path, write: Callable[[Path], object], *, mode: int = 0o6
 
 
 def make_private(*paths: Path) -> list[Path]:
-    """Leaves what exists and belongs to this user to this user alone; returns what others had rights to before.
+    """Removes other users' rights to the existing paths that this user owns; returns the paths changed.
 
     Raises:
-        OSError: the modes cannot be changed.
+        OSError: a mode cannot be changed.
     """
     changed = []
     for path in paths:
@@ -80,11 +80,13 @@ def make_private(*paths: Path) -> list[Path]:
 
 
 def make_directory(directory: Path, *, mode: int = 0o777) -> None:
-    """Makes a directory, unless it is there, durably, as also the parents that it lacks, with what the umask leaves of
-    `mode`, and of 0777 for the parents.
+    """Creates a directory and its missing parents durably, unless it exists.
+
+    Args:
+        mode: restricted by the umask; missing parents get 0777, restricted likewise.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the directory cannot be created.
     """
     if not directory.is_dir():
         if directory.exists():
@@ -95,10 +97,10 @@ def make_directory(directory: Path, *, mode: int = 0o777) -> None:
 
 
 def append_synced(path: Path, content: bytes) -> None:
-    """Adds `content` to the end of a file and syncs it. What a process that dies meanwhile leaves is a part of it.
+    """Appends `content` to a file and syncs it; a process that dies meanwhile leaves a prefix of `content`.
 
     Raises:
-        OSError: it cannot be written, as when the disk is full.
+        OSError: the file cannot be written, for example because the disk is full.
     """
     try:
         with path.open("ab") as file:
@@ -119,13 +121,13 @@ def sync(path: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """What sha256sum prints."""
+    """The hexadecimal SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def require_empty(directory: Path, *, but: frozenset[str] = frozenset()) -> None:
-    """Raises ValueError where there is anything `but` what is named, or a link to a directory that is missing."""
+    """Raises ValueError if the path holds anything except the names in `but`, or links to a missing directory."""
     if directory.is_symlink() and not directory.exists():
         raise ValueError(f"{directory} is a link to {directory.readlink()}, which is missing: is its disk mounted?")
     if directory.exists() and not directory.is_dir():
@@ -136,21 +138,25 @@ def require_empty(directory: Path, *, but: frozenset[str] = frozenset()) -> None
 
 @contextlib.contextmanager
 def directory_lock(directory: Path, *, mode: int = 0o777) -> Iterator[None]:
-    """Keeps other processes that ask for the same out of a directory, which is made where there is none, with what the
-    umask leaves of `mode`, and goes again where nothing was put in.
+    """Locks a directory against other callers of `directory_lock`.
+
+    Creates the directory with `mode`, restricted by the umask, if it is missing, and removes it again if it is still
+    empty at the end.
 
     Raises:
-        OSError: another process is in it.
+        OSError: another process holds the lock.
     """
     made = [path for path in (directory, *directory.parents) if not path.exists()]
     make_directory(directory, mode=mode)
     lock = directory / LOCK
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)  # of the directory itself, NFS knows no flock
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)  # a file, because NFS cannot lock directories
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise OSError(f"{directory} is being written by another process: let it end, or give another") from None
+            raise OSError(
+                f"{directory} is being written by another process: wait for it to end, or give another directory"
+            ) from None
         try:
             yield
         finally:
@@ -164,19 +170,19 @@ def directory_lock(directory: Path, *, mode: int = 0o777) -> Iterator[None]:
 
 @contextlib.contextmanager
 def atomic_directory(directory: Path) -> Iterator[Path]:
-    """Yields a directory beside `directory` that takes its place when all went well, and goes otherwise.
+    """Yields a temporary directory that replaces `directory` on success, and is removed on failure.
 
     Raises:
         ValueError: `directory` is not empty, or cannot be replaced.
-        OSError: another process writes it.
+        OSError: another process writes to `directory`.
     """
-    directory = directory.resolve()  # what a link names is replaced, not the link
+    directory = directory.resolve()  # replaces the target of a link, not the link
     if directory.is_mount() or directory == Path.cwd():
         raise ValueError(f"{directory} is a mounted disk or the current directory: give a new directory in it")
     with directory_lock(directory):
         require_empty(directory, but=frozenset({LOCK}))
         partial = directory.with_name(f".{directory.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
         partial.mkdir()
         shutil.copymode(directory, partial)
         try:

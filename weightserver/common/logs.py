@@ -1,10 +1,10 @@
-"""Logs: one line an event, readable or JSON, with what belongs to it as fields.
+"""Logs one line per event, as text or JSON, with fields.
 
-Everything logs through the standard library; a field is an `extra` of the call:
+Everything logs through the standard library; fields are the `extra` of the call:
 
     _log.info("checkpoint taken", extra={"name": name})
 
-A request carries an id, made by its client, into the lines of both sides. No row and no token is ever a field.
+A request's id, which its client draws, appears in the lines of both sides. Rows and tokens are never fields.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _request: ContextVar[str | None] = ContextVar("request", default=None)
 
 
 class _Stderr(logging.Handler):
-    """Writes to whatever stderr is by then: a progress line takes its place. Where nobody reads it, work goes on."""
+    """Writes to the current `sys.stderr`, which a progress line may replace; ignores errors if stderr is closed."""
 
     as_json = False
 
@@ -40,7 +40,7 @@ class _Stderr(logging.Handler):
 
 
 def _printable(logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
-    """Text that would command a terminal is shown as Python writes it."""
+    """Escapes text that would control a terminal."""
     return {
         key: repr(value)[1:-1] if isinstance(value, str) and not value.isprintable() and key != "exception" else value
         for key, value in event.items()
@@ -52,17 +52,14 @@ def new_request_id() -> str:
 
 
 def follow_request(metadata: Iterable[tuple[str, Any]]) -> None:
-    """Puts the id that a call brings into all lines of its context; one that is none is left out."""
+    """Adds the id in a call's metadata to all lines of its context; ignores an invalid id."""
     for key, value in metadata:
         if key == REQUEST_ID and _ID.fullmatch(value):
             _request.set(value)
 
 
 def log_events(log_format: LogFormat, fields: Callable[[], dict[str, Any]] = dict) -> None:
-    """Has this process log to stderr from level info on; `fields` are those of every line.
-
-    In place of what was set up before.
-    """
+    """Makes this process log to stderr from level info, with `fields` in every line; replaces any earlier set-up."""
 
     def common(logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
         request = _request.get()
@@ -77,7 +74,7 @@ def log_events(log_format: LogFormat, fields: Callable[[], dict[str, Any]] = dic
     if log_format == "json":
         render: list[Any] = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
-        plain = structlog.dev.plain_traceback  # the default shows local variables, and one may be a token
+        plain = structlog.dev.plain_traceback  # the default shows local variables, which may include the token
         render = [
             _printable,
             structlog.dev.ConsoleRenderer(colors=False, pad_event_to=0, pad_level=False, exception_formatter=plain),
@@ -95,7 +92,7 @@ def log_events(log_format: LogFormat, fields: Callable[[], dict[str, Any]] = dic
 
 
 def print_error(line: str) -> None:
-    """Says on stderr why the process ends: one line, or one event where they are JSON."""
+    """Prints why the process ends on stderr: one line, or one event if the log is JSON."""
     if any(isinstance(handler, _Stderr) and handler.as_json for handler in logging.getLogger().handlers):
         logging.getLogger(__name__).error(line)
     else:

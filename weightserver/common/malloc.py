@@ -1,4 +1,4 @@
-"""Keeps large buffers in the process: glibc otherwise returns each to the kernel and pays for it in page faults."""
+"""Keeps large buffers in the process; glibc would otherwise return each to the kernel and pay with page faults."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 _MMAP_BYTES = 32 << 20
-"""The highest value that glibc takes."""
+"""The highest value that glibc accepts."""
 _TRIM_BYTES = 1 << 30
 _ARENAS = 2
-"""What one thread freed another can use: with an arena for each of many threads, each keeps its own largest request."""
+"""Few arenas, so that threads reuse each other's memory; with one arena per thread each keeps its largest request."""
 
 
 def keep_large_buffers() -> None:
-    """Makes malloc reuse buffers of up to 32 MiB; to be called once, early in a process. Without glibc it does nothing.
+    """Makes malloc reuse buffers of up to 32 MiB; call it once, early in a process. Does nothing without glibc.
 
-    Measured: fetching 65,520 rows of 128 takes less than half the time with it on both sides.
+    Measured: on both sides it more than halves the time of fetching 65,520 rows of 128.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -29,7 +29,7 @@ def keep_large_buffers() -> None:
 
 
 def own_bytes() -> int:
-    """The process's memory without files that it maps; 0 where the system does not tell."""
+    """The process's memory in bytes without mapped files; 0 if the system does not report it."""
     try:
         _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
     except OSError:
@@ -38,7 +38,7 @@ def own_bytes() -> int:
 
 
 def return_free_memory() -> None:
-    """Gives the kernel what malloc keeps for later. Without glibc it does nothing."""
+    """Returns memory that malloc keeps to the kernel. Does nothing without glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""A /metrics page for Prometheus, which slow or many callers cost no more than a few threads."""
+"""Serves a /metrics page for Prometheus; slow or many callers occupy at most a few threads."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SECONDS = 5.0
 
 
 def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> tuple[int, Callable[[], None]]:
-    """Serves /metrics in threads; port 0 takes a free one. Returns the port, and what ends it.
+    """Serves /metrics in threads; port 0 takes a free port. Returns the port and a function that stops serving.
 
     Raises:
-        OSError: the port cannot be had.
+        OSError: the port cannot be bound.
     """
     handler = type("_Handler", (MetricsHandler,), {"registry": registry, "timeout": _SECONDS})
     kind = type("_Server", (_Server,), {"address_family": socket.AF_INET6}) if ":" in host else _Server
@@ -37,7 +37,7 @@ def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> tuple[in
 
 
 class _Server(ThreadingHTTPServer):
-    """Hangs up on the oldest connection when there is one too many: a scrape takes milliseconds."""
+    """Closes the oldest connection when there are too many: a scrape takes milliseconds."""
 
     request_queue_size = 128
     daemon_threads = True
@@ -63,9 +63,9 @@ class _Server(ThreadingHTTPServer):
             super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A caller that was hung up on, or has gone: nobody's business."""
+        """Ignores callers that were disconnected or are gone."""
 
 
 def _hang_up(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # its caller has
+    with contextlib.suppress(OSError):  # the caller already has
         connection.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""Where the time goes: every moment belongs to one stage."""
+"""Measures how long each stage of a task takes; every moment belongs to exactly one stage."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import time
 from contextvars import ContextVar
 
 _arrived: ContextVar[float | None] = ContextVar("arrived", default=None)
-"""When the current call came; gRPC runs a call's interceptors and its handler in one context."""
+"""When the current call arrived; gRPC runs a call's interceptors and handler in one context."""
 
 
 def arrive() -> None:
-    """Notes that the current call has come, before it waits for a thread."""
+    """Records the arrival of the current call, before it waits for a thread."""
     _arrived.set(time.perf_counter())
 
 
 def arrived() -> float:
-    """When the current call came, on the clock of `time.perf_counter`; now, where nobody noted it."""
+    """When the current call arrived, on the clock of `time.perf_counter`; now, if that was not recorded."""
     return _arrived.get() or time.perf_counter()
 
 
 class StageClock:
-    """Sums up the seconds spent in each stage, from `started` on."""
+    """Sums the seconds spent in each stage since `started`."""
 
     def __init__(self, stage: str, started: float | None = None) -> None:
         self._started = self._since = time.perf_counter() if started is None else started
@@ -28,7 +28,7 @@ class StageClock:
         self.seconds: dict[str, float] = {}
 
     def start(self, stage: str) -> None:
-        """Ends the current stage and starts another, or continues one."""
+        """Ends the current stage, and starts or continues another."""
         now = time.perf_counter()
         self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + now - self._since
         self._stage, self._since = stage, now

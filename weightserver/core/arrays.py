@@ -1,4 +1,4 @@
-"""Types of NumPy arrays, and what is asked of all of them."""
+"""Types of NumPy arrays, and checks of their values."""
 
 from __future__ import annotations
 

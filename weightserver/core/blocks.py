@@ -2,19 +2,19 @@
 
 A block is one stored value of r = rows_per_block rows, everything little-endian:
 
-    offset 0     u16    format: 2 where no |value| is beyond 2^32, which is what training makes; else 1
+    offset 0     u16    format: 2 if no |value| is beyond 2^32, as in any sane training; else 1
     offset 2     u16    r
     offset 4     u32    D
     offset 8     u64    XXH3-64 of the bytes from offset 16 on, seeded with the block's number, plus 2^63 in format 2
-    offset 16    u8     which rows were ever written, one bit each, row 0 in the lowest bit of the first byte;
+    offset 16    u8     bitmap of the rows that were ever written, row 0 in the lowest bit of the first byte;
                         padded with zeros to a multiple of 8 bytes
     then         i64    last_step [r]
     then         f32    weight [r, D]
     then         f32    momentum_buffer [r, D]
 
-Rows of a stored block that nobody wrote hold their initial values. Format 2 spares fetches a look at values that no
-sane schedule makes overflow; version 0.1 wrote all blocks in format 1. With D = 128 and r = 63 a block takes 65,040
-bytes, which with the page header of LMDB's overflow pages is 16 pages of 4 KiB.
+Rows of a stored block that were never written hold their initial values. Format 2 saves fetches a check of values
+that no sane schedule makes overflow; version 0.1 wrote all blocks in format 1. With D = 128 and r = 63 a block takes
+65,040 bytes, which with the page header of LMDB's overflow pages is 16 pages of 4 KiB.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class BlockCodec:
         weight = last_step + 8 * rows
         momentum_buffer = weight + 4 * rows * dim
         self.offsets = last_step, weight, momentum_buffer
-        """Where each array begins in a block, in bytes."""
+        """Offset of each array in a block, in bytes."""
         self.num_bytes = momentum_buffer + 4 * rows * dim
 
     def initial(self, block: int) -> bytearray:
-        """An unsealed block whose rows hold their initial values and none of which is marked as written."""
+        """An unsealed block whose rows hold their initial values; none is marked as written."""
         rows = self._spec.rows_per_block
         buffer = bytearray(self.num_bytes)
         first = block * rows
@@ -74,7 +74,7 @@ class BlockCodec:
         return buffer
 
     def num_written(self, buffer: Buffer) -> int:
-        """How many rows were ever written."""
+        """Number of rows that were ever written."""
         return int(np.bitwise_count(np.ndarray(self._bitmap_bytes, np.uint8, buffer, _HEADER.size)).sum())
 
     def written(self, buffer: Buffer) -> npt.NDArray[np.int64]:
@@ -93,14 +93,14 @@ class BlockCodec:
         )
 
     def mark_written(self, buffer: bytearray, slots: npt.NDArray[np.int64]) -> int:
-        """Marks `slots` (distinct, int64 [n]) as written and returns how many were not before."""
+        """Marks `slots` (distinct, int64 [n]) as written; returns how many are so for the first time."""
         written = np.ndarray(self._bitmap_bytes, np.uint8, buffer, _HEADER.size)
         before = self.num_written(buffer)
         np.bitwise_or.at(written, slots >> 3, (1 << (slots & 7)).astype(np.uint8))
         return self.num_written(buffer) - before
 
     def seal(self, block: int, buffer: bytearray) -> None:
-        """Writes the header, with the checksum of what the block now holds."""
+        """Writes the header, with the checksum of the block's contents."""
         num_values = self._spec.rows_per_block * self.dim
         values = np.ndarray((2, num_values), _FLOAT32, buffer, self.offsets[1])
         block_format = _SMALL_VALUES if all_within(SMALL, values[0], values[1]) else _ANY_VALUES
@@ -112,7 +112,7 @@ class BlockCodec:
         return buffer[0] == _SMALL_VALUES
 
     def problem(self, block: int, buffer: Buffer) -> str:
-        """What makes the bytes others than `seal` left for this block of this table; empty where nothing does."""
+        """Describes what is wrong with the bytes of a sealed block of this table; empty if nothing is."""
         if len(buffer) != self.num_bytes:
             return f"has {len(buffer)} bytes, not {self.num_bytes}"
         block_format, rows, dim, checksum = _HEADER.unpack_from(buffer)
@@ -125,14 +125,14 @@ class BlockCodec:
         return ""
 
     def check(self, block: int, buffer: Buffer) -> None:
-        """Raises StorageError where there is a problem."""
+        """Raises StorageError if there is a problem."""
         if problem := self.problem(block, buffer):
             raise StorageError(
-                f"{self.name(block)} {problem}: 'weightserver verify' tells which checkpoints still have it"
+                f"{self.name(block)} {problem}: 'weightserver verify' shows which checkpoints still have it"
             )
 
     def name(self, block: int) -> str:
-        """The block and its rows, for people."""
+        """The block and its rows, for messages."""
         first = block * self._spec.rows_per_block
         return f"block {block} (rows {first}..{min(first + self._spec.rows_per_block, self._spec.num_rows) - 1})"
 

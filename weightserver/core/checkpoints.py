@@ -1,55 +1,58 @@
-"""Checkpoints: states of all shards that can be read and returned to."""
+"""Checkpoints: states of all rows that can be read and returned to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from weightserver.core.errors import NoTableError
+
+BACKUP_PREFIX = "backup-"
+"""Begins the second names under which backups keep checkpoints while they read them."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A state of the shard that can be read and returned to: the newest versions of a generation ≤ `generation`."""
+    """A state of all rows that can be read and returned to."""
 
     name: str
     step: int
+    """Number of finished updates that it holds."""
+    checkpoint_id: bytes = field(default=b"", compare=False, repr=False)
+    """16 random bytes, the same on every shard, which distinguish it from others of the same name."""
+    marks: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """Each shard's mark when the checkpoint was taken (see `Lineage`): the argument of `WeightClient.expect`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardCheckpoint(Checkpoint):
+    """A checkpoint as one shard retains it: each block's newest version of a generation ≤ `generation`."""
+
     generation: int
     clock: int
     rows_stored: int
-    identity: str = ""
-    """Hexadecimal; the same on every shard of the call that took it."""
-    mark: str = ""
-    """The shard's once it was taken; see `Lineage`."""
     num_rows: int = 0
-    """Of the table when it was taken; 0 where version 0.1 took it, which did not tell."""
+    """Number of rows of the table when it was taken; 0 if version 0.1 took it, which did not record it."""
 
-
-BACKUP_PREFIX = "backup-"
-"""Of the second names under which backups keep checkpoints while they read them."""
-
-
-class KeptCheckpoint(NamedTuple):
-    """A checkpoint of all shards, as each of them keeps it."""
-
-    name: str
-    step: int
-    identity: str
-
-
-class _Named(Protocol):
     @property
-    def name(self) -> str: ...
-    @property
-    def step(self) -> int: ...
+    def mark(self) -> str:
+        """The shard's mark when the checkpoint was taken; empty if version 0.1 took it."""
+        return self.marks[0] if self.marks else ""
 
 
-Kept = TypeVar("Kept", bound=_Named)
+def common_checkpoints(shards: Sequence[Iterable[Checkpoint]]) -> list[Checkpoint]:
+    """The checkpoints that every shard retains, in the order of their steps, with the marks of all shards."""
+    known = [{(kept.checkpoint_id, kept.name): kept for kept in checkpoints} for checkpoints in shards]
+    common = []
+    for key, kept in known[0].items():
+        if all(key in shard for shard in known):
+            marks = tuple(mark for shard in known for mark in shard[key].marks)
+            common.append(Checkpoint(kept.name, kept.step, kept.checkpoint_id, marks))
+    return sorted(common, key=lambda kept: (kept.step, kept.name))
 
 
-def chosen_checkpoint(name: str | None, known: Iterable[Kept]) -> Kept:
-    """The one of that name, or the newest, among those that all shards keep.
+def chosen_checkpoint(name: str | None, known: Iterable[Checkpoint]) -> Checkpoint:
+    """The checkpoint of that name, or the newest that is no backup's, among those that all shards retain.
 
     Raises:
         NoTableError: there is none.

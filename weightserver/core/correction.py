@@ -1,4 +1,4 @@
-"""How a row moves: SGD's transfer products over a schedule, and what a fetch and a pushed gradient do to raw rows.
+"""How a row moves: SGD's transfer products over a schedule, and the effect of a fetch and of a gradient on raw rows.
 
 A row's state (w, u), weight and momentum buffer, follows torch.optim.SGD with momentum m, weight decay λ and learning
 rate η_t in update t. It is linear: without a gradient, update t is
@@ -7,12 +7,12 @@ rate η_t in update t. It is linear: without a gradient, update t is
 
 and a gradient g adds the impulse (−η_t·g, g). So an untouched row is brought up to date by one product of 2×2 matrices,
 and the gradients of a row may arrive in any order. The paper's correction takes one learning rate for all steps of a
-gap instead, `single_rate_products`; it is there to compare with.
+gap instead, `single_rate_products`; it serves comparisons.
 
-A row that SGD would make infinite or NaN, at any update of its gap, is an error. Coefficients cannot tell: a row may
-overflow on its way and be small again at the end, and where coefficients are beyond float32 a row of zeros stays zero.
-So a schedule knows up to which size rows are harmless whatever the gap (`Schedule.safe_size`), and larger ones are
-followed through theirs (`Schedule.require_finite`).
+A row that SGD would make infinite or NaN, at any update of its gap, is an error. Coefficients do not show it: a row may
+overflow within the gap and be small again at its end, and if coefficients exceed float32 a row of zeros stays zero. So
+a schedule knows up to which size rows are safe whatever the gap (`Schedule.safe_size`), and larger rows are followed
+through theirs (`Schedule.require_finite`).
 
 NumPy only, no I/O.
 """
@@ -34,31 +34,31 @@ from weightserver.core.errors import StepError
 from weightserver.core.spec import TableSpec
 
 _LEAF = 16
-"""Steps in the smallest stored product; shorter ones are multiplied when needed. Bounds the tables' size."""
+"""Number of steps in the smallest stored product; shorter ones are computed when needed. Bounds the tables' size."""
 _CHUNK = 256
-"""Products made at a time, so that they stay in the cache."""
+"""Number of products computed at a time, so that they stay in the cache."""
 _RECENT_PRODUCTS = 131_072
-"""How many results are remembered, 56 bytes each."""
+"""Number of results that are remembered, 56 bytes each."""
 _RECENT_OVERHEAD = 128
-"""What remembering one more stop counts for, so that there are never more than about a thousand."""
+"""Results that each remembered stop counts for in addition, which limits stops to about a thousand."""
 _LIMIT = 2.0**480
-"""A product of two numbers up to this is far from infinite: diverging schedules saturate and never give inf or NaN."""
+"""A product of two numbers up to this is far from infinite: diverging schedules saturate and never yield inf or NaN."""
 _LARGEST_KAPPA = Fraction(2**240)
 _TAME = 2.0**30
-"""Where no entry of a step is beyond this, 16 steps stay below the limit."""
+"""If no entry of a step is beyond this, products of 16 steps stay below the limit."""
 _LARGEST = float(np.finfo(np.float32).max)
 _OVERFLOW = 2.0**128 - 2.0**103
-"""What rounds to no finite float32."""
+"""The smallest number that rounds to an infinite float32."""
 _HARMLESS_LOG = 126
-"""log2 of the size of rows of which no update overflows: its products and sums are at most twice as large."""
+"""log2 of the size of rows that no update makes overflow: its products and sums are at most twice as large."""
 _LARGEST_SAFE = 2.0**60
-"""So that a float32 holds the sum of the squares of many rows' values."""
+"""A float32 holds the sum of squares of many values of this size."""
 _LARGEST_UNIT = 2.0**16
 _SMALLEST = 2.0**-500
 _SQUARES = 8_192
-"""Values squared and added up at a time; from 10,000 on BLAS takes further threads."""
+"""Number of values whose squares are summed at a time; from 10,000 on BLAS uses further threads."""
 MAX_STEPS = 1 << 25
-"""Learning rates of a schedule: a month of 12 steps a second. A shard keeps all of them in memory."""
+"""Most learning rates of a schedule: a month of 12 steps a second. A shard keeps all of them in memory."""
 
 
 class Schedule:
@@ -73,9 +73,9 @@ class Schedule:
 
     Two things keep max|error| / max|product| below 1e-12 over 50,000 steps (see tests/weightserver/test_correction.py):
 
-    - Products are formed in double-double numbers (`double_double`). With one learning rate throughout, every step
-      makes the same rounding error, and in float64 they add up to more. Also 1 − η·κ, which may nearly vanish, is known
-      to 1e-31.
+    - Products are formed in double-double numbers (`double_double`). With a constant learning rate, every step makes
+      the same rounding error, and in float64 these add up to more. Also 1 − η·κ, which may nearly vanish, is known to
+      1e-31.
     - They are formed in the coordinates (w, z), z = u + κ·w with κ = λ/(1+m). With cos θ = 1 − η·κ, update t is then
 
           [[cos θ, −η·m], [κ·(1 + cos θ), m·cos θ]]
@@ -106,7 +106,7 @@ class Schedule:
 
     @classmethod
     def of_table(cls, spec: TableSpec, learning_rates: npt.ArrayLike = ()) -> Schedule:
-        """That by which a table's rows are corrected."""
+        """The schedule that corrects a table's rows."""
         return cls(
             momentum=spec.momentum,
             weight_decay=spec.weight_decay,
@@ -121,22 +121,21 @@ class Schedule:
 
     @property
     def learning_rates(self) -> Float32Array:
-        """float32 [horizon], read-only."""
+        """The learning rates of all known steps: float32 [horizon], read-only."""
         return self._tables.learning_rates
 
     @property
     def table_bytes(self) -> int:
-        """Memory that the learning rates and the products take."""
+        """Bytes of memory that the learning rates and the products take."""
         return self._tables.num_bytes
 
     @property
     def safe_size(self) -> float:
-        """The |value| up to which no row can become infinite or NaN, from any step to any other; 0 where there is
-        none."""
+        """The |value| up to which no row can become infinite or NaN, from any step to any other; 0 if none is safe."""
         return self._tables.safe_size
 
     def extend(self, start_step: int, learning_rates: npt.ArrayLike) -> None:
-        """Sets the learning rates (float32 [n]) of steps start_step … start_step+n−1; those known beyond stay known.
+        """Sets the learning rates (float32 [n]) of steps start_step … start_step+n−1; later ones stay known.
 
         Raises:
             ValueError: a gap before start_step, not one-dimensional, or a learning rate < 0, NaN or infinite.
@@ -166,17 +165,18 @@ class Schedule:
             return self._tables.transfer(start, stop)[0]
 
     def products(self, last_step: Int64Array, stop: int) -> Float64Array:
-        """What moves rows of last_step (int64 [n]) to `stop`, before it is rounded: float64 [n, 2, 2]."""
+        """The products that move rows of last_step (int64 [n]) to `stop`, before rounding: float64 [n, 2, 2]."""
         if self.single_rate:
             return single_rate_products(self.momentum, self.weight_decay, self._single_rate(stop), stop - last_step)
         return self.transfer(last_step, stop)
 
     def coefficients(self, last_step: Int64Array, stop: int) -> Float32Array:
-        """What `correct` multiplies rows of last_step (int64 [n]) by to bring them to `stop`: float32 [n, 2, 2].
+        """The coefficients by which `correct` brings rows of last_step (int64 [n]) to `stop`: float32 [n, 2, 2].
 
-        The one definition of that arithmetic: transfer products, rounded once. With `single_rate` they are powers of
-        M(η), η the learning rate of the last finished update, stop − 1: the newest of the gap, so that a gap of one
-        step, or of equal learning rates, is corrected exactly, and it is known wherever a row may be fetched.
+        The single definition of that arithmetic: transfer products, rounded once. With `single_rate` they are powers of
+        M(η), where η is the learning rate of the last finished update, stop − 1: the newest of the gap, so that a gap
+        of one step, or of equal learning rates, is corrected exactly, and it is known for every step that may be
+        fetched.
         """
         if self.single_rate:
             return _to_float32(self.products(last_step, stop))
@@ -197,10 +197,10 @@ class Schedule:
     ) -> None:
         """Follows raw rows (float64 [n, D] each) from last_step (int64 [n]) to `stop`; `rows` names them in messages.
 
-        Segments in which a row cannot overflow are taken in one product, the others update by update.
+        Segments in which no row can overflow take one product, the others go update by update.
 
         Raises:
-            StepError: SGD would make one infinite or NaN in an update before `stop`.
+            StepError: SGD would make a row infinite or NaN in an update before `stop`.
         """
         tables, first_step = self._tables, np.zeros_like(last_step)
         if self.single_rate:  # the same rate throughout, from the row's last step on
@@ -226,11 +226,11 @@ class _Nodes:
     low: Float64Array
     """[2, 2, n] each, the largest entry in [1/2, 1)."""
     exponent: Int64Array
-    """[n]: of what they were divided by."""
+    """[n]: log2 of the divisors."""
 
     @classmethod
     def scaled(cls, product: Pair, exponent: Int64Array | int = 0) -> _Nodes:
-        """From products [2, 2, n] of any size, divided by 2^exponent before."""
+        """Scales products [2, 2, n] of any size that are divided by 2^exponent already."""
         high, low = product
         more = _power_of_two(high)
         return cls(np.ldexp(high, -more), np.ldexp(low, -more), more + np.int64(exponent))
@@ -240,7 +240,7 @@ class _Nodes:
         return cls(np.empty((2, 2, number)), np.empty((2, 2, number)), np.empty(number, np.int64))
 
     def put(self, place: int, nodes: _Nodes) -> None:
-        """From `place` on."""
+        """Stores the nodes from `place` on."""
         some = slice(place, place + len(nodes))
         self.high[..., some], self.low[..., some], self.exponent[some] = nodes.high, nodes.low, nodes.exponent
 
@@ -251,7 +251,7 @@ class _Nodes:
         return _Nodes(self.high[..., some], self.low[..., some], self.exponent[some])
 
     def halved(self) -> _Nodes:
-        """Each two neighbours multiplied."""
+        """The products of each two neighbours."""
         earlier, later = self[0::2], self[1::2]
         product = matmul((later.high, later.low), (earlier.high, earlier.low))
         return _Nodes.scaled(product, earlier.exponent + later.exponent)
@@ -261,7 +261,7 @@ _IDENTITY = _Nodes(np.eye(2)[..., None], np.zeros((2, 2, 1)), np.zeros(1, np.int
 
 
 def _sizes(horizon: int) -> list[int]:
-    """Steps in a node of each level that has one."""
+    """Number of steps in a node of each existing level."""
     return [_LEAF << level for level in range((horizon // _LEAF).bit_length())]
 
 
@@ -277,12 +277,12 @@ class _Steps:
         # buffer grow: an update enlarges it by a part of 2·η·λ·m/((1+m)(1−m)), which is little where training is tame.
         self.unit = min((1 - momentum) / (2 * float(kappa)), _LARGEST_UNIT) if kappa else _LARGEST_UNIT
         self.from_norm = max(1.0, 1 / self.unit + float(kappa))
-        """max(|w|, |u|) is at most so many times the norm,"""
+        """max(|w|, |u|) is at most this many times the norm,"""
         self.to_norm = max(1.0, self.unit * (1 + float(kappa)))
-        """and the norm so many times max(|w|, |u|)."""
+        """and the norm this many times max(|w|, |u|)."""
 
     def log_norm(self, products: Float64Array) -> Float64Array:
-        """log2 of how many times larger the norm of a row may become, of products in (w, z), [2, 2, ...]: [...]."""
+        """log2 of the factor by which products in (w, z), [2, 2, ...], may enlarge the norm of a row: [...]."""
         size = np.abs(products)
         larger: Float64Array = np.log2(
             np.maximum(size[0, 0] + size[0, 1] / self.unit, size[1, 0] * self.unit + size[1, 1])
@@ -294,7 +294,7 @@ class _Steps:
         return np.stack([weight, momentum_buffer + self._kappa[0] * weight])
 
     def weight_and_momentum(self, rows: Float64Array) -> tuple[Float64Array, Float64Array]:
-        """The opposite of `in_z`."""
+        """The inverse of `in_z`."""
         return rows[0], rows[1] - self._kappa[0] * rows[0]
 
     def are_tame(self, rates: Float32Array) -> bool:
@@ -303,7 +303,7 @@ class _Steps:
         return bool((1 + kappa) * (1 + largest) * (2 + largest * kappa) < _TAME)
 
     def exact(self, rates: Float32Array) -> Pair:
-        """Updates of these learning rates (float32 [...]) in double-double, [2, 2, ...]."""
+        """The updates with these learning rates (float32 [...]), in double-double: [2, 2, ...]."""
         rate = rates.astype(np.float64)
         cosine, one_more = self._cosines(rate)
         high, low = np.empty((2, 2, *rate.shape)), np.empty((2, 2, *rate.shape))
@@ -314,7 +314,7 @@ class _Steps:
         return high, low
 
     def rounded(self, rates: Float32Array) -> Float64Array:
-        """The same in float64, each entry within 2^-52 of itself."""
+        """The same in float64, each entry within a part in 2^52: [2, 2, ...]."""
         rate = rates.astype(np.float64)
         (cosine, _), (one_more, _) = self._cosines(rate)
         matrices = np.empty((2, 2, *rate.shape))
@@ -337,7 +337,7 @@ class _Steps:
         return less_parts(1), less_parts(2)
 
     def in_u(self, product: Float64Array) -> Float64Array:
-        """A product in (w, z), [2, 2, n], in (w, u); in place."""
+        """Converts products in (w, z), [2, 2, n], to (w, u), in place."""
         kappa = self._kappa[0]
         product[:, 0] += kappa * product[:, 1]
         product[1] -= kappa * product[0]
@@ -345,7 +345,7 @@ class _Steps:
 
 
 class _Tables:
-    """One immutable state of a schedule; only the memory of recent results changes, by replacement."""
+    """One immutable state of a schedule; only the cache of recent results is replaced."""
 
     def __init__(self, momentum: float, weight_decay: float) -> None:
         self._steps = _Steps(momentum, weight_decay)
@@ -353,7 +353,7 @@ class _Tables:
         self.horizon = 0
         self.safe_size = _LARGEST_SAFE
         self._rates = np.zeros(_LEAF, np.float32)  # zeros from the horizon to the end of its leaf
-        self._firsts: list[int] = []  # where each level begins in `_nodes`
+        self._firsts: list[int] = []  # the beginning of each level in `_nodes`
         self._nodes = _IDENTITY  # node j of level k: product of the leaves [j·2^k, (j+1)·2^k); at last the identity
         self._growth = np.zeros((3, 1), np.float32)  # of each node, see `_joined`
         # stop -> starts in ascending order, their products, the same rounded to float32. A fetch of many rows asks for
@@ -372,7 +372,7 @@ class _Tables:
         return sum(array.nbytes for array in (self._rates, nodes.high, nodes.low, nodes.exponent, self._growth))
 
     def extended(self, start: int, rates: Float32Array) -> _Tables:
-        """Tables with `rates` from step `start` on; products of the segments they do not touch are copied."""
+        """Tables with `rates` from step `start` on; products of other segments are copied."""
         stop = start + len(rates)
         tables = copy(self)
         tables._recent = {}
@@ -419,26 +419,26 @@ class _Tables:
             growth = _joined(growth, norm)
             if self._tame:
                 norm = self._steps.log_norm(high)
-            else:  # clipped products are less than they were
+            else:  # the clipped products understate the growth
                 norm = norm[0::2] + norm[1::2]
                 low[np.abs(high) > _LIMIT] = 0
                 _clip(high, _LIMIT)
         return _Nodes.scaled((high[:, :, 0], low[:, :, 0])), growth[:, 0]
 
     def _log_norm(self, some: slice) -> Float64Array:
-        """Of nodes: [n]."""
+        """log2 of the growth of the norm in some nodes: [n]."""
         return self._steps.log_norm(self._nodes.high[..., some]) + self._nodes.exponent[some]
 
     def find_safe_size(self, *, single_rate: bool) -> float:
-        """What `Schedule.safe_size` is, after a change: 0 or from 1 to 2^60."""
+        """`Schedule.safe_size` after a change: 0, or from 1 to 2^60."""
         growth = self._largest_power() if single_rate else self._largest_growth()
         if growth > _HARMLESS_LOG:
             return 0.0
         size = 2.0 ** (_HARMLESS_LOG - 1 - growth) / (self._steps.from_norm * self._steps.to_norm)
-        return min(size, _LARGEST_SAFE) if size >= 1 else 0.0  # so that no coefficient is beyond float32 either
+        return min(size, _LARGEST_SAFE) if size >= 1 else 0.0  # below 1 a coefficient might be beyond float32
 
     def _largest_growth(self) -> float:
-        """log2 of the most that a row's norm grows by between any two steps."""
+        """log2 of the largest factor by which a row's norm grows between any two steps."""
         largest = until_here = 0.0
         leaf, num_leaves = 0, self.horizon // _LEAF
         for level in reversed(range(len(self._firsts))):
@@ -448,11 +448,11 @@ class _Tables:
                 largest = max(largest, anywhere, until_here + from_first)
                 until_here = max(to_last, until_here + float(self._log_norm(slice(node, node + 1))[0]))
                 leaf += 1 << level
-        _, growth = self._leaves(leaf, leaf + 1)  # behind the horizon rates of 0, with which no row grows
+        _, growth = self._leaves(leaf, leaf + 1)  # after the horizon the rates are 0, and no row grows
         return max(largest, float(growth[2, 0]), until_here + float(growth[0, 0]))
 
     def _largest_power(self) -> float:
-        """The same where one of the learning rates is that of all steps."""
+        """The same if any one of the learning rates were that of all steps."""
         rates, largest = np.unique(self.learning_rates), 0.0
         for some in np.split(rates, range(_SQUARES, len(rates), _SQUARES)):
             power, growth = self._steps.rounded(some), np.zeros(len(some))
@@ -466,7 +466,7 @@ class _Tables:
         self, start: int, stop: int, weight: Float64Array, momentum_buffer: Float64Array
     ) -> tuple[int, int] | None:
         """The first update from `start` to `stop` in which SGD makes one of these rows (float64 [n, D]) infinite or
-        NaN, and which row; None where none does."""
+        NaN, and the row's position; None if there is none."""
         if not len(weight):
             return None
         steps, step = self._steps, start
@@ -495,8 +495,8 @@ class _Tables:
         return None
 
     def _largest_node(self, step: int, stop: int, room: float) -> tuple[int, int] | None:
-        """Level and place of the longest node that begins at `step`, ends by `stop`, and in which no row grows beyond
-        2^room times its norm."""
+        """Level and place of the longest node from `step` to at most `stop` in which no row grows beyond 2^room times
+        its norm; None if there is none."""
         if step % _LEAF:
             return None
         leaf = step // _LEAF
@@ -507,7 +507,7 @@ class _Tables:
         return None
 
     def transfer(self, start: Int64Array, stop: int) -> tuple[Float64Array, Float32Array]:
-        """As `Schedule.transfer`, each distinct start computed once; and rounded to float32."""
+        """As `Schedule.transfer`, computing each distinct start once; and the same rounded to float32."""
         nothing = np.array([stop]), np.eye(2)[None], np.eye(2, dtype=np.float32)[None]
         starts, products, coefficients = self._recent.get(stop) or nothing
         position = np.searchsorted(starts, start)
@@ -523,7 +523,7 @@ class _Tables:
         return products.take(position, axis=0), coefficients.take(position, axis=0)
 
     def _remember(self, stop: int, newest: tuple[Int64Array, Float64Array, Float32Array]) -> None:
-        """Keeps the newest results, as many as there is room for."""
+        """Caches the newest results, as many as there is room for."""
         room = _RECENT_PRODUCTS
         recent: dict[int, tuple[Int64Array, Float64Array, Float32Array]] = {}
         for key, known in [(stop, newest), *self._recent.items()]:
@@ -536,7 +536,8 @@ class _Tables:
     def _products(self, start: Int64Array, stop: int) -> Float64Array:
         """transfer(start, stop) for distinct starts (int64 [n], ascending): [n, 2, 2].
 
-        From a start to the end of its leaf, over whole leaves, and from the beginning of stop's leaf to stop.
+        Each goes from the start to the end of its leaf, over whole leaves, then from the beginning of stop's leaf to
+        stop.
         """
         leaf, last_leaf = start // _LEAF, stop // _LEAF
         leaves = np.unique(np.append(leaf, last_leaf))
@@ -544,7 +545,7 @@ class _Tables:
         to_stop, exponent = np.empty((2, 2, len(leaves))), np.zeros(len(leaves), np.int64)
         between, exponent[:-1] = self._between(leaves[:-1] + 1, last_leaf)
         to_stop[..., :-1] = _product(ends[:, :, 0, -1:], between)
-        to_stop[..., -1] = np.eye(2)  # whatever lies in stop's leaf has come to stop already
+        to_stop[..., -1] = np.eye(2)  # products in stop's leaf have reached stop already
         place = np.searchsorted(leaves, leaf)
         product = self._steps.in_u(_product(to_stop[..., place], ends[:, :, start % _LEAF, place]))
         product = _clip(np.ldexp(product, exponent[place]), np.finfo(np.float64).max)
@@ -566,7 +567,7 @@ class _Tables:
     def _between(self, leaf: Int64Array, last_leaf: int) -> tuple[Float64Array, Int64Array]:
         """Products of the leaves from each (int64 [n], ≤ last_leaf) to last_leaf − 1, [2, 2, n], and exponents, [n].
 
-        Climbs to ever larger nodes as far as the highest bit in which the two differ, then descends.
+        Climbs to ever larger nodes up to the highest bit in which the two differ, then descends.
         """
         highest = np.maximum(np.frexp((leaf ^ last_leaf).astype(np.float64))[1] - 1, 0)
         summit = last_leaf >> highest << highest
@@ -574,14 +575,14 @@ class _Tables:
         num_levels = int((ahead | beyond).max(initial=1)).bit_length()
         level = np.arange(1 << (num_levels - 1).bit_length())[:, None]
         first, identity = np.zeros_like(level), len(self._nodes) - 1
-        firsts = self._firsts[:num_levels]  # none where not even a leaf is whole
+        firsts = self._firsts[:num_levels]  # empty if not even one leaf is complete
         first[: len(firsts), 0] = firsts
         climb = np.where(ahead >> level & 1, first + (leaf + (ahead & (1 << level) - 1) >> level), identity)
         descent = np.where(beyond >> level & 1, first + (last_leaf >> level) - 1, identity)
         chosen = np.concatenate([climb, descent], axis=1)
         products, exponent = self._nodes.high[:, :, chosen], self._nodes.exponent[chosen]
-        # Pairs of levels, then pairs of those: products that depend on the levels alone, not on their number. What is
-        # climbed comes in the order of the levels; what is descended in the opposite one, hence transposed.
+        # Pairs of levels, then pairs of those: the result depends on the levels alone, not on their number. The climb
+        # is in the order of the levels; the descent in the opposite order, hence transposed.
         products[..., len(leaf) :] = products[..., len(leaf) :].swapaxes(0, 1).copy()
         while products.shape[2] > 1:
             products = _product(products[:, :, 1::2], products[:, :, 0::2])
@@ -592,10 +593,10 @@ class _Tables:
 
 
 def _joined(growth: Float64Array | Float32Array, norm: Float64Array) -> Float64Array:
-    """Growth of each two neighbouring segments together: [3, 2n, ...] and their log_norm [2n, ...] to [3, n, ...].
+    """Growth over each two neighbouring segments: [3, 2n, ...] and their log_norm [2n, ...] to [3, n, ...].
 
-    Growth is log2 of the most that a row's norm grows by, at least 0: from the first step on to any, from any to the
-    last, and between any two.
+    Growth is log2 of the largest factor by which a row's norm grows, at least 0: from the first step to any, from any
+    to the last, and between any two.
     """
     (from_first, to_last, anywhere), (first, to_end, within) = growth[:, 0::2], growth[:, 1::2]
     return np.stack(
@@ -615,13 +616,13 @@ def _product(later: Float64Array, earlier: Float64Array) -> Float64Array:
 
 
 def _power_of_two(matrices: Float64Array) -> npt.NDArray[np.int32]:
-    """By which to divide each, [2, 2, ...], so that its largest entry lies in [1/2, 1): [...]."""
+    """log2 of the divisor that brings the largest entry of each, [2, 2, ...], into [1/2, 1): [...]."""
     exponent: npt.NDArray[np.int32] = np.frexp(np.abs(matrices).max(axis=(0, 1)))[1]
     return exponent
 
 
 def _clip(matrices: Float64Array, limit: float | np.floating) -> Float64Array:
-    """In place."""
+    """Clips to ±limit, in place."""
     np.minimum(matrices, limit, out=matrices)
     return np.maximum(matrices, -limit, out=matrices)
 
@@ -629,8 +630,8 @@ def _clip(matrices: Float64Array, limit: float | np.floating) -> Float64Array:
 def single_rate_products(momentum: float, weight_decay: float, learning_rate: float, gaps: Int64Array) -> Float64Array:
     """M(η)^t' for each gap t' ≥ 0 (int64 [n], any order, repeats): float64 [n, 2, 2]. Section 2.3 of the paper.
 
-    By squaring, in products and sums that are rounded one by one, so the same on every processor. A power depends on
-    its gap alone.
+    Computed by squaring, with every product and sum rounded, so that the bits are the same on every processor. A power
+    depends on its gap alone.
     """
     distinct, position = np.unique(gaps, return_inverse=True)
     limit = np.sqrt(np.finfo(np.float64).max) / 2  # a sum of two products of numbers up to this is finite
@@ -647,7 +648,7 @@ def single_rate_products(momentum: float, weight_decay: float, learning_rate: fl
 
 
 def _to_float32(coefficients: Float64Array) -> Float32Array:
-    """Rounds once; what float32 cannot hold becomes its largest number."""
+    """Rounds once; numbers beyond float32 become its largest."""
     with np.errstate(under="ignore"):
         return np.clip(coefficients, -_LARGEST, _LARGEST).astype(np.float32)
 
@@ -663,13 +664,16 @@ def bring_to(
     rows: Int64Array | None = None,
     largest: float = math.inf,
 ) -> None:
-    """`correct`s raw rows from last_step (int64 [n], ≤ stop) to `stop` in place: float32 [n, D] each, finite.
+    """Corrects raw rows from last_step (int64 [n], ≤ stop) to `stop` in place: float32 [n, D] each, finite.
 
-    last_step is left as it is, and with `weight_only` the momentum buffer; `rows` (int64 [n]) only names rows in
-    messages; no |value| is beyond `largest`.
+    Args:
+        last_step: stays as it is.
+        weight_only: leave the momentum buffer as it is.
+        rows: names of the rows in messages, int64 [n].
+        largest: no |value| is beyond it.
 
     Raises:
-        StepError: SGD would make a row infinite or NaN in an update before `stop`; then nothing was changed.
+        StepError: SGD would make a row infinite or NaN in an update before `stop`; nothing was changed.
     """
     if largest <= schedule.safe_size or all_within(schedule.safe_size, weight, momentum_buffer):
         correct(weight, momentum_buffer, schedule.coefficients(last_step, stop), weight_only=weight_only)
@@ -682,7 +686,7 @@ def bring_to(
     with np.errstate(over="ignore"):
         beyond = np.flatnonzero(np.abs(products).max(axis=(1, 2)) * np.maximum(size[risky], 1) > _LARGEST / 2)
     correct(weight, momentum_buffer, schedule.coefficients(last_step, stop), weight_only=weight_only)
-    if len(beyond):  # products that float32 cannot hold, though it can their sum
+    if len(beyond):  # float32 may hold the sum of two products that it cannot hold
         w, u, (ww, wu), (uw, uu) = w[beyond], u[beyond], *np.moveaxis(products[beyond], 0, -1)[..., None]
         with np.errstate(over="ignore", under="ignore"):
             weight[risky[beyond]] = _to_float32(ww * w + wu * u)
@@ -691,7 +695,7 @@ def bring_to(
 
 
 def all_within(size: float, *arrays: Float32Array) -> bool:
-    """Whether no |value| is beyond `size`, by one pass: where it is False, all may still be."""
+    """Whether no |value| is beyond `size`, by one pass; False does not prove that one is."""
     if size < 1:  # squares of small numbers are 0
         return not any(array.any() for array in arrays)
     total = 0.0
@@ -718,10 +722,9 @@ def correct(
 ) -> None:
     """Brings raw rows up to date in place: float32 [n, D] and coefficients float32 [n, 2, 2].
 
-    Product, product, sum, each rounded: no fused multiply-add, so that every place that corrects, on any
-    processor, gets the same bits.
-    With `weight_only` the momentum buffer is left as it was. What float32 cannot hold becomes infinite or NaN silently,
-    as in SGD.
+    Product, product, sum, each rounded: no fused multiply-add, so that every implementation, on any processor, computes
+    the same bits. With `weight_only` the momentum buffer stays as it is. Numbers beyond float32 silently become
+    infinite or NaN, as in SGD.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         scratch = np.multiply(coefficients[:, 0, 1, None], momentum_buffer)
@@ -745,19 +748,21 @@ def apply_push(
 ) -> None:
     """Applies the gradient of update `step` to raw rows in place: float32 [n, D] each, last_step int64 [n].
 
-    A row that has not seen the update yet is corrected to it and takes one step of SGD. To one that has, the gradient
-    arrives late: what it would have become by now is added, which is exact because the system is linear. Without
-    `correction` rows that get no gradient stand still; with a schedule's `single_rate` two corrections are not the one
+    A row that has not seen the update yet is corrected to it and takes one step of SGD. For a row that has, the
+    gradient arrives late: its effect up to now is added, which is exact because the system is linear. Without
+    `correction`, rows without a gradient do not move; with a schedule's `single_rate`, two corrections differ from one
     over both gaps. In both cases a late gradient has a defined effect only if the row has seen no later update.
-    `step` < schedule.horizon; `rows` (int64 [n]) only names rows in messages.
 
-    What SGD would make infinite or NaN on the way to the update, in it, or on the way of a late gradient since, raises.
-    Of a row that has seen later updates only its present state is known, so what gradients that came and went between
-    would have added up to is not looked at.
+    Overflow is checked before the update, in it, and for a late gradient in the updates since. Of a row that has seen
+    later updates only its present state is known: an overflow in between that later gradients undid is not detected.
+
+    Args:
+        step: less than schedule.horizon.
+        rows: names of the rows in messages, int64 [n].
 
     Raises:
-        StepError: too late without correction, or with that of a single learning rate; then nothing was changed. Or a
-            row becomes infinite or NaN; then the arrays are to be thrown away.
+        StepError: a gradient is too late without correction, or with that of a single learning rate; nothing was
+            changed. Or a row becomes infinite or NaN; the arrays are then invalid.
     """
     late = np.flatnonzero(last_step > step)
     if (schedule.single_rate or not correction) and len(late) and last_step[late].max() > step + 1:
@@ -790,7 +795,7 @@ def apply_push(
 def _late_impulse(
     schedule: Schedule, step: int, stop: int, gradient: Float32Array, rows: Int64Array
 ) -> tuple[Float32Array, Float32Array]:
-    """What gradients of update `step` (float32 [n, D]) add by now to rows that have seen `stop` updates."""
+    """The effect of gradients of update `step` (float32 [n, D]) on rows that have seen `stop` updates."""
     learning_rate = float(schedule.learning_rates[step])
     transfer = schedule.transfer(np.array([step + 1]), stop)[0]
     with np.errstate(over="ignore", under="ignore"):
@@ -806,7 +811,7 @@ def _late_impulse(
 
 
 def _require_finite(rows: Int64Array | None, step: int, weight: Float32Array, momentum_buffer: Float32Array) -> None:
-    """Raises StepError where update `step` left a number that is none."""
+    """Raises StepError if update `step` left an infinite value or NaN."""
     if not all_within(_LARGEST_SAFE, weight, momentum_buffer):
         bad = ~(np.isfinite(weight) & np.isfinite(momentum_buffer)).all(axis=1)
         if bad.any():
@@ -826,7 +831,7 @@ def _apply_on_time(
     """torch.optim.SGD's update `step`, product by product in float32, of rows with last_step ≤ step."""
     if correction and (last_step != step).any():
         bring_to(schedule, step, last_step, weight, momentum_buffer, rows=rows)
-    with np.errstate(over="ignore", invalid="ignore"):  # looked for below
+    with np.errstate(over="ignore", invalid="ignore"):  # checked below
         scratch = np.multiply(weight, np.float32(schedule.weight_decay))
         scratch += gradient
         momentum_buffer *= np.float32(schedule.momentum)

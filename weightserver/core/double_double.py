@@ -41,7 +41,7 @@ def pieces(value: Fraction, count: int) -> list[float]:
 
 
 def pair(value: Fraction) -> Pair:
-    """The two numbers nearest to `value`, without dimensions."""
+    """`value` as a pair, 0-dimensional."""
     high = float(value)
     return np.array(high), np.array(float(value - Fraction(high)))
 
@@ -54,7 +54,7 @@ def two_sum(a: Float64Array | float, b: Float64Array) -> Pair:
 
 
 def _split(a: Float64Array) -> Pair:
-    """Two halves of 26 bits, exactly; |a| < 2^996."""
+    """Two halves of 26 bits, whose sum is exact; |a| < 2^996."""
     scaled = a * _SPLITTER
     high = scaled - (scaled - a)
     return high, a - high
@@ -74,7 +74,7 @@ def plus(a: Pair, b: Pair) -> Pair:
 
 
 def _product(a: Pair, b: Pair, a_halves: Pair, b_halves: Pair) -> Pair:
-    """a · b, not yet normalised: the rounded product of the high parts, and everything else."""
+    """a · b, not normalised: the rounded product of the high parts, and the remainder."""
     (a1, a2), (b1, b2) = a_halves, b_halves
     product = a[0] * b[0]
     low = a1 * b1
@@ -106,7 +106,7 @@ def matmul(later: Pair, earlier: Pair) -> Pair:
 
 
 def cosine(angle: Float64Array) -> Float64Array:
-    """cos of 0 ≤ angle ≤ π, [n], rounded once but for one in 2^40: platforms' own differ in the last bit.
+    """cos of 0 ≤ angle ≤ π, [n], rounded once but for one in 2^40: the platforms' functions differ in the last bit.
 
     Taylor's series of an eighth of the angle, then cos 2a = 2·cos² a − 1, three times.
     """

@@ -1,4 +1,4 @@
-"""Which of a writer's sequence numbers were applied: the highest contiguous one and a bitmap of the next 1,024."""
+"""The applied sequence numbers of a writer: the highest contiguous one and a bitmap of the next 1,024."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class WriterState:
         return _STRUCT.pack(self.highest, self.beyond.to_bytes(WINDOW // 8, "little"))
 
     def admit(self, sequence: int, settled_before: int) -> bool:
-        """Takes note of `sequence`; False if it was applied before, or given up by the writer.
+        """Records `sequence`; returns False if it was applied before, or given up by the writer.
 
         Raises:
-            InvalidRequestError: so many earlier numbers are missing that this one can't be remembered.
+            InvalidRequestError: too many earlier numbers are missing to record this one.
         """
         self._settle(settled_before)
         bit = sequence - self.highest - 1

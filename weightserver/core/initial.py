@@ -57,7 +57,7 @@ def _quantiles() -> npt.NDArray[np.float32]:
 
 
 def initial_rows(spec: TableSpec, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Weights that `rows` (int64 [n], any order) have before anybody writes them: float32 [n, dim], N(0, init_std²)."""
+    """Initial weights of `rows` (int64 [n], any order): float32 [n, dim], N(0, init_std²)."""
     words_per_row = -(-spec.dim // 2)
     quantiles = _quantiles()
     std = np.float32(spec.init_std)

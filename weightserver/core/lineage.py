@@ -1,4 +1,4 @@
-"""Marks, which name states of a shard, and the lineage of a directory: which of these states it descends from."""
+"""Marks, which name states of a shard, and the lineage of a directory: the states that it descends from."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MAX_ANCESTORS = 4_096
-"""Incarnations that a directory descends from and still knows."""
+"""Number of incarnations in a lineage; older ones are forgotten."""
 _MAX_COMMIT_DIGITS = 20
 
 
@@ -14,35 +14,43 @@ def split_mark(mark: str) -> tuple[str, int]:
     """(incarnation, commit).
 
     Raises:
-        ValueError: it is no mark.
+        ValueError: it is not a mark.
     """
     incarnation, _, commit = mark.partition(":")
     if len(incarnation) != 16 or not commit.isascii() or not commit.isdigit() or len(commit) > _MAX_COMMIT_DIGITS:
-        raise ValueError(f"{mark[:60]!r} is no mark of a shard")
+        raise ValueError(f"{mark[:60]!r} is not a mark of a shard")
     return incarnation, int(commit)
+
+
+def is_earlier(mark: str, other: str) -> bool:
+    """Whether `mark` is an earlier state of the same incarnation as `other`; an empty mark is not ordered."""
+    if not (mark and other):
+        return False
+    (incarnation, commit), (other_incarnation, other_commit) = split_mark(mark), split_mark(other)
+    return incarnation == other_incarnation and commit < other_commit
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """Which states a directory descends from: those of each incarnation, one process that wrote, up to a commit.
+    """The states that a directory descends from: those of each incarnation, a process that wrote, up to a commit.
 
-    A mark, `incarnation:commit`, names one of these states. Who was shown a mark can tell an older copy of the
-    directory, or another directory, from one that holds all that was there: only that one descends from it.
+    A mark, `incarnation:commit`, names one of these states. A client that was shown a mark can distinguish a directory
+    that holds everything since from an older copy, or another directory: only the former descends from the mark.
     """
 
     ancestors: tuple[tuple[str, int], ...] = ()
     """(incarnation, its last commit), oldest first."""
 
     def joined(self, marks: Iterable[str]) -> Lineage:
-        """Descending from these too."""
+        """The lineage that descends from these states too."""
         ancestors = dict(self.ancestors)
         for incarnation, commit in map(split_mark, marks):
             ancestors[incarnation] = max(commit, ancestors.pop(incarnation, 0))
         return Lineage(tuple(ancestors.items())[-MAX_ANCESTORS:])
 
     def up_to(self, mark: str) -> Lineage:
-        """That of the state of a mark, which is this one's or an earlier one; of none where a version before 0.2 left
-        no mark."""
+        """The lineage of the state named by a mark, which is this state or an earlier one; empty if the mark is, as in
+        data of version 0.1."""
         if not mark:
             return Lineage()
         names = [name for name, _ in self.ancestors]

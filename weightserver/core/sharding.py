@@ -1,4 +1,4 @@
-"""Where a row lives: row -> block -> shard, and rows <-> ranges."""
+"""Placement of rows: row -> block -> shard, and rows <-> ranges."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from weightserver.core.arrays import Int64Array
 
 _ROWS_AT_A_TIME = 1 << 16
-"""How many rows' places in blocks are looked up together: as Python integers they take 40 times a row's 8 bytes."""
+"""Number of rows whose blocks are computed together: as Python integers they take 40 times a row's 8 bytes."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Sharding:
         return rows[rows < num_rows]
 
     def positions_by_shard(self, rows: Int64Array) -> dict[int, slice | Int64Array]:
-        """Which positions of `rows` (int64 [n]) each shard holds; shards that hold none are left out."""
+        """The positions in `rows` (int64 [n]) of each shard's rows; shards without rows are left out."""
         if len(rows) == 0:
             return {}
         if self.num_shards == 1:
@@ -56,16 +56,16 @@ class BlockRun(NamedTuple):
     """The rows of a request that lie in one block."""
 
     block: int
-    slots: slice | Int64Array  # where they are in the block; a slice where they are neighbours, which costs no copy
-    part: slice  # where they are in the request
+    slots: slice | Int64Array  # their positions in the block; a slice if they are neighbours, which saves a copy
+    part: slice  # their positions in the request
 
 
 def block_runs(rows: Int64Array, rows_per_block: int) -> Iterator[BlockRun]:
-    """One run for each block that strictly increasing `rows` touch; made for some thousand rows at a time."""
+    """One run for each block that strictly increasing `rows` (int64 [n]) touch."""
     start = 0
     while start < len(rows):
         last = rows[min(start + _ROWS_AT_A_TIME, len(rows)) - 1]
-        end = int(np.searchsorted(rows, last - last % rows_per_block + rows_per_block))  # no block is cut
+        end = int(np.searchsorted(rows, last - last % rows_per_block + rows_per_block))  # at the end of a block
         yield from _some_runs(rows[start:end], rows_per_block, start)
         start = end
 

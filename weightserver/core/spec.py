@@ -1,4 +1,4 @@
-"""What a table is: the numbers that never change while it exists, but for num_rows, which may grow."""
+"""The spec of a table: constant while the table exists, except for num_rows, which may grow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_ROWS = 2**48
 MAX_DIM = 65_536
 MAX_ROWS_PER_BLOCK = 2_048
 MAX_BLOCK_BYTES = 32 << 20
-"""So that a message, which holds at least one block's rows, stays within what gRPC is told to take."""
+"""A message holds the rows of at least one block, and must stay within gRPC's limit."""
 _CORRECTIONS: dict[bool | str, bool | str] = {
     True: True,
     False: False,
@@ -22,15 +22,15 @@ _CORRECTIONS: dict[bool | str, bool | str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec:
-    """One classifier's rows: how many, how wide, how they begin and which dynamics move them.
+    """A classifier's table of rows: its size, the initial weights, and the dynamics that move them.
 
     Raises:
-        ValueError: a value that no table can have.
+        ValueError: an invalid value.
         TypeError: a value of the wrong type.
     """
 
     num_rows: int
-    """N, one row per training image; `extend_table` adds some."""
+    """N, one row per training image; `extend_table` adds rows."""
     dim: int
     """D, the length of a weight vector."""
     momentum: float = 0.9
@@ -45,8 +45,8 @@ class TableSpec:
     """Rows stored together as one value; 63 rows of D = 128 just fit 16 pages of 4 KiB."""
     correction: bool | Literal["exact", "paper", "none"] = True
     """Whether untouched rows follow momentum and weight decay. True, "exact": with the learning rate of each step.
-    "paper": the paper's closed form, with one learning rate for all steps of a gap. False, "none": they stand still
-    (the paper's ablation). Read back it is True, "paper" or False."""
+    "paper": the paper's closed form, with one learning rate for all steps of a gap. False, "none": they do not move
+    (the paper's ablation). The attribute holds True, "paper" or False."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -65,7 +65,7 @@ class TableSpec:
                 try:
                     object.__setattr__(self, field.name, float(value))
                 except OverflowError:
-                    raise ValueError(f"{field.name} is beyond any float") from None
+                    raise ValueError(f"{field.name} is too large for a float") from None
         self._check("num_rows", 1 <= self.num_rows <= MAX_ROWS, f"1..{MAX_ROWS}")
         self._check("dim", 1 <= self.dim <= MAX_DIM, f"1..{MAX_DIM}")
         self._check("momentum", 0.0 <= self.momentum < 1.0, "[0, 1)")

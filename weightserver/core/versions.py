@@ -1,14 +1,14 @@
-"""Which versions of a block are needed: what the newest state and the retained checkpoints consist of."""
+"""Selects the versions of blocks that are needed by the newest state and the retained checkpoints."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 
-from weightserver.core.checkpoints import Checkpoint
+from weightserver.core.checkpoints import ShardCheckpoint
 
 
-def unneeded(generations: Sequence[int], checkpoints: Sequence[Checkpoint]) -> list[int]:
+def unneeded(generations: Sequence[int], checkpoints: Sequence[ShardCheckpoint]) -> list[int]:
     """The generations of a block's versions, newest first, that neither the newest state nor a checkpoint needs."""
     return [
         older
@@ -17,8 +17,8 @@ def unneeded(generations: Sequence[int], checkpoints: Sequence[Checkpoint]) -> l
     ]
 
 
-def released_generations(generation: int, newest: int, checkpoints: Sequence[Checkpoint]) -> range:
-    """Where to look after a checkpoint of `generation` was released, `checkpoints` remain and `newest` is current.
+def released_generations(generation: int, newest: int, checkpoints: Sequence[ShardCheckpoint]) -> range:
+    """The generations to sweep after a release of `generation`; `checkpoints` remain, and `newest` is the current one.
 
     A version becomes unneeded only when the last checkpoint between it and its block's next version is released. That
     next version is then of one of these generations: newer than the released one, not newer than the next retained one.

@@ -1,7 +1,8 @@
-"""Copies a shard's directory that nobody serves, without free pages and the versions that nothing needs."""
+"""Copies a shard's directory that is not being served, without free pages and unneeded versions of blocks."""
 
 from __future__ import annotations
 
+import argparse
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -12,36 +13,38 @@ from weightserver.common.atomic_files import (
     make_directory,
     require_empty,
     sync,
+    to_path,
     write_synced,
 )
 from weightserver.core.errors import StorageError
 from weightserver.core.versions import unneeded
-from weightserver.storage.lmdb_storage import LmdbStorage, check_integrity
+from weightserver.storage.integrity import check_integrity
+from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import read_identity, read_state
 from weightserver.storage.tombstone import copied_to, is_stopped, leave_tombstone, require_current
 
 
 def compact(source: Path, target: Path) -> None:
-    """Copies a directory to a new one, or to one that is empty, such as a volume of its own.
+    """Copies a directory to a new or empty one, such as the root of a volume.
 
-    The source is marked as copied before the copy can be served, so that no write goes to the old data and is lost.
-    After a kill at any moment the same call completes.
+    Marks the source as copied before the copy can be served, so that no later write to the old data is lost. After a
+    kill at any moment, repeating the call completes it.
 
     Raises:
         ValueError: the target is not empty.
-        OSError: it cannot be written, or the source cannot be marked.
-        StorageError: the source is damaged, of another format or copied before, or another process serves it.
+        OSError: the target cannot be written, or the source cannot be marked.
+        StorageError: the source is damaged, of another format, already copied, or served by another process.
     """
     target = target.resolve()
     _require_uncopied(source, target)
     require_empty(target, but=frozenset({"data.mdb.partial", "lost+found"}))
     check_integrity(source)
     with closing(LmdbStorage(source, readonly=True)) as storage:
-        _require_uncopied(source, target)  # nobody can copy or serve it from here on
+        _require_uncopied(source, target)  # the open storage now keeps other processes out
         with storage.read() as txn:
             identity = read_identity(txn)
             if identity is None or identity.unfinished:
-                raise StorageError(f"{source} holds no shard that can be served: there is nothing to copy")
+                raise StorageError(f"{source} holds no complete shard: there is nothing to copy")
             checkpoints = read_state(txn).checkpoints
         make_directory(target, mode=PRIVATE_DIRECTORY)
         copy = target / "data.mdb.partial"
@@ -64,3 +67,18 @@ def compact(source: Path, target: Path) -> None:
 def _require_uncopied(source: Path, target: Path) -> None:
     if not (copied_to(source) == target and is_stopped(target)):
         require_current(source)
+
+
+# ---- the command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=to_path, help="the --data-dir of a shard")
+    parser.add_argument("--output", type=to_path, required=True, help="a new directory")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    source, target = arguments.directory, arguments.output
+    compact(source, target)
+    before, after = ((directory / "data.mdb").stat().st_blocks * 512 for directory in (source, target))
+    print(f"{source} takes {before} bytes, {target} {after}")

@@ -1,11 +1,11 @@
-"""Rows as files that other programs read: safetensors, or NumPy's .npz."""
+"""Writes rows to files that other programs read: safetensors, or NumPy's .npz."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 
 from weightserver.client.client import WeightClient
+from weightserver.client.results import TableInfo
 from weightserver.common.atomic_files import atomic_directory, atomic_write, to_path
 from weightserver.core.arrays import Int64Array
-from weightserver.core.checkpoints import chosen_checkpoint
+from weightserver.core.checkpoints import Checkpoint, chosen_checkpoint
+from weightserver.operations.arguments import add_cluster_arguments, connect, non_empty_name
 
 _BYTES_PER_FILE = 1 << 30
 Columns = dict[str, npt.NDArray[Any]]
@@ -49,60 +51,106 @@ def export_rows(
     rows_per_file: int | None = None,
     more_columns: Callable[[Int64Array], Columns] | None = None,
 ) -> list[Path]:
-    """Writes `rows` (default all) as they are before update `step`: a file for each `rows_per_file`, by default 1 GiB.
-    `directory` holds all of them, or there is none.
+    """Writes `rows` (default all) in their state before update `step` to new files in `directory`; returns their paths.
 
-    A file holds row int64 [n], weight float32 [n, D], momentum_buffer float32 [n, D], last_step int64 [n], what
-    `more_columns` makes of the rows (int64 [n]), and what table they are of. With `checkpoint` they are the rows of a
-    retained checkpoint, by default for its step: training may go on meanwhile. Without one the default is the step that
-    the table has reached, and nobody may write meanwhile.
+    Each file holds up to `rows_per_file` rows, by default 1 GiB of them, as row int64 [n], weight float32 [n, D],
+    momentum_buffer float32 [n, D], last_step int64 [n] and the columns that `more_columns` returns for the rows
+    (int64 [n]); its metadata describes the table. `directory` appears only once all files are complete.
+
+    With `checkpoint` the rows are those of a retained checkpoint, by default at its step, and training may continue.
+    Without one `step` defaults to the newest step of the table, and nothing may write to the table meanwhile.
 
     Raises:
-        ValueError: rows that do not exist, an unknown format, or a directory that is not empty.
-        NoTableError: there is no such checkpoint.
-        StepError: a row has seen updates beyond `step`.
-        DataLossError, ClusterError: without `checkpoint`, the shards' rows are not of one time.
-        OSError: the disk is full, or another process writes there.
+        ValueError: the rows do not exist, the format is unknown, or the directory is not empty.
+        NoTableError: the checkpoint does not exist.
+        StepError: a row already holds updates beyond `step`.
+        DataLossError, ClusterError: without `checkpoint`, the shards hold rows of different times.
+        OSError: the disk is full, or another process writes to the directory.
     """
     if file_format not in FORMATS:
         raise ValueError(f"format {file_format!r} is unknown: give {' or '.join(FORMATS)}")
     if step is not None and step < 0:
         raise ValueError(f"step must not be negative, got {step}")
     written = []
-    with atomic_directory(directory) as partly:
-        info = client.describe()
-        rows = range(info.spec.num_rows) if rows is None else rows
-        if not 0 <= rows.start < rows.stop <= info.spec.num_rows or rows.step != 1:
-            raise ValueError(f"rows {rows.start}:{rows.stop} do not exist: the table has rows 0:{info.spec.num_rows}")
-        kept = None if checkpoint is None else chosen_checkpoint(checkpoint, client.checkpoints())
-        if kept is None:
-            client.require_common_state()
-        if step is None:
-            step = kept.step if kept else info.clock
-        rows_per_file = rows_per_file or max(1, _BYTES_PER_FILE // (8 * info.spec.dim + 16))
-        of = {"run": info.run, "checkpoint": checkpoint or "", "step": str(step)}
-        metadata = {"spec": json.dumps(asdict(info.spec)), **of}
-        for first in range(rows.start, rows.stop, rows_per_file):
-            ids = np.arange(first, min(first + rows_per_file, rows.stop))
-            state = client.fetch_state(ids, step=step, checkpoint=kept or "")
-            name = f"rows-{ids[0]:012d}-{ids[-1]:012d}.{file_format}"
+    with atomic_directory(directory) as partial_directory:
+        selection = _select(client, rows, checkpoint, step)
+        rows_per_file = rows_per_file or max(1, _BYTES_PER_FILE // (8 * selection.info.spec.dim + 16))
+        for first in range(selection.rows.start, selection.rows.stop, rows_per_file):
+            ids = np.arange(first, min(first + rows_per_file, selection.rows.stop))
+            state = client.fetch_state(ids, step=selection.step, checkpoint=selection.checkpoint or "")
             columns = {"row": ids, **vars(state), **(more_columns(ids) if more_columns else {})}
-            atomic_write(partly / name, partial(FORMATS[file_format], columns, metadata))
+            name = f"rows-{ids[0]:012d}-{ids[-1]:012d}.{file_format}"
+            atomic_write(partial_directory / name, partial(FORMATS[file_format], columns, selection.metadata))
             written.append(directory / name)
     return written
 
 
+@dataclass(frozen=True)
+class _Selection:
+    """The rows to export and the state they are in."""
+
+    info: TableInfo
+    rows: range
+    checkpoint: Checkpoint | None
+    step: int
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return {
+            "spec": json.dumps(asdict(self.info.spec)),
+            "run": self.info.run,
+            "checkpoint": self.checkpoint.name if self.checkpoint else "",
+            "step": str(self.step),
+        }
+
+
+def _select(client: WeightClient, rows: range | None, checkpoint: str | None, step: int | None) -> _Selection:
+    """Resolves the defaults of `export_rows`. Raises as it does."""
+    info = client.describe()
+    rows = range(info.spec.num_rows) if rows is None else rows
+    if not 0 <= rows.start < rows.stop <= info.spec.num_rows or rows.step != 1:
+        raise ValueError(f"rows {rows.start}:{rows.stop} do not exist: the table has rows 0:{info.spec.num_rows}")
+    if checkpoint is None:
+        client.require_common_state()
+        return _Selection(info, rows, None, info.clock if step is None else step)
+    kept = chosen_checkpoint(checkpoint, client.checkpoints())
+    return _Selection(info, rows, kept, kept.step if step is None else step)
+
+
+# ---- the command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_cluster_arguments(parser)
+    add_export_options(parser)
+
+
 def add_export_options(parser: argparse.ArgumentParser) -> None:
-    """What `export` is told of rows and files; the trainer's own export is told the same."""
+    """Adds the options of rows and files, which the trainer's own export shares."""
     parser.add_argument("--output", type=to_path, required=True, help="a new directory")
     parser.add_argument("--rows", type=_range, help="FIRST:END, the rows FIRST to END-1 (default all)")
     parser.add_argument(
-        "--checkpoint",
-        type=non_empty_name,
-        help="name of the checkpoint whose rows to write (default the rows of now)",
+        "--checkpoint", type=non_empty_name, help="export the rows of this checkpoint (default the current rows)"
     )
-    parser.add_argument("--step", type=int, help="for which update (default the checkpoint's, or the newest)")
-    parser.add_argument("--format", choices=["safetensors", "npz"], default="safetensors")
+    parser.add_argument(
+        "--step", type=int, help="state before this update (default the checkpoint's step, or the newest)"
+    )
+    parser.add_argument(
+        "--format", choices=["safetensors", "npz"], default="safetensors", help="file format (default safetensors)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    with connect(arguments) as client:
+        written = export_rows(
+            client,
+            arguments.output,
+            rows=arguments.rows,
+            checkpoint=arguments.checkpoint,
+            step=arguments.step,
+            file_format=arguments.format,
+        )
+    print(f"wrote {len(written)} files to {arguments.output}")
 
 
 def _range(text: str) -> range:
@@ -112,11 +160,5 @@ def _range(text: str) -> range:
     except ValueError:
         rows = range(0)
     if not 0 <= rows.start < rows.stop:
-        raise argparse.ArgumentTypeError(f"{text!r} is no FIRST:END, as in 0:1000")
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form FIRST:END, such as 0:1000")
     return rows
-
-
-def non_empty_name(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("the name is empty: is a variable not set?")
-    return text

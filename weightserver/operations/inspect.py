@@ -1,28 +1,31 @@
-"""What a data directory holds, read beside a running shard or without one; nothing is written, nobody is held up."""
+"""Describes the contents of a data directory without writing to it or delaying a shard that serves it."""
 
 from __future__ import annotations
 
+import argparse
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from weightserver.common.atomic_files import to_path
 from weightserver.storage.records import State, read_format, read_horizon, read_identity, read_spec, read_state
 from weightserver.storage.snapshot import Snapshot, read_snapshot
 
 
 def inspect_directory(directory: Path) -> dict[str, Any]:
-    """Identity, spec, state, schedule and numbers of blocks of a shard, as plain values. No block is read.
+    """Returns a shard's identity, spec, state, schedule and number of blocks as plain values, without reading blocks.
 
     Raises:
-        StorageError: the directory holds no shard's data, or what is read of it is damaged.
+        StorageError: the directory holds no shard's data, or the records read are damaged.
     """
     return read_snapshot(directory, _inspect)
 
 
 def _inspect(snapshot: Snapshot) -> dict[str, Any]:
     identity = read_identity(snapshot)
-    filled = identity is not None and not identity.unfinished
-    spec, state = (read_spec(snapshot), read_state(snapshot)) if filled else (None, State())
+    complete = identity is not None and not identity.unfinished
+    spec, state = (read_spec(snapshot), read_state(snapshot)) if complete else (None, State())
     return {
         "directory": str(snapshot.directory),
         "format": read_format(snapshot),
@@ -39,3 +42,14 @@ def _inspect(snapshot: Snapshot) -> dict[str, Any]:
         "checkpoints": [kept.name for kept in state.checkpoints],
         "block_versions": snapshot.num_entries("blocks"),
     }
+
+
+# ---- the command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=to_path, help="the --data-dir of a shard")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    print(json.dumps(inspect_directory(arguments.directory), indent=2))

@@ -1,33 +1,35 @@
-"""How much disk, memory and bandwidth a run needs: arithmetic alone, every figure with its formula.
+"""Estimates the disk, memory and bandwidth that a run needs, each figure with its formula.
 
-Symbols are the paper's: N rows of D values, K active ones, batches of B, a window of W that moves by S. A test compares
-the figures with what benchmarks/results has measured.
+Symbols are the paper's: N rows of D values, K active rows, batches of B, a window of W that moves by S. A test compares
+the figures with measurements in benchmarks/results.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+import json
+from dataclasses import asdict, dataclass
 
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.spec import TableSpec
 
 _PAGE_BYTES, _PAGE_HEADER_BYTES = 4096, 16
-"""LMDB's: a block takes whole pages, the first of them with a header."""
+"""LMDB stores a block in whole pages, the first of which begins with a header."""
 _MAX_WRITE_BACK_ROWS = 1 << 14
-"""Rows that leave are written S at a time, and at most so many (trainer/rows/opening.py)."""
+"""Rows that leave the window are written S at a time, at most this many (trainer/rows/opening.py)."""
 _SLOT_BYTES = 41
-"""Of a resident row beside its values: last step, whether it changed, and where it is (trainer/rows/slots.py)."""
+"""Bookkeeping per resident row: last step, whether it changed, and its position (trainer/rows/slots.py)."""
 _LARGEST, _MOST_STEPS_PER_SECOND = 1 << 48, 1e9
-"""What any number of a workload may be: beyond every run, and within every float."""
+"""Bounds of a workload's numbers: larger than in any run, and exact as floats."""
 _PREFIXES = (("", 1), ("k", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A run as it is planned; its fields are those of the trainer's settings.
+    """A planned run; the fields are named as the trainer's settings.
 
     Raises:
-        ValueError: numbers that no run can have.
+        ValueError: a field is outside its range.
     """
 
     num_rows: int
@@ -44,7 +46,7 @@ class Workload:
     """S."""
     steps_per_second: float = 1.0
     steps: int | None = None
-    """Of the whole run; without it those of one pass."""
+    """Steps of the whole run; None for one pass over all rows."""
     rows_per_block: int = 63
     num_shards: int = 1
     num_ranks: int = 1
@@ -73,6 +75,34 @@ class Workload:
     def spec(self) -> TableSpec:
         return TableSpec(num_rows=self.num_rows, dim=self.dim, rows_per_block=self.rows_per_block)
 
+    @property
+    def block_bytes(self) -> int:
+        return BlockCodec(self.spec).num_bytes
+
+    @property
+    def stored_block_bytes(self) -> int:
+        return _PAGE_BYTES * -(-(_PAGE_HEADER_BYTES + self.block_bytes) // _PAGE_BYTES)
+
+    @property
+    def pass_steps(self) -> float:
+        """Steps of one pass over all rows."""
+        return self.num_rows / self.window_stride * self.window_size / self.batch_size
+
+    @property
+    def most_active_rows(self) -> int:
+        """max(W, K)."""
+        return max(self.window_size, self.num_negatives)
+
+    @property
+    def held_rows(self) -> int:
+        """Rows that the trainer holds between two moves of the window."""
+        return min(self.num_rows, self.most_active_rows)
+
+    @property
+    def moved_rows(self) -> float:
+        """Rows that enter the window per step, and as many that leave it."""
+        return self.batch_size * self.window_stride / self.window_size
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -98,116 +128,143 @@ def _readable(value: float, unit: str) -> str:
 
 def plan(load: Workload) -> dict[str, list[Figure]]:
     """The figures of each part of the system."""
-    n, d, k, b = load.num_rows, load.dim, load.num_negatives, load.batch_size
-    w, s, rate = load.window_size, load.window_stride, load.steps_per_second
-    spec = load.spec
-    r = spec.rows_per_block
+    return {
+        "rows on disk, all shards": _disk(load),
+        "on the wire": _wire(load),
+        "a shard's work": _shard(load),
+        "a trainer's memory, per rank": _trainer(load),
+        "time": _time(load),
+    }
 
-    block_bytes = BlockCodec(spec).num_bytes
-    stored_bytes = _PAGE_BYTES * -(-(_PAGE_HEADER_BYTES + block_bytes) // _PAGE_BYTES)
-    rows_bytes = spec.num_blocks * stored_bytes
-    pass_steps = n / s * w / b
-    steps = load.steps or round(pass_steps)
 
-    stay_steps = max(w, k) / s * w / b
-    flushes = stay_steps / load.checkpoint_every if load.checkpoint_every else 0.0
-    more_versions = min(load.keep_checkpoints, 1 + flushes) if load.checkpoint_every else 0.0
-    write_rows = min(s, _MAX_WRITE_BACK_ROWS)
-    held_rows = min(n, max(w, k))
-    freed_bytes = (write_rows + (held_rows if load.checkpoint_every else write_rows)) / r * stored_bytes
-    most_versions = 1 + load.keep_checkpoints if load.checkpoint_every else 1
-    largest = most_versions * rows_bytes + freed_bytes
+def _disk(load: Workload) -> list[Figure]:
+    num_blocks, block_bytes, stored_bytes = load.spec.num_blocks, load.block_bytes, load.stored_block_bytes
+    r, every, kept = load.rows_per_block, load.checkpoint_every, load.keep_checkpoints
+    rows_bytes = num_blocks * stored_bytes
+    stay_steps = load.most_active_rows / load.window_stride * load.window_size / load.batch_size
+    more_versions = min(kept, 1 + stay_steps / every) if every else 0.0
+    write_rows = min(load.window_stride, _MAX_WRITE_BACK_ROWS)
+    freed_bytes = (write_rows + (load.held_rows if every else write_rows)) / r * stored_bytes
+    largest = (1 + kept if every else 1) * rows_bytes + freed_bytes
+    expected = (1 + more_versions) * rows_bytes + freed_bytes
+    versions_formula = "1 + min(c, 1 + stay/E): c checkpoints kept, one every E steps"
+    return [
+        Figure("a block", block_bytes, "B", f"header + r·(8 + 8·D), r = {r} rows"),
+        Figure("- in LMDB", stored_bytes, "B", "whole pages of 4,096 B, 16 of them LMDB's"),
+        Figure("all N rows, without checkpoints", rows_bytes, "B", "ceil(N/r) · pages"),
+        Figure("a backup of all N rows", num_blocks * block_bytes, "B", "ceil(N/r) · block; only rows ever written"),
+        Figure("steps for which a row stays with the trainer", stay_steps, "steps", "max(W, K)/S · W/B"),
+        Figure("versions of a block", 1 + more_versions, "", versions_formula),
+        Figure("all N rows, expected", expected, "B", "versions · all rows + what the last two writes replaced"),
+        Figure("all N rows, at most", largest, "B", "(1 + c) · all rows + the same"),
+        Figure("- per shard", largest / load.num_shards, "B", f"{load.num_shards} shards"),
+    ]
 
-    row_bytes = 8 * d + 8
-    moved_rows = b * s / w
-    capacity = min(n, max(w, k) + 2 * s)
+
+def _wire(load: Workload) -> list[Figure]:
+    d, k, rate = load.dim, load.num_negatives, load.steps_per_second
+    resident_bytes = 2 * load.moved_rows * (8 * d + 8)
+    remote_bytes = 2 * k * (4 * d + 8)
+    return [
+        Figure("resident: rows fetched, and as many written", load.moved_rows, "rows/step", "B·S/W"),
+        Figure("resident: bytes both ways", resident_bytes, "B/step", "2 · B·S/W · (8·D + 8)"),
+        Figure("resident: in a second", resident_bytes * rate, "B/s", f"· {rate:g} steps/s"),
+        Figure("remote: bytes both ways", remote_bytes, "B/step", "2 · K · (4·D + 8)"),
+        Figure("remote: in a second", remote_bytes * rate, "B/s", f"· {rate:g} steps/s"),
+    ]
+
+
+def _shard(load: Workload) -> list[Figure]:
+    w, k, r, rate, shards = (
+        load.window_size,
+        load.num_negatives,
+        load.rows_per_block,
+        load.steps_per_second,
+        load.num_shards,
+    )
+    stored_bytes, moved_rows, held_rows = load.stored_block_bytes, load.moved_rows, load.held_rows
     touched = w / r * (1 - (1 - min(1.0, k / w)) ** r) if k < w else k / r
     left_bytes = moved_rows / r * stored_bytes
     flushed_bytes = held_rows / r * stored_bytes / load.checkpoint_every if load.checkpoint_every else 0.0
-    return {
-        "rows on disk, all shards": [
-            Figure("a block", block_bytes, "B", f"header + r·(8 + 8·D), r = {r} rows"),
-            Figure("- in LMDB", stored_bytes, "B", "whole pages of 4,096 B, 16 of them LMDB's"),
-            Figure("all N rows, without checkpoints", rows_bytes, "B", "ceil(N/r) · pages"),
-            Figure(
-                "a backup of all N rows",
-                spec.num_blocks * block_bytes,
-                "B",
-                "ceil(N/r) · block; only rows ever written",
-            ),
-            Figure("steps for which a row stays with the trainer", stay_steps, "steps", "max(W, K)/S · W/B"),
-            Figure(
-                "versions of a block",
-                1 + more_versions,
-                "",
-                "1 + min(c, 1 + stay/E): c checkpoints kept, one every E steps",
-            ),
-            Figure(
-                "all N rows, expected",
-                (1 + more_versions) * rows_bytes + freed_bytes,
-                "B",
-                "versions · all rows + what the last two writes replaced",
-            ),
-            Figure("all N rows, at most", largest, "B", "(1 + c) · all rows + the same"),
-            Figure("- per shard", largest / load.num_shards, "B", f"{load.num_shards} shards"),
-        ],
-        "on the wire": [
-            Figure("resident: rows fetched, and as many written", moved_rows, "rows/step", "B·S/W"),
-            Figure("resident: bytes both ways", 2 * moved_rows * row_bytes, "B/step", "2 · B·S/W · (8·D + 8)"),
-            Figure("resident: in a second", 2 * moved_rows * row_bytes * rate, "B/s", f"· {rate:g} steps/s"),
-            Figure("remote: bytes both ways", 2 * k * (4 * d + 8), "B/step", "2 · K · (4·D + 8)"),
-            Figure("remote: in a second", 2 * k * (4 * d + 8) * rate, "B/s", f"· {rate:g} steps/s"),
-        ],
-        "a shard's work": [
-            Figure(
-                "resident: rows fetched, and as many written",
-                moved_rows * rate / load.num_shards,
-                "rows/s",
-                "B·S/W · steps/s / shards",
-            ),
-            Figure(
-                "resident: bytes written to disk",
-                (left_bytes + flushed_bytes) * rate / load.num_shards,
-                "B/s",
-                "(B·S/W + max(W, K)/E) / r · pages · steps/s / shards",
-            ),
-            Figure(
-                "remote: rows fetched, and as many pushed to",
-                k * rate / load.num_shards,
-                "rows/s",
-                "K · steps/s / shards",
-            ),
-            Figure(
-                "remote: bytes written to disk",
-                touched * stored_bytes * rate / load.num_shards,
-                "B/s",
-                "W/r · (1 − (1 − K/W)^r) blocks · pages · steps/s / shards",
-            ),
-            Figure(
-                "memory: page cache for the window",
-                held_rows / r * stored_bytes / load.num_shards,
-                "B",
-                "max(W, K)/r · pages / shards; less only costs reads",
-            ),
-            Figure("memory: tables of the schedule", 12 * steps, "B", "12 B · steps"),
-        ],
-        "a trainer's memory, per rank": [
-            Figure("resident rows", capacity, "rows", "min(N, max(W, K) + 2·S), on all ranks"),
-            Figure(
-                "- their bytes",
-                capacity * (8 * d + _SLOT_BYTES) / load.num_ranks,
-                "B",
-                f"rows · (2·4·D + {_SLOT_BYTES}) / ranks",
-            ),
-            Figure(
-                "the head's tensors",
-                4 * (4 * k * d + 2 * b * k) / load.num_ranks,
-                "B",
-                "4 · (4·K·D + 2·B·K) / ranks",
-            ),
-        ],
-        "time": [
-            Figure("steps of a pass over all rows", pass_steps, "steps", "N/S · W/B: each row W/S times"),
-            Figure("a pass", pass_steps / rate, "s", f"/ {rate:g} steps/s"),
-        ],
-    }
+    steps = load.steps or round(load.pass_steps)
+    return [
+        Figure(
+            "resident: rows fetched, and as many written",
+            moved_rows * rate / shards,
+            "rows/s",
+            "B·S/W · steps/s / shards",
+        ),
+        Figure(
+            "resident: bytes written to disk",
+            (left_bytes + flushed_bytes) * rate / shards,
+            "B/s",
+            "(B·S/W + max(W, K)/E) / r · pages · steps/s / shards",
+        ),
+        Figure("remote: rows fetched, and as many pushed to", k * rate / shards, "rows/s", "K · steps/s / shards"),
+        Figure(
+            "remote: bytes written to disk",
+            touched * stored_bytes * rate / shards,
+            "B/s",
+            "W/r · (1 − (1 − K/W)^r) blocks · pages · steps/s / shards",
+        ),
+        Figure(
+            "memory: page cache for the window",
+            held_rows / r * stored_bytes / shards,
+            "B",
+            "max(W, K)/r · pages / shards; less only costs reads",
+        ),
+        Figure("memory: tables of the schedule", 12 * steps, "B", "12 B · steps"),
+    ]
+
+
+def _trainer(load: Workload) -> list[Figure]:
+    d, k, b, ranks = load.dim, load.num_negatives, load.batch_size, load.num_ranks
+    capacity = min(load.num_rows, load.most_active_rows + 2 * load.window_stride)
+    resident_bytes = capacity * (8 * d + _SLOT_BYTES) / ranks
+    head_bytes = 4 * (4 * k * d + 2 * b * k) / ranks
+    return [
+        Figure("resident rows", capacity, "rows", "min(N, max(W, K) + 2·S), on all ranks"),
+        Figure("- their bytes", resident_bytes, "B", f"rows · (2·4·D + {_SLOT_BYTES}) / ranks"),
+        Figure("the head's tensors", head_bytes, "B", "4 · (4·K·D + 2·B·K) / ranks"),
+    ]
+
+
+def _time(load: Workload) -> list[Figure]:
+    rate = load.steps_per_second
+    return [
+        Figure("steps of a pass over all rows", load.pass_steps, "steps", "N/S · W/B: each row W/S times"),
+        Figure("a pass", load.pass_steps / rate, "s", f"/ {rate:g} steps/s"),
+    ]
+
+
+# ---- the command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--num-rows", type=int, required=True, help="N, the number of images")
+    for name, what in (
+        ("dim", "D, values per row"),
+        ("num-negatives", "K, active rows"),
+        ("batch-size", "B, on all ranks together"),
+        ("window-size", "W, rows in the window"),
+        ("window-stride", "S, rows by which the window moves"),
+        ("rows-per-block", "rows stored together"),
+        ("num-shards", "weight servers"),
+        ("num-ranks", "trainers"),
+        ("checkpoint-every", "E, steps between checkpoints, 0 for none"),
+        ("keep-checkpoints", "c, checkpoints kept"),
+    ):
+        default = Workload.__dataclass_fields__[name.replace("-", "_")].default
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default {default})")
+    parser.add_argument("--steps-per-second", type=float, default=1.0, help="speed of the trainer (default 1)")
+    parser.add_argument("--steps", type=int, help="steps of the whole run (default one pass over all rows)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    parts = plan(Workload(**{name: getattr(arguments, name) for name in Workload.__dataclass_fields__}))
+    if arguments.json:
+        print(json.dumps({part: [asdict(figure) for figure in figures] for part, figures in parts.items()}, indent=2))
+        return
+    for part, figures in parts.items():
+        print(part, *(f"  {figure}" for figure in figures), sep="\n")

@@ -1,45 +1,41 @@
-"""New shards from old ones that nobody serves: another number of them, another rows_per_block, or both.
+"""Creates new shards from the directories of old ones, with another number of shards, another rows_per_block, or both.
 
-The rows are those of one checkpoint, which the new shards keep under its name, so that a trainer goes on from it; or
-those of now. Only rows that were ever written are read and written. What was done is recorded in the new directories
-(see building.py), and all of it is compared with the old ones before any can be served.
+The rows are those of one checkpoint, which the new shards keep under its name so that a trainer can resume from it, or
+the current rows. Only rows that were ever written are read and written. The new directories record the progress (see
+`storage.shard_builder`), and all rows are compared with the old ones before the new shards can be served.
 """
 
 from __future__ import annotations
 
+import argparse
 import heapq
-import json
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import xxhash
 
-from weightserver.core.arrays import Float32Array, Int64Array
+from weightserver.common.atomic_files import to_path
+from weightserver.core.arrays import Int64Array
 from weightserver.core.blocks import Block, BlockCodec
-from weightserver.core.checkpoints import KeptCheckpoint, chosen_checkpoint
 from weightserver.core.errors import StorageError
-from weightserver.core.lineage import Lineage
 from weightserver.core.sharding import BlockRun, Sharding, block_runs
 from weightserver.core.spec import TableSpec
-from weightserver.storage.lmdb_storage import NEWEST, LmdbStorage, Transaction, check_integrity
-from weightserver.storage.records import (
-    State,
-    descends,
-    read_identity,
-    read_lineage,
-    read_peers,
-    read_schedule,
-    read_spec,
-    read_state,
-    read_table_identity,
+from weightserver.operations.arguments import non_empty_name
+from weightserver.operations.reshard_sources import (
+    SourceShard,
+    common_spec,
+    open_source,
+    require_one_time,
+    state_digest,
+    table_state,
 )
+from weightserver.storage.interface import Transaction
 from weightserver.storage.shard_builder import BATCH_BYTES, ShardBuilder, TableState
-from weightserver.storage.tombstone import require_current
 
 _log = logging.getLogger(__name__)
 
@@ -54,35 +50,7 @@ class Resharded:
     step: int
     """Finished updates that the rows hold."""
     left_behind: int
-    """Later updates, which stay in the old shards alone."""
-
-
-@dataclass(frozen=True)
-class _Source:
-    """One old shard, and which of its rows to take."""
-
-    directory: Path
-    shard: int
-    num_shards: int
-    spec: TableSpec
-    table_identity: bytes
-    state: State
-    lineage: Lineage
-    peers: list[str]
-    learning_rates: Float32Array
-    txn: Transaction
-    rows_stored: int
-    up_to: int = NEWEST
-
-    def blocks(self, first: int, codec: BlockCodec) -> Iterator[tuple[int, memoryview]]:
-        """Stored blocks from number `first` on, ascending, checked."""
-        block = self.txn.next_block(first)
-        while block is not None:
-            content = self.txn.newest_block(block, up_to=self.up_to)
-            if content is not None:
-                codec.check(block, content)
-                yield block, content
-            block = self.txn.next_block(block + 1)
+    """Later updates, which only the old shards hold."""
 
 
 def reshard(
@@ -93,175 +61,56 @@ def reshard(
     checkpoint: str | None = None,
     current: bool = False,
 ) -> Resharded:
-    """Fills the new directories `targets`, one for each new shard in their order, from those of all old shards.
+    """Fills the new directories `targets`, one per new shard in order, from the directories of all old shards.
 
-    Takes the rows of `checkpoint`, by default of the newest that all old shards keep; with `current` the rows of now,
-    without any checkpoint. Sessions and writers stay behind: a new session has to be opened. One that was stopped goes
-    on when it is called again with the same.
+    Takes the rows of `checkpoint`, by default the newest that all old shards keep, or with `current` the current rows
+    and no checkpoint. Sessions and writers are not carried over: open a new session afterwards. Repeating an
+    interrupted call with the same arguments resumes it.
 
     Raises:
-        ValueError: these are not all shards of one table, or targets that hold anything else.
-        NoTableError: there is no such checkpoint.
-        StorageError: damage, or a directory that is in use.
+        ValueError: the sources are not all shards of one table, or a target holds something else.
+        NoTableError: the checkpoint does not exist.
+        StorageError: a directory is damaged or in use.
     """
     if len({path.resolve() for path in [*sources, *targets]}) < len(sources) + len(targets):
         raise ValueError("a directory is given twice")
     with ExitStack() as stack:
-        shards = [_open(directory, stack) for directory in sources]
-        spec = _check_complete(shards, current)
-        new = spec if rows_per_block is None else replace(spec, rows_per_block=rows_per_block)
-        table = _table_state(shards, new, checkpoint, current)
+        shards = [open_source(directory, stack) for directory in sources]
+        old = common_spec(shards)
+        if current:
+            require_one_time(shards)
+        new = old if rows_per_block is None else replace(old, rows_per_block=rows_per_block)
+        table = table_state(shards, new, checkpoint, current)
         if table.checkpoint is not None:
-            name = table.checkpoint.name
-            shards = [
-                replace(shard, up_to=known.generation, rows_stored=known.rows_stored)
-                for shard in shards
-                for known in [shard.state.checkpoint(name)]
-            ]
-        origin = {
-            "states": [_digest(shard.state) for shard in sorted(shards, key=lambda shard: shard.shard)],
-            "spec": asdict(new),
-            "num_shards": len(targets),
-            "checkpoint": table.checkpoint and list(table.checkpoint),
-        }
+            shards = [shard.at_checkpoint(table.checkpoint.name) for shard in shards]
+        origin = _origin(shards, table, len(targets))
         builders = [
             stack.enter_context(ShardBuilder(directory, shard=shard, num_shards=len(targets), origin=origin))
             for shard, directory in enumerate(targets)
         ]
-        work = _Resharding(shards, builders, spec, new)
-        if not any(builder.finished for builder in builders):  # they are finished when all are full and compared
-            work.fill()
-        counts = work.compare()
-        for builder, count in zip(builders, counts, strict=True):
-            if not builder.finished:
-                builder.finish(table, rows_stored=count)
-    kept_name, step = table.checkpoint[:2] if table.checkpoint else (None, table.clock)
+        rows_stored = _Resharding(shards, builders, old, new).run(table)
+    kept = table.checkpoint
+    name, step = (kept.name, kept.step) if kept else (None, table.clock)
     newest = max(shard.state.clock for shard in shards)
-    return Resharded(new, sum(counts), kept_name, step, left_behind=max(0, newest - table.clock))
+    return Resharded(new, rows_stored, name, step, left_behind=max(0, newest - table.clock))
 
 
-# ---- the old shards
-
-
-def _open(directory: Path, stack: ExitStack) -> _Source:
-    """A snapshot of a directory that nobody else serves meanwhile."""
-    check_integrity(directory)
-    storage = stack.enter_context(closing(LmdbStorage(directory, readonly=True)))
-    require_current(directory)
-    txn = stack.enter_context(storage.read())
-    identity = read_identity(txn)
-    spec = None if identity is None or identity.unfinished else read_spec(txn)
-    if identity is None or spec is None:
-        raise ValueError(f"{directory} holds no table: give the directories of all shards of one")
-    state = read_state(txn)
-    return _Source(
-        directory,
-        identity.shard,
-        identity.num_shards,
-        spec,
-        read_table_identity(txn),
-        state,
-        read_lineage(txn),
-        read_peers(txn),
-        read_schedule(txn),
-        txn,
-        state.rows_stored,
-    )
-
-
-def _check_complete(shards: list[_Source], current: bool) -> TableSpec:
-    """The spec of their table; ValueError unless they are all of its shards, each once."""
-    first = shards[0]
-    for shard in shards:
-        if shard.spec.is_another_size_of(first.spec):
-            raise ValueError(
-                f"{first.directory} and {shard.directory} hold tables of {first.spec.num_rows} and "
-                f"{shard.spec.num_rows} rows, as after an extend_table() that failed halfway: serve them and repeat "
-                "'weightserver extend'"
-            )
-        if shard.spec != first.spec or shard.table_identity != first.table_identity:
-            raise ValueError(f"{first.directory} and {shard.directory} hold different tables: give those of one")
-        if shard.num_shards != len(shards):
-            raise ValueError(
-                f"{shard.directory} is of a cluster of {shard.num_shards} shards, {len(shards)} were given: give all"
-            )
-    if len({shard.shard for shard in shards}) < len(shards):
-        raise ValueError(f"two directories hold the same shard of {len(shards)}: give each once")
-    if current:
-        _require_one_time(shards)
-    return first.spec
-
-
-def _require_one_time(shards: list[_Source]) -> None:
-    """Raises ValueError where the newest rows of the shards are known to be of different times."""
-    remedy = "their rows are not of one time: take a checkpoint's"
-    epochs = {shard.state.epoch for shard in shards}
-    if len(epochs) > 1:
-        raise ValueError(f"the shards are of sessions {sorted(epochs)}, {remedy}")
-    first = shards[0]
-    for shard in shards:
-        if shard.state.opener != first.state.opener or shard.state.timeline != first.state.timeline:
-            raise ValueError(
-                f"{first.directory} and {shard.directory} were not opened, rolled back or restored together, {remedy}"
-            )
-    by_number = {shard.shard: shard for shard in shards}
-    for shard in shards:
-        for number, mark in enumerate(shard.peers):
-            other = by_number[number]
-            if mark and not descends(other.state, other.lineage, mark):
-                raise ValueError(
-                    f"{other.directory} is older than {shard.directory}, which knows of later writes of shard "
-                    f"{number}: give its newest directory, or take a checkpoint's rows"
-                )
-
-
-def _table_state(shards: list[_Source], spec: TableSpec, checkpoint: str | None, current: bool) -> TableState:
-    """What the new shards begin with."""
-    states = [shard.state for shard in shards]
-    newest = max(states, key=lambda state: state.epoch)
-    kept = None
-    clock = max(state.clock for state in states)
-    if not current:
-        retained = [
-            {KeptCheckpoint(known.name, known.step, known.identity) for known in state.checkpoints} for state in states
-        ]
-        kept = chosen_checkpoint(checkpoint, set.intersection(*retained))
-        clock = max(state.checkpoint(kept.name).clock for state in states)
-    longest = max((shard.learning_rates for shard in shards), key=len)
-    for shard in shards:
-        if not np.array_equal(longest[: len(shard.learning_rates)], shard.learning_rates):
-            raise ValueError(f"{shard.directory} has another schedule than the others: extend it on all shards again")
-    version = 1 + max(state.schedule_version for state in states)
-    marks = [state.checkpoint(kept.name).mark if kept else state.mark for state in states]
-    return TableState(
-        spec,
-        longest,
-        epoch=newest.epoch,
-        run=newest.run,
-        clock=clock,
-        schedule_version=version,
-        checkpoint=kept,
-        identity=shards[0].table_identity,
-        timeline=kept.identity if kept else states[0].timeline,
-        lineage=Lineage().joined(
-            mark for shard, up_to in zip(shards, marks, strict=True) for mark in shard.lineage.up_to(up_to).marks
-        ),
-    )
-
-
-def _digest(state: State) -> str:
-    """Recognises what a shard holds: it changes with every write, and holds what its session's opener drew by lot."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(asdict(state), sort_keys=True).encode())
-
-
-# ---- the new ones
+def _origin(shards: list[SourceShard], table: TableState, num_targets: int) -> dict[str, Any]:
+    """Identifies what the new shards are made from; a build resumes only with the same origin."""
+    kept = table.checkpoint
+    return {
+        "states": [state_digest(shard.state) for shard in sorted(shards, key=lambda shard: shard.shard)],
+        "spec": asdict(table.spec),
+        "num_shards": num_targets,
+        "checkpoint": kept and [kept.name, kept.step, kept.checkpoint_id.hex()],
+    }
 
 
 @dataclass(frozen=True)
 class _Resharding:
-    """Old shards and the new ones made from them."""
+    """Copies rows from old shards to new ones."""
 
-    shards: list[_Source]
+    shards: list[SourceShard]
     builders: list[ShardBuilder]
     old: TableSpec
     new: TableSpec
@@ -270,8 +119,18 @@ class _Resharding:
     def _sharding(self) -> Sharding:
         return Sharding(self.new.rows_per_block, len(self.builders))
 
+    def run(self, table: TableState) -> int:
+        """Fills, compares and finishes the new shards; returns the number of rows in all of them."""
+        if not any(builder.finished for builder in self.builders):  # they are finished once all are full and compared
+            self.fill()
+        counts = self.compare()
+        for builder, count in zip(self.builders, counts, strict=True):
+            if not builder.finished:
+                builder.finish(table, rows_stored=count)
+        return sum(counts)
+
     def fill(self) -> None:
-        """Writes all blocks that are not there yet."""
+        """Writes all missing blocks."""
         waiting: list[list[tuple[int, bytearray]]] = [[] for _ in self.builders]
         num_bytes = 0
 
@@ -281,7 +140,7 @@ class _Resharding:
                 blocks.clear()
 
         first = min(builder.next_block for builder in self.builders)
-        _log.info("blocks %d to %d are to be written", first, self.new.num_blocks)
+        _log.info("writing blocks %d to %d", first, self.new.num_blocks)
         for number, block in self._converted(first):
             waiting[self._sharding.shard_of_block(number)].append((number, block))
             num_bytes += len(block)
@@ -291,7 +150,7 @@ class _Resharding:
         write(self.new.num_blocks)
 
     def _converted(self, first: int) -> Iterator[tuple[int, bytearray]]:
-        """The new blocks from number `first` on that hold a row that was ever written: ascending, sealed."""
+        """Yields the new blocks from number `first` that hold written rows, in ascending order, sealed."""
         codec, target = BlockCodec(self.old), BlockCodec(self.new)
         number, buffer = -1, bytearray()
         first_old = first * self.new.rows_per_block // self.old.rows_per_block
@@ -317,44 +176,48 @@ class _Resharding:
             yield number, buffer
 
     def compare(self) -> list[int]:
-        """Looks up every row that was ever written in the new shards that are not finished, and counts those of all.
+        """Looks up every written row in the new shards that are not finished; returns the number of rows in each shard.
 
         Raises:
             StorageError: a row is missing or differs.
         """
-        codec, counts = BlockCodec(self.old), [0] * len(self.builders)
+        counts = [0] * len(self.builders)
         with ExitStack() as stack:
             made = [stack.enter_context(builder.read()) for builder in self.builders]
             for shard in self.shards:
-                num_found = 0
-                for block, content in shard.blocks(0, codec):
-                    slots = codec.written(content)
-                    num_found += len(slots)
-                    stored = _taken(codec.views(content), slots)
-                    for run in block_runs(block * self.old.rows_per_block + slots, self.new.rows_per_block):
-                        where = self._sharding.shard_of_block(run.block)
-                        counts[where] += run.part.stop - run.part.start
-                        if self.builders[where].finished:  # it may have been served since
-                            continue
-                        if not self._holds(made[where].newest_block(run.block), run, _taken(stored, run.part)):
-                            raise StorageError(
-                                f"{self.builders[where].directory}: block {run.block} is not what {shard.directory} "
-                                "holds: remove the new directories and begin anew"
-                            )
-                if num_found != shard.rows_stored:
+                before = sum(counts)
+                self._compare_shard(shard, made, counts)
+                if (num_found := sum(counts) - before) != shard.rows_stored:
                     raise StorageError(
-                        f"{shard.directory} holds {num_found} rows of the {shard.rows_stored} that were written: "
+                        f"{shard.directory} holds {num_found} of the {shard.rows_stored} rows that were written: "
                         "restore it from a backup, and remove the new directories"
                     )
-        _log.info("all %d rows were compared", sum(counts))
+        _log.info("compared all %d rows", sum(counts))
         return counts
 
+    def _compare_shard(self, shard: SourceShard, made: list[Transaction], counts: list[int]) -> None:
+        """Compares one old shard with the new ones, and adds its rows to their `counts`."""
+        codec = BlockCodec(self.old)
+        for block, content in shard.blocks(0, codec):
+            slots = codec.written(content)
+            stored = _rows_at(codec.views(content), slots)
+            for run in block_runs(block * self.old.rows_per_block + slots, self.new.rows_per_block):
+                target = self._sharding.shard_of_block(run.block)
+                counts[target] += run.part.stop - run.part.start
+                if self.builders[target].finished:  # it may have been served since
+                    continue
+                if not self._holds(made[target].newest_block(run.block), run, _rows_at(stored, run.part)):
+                    raise StorageError(
+                        f"{self.builders[target].directory}: block {run.block} differs from {shard.directory}: "
+                        "remove the new directories and start again"
+                    )
+
     def _holds(self, found: memoryview | None, run: BlockRun, rows: Block) -> bool:
-        """Whether a new block has these rows where they belong, and marks them as written."""
+        """Whether a new block holds these rows at their place and marks them as written."""
         if found is None:
             return False
         target = BlockCodec(self.new)
-        there = _taken(target.views(found), run.slots)
+        there = _rows_at(target.views(found), run.slots)
         return bool(
             np.array_equal(there.last_step, rows.last_step)
             and np.array_equal(there.weight, rows.weight)
@@ -363,6 +226,36 @@ class _Resharding:
         )
 
 
-def _taken(block: Block, slots: slice | Int64Array) -> Block:
-    """Some of its rows."""
+def _rows_at(block: Block, slots: slice | Int64Array) -> Block:
     return Block(block.last_step[slots], block.weight[slots], block.momentum_buffer[slots])
+
+
+# ---- the command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--source", type=to_path, nargs="+", required=True, help="the directories of all old shards")
+    parser.add_argument("--target", type=to_path, nargs="+", required=True, help="new directories, of shards 0, 1, ...")
+    parser.add_argument("--rows-per-block", type=int, help="rows per block of the new shards (default as before)")
+    rows = parser.add_mutually_exclusive_group()
+    rows.add_argument(
+        "--checkpoint",
+        type=non_empty_name,
+        help="the checkpoint whose rows to take and keep (default the newest of all shards)",
+    )
+    rows.add_argument("--current", action="store_true", help="take the current rows, and keep no checkpoint")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    made = reshard(
+        arguments.source,
+        arguments.target,
+        rows_per_block=arguments.rows_per_block,
+        checkpoint=arguments.checkpoint,
+        current=arguments.current,
+    )
+    what = f"checkpoint {made.checkpoint} (step {made.step})" if made.checkpoint else f"step {made.step}"
+    print(
+        f"{len(arguments.source)} shards became {len(arguments.target)} with {made.rows_stored} rows of {what}, "
+        f"{made.spec.rows_per_block} per block; {made.left_behind} later updates remain only in the old shards"
+    )

@@ -1,7 +1,8 @@
-"""A live view of shards in a terminal, from their metrics."""
+"""Shows a live view of shards in a terminal, from their metrics."""
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 import time
@@ -17,6 +18,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
+from weightserver.common.addresses import split_address
+
 _TIMEOUT_SECONDS = 5.0
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -27,15 +30,15 @@ class Sample:
 
     time: float = field(default_factory=time.monotonic)
     values: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Metric to the sum over its labels; calls also by method, as in weightserver_request_seconds_count Fetch."""
+    """Metric name to the sum over its labels; calls also by method: `weightserver_request_seconds_count Fetch`."""
     buckets: dict[str, dict[float, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
-    """Histogram, as above, to how many were at most so much."""
+    """Histogram name, as in `values`, to upper bound to number of observations up to it."""
     shard: str = ""
     error: str = ""
 
 
 def scrape(address: str) -> Sample:
-    """What a shard tells on its metrics address now; what kept it from telling, where it does not."""
+    """Scrapes a shard's metrics address; a failure is the sample's `error`."""
     sample = Sample()
     try:
         with _opener.open(f"http://{address}/metrics", timeout=_TIMEOUT_SECONDS) as answer:
@@ -50,16 +53,16 @@ def scrape(address: str) -> Sample:
                 if name == "weightserver_build_info":
                     sample.shard = f"{labels['shard']} of {labels['num_shards']}"
         if not sample.shard:
-            sample.error = "no weight server's metrics: give the --metrics-port"
+            sample.error = "these are not a weight server's metrics: give the --metrics-port"
     except HTTPException:
-        sample.error = "it speaks no HTTP: give the --metrics-port"
+        sample.error = "it does not answer HTTP: give the --metrics-port"
     except (OSError, ValueError) as error:
         sample.error = str(getattr(error, "reason", error))
     return sample
 
 
 def quantile(share: float, buckets: dict[float, float]) -> float:
-    """The value that `share` of the observations do not pass, linear within a bucket; NaN without observations.
+    """Estimates the quantile `share`, linear within a bucket; NaN without observations.
 
     Args:
         buckets: upper bound to the number of observations up to it, the last bound infinite.
@@ -78,7 +81,7 @@ def quantile(share: float, buckets: dict[float, float]) -> float:
 
 
 def view(addresses: Sequence[str], before: Sequence[Sample], now: Sequence[Sample]) -> Group:
-    """Of each shard, what happened between two scrapes, and what it holds now."""
+    """Tables of each shard's traffic between two scrapes and of its present contents."""
     traffic = _table("shard", "fetch/s", "rows/s", "MB/s", "p50", "p99", "write/s", "commit p99", "refused/s")
     holds = _table("shard", "step", "epoch", "rows stored", "checkpoints", "disk", "disk free", "memory")
     down = []
@@ -133,10 +136,10 @@ def _holdings(values: dict[str, float]) -> Iterator[str]:
 
 
 def watch(addresses: Sequence[str], *, interval_seconds: float, count: int | None) -> None:
-    """Shows it `count` times, or until Ctrl-C; a terminal's is replaced each time, else each follows the last.
+    """Shows the view `count` times, or until Ctrl-C; in a terminal each view replaces the last.
 
     Raises:
-        ValueError: an interval or a count that cannot be, or no shard answers at the first time.
+        ValueError: the interval or count is out of range, or no shard answers the first scrape.
     """
     if not 0.1 <= interval_seconds <= 3600:
         raise ValueError(f"--interval-seconds must lie in 0.1..3600, got {interval_seconds}")
@@ -147,7 +150,7 @@ def watch(addresses: Sequence[str], *, interval_seconds: float, count: int | Non
         before = list(threads.map(scrape, addresses))
         if all(sample.error for sample in before):
             first = f"{addresses[0]}: {before[0].error}"
-            raise ValueError(f"no shard tells its metrics ({first}): give the addresses of their --metrics-port")
+            raise ValueError(f"no shard serves metrics ({first}): give the addresses of their --metrics-port")
         with Live(console=console, auto_refresh=False) as live:
             for _ in range(count) if count is not None else itertools.count():
                 time.sleep(interval_seconds)
@@ -157,3 +160,18 @@ def watch(addresses: Sequence[str], *, interval_seconds: float, count: int | Non
                 else:
                     console.print(view(addresses, before, now))
                 before = [old if new.error else new for old, new in zip(before, now, strict=True)]
+
+
+# ---- the command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("addresses", nargs="+", help="host:port of every shard's metrics")
+    parser.add_argument("--interval-seconds", type=float, default=2.0, help="time between updates (default 2)")
+    parser.add_argument("--count", type=int, help="number of updates (default until Ctrl-C)")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    for address in arguments.addresses:
+        split_address(address)
+    watch(arguments.addresses, interval_seconds=arguments.interval_seconds, count=arguments.count)

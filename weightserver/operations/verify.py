@@ -1,7 +1,9 @@
-"""Reads everything that a shard's directory holds, and says what is wrong where. Nothing is changed."""
+"""Checks everything that a shard's directory holds, and reports each problem with its place. Changes nothing."""
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -10,26 +12,29 @@ from pathlib import Path
 
 import numpy as np
 
+from weightserver.common.atomic_files import to_path
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import StorageError
 from weightserver.core.sharding import Sharding
 from weightserver.core.spec import TableSpec
-from weightserver.storage.lmdb_storage import LmdbStorage, Transaction, block_key_parts, structural_problems
+from weightserver.storage.integrity import structural_problems
+from weightserver.storage.interface import Transaction
+from weightserver.storage.lmdb_storage import LmdbStorage, block_key_parts
 from weightserver.storage.records import State, read_identity, read_records, read_schedule, read_spec, read_state
 
 
 @dataclass
 class Verdict:
-    """What was read, and what is wrong with it."""
+    """How much was read, and the problems found."""
 
     num_blocks: int = 0
     num_versions: int = 0
     problems: list[str] = field(default_factory=list)
-    """One line each."""
+    """One line per problem."""
 
 
 def verify_directory(directory: Path) -> Verdict:
-    """LMDB's pages first, then the shard's identity, table and state, then every version of every block.
+    """Checks LMDB's pages, then the shard's identity, table and state, then every version of every block.
 
     Raises:
         StorageError: another process serves the directory, or it holds no data.
@@ -46,7 +51,7 @@ def verify_directory(directory: Path) -> Verdict:
 
 
 def _verify(txn: Transaction, verdict: Verdict) -> None:
-    """As `serve` reads it, and all else. Raises StorageError where nothing further can be told."""
+    """Checks all records. Raises StorageError at a problem that prevents further checks."""
     identity = read_identity(txn)
     for database in ("meta", "writers"):
         for _ in read_records(txn, database):
@@ -71,37 +76,46 @@ def _verify_blocks(
     horizon: int,
     verdict: Verdict,
 ) -> None:
-    codec = BlockCodec(spec)
-    generation, checkpoints = state.generation, state.checkpoints
-    stored: Counter[str] = Counter()
+    codec, stored = BlockCodec(spec), Counter[str]()
     changes = {(int.from_bytes(key[4:], "big"), int.from_bytes(key[:4], "big")) for key, _ in txn.items("changes")}
     for block, versions in _by_block(txn):
         verdict.num_blocks += 1
         verdict.num_versions += len(versions)
-        for number, (version, value) in enumerate(versions):
-            newer = versions[number - 1][0] if number else generation + 1
-            holders = [kept.name for kept in checkpoints if version <= kept.generation < newer]
-            used_by = [*["now"] * (not number), *holders]
-            where = f"{codec.name(block)}, generation {version} ({', '.join(used_by) or 'unused'})"
-            known = (block, version) in changes
+        newer = None
+        for version, value in versions:
+            holders = _holders(state, version, newer)
+            newer = version
+            where = f"{codec.name(block)}, generation {version} ({', '.join(holders) or 'unused'})"
+            recorded = (block, version) in changes
             changes.discard((block, version))
             if problem := codec.problem(block, value):
                 verdict.problems.append(f"{where}: it {problem}")
                 continue
-            stored.update({holder: codec.num_written(value) for holder in used_by})
+            stored.update({holder: codec.num_written(value) for holder in holders})
             verdict.problems += [f"{where}: {problem}" for problem in _problems(codec, value, horizon)]
-            if version > generation:
-                verdict.problems.append(f"{where}: the shard is only at generation {generation}")
-            if version and not known:
+            if version > state.generation:
+                verdict.problems.append(f"{where}: the shard is only at generation {state.generation}")
+            if version and not recorded:
                 verdict.problems.append(f"{where}: a rollback would not find it")
         if sharding.shard_of(np.array([block * spec.rows_per_block]))[0] != shard:
             verdict.problems.append(f"block {block}: it belongs to another shard")
     verdict.problems += [f"block {block}, generation {version}: it is missing" for block, version in sorted(changes)]
-    if not verdict.problems:  # else damaged blocks are not counted
-        counts = {"now": state.rows_stored} | {kept.name: kept.rows_stored for kept in checkpoints}
-        for holder, wanted in counts.items():
-            if stored[holder] != wanted:
-                verdict.problems.append(f"{holder}: {wanted} rows were written, the blocks hold {stored[holder]}")
+    if not verdict.problems:  # the rows of damaged blocks are not counted
+        verdict.problems += _wrong_counts(state, stored)
+
+
+def _holders(state: State, version: int, newer: int | None) -> list[str]:
+    """Names the states that read a version, followed by version `newer`: checkpoints, and "now" for the newest."""
+    end = state.generation + 1 if newer is None else newer
+    kept = [known.name for known in state.checkpoints if version <= known.generation < end]
+    return [*["now"] * (newer is None), *kept]
+
+
+def _wrong_counts(state: State, stored: Counter[str]) -> Iterator[str]:
+    counts = {"now": state.rows_stored} | {kept.name: kept.rows_stored for kept in state.checkpoints}
+    for holder, wanted in counts.items():
+        if stored[holder] != wanted:
+            yield f"{holder}: {wanted} rows were written, the blocks hold {stored[holder]}"
 
 
 def _problems(codec: BlockCodec, value: memoryview, horizon: int) -> Iterator[str]:
@@ -113,7 +127,7 @@ def _problems(codec: BlockCodec, value: memoryview, horizon: int) -> Iterator[st
 
 
 def _by_block(txn: Transaction) -> Iterator[tuple[int, list[tuple[int, memoryview]]]]:
-    """(block, its versions newest first)."""
+    """Yields (block, its versions, newest first)."""
     current, versions = -1, list[tuple[int, memoryview]]()
     for key, value in txn.items("blocks"):
         block, version = block_key_parts(key)
@@ -124,3 +138,19 @@ def _by_block(txn: Transaction) -> Iterator[tuple[int, list[tuple[int, memoryvie
         versions.append((version, value))
     if versions:
         yield current, versions
+
+
+# ---- the command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=to_path, help="the --data-dir of a shard")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    verdict = verify_directory(arguments.directory)
+    for problem in verdict.problems:
+        print(problem)
+    print(f"{verdict.num_blocks} blocks, {verdict.num_versions} versions, {len(verdict.problems)} problems")
+    if verdict.problems:
+        sys.exit(1)

@@ -1,8 +1,8 @@
-"""Proto <-> arrays, as both sides of the wire need them. All numbers in `bytes` fields are little-endian.
+"""The codec that client and server share: protobuf messages <-> arrays. Numbers in `bytes` fields are little-endian.
 
-Fetch answers are framed by hand, because they are megabytes and each copy of them costs: a FetchResponse has three
+Fetch answers are encoded by hand, because they are megabytes and each copy of them costs: a FetchResponse has three
 length-delimited fields, and joining their tags, lengths and buffers makes the same bytes as the generated class (a test
-compares them) with one copy instead of three. Slicing them apart makes none.
+compares them) with one copy instead of three. Decoding makes none.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from weightserver.core.spec import TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""The largest message either side takes; bulk goes as streams of messages of about `CHUNK_BYTES`."""
+"""The largest message that either side accepts; bulk data is sent in messages of about `CHUNK_BYTES`."""
 CHUNK_BYTES = 1 << 20
 VERSION_KEY, ACKNOWLEDGED_KEY, MARK_KEY = (f"weightserver-{name}" for name in ("version", "acknowledged", "mark"))
-"""Keys of the metadata of calls, and of answers, as the contract tells."""
+"""Keys of the metadata of calls and answers; see the contract."""
 OLDEST_VERSION = (0, 2)
-"""Of a client or shard that this one works with."""
+"""Oldest version of a client or shard that this one works with."""
 RETRY_HINT = "grpc-retry-pushback-ms"
-"""Key of the trailing metadata in which a shard that is overloaded says how soon to try again, as gRFC A6 names it."""
+"""Key of the trailing metadata in which an overloaded shard says when to retry; the name is that of gRFC A6."""
 WAITED_KEY = "weightserver-waited-ms"
-"""Key of the metadata in which a client that tries again says for how long it has tried, in milliseconds."""
+"""Key of the metadata in which a client that retries says for how long it has tried, in milliseconds."""
 MAX_ROWS = 1 << 22
-"""Rows that one fetch, or one message of a write, may name: 32 MiB of them where they are scattered."""
+"""Number of rows that one fetch, or one message of a write, may name: 32 MiB if they are scattered."""
 MAX_WRITE_ROWS = 1 << 24
-"""Rows in one push or state write."""
+"""Number of rows in one push or state write."""
 MAX_REQUEST_BYTES = 8 * MAX_ROWS + (1 << 20)
-"""The largest message that a shard takes: as many rows one by one as a fetch may name."""
+"""The largest message that a shard accepts: that of a fetch of MAX_ROWS scattered rows."""
 MAX_WRITE_BYTES = 1 << 30
-"""Rows and values in one push or state write; the client splits none, because a write is atomic on a shard."""
+"""Bytes of rows and values in one push or state write. The client splits none: a write is atomic on a shard."""
 MAX_NAME_CHARACTERS = 256
-"""Length of a run's name: error messages quote it, and gRPC carries those in headers of at most 8 KiB."""
+"""Length of a run's name: error messages quote it, and gRPC sends those in headers of at most 8 KiB."""
 _VARINT, _LENGTH_DELIMITED = 0, 2
 _FIXED_BYTES = {1: 8, 5: 4}
 
 
 def is_understood(version: str) -> bool:
-    """Whether a client or shard of that version can be worked with; from 0.2 on neighbours understand each other."""
+    """Whether this version works with a client or shard of that version."""
     parts = version.split(".")[:2]
     return len(parts) == 2 and all(part.isdigit() for part in parts) and tuple(map(int, parts)) >= OLDEST_VERSION
 
@@ -56,23 +56,23 @@ def spec_to_proto(spec: TableSpec) -> pb.TableSpec:
 
 
 def table_digest(spec: TableSpec, identity: bytes) -> int:
-    """Recognises a table: XXH3-64 of the spec's values in the order of its fields, and of its identity; never 0."""
+    """Identifies a table: XXH3-64 of the spec's values in the order of its fields, and of its identity; never 0."""
     return xxhash.xxh3_64_intdigest(repr(astuple(spec)).encode() + identity) or 1
 
 
 class ScheduleHash:
-    """XXH3-64 of learning rates as float32 little-endian; −0 counts as 0. It grows with the schedule."""
+    """Incremental XXH3-64 of learning rates as float32 little-endian; −0 counts as 0."""
 
     def __init__(self, rates: Float32Array | None = None) -> None:
         self._hasher = xxhash.xxh3_64()
         self.horizon = 0
         self.digest = 0
-        """0 where there are no learning rates, and for no others."""
+        """0 if and only if there are no learning rates."""
         if rates is not None:
             self._add(rates)
 
     def followed_by(self, rates: Float32Array) -> ScheduleHash:
-        """That of these learning rates (float32 [n]) too, behind those there are."""
+        """The hash of the learning rates so far, followed by these (float32 [n])."""
         longer = ScheduleHash()
         longer._hasher, longer.horizon = self._hasher.copy(), self.horizon
         longer._add(rates)
@@ -85,17 +85,17 @@ class ScheduleHash:
 
 
 def spec_from_proto(spec: pb.TableSpec) -> TableSpec:
-    """Raises ValueError for a spec that no table can have."""
+    """Raises ValueError if the spec is invalid."""
     named = {field.name: getattr(spec, field.name) for field in pb.TableSpec.DESCRIPTOR.fields}
     if named.pop("single_rate"):
         if not spec.correction:
-            raise ValueError("single_rate is a way to correct: it must not be set where correction is not")
+            raise ValueError("single_rate is a kind of correction: set correction too")
         named["correction"] = "paper"
     return TableSpec(**named)
 
 
 def rows_to_proto(rows: Int64Array) -> pb.Rows:
-    """Strictly increasing rows, as ids or as ranges, whichever is shorter."""
+    """Encodes strictly increasing rows (int64 [n]), as ids or as ranges, whichever is shorter."""
     ranges = to_ranges(rows)
     if 2 * len(ranges) < len(rows):
         return pb.Rows(ranges=to_bytes(ranges))
@@ -103,10 +103,10 @@ def rows_to_proto(rows: Int64Array) -> pb.Rows:
 
 
 def count_rows(rows: pb.Rows) -> int:
-    """How many rows a message names; ranges are short for what they name.
+    """Counts the rows that a message names, without expanding its ranges.
 
     Raises:
-        InvalidRequestError: the bytes are no rows, or more than MAX_ROWS.
+        InvalidRequestError: the bytes do not encode rows, or more than MAX_ROWS.
     """
     if rows.ids and rows.ranges:
         raise InvalidRequestError("rows are given as ids or as ranges, not both")
@@ -126,7 +126,7 @@ def count_rows(rows: pb.Rows) -> int:
 
 
 def rows_from_proto(rows: pb.Rows) -> Int64Array:
-    """The rows that a message names, int64 [n]; whether the table has them is not checked. Raises as `count_rows`."""
+    """The rows that a message names, int64 [n], which may not exist in the table. Raises as `count_rows`."""
     count_rows(rows)
     if rows.ids:
         return int64_from_bytes(rows.ids, "ids")
@@ -172,7 +172,7 @@ def decode_fetch_response(message: bytes) -> tuple[memoryview, memoryview, memor
     Other fields, which a newer shard may send, are skipped.
 
     Raises:
-        InvalidRequestError: the bytes are no such message.
+        InvalidRequestError: the bytes are not such a message.
     """
     view, position = memoryview(message), 0
     fields = dict.fromkeys((1, 2, 3), view[:0])
@@ -194,7 +194,7 @@ def decode_fetch_response(message: bytes) -> tuple[memoryview, memoryview, memor
                 raise IndexError
     except IndexError:
         raise InvalidRequestError(
-            "the answer is no FetchResponse: is this a weight server of the same version?"
+            "the answer is not a FetchResponse: is this a weight server of the same version?"
         ) from None
     return fields[1], fields[2], fields[3]
 

@@ -1,4 +1,4 @@
-"""Errors and the gRPC statuses as which they cross the wire."""
+"""The gRPC status of each error."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ _STATUS_OF_ERROR = {error: status for status, error in ERROR_OF_STATUS.items()}
 
 
 def status_of(error: type[WeightServerError]) -> grpc.StatusCode:
-    """Of its class, or of the nearest base that has one."""
+    """The status of an error's class, or of its nearest base that has one."""
     return next(_STATUS_OF_ERROR[base] for base in error.__mro__ if base in _STATUS_OF_ERROR)

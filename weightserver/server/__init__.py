@@ -1,5 +1,5 @@
-"""One shard as a process: the gRPC service, admission, metrics, start and stop.
+"""One shard as a process: the gRPC service, admission of calls, metrics, start and stop.
 
-Import from it: `process`, by the command line.
+Import from it: `serve`, by the command line.
 It may import: `common`, `core`, `protocol`, `storage` and `shard`.
 """

@@ -1,4 +1,8 @@
-"""Histograms that Prometheus scrapes, cheap to observe: each fetch does so seven times."""
+"""Prometheus histograms that are cheap to observe: each fetch makes seven observations.
+
+With the library's own histogram, measuring a fetch of 512 rows takes 2.3 % of it instead of 1.5 %; the goal of
+benchmarks/measuring.py is 2 %.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from weightserver.core.arrays import Int64Array
 
 
 class Histogram(Collector):
-    """What `prometheus_client.Histogram` is, and shows; an observation takes a third of the time. Thread-safe."""
+    """Shows what `prometheus_client.Histogram` shows, but an observation takes a third of the time. Thread-safe."""
 
     def __init__(
         self,
@@ -38,7 +42,7 @@ class Histogram(Collector):
         registry.register(self)
 
     def labels(self, *values: str) -> Series:
-        """The observations under these values of the labels, from now on shown."""
+        """The series with these label values, which is shown from now on."""
         return self._series.get(values) or self._series.setdefault(values, Series(self._bounds))
 
     def describe(self) -> Iterator[HistogramMetricFamily]:
@@ -56,7 +60,7 @@ class Histogram(Collector):
 
 
 class Series:
-    """One histogram."""
+    """The observations for one set of label values."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.created = time.time()
@@ -72,13 +76,13 @@ class Series:
             self._sum += value
 
     def read(self) -> tuple[list[float], float]:
-        """How many observations lie in each bucket, and the sum of all."""
+        """The number of observations in each bucket, and the sum of all."""
         with self._lock:
             return [float(count) for count in self._counts], self._sum
 
 
 class GapHistogram(Collector):
-    """weightserver_correction_gap_steps; gaps are counted many at a time, which costs a tenth. Thread-safe."""
+    """weightserver_correction_gap_steps; counts many gaps at a time, which takes a tenth of the time. Thread-safe."""
 
     _NUM_BUCKETS = 23
     """Gaps up to 1, 2, 4, ... 2^22 steps, and longer ones."""
@@ -86,7 +90,7 @@ class GapHistogram(Collector):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts = np.zeros(65, np.int64)  # of gaps up to 2^n that are longer than 2^(n-1)
+        self._counts = np.zeros(65, np.int64)  # entry n counts gaps in (2^(n-1), 2^n]
         self._sum = 0.0
         self._waiting: list[Int64Array] = []
         self._num_waiting = 0
@@ -104,7 +108,7 @@ class GapHistogram(Collector):
         gaps = np.concatenate(self._waiting, dtype=np.float64)
         self._waiting, self._num_waiting = [], 0
         self._sum += float(gaps.sum())
-        gaps -= 0.5  # in place: what a fetch has in the cache is worth more than the sum of this
+        gaps -= 0.5  # in place, to spare the cache that fetches use
         self._counts += np.bincount(np.frexp(gaps)[1], minlength=len(self._counts))
 
     def collect(self) -> Iterator[HistogramMetricFamily]:

@@ -1,172 +1,73 @@
-"""A shard's Prometheus metrics: one registry a process, served on a port of its own."""
+"""A shard's Prometheus metrics: one registry per process, served on its own port."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from datetime import datetime
-from functools import cache, partial
+from functools import cache
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Info, ProcessCollector
 
 from weightserver.core.arrays import Int64Array
-from weightserver.core.errors import StorageError
-from weightserver.server.admission import LANES, MAX_WAITING
 from weightserver.server.histogram import GapHistogram, Histogram
-from weightserver.shard.group_commit import Committer
-from weightserver.shard.shard import Shard
+from weightserver.server.lanes import LANES
 
-# 100 µs to 30 s; fetches of a few rows lie at the lower end, of 65,536 rows around 30 ms, a full disk at the upper.
-# 100 ms is the objective that the alerts watch.
+# 100 µs to 30 s: fetches of a few rows take about 1 ms, of 65,536 rows around 30 ms, a full disk seconds. The alerts
+# watch the objective of 100 ms.
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0)
 _COUNTS = (1, 4, 16, 64, 256, 1024, 4096, 16_384, 65_536, 262_144, 1_048_576, 4_194_304)
 
 
 class ShardMetrics:
-    """What one shard counts; safe to call from any thread."""
+    """All metrics of one shard. Thread-safe."""
 
     def __init__(self, *, shard: int, num_shards: int, version: str) -> None:
         self.registry = CollectorRegistry()
         Info("weightserver_build", "Version and place of this shard.", registry=self.registry).info(
             {"version": version, "shard": str(shard), "num_shards": str(num_shards)}
         )
+        ProcessCollector(registry=self.registry)
+        self.calls = CallMetrics(self.registry)
+        self.rows = RowMetrics(self.registry)
+        self.commits = CommitMetrics(self.registry)
+
+
+class CallMetrics:
+    """Times answered calls and counts refused ones."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
         self._seconds = Histogram(
             "weightserver_request_seconds",
             "Time from a request's arrival to the end of its answer.",
             ["method", "status"],
             buckets=_SECONDS,
-            registry=self.registry,
+            registry=registry,
         )
-        for status in ("OK", "CANCELLED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "INTERNAL"):
-            self._seconds.labels("Fetch", status)  # a rate does not see the step from no series to 1
-        self._stage_seconds = Histogram(
-            "weightserver_fetch_stage_seconds",
-            "Time that an answered fetch spent waiting for its turn (queue), reading and verifying blocks (read), "
-            "correcting rows (correct), framing them (serialise), and until they were taken (send).",
-            ["stage"],
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
-        self._stages = {
-            name: self._stage_seconds.labels(name) for name in ("queue", "read", "correct", "serialise", "send")
-        }
-        self._request_rows = Histogram(
-            "weightserver_request_rows",
-            "Rows in one request to this shard.",
-            ["operation"],
-            buckets=_COUNTS,
-            registry=self.registry,
-        )
-        self._gaps = GapHistogram()
-        self.registry.register(self._gaps)
-        self._commit_wait = Histogram(
-            "weightserver_commit_wait_seconds",
-            "Time that a write waited for the transaction that holds it.",
-            buckets=_SECONDS,
-            registry=self.registry,
-        ).labels()
-        self._commit_seconds = Histogram(
-            "weightserver_commit_seconds",
-            "Time that a transaction took, from its first write until it was on disk.",
-            buckets=_SECONDS,
-            registry=self.registry,
-        ).labels()
-        self._commit_writes = Histogram(
-            "weightserver_commit_writes",
-            "Writes in one transaction.",
-            buckets=(1, 2, 4, 8, 16, 32, 64),
-            registry=self.registry,
-        ).labels()
         self._fenced = Counter(
-            "weightserver_fenced_writes", "Writes refused because a newer session exists.", registry=self.registry
+            "weightserver_fenced_writes", "Writes refused because a newer session exists.", registry=registry
         )
-        ProcessCollector(registry=self.registry)
-        rows = Counter(
-            "weightserver_rows", "Rows fetched, pushed to, or written as state.", ["operation"], registry=self.registry
-        )
-        num_bytes = Counter(
-            "weightserver_row_bytes",
-            "Bytes of the rows fetched, pushed, or written as state.",
-            ["operation"],
-            registry=self.registry,
-        )
-        self._rows, self._bytes = cache(rows.labels), cache(num_bytes.labels)  # a fetch would pay 3 µs to look them up
-        self._duplicates = Counter(
-            "weightserver_duplicate_writes", "Writes recognised as applied before.", registry=self.registry
-        )
-
         self._unauthenticated = Counter(
-            "weightserver_unauthenticated_calls", "Calls refused for want of the token.", registry=self.registry
+            "weightserver_unauthenticated_calls", "Calls refused because they lack the token.", registry=registry
         )
-
         self._refused = Counter(
-            "weightserver_refused_calls",
-            "Calls refused because as many of their lane were in progress, and waited, as may be.",
-            ["lane"],
-            registry=self.registry,
+            "weightserver_refused_calls", "Calls refused because their lane was full.", ["lane"], registry=registry
         )
         self._cut_off = Counter(
             "weightserver_cut_off_calls",
-            "Calls ended because their caller neither sent nor took a message.",
+            "Calls cancelled because their caller neither sent nor received a message.",
             ["lane"],
-            registry=self.registry,
+            registry=registry,
         )
-        for lane in LANES:  # there from the start: a rate does not see the step from no series to 1
+        # A rate misses the step from a missing series to 1, so these exist from the start.
+        for status in ("OK", "CANCELLED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "INTERNAL"):
+            self._seconds.labels("Fetch", status)
+        for lane in LANES:
             self._refused.labels(lane)
             self._cut_off.labels(lane)
 
-    def follow(self, shard: Shard) -> None:
-        """Publishes what the shard holds, read at each scrape."""
-        self.registry.register(_DiskCollector(shard))
-        for name, text, value in (
-            (
-                "weightserver_clock_steps",
-                "Highest number of finished updates a write carried.",
-                lambda: shard.state.clock,
-            ),
-            ("weightserver_horizon_steps", "Learning rates known.", lambda: shard.horizon),
-            (
-                "weightserver_generation",
-                "Generation that writes go to.",
-                lambda: shard.state.generation,
-            ),
-            ("weightserver_checkpoints", "Checkpoints kept.", lambda: len(shard.state.checkpoints)),
-            (
-                "weightserver_newest_checkpoint_step",
-                "Step of the newest checkpoint kept; 0 where there is none.",
-                lambda: max((kept.step for kept in shard.state.checkpoints), default=0),
-            ),
-            ("weightserver_table_rows", "Rows of the table.", lambda: shard.spec.num_rows if shard.spec else 0),
-            ("weightserver_session_epoch", "Epoch of the newest session.", lambda: shard.state.epoch),
-            ("weightserver_stored_rows", "Rows ever written.", lambda: shard.state.rows_stored),
-        ):
-            Gauge(name, text, registry=self.registry).set_function(value)
+    def answered(self, method: str, status: str, seconds: float) -> None:
+        self._seconds.labels(method, status).observe(seconds)
 
-    def follow_committer(self, committer: Committer) -> None:
-        Gauge(
-            "weightserver_commit_queue_writes", "Writes that wait for a transaction.", registry=self.registry
-        ).set_function(lambda: committer.num_waiting)
-
-    def request_memory(self, used_bytes: Callable[[], float]) -> None:
-        Gauge(
-            "weightserver_request_memory_bytes", "What the requests in progress have reserved.", registry=self.registry
-        ).set_function(used_bytes)
-
-    def waiting_calls(self, num_waiting: Callable[[str], float]) -> None:
-        gauge = Gauge(
-            "weightserver_waiting_calls", "Calls that wait for a place in their lane.", ["lane"], registry=self.registry
-        )
-        for lane, most in MAX_WAITING.items():
-            if most:
-                gauge.labels(lane).set_function(partial(num_waiting, lane))
-
-    def certificate_holds_until(self, end: datetime) -> None:
-        Gauge(
-            "weightserver_certificate_expiry_timestamp_seconds",
-            "When the shard's TLS certificate expires, in seconds since 1970.",
-            registry=self.registry,
-        ).set(end.timestamp())
+    def fenced(self) -> None:
+        self._fenced.inc()
 
     def unauthenticated(self) -> None:
         self._unauthenticated.inc()
@@ -177,8 +78,45 @@ class ShardMetrics:
     def cut_off(self, lane: str) -> None:
         self._cut_off.labels(lane).inc()
 
-    def fenced(self) -> None:
-        self._fenced.inc()
+
+class RowMetrics:
+    """Counts the rows of fetches and writes, and times the stages of fetches."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        stage_seconds = Histogram(
+            "weightserver_fetch_stage_seconds",
+            "Time that an answered fetch spent waiting for its turn (queue), reading and verifying blocks (read), "
+            "correcting rows (correct), framing them (serialise), and waiting until they were received (send).",
+            ["stage"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._stages = {name: stage_seconds.labels(name) for name in ("queue", "read", "correct", "serialise", "send")}
+        self._request_rows = Histogram(
+            "weightserver_request_rows",
+            "Rows in one request to this shard.",
+            ["operation"],
+            buckets=_COUNTS,
+            registry=registry,
+        )
+        self._gaps = GapHistogram()
+        registry.register(self._gaps)
+        rows = Counter(
+            "weightserver_rows", "Rows fetched, pushed to, or written as state.", ["operation"], registry=registry
+        )
+        num_bytes = Counter(
+            "weightserver_row_bytes",
+            "Bytes of the rows fetched, pushed, or written as state.",
+            ["operation"],
+            registry=registry,
+        )
+        self._rows, self._bytes = cache(rows.labels), cache(num_bytes.labels)  # saves a fetch 3 µs of look-ups
+        self._duplicates = Counter(
+            "weightserver_duplicate_writes", "Repeated writes that were already applied.", registry=registry
+        )
+
+    def requested(self, operation: str, num_rows: int) -> None:
+        self._request_rows.labels(operation).observe(num_rows)
 
     def fetch_stages(self, seconds: dict[str, float]) -> None:
         for name, stage in self._stages.items():
@@ -186,20 +124,6 @@ class ShardMetrics:
 
     def correction_gaps(self, gaps: Int64Array) -> None:
         self._gaps.observe(gaps)
-
-    def committed(self, waits: list[float], seconds: float) -> None:
-        """Takes one group of writes; one whose callers all left is none."""
-        if waits:
-            self._commit_seconds.observe(seconds)
-            self._commit_writes.observe(len(waits))
-            for wait in waits:
-                self._commit_wait.observe(wait)
-
-    def requested(self, operation: str, num_rows: int) -> None:
-        self._request_rows.labels(operation).observe(num_rows)
-
-    def answered(self, method: str, status: str, seconds: float) -> None:
-        self._seconds.labels(method, status).observe(seconds)
 
     def fetched(self, rows: int, num_bytes: int) -> None:
         self._count("fetch", rows, num_bytes)
@@ -218,27 +142,33 @@ class ShardMetrics:
             self._bytes(operation).inc(num_bytes)
 
 
-class _DiskCollector(Collector):
-    """Where the data file's bytes go, read at each scrape."""
+class CommitMetrics:
+    """Times transactions and the writes in them."""
 
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._wait = Histogram(
+            "weightserver_commit_wait_seconds",
+            "Time that a write waited for its transaction.",
+            buckets=_SECONDS,
+            registry=registry,
+        ).labels()
+        self._seconds = Histogram(
+            "weightserver_commit_seconds",
+            "Time that a transaction took, from its first write until it was on disk.",
+            buckets=_SECONDS,
+            registry=registry,
+        ).labels()
+        self._writes = Histogram(
+            "weightserver_commit_writes",
+            "Writes in one transaction.",
+            buckets=(1, 2, 4, 8, 16, 32, 64),
+            registry=registry,
+        ).labels()
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        try:
-            usage, disk_bytes = self._shard.disk_usage(), self._shard.disk_bytes()
-        except (OSError, StorageError):  # the directory is gone, or the shard ends: the other metrics are told
-            return
-        yield GaugeMetricFamily("weightserver_disk_bytes", "What the data file takes on disk.", value=disk_bytes)
-        pages = GaugeMetricFamily(
-            "weightserver_lmdb_bytes",
-            "Bytes of the data file's pages by what they hold; free ones are written again before the file grows.",
-            labels=["pages"],
-        )
-        for name, num_bytes in {**usage.databases, "free": usage.free}.items():
-            pages.add_metric([name], num_bytes)
-        yield pages
-        yield GaugeMetricFamily("weightserver_map_bytes", "What the data file can grow to.", value=usage.map_size)
-        yield GaugeMetricFamily(
-            "weightserver_volume_free_bytes", "What the volume of the data has left.", value=usage.volume_free
-        )
+    def committed(self, waits: list[float], seconds: float) -> None:
+        """Counts one transaction, unless all callers left before it: `waits` are the seconds that its writes waited."""
+        if waits:
+            self._seconds.observe(seconds)
+            self._writes.observe(len(waits))
+            for wait in waits:
+                self._wait.observe(wait)

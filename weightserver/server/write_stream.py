@@ -1,7 +1,8 @@
-"""The messages of one write as arrays, filled as they arrive: nothing of them is kept twice."""
+"""Receives the messages of one write into arrays, without keeping anything twice."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,59 @@ import numpy.typing as npt
 
 from weightserver.core.arrays import Float32Array, Int64Array, all_finite
 from weightserver.core.errors import InvalidRequestError
+from weightserver.core.spec import TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol.codec import count_rows, rows_from_proto
-from weightserver.shard.shard import WriteHeader
+from weightserver.protocol.codec import MAX_WRITE_BYTES, MAX_WRITE_ROWS, count_rows, rows_from_proto
+from weightserver.server.checks import check_header, require
+from weightserver.server.request_memory import Reservation, blocks_bytes, write_bytes
+from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteHeader
+
+
+def receive(
+    messages: Iterator[pb.PushGradientsRequest] | Iterator[pb.WriteStateRequest],
+    names: tuple[str, ...],
+    shard: Shard,
+    reserved: Reservation,
+) -> ReceivedWrite:
+    """Receives all messages of one write, whose float32 fields are `names`.
+
+    Reserves memory for twice as many rows as have arrived: little is received in vain, and a caller that announces
+    many rows and sends few holds little.
+
+    Raises:
+        InvalidRequestError: a message is malformed, or the write is too large.
+        OverloadedError: the shard has no memory for it now.
+    """
+    write: ReceivedWrite | None = None
+    for message in messages:
+        if write is None:
+            require(message.HasField("header"), "the first message of a write has no header")
+            write = _begin(message.header, names, shard, reserved)
+        num_named, num_rows = write.rows_with(message)
+        expected = min(2 * num_rows, write.num_rows)
+        reserved.take_up_to(received_bytes(write.spec, num_named, expected, len(names)))
+        write.add(message)
+    if write is None:
+        raise InvalidRequestError("the first message of a write has no header")
+    return write
+
+
+def _begin(header: pb.WriteHeader, names: tuple[str, ...], shard: Shard, reserved: Reservation) -> ReceivedWrite:
+    """Checks the header of a write before anything is reserved for it."""
+    check_header(header)
+    require(
+        0 <= header.num_rows <= MAX_WRITE_ROWS,
+        f"{header.num_rows} rows in one write, at most {MAX_WRITE_ROWS} are accepted: split it",
+    )
+    shard.check_table(header.table)
+    spec = shard.require_table().spec
+    require(
+        header.num_rows * (8 + 4 * len(names) * spec.dim) <= MAX_WRITE_BYTES,
+        f"more than {MAX_WRITE_BYTES} bytes in one write: split it",
+    )
+    reserved.require(received_bytes(spec, header.num_rows, header.num_rows, len(names)))
+    return ReceivedWrite(header, spec, names)
 
 
 def write_header(header: pb.WriteHeader) -> WriteHeader:
@@ -30,29 +81,30 @@ class ReceivedWrite:
     """A write of `header.num_rows` rows, whose float32 [n, dim] fields are `names`.
 
     Raises:
-        InvalidRequestError: by every method.
+        InvalidRequestError: by every method, if the messages do not fit the header.
     """
 
-    def __init__(self, header: pb.WriteHeader, dim: int, names: tuple[str, ...]) -> None:
+    def __init__(self, header: pb.WriteHeader, spec: TableSpec, names: tuple[str, ...]) -> None:
         self.header = write_header(header)
-        self.num_rows, self._dim = header.num_rows, dim
+        self.spec = spec
+        self.num_rows, self._dim = header.num_rows, spec.dim
         self._num_messages = 0
         self._rows = _Array("rows", np.empty(header.num_rows, np.int64))
-        self._values = [_Array(name, np.empty(header.num_rows * dim, np.float32)) for name in names]
+        self._values = [_Array(name, np.empty(header.num_rows * spec.dim, np.float32)) for name in names]
         self._steps = _Array("last_step", np.empty(header.num_rows, np.int64))
 
     def rows_with(self, message: pb.PushGradientsRequest | pb.WriteStateRequest) -> tuple[int, int]:
-        """How many rows are named, and for how many there are values, once `message` is added."""
+        """Numbers of rows named and of rows with values, once `message` is added."""
         num_values = max(values.filled + len(getattr(message, values.name)) // 4 for values in self._values)
         return self._rows.filled + count_rows(message.rows), -(-num_values // self._dim)
 
     def add(self, message: pb.PushGradientsRequest | pb.WriteStateRequest) -> None:
-        """Takes the next message's rows and values."""
+        """Adds the next message's rows and values."""
         count = count_rows(message.rows)
-        if self._rows.filled + count > self.num_rows:  # not made first: ranges are short for what they name
+        if self._rows.filled + count > self.num_rows:  # before rows_from_proto: short ranges can name many rows
             raise self._wrong_number(self._rows.filled + count)
         if not count and self._num_messages and self.num_rows:
-            raise InvalidRequestError("a message of a write names no rows: leave it away")
+            raise InvalidRequestError("a message of a write names no rows: omit it")
         self._num_messages += 1
         self._rows.add(rows_from_proto(message.rows))
         for values in self._values:
@@ -61,7 +113,7 @@ class ReceivedWrite:
             self._steps.add_bytes(message.last_step, self.num_rows, 1)
 
     def rows(self) -> Int64Array:
-        """int64 [n], once all messages are there."""
+        """int64 [n], once all messages are added."""
         if self._rows.filled != self.num_rows:
             raise self._wrong_number(self._rows.filled)
         rows: Int64Array = self._rows.array
@@ -83,12 +135,30 @@ class ReceivedWrite:
         steps: Int64Array = self._steps.array
         return steps
 
-    def _wrong_number(self, brought: int) -> InvalidRequestError:
-        return InvalidRequestError(f"the write announced {self.num_rows} rows and brought {brought}")
+    def _wrong_number(self, found: int) -> InvalidRequestError:
+        return InvalidRequestError(f"the write announced {self.num_rows} rows and contained {found}")
+
+
+def received_bytes(spec: TableSpec, num_named: int, num_rows: int, num_arrays: int) -> int:
+    """Memory that a write takes until it is done, with `num_named` rows named and `num_rows` received with values."""
+    blocks = blocks_bytes(spec, _fewest_blocks(spec, num_rows))
+    return 8 * num_named + write_bytes(spec, num_rows, num_arrays * spec.dim) + blocks
+
+
+def _fewest_blocks(spec: TableSpec, num_rows: int) -> int:
+    return -(-num_rows // spec.rows_per_block)
+
+
+def check_written(rows: Int64Array, shard: Shard, reserved: Reservation) -> None:
+    """Checks that the shard holds the rows, and reserves memory for their blocks in the transaction."""
+    shard.check_rows(rows)
+    spec = shard.require_table().spec
+    num_blocks = int(np.count_nonzero(np.diff(rows // spec.rows_per_block, prepend=-1)))
+    reserved.take(blocks_bytes(spec, max(0, num_blocks - _fewest_blocks(spec, len(rows)))))
 
 
 class _Array:
-    """An array that is filled from its beginning."""
+    """An array that is filled from the front."""
 
     def __init__(self, name: str, array: npt.NDArray[Any]) -> None:
         self.name = name

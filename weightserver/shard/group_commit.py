@@ -1,4 +1,4 @@
-"""Group commit: one thread applies the writes of all callers and answers each after the commit that holds it."""
+"""Group commit: one thread applies the writes of all callers and answers each after the commit that contains it."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ MAX_WAITING = 256
 
 
 Operation = tuple[Callable[[Any], Any], Future[Any]]
-"""What to do in a transaction, and where its result goes."""
+"""A change to make in a transaction, and the future of its result."""
 
 
 class CancellableFuture(Future[Result]):
-    """The result of an operation: its effect is durable, or it has failed without any.
+    """The result of an operation: its effect is durable, or it failed without an effect.
 
-    Whoever cancels it gives the operation up also while it runs: its batch tells it so.
+    It can be cancelled while the operation runs: the operation sees `WriteTransaction.is_cancelled`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.given_up = False
+        self.is_cancelled = False
 
     def cancel(self) -> bool:
-        self.given_up = True
+        self.is_cancelled = True
         return super().cancel()
 
 
 class Committer:
-    """Runs operations in the order of their arrival, as many as are waiting in one transaction.
+    """Runs operations in the order of their arrival, all waiting ones in one transaction.
 
     Args:
-        on_commit: told how long each operation of a group waited, and how long the group then took, in seconds.
+        on_commit: called with the seconds that each operation of a group waited, and those that the group took.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class Committer:
             OverloadedError: too many operations are waiting.
         """
         future = CancellableFuture[Result]()
-        waiting = [operation]  # emptied by whoever cancels: what it holds is not to wait in the queue
+        waiting = [operation]  # emptied on cancellation, so that the queue does not keep its arrays
 
         def run(batch: Any) -> Result:
-            batch.given_up = lambda: future.given_up
+            batch.is_cancelled = lambda: future.is_cancelled
             return waiting[0](batch)
 
         future.add_done_callback(lambda _: waiting.clear())
@@ -83,7 +83,7 @@ class Committer:
         return self._waiting.qsize()
 
     def close(self, seconds: float | None = None) -> bool:
-        """Commits what is waiting, then ends the thread; False where that takes longer."""
+        """Commits what is waiting, then ends the thread; returns False if that takes longer than `seconds`."""
         self._closed = True
         self._waiting.put(None)
         self._thread.join(seconds)
@@ -104,18 +104,18 @@ class Committer:
         while len(group) < MAX_GROUP and not self._waiting.empty():
             item = self._waiting.get_nowait()
             if item is None:
-                self._waiting.put(None)  # close() has begun: after this group
+                self._waiting.put(None)  # close() was called: end after this group
                 break
             group.append(item)
         return group
 
 
 def commit_group(transaction: Callable[[], AbstractContextManager[Any]], group: list[Operation]) -> None:
-    """Runs the operations in one transaction, and answers them behind its commit.
+    """Runs the operations in one transaction, and answers them after its commit.
 
-    An operation that raises takes its whole transaction back; the others of its group then run again, each in a
-    transaction of its own. So an operation may raise at any point, and leaves nothing behind. One that has something to
-    do after the commit ends its group: those that come later must see it done.
+    If an operation raises, the whole transaction is undone, and each operation of the group runs again in a transaction
+    of its own. So an operation may raise at any point and leaves no trace. An operation with an action after the commit
+    ends its group: later ones must see the action's effect.
     """
     results: list[Any] = []
     try:
@@ -126,7 +126,7 @@ def commit_group(transaction: Callable[[], AbstractContextManager[Any]], group: 
                     break
     except MapGrownError:
         commit_group(transaction, group)
-    except Exception as error:  # noqa: BLE001 - whatever it is, its caller must hear of it and the thread go on
+    except Exception as error:  # noqa: BLE001 - the caller receives any error, and the thread continues
         if len(group) == 1:
             group[0][1].set_exception(error)
         else:

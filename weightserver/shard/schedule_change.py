@@ -1,12 +1,12 @@
-"""Learning rates that change on every shard or on none: what one shard keeps of it.
+"""Changes of the learning rates on every shard or on none: one shard's part.
 
 A change is prepared on all shards, then committed on shard 0, which decides it, then on the others. While it is
-pending, nothing on this shard uses the learning rates that it touches, neither the old nor the new ones, so that no two
-shards ever move rows by different ones. Whoever dies in between leaves something pending, which the next call ends (see
+pending, this shard refuses requests that use learning rates which it changes, old or new, so that two shards never
+move rows by different ones. If the caller dies in between, the next call settles what is pending (see
 `schedule_caller`).
 
-Who uses learning rates says which ones it knows, by a digest. An earlier schedule is as good as the present one for
-what uses no step that was changed since.
+Requests carry a digest of the learning rates that the client knows. A client with an earlier schedule may use the steps
+that have not changed since.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from weightserver.core.arrays import Float32Array
 from weightserver.core.errors import FencedError, InvalidRequestError, OverloadedError, TableMismatchError
 from weightserver.protocol.codec import ScheduleHash
-from weightserver.storage.lmdb_storage import Transaction
+from weightserver.storage.interface import Transaction
 from weightserver.storage.records import (
     end_prepared_schedule,
     get_json,
@@ -29,7 +29,7 @@ from weightserver.storage.records import (
 )
 
 MAX_EARLIER = 64
-"""Changes before which a client may have learned the schedule and still use what stayed of it."""
+"""Number of changes after which a client with an earlier schedule may still use its unchanged steps."""
 _RECORD = "schedule"
 
 
@@ -40,16 +40,16 @@ class Pending:
     change: str
     """Hexadecimal."""
     first_step: int
-    """The lowest step whose learning rate it changes or brings."""
+    """The lowest step whose learning rate it changes or adds."""
     stop_step: int
-    """It gives those of steps first_step … stop_step − 1."""
+    """It has the learning rates of steps first_step … stop_step − 1."""
     digest: int = 0
-    """Of all learning rates once it is committed; 0 while a part is missing."""
+    """Digest of all learning rates once it is committed; 0 while a part is missing."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a change gives: learning rates (float32 [n], checked) of `start_step` and later steps, or some of them."""
+    """A part of a change: learning rates (float32 [n], checked) of `start_step` and later steps."""
 
     change: str
     start_step: int
@@ -61,7 +61,7 @@ class Part:
         return self.start_step + len(self.learning_rates)
 
     def first_change(self, known: Float32Array) -> int | None:
-        """The lowest step whose learning rate is another one in `known` (float32 [horizon]), or is not there."""
+        """The lowest step whose learning rate differs from `known` (float32 [horizon]) or is missing there, or None."""
         there = known[self.start_step : self.stop_step]
         changed = np.flatnonzero(there != self.learning_rates[: len(there)])
         if len(changed):
@@ -71,30 +71,30 @@ class Part:
 
 @dataclass(frozen=True)
 class ScheduleState:
-    """What a shard tells and remembers of its learning rates. It never changes; operations make another one."""
+    """A shard's knowledge of its schedule. Immutable; operations replace it."""
 
     hash: ScheduleHash = field(default_factory=ScheduleHash)
     earlier: tuple[tuple[int, int], ...] = ()
     """(digest, lowest step changed since) of earlier schedules, oldest first."""
     pending: Pending | None = None
     given_up: str = ""
-    """The change that was given up last, by this process."""
+    """The change that this process gave up last."""
 
     @property
     def digest(self) -> int:
         return self.hash.digest
 
     def require_settled(self, num_steps: int) -> None:
-        """Raises OverloadedError where a pending change touches the first `num_steps` steps: the client tries again."""
+        """Raises OverloadedError if a pending change touches the first `num_steps` steps; the client retries."""
         if self.pending is not None and num_steps > self.pending.first_step:
             raise OverloadedError(
                 f"a change of the learning rates from step {self.pending.first_step} on is neither finished nor given "
-                "up: if nobody is about to, call extend_schedule() again, which settles it"
+                "up: if no other call is making it, call extend_schedule() again, which settles it"
             )
 
     def require_known(self, known: int, num_steps: int) -> None:
-        """Raises TableMismatchError unless whoever knows the schedule of digest `known` (0: not checked) knows what the
-        first `num_steps` steps are."""
+        """Raises TableMismatchError unless the first `num_steps` steps of the schedule with digest `known` (0: not
+        checked) have the present learning rates."""
         if known in (0, self.digest) or (self.pending is not None and known == self.pending.digest):
             return
         for digest, changed_from in self.earlier:
@@ -102,16 +102,16 @@ class ScheduleState:
                 if num_steps > changed_from:
                     raise TableMismatchError(
                         f"the learning rates from step {changed_from} on were changed by another call: call describe() "
-                        "to use them as they are now"
+                        "to use the current ones"
                     )
                 return
         raise TableMismatchError(
-            "the shard does not know this client's learning rates, it lacks a change or had too many since: call "
+            "the shard does not know this client's learning rates, it missed a change or had too many since: call "
             "extend_schedule() again with the right ones, or describe() to use those of all shards"
         )
 
     def prepared(self, txn: Transaction, part: Part, known: Float32Array, *, reached: int) -> ScheduleState:
-        """With one more part of a change; the same where the part changes nothing of `known`, float32 [horizon].
+        """The schedule with one more part of a change; the same if the part changes nothing of `known`, float32 [n].
 
         Raises:
             TableMismatchError: it would change a step before `reached`.
@@ -143,7 +143,7 @@ class ScheduleState:
         return replace(self, pending=pending)
 
     def committed(self, txn: Transaction, known: Float32Array) -> tuple[ScheduleState, Float32Array]:
-        """With the pending change, which is whole; and the learning rates from its first step on, float32 [n]."""
+        """The schedule with its complete pending change; and the learning rates from its first step on, float32 [n]."""
         pending = self.pending
         assert pending is not None
         assert pending.digest
@@ -156,20 +156,20 @@ class ScheduleState:
         return ScheduleState(longer, tuple(kept[-MAX_EARLIER:])), rates
 
     def without_pending(self, txn: Transaction, change: str) -> ScheduleState:
-        """Where the change was given up."""
+        """The schedule after `change` was given up."""
         end_prepared_schedule(txn, commit=False)
         return replace(self, pending=None, given_up=change)
 
     def _with(self, txn: Transaction, pending: Pending, known: Float32Array) -> tuple[ScheduleHash, Float32Array]:
-        """The hash of all learning rates once `pending` is committed; and those that it gives, float32 [n]."""
+        """The hash of all learning rates once `pending` is committed; and the learning rates in it, float32 [n]."""
         rates = read_prepared_schedule(txn, pending.first_step, pending.stop_step)
         before = self.hash if pending.first_step == len(known) else ScheduleHash(known[: pending.first_step])
         return before.followed_by(rates).followed_by(known[pending.stop_step :]), rates
 
 
 def read_schedule_state(txn: Transaction, learning_rates: Float32Array) -> ScheduleState:
-    """Of a shard whose learning rates (float32 [horizon]) were read."""
-    stored: dict[str, Any] = get_json(txn, _RECORD) or {}  # a directory that was just made has none
+    """Reads the state; `learning_rates` (float32 [horizon]) are those that the shard stores."""
+    stored: dict[str, Any] = get_json(txn, _RECORD) or {}  # a new directory has none
     pending = stored.get("pending")
     return ScheduleState(
         ScheduleHash(learning_rates),

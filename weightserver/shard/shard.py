@@ -1,49 +1,40 @@
 """The state machine of one shard: what fetch, push and write do to the stored rows. No gRPC, no LMDB.
 
 Reads run in any thread, each on a snapshot of the storage. Every change is an operation on a `WriteTransaction`;
-`Committer` runs them one after another. What the shard keeps in memory (the table, the schedule, the
-state) is replaced only after the transaction that changed it is durable.
+`Committer` runs them one after another. What the shard keeps in memory (the table, the schedule, the state) is replaced
+only after the transaction that changed it is durable.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
-import math
 import os
-import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 
 from weightserver.common.stages import StageClock
 from weightserver.core.arrays import Float32Array, Int64Array
-from weightserver.core.blocks import SMALL, Block, BlockCodec, RowBuffer
-from weightserver.core.checkpoints import Checkpoint
-from weightserver.core.correction import MAX_STEPS, Schedule, apply_push, bring_to
 from weightserver.core.errors import (
     DataLossError,
-    FencedError,
     InvalidRequestError,
     NoTableError,
     StepError,
     StorageError,
     TableMismatchError,
 )
-from weightserver.core.exactly_once import WriterState
-from weightserver.core.initial import initial_rows
 from weightserver.core.lineage import Lineage
-from weightserver.core.sharding import BlockRun, Sharding, block_runs
 from weightserver.core.spec import TableSpec
-from weightserver.core.versions import released_generations, unneeded
-from weightserver.protocol.codec import CHUNK_BYTES, table_digest
+from weightserver.protocol.codec import CHUNK_BYTES
+from weightserver.shard import checkpoints, reading, schedule_operations, sessions, table_operations, writing
+from weightserver.shard.reading import ReadAt, Rows
 from weightserver.shard.schedule_change import Part, ScheduleState, read_schedule_state, write_schedule_state
-from weightserver.storage.lmdb_storage import NEWEST, DiskUsage, Storage, Transaction
+from weightserver.shard.sessions import check_epoch
+from weightserver.shard.table import Table
+from weightserver.shard.transaction import WriteHeader, WriteTransaction
+from weightserver.shard.unswept import Submit, Unswept
+from weightserver.storage.interface import DiskUsage, Storage, Transaction
 from weightserver.storage.records import (
     FORMAT,
-    MAX_CHECKPOINTS,
     ShardIdentity,
     State,
     descends,
@@ -66,82 +57,13 @@ from weightserver.storage.records import (
     write_state,
 )
 
-READ_BYTES = 4 << 20
-"""Blocks in one answer of `read_blocks`."""
-MAX_EPOCH_STEP = 1 << 20
-"""How far a session may lie beyond the shard's newest: other shards can have opened, and those before a restore, some
-that this one never heard of."""
-MAX_EARLIER_SIZES = 64
-"""Extensions before which a client may have met the table and still go on with it."""
-_MOST_STANDARD_DEVIATIONS = 10
-"""Beyond which no initial weight lies."""
-_MAX_SEEN_BLOCKS = 50_000
-"""Blocks looked at for one answer of `read_blocks`: a snapshot of some 100 ms."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table that exists: what its rows are and how they move."""
-
-    spec: TableSpec
-    codec: BlockCodec
-    schedule: Schedule
-    """One and the same as long as the table exists, however large it becomes."""
-    identity: bytes
-    """16 random bytes of the call that created it."""
-    earlier_sizes: tuple[int, ...] = ()
-    """num_rows before each extension."""
-
-    @functools.cached_property
-    def digests(self) -> frozenset[int]:
-        """By which clients know it: those too that met it before an extension, because its old rows stay."""
-        sizes = (*self.earlier_sizes, self.spec.num_rows)
-        return frozenset(table_digest(replace(self.spec, num_rows=size), self.identity) for size in sizes)
-
-
-@dataclass(frozen=True)
-class WriteHeader:
-    """Who writes, under which session, and which of its writes this is; see the wire contract."""
-
-    epoch: int
-    opener: bytes
-    writer: bytes
-    sequence: int
-    settled_before: int
-    step: int
-    schedule: int = 0
-    """Digest of the learning rates that the writer knows; 0 is not checked."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows as a fetch answers them; momentum_buffer and last_step only where they were asked for."""
-
-    weight: Float32Array  # (n, D)
-    momentum_buffer: Float32Array | None = None  # (n, D)
-    last_step: Int64Array | None = None  # (n,)
-
-
-@dataclass
-class WriteTransaction:
-    """One write transaction in the making."""
-
-    txn: Transaction
-    state: State
-    mark: str
-    """The shard's once this is committed."""
-    schedule: ScheduleState
-    after_commit: list[Callable[[], None]] = field(default_factory=list)
-    given_up: Callable[[], bool] = lambda: False
-    """Whether nobody waits any more for the operation that runs."""
-
 
 class Shard:
     """One shard of one table.
 
     Args:
-        verify_reads: whether a fetch looks at the checksums of its blocks; a write always does.
-        on_gaps: told how many updates each fetched row has not seen, int64 [n].
+        verify_reads: whether a fetch checks the checksums of its blocks; a write always does.
+        on_gaps: called with the number of updates that each fetched row has not seen, int64 [n].
 
     Raises:
         StorageError: the directory belongs to another shard, cluster or format, or is damaged.
@@ -164,8 +86,7 @@ class Shard:
         self._state = State()
         self._schedule = ScheduleState()
         self._table: Table | None = None
-        self._unswept: deque[tuple[int, int, int]] = deque()
-        """(generation, block) to look at next, and the generation to end before."""
+        self._unswept = Unswept(storage)
         self._peers: list[str] = []
         self._incarnation = os.urandom(8).hex()
         with storage.write() as txn:
@@ -185,9 +106,9 @@ class Shard:
 
     def _load(self, txn: Transaction) -> None:
         self._state, self._lineage, self._peers = read_state(txn), read_lineage(txn), read_peers(txn)
-        self._unswept.append((1, 0, self._state.generation + 1))
+        self._unswept.add(range(1, self._state.generation + 1))
         if (spec := read_spec(txn)) is not None:
-            self._table = _open_table(spec, read_table_identity(txn), read_earlier_sizes(txn))
+            self._table = Table.of(spec, read_table_identity(txn), read_earlier_sizes(txn))
             self._table.schedule.extend(0, read_schedule(txn))
             self._schedule = read_schedule_state(txn, self._table.schedule.learning_rates)
 
@@ -211,7 +132,7 @@ class Shard:
 
     @property
     def peers(self) -> list[str]:
-        """The marks of all shards that this one was told last."""
+        """The marks of all shards that a client reported last."""
         return self._peers
 
     @property
@@ -225,16 +146,14 @@ class Shard:
         return self._storage.disk_usage()
 
     def require_table(self) -> Table:
-        """The table, or NoTableError."""
+        """The table. Raises NoTableError if there is none."""
         if self._table is None:
             raise NoTableError("the shard holds no table: call create_table() first")
         return self._table
 
     def check_table(self, digest: int) -> None:
-        """Raises TableMismatchError unless `digest` is this table's, as it is or was before it was extended, or 0."""
-        table = self.require_table()
-        if digest and digest not in table.digests:
-            raise TableMismatchError(f"the table was replaced, it is now {table.spec}: call describe() and begin anew")
+        """Raises TableMismatchError unless `digest` names the table, at its present or an earlier size, or is 0."""
+        self.require_table().check_digest(digest)
 
     def check_acknowledged(self, mark: str) -> None:
         """Raises DataLossError unless the shard's data descends from the state of that mark."""
@@ -249,18 +168,7 @@ class Shard:
 
     def check_rows(self, rows: Int64Array) -> None:
         """Raises InvalidRequestError unless `rows` (int64 [n]) increase strictly and all live here."""
-        spec = self.require_table().spec
-        if len(rows) == 0:
-            return
-        if rows[0] < 0 or rows[-1] >= spec.num_rows:
-            raise InvalidRequestError(f"rows must lie in 0..{spec.num_rows - 1}, got {rows[0]}..{rows[-1]}")
-        if (rows[1:] <= rows[:-1]).any():  # a difference could wrap
-            raise InvalidRequestError("the rows of one request must increase strictly")
-        elsewhere = Sharding(spec.rows_per_block, self.num_shards).shard_of(rows) != self.shard
-        if elsewhere.any():
-            raise InvalidRequestError(
-                f"row {rows[elsewhere.argmax()]} does not live on shard {self.shard} of {self.num_shards}"
-            )
+        self.require_table().check_rows(rows, shard=self.shard, num_shards=self.num_shards)
 
     def fetch(
         self,
@@ -269,17 +177,17 @@ class Shard:
         step: int | None,
         state: bool,
         checkpoint: str | None = None,
-        identity: str = "",
+        checkpoint_id: bytes = b"",
         schedule: int = 0,
         clock: StageClock | None = None,
     ) -> Iterator[Rows]:
-        """Rows (checked, int64 [n]) before update `step`, or raw where `step` is None, in chunks of about 1 MiB.
+        """Rows (checked, int64 [n]) before update `step`, or raw if `step` is None, in chunks of about 1 MiB.
 
         They are read as they are now, or as they were at a checkpoint.
 
-        Each chunk is a snapshot of its own, so that no snapshot lives while a message waits for its reader; all are
-        corrected by the same learning rates, those of digest `schedule` where it is given. `clock` is told when its
-        stages "read" and "correct" begin.
+        Each chunk is a snapshot of its own, so that no snapshot lives while a message waits to be sent. All are
+        corrected by the same learning rates: those of digest `schedule` if it is given. The stages of `clock` are
+        "read" and "correct".
 
         Raises:
             StepError: `step` lies beyond the horizon or before an update that a row has seen, or SGD would make a row
@@ -287,7 +195,7 @@ class Shard:
             NoTableError: there is no such checkpoint, or it is released meanwhile.
             OverloadedError, TableMismatchError: learning rates before `step` are about to change, or have changed.
         """
-        table, at = self.require_table(), (checkpoint, identity, clock or StageClock("read"))
+        table, at, clock = self.require_table(), ReadAt(checkpoint, checkpoint_id), clock or StageClock("read")
         schedule = schedule or self._schedule.digest
         if step is not None:
             self._schedule.require_settled(step)
@@ -296,126 +204,38 @@ class Shard:
                     f"step {step} is outside the schedule's 0..{table.schedule.horizon}: extend the schedule first"
                 )
             self._schedule.require_known(schedule, step)
-        rows_per_chunk = max(1, CHUNK_BYTES // (4 * table.spec.dim))
-        runs: list[BlockRun] = []
-        for run in block_runs(rows, table.spec.rows_per_block):
-            runs.append(run)
-            if run.part.stop - runs[0].part.start >= rows_per_chunk:
-                yield self._fetch_chunk(table, rows, runs, step, state, schedule, *at)
-                runs = []
-        if runs:
-            yield self._fetch_chunk(table, rows, runs, step, state, schedule, *at)
-
-    def _fetch_chunk(
-        self,
-        table: Table,
-        rows: Int64Array,
-        runs: list[BlockRun],
-        step: int | None,
-        state: bool,
-        schedule: int,
-        checkpoint: str | None,
-        identity: str,
-        clock: StageClock,
-    ) -> Rows:
-        clock.start("read")
-        first = runs[0].part.start
-        rows = rows[first : runs[-1].part.stop]
-        found = RowBuffer(table.codec, len(rows))
-        absent: list[slice] = []  # never-written rows, neighbours together
-        small = _MOST_STANDARD_DEVIATIONS * table.spec.init_std <= SMALL
-        with self._storage.read() as txn:
-            up_to = NEWEST if checkpoint is None else read_state(txn).checkpoint(checkpoint, identity).generation
-            txn.prefetch([run.block for run in runs], up_to=up_to)
-            for block, slots, run in runs:
-                part = slice(run.start - first, run.stop - first)
-                stored = txn.newest_block(block, up_to=up_to)
-                if stored is None:
-                    start = absent.pop().start if absent and absent[-1].stop == part.start else part.start
-                    absent.append(slice(start, part.stop))
-                else:
-                    if self._verify_reads:
-                        table.codec.check(block, stored)
-                    small &= table.codec.is_small(stored)
-                    found.copy(part, stored, slots)
-        if self._table is None or self._table.schedule is not table.schedule:
-            raise TableMismatchError("the table was dropped while its rows were read: call describe() and begin anew")
-        for part in absent:
-            found.weight[part] = initial_rows(table.spec, rows[part])
-            found.momentum_buffer[part] = 0
-        clock.start("correct")
-        self._on_gaps((self._state.clock if step is None else step) - found.last_step)
-        if step is not None:
-            largest = SMALL if small else math.inf
-            self._bring_to(table, step, rows, found, weight_only=not state, largest=largest)
-            self._schedule.require_settled(step)  # rows and learning rates were read before
-            self._schedule.require_known(schedule, step)
-            found.last_step[:] = step
-        return Rows(found.weight, found.momentum_buffer, found.last_step) if state else Rows(found.weight)
+        for runs in reading.chunks(rows, table):
+            clock.start("read")
+            part = rows[runs[0].part.start : runs[-1].part.stop]
+            found = reading.read_rows(self._storage, table, at, part, runs, verify=self._verify_reads)
+            if self._table is None or self._table.schedule is not table.schedule:
+                raise TableMismatchError(
+                    "the table was dropped while its rows were read: call describe() and start over"
+                )
+            clock.start("correct")
+            self._on_gaps((self._state.clock if step is None else step) - found.buffer.last_step)
+            if step is not None:
+                reading.correct_rows(table, step, part, found, weight_only=not state)
+                self._schedule.require_settled(step)  # rows and learning rates were read before this
+                self._schedule.require_known(schedule, step)
+            yield found.answer(state=state)
 
     def read_blocks(self, first: int, *, checkpoint: str) -> tuple[list[tuple[int, bytes]], int | None]:
-        """A checkpoint's stored blocks from number `first` on, ascending, about 4 MiB of them; and where to go on, None
-        behind the last block of the table as it was at the checkpoint.
-
-        Raises:
-            NoTableError: there is no such checkpoint.
-            StorageError: a block is damaged.
-        """
-        spec, codec = self.require_table().spec, self.require_table().codec
-        num_wanted = max(1, READ_BYTES // codec.num_bytes)
-        found: list[tuple[int, bytes]] = []
-        with self._storage.read() as txn:
-            kept = read_state(txn).checkpoint(checkpoint)
-            up_to, end = kept.generation, replace(spec, num_rows=kept.num_rows or spec.num_rows).num_blocks
-            block = txn.next_block(first)
-            if block is not None:
-                txn.prefetch(range(block, block + num_wanted * self.num_shards, self.num_shards), up_to=up_to)
-            for _ in range(_MAX_SEEN_BLOCKS):  # those too that are newer than the checkpoint
-                if block is not None and block >= end:
-                    block = None
-                if block is None or len(found) == num_wanted:
-                    break
-                stored = txn.newest_block(block, up_to=up_to)
-                if stored is not None:
-                    codec.check(block, stored)
-                    found.append((block, bytes(stored)))
-                block = txn.next_block(block + 1)
-        return found, block
+        """A checkpoint's stored blocks from number `first` on, and the number to continue at; see `reading`."""
+        table = self.require_table()
+        return reading.read_blocks(self._storage, table, first, num_shards=self.num_shards, checkpoint=checkpoint)
 
     def lineage_of(self, checkpoint: str) -> Lineage:
-        """Which states a retained checkpoint descends from; NoTableError where there is none."""
+        """The states that a retained checkpoint descends from. Raises NoTableError if there is no such checkpoint."""
         with self._storage.read() as txn:
             return read_lineage(txn).up_to(read_state(txn).checkpoint(checkpoint).mark)
 
     def learning_rates(self, start_step: int) -> Float32Array:
-        """Those of `start_step` and later steps, at most a MiB of them: float32 [n]."""
+        """Learning rates of `start_step` and later steps, at most 1 MiB of them: float32 [n]."""
         rates = self.require_table().schedule.learning_rates
         return rates[start_step : start_step + CHUNK_BYTES // 4]
 
-    def _bring_to(
-        self, table: Table, step: int, rows: Int64Array, found: RowBuffer, *, weight_only: bool, largest: float
-    ) -> None:
-        """Corrects raw rows for `step`, in place. Raises StepError."""
-        last_step, weight, momentum_buffer = found.last_step, found.weight, found.momentum_buffer
-        if last_step.max(initial=0) > step:
-            first = int((last_step > step).argmax())
-            raise StepError(
-                f"row {rows[first]} has seen {last_step[first]} updates, its state before update {step} is gone: "
-                f"fetch it for step {last_step[first]} or later"
-            )
-        if table.spec.correction:
-            bring_to(
-                table.schedule,
-                step,
-                last_step,
-                weight,
-                momentum_buffer,
-                weight_only=weight_only,
-                rows=rows,
-                largest=largest,
-            )
-
-    # ---- changing; all below run in the committer's thread
+    # ---- changing: everything below runs in the committer's thread
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[WriteTransaction]:
@@ -437,82 +257,31 @@ class Shard:
         self._state = batch.state
         for action in batch.after_commit:
             action()
-        self._schedule = batch.schedule  # at last: a fetch looks whether its learning rates were settled all the time
+        self._schedule = batch.schedule  # last, so that a fetch notices learning rates that changed while it read
 
     def create_table(
         self, batch: WriteTransaction, spec: TableSpec, identity: bytes = b"", epoch: int | None = None
     ) -> bytes:
-        """Creates the table, unless one was dropped since `epoch`; returns its identity, a new one where none is given.
-
-        Where the same one exists, nothing happens, but that one without rows takes on the identity.
-        """
-        existing, found = read_spec(batch.txn), read_table_identity(batch.txn)
-        if existing is not None and existing != spec:
-            raise TableMismatchError(f"another table exists, {_difference(existing, spec)}: use its spec")
-        if existing is None and epoch not in (None, batch.state.epoch):
-            raise FencedError(
-                f"a table was dropped since epoch {epoch}: call create_table() again if it is still wanted"
-            )
-        if existing is not None and identity in (b"", found):
-            return found
-        state = batch.state
-        if existing is not None and (state.rows_stored or state.clock or state.opener or state.checkpoints):
-            raise TableMismatchError(
-                f"shard {self.shard} holds another table of the same spec, of {_session(state)}: are all addresses of "
-                "one cluster?"
-            )
-        identity = identity or os.urandom(16)
-        write_spec(batch.txn, spec, identity)
-        table = _open_table(spec, identity)
-        table.schedule.extend(0, read_schedule(batch.txn))
+        """Creates the table, unless one was dropped since `epoch` or the same one exists; returns its identity."""
+        table = table_operations.create(batch, spec, identity, epoch, shard=self.shard)
+        if table is None:
+            return read_table_identity(batch.txn)
         batch.after_commit.append(lambda: self._set_table(table))
-        return identity
+        return table.identity
 
     def extend_table(self, batch: WriteTransaction, num_rows: int, epoch: int | None = None) -> bool:
-        """Gives the table more rows, unless another session than `epoch` is the newest; False where it has as many.
-
-        Nothing is written for them: a row that nobody wrote is a function of the seed and its number.
-        """
-        spec = read_spec(batch.txn)
-        if spec is None:
-            raise NoTableError("the shard holds no table: call create_table() first")
-        if epoch not in (None, batch.state.epoch):
-            self._check_epoch(batch.state, epoch)
-        if num_rows < spec.num_rows:
-            raise InvalidRequestError(f"the table has {spec.num_rows} rows, and can only become larger, not {num_rows}")
-        if num_rows == spec.num_rows:
+        """Gives the table more rows if `epoch` is the newest session; returns False if it has as many."""
+        earlier_sizes = table_operations.extend(batch, num_rows, epoch)
+        if earlier_sizes is None:
             return False
-        larger = replace(spec, num_rows=num_rows)
-        earlier_sizes = (*read_earlier_sizes(batch.txn), spec.num_rows)[-MAX_EARLIER_SIZES:]
-        write_spec(batch.txn, larger, read_table_identity(batch.txn), earlier_sizes)
-
-        def grow() -> None:
-            self._table = replace(
-                self.require_table(), spec=larger, codec=BlockCodec(larger), earlier_sizes=earlier_sizes
-            )
-
-        batch.after_commit.append(grow)
+        batch.after_commit.append(lambda: self._set_table(self.require_table().extended(num_rows, earlier_sizes)))
         return True
 
     def drop_table(self, batch: WriteTransaction, epoch: int | None = None) -> None:
-        """Deletes the table and fences every session; epochs go on counting.
-
-        Where `epoch` has passed, a request that comes again finds nothing to do, and a newer table stays.
-        """
-        if epoch not in (None, batch.state.epoch):
-            if read_spec(batch.txn) is None:
-                return
-            raise FencedError(
-                f"the table is that of {_session(batch.state)} by now, no longer of epoch {epoch}: nothing was dropped"
-            )
-        for database in ("blocks", "changes", "schedule", "writers"):
-            batch.txn.clear(database)
-        write_spec(batch.txn, None)
-        write_peers(batch.txn, [])
-        batch.state = State(epoch=batch.state.epoch + 1, schedule_version=batch.state.schedule_version + 1)
-        batch.schedule = ScheduleState()
-        batch.after_commit.append(lambda: self._set_table(None))
-        batch.after_commit.append(lambda: self._set_peers([]))
+        """Deletes the table of `epoch` and fences every session; may be repeated."""
+        if table_operations.drop(batch, epoch):
+            batch.after_commit.append(lambda: self._set_table(None))
+            batch.after_commit.append(lambda: self._set_peers([]))
 
     def _set_table(self, table: Table | None) -> None:
         self._table = table
@@ -521,7 +290,7 @@ class Shard:
         self._peers = marks
 
     def _note_peers(self, batch: WriteTransaction, marks: list[str]) -> None:
-        """Keeps the marks of all shards that a client has met, unless it tells none."""
+        """Stores the marks of all shards that a client reports, if any."""
         if marks and marks != self._peers:
             write_peers(batch.txn, marks)
             batch.after_commit.append(lambda: self._set_peers(marks))
@@ -537,119 +306,57 @@ class Shard:
         peers: list[str] | None = None,
         force: bool = False,
     ) -> None:
-        """Starts `epoch` and fences every older one; a repeated attempt of the same opener changes nothing.
+        """Starts `epoch` and fences every older one; see `sessions.opened`. A repeated attempt changes nothing.
 
-        The sequence numbers of `keep_writer`, the caller's writer in an earlier session, stay known. With `force` the
-        shard's timeline is one of its own until the next rollback, so that no other session takes the shards for ones
-        of a common state before.
+        The sequence numbers of `keep_writer`, the caller's writer in an earlier session, stay known.
         """
-        state = batch.state
-        if epoch == state.epoch and opener.hex() == state.opener:
+        state = sessions.opened(batch.state, name, epoch, opener, force=force)
+        if state is batch.state:
             return
-        if epoch <= state.epoch:
-            raise FencedError(f"epoch {epoch} is not newer than {_session(state)}: open the session again")
-        if epoch > state.epoch + MAX_EPOCH_STEP:
-            raise InvalidRequestError(
-                f"epoch {epoch} is far beyond {_session(state)}: open the one behind the newest of all shards"
-            )
         kept = get_record(batch.txn, "writers", keep_writer) if keep_writer else None
         batch.txn.clear("writers")  # fenced writers are refused by their epoch alone
         if kept is not None:
             put_record(batch.txn, "writers", keep_writer, kept)
         self._note_peers(batch, peers or [])
-        timeline = os.urandom(16).hex() if force else state.timeline
-        batch.state = replace(state, epoch=epoch, opener=opener.hex(), run=name, timeline=timeline)
+        batch.state = state
 
     def join_session(self, epoch: int, opener: bytes) -> None:
         """Raises FencedError unless `epoch`, opened by `opener`, is the current one."""
-        self._check_epoch(self._state, epoch, opener)
+        check_epoch(self._state, epoch, opener)
 
     def has_learning_rates(self, part: Part) -> bool:
-        """Whether they are those in use, and none of a change that is pending."""
+        """Whether these learning rates are in use already, and belong to no pending change."""
         known, pending = self.require_table().schedule.learning_rates, self._schedule.pending
         if part.start_step > len(known) or (pending is not None and pending.change == part.change):
             return False
         return part.first_change(known) is None
 
     def prepare_schedule(self, batch: WriteTransaction, part: Part, *, version: int, epoch: int = 0) -> None:
-        """Prepares a part of a change.
-
-        Nothing that uses a step whose learning rate changes is done from now on, until the change is committed or given
-        up. A part that comes again changes nothing, however late.
-        """
-        known, before = self.require_table().schedule.learning_rates, batch.schedule
-        if epoch:
-            self._check_epoch(batch.state, epoch)
-        if part.stop_step > MAX_STEPS:
-            raise StepError(f"a schedule has at most {MAX_STEPS} steps, not {part.stop_step}: give fewer")
-        horizon = max(len(known), before.pending.stop_step if before.pending else 0)
-        if part.start_step > horizon:
-            raise StepError(f"the schedule ends at {horizon}: step {part.start_step} would leave a gap before it")
-        batch.schedule = before.prepared(batch.txn, part, known, reached=batch.state.clock)
-        if batch.schedule is not before and version != batch.state.schedule_version:
-            raise FencedError(
-                "the learning rates were changed by another call: call extend_schedule() again if these are still right"
-            )
+        """Prepares a part of a change; see `schedule_operations`."""
+        known = self.require_table().schedule.learning_rates
+        schedule_operations.prepare(batch, known, part, version=version, epoch=epoch)
 
     def commit_schedule(self, batch: WriteTransaction, change: str, *, digest: int, epoch: int = 0) -> bool:
-        """Puts a prepared change to use, which leads to learning rates of `digest`; False where it is done already."""
-        schedule, pending = self.require_table().schedule, batch.schedule.pending
-        if pending is None or pending.change != change:
-            if batch.schedule.digest == digest:
-                return False
-            raise FencedError(
-                "this change of the learning rates was given up by another call: call extend_schedule() again if they "
-                "are still right"
-            )
-        if epoch:
-            self._check_epoch(batch.state, epoch)
-        if not pending.digest or pending.digest != digest:
-            raise InvalidRequestError(
-                "a part of this change of the learning rates is missing: prepare all of them first"
-            )
-        batch.schedule, rates = batch.schedule.committed(batch.txn, schedule.learning_rates)
-        batch.state = replace(batch.state, schedule_version=batch.state.schedule_version + 1)
-        batch.after_commit.append(lambda: schedule.extend(pending.first_step, rates))
-        return True
+        """Commits a prepared change, which leads to learning rates of `digest`; returns False if it was committed."""
+        schedule = self.require_table().schedule
+        return schedule_operations.commit(batch, schedule, change, digest=digest, epoch=epoch)
 
     def give_up_schedule(self, batch: WriteTransaction, change: str) -> bool:
-        """Forgets a prepared change, also before it has come: by the next version its parts are refused. False where
-        another one is pending, or that one was given up just before."""
-        before = batch.schedule
-        if before.given_up == change or (before.pending is not None and before.pending.change != change):
-            return False
-        batch.schedule = before.without_pending(batch.txn, change)
-        batch.state = replace(batch.state, schedule_version=batch.state.schedule_version + 1)
-        return True
+        """Gives up a prepared change; returns False if there was nothing to do."""
+        return schedule_operations.give_up(batch, change)
 
     def push_gradients(
         self, batch: WriteTransaction, header: WriteHeader, rows: Int64Array, gradients: Float32Array
     ) -> bool:
-        """Applies update `header.step` with `gradients` (float32 [n, D]); False for a duplicate."""
+        """Applies update `header.step` with `gradients` (float32 [n, D]); returns False for a duplicate."""
         table = self.require_table()
         batch.schedule.require_settled(header.step + 1)
         if not 0 <= header.step < table.schedule.horizon:
             raise StepError(
                 f"step {header.step} is outside the schedule's 0..{table.schedule.horizon - 1}: extend it first"
             )
-
-        def update(stored: Block, run: BlockRun) -> None:
-            last_step, weight = stored.last_step[run.slots], stored.weight[run.slots]
-            momentum = stored.momentum_buffer[run.slots]
-            apply_push(
-                table.schedule,
-                bool(table.spec.correction),
-                header.step,
-                last_step,
-                weight,
-                momentum,
-                gradients[run.part],
-                rows=rows[run.part],
-            )
-            stored.last_step[run.slots], stored.weight[run.slots] = last_step, weight
-            stored.momentum_buffer[run.slots] = momentum
-
-        return self._write(batch, table, header, rows, header.step + 1, update)
+        update = writing.push(table, header.step, rows, gradients)
+        return writing.update_rows(batch, table, header, rows, header.step + 1, update)
 
     def write_state(
         self,
@@ -660,78 +367,48 @@ class Shard:
         momentum_buffer: Float32Array,
         last_step: Int64Array,
     ) -> bool:
-        """Replaces rows with raw state (float32 [n, D], float32 [n, D], int64 [n]); False for a duplicate."""
+        """Replaces rows by raw state (float32 [n, D], float32 [n, D], int64 [n]); returns False for a duplicate."""
         table = self.require_table()
-        batch.schedule.require_settled(int(last_step.max(initial=0)))
+        last = int(last_step.max(initial=0))
+        batch.schedule.require_settled(last)
         if len(rows) and not 0 <= last_step.min() <= last_step.max() <= table.schedule.horizon:
             raise StepError(f"last_step must lie in 0..{table.schedule.horizon}: extend the schedule first")
-
-        def update(stored: Block, run: BlockRun) -> None:
-            older = last_step[run.part] < stored.last_step[run.slots]
-            if older.any():
-                row, seen = rows[run.part][older][0], stored.last_step[run.slots][older][0]
-                raise StepError(
-                    f"row {row} has seen {seen} updates, the state to write only {last_step[run.part][older][0]}: "
-                    "an older state never replaces a newer one"
-                )
-            stored.last_step[run.slots] = last_step[run.part]
-            stored.weight[run.slots] = weight[run.part]
-            stored.momentum_buffer[run.slots] = momentum_buffer[run.part]
-
-        return self._write(batch, table, header, rows, int(last_step.max(initial=0)), update)
+        update = writing.replacement(rows, weight, momentum_buffer, last_step)
+        return writing.update_rows(batch, table, header, rows, last, update)
 
     def checkpoint(
         self,
         batch: WriteTransaction,
         header: WriteHeader,
         name: str,
-        identity: str = "",
+        checkpoint_id: bytes = b"",
         peers: list[str] | None = None,
     ) -> bool:
-        """Keeps the rows as they are before update `header.step` under `name`; False for a duplicate.
+        """Keeps the rows as they are before update `header.step` under `name`; returns False for a duplicate.
 
-        The same again only changes the identity, which ties the shards' checkpoints together; shard 0 keeps its own.
+        Taking the same checkpoint again only changes its id, which ties the shards' checkpoints together; shard 0 keeps
+        its own.
         """
-        table = self.require_table()
-        batch.schedule.require_settled(header.step)
-        if not self._admit(batch, header):
+        table, step = self.require_table(), header.step
+        batch.schedule.require_settled(step)
+        if not writing.admit(batch, header):
             return False
-        if header.step > table.schedule.horizon:
-            raise StepError(
-                f"a checkpoint of step {header.step} lies beyond the schedule's 0..{table.schedule.horizon}"
-            )
-        batch.schedule.require_known(header.schedule, header.step)
+        if step > table.schedule.horizon:
+            raise StepError(f"a checkpoint of step {step} lies beyond the schedule's 0..{table.schedule.horizon}")
+        batch.schedule.require_known(header.schedule, step)
         self._note_peers(batch, peers or [])
-        # Learning rates before the checkpoint's step are as good as used: its rows are read for it.
-        state = replace(batch.state, clock=max(batch.state.clock, header.step))
-        taken = Checkpoint(
-            name,
-            header.step,
-            state.generation,
-            state.clock,
-            state.rows_stored,
-            identity,
-            batch.mark,
-            table.spec.num_rows,
-        )
-        for known in state.checkpoints:
-            if known.name == name:
-                if known.step != header.step:
-                    raise InvalidRequestError(
-                        f"checkpoint {name!r} was taken at step {known.step}: choose another name"
-                    )
-                if batch.txn.is_changed(known.generation + 1):
-                    raise InvalidRequestError(
-                        f"rows were written since checkpoint {name!r} was taken: choose another name"
-                    )
-                if self.shard == 0:
-                    identity = known.identity or identity
-                again = replace(known, identity=identity, mark=batch.mark)
-                checkpoints = tuple(again if other is known else other for other in state.checkpoints)
-                batch.state = replace(state, checkpoints=checkpoints)
-                return True
-        _require_room_for_checkpoint(state)
-        batch.state = replace(state, generation=state.generation + 1, checkpoints=(*state.checkpoints, taken))
+        known = checkpoints.find(batch.state, name)
+        if known is None:
+            batch.state = checkpoints.taken(
+                batch.state, name, step, checkpoint_id, batch.mark, num_rows=table.spec.num_rows
+            )
+            return True
+        if self.shard == 0:
+            checkpoint_id = known.checkpoint_id or checkpoint_id
+        again = checkpoints.taken_again(batch.state, known, step, checkpoint_id, batch.mark)
+        if batch.txn.is_changed(known.generation + 1):
+            raise InvalidRequestError(f"rows were written since checkpoint {name!r} was taken: choose another name")
+        batch.state = again
         return True
 
     def rollback(
@@ -739,195 +416,63 @@ class Shard:
         batch: WriteTransaction,
         header: WriteHeader,
         name: str,
-        identity: str = "",
+        checkpoint_id: bytes = b"",
         peers: list[str] | None = None,
         timeline: str = "",
     ) -> bool:
-        """Takes the rows and the clock back to a checkpoint and forgets later ones; False for a duplicate.
+        """Returns the rows and the clock to a checkpoint and forgets later ones; returns False for a duplicate.
 
-        Costs what was written since. Epochs, writers and the schedule stay.
+        Takes time in proportion to what was written since. Epochs, writers and the schedule stay.
         """
         self.require_table()
-        if not self._admit(batch, header):
+        if not writing.admit(batch, header):
             return False
-        state, kept = batch.state, batch.state.checkpoint(name, identity)
+        kept = batch.state.checkpoint(name, checkpoint_id)
         self._note_peers(batch, peers or [])
         batch.txn.delete_generations(kept.generation + 1)
-        batch.state = replace(
-            state,
-            clock=kept.clock,
-            rows_stored=kept.rows_stored,
-            generation=kept.generation + 1,
-            timeline=timeline,
-            checkpoints=tuple(known for known in state.checkpoints if known.generation <= kept.generation),
-        )
+        batch.state = checkpoints.rolled_back(batch.state, kept, timeline)
         return True
 
-    def release(self, batch: WriteTransaction, header: WriteHeader, name: str, identity: str = "") -> bool:
-        """Forgets a checkpoint, if there is one; False for a duplicate.
+    def release(self, batch: WriteTransaction, header: WriteHeader, name: str, checkpoint_id: bytes = b"") -> bool:
+        """Forgets a checkpoint, if it exists; returns False for a duplicate.
 
-        What only it needed is deleted when its blocks are written again, or by `sweep`.
+        Versions that only it needed are deleted when their blocks are written again, or by `sweep`.
         """
         self.require_table()
-        if not self._admit(batch, header):
+        if not writing.admit(batch, header):
             return False
-        state = batch.state
-        remaining = tuple(known for known in state.checkpoints if known.name != name)
-        if len(remaining) < len(state.checkpoints):
-            released = state.checkpoint(name)
-            generations = released_generations(released.generation, state.generation, remaining)
-            unswept = (generations.start, 0, generations.stop)
-            batch.after_commit.append(lambda: self._unswept.append(unswept))
-        batch.state = replace(state, checkpoints=remaining)
+        batch.state, generations = checkpoints.released(batch.state, name)
+        if generations:
+            batch.after_commit.append(lambda: self._unswept.add(generations))
         return True
+
+    def copy_checkpoint(
+        self, batch: WriteTransaction, header: WriteHeader, name: str, source: str, checkpoint_id: bytes = b""
+    ) -> bool:
+        """Keeps the checkpoint `source` under `name` too, with its id; returns False for a duplicate."""
+        self.require_table()
+        if not writing.admit(batch, header):
+            return False
+        batch.state = checkpoints.copied(batch.state, batch.state.checkpoint(source, checkpoint_id), name)
+        return True
+
+    # ---- sweeping, in any one thread
 
     @property
     def is_swept(self) -> bool:
         """Whether `sweep` would find nothing to delete."""
         return not self._unswept
 
-    def sweep(self, submit: Callable[[Callable[[WriteTransaction], None]], Future[None]], seconds: float) -> None:
-        """Looks for versions that nothing needs for about `seconds`, and has them deleted; continues where it ended.
+    def sweep(self, submit: Submit, seconds: float) -> None:
+        """Looks for versions that nothing needs for about `seconds`, and has them deleted; the next call continues.
 
         It looks only at blocks that were written in the generations after a released checkpoint; after a start, at all
-        that have more than one version. Unlike the other changes, it runs outside of the committer's thread.
+        that have more than one version.
 
         Args:
             submit: has the committer run an operation.
         """
-        until = time.perf_counter() + seconds
-        (generation, block, end), found = self._unswept[0], list[int]()
-        with self._storage.read() as txn:
-            while (change := txn.next_change(generation, block)) is not None and change[0] < end:
-                generation, block = change
-                if unneeded(txn.generations(block), self._state.checkpoints):
-                    found.append(block)
-                block += 1
-                if time.perf_counter() >= until:
-                    break
-
-        def delete(batch: WriteTransaction) -> None:
-            for block in found:
-                _delete_unneeded(batch, block)
-
-        if found:
-            submit(delete).result()
-        if change is None or change[0] >= end:
-            self._unswept.popleft()
-        else:
-            self._unswept[0] = generation, block, end  # releases only append
-
-    def copy_checkpoint(
-        self, batch: WriteTransaction, header: WriteHeader, name: str, source: str, identity: str = ""
-    ) -> bool:
-        """Keeps the checkpoint `source` under `name` too, with its identity; False for a duplicate."""
-        self.require_table()
-        if not self._admit(batch, header):
-            return False
-        state, kept = batch.state, batch.state.checkpoint(source, identity)
-        copied = replace(kept, name=name)
-        for known in state.checkpoints:
-            if known.name == name:
-                if known == copied:
-                    return True
-                raise InvalidRequestError(f"checkpoint {name!r} is another one than {source!r}: choose another name")
-        _require_room_for_checkpoint(state)
-        position = state.checkpoints.index(kept) + 1
-        checkpoints = (*state.checkpoints[:position], copied, *state.checkpoints[position:])
-        batch.state = replace(state, checkpoints=checkpoints)
-        return True
-
-    def _write(
-        self,
-        batch: WriteTransaction,
-        table: Table,
-        header: WriteHeader,
-        rows: Int64Array,
-        clock: int,
-        update: Callable[[Block, BlockRun], None],
-    ) -> bool:
-        """Runs `update` on each block that `rows` touch, once; False where the write is a duplicate.
-
-        The clock is `clock` then: the write uses the learning rates of so many steps.
-        """
-        if not self._admit(batch, header):
-            return False
-        batch.schedule.require_known(header.schedule, clock)
-        rows_stored = 0
-        for run in _prefetched(block_runs(rows, table.spec.rows_per_block), batch.txn):
-            if batch.given_up():  # the transaction is taken back, and the write's number with it: it may come again
-                raise CancelledError
-            stored = batch.txn.newest_block(run.block)
-            if stored is None:
-                buffer = table.codec.initial(run.block)
-            else:
-                table.codec.check(run.block, stored)  # sealing it anew would hide the damage
-                buffer = bytearray(stored)
-            block = table.codec.views(buffer)
-            update(block, run)
-            rows_stored += table.codec.mark_written(buffer, rows[run.part] - run.block * table.spec.rows_per_block)
-            table.codec.seal(run.block, buffer)
-            batch.txn.put_block(run.block, batch.state.generation, buffer)
-            if batch.state.generation:
-                _delete_unneeded(batch, run.block)
-        state = batch.state
-        batch.state = replace(state, clock=max(state.clock, clock), rows_stored=state.rows_stored + rows_stored)
-        return True
-
-    def _admit(self, batch: WriteTransaction, header: WriteHeader) -> bool:
-        """Fences old sessions and recognises duplicates."""
-        self._check_epoch(batch.state, header.epoch, header.opener)
-        stored = get_record(batch.txn, "writers", header.writer)
-        writer = WriterState.unpack(stored)
-        admitted = writer.admit(header.sequence, header.settled_before)
-        if writer.pack() != stored:  # a duplicate too may tell what its writer gave up
-            put_record(batch.txn, "writers", header.writer, writer.pack())
-        return admitted
-
-    def _check_epoch(self, state: State, epoch: int, opener: bytes | None = None) -> None:
-        if epoch < state.epoch:
-            raise FencedError(f"session {epoch} was superseded by {_session(state)}: this writer must stop")
-        if epoch > state.epoch or not state.opener:  # what was restored must not go on with the writers of before
-            raise FencedError(f"session {epoch} is not known, the newest is {_session(state)}: open a session first")
-        if opener is not None and opener.hex() != state.opener:
-            raise FencedError(
-                f"session {epoch} of this shard is another one, {_session(state)}: are all addresses of one cluster? "
-                "Open a session first"
-            )
-
-
-def _require_room_for_checkpoint(state: State) -> None:
-    if len(state.checkpoints) >= MAX_CHECKPOINTS:
-        oldest = ", ".join(repr(known.name[:60]) for known in state.checkpoints[:5])
-        raise InvalidRequestError(
-            f"the shard retains {len(state.checkpoints)} checkpoints, the most there may be: release some, the oldest "
-            f"are {oldest}"
-        )
-
-
-def _prefetched(runs: Iterator[BlockRun], txn: Transaction) -> Iterator[BlockRun]:
-    """The same runs; their blocks are read from disk a thousand at a time."""
-    while some := list(itertools.islice(runs, 1000)):
-        txn.prefetch([run.block for run in some])
-        yield from some
-
-
-def _delete_unneeded(batch: WriteTransaction, block: int) -> None:
-    for generation in unneeded(batch.txn.generations(block), batch.state.checkpoints):
-        batch.txn.delete_block(block, generation)
-
-
-def _open_table(spec: TableSpec, identity: bytes, earlier_sizes: tuple[int, ...] = ()) -> Table:
-    return Table(spec, BlockCodec(spec), Schedule.of_table(spec), identity, earlier_sizes)
-
-
-def _session(state: State) -> str:
-    return f"epoch {state.epoch} (run {state.run!r})"
-
-
-def _difference(existing: TableSpec, wanted: TableSpec) -> str:
-    old, new = asdict(existing), asdict(wanted)
-    return ", ".join(f"{name} {old[name]} there and {new[name]} here" for name in old if old[name] != new[name])
+        self._unswept.sweep(lambda: self._state.checkpoints, submit, seconds)
 
 
 def _identity_mismatch(storage: Storage, stored: ShardIdentity, wanted: ShardIdentity) -> str:

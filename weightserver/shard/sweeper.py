@@ -1,4 +1,4 @@
-"""Deletes the versions that a release left unneeded, slowly, while the shard serves."""
+"""Deletes versions of blocks that a release left unneeded, slowly, while the shard serves."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from weightserver.shard.group_commit import Committer
 from weightserver.shard.shard import Shard
 
 SHARE = 0.05
-"""Of the time, in which a sweep may run: at most so much of one core and of the disk."""
+"""Share of the time in which a sweep may run, and so of one core and of the disk."""
 LOOK_SECONDS = 0.002
-"""How long to look for versions at a time; to delete them in a transaction takes as long again, or longer."""
+"""How long to look for versions at a time; deleting them in a transaction takes as long again, or longer."""
 _IDLE_SECONDS = 1.0
-"""How often to look whether a checkpoint was released."""
+"""How often to check whether a checkpoint was released."""
 _RETRY_SECONDS = 10.0
-"""How long to wait after an error, as of a full disk."""
+"""How long to wait after an error, such as a full disk."""
 
 _log = logging.getLogger(__name__)
 
 
 class Sweeper:
-    """A thread that has the committer run short sweeps and pauses between them; idle once everything is swept.
+    """A thread that runs short sweeps through the committer, with pauses between them; idle once all is swept.
 
-    Nothing is lost if it is stopped between two sweeps: the next start of the shard begins anew.
+    It may be stopped between two sweeps: the next start of the shard sweeps everything again.
     """
 
     def __init__(self, shard: Shard, committer: Committer) -> None:

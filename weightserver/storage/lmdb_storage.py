@@ -1,34 +1,30 @@
-"""The only user of LMDB: one shard's environment, its transactions and its key layout. (snapshot.py reads bytes.)
+"""One shard's LMDB environment, its transactions and its key layout.
 
 A data directory holds LMDB's `data.mdb` and `lock.mdb`, and `owner.lock`, which the serving process keeps locked; it
-holds the number of a transaction that data.mdb has, from the last time that it was opened or closed.
+records the number of a transaction that data.mdb holds, from the last time that it was opened or closed.
 The environment holds five named databases; values of the first three begin with a checksum (see records.py):
 
     meta       ASCII key -> JSON: `identity` (format, shard, num_shards, unfinished), `spec`, `state` (epoch, ...),
-               `schedule` (see schedule_change.py), and where another program made the directory `build` (see
-               building.py)
-    schedule   first step of a chunk, u64 big-endian -> the chunk's learning rates, float32 little-endian; and 2^63
-               more: those that a prepared change is to put in its place
+               `schedule` (see schedule_change.py), and `build` if another program made the directory (see
+               shard_builder.py)
+    schedule   first step of a chunk, u64 big-endian -> the chunk's learning rates, float32 little-endian; plus 2^63 for
+               those of a prepared change
     writers    writer, 16 bytes -> exactly-once state, u64 + 128 bytes (see exactly_once.py)
     blocks     block u64 big-endian + (2^32 - 1 - generation) u32 big-endian -> block bytes (see blocks.py)
-    changes    generation u32 big-endian + block u64 big-endian -> nothing: which blocks have a version of it
+    changes    generation u32 big-endian + block u64 big-endian -> nothing: the blocks that have a version of it
 
 Because the generation is inverted, the first key at or after a block's number is that block's newest version, and the
 first at or after (block, generation) its newest version up to that generation. `changes` leaves generation 0 out: no
-rollback goes behind it.
+rollback deletes it.
 
-LMDB's map of the file is as long as the file and some room, and grows with it. LMDB trusts its own pages, which have no
-checksum: a directory's trees are walked before it is opened, or a wrong bit could hide rows or end the process.
+LMDB's map of the file is as long as the file plus some room, and grows with it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
-import fcntl
 import functools
-import logging
 import mmap
 import os
 import struct
@@ -36,90 +32,44 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import lmdb
-import lmdb.verify
 import numpy as np
 
-from weightserver.common.atomic_files import (
-    PRIVATE_DIRECTORY,
-    PRIVATE_FILE,
-    make_directory,
-    make_private,
-    require_empty,
-    sync,
-)
+from weightserver.common.atomic_files import PRIVATE_FILE, sync
 from weightserver.core.errors import MapGrownError, ShardUnavailableError, StorageError
+from weightserver.storage import directory as files
+from weightserver.storage.directory import OwnerLock, translated
+from weightserver.storage.integrity import check_trees
+from weightserver.storage.interface import DATABASES, NEWEST, DiskUsage, Transaction
 from weightserver.storage.page_cache import begin_reading, is_cached, open_scattered
-from weightserver.storage.tombstone import TOMBSTONE, require_current
+from weightserver.storage.tombstone import require_current
 
-DATABASES = ("meta", "schedule", "writers", "blocks", "changes")
-_OWN_FILES = frozenset({"data.mdb", "lock.mdb", "owner.lock", TOMBSTONE, "lost+found"})
-"""What may be where a shard begins."""
 _ROOM_BYTES = 256 << 20
-"""Address space that a transaction finds behind the file's pages; a larger one makes the map grow and is repeated."""
+"""Address space that a transaction finds after the file's pages; one that needs more enlarges the map and is
+repeated."""
 _MAX_READERS = 512
 _LOCK_BYTES = 64 * (_MAX_READERS + 2)
-"""What LMDB makes of lock.mdb: a slot a reader, and a header."""
+"""Size of LMDB's lock.mdb: a header, and one slot per reader."""
 _BLOCK = struct.Struct(">Q")
 _BLOCK_KEY = struct.Struct(">QI")
 _CHANGE = struct.Struct(">IQ")
 _PREFETCH_SAMPLE = 8
 _NODE_HEADER = struct.Struct("=IHH")
-"""Of a key in LMDB's file: the value's length, flags, the key's length. The key follows, and then the value."""
+"""Precedes a key in LMDB's file: the value's length, flags, the key's length. The value follows the key."""
 _LARGE_VALUE = 0x01
-"""Flag of a value that has pages of its own: the first one's number, u64, is in its place."""
+"""Flag of a value that has pages of its own: the first page's number, u64, is in its place."""
 _PAGE_HEADER_BYTES = 16
-_OWNER_SECONDS = 5.0
-"""How long a directory is waited for that another process still serves."""
 _READER_CHECK_SECONDS = 5.0
 _COPY_BYTES = 64 << 20
-"""What `copy` writes in one transaction."""
-NEWEST = _MAX_GENERATION = 2**32 - 1
-
-_log = logging.getLogger(__name__)
+"""Bytes of values that `copy` writes in one transaction."""
 
 
 def block_key_parts(key: bytes | memoryview) -> tuple[int, int]:
     """(block, generation) of a key of `blocks`."""
     block, inverted = _BLOCK_KEY.unpack(key)
-    return block, _MAX_GENERATION - inverted
-
-
-class Reader(Protocol):
-    """One snapshot of what a shard stores beside its blocks. Buffers die with it."""
-
-    @property
-    def directory(self) -> Path: ...
-    def get(self, database: str, key: bytes) -> memoryview | None: ...
-    def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]: ...
-
-
-class Transaction(Reader, Protocol):
-    """One snapshot of a shard's data, or one atomic change of it."""
-
-    @property
-    def changed(self) -> bool:
-        """Whether anything was put, cleared or deleted."""
-        ...
-
-    def put(self, database: str, key: bytes, value: bytes | bytearray) -> None: ...
-    def delete(self, database: str, key: bytes) -> None: ...
-    def block_versions(self) -> Iterator[tuple[int, int]]: ...
-    def clear(self, database: str) -> None: ...
-    def newest_block(self, block: int, *, up_to: int = NEWEST) -> memoryview | None: ...
-    def prefetch(self, blocks: Sequence[int], *, up_to: int = NEWEST) -> None: ...
-    def next_block(self, first: int) -> int | None: ...
-    def generations(self, block: int) -> list[int]: ...
-    def is_changed(self, first: int) -> bool: ...
-    def next_change(self, generation: int, block: int) -> tuple[int, int] | None: ...
-    def put_block(self, block: int, generation: int, value: bytes | bytearray) -> None: ...
-    def delete_block(self, block: int, generation: int) -> None: ...
-    def delete_generations(self, first: int) -> None: ...
+    return block, NEWEST - inverted
 
 
 class _LmdbTransaction:
@@ -149,7 +99,7 @@ class _LmdbTransaction:
             yield bytes(key), memoryview(value)
 
     def block_versions(self) -> Iterator[tuple[int, int]]:
-        """(block, generation) of every stored version, of whose values no more than the first pages are read."""
+        """(block, generation) of every stored version; reads no more than the first pages of values."""
         with self._txn.cursor(self._databases["blocks"]) as cursor:
             yield from map(block_key_parts, map(bytes, cursor.iternext(values=False)))
 
@@ -158,7 +108,7 @@ class _LmdbTransaction:
         self._txn.drop(self._databases[database], delete=False)
 
     def pages(self) -> dict[str, int]:
-        """Of each database."""
+        """Number of pages of each database."""
         stats = {name: self._txn.stat(database) for name, database in self._databases.items()}
         return {
             name: stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for name, stat in stats.items()
@@ -166,16 +116,16 @@ class _LmdbTransaction:
 
     def newest_block(self, block: int, *, up_to: int = NEWEST) -> memoryview | None:
         """The block's newest version of a generation ≤ `up_to`."""
-        if not self._blocks.set_range(_BLOCK_KEY.pack(block, _MAX_GENERATION - up_to)):
+        if not self._blocks.set_range(_BLOCK_KEY.pack(block, NEWEST - up_to)):
             return None
         if self._blocks.key()[:8] != _BLOCK.pack(block):
             return None
         return memoryview(self._blocks.value())
 
     def prefetch(self, blocks: Sequence[int], *, up_to: int = NEWEST) -> None:
-        """Begins to read what `newest_block` will be asked for, all at once, unless it is in memory.
+        """Begins to read the blocks' newest versions from disk, all at once, unless they are in memory.
 
-        Every eighth block is looked for there: what is in memory costs little.
+        Looks for every eighth block in memory, so that blocks in memory cost little.
         """
         sample = self._extents(blocks[::_PREFETCH_SAMPLE], up_to)
         if not all(is_cached(self._data, offset + num_bytes - 1) for offset, num_bytes in sample):
@@ -185,12 +135,12 @@ class _LmdbTransaction:
     def _extents(self, blocks: Sequence[int], up_to: int) -> Iterator[tuple[int, int]]:
         """(offset, bytes) in the data file of the newest versions, up to `up_to`, that have pages of their own.
 
-        LMDB tells of no page numbers, but the key that it shows is the file's own, beside which they are. To find a key
-        is to read its value's first page.
+        LMDB's interface has no page numbers, but the key that it returns lies in the mapped file, next to the number.
+        To find a key is to read its value's first page.
         """
         page_bytes = self._txn.stat(self._databases["blocks"])["psize"]
         for block in blocks:
-            if not self._blocks.set_range(_BLOCK_KEY.pack(block, _MAX_GENERATION - up_to)):
+            if not self._blocks.set_range(_BLOCK_KEY.pack(block, NEWEST - up_to)):
                 continue
             key = self._blocks.key()
             address = np.frombuffer(key, np.uint8).__array_interface__["data"][0]
@@ -207,7 +157,7 @@ class _LmdbTransaction:
         return block_key_parts(bytes(self._blocks.key()))[0]
 
     def generations(self, block: int) -> list[int]:
-        """Of the block's versions, newest first."""
+        """Generations of the block's versions, newest first."""
         prefix, found = _BLOCK.pack(block), []
         more = self._blocks.set_range(prefix)
         while more and self._blocks.key()[:8] == prefix:
@@ -227,13 +177,13 @@ class _LmdbTransaction:
 
     def put_block(self, block: int, generation: int, value: bytes | bytearray) -> None:
         self.changed = True
-        self._txn.put(_BLOCK_KEY.pack(block, _MAX_GENERATION - generation), value, db=self._databases["blocks"])
+        self._txn.put(_BLOCK_KEY.pack(block, NEWEST - generation), value, db=self._databases["blocks"])
         if generation:
             self._txn.put(_CHANGE.pack(generation, block), b"", db=self._databases["changes"])
 
     def delete_block(self, block: int, generation: int) -> None:
         self.changed = True
-        self._txn.delete(_BLOCK_KEY.pack(block, _MAX_GENERATION - generation), db=self._databases["blocks"])
+        self._txn.delete(_BLOCK_KEY.pack(block, NEWEST - generation), db=self._databases["blocks"])
         self._txn.delete(_CHANGE.pack(generation, block), db=self._databases["changes"])
 
     def delete_generations(self, first: int) -> None:
@@ -244,46 +194,22 @@ class _LmdbTransaction:
             self.delete_block(block, generation)
 
 
-@dataclass(frozen=True)
-class DiskUsage:
-    """Where the bytes of a data file go, and what its volume has left."""
-
-    databases: dict[str, int]
-    """Bytes of each database's pages."""
-    free: int
-    """Bytes of pages that writes will use again, and of LMDB's own."""
-    volume_free: int
-    map_size: int
-    """What the data file can grow to."""
-
-
-class Storage(Protocol):
-    """Where a shard keeps its data."""
-
-    directory: Path
-
-    def read(self) -> AbstractContextManager[Transaction]: ...
-    def write(self) -> AbstractContextManager[Transaction]: ...
-    def disk_bytes(self) -> int: ...
-    def disk_usage(self) -> DiskUsage: ...
-
-
 class LmdbStorage:
     """One shard's LMDB environment. Reads may run in any thread; writes in one thread at a time.
 
-    It owns the directory: nobody else serves or reads it meanwhile; `snapshot.py` reads beside its owner.
+    It owns the directory: no other process serves or reads it meanwhile, except with `snapshot.py`.
 
     Args:
-        anew: begin an empty one where the data file of a directory that was served before is gone.
+        allow_recreate: begin an empty shard if the directory was served before and its data file is gone.
         must_exist: refuse a directory without data, which then stays as it is.
-        on_failure: told why, once, when LMDB can read and write no more: every call raises ShardUnavailableError from
-            then on, and whether the last write is there shows when the directory is opened again.
-        scattered: blocks are read anywhere, after `prefetch`: without the readahead of whoever reads all.
-        room_bytes: address space to keep behind the file's pages.
+        on_failure: called with the reason, once, when LMDB can no longer read and write. Every later call raises
+            ShardUnavailableError; whether the last write was stored shows when the directory is opened again.
+        scattered: open the file for reads anywhere, after `prefetch`: without readahead, which serves reading it all.
+        room_bytes: address space to keep after the file's pages.
 
     Raises:
         StorageError: the directory cannot be used, another process serves it, or its pages are damaged.
-        ValueError: it is a file, or holds no shard, and other files, which stay as they are.
+        ValueError: it is a file, or holds other files than a shard's, which stay as they are.
     """
 
     def __init__(
@@ -291,7 +217,7 @@ class LmdbStorage:
         directory: Path,
         *,
         readonly: bool = False,
-        anew: bool = False,
+        allow_recreate: bool = False,
         must_exist: bool = False,
         on_failure: Callable[[str], None] = lambda reason: None,
         scattered: bool = False,
@@ -308,66 +234,76 @@ class LmdbStorage:
         self._damaged = False
         self._failure = ""
         self._on_failure = on_failure
-        data = directory / "data.mdb"
-        with _translated(directory), contextlib.ExitStack() as opened:
+        with translated(directory), contextlib.ExitStack() as opened:
             if readonly:
-                _check_there(directory)
+                files.require_data(directory)
             else:
-                if not holds_data(directory):
-                    if not _last_transaction(directory):
-                        require_empty(directory, but=_OWN_FILES)
-                    if must_exist:
-                        raise StorageError(_missing(directory))
-                make_directory(directory, mode=PRIVATE_DIRECTORY)
-                files = [directory / name for name in ("data.mdb", "lock.mdb", "owner.lock")]
-                if (changed := make_private(directory, *files)) and holds_data(directory):
-                    _log.warning(
-                        "others than this user could read or lock %s, and cannot any more",
-                        ", ".join(map(str, changed)),
-                    )
-            self._owner = _lock(directory, readonly=readonly)
-            opened.callback(self._release)
-            if not readonly:
-                require_current(directory)
-            last_transaction = _last_transaction(directory)
-            if last_transaction and _is_gone(data):  # one that went away is no new shard
-                if not anew:
-                    raise StorageError(_missing(directory))
-                last_transaction = 0
-            if not readonly:
-                _allocate(directory / "lock.mdb", _LOCK_BYTES)
-            if not _is_gone(data):
-                _check_integrity(directory, _Trees)
-            self._env = lmdb.open(
-                str(directory),
-                map_size=(data.stat().st_size if data.exists() else 0) + 2 * room_bytes,
-                max_dbs=len(DATABASES),
-                readonly=readonly,
-                create=not readonly,
-                mode=PRIVATE_FILE,
-                lock=not readonly,
-                max_readers=_MAX_READERS,
-                readahead=not scattered,
-                lib_version=0,
-            )
+                files.prepare(directory, must_exist=must_exist)
+            self._lock = OwnerLock(directory, readonly=readonly)
+            opened.callback(self._lock.release)
+            last_transaction = self._check_files(allow_recreate=allow_recreate)
+            self._env = self._open_environment(readahead=not scattered)
             opened.callback(self._env.close)
-            self._data = open_scattered(data)
+            self._data = open_scattered(files.data_file(directory))
             opened.callback(os.close, self._data)
-            _check_newest(directory, self._env, last_transaction)
-            create = not readonly and self._env.stat()["entries"] == 0  # one that is missing is no empty one
-            if create and must_exist:
-                raise StorageError(_missing(directory))
-            with self._env.begin(write=True) if create else contextlib.nullcontext() as txn:
-                self._databases = {name: self._env.open_db(name.encode(), txn, create=create) for name in DATABASES}
+            self._require_transaction(last_transaction)
+            self._databases = self._open_databases(must_exist=must_exist)
             if not readonly:
                 sync(directory)
                 sync(directory.parent)
-                self._note_last_transaction()
+                self._record_last_transaction()
             opened.pop_all()
+
+    def _check_files(self, *, allow_recreate: bool) -> int:
+        """Checks the files of the locked directory; returns the transaction that its data must hold."""
+        if not self._readonly:
+            require_current(self.directory)
+        last_transaction = files.last_transaction(self.directory)
+        has_data = files.holds_data(self.directory)
+        if last_transaction and not has_data:  # data that disappeared is no new shard
+            if not allow_recreate:
+                raise files.missing_data(self.directory)
+            last_transaction = 0
+        if not self._readonly:
+            files.allocate(self.directory / "lock.mdb", _LOCK_BYTES)
+        if has_data:
+            check_trees(self.directory)
+        return last_transaction
+
+    def _open_environment(self, *, readahead: bool) -> lmdb.Environment:
+        data, readonly = files.data_file(self.directory), self._readonly
+        return lmdb.open(
+            str(self.directory),
+            map_size=(data.stat().st_size if data.exists() else 0) + 2 * self._room_bytes,
+            max_dbs=len(DATABASES),
+            readonly=readonly,
+            create=not readonly,
+            mode=PRIVATE_FILE,
+            lock=not readonly,
+            max_readers=_MAX_READERS,
+            readahead=readahead,
+            lib_version=0,
+        )
+
+    def _require_transaction(self, last_transaction: int) -> None:
+        """Raises StorageError if the data file is an old copy."""
+        if self._env.info()["last_txnid"] < last_transaction:
+            raise StorageError(
+                f"{self.directory}: data.mdb lacks transactions that it had, as after damage of its first pages or "
+                "when an old copy was put back: restore it, or remove owner.lock to serve it as it is"
+            )
+
+    def _open_databases(self, *, must_exist: bool) -> dict[str, lmdb._Database]:
+        """Opens the databases, and creates them in a new environment only: a missing one is not an empty one."""
+        create = not self._readonly and self._env.stat()["entries"] == 0
+        if create and must_exist:
+            raise files.missing_data(self.directory)
+        with self._env.begin(write=True) if create else contextlib.nullcontext() as txn:
+            return {name: self._env.open_db(name.encode(), txn, create=create) for name in DATABASES}
 
     @contextlib.contextmanager
     def read(self) -> Iterator[_LmdbTransaction]:
-        """A snapshot, to be held briefly: the file grows while old snapshots live."""
+        """A snapshot, to be held briefly: the file grows while old snapshots exist."""
         with self._idle:
             self._idle.wait_for(lambda: not self._growing)
             if self._closed:
@@ -387,8 +323,8 @@ class LmdbStorage:
         """An atomic change, durable when the context is left; undone when it is left by an exception.
 
         Raises:
-            MapGrownError: the map was full; the same again finds a larger one.
-            StorageError: the disk is full, or LMDB met damage, after which nothing is written any more.
+            MapGrownError: the map was full; a repeated write finds a larger one.
+            StorageError: the disk is full, or LMDB found damage, after which all writes are refused.
         """
         self._require_usable()
         if self._damaged:
@@ -402,7 +338,7 @@ class LmdbStorage:
             except lmdb.MapFullError:
                 self._grow()
                 raise MapGrownError(
-                    f"{self.directory}: a write needed a larger map, which it has now: repeat it"
+                    f"{self.directory}: a write needed a larger map, which now exists: repeat it"
                 ) from None
             except (lmdb.CorruptedError, lmdb.PageNotFoundError):
                 self._damaged = True
@@ -410,12 +346,12 @@ class LmdbStorage:
 
     @contextlib.contextmanager
     def _using_lmdb(self) -> Iterator[None]:
-        """Turns LMDB's errors into StorageError, and notices where it can go on no more.
+        """Turns LMDB's errors into StorageError, and detects errors from which LMDB does not recover.
 
-        A meta page that could not be written makes LMDB refuse everything until the file is opened again.
+        After a meta page could not be written, LMDB refuses everything until the file is opened again.
         """
         try:
-            with _translated(self.directory, (lmdb.Error,)):
+            with translated(self.directory, (lmdb.Error,)):
                 yield
         except StorageError as error:
             if not isinstance(error.__cause__, lmdb.Error):
@@ -439,13 +375,13 @@ class LmdbStorage:
             if self._failure:
                 return
             self._failure = (
-                f"{self.directory}: LMDB cannot go on after an error of its file ({error}): the shard ends, and its "
-                "next start shows whether the last writes are there"
+                f"{self.directory}: LMDB cannot continue after an error of its file ({error}): the shard ends, and its "
+                "next start shows whether the last writes were stored"
             )
         self._on_failure(self._failure)
 
     def _forget_dead_readers(self) -> None:
-        """Another process that died while it read keeps its snapshot, and the file grows."""
+        """Frees the snapshots of processes that died while they read: the file would grow."""
         if time.monotonic() >= self._next_reader_check:
             self._env.reader_check()
             self._next_reader_check = time.monotonic() + _READER_CHECK_SECONDS
@@ -455,15 +391,16 @@ class LmdbStorage:
             self._grow()
 
     def _grow(self) -> None:
-        """Doubles the map, or adds what address space allows. Reads use it: running ones end first, new ones wait."""
+        """Doubles the map, or adds what address space allows. Waits for running reads, which use the map; new ones
+        wait."""
         map_bytes = self._env.info()["map_size"]
-        with _translated(self.directory), self._idle:
+        with translated(self.directory), self._idle:
             added_bytes = _spare_address_space(map_bytes, least=2 * self._room_bytes)
             self._growing = True
             try:
                 self._idle.wait_for(lambda: self._num_reading == 0)
                 self._env.set_mapsize(map_bytes + added_bytes)
-            except lmdb.Error as error:  # it has no map now, and would end the process
+            except lmdb.Error as error:  # LMDB has no map now, and would end the process
                 self._fail(error)
                 raise
             finally:
@@ -474,12 +411,12 @@ class LmdbStorage:
         """Writes the environment to an empty file, without free pages and without versions that nothing needs.
 
         Args:
-            unneeded: of the generations of a block's versions, newest first, those to leave out.
+            unneeded: selects, among the generations of a block's versions, newest first, those to leave out.
 
         Raises:
-            StorageError: the copy is not the same, or cannot be written.
+            StorageError: the copy is incomplete, or cannot be written.
         """
-        with _translated(path, (lmdb.Error,)), self._env.begin(buffers=True) as txn:
+        with translated(path, (lmdb.Error,)), self._env.begin(buffers=True) as txn:
             blocks = _LmdbTransaction(self.directory, txn, self._databases, self._data)
             left_out = functools.lru_cache(1)(lambda block: frozenset(unneeded(blocks.generations(block))))
 
@@ -515,7 +452,7 @@ class LmdbStorage:
             raise StorageError(f"{path} would hold {found}, not {wanted}: run 'weightserver verify {self.directory}'")
 
     def disk_bytes(self) -> int:
-        """What the data file takes on disk."""
+        """Bytes that the data file takes on disk."""
         return (self.directory / "data.mdb").stat().st_blocks * 512
 
     def disk_usage(self) -> DiskUsage:
@@ -533,198 +470,28 @@ class LmdbStorage:
         )
 
     def close(self) -> None:
-        """Waits for running reads: what they look at is memory that closing unmaps. Later ones are refused."""
+        """Waits for running reads, whose memory closing unmaps. Later reads are refused."""
         with self._idle:
             if self._closed:
                 return
             self._closed = True
             self._idle.wait_for(lambda: self._num_reading == 0)
-        if self._owner is not None and not self._readonly and not self._failure:  # what it has on the disk is unknown
-            self._note_last_transaction()
+        if not self._readonly and not self._failure:  # after a failure, what the disk holds is unknown
+            self._record_last_transaction()
         self._env.close()
         os.close(self._data)
-        self._release()
+        self._lock.release()
 
-    def _note_last_transaction(self) -> None:
-        assert self._owner is not None
-        os.pwrite(self._owner, b"%20d\n" % self._env.info()["last_txnid"], 0)
-        os.fsync(self._owner)
-
-    def _release(self) -> None:
-        if self._owner is not None:
-            os.close(self._owner)
-            self._owner = None
-
-
-class _Verifier(lmdb.verify._Verifier):
-    """LMDB's, that also notices where the file's first two pages are not of consecutive transactions. LMDB takes the
-    higher number for the newest: by a damaged number it would serve the one before."""
-
-    def load_metas(self) -> None:
-        super().load_metas()  # type: ignore[no-untyped-call]
-        numbers = [self._read_meta(page, self.psize).txnid for page in range(2)]  # type: ignore[no-untyped-call]
-        if abs(numbers[0] - numbers[1]) > 1:
-            self.err(f"the first pages are of transactions {numbers[0]} and {numbers[1]}")  # type: ignore[no-untyped-call]
-
-
-class _Trees(_Verifier):
-    """Looks at the pages of all trees, a thousandth of the file, and leaves those of large values alone."""
-
-    def _bigdata(
-        self, ctx: dict[str, Any], pgno: int, i: int, buf: bytes, doff: int, dsize: int, want_bytes: bool
-    ) -> bytes | None:
-        if ctx["is_free"]:
-            arguments = (ctx, pgno, i, buf, doff, dsize, want_bytes)
-            return super()._bigdata(*arguments)  # type: ignore[no-untyped-call, no-any-return]
-        num_pages = (self.hdrsz - 1 + dsize) // self.psize + 1
-        ctx["overflow"] += num_pages
-        end = (int.from_bytes(buf[doff : doff + 8], sys.byteorder) + num_pages) * self.psize
-        if end > self.filesize:  # they would kill the process that reads them; free pages may lie there
-            self.err(f"it has {self.filesize} bytes, its pages take {end}")  # type: ignore[no-untyped-call]
-        return None
-
-    def _check_cover(self) -> None:
-        """Of free pages and others."""
-
-
-def structural_problems(directory: Path) -> list[str]:
-    """What is wrong with LMDB's own pages, read as bytes: nothing of a damaged file is trusted.
-
-    Raises:
-        StorageError: another process serves the directory, or it holds no data.
-    """
-    with _translated(directory):
-        _check_there(directory)
-        owner = _lock(directory, readonly=True)
-        try:
-            return _problems(directory, _Verifier)
-        finally:
-            if owner is not None:
-                os.close(owner)
-
-
-def check_integrity(directory: Path) -> None:
-    """Raises StorageError where LMDB's own pages are damaged, another process serves them, or there are none."""
-    if problems := structural_problems(directory):
-        raise _damage(directory, problems)
-
-
-def _check_integrity(directory: Path, verifier: type[_Verifier]) -> None:
-    if problems := _problems(directory, verifier):
-        raise _damage(directory, problems)
-
-
-def _problems(directory: Path, verifier: type[_Verifier]) -> list[str]:
-    data = directory / "data.mdb"
-    try:
-        with data.open("rb") as file:
-            return [str(problem) for problem in verifier(file, data.stat().st_size).verify()]  # type: ignore[no-untyped-call]
-    except lmdb.verify.VerifyError as error:
-        return [str(error)]
-
-
-def _damage(directory: Path, problems: list[str]) -> StorageError:
-    more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
-    return StorageError(f"{directory}: data.mdb is damaged ({problems[0]}{more}): restore it from a backup")
-
-
-@contextlib.contextmanager
-def _translated(directory: Path, kinds: tuple[type[Exception], ...] = (lmdb.Error, OSError)) -> Iterator[None]:
-    """Turns LMDB's errors, and the file system's unless told otherwise, into StorageError."""
-    try:
-        yield
-    except kinds as error:
-        hint = ""
-        if "Input/output" in str(error):
-            hint = " (is the disk full?)"  # LMDB calls a write that is cut short so
-        if isinstance(error, lmdb.MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
-            hint = " for a map of the file: give the process more address space (ulimit -v)"
-        raise StorageError(f"{directory}: {error}{hint}") from error
-
-
-def _lock(directory: Path, *, readonly: bool) -> int | None:
-    """The descriptor of the locked owner.lock. Waits a while: the process before this one may be about to end.
-
-    None where there is none to lock and nothing can be written.
-    """
-    path = directory / "owner.lock"
-    access = os.O_RDONLY if readonly else os.O_RDWR
-    try:
-        descriptor = os.open(path, access | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
-    except OSError:
-        if not readonly or path.exists():
-            raise
-        return None
-    deadline = time.monotonic() + _OWNER_SECONDS
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() < deadline:
-                time.sleep(0.05)
-                continue
-            os.close(descriptor)
-            raise StorageError(
-                f"{directory} is served by another process: stop that one, or give this one a --data-dir of its own"
-            ) from None
-        return descriptor
-
-
-def _allocate(path: Path, num_bytes: int) -> None:
-    """LMDB writes to its lock file as to memory: one without room on the disk would end the process."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
-    try:
-        os.posix_fallocate(descriptor, 0, num_bytes)
-    finally:
-        os.close(descriptor)
-
-
-def _check_there(directory: Path) -> None:
-    if not (directory / "data.mdb").exists():
-        raise StorageError(f"{directory} holds no weight server data: give the --data-dir of a shard")
-
-
-def holds_data(directory: Path) -> bool:
-    return not _is_gone(directory / "data.mdb")
-
-
-def _missing(directory: Path) -> str:
-    """What to say of a directory whose data is not there."""
-    if _last_transaction(directory):
-        return (
-            f"{directory} was served before and its data.mdb is gone or empty: is its disk mounted? Where its rows are "
-            "lost, restore all shards from one backup"
-        )
-    what = "is empty" if directory.exists() else "is missing"
-    return f"{directory} {what}: is its disk mounted? Give --init to begin a new, empty shard here"
-
-
-def _last_transaction(directory: Path) -> int:
-    """What `owner.lock` says; 0 where it is new."""
-    path = directory / "owner.lock"
-    text = path.read_bytes()[:32].strip() if path.exists() else b""
-    return int(text) if text.isdigit() else 0
-
-
-def _is_gone(data: Path) -> bool:
-    return not (data.exists() and data.stat().st_size)
-
-
-def _check_newest(directory: Path, env: lmdb.Environment, last_transaction: int) -> None:
-    """An old copy is not the shard's data."""
-    if env.info()["last_txnid"] < last_transaction:
-        raise StorageError(
-            f"{directory}: data.mdb lacks transactions that it had, as after damage of its first pages or "
-            "when an old copy was put back: restore it, or remove owner.lock to serve it as it is"
-        )
+    def _record_last_transaction(self) -> None:
+        self._lock.record_transaction(self._env.info()["last_txnid"])
 
 
 def _spare_address_space(wanted: int, *, least: int) -> int:
     """Bytes of address space that the process can still take: `wanted`, or a half, a quarter, ... of it, or `least`.
 
-    LMDB unmaps the file before it maps more of it, and has lost its map where that fails: so this tries first. Linux
-    counts shared memory without a file against RAM and swap, which a shard may exceed. A private mapping that is only
-    read takes addresses alone, as LMDB's map of the file does, whatever vm.overcommit_memory says.
+    LMDB unmaps the file before it maps more of it, and loses its map if that fails: so this tries first. Linux counts
+    shared memory without a file against RAM and swap, which a shard may exceed. A private mapping that is only read
+    takes only addresses, as LMDB's map of the file does, whatever vm.overcommit_memory says.
 
     Raises:
         OSError: not even `least` bytes are left (ENOMEM).
@@ -741,7 +508,7 @@ def _spare_address_space(wanted: int, *, least: int) -> int:
 
 
 def _used_bytes(env: lmdb.Environment) -> int:
-    """Up to the last page that was ever used."""
+    """Bytes up to the last page that was ever used."""
     return int((env.info()["last_pgno"] + 1) * env.stat()["psize"])
 
 
@@ -759,7 +526,7 @@ def _batches(items: Iterable[tuple[memoryview, memoryview]]) -> Iterator[list[tu
 
 
 def _entries(env: lmdb.Environment) -> dict[str, int]:
-    """How many each database has."""
+    """Number of entries of each database."""
     with env.begin() as txn:
         databases = {name: env.open_db(name.encode(), txn, create=False) for name in DATABASES}
         return {name: int(txn.stat(database)["entries"]) for name, database in databases.items()}

@@ -1,7 +1,7 @@
-"""What a shard stores beside its blocks: who it is, the table's spec, its state, the schedule (where: storage.py).
+"""Records that a shard stores besides its blocks: its identity, spec, state and schedule (keys: lmdb_storage.py).
 
-Every value is 8 bytes of checksum, u64 little-endian, XXH3-64 of the database's name, the key and the content; and the
-content. Whatever is not what was written raises StorageError, here and in one line.
+Every value is 8 bytes of checksum, u64 little-endian, XXH3-64 of the database's name, the key and the content; then the
+content. A value that is not as it was written raises StorageError.
 """
 
 from __future__ import annotations
@@ -17,79 +17,85 @@ import numpy as np
 import xxhash
 
 from weightserver.core.arrays import Float32Array
-from weightserver.core.checkpoints import Checkpoint
+from weightserver.core.checkpoints import ShardCheckpoint
 from weightserver.core.errors import NoTableError, StorageError
 from weightserver.core.lineage import Lineage, split_mark
 from weightserver.core.spec import TableSpec
-from weightserver.storage.lmdb_storage import Reader, Transaction
+from weightserver.storage.interface import Reader, Transaction
 
 FORMAT = 3
 _READABLE_FORMATS = (2, FORMAT)
 """Format 2, of version 0.1, kept the checkpoints in `state`, and had neither marks nor a table's identity."""
 MAX_CHECKPOINTS = 1_000
-"""That a shard retains."""
+"""Number of checkpoints that a shard may retain."""
 _SCHEDULE_CHUNK = 65_536
-"""Learning rates per stored value."""
+"""Number of learning rates in a stored value."""
 _STEP = struct.Struct(">Q")
 _PREPARED = 1 << 63
-"""Added to the key of a stored chunk of learning rates that a prepared change is to put in the place of another."""
+"""Added to the key of a chunk of learning rates that belongs to a prepared change."""
 _CHECKSUM = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
 class ShardIdentity:
-    """Whose data a directory holds."""
+    """The shard whose data a directory holds."""
 
     shard: int
     num_shards: int
     unfinished: bool = False
-    """While another program than a shard fills the directory; see building.py."""
+    """Whether another program still fills the directory; see shard_builder.py."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What changes with every write, stored beside the rows."""
+    """The part of a shard that changes with every write, besides its rows."""
 
     epoch: int = 0
     opener: str = ""
-    """Of the newest session. Empty where the epoch is nobody's, as behind a drop or a restore."""
+    """Opener of the newest session; empty if no client opened it, as after a drop or a restore."""
     run: str = ""
     clock: int = 0
     rows_stored: int = 0
     schedule_version: int = 0
     generation: int = 0
     incarnation: str = ""
-    """Of the process that wrote last: 16 hexadecimal digits."""
+    """Names the process that wrote last: 16 hexadecimal digits."""
     commit: int = 0
-    """Counts the transactions that changed anything; compacting leaves it alone."""
+    """Number of transactions that changed anything; compacting does not change it."""
     timeline: str = ""
-    """Of the newest rollback or restore; shards of different ones hold rows of different times."""
-    checkpoints: tuple[Checkpoint, ...] = ()
+    """Names the newest rollback or restore; shards with different ones hold rows of different times."""
+    checkpoints: tuple[ShardCheckpoint, ...] = ()
     """Retained, oldest first; the current generation is newer than all of theirs."""
 
     @property
     def mark(self) -> str:
-        """Empty where version 0.1 wrote it."""
+        """Names the state, see `Lineage`; empty if version 0.1 wrote it."""
         return f"{self.incarnation}:{self.commit}" if self.incarnation else ""
 
-    def checkpoint(self, name: str, identity: str = "") -> Checkpoint:
-        """The retained checkpoint of that name and, where given, identity, or NoTableError."""
+    def checkpoint(self, name: str, checkpoint_id: bytes = b"") -> ShardCheckpoint:
+        """The retained checkpoint of that name and, if given, id.
+
+        Raises:
+            NoTableError: there is none.
+        """
         for checkpoint in self.checkpoints:
             if checkpoint.name == name:
-                if identity not in ("", checkpoint.identity):
-                    raise NoTableError(f"checkpoint {name!r} is another one by now: call checkpoints() and begin anew")
+                if checkpoint_id not in (b"", checkpoint.checkpoint_id):
+                    raise NoTableError(
+                        f"checkpoint {name!r} was replaced by another of its name: call checkpoints() and start over"
+                    )
                 return checkpoint
         raise NoTableError(f"there is no checkpoint {name!r}: call checkpoints() for those of all shards")
 
 
 def descends(state: State, lineage: Lineage, mark: str) -> bool:
-    """Whether a directory of that state and lineage holds all that was there at the mark."""
+    """Whether a directory of that state and lineage holds everything that existed at the mark."""
     incarnation, commit = split_mark(mark)
     return (incarnation == state.incarnation and commit <= state.commit) or lineage.holds(mark)
 
 
 def read_identity(txn: Reader) -> ShardIdentity | None:
-    """None where nothing is stored yet.
+    """Reads whose data the directory holds; None if nothing is stored yet.
 
     Raises:
         StorageError: it is damaged, or of another format.
@@ -115,25 +121,25 @@ def write_identity(txn: Transaction, identity: ShardIdentity) -> None:
 
 
 def read_format(txn: Reader) -> int:
-    """Of the directory, which has an identity; the present one where nothing is stored yet."""
+    """The format of the directory; the present one if nothing is stored yet."""
     return int((get_json(txn, "identity") or {"format": FORMAT})["format"])
 
 
 def read_spec(txn: Reader) -> TableSpec | None:
-    """None where there is no table."""
+    """The table's spec, or None."""
     with _guarded(txn, "spec"):
         stored = _stored(txn, "spec")
         return TableSpec(**stored["table"]) if stored["table"] is not None else None
 
 
 def read_earlier_sizes(txn: Transaction) -> tuple[int, ...]:
-    """How many rows the table had before each of its extensions, the newest last."""
+    """Number of rows of the table before each of its extensions, the newest last."""
     with _guarded(txn, "spec"):
         return tuple(map(int, _stored(txn, "spec").get("earlier_sizes", ())))
 
 
 def read_table_identity(txn: Transaction) -> bytes:
-    """16 bytes; none where there is no table."""
+    """16 bytes; empty if there is no table."""
     with _guarded(txn, "spec"):
         stored = _stored(txn, "spec")
         if stored["table"] is None:
@@ -142,7 +148,7 @@ def read_table_identity(txn: Transaction) -> bytes:
 
 
 def earlier_identity(spec: dict[str, Any]) -> bytes:
-    """That of a table of version 0.1, which had none: made of its spec, so that all shards and backups agree."""
+    """The identity of a table of version 0.1, which stored none: derived from its spec, the same on all shards."""
     never_changing = {name: value for name, value in spec.items() if name != "num_rows"}
     return xxhash.xxh3_128_digest(json.dumps(never_changing, sort_keys=True).encode())
 
@@ -158,15 +164,40 @@ def read_state(txn: Reader) -> State:
     with _guarded(txn, "state"):
         stored = _stored(txn, "state")
         kept = stored["checkpoints"] if "checkpoints" in stored else _stored(txn, "checkpoints")["retained"]
-        checkpoints = tuple(_built(Checkpoint, checkpoint) for checkpoint in kept)
+        checkpoints = tuple(map(_checkpoint_from_json, kept))
         return _built(State, stored | {"checkpoints": checkpoints})
 
 
 def write_state(txn: Transaction, state: State, before: State | None = None) -> None:
-    """Stores it in the place of `before`, or of anything."""
+    """Stores the state; the checkpoints only if they are not those of the stored state `before`."""
     put_json(txn, "state", {name: value for name, value in vars(state).items() if name != "checkpoints"})
     if before is None or state.checkpoints is not before.checkpoints:
-        put_json(txn, "checkpoints", {"retained": [asdict(known) for known in state.checkpoints]})
+        put_json(txn, "checkpoints", {"retained": list(map(_checkpoint_to_json, state.checkpoints))})
+
+
+def state_to_json(state: State) -> dict[str, Any]:
+    """The state as one JSON object."""
+    return vars(state) | {"checkpoints": list(map(_checkpoint_to_json, state.checkpoints))}
+
+
+def _checkpoint_to_json(kept: ShardCheckpoint) -> dict[str, Any]:
+    return {
+        "name": kept.name,
+        "step": kept.step,
+        "generation": kept.generation,
+        "clock": kept.clock,
+        "rows_stored": kept.rows_stored,
+        "identity": kept.checkpoint_id.hex(),
+        "mark": kept.mark,
+        "num_rows": kept.num_rows,
+    }
+
+
+def _checkpoint_from_json(stored: dict[str, Any]) -> ShardCheckpoint:
+    """The checkpoint of a stored object; version 0.1 stored no mark, and no number of rows."""
+    named = dict(stored)
+    checkpoint_id, mark = bytes.fromhex(named.pop("identity", "")), named.pop("mark", "")
+    return _built(ShardCheckpoint, {**named, "checkpoint_id": checkpoint_id, "marks": (mark,) if mark else ()})
 
 
 def read_lineage(txn: Transaction) -> Lineage:
@@ -179,7 +210,7 @@ def write_lineage(txn: Transaction, lineage: Lineage) -> None:
 
 
 def read_peers(txn: Transaction) -> list[str]:
-    """The marks of all shards that this one was told last, in their order; none where it was told of none."""
+    """The marks of all shards that a client reported last, in the order of shards; empty if none did."""
     with _guarded(txn, "peers"):
         return list(map(str, _stored_marks(txn, "peers")))
 
@@ -195,15 +226,15 @@ def read_schedule(txn: Transaction) -> Float32Array:
 
 
 def read_horizon(txn: Reader, num_values: int) -> int:
-    """How many learning rates are in use, of a database `schedule` of `num_values`; only the last of them is read."""
-    for first in range((num_values - 1) * _SCHEDULE_CHUNK, -1, -_SCHEDULE_CHUNK):  # prepared ones are values too
+    """Number of learning rates in use, given the number of values of `schedule`; reads only the last of them."""
+    for first in range((num_values - 1) * _SCHEDULE_CHUNK, -1, -_SCHEDULE_CHUNK):  # prepared chunks are values too
         if (last := get_record(txn, "schedule", _STEP.pack(first))) is not None:
             return first + len(last) // 4
     return 0
 
 
 def write_schedule(txn: Transaction, start_step: int, learning_rates: Float32Array, *, prepared: bool = False) -> None:
-    """Stores those of `start_step` (≤ horizon) and later steps, float32 [n]: for use, or beside those in use."""
+    """Stores learning rates of `start_step` (≤ horizon) and later steps, float32 [n]: for use, or as `prepared`."""
     end, offset = start_step + len(learning_rates), _PREPARED if prepared else 0
     for first in range(start_step - start_step % _SCHEDULE_CHUNK, end, _SCHEDULE_CHUNK):
         key = _STEP.pack(first + offset)
@@ -224,7 +255,7 @@ def read_prepared_schedule(txn: Transaction, start_step: int, stop_step: int) ->
 
 
 def end_prepared_schedule(txn: Transaction, *, commit: bool) -> None:
-    """Puts prepared learning rates to use, or forgets them."""
+    """Puts prepared learning rates to use, or deletes them."""
     for first, content in [chunk for chunk in _schedule_chunks(txn) if chunk[0] >= _PREPARED]:
         if commit:
             put_record(txn, "schedule", _STEP.pack(first - _PREPARED), content)
@@ -239,7 +270,7 @@ def _schedule_chunks(txn: Transaction) -> Iterator[tuple[int, bytes]]:
 
 
 def _joined(txn: Transaction, chunks: list[tuple[int, bytes]], start_step: int = 0) -> Float32Array:
-    """The learning rates of chunks that follow one another from `start_step` on."""
+    """The learning rates of consecutive chunks from `start_step` on."""
     rates, end = [np.zeros(0, np.float32)], start_step
     for first, content in chunks:
         with _guarded(txn, "schedule"):
@@ -258,7 +289,7 @@ def get_json(txn: Reader, key: str) -> dict[str, Any] | None:
 
 
 def upgrade(txn: Transaction, incarnation: str) -> None:
-    """Brings a directory of format 2 to the present one. What the rows are does not change."""
+    """Upgrades a directory of format 2 to the present format; rows do not change."""
     identity = read_identity(txn)
     assert identity is not None
     spec, table_identity, state = read_spec(txn), read_table_identity(txn), read_state(txn)
@@ -277,7 +308,7 @@ def put_json(txn: Transaction, key: str, value: dict[str, Any]) -> None:
 
 
 def get_record(txn: Reader, database: str, key: bytes) -> bytes | None:
-    """A value's content."""
+    """A value's content, or None."""
     stored = txn.get(database, key)
     if stored is None:
         return None
@@ -313,7 +344,7 @@ def _name(database: str, key: bytes) -> str:
 
 
 def _bare(stored: memoryview) -> bytes:
-    """An identity without a checksum, as format 1 had it; else nothing."""
+    """An identity without a checksum, as in format 1; empty if it is not one."""
     with contextlib.suppress(ValueError):
         json.loads(bytes(stored))
         return bytes(stored)
@@ -328,7 +359,7 @@ def _stored(txn: Reader, key: str) -> dict[str, Any]:
 
 
 def _stored_marks(txn: Reader, key: str) -> list[str]:
-    """None in a directory of format 2."""
+    """The stored marks; empty in a directory of format 2."""
     marks: list[str] = _stored(txn, key)["marks"] if read_format(txn) == FORMAT else []
     return marks
 
@@ -336,15 +367,15 @@ def _stored_marks(txn: Reader, key: str) -> list[str]:
 def _json_object(content: bytes) -> dict[str, Any]:
     found = json.loads(content)
     if not isinstance(found, dict):
-        raise TypeError(f"{found!r} is no object")
+        raise TypeError(f"{found!r} is not an object")
     return found
 
 
-Record = TypeVar("Record", ShardIdentity, Checkpoint, State)
+Record = TypeVar("Record", ShardIdentity, ShardCheckpoint, State)
 
 
 def _built(kind: type[Record], stored: dict[str, Any]) -> Record:
-    """With values of the types that its fields say."""
+    """The record with these values, whose types are checked against its fields."""
     made = kind(**stored)
     for field in fields(made):
         value = getattr(made, field.name)
@@ -355,7 +386,7 @@ def _built(kind: type[Record], stored: dict[str, Any]) -> Record:
 
 @contextlib.contextmanager
 def _guarded(txn: Reader, what: str) -> Iterator[None]:
-    """Whatever damaged bytes can make Python raise becomes one line."""
+    """Turns every error that damaged bytes can cause into StorageError."""
     try:
         yield
     except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:

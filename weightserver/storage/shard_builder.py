@@ -1,4 +1,4 @@
-"""A shard's directory in the making, filled from elsewhere: what `restore` and `reshard` write."""
+"""Builds a shard's directory from other data, for `restore` and `reshard`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from weightserver.common.closing import Closing
 from weightserver.core.arrays import Float32Array
 from weightserver.core.blocks import BlockCodec
-from weightserver.core.checkpoints import Checkpoint, KeptCheckpoint
+from weightserver.core.checkpoints import Checkpoint, ShardCheckpoint
 from weightserver.core.errors import StorageError
 from weightserver.core.lineage import Lineage
 from weightserver.core.sharding import Sharding
 from weightserver.core.spec import TableSpec
-from weightserver.storage.lmdb_storage import LmdbStorage, Transaction
+from weightserver.storage.interface import Transaction
+from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import (
     ShardIdentity,
     State,
@@ -33,38 +34,38 @@ from weightserver.storage.records import (
 )
 
 BATCH_BYTES = 64 << 20
-"""Blocks that are written in one transaction."""
+"""Bytes of blocks that are written in one transaction."""
 
 
 @dataclass(frozen=True)
 class TableState:
-    """What the shards of a new cluster begin with, beside their rows."""
+    """The state in which the shards of a new cluster begin, besides their rows."""
 
     spec: TableSpec
     learning_rates: Float32Array
     epoch: int
-    """The newest session's; nobody writes before a newer one is opened."""
+    """The newest session's; all writes are refused until a newer one is opened."""
     run: str
     clock: int
     schedule_version: int
-    """Higher than that of any shard that it came from: requests of before change nothing."""
-    checkpoint: KeptCheckpoint | None
-    """As which the rows are kept."""
+    """Higher than that of any source shard, so that earlier requests change nothing."""
+    checkpoint: Checkpoint | None
+    """The checkpoint under which the new shards keep the rows."""
     identity: bytes
-    """The table's."""
+    """Identity of the table."""
     timeline: str
     lineage: Lineage = field(default_factory=Lineage)
-    """Of the shards that the rows come from, up to which they hold all."""
+    """Lineage of the source shards, up to the state that the rows hold completely."""
 
 
-class ShardBuilder:
+class ShardBuilder(Closing):
     """Fills a directory with the blocks of one shard; a context manager.
 
-    What was done is recorded in the directory, in the transaction that did it: a build that was killed goes on where it
-    was. `serve` refuses the directory until it is finished.
+    Each transaction records its progress in the directory: a build that was killed resumes there. `serve` refuses the
+    directory until it is finished.
 
     Args:
-        origin: what the blocks come from, as JSON; a build goes on only from the same.
+        origin: identifies the source of the blocks, as JSON; a build resumes only from the same source.
 
     Raises:
         ValueError, StorageError: the directory holds anything else, or another process uses it.
@@ -75,7 +76,7 @@ class ShardBuilder:
         self.shard = shard
         self._num_shards = num_shards
         self._origin = {**origin, "shard": shard, "num_shards": num_shards}
-        self._storage = LmdbStorage(directory, anew=True)
+        self._storage = LmdbStorage(directory, allow_recreate=True)
         try:
             with self._storage.write() as txn:
                 self._begin(txn)
@@ -87,7 +88,7 @@ class ShardBuilder:
         identity, build = read_identity(txn), get_json(txn, "build")
         self.finished = identity is not None and not identity.unfinished
         self.next_block = 0
-        """Blocks below it are there."""
+        """All blocks below this number are stored."""
         if build is not None and build["origin"] == self._origin:
             self.next_block = build["next_block"]
         elif identity is not None and not self.finished:
@@ -102,7 +103,7 @@ class ShardBuilder:
         put_json(txn, "build", {"origin": self._origin, "next_block": next_block})
 
     def add(self, blocks: Iterable[tuple[int, bytearray | bytes]], *, next_block: int) -> None:
-        """Stores sealed blocks; all below `next_block` are there then. The same again changes nothing."""
+        """Stores sealed blocks, after which all below `next_block` are stored. May be repeated."""
         with self._storage.write() as txn:
             for number, content in blocks:
                 txn.put_block(number, 0, content)
@@ -110,66 +111,72 @@ class ShardBuilder:
         self.next_block = next_block
 
     def read(self) -> AbstractContextManager[Transaction]:
-        """A snapshot of what is there."""
+        """A snapshot of what is stored."""
         return self._storage.read()
 
     def finish(self, table: TableState, *, rows_stored: int) -> None:
-        """Reads all blocks back, and makes the directory one that can be served.
+        """Reads all blocks back, and makes the directory ready to be served.
 
         Raises:
-            StorageError: a block is not what was sealed, belongs to another shard, or they do not hold so many rows.
+            StorageError: a block is damaged or belongs to another shard, or the number of rows is not `rows_stored`.
         """
-        codec, sharding = BlockCodec(table.spec), Sharding(table.spec.rows_per_block, self._num_shards)
-        num_found = 0
         with self._storage.write() as txn:
-            block = txn.next_block(0)
-            while block is not None:
-                content = txn.newest_block(block)
-                assert content is not None
-                codec.check(block, content)
-                if sharding.shard_of_block(block) != self.shard:
-                    raise StorageError(f"{self.directory}: block {block} belongs to another shard")
-                num_found += codec.num_written(content)
-                block = txn.next_block(block + 1)
+            num_found = self._check_blocks(txn, table.spec)
             if num_found != rows_stored:
-                raise StorageError(f"{self.directory} holds {num_found} rows, not {rows_stored}: begin anew")
-            incarnation = os.urandom(8).hex()
-            checkpoints: tuple[Checkpoint, ...] = ()
-            if table.checkpoint is not None:
-                kept = {
-                    **table.checkpoint._asdict(),
-                    "clock": table.clock,
-                    "rows_stored": rows_stored,
-                    "mark": f"{incarnation}:0",
-                    "num_rows": table.spec.num_rows,
-                }
-                checkpoints = (Checkpoint(generation=0, **kept),)
-            state = State(
-                epoch=table.epoch,
-                run=table.run,
-                clock=table.clock,
-                rows_stored=rows_stored,
-                schedule_version=table.schedule_version,
-                generation=len(checkpoints),
-                incarnation=incarnation,
-                timeline=table.timeline,
-                checkpoints=checkpoints,
-            )
+                raise StorageError(
+                    f"{self.directory} holds {num_found} rows, not {rows_stored}: remove it and start over"
+                )
             write_spec(txn, table.spec, table.identity)
             write_lineage(txn, table.lineage)
             write_peers(txn, [])
             write_schedule(txn, 0, table.learning_rates)
-            write_state(txn, state)
+            write_state(txn, _first_state(table, rows_stored))
             write_identity(txn, ShardIdentity(self.shard, self._num_shards))
         self.finished = True
+
+    def _check_blocks(self, txn: Transaction, spec: TableSpec) -> int:
+        """Checks every block; returns the number of rows that were ever written."""
+        codec, sharding = BlockCodec(spec), Sharding(spec.rows_per_block, self._num_shards)
+        num_written = 0
+        block = txn.next_block(0)
+        while block is not None:
+            content = txn.newest_block(block)
+            assert content is not None
+            codec.check(block, content)
+            if sharding.shard_of_block(block) != self.shard:
+                raise StorageError(f"{self.directory}: block {block} belongs to another shard")
+            num_written += codec.num_written(content)
+            block = txn.next_block(block + 1)
+        return num_written
 
     def close(self) -> None:
         self._storage.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+def _first_state(table: TableState, rows_stored: int) -> State:
+    """The state of a new shard, which keeps its rows under the checkpoint they come from, if any."""
+    incarnation = os.urandom(8).hex()
+    checkpoints: tuple[ShardCheckpoint, ...] = ()
+    if (kept := table.checkpoint) is not None:
+        copied = ShardCheckpoint(
+            kept.name,
+            kept.step,
+            kept.checkpoint_id,
+            (f"{incarnation}:0",),
+            generation=0,
+            clock=table.clock,
+            rows_stored=rows_stored,
+            num_rows=table.spec.num_rows,
+        )
+        checkpoints = (copied,)
+    return State(
+        epoch=table.epoch,
+        run=table.run,
+        clock=table.clock,
+        rows_stored=rows_stored,
+        schedule_version=table.schedule_version,
+        generation=len(checkpoints),
+        incarnation=incarnation,
+        timeline=table.timeline,
+        checkpoints=checkpoints,
+    )

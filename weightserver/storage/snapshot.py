@@ -1,7 +1,8 @@
-"""What a data file holds beside its blocks, read as bytes: without a lock, and without one of LMDB's reader slots.
+"""Reads a data file's records, besides its blocks, as bytes: without a lock and without LMDB's reader slots.
 
-Whoever stops a process that holds a slot makes the file grow with every write, because the pages of its snapshot cannot
-be used again. Here nobody waits for the reader; it sees afterwards whether its pages may have been written over.
+While a stopped process holds a reader slot, the file grows with every write, because the pages of its snapshot cannot
+be reused. Here the writer does not wait for the reader; the reader checks afterwards whether its pages may have been
+overwritten.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from weightserver.core.errors import StorageError
 Result = TypeVar("Result")
 _PATIENCE_SECONDS = 10.0
 _HEAD_BYTES = 1 << 16
-"""More than the two pages at the file's beginning, one of which says where the last transaction's pages are."""
+"""More than the two pages at the file's beginning, one of which locates the last transaction's pages."""
 _PAGE_HEADER = struct.Struct("=QHHHH")
 """The page's number, unused, flags, the end of the array of node offsets, the beginning of the nodes."""
 _NODE = struct.Struct("=HHHH")
@@ -36,18 +37,18 @@ DamagedError = lmdb.verify.VerifyError
 
 
 class _Node(NamedTuple):
-    """One of a tree's page."""
+    """A node of a tree's page."""
 
     key: bytes
     number: int
-    """Of a branch the page below, else the value's size in bytes."""
+    """In a branch the page below, in a leaf the value's size in bytes."""
     flags: int
     rest: memoryview
-    """What is behind the key."""
+    """The bytes after the key."""
 
 
 class Snapshot:
-    """The last committed transaction, whose pages may change while they are read. Raises DamagedError where they do."""
+    """The last committed transaction, whose pages may change while they are read: reads may raise DamagedError."""
 
     def __init__(self, directory: Path, descriptor: int, head: bytes) -> None:
         self.directory = directory
@@ -66,7 +67,7 @@ class Snapshot:
     def get(self, database: str, key: bytes) -> memoryview | None:
         page = self._database(database).root
         for _ in range(_MAX_DEPTH):
-            if page == lmdb.verify.P_INVALID:  # of a database without entries
+            if page == lmdb.verify.P_INVALID:  # the database has no entries
                 return None
             is_branch, nodes = self._page(page)
             if not is_branch:
@@ -99,7 +100,7 @@ class Snapshot:
         page = self._read(number, self._page_bytes)
         _, _, flags, lower, upper = _PAGE_HEADER.unpack_from(page)
         if flags not in (_BRANCH, _LEAF) or not _PAGE_HEADER.size <= lower <= upper <= self._page_bytes:
-            raise DamagedError(f"page {number} is no page of a tree")
+            raise DamagedError(f"page {number} is not a page of a tree")
         nodes = []
         for offset in struct.unpack_from(f"={(lower - _PAGE_HEADER.size) // 2}H", page, _PAGE_HEADER.size):
             if not upper <= offset <= self._page_bytes - _NODE.size:
@@ -124,7 +125,7 @@ class Snapshot:
         return node.rest[: node.number]
 
     def _read(self, number: int, num_bytes: int) -> memoryview:
-        """From a page's beginning on."""
+        """Bytes from the beginning of a page."""
         if 0 < number < self._num_pages and num_bytes <= (self._num_pages - number) * self._page_bytes:
             found = os.pread(self._descriptor, num_bytes, number * self._page_bytes)
             if len(found) == num_bytes and _PAGE_HEADER.unpack_from(found)[0] == number:
@@ -133,7 +134,7 @@ class Snapshot:
 
 
 def read_snapshot(directory: Path, read: Callable[[Snapshot], Result]) -> Result:
-    """What `read` makes of the last committed transaction; it is called again if that was written over meanwhile.
+    """The result of `read` on the last committed transaction; reads again if that was overwritten meanwhile.
 
     Raises:
         StorageError: the directory holds no data, damaged data, or is written to faster than it can be read.
@@ -163,9 +164,9 @@ def read_snapshot(directory: Path, read: Callable[[Snapshot], Result]) -> Result
 
 
 def _is_intact(head: bytes, later: bytes) -> bool:
-    """Whether nothing of the transaction that was the last one at `head` can have been written over by `later`.
+    """Whether no page of the transaction that was the last one at `head` can have been overwritten by `later`.
 
-    A transaction's pages that the next one frees are used again by the third, not by the second.
+    Pages of a transaction that the next one frees are reused by the one after that at the earliest.
     """
     try:
         then, now = _metas(head), _metas(later)

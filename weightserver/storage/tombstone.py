@@ -1,6 +1,6 @@
-"""What `compact` leaves in the directory that it copied, so that nobody serves the old data by mistake.
+"""The tombstone that `compact` leaves in the directory that it copied, so that the old data is not served by mistake.
 
-The tombstone is a symbolic link to the copy: made in one step, and without room on a full disk.
+It is a symbolic link to the copy: made in one step, also on a full disk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TOMBSTONE = "compacted-to"
 
 
 def copied_to(directory: Path) -> Path | None:
-    """Where the directory was copied; None if it has no tombstone."""
+    """The copy of the directory; None if it has no tombstone."""
     tombstone = directory / TOMBSTONE
     if not os.path.lexists(tombstone):
         return None
@@ -42,7 +42,7 @@ def require_current(directory: Path) -> None:
 
 
 def leave_tombstone(directory: Path, target: Path) -> None:
-    """Marks the directory as copied to `target`, durably; does nothing where it is so marked, or cannot be written to.
+    """Marks the directory as copied to `target`, durably; does nothing if it is marked or read-only.
 
     Raises:
         OSError: it cannot be marked.
@@ -53,5 +53,5 @@ def leave_tombstone(directory: Path, target: Path) -> None:
         (directory / TOMBSTONE).symlink_to(target)
         sync(directory)
     except OSError as error:
-        if error.errno != errno.EROFS:  # nobody can serve what lies on a read-only disk
+        if error.errno != errno.EROFS:  # a directory on a read-only disk cannot be served
             raise OSError(f"{directory} cannot be marked as compacted ({error})") from None

@@ -1,4 +1,4 @@
-"""Views that are decoded ahead are those of the visits, in turn, and no more of them are made than two batches."""
+"""Views are decoded ahead in the order of visits, at most two batches."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_views_are_those_of_the_visits_and_few_are_ahead(tmp_path: Path) -> None
     assert drawn == batch + 1 == 10
 
 
-def test_in_memory_there_is_nothing_to_do_ahead() -> None:
+def test_images_in_memory_need_no_thread() -> None:
     images = torch.randint(0, 256, (6, 3, 20, 20), dtype=torch.uint8)
     batches = [visits(5, 0), visits(1)]
     views = list(views_ahead(images, batches, AUGMENTATIONS, "cpu"))
@@ -70,7 +70,7 @@ def test_unchanged_images_are_centres(tmp_path: Path) -> None:
     assert torch.equal(view, normalise(images[:]))
 
 
-def test_the_thread_ends_and_failures_are_told_in_turn(tmp_path: Path) -> None:
+def test_the_thread_ends_and_failures_are_raised_in_turn(tmp_path: Path) -> None:
     images = load_dataset("folder", plain_tree(tmp_path, 3), image_size=16).train_images
     before = threading.active_count()
     with closing(views_ahead(images, [visits(0), visits(10**6)], AUGMENTATIONS, "cpu")) as views:

@@ -66,7 +66,7 @@ def test_whole_crop_without_flip_is_the_image() -> None:
 
 @pytest.mark.parametrize(("left", "top"), [(0.0, 0.0), (1 - 1e-7, 0.0), (0.5, 1 - 1e-7)])
 def test_crop_against_slicing_and_interpolate(left: float, top: float) -> None:
-    """A crop of a quarter of the area is a slice of half the side, resized; borders apart, where slicing sees less."""
+    """A crop of a quarter of the area is a resized slice of half the side, except at the borders."""
     augment = Augmentation(AugmentationConfig(strong=False, min_scale=0.25), 28)
     numbers = torch.full((1, augment.num_uniforms), 0.5)
     numbers[:, _Column.AREA], numbers[:, _Column.LEFT], numbers[:, _Column.TOP] = 0, left, top
@@ -78,7 +78,7 @@ def test_crop_against_slicing_and_interpolate(left: float, top: float) -> None:
 
 
 def test_a_view_is_the_same_from_memory_and_from_a_file() -> None:
-    """Crops that are enlarged: there antialiasing makes no difference, but for Pillow's rounding."""
+    """For enlarged crops, which antialiasing does not change, up to Pillow's rounding."""
     augment, numbers = Augmentation(AugmentationConfig(strong=False), 64), uniforms(20)
     batch = images(20, 3, height=30, width=44)
     files = [encoded(Image.fromarray(one.permute(1, 2, 0).numpy()), "PNG") for one in batch]
@@ -174,7 +174,7 @@ def test_the_blur_is_torchvisions(side: int) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.parametrize("channels", [1, 3])
 def test_the_whole_augmentation_compiles(channels: int) -> None:
-    """As one graph of few kernels, whose views are those of eager execution.
+    """It compiles to one graph of few kernels, with the views of eager execution.
 
     In the scale -1..1 they differ by rounding alone, a few 2⁻²⁴. A crop's coordinates are rounded too, to a few 2⁻²⁴
     of the side; a pixel's value changes by as much of a pixel's distance, at most, in each direction.

@@ -23,13 +23,15 @@ RATIO = 4 / 3
 
 
 def crops(count: int, scale: tuple[float, float], max_ratio: float = RATIO) -> list[RandomCrop]:
-    numbers = np.random.default_rng(0).integers(2**24, size=(count, 2 * NUM_TRIES + 3)).astype(np.float32) / 2**24
+    numbers = np.random.default_rng(0).integers(2**24, size=(count, 2 * NUM_TRIES + 3)).astype(np.float32) / np.float32(
+        2**24
+    )
     areas, ratios, (left, top, flip) = numbers[:, :NUM_TRIES], numbers[:, NUM_TRIES:-3], numbers[:, -3:].T
     return draw_crops(areas, ratios, left, top, flip < 0.5, scale=scale, max_ratio=max_ratio)
 
 
 def described(boxes: NDArray[np.float64], width: int, height: int) -> dict[str, NDArray[np.float64]]:
-    """Of boxes left, top, right, bottom [n, 4]."""
+    """Area, ratio and position of boxes left, top, right, bottom [n, 4]."""
     left, top, right, bottom = boxes.T
     return {
         "area": (right - left) * (bottom - top) / (width * height),
@@ -70,7 +72,7 @@ def test_a_small_image_has_a_crop_too() -> None:
 
 
 def test_sides_are_those_of_exact_arithmetic() -> None:
-    """The shapes tried, against forty digits: what is rounded to whole pixels is never in doubt."""
+    """Compares the shapes with forty digits: the rounding to whole pixels is never ambiguous."""
     width, height, max_ratio = 500, 375, 7.5
     rounded = []
     with localcontext(prec=40):
@@ -97,13 +99,13 @@ def digest() -> str:
 
 
 def test_crops_never_change() -> None:
-    """On no processor, and with no later version: a resumed run sees the same images in the same way."""
+    """A resumed run sees the same crops on any processor and in any later version."""
     assert digest() == "3e8d6fc9394dd53f29d8221a24bfdc40da9911f20d93eda0b565b0387219bfdd"
 
 
 @pytest.mark.guard
 def test_crops_do_not_depend_on_numpys_kernels() -> None:
-    """Without any of the instructions that NumPy would choose by the processor, as on an older one."""
+    """Disables the instructions that NumPy chooses by the processor, as on an older one."""
     features = np.show_config("dicts")["SIMD Extensions"].get("found", [])
     program = "import tests.trainer.data.test_crops as crops; print(crops.digest())"
     environment = os.environ | {"NPY_DISABLE_CPU_FEATURES": " ".join(features)}

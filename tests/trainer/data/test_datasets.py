@@ -1,6 +1,7 @@
-"""Data sets: real bytes where they are at hand, files made here for everything that can be wrong with them."""
+"""Data sets: real files if available, generated ones for every kind of damage."""
 
 import gzip
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from trainer.data import DataNotFoundError, datasets, load_dataset
 from trainer.data.idx import read_idx
 
+ROOT = Path(__file__).parents[3]
 NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 
@@ -36,6 +39,8 @@ def idx_directory(tmp_path: Path) -> Path:
 
 def test_idx_files_are_read_plain_and_gzipped(idx_directory: Path) -> None:
     dataset = load_dataset("idx", idx_directory)
+    assert isinstance(dataset.train_images, Tensor)
+    assert isinstance(dataset.test_images, Tensor)
     random = np.random.default_rng(0)
     assert np.array_equal(dataset.train_images[:, 0].numpy(), random.integers(0, 10, (30, 28, 28), dtype=np.uint8))
     assert np.array_equal(dataset.train_labels.numpy(), random.integers(0, 10, (30,), dtype=np.uint8))
@@ -89,7 +94,7 @@ def lose_a_label(directory: Path) -> None:
         (flip_a_byte, "cannot read .*train-images"),
         (swap_images_and_labels, "not an idx file of uint8 with 3 axes"),
         (lose_a_file, "holds neither t10k-labels-idx1-ubyte.gz nor t10k-labels-idx1-ubyte"),
-        (lose_a_label, "has 30 training images and 29 labels"),
+        (lose_a_label, "has 30 training images but 29 labels"),
     ],
 )
 def test_damaged_files_give_one_clear_line(idx_directory: Path, damage: Any, message: str) -> None:
@@ -118,7 +123,7 @@ def test_bad_arguments(name: str, directory: Path | None, message: str) -> None:
 
 
 class TestWithoutASystemCopy:
-    """The places that are tried after the system's copy, with network and apt-get replaced."""
+    """The places that are tried after the system's copy, with the network replaced."""
 
     @pytest.fixture(autouse=True)
     def _nothing_at_hand(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,16 +134,12 @@ class TestWithoutASystemCopy:
         def no_network() -> None:
             raise URLError("Name or service not known")
 
-        def no_package() -> None:
-            raise subprocess.CalledProcessError(100, ["apt-get", "install"])
-
         monkeypatch.setattr(datasets, "_download", no_network)
-        monkeypatch.setattr(datasets, "_install_debian_package", no_package)
         with pytest.raises(DataNotFoundError) as caught:
             load_dataset("fashion-mnist")
         message = str(caught.value)
         assert "\n" not in message
-        for part in ("no copy in", "download failed (", "Debian package", "--data-dir"):
+        for part in ("no copy in", "download failed (", "Debian package dataset-fashion-mnist", "--data-dir"):
             assert part in message
 
     def test_a_damaged_download_is_named_and_not_replaced_in_silence(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,11 +150,26 @@ class TestWithoutASystemCopy:
         with pytest.raises(DataNotFoundError, match="is not an idx file"):
             load_dataset("fashion-mnist")
 
-    def test_only_root_installs_the_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(datasets.os, "geteuid", lambda: 1000)
-        monkeypatch.setattr(datasets.shutil, "which", lambda _: "/usr/bin/apt-get")
-        with pytest.raises(PermissionError, match="sudo apt-get install dataset-fashion-mnist"):
-            datasets._install_debian_package()
+
+@pytest.mark.parametrize(("user", "installs"), [(0, True), (1000, False)])
+def test_make_installs_the_package_as_root_only(user: int, installs: bool, tmp_path: Path) -> None:
+    """If there is neither a system copy nor a download; the environment's Python, apt-get and id are replaced."""
+    programs = {
+        "venv/bin/python": "exit 1",
+        "bin/apt-get": f'echo "$@" >> {tmp_path}/installed',
+        "bin/id": f"echo {user}",
+    }
+    for name, line in programs.items():
+        program = tmp_path / name
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(f"#!/bin/sh\n{line}\n")
+        program.chmod(0o755)
+    (tmp_path / "venv" / ".installed").touch()
+    variables = [f"VENV={tmp_path}/venv", f"FASHION_MNIST={tmp_path}/absent"]
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+    subprocess.run(["make", "-C", ROOT, "fashion-mnist", *variables], env=os.environ | {"PATH": path}, check=True)
+    installed = (tmp_path / "installed").read_text() if (tmp_path / "installed").exists() else ""
+    assert ("install -y -q --no-install-recommends dataset-fashion-mnist" in installed) == installs
 
 
 def test_read_idx_of_a_missing_file(tmp_path: Path) -> None:

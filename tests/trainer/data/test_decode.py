@@ -1,4 +1,4 @@
-"""Decoding against Pillow's plain way, for every kind of file that a crawl brings."""
+"""Decoding compared with plain Pillow, for every kind of file in a crawl."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_large_jpeg_is_decoded_small() -> None:
     ],
 )
 def test_a_crop_is_torchvisions(box: Box, tolerance: int) -> None:
-    """But for a JPEG's own scaling, and along the edge, where pixels around a box are looked at."""
+    """Except for a JPEG's own scaling, and along the edge, where resizing uses pixels around the box."""
     content = encoded(piece(8, width=600, height=400), quality=95)
     plain, flipped = decode(content, [Crop(96, lambda *_: box), Crop(96, lambda *_: box._replace(flipped=True))])
     assert np.array_equal(flipped, plain[:, :, ::-1])
@@ -84,7 +84,7 @@ def test_a_crop_is_torchvisions(box: Box, tolerance: int) -> None:
 
 
 def test_a_box_is_one_of_the_upright_image_at_any_scale() -> None:
-    """Its top left quarter, large and small: a JPEG is decoded at a quarter for the small one alone."""
+    """The top left quarter, large and small: only for the small one is a JPEG decoded at a quarter of its size."""
     exif = Image.Exif()
     exif[ORIENTATION] = 6
     lying = piece(9, width=608, height=400)
@@ -130,18 +130,18 @@ def test_pixels_without_a_range_are_refused(mode: str) -> None:
     """They would all be black."""
     content = encoded(piece(5).convert("L").convert(mode), "TIFF")
     for call in (check, lambda content: square(content, 16)):
-        with pytest.raises(BrokenImageError, match=f"pixels of mode {mode}, .*: store 8 or 16 bits a channel"):
+        with pytest.raises(BrokenImageError, match=f"pixels of mode {mode} .*: store 8 or 16 bits per channel"):
             call(content)
 
 
 def test_a_pgm_of_16_bits_is_grey() -> None:
-    """Although Pillow calls it one of 32."""
+    """Although Pillow reports 32 bits."""
     grey = np.asarray(piece(5, width=48, height=48).convert("L"))
     content = b"P5 48 48 65535 " + (grey.astype(np.uint16) * 256).astype(">u2").tobytes()
     assert np.abs(square(content, 48) - grey.astype(int)).max() <= 1
 
 
-def test_a_large_image_is_taken_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_image_gives_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     content = encoded(piece(1), "PNG")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 60 * 48 - 1)
     with pytest.warns(Image.DecompressionBombWarning):
@@ -152,7 +152,7 @@ def test_a_large_image_is_taken_in_silence(monkeypatch: pytest.MonkeyPatch) -> N
     assert not warned
 
 
-def test_of_all_odd_files_only_the_broken_ones_are_refused(tmp_path: Path) -> None:
+def test_only_broken_files_are_refused(tmp_path: Path) -> None:
     odd_tree(tmp_path, num_images=3)
     for path in sorted(tmp_path.rglob("[!.]*.[jpw][pne]*g*")) + sorted(tmp_path.rglob("*.webp")):
         if str(path.relative_to(tmp_path)) in BROKEN:
@@ -173,7 +173,7 @@ def test_the_suffix_is_of_the_format_and_not_of_the_name() -> None:
 
 
 def test_every_cut_of_a_file_is_refused_or_whole() -> None:
-    """No other exception, whatever the decoder meets."""
+    """A decoder's error is never another exception."""
     whole = encoded(piece(7), "PNG")
     damaged = np.frombuffer(whole, np.uint8).copy()
     for length in range(0, len(whole) - 20, 97):

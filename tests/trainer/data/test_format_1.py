@@ -1,4 +1,4 @@
-"""Packs that the version before wrote are read, verified, added to and finished; golden/pack_1 is one of them."""
+"""Packs of the earlier version are read, verified, extended and finished; golden/pack_1 is one of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXTEND = PackOptions(extend=True, threads=1)
 
 
 def pictures(tree: Path, numbers: range) -> Path:
-    """Four pixels each, of which those of number 3 are broken; what golden/pack_1 was packed of."""
+    """The sources of golden/pack_1: images of four pixels, number 3 is broken."""
     for number in numbers:
         folder = tree / "ab"[number % 2]
         folder.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,7 @@ def tree(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def old(tree: Path, tmp_path: Path) -> Path:
-    """The golden pack, of `tree`."""
+    """The golden pack of `tree`."""
     directory = shutil.copytree(GOLDEN, tmp_path / "old")
     manifest = directory / "manifest.json"
     manifest.write_text(manifest.read_text().replace("/images", str(tree)))
@@ -56,7 +56,7 @@ def without_old_indexes(files: dict[str, str]) -> dict[str, str]:
 
 
 def half(directory: Path) -> Path:
-    """As if packing had ended after the first tar."""
+    """A pack that ended after the first tar."""
     manifest = json.loads((directory / "manifest.json").read_text())
     for shard in manifest["ranges"][0]["shards"][1:]:
         for path in directory.glob(f"rows-{shard['first']:012d}.*"):
@@ -66,11 +66,11 @@ def half(directory: Path) -> Path:
     return directory
 
 
-def test_the_tests_write_what_the_version_before_wrote(old: Path, new: Path) -> None:
+def test_the_tests_write_the_format_of_the_earlier_version(old: Path, new: Path) -> None:
     assert contents(in_format_1(new)) == contents(old)
 
 
-def test_it_is_read_and_stays_as_it_is(old: Path, new: Path, tree: Path) -> None:
+def test_it_is_read_and_not_changed(old: Path, new: Path, tree: Path) -> None:
     before = contents(old)
     was, now = PackedImages(old), PackedImages(new)
     assert list(was.rows(0, 7)) == list(now.rows(0, 7))
@@ -78,7 +78,7 @@ def test_it_is_read_and_stays_as_it_is(old: Path, new: Path, tree: Path) -> None
     assert np.array_equal(was.labels(), now.labels())
     assert was.shown().tolist() == now.shown().tolist() == [0, 1, 2, 3, 4, 6, 6]
     digests = [load_dataset("packed", directory).digests for directory in (old, new)]
-    assert digests[0] == digests[1], "runs of before know their images by them"
+    assert digests[0] == digests[1], "earlier runs identify their images by them"
     assert verify(old) == []
     pack(tree, old, OPTIONS)  # it is packed to its end
     pack(tree, old, EXTEND)  # and nothing is new
@@ -91,16 +91,16 @@ def test_it_is_read_and_stays_as_it_is(old: Path, new: Path, tree: Path) -> None
         PackedImages(old)
 
 
-def test_a_pack_that_the_version_before_did_not_finish_is_finished(old: Path, new: Path, tree: Path) -> None:
-    with pytest.raises(ValueError, match="is not packed to its end: repeat the command"):
+def test_an_unfinished_pack_of_the_earlier_version_is_finished(old: Path, new: Path, tree: Path) -> None:
+    with pytest.raises(ValueError, match="is not completely packed: repeat the command"):
         PackedImages(half(old))
     pack(tree, old, OPTIONS)
     assert without_old_indexes(contents(old)) == contents(new)
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_what_is_added_is_as_if_it_was_new(old: Path, new: Path, tree: Path, finished: bool) -> None:
-    """No old tar changes, and whoever reads goes on."""
+def test_added_images_are_as_in_a_new_pack(old: Path, new: Path, tree: Path, finished: bool) -> None:
+    """No old tar changes, and open readers continue."""
     before = contents(old)
     reading = PackedImages(old)
     if not finished:
@@ -122,7 +122,7 @@ def test_what_is_added_is_as_if_it_was_new(old: Path, new: Path, tree: Path, fin
 
 
 @pytest.mark.parametrize("fatal", range(1, 12))
-def test_a_pack_that_ends_while_it_changes_form(
+def test_a_pack_that_ends_during_its_conversion(
     old: Path, new: Path, tree: Path, monkeypatch: pytest.MonkeyPatch, fatal: int
 ) -> None:
     reading = PackedImages(old)

@@ -1,4 +1,4 @@
-"""Which images a source holds, in which order, with which labels."""
+"""Listing a source: its images, their order and labels."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_tree_of_classes(tmp_path: Path) -> None:
     assert [listing.read(i) for i in range(len(listing))] == [(tmp_path / path).read_bytes() for path in expected]
 
 
-def test_images_beside_folders_have_no_labels(tmp_path: Path) -> None:
+def test_images_next_to_folders_have_no_labels(tmp_path: Path) -> None:
     plain_tree(tmp_path, 4)
     (tmp_path / "at the root.JPEG").write_bytes(b"x")
     listing, found = listed(tmp_path)
@@ -45,7 +45,7 @@ def test_images_beside_folders_have_no_labels(tmp_path: Path) -> None:
     assert "at the root.JPEG" in paths(listing)
 
 
-def test_labels_can_be_left_away(tmp_path: Path) -> None:
+def test_labels_can_be_discarded(tmp_path: Path) -> None:
     _, found = listed(plain_tree(tmp_path, 4), labelled=False)
     assert (found.labelled, found.classes) == (False, [])
 
@@ -72,7 +72,7 @@ def test_tars_of_synsets_are_like_folders(tmp_path: Path) -> None:
 
 def test_a_damaged_tar_is_named(tmp_path: Path) -> None:
     (tmp_path / "n01440764.tar").write_bytes(b"half a tar" * 200)
-    with pytest.raises(ValueError, match=r"n01440764.tar is no whole tar"):
+    with pytest.raises(ValueError, match=r"n01440764.tar is not a complete tar"):
         listed(tmp_path)
 
 
@@ -94,12 +94,12 @@ def test_lists(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("a.jpg", "give a number"),
-        ("a.jpg\tcat", "give a number"),
-        ("a.jpg\t-1", "give a number"),
+        ("a.jpg", "give all images a number"),
+        ("a.jpg\tcat", "give all images a number"),
+        ("a.jpg\t-1", "give all images a number"),
         (f"a.jpg {'9' * 20}", "give labels of at most 18 digits"),
         (f"a.jpg {'9' * 5_000}", "give labels of at most 18 digits"),
-        ("# a.jpg 1", "a list has no comments"),
+        ("# a.jpg 1", "comments are not supported"),
     ],
 )
 def test_a_lists_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -116,7 +116,7 @@ def test_a_list_with_a_byte_order_mark_and_a_line_again(tmp_path: Path) -> None:
     assert listing.labels().tolist() == [3, 4]
 
 
-def test_links_in_circles_end(tmp_path: Path) -> None:
+def test_cyclic_links_are_followed_once(tmp_path: Path) -> None:
     plain_tree(tmp_path, 3)
     (tmp_path / "a/up").symlink_to(tmp_path)
     (tmp_path / "d").symlink_to(tmp_path / "b")
@@ -139,7 +139,7 @@ def test_names_of_any_bytes(tmp_path: Path) -> None:
     assert [line.split(": ")[1].split(" has ")[0] for line in left_out] == ["'a\\ttab.jpg'", "'two\\nlines.jpg'"]
 
 
-def test_what_is_no_source(tmp_path: Path) -> None:
+def test_listing_rejects_other_sources(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such folder or list"):
         ImageSource(tmp_path / "absent")
     for content in (b"", b"0\t-1\t-1\tcut off"):

@@ -1,4 +1,4 @@
-"""`python -m trainer.data`: what it prints, and one line for bad input."""
+"""The command line `python -m trainer.data`, and its one line for bad input."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_pack_extend_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     printed = capsys.readouterr()
     assert "23 images in 1 range(s), 3 named classes" in printed.out
     assert "4 broken and substituted" in printed.out
-    assert f"broken: {tree}/a/empty.jpg (the file is empty); in its place {tree}/a/grey.jpg" in printed.err
+    assert f"broken: {tree}/a/empty.jpg (the file is empty), replaced by {tree}/a/grey.jpg" in printed.err
     plain_tree(tree, 5, first=10)
     assert call("pack", tree, packed) == 0  # packed to its end
     assert "23 images" in capsys.readouterr().out
@@ -60,7 +60,7 @@ def test_bad_input_is_one_line(
 @pytest.mark.parametrize("size", ["nan", "inf", "big"])
 def test_a_tars_size_is_a_number(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("pack", plain_tree(tmp_path / "tree", 3), tmp_path / "packed", "--shard-mib", size) == 2
-    assert f"argument --shard-mib: {size} is no number of MiB" in capsys.readouterr().err
+    assert f"argument --shard-mib: {size} is not a number of MiB" in capsys.readouterr().err
 
 
 def test_preview(tmp_path: Path) -> None:

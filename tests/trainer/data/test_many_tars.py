@@ -1,4 +1,4 @@
-"""Packs of more tars than a process may have files open, and of ten million images: made, not packed."""
+"""Generated packs of more tars than a process may open, and of ten million images."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ print(json.dumps({
 
 @pytest.fixture
 def few_files() -> Iterator[int]:
-    """This process may open a hundred files more than it has open; yields how many it has."""
+    """Limits this process to a hundred more open files; yields how many it has open."""
     before, (soft, hard) = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + 100, hard))
     yield before
@@ -66,7 +66,7 @@ def few_files() -> Iterator[int]:
 @pytest.mark.guard
 @pytest.mark.parametrize("of_before", [False, True])
 def test_more_tars_than_files_may_be_open(few_files: int, tmp_path: Path, of_before: bool) -> None:
-    """Read by more threads than tars stay open, each row from another tar than the one before."""
+    """More threads read than tars stay open, and successive rows are in different tars."""
     directory = make_pack(tmp_path / "made", num_images=2_200, num_tars=1_100)
     if of_before:
         in_format_1(directory)
@@ -87,7 +87,7 @@ def test_more_tars_than_files_may_be_open(few_files: int, tmp_path: Path, of_bef
 @pytest.mark.guard
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="memory is read as Linux tells it")
 def test_ten_million_images_in_five_thousand_tars(tmp_path: Path) -> None:
-    """Opened by a rank in under a second and 100 MB more than its imports take, with 256 files."""
+    """A rank opens them in under a second, 256 files and 100 MB in addition to its imports."""
     directory = make_pack(tmp_path / "made", num_images=10_000_000, num_tars=5_000)
     ran = subprocess.run(
         [sys.executable, "-c", OPEN_AND_READ, directory, "2000"], cwd=ROOT, check=True, capture_output=True, text=True

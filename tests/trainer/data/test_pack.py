@@ -80,7 +80,7 @@ def test_broken_images_are_reported_with_their_substitutes(tree: Path, tmp_path:
     assert sorted(one.path for one in substitutes) == [f"{tree}/{name}" for name in BROKEN]
     assert len(lines) == len(BROKEN)
     (line,) = (line for line in lines if "text.jpg" in line)
-    assert line == f"broken: {tree}/b/text.jpg (no image of a known format); in its place {tree}/b/turned.jpg"
+    assert line == f"broken: {tree}/b/text.jpg (not an image of a known format), replaced by {tree}/b/turned.jpg"
 
 
 def test_tars_are_what_tarfile_reads(packed: Path) -> None:
@@ -125,10 +125,10 @@ def test_packing_twice_gives_the_same_bytes_whatever_the_threads(packed: Path, t
         *itertools.product([8, 9, 11, 12], ["half", "after"]),  # what is added for the first two tars
     ],
 )
-def test_a_pack_that_ends_anywhere_goes_on_to_the_same_bytes(
+def test_an_interrupted_pack_continues_to_the_same_bytes(
     packed: Path, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fatal: int, moment: str
 ) -> None:
-    """Where a file is put in place or added to; and once more a few files later."""
+    """It is interrupted where a file is written or appended to, and again a few files later."""
     for last in (fatal, 5):
         die_at(last, moment, monkeypatch)
         with pytest.raises(Killed):
@@ -138,8 +138,8 @@ def test_a_pack_that_ends_anywhere_goes_on_to_the_same_bytes(
     assert contents(tmp_path) == contents(packed)
 
 
-def test_a_torn_line_counts_for_nothing(packed: Path, tree: Path, tmp_path: Path) -> None:
-    """Wherever the last line of the tars' list ends; one before it that is no line is damage."""
+def test_a_torn_line_is_ignored(packed: Path, tree: Path, tmp_path: Path) -> None:
+    """Wherever the last line of the tars' list is cut off; an invalid line before it is damage."""
     directory = shutil.copytree(packed, tmp_path / "packed")
     path = directory / "shards-000000000000.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
@@ -150,7 +150,7 @@ def test_a_torn_line_counts_for_nothing(packed: Path, tree: Path, tmp_path: Path
         assert Manifest.load(directory).shards == shards[:-1]
     path.write_bytes(whole + b"\0" * 100 + b"\n")
     assert Manifest.load(directory).shards == shards[:-1]
-    with pytest.raises(ValueError, match="is not packed to its end: repeat the command"):
+    with pytest.raises(ValueError, match="is not completely packed: repeat the command"):
         PackedImages(directory)
     pack(tree, directory, options())
     assert contents(directory) == contents(packed)
@@ -166,7 +166,7 @@ def test_a_torn_line_counts_for_nothing(packed: Path, tree: Path, tmp_path: Path
 def test_what_is_written_for_a_tar_does_not_grow_with_their_number(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Besides the tars themselves: a line and a tar's records each."""
+    """In addition to a tar, only one line and its records are written."""
     added: dict[str, list[int]] = {".npy": [], ".jsonl": []}
     replace, replaced = Path.replace, list[str]()
 
@@ -234,8 +234,8 @@ def test_extending_adds_a_range_and_changes_no_old_byte(tmp_path: Path) -> None:
     assert contents(directory) == after
 
 
-def test_an_extension_that_was_ended_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And until its end the images of before are all there are."""
+def test_an_interrupted_extension_can_be_continued(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Until it is complete, only the earlier images can be used."""
     first, second = plain_tree(tmp_path / "first", 10), plain_tree(tmp_path / "second", 30, first=10)
     for name in ("whole", "halved"):
         pack(first, tmp_path / name, options())
@@ -252,13 +252,13 @@ def test_an_extension_that_was_ended_goes_on(tmp_path: Path, caplog: pytest.LogC
     assert "without 30 images that are being added" in caplog.text
     assert list(halved.rows(0, 10)) == list(old.rows(0, len(old)))
     assert np.array_equal(halved.labels(), old.labels())
-    with pytest.raises(ValueError, match="go on with those first"):
+    with pytest.raises(ValueError, match="finish packing those first"):
         pack(first, tmp_path / "halved", options(extend=True))
     pack(second, tmp_path / "halved", options(extend=True))
     assert contents(tmp_path / "halved") == contents(tmp_path / "whole")
 
 
-def test_a_pack_that_was_ended_is_none_yet(tmp_path: Path) -> None:
+def test_an_incomplete_pack_cannot_be_used(tmp_path: Path) -> None:
     def dying(done: int, count: int) -> None:
         if done == 15:
             raise Killed
@@ -266,7 +266,7 @@ def test_a_pack_that_was_ended_is_none_yet(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         pack(plain_tree(tmp_path / "tree", 20), tmp_path / "packed", options(on_rows=dying))
     assert Manifest.load(tmp_path / "packed").shards
-    with pytest.raises(ValueError, match="is not packed to its end"):
+    with pytest.raises(ValueError, match="is not completely packed"):
         PackedImages(tmp_path / "packed")
 
 
@@ -278,7 +278,7 @@ def test_too_many_broken_images_end_the_pack(tree: Path, tmp_path: Path) -> None
     nothing = tmp_path / "nothing"
     nothing.mkdir()
     (nothing / "a.jpg").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"are broken .the file is empty.: is their disk there"):
+    with pytest.raises(ValueError, match=r"are broken .the file is empty.: check their disk"):
         pack(nothing, tmp_path / "other", options())
 
 
@@ -296,9 +296,9 @@ def test_bad_input(tree: Path, packed: Path, tmp_path: Path) -> None:
         (tree, packed, {"order_seed": 6}, "in the order of seed 5, not 6"),
         (tree, packed, {"shard_bytes": 7}, "has tars of up to 20,000 bytes"),
         (tmp_path / "empty", packed, {}, "give --extend to add these"),
-        (tree, tree, {}, "whose folders may be classes: give a directory beside it"),
-        (tree, tree / "packed", {}, "whose folders may be classes: give a directory beside it"),
-        (tree, packed, {"labelled": False}, "keeps labels: leave --no-labels away"),
+        (tree, tree, {}, "whose folders may be classes: give a directory outside it"),
+        (tree, tree / "packed", {}, "whose folders may be classes: give a directory outside it"),
+        (tree, packed, {"labelled": False}, "keeps labels: omit --no-labels"),
     ):
         before = contents(packed)
         with pytest.raises(ValueError, match=message):
@@ -308,7 +308,7 @@ def test_bad_input(tree: Path, packed: Path, tmp_path: Path) -> None:
 
 
 def test_extended_images_have_the_same_kind_of_labels(tmp_path: Path) -> None:
-    """Of folders, of lists with numbers, and of images without any: none goes into a pack of another."""
+    """Labels of folders, of numbered lists, and no labels: none can be added to a pack of another kind."""
     sources = {
         "labels by name": plain_tree(tmp_path / "named", 6),
         "no labels": plain_tree(tmp_path / "flat/x", 3) / "a",
@@ -386,7 +386,7 @@ def test_an_index_that_is_cut_off_is_not_added_to(tree: Path, tmp_path: Path, mo
         pack(tree, tmp_path, options())
     monkeypatch.undo()
     index = tmp_path / "index-000000000000.npy"
-    os.truncate(index, 300)  # behind the second record
+    os.truncate(index, 300)  # after the second record
     with pytest.raises(ValueError, match=f"{index} is cut off: pack the images again"):
         pack(tree, tmp_path, options())
 

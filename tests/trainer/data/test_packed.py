@@ -121,8 +121,9 @@ def test_packed_and_plain_images_train_to_the_same_losses(folder: Path, director
 def test_labels_are_read_when_they_are_asked_for(
     folder: Path, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """By evaluation: to train, and to know whether there are any, none is read."""
-    read, source = [], {"folder": Listing, "packed": PackedImages}[name]
+    """Only evaluation reads them: training, and checking whether there are any, does not."""
+    read: list[int] = []
+    source: Any = {"folder": Listing, "packed": PackedImages}[name]
     labels = source.labels
     monkeypatch.setattr(source, "labels", lambda images: read.append(len(images)) or labels(images))
     data_dir = {"folder": folder, "packed": directory}[name]
@@ -153,7 +154,7 @@ def test_evaluation_sees_the_centre(directory: Path) -> None:
 
 
 class Identity(torch.nn.Module):
-    """Has a parameter, as every encoder."""
+    """Has a parameter, like every encoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +186,7 @@ def test_without_labels_or_test_images_one_line_says_so(tmp_path: Path) -> None:
     tree = plain_tree(tmp_path / "tree", 100)
     pack(tree, tmp_path / "labelled", PackOptions())
     pack(tree, tmp_path / "unlabelled", PackOptions(labelled=False))
-    messages = {"labelled": "have no test images beside them", "unlabelled": "these images have no labels"}
+    messages = {"labelled": "has no test images", "unlabelled": "these images have no labels"}
     for directory, message in messages.items():
         with pytest.raises(ValueError, match=message):
             run(tmp_path / "run", "packed", tmp_path / directory, evaluate=True)
@@ -199,7 +200,7 @@ def test_test_images_of_the_first_classes_stay_when_one_is_added(tmp_path: Path)
     assert dataset.test_images.shape[0] == 2
 
 
-def test_test_images_of_other_classes_are_in_the_way_of_evaluation_alone(tmp_path: Path) -> None:
+def test_test_images_of_other_classes_only_prevent_evaluation(tmp_path: Path) -> None:
     (plain_tree(tmp_path / "other", 3) / "a").rename(tmp_path / "other/d")
     pack(plain_tree(tmp_path / "tree", 100), tmp_path / "packed", PackOptions())
     pack(tmp_path / "other", tmp_path / "packed/test", PackOptions())
@@ -231,7 +232,7 @@ def test_an_image_that_breaks_later_is_logged_and_shown_as_the_next(
 
 @pytest.mark.guard
 def test_training_on_a_damaged_pack_ends(tmp_path: Path) -> None:
-    """Where more images are broken than packing would bear with, however often each is visited."""
+    """If more images are broken than packing allows, however often each is visited."""
     tree, packed = plain_tree(tmp_path / "tree", 1), tmp_path / "packed"
     for number in range(250):
         (tree / f"a/{number:04d}.jpg").write_bytes((tree / "a/0000.jpg").read_bytes())
@@ -254,7 +255,7 @@ def test_training_on_a_damaged_pack_ends(tmp_path: Path) -> None:
 
 
 def test_files_are_closed_again(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many tars there are, few are open; the others are opened again when they are read again."""
+    """Few of many tars stay open; the others are reopened when they are read again."""
     monkeypatch.setattr(packed, "_OPEN_FILES", 2)
     source = PackedImages(directory)
     assert len(source.manifest.shards) > 5
@@ -266,7 +267,7 @@ def test_files_are_closed_again(directory: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_segment_is_read_ahead_when_it_is_read_from_again(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, whichever thread reads; a single row of it, as in epoch order, brings no more than that row."""
+    """It is read ahead once, for all threads; a single row, as in epoch order, reads only that row."""
     advised = []
     monkeypatch.setattr("os.posix_fadvise", lambda number, start, length, advice: advised.append((start, length)))
     source = PackedImages(directory)
@@ -298,15 +299,15 @@ def test_decode_threads_are_those_that_are_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("folder", "needs a folder: name the one with the images"), ("packed", "needs a folder")]
+    ("name", "message"), [("folder", "needs a folder: give --data-dir with the images"), ("packed", "needs a folder")]
 )
 def test_a_folder_has_to_be_named(name: str, message: str) -> None:
     with pytest.raises(DataNotFoundError, match=message):
         load_dataset(name)
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no packed images: python -m trainer.data pack makes them"):
+def test_missing_data_gives_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no packed images: pack them by python -m trainer.data pack"):
         load_dataset("packed", tmp_path)
     with pytest.raises(ValueError, match="no images in"):
         load_dataset("folder", tmp_path)

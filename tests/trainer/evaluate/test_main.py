@@ -63,8 +63,8 @@ def test_prints_one_json_object(
         (["knn", "--pixels", "--data-dir", "/no/such/folder"], "no such folder: /no/such/folder"),
         (["knn", "--run", "{run}", "--data-dir", "/no/such/folder"], "no such folder: /no/such/folder"),
         (["knn", "--encoder", "{colour}", "--dataset", "idx"], "is for 3-channel 28 px images"),
-        (["knn", "--pixels", "--dataset", "folder", "--data-dir", "{tree}"], "no test images beside them"),
-        (["knn", "--encoder", "{colour}", "--dataset", "folder", "--data-dir", "{tree}"], "no test images beside them"),
+        (["knn", "--pixels", "--dataset", "folder", "--data-dir", "{tree}"], "has no test images"),
+        (["knn", "--encoder", "{colour}", "--dataset", "folder", "--data-dir", "{tree}"], "has no test images"),
     ],
 )
 def test_bad_input_gives_one_line_and_status_2(

@@ -1,4 +1,4 @@
-"""kNN and linear probe on features whose answer is known, and against plain references."""
+"""kNN and linear probe on features with known results, and compared with plain references."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What lies beside this file: see README.md. Runs in a checkout of version 0.1: python write.py NEW_DIRECTORY."""
+"""Writes a `version_*` directory: see README.md. Runs in a checkout of that version: python write.py OUTPUT."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from weightserver import LocalCluster, TableSpec, WeightClient, __version__
+from weightserver import LocalCluster, TableSpec, WeightClient
 
 SPEC = TableSpec(num_rows=60, dim=3, rows_per_block=4)
 EXTENDED = 70
@@ -33,7 +33,7 @@ RUN = {
     "checkpoint_every": 7,
     "evaluate": False,
 }
-"""Settings of the run; its encoder's are in `encoder`."""
+"""Settings of the run, except its encoder's: see `encoder`."""
 
 
 def encoder() -> Any:
@@ -43,7 +43,7 @@ def encoder() -> Any:
 
 
 def table(directory: Path) -> dict[str, Any]:
-    """Two shards, one of which is killed at the end; and a backup. What a client was told of them."""
+    """Writes two shards, one of which is killed at the end, and a backup; returns what a client saw of them."""
     seen: dict[str, Any] = {}
     generator = np.random.default_rng(0)
 
@@ -84,13 +84,15 @@ def table(directory: Path) -> dict[str, Any]:
         seen["steps"] = np.array([kept.step for kept in client.checkpoints()])
         seen["identities"] = np.array([kept.identity.hex() for kept in client.checkpoints()])
         seen["run"] = np.array(info.run)
+        if hasattr(client, "marks"):  # version 0.1 has none
+            seen["marks"] = np.array(client.marks())
         cluster.processes[1].kill()
         cluster.processes[1].wait()
     return seen
 
 
 def run(directory: Path, complete: Path) -> dict[str, Any]:
-    """A run that is killed some steps behind its second checkpoint; its losses if it had not been."""
+    """Writes a run that is killed when it takes its fourth checkpoint; returns the losses of that run, undisturbed."""
     import json
 
     from trainer.config import TrainConfig
@@ -130,7 +132,6 @@ def pack(directory: Path, target: Path) -> None:
 
 
 def main(output: Path) -> None:
-    assert __version__ == "0.1.0"
     output.mkdir()
     seen = table(output / "table") | run(output / "run", output / "complete")
     for name in ("table", "run"):

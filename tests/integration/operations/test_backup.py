@@ -1,0 +1,392 @@
+"""Backups of a checkpoint of running shards."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.comparing import rows_in, same
+from tests.helpers.operations import (
+    NUM_STORED,
+    ROWS,
+    SPEC,
+    STEPS,
+    Weightserver,
+    assert_one_line,
+    dies,
+    flipped,
+    make_table,
+    push,
+    targets_in,
+)
+from weightserver import Checkpoint, FencedError, LocalCluster, StorageError, TableSpec, WeightClient
+from weightserver.core.blocks import BlockCodec
+from weightserver.core.initial import initial_rows
+from weightserver.operations import backup as backups
+from weightserver.operations.backup import backup
+from weightserver.operations.backup_files import read_backup
+from weightserver.operations.export import export_rows
+from weightserver.operations.restore import restore
+from weightserver.operations.verify import verify_directory
+from weightserver.shard import reading
+from weightserver.storage.lmdb_storage import LmdbStorage
+from weightserver.storage.records import read_state, write_state
+
+
+@pytest.mark.guard
+def test_a_backup_is_one_checkpoint_while_training_continues(
+    weightserver: Weightserver, small_pieces: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are overwritten all the time, and its name is released once the backup holds it, as trainers do."""
+    done, copy_shard = threading.Event(), backups._copy_shard
+    with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
+        kept = make_table(client)
+        before = client.checkpoints()
+
+        def train_on() -> None:
+            for step in range(4, STEPS):
+                push(client, step, ROWS[step % 7 :: 3])
+                if done.is_set():
+                    return
+
+        def release_and_copy(*arguments: Any) -> Any:
+            if "one" in [known.name for known in client.checkpoints()]:
+                client.release("one")
+                push(client, 50, ROWS)
+            return copy_shard(*arguments)
+
+        monkeypatch.setattr(backups, "_copy_shard", release_and_copy)
+        training = threading.Thread(target=train_on)
+        training.start()
+        try:
+            with WeightClient(cluster.addresses) as operator:
+                made = backup(operator, tmp_path / "backup", checkpoint="one")
+        finally:
+            done.set()
+            training.join()
+        assert made.rows_stored == NUM_STORED
+        assert client.checkpoints() == [Checkpoint("two", 3)], "still held"
+        push(client, STEPS - 1, ROWS[:5])  # nobody was fenced
+        epoch = client.describe().epoch
+        assert [known.checkpoint_id for known in before if known.name == "one"] == [bytes.fromhex(made.identity)]
+    assert made == read_backup(tmp_path / "backup")
+    assert len(made.shards[0]["files"]) == 2  # all blocks fit one answer of the shard
+    for shard in range(2):
+        status, said, _ = weightserver(
+            "restore", tmp_path / "backup", "--data-dir", tmp_path / f"new/shard-{shard}", "--shard", shard
+        )
+        assert status == 0
+        assert said.endswith("checkpoint one (step 2)\n")
+        assert verify_directory(tmp_path / f"new/shard-{shard}").problems == []
+    with LocalCluster(2, tmp_path / "new") as cluster, WeightClient(cluster.addresses) as client:
+        info = client.describe()
+        assert (info.spec, info.run, info.epoch, info.clock, info.horizon) == (SPEC, "run", epoch, 2, STEPS)
+        assert info.rows_stored == NUM_STORED
+        assert [(known, known.checkpoint_id.hex()) for known in client.checkpoints()] == [
+            (Checkpoint("one", 2), made.identity)
+        ]
+        assert same(client.fetch_state(ROWS), kept)
+        with pytest.raises(FencedError, match="was opened by no client, as after a restore"):
+            client.open_session("an old writer", join=epoch)
+        client.open_session("next")
+        push(client, 50, ROWS)
+        client.rollback("one")
+        assert same(client.fetch_state(ROWS), kept)
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize(
+    ("blocks_per_read", "dim", "num_rows_known"),
+    [
+        (1, 1_100, True),
+        (1, 1_100, False),
+        (3, 340, True),
+        (3, 340, False),
+    ],
+)
+def test_a_backup_ends_with_its_checkpoints_table(
+    blocks_per_read: int, dim: int, num_rows_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table grows and gets new rows while the backup reads, and the last read is full. Checkpoints of version 0.1
+    do not record the size of the table."""
+    spec = TableSpec(num_rows=2 * blocks_per_read * 512, dim=dim, rows_per_block=512)
+    rows, new = np.arange(0, spec.num_rows, 512), np.arange(spec.num_rows, 2 * spec.num_rows, 300)
+    copy_shard: list[Any] = []
+    assert max(1, reading.READ_BYTES // BlockCodec(spec).num_bytes) == blocks_per_read
+    with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
+        client.create_table(spec)
+        client.extend_schedule(0, np.full(5, 0.1, np.float32))
+        client.open_session("run")
+        client.push_gradients(rows, np.ones((len(rows), spec.dim), np.float32), step=0)
+        client.checkpoint("one", step=1)
+        kept = client.fetch_state(rows)
+    if not num_rows_known:
+        for directory in targets_in(tmp_path / "old", 2):
+            forget_num_rows(directory)
+    with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
+        client.open_session("run")
+
+        def extend_and_copy(*arguments: Any) -> Any:
+            if not copy_shard:
+                client.extend_table(2 * spec.num_rows)
+                client.push_gradients(new, np.ones((len(new), spec.dim), np.float32), step=1)
+            copy_shard.append(original(*arguments))
+            return copy_shard[-1]
+
+        original = backups._copy_shard
+        monkeypatch.setattr(backups, "_copy_shard", extend_and_copy)
+        with WeightClient(cluster.addresses) as operator:
+            assert backup(operator, tmp_path / "backup").rows_stored == len(rows)
+    for shard, directory in enumerate(targets_in(tmp_path / "new", 2)):
+        restore(tmp_path / "backup", directory, shard=shard)
+    with LocalCluster(2, tmp_path / "new") as cluster, WeightClient(cluster.addresses) as client:
+        assert client.describe().spec == spec
+        assert same(client.fetch_state(rows), kept)
+        client.extend_table(2 * spec.num_rows)
+        assert np.array_equal(client.fetch_state(new).weight, initial_rows(spec, new))
+
+
+def forget_num_rows(directory: Path) -> None:
+    """Makes a shard's checkpoints look like those of version 0.1."""
+    storage = LmdbStorage(directory)
+    with storage.write() as txn:
+        state = read_state(txn)
+        write_state(txn, replace(state, checkpoints=tuple(replace(known, num_rows=0) for known in state.checkpoints)))
+    storage.close()
+
+
+def test_an_incomplete_backup_gets_no_manifest(
+    client: WeightClient, small_pieces: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process removed or renamed a file."""
+    make_table(client)
+    original = backups._copy_shard
+
+    def copy_less(*arguments: Any) -> Any:
+        copied = original(*arguments)
+        last = max(name for name in copied["files"] if name.startswith("blocks"))
+        return copied | {"files": {name: file for name, file in copied["files"].items() if name != last}}
+
+    monkeypatch.setattr(backups, "_copy_shard", copy_less)
+    with pytest.raises(StorageError, match="shard-0 is incomplete: use another backup"):
+        backup(client, tmp_path / "backup")
+    assert not (tmp_path / "backup/manifest.json").exists()
+    monkeypatch.setattr(backups, "_copy_shard", original)
+    assert backup(client, tmp_path / "backup").rows_stored > 0
+
+
+@pytest.mark.guard
+def test_a_backup_of_a_large_table_is_small_and_ends(tmp_path: Path) -> None:
+    """Neither rows never written nor rows written after the checkpoint take space or time."""
+    spec = TableSpec(num_rows=10**9, dim=16)
+    with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
+        client.create_table(spec)
+        client.extend_schedule(0, np.full(5, 0.1))
+        client.open_session("run")
+        client.checkpoint("nothing", step=0)
+        client.push_gradients([7, 10**9 - 1], np.ones((2, 16), np.float32), step=0)
+        client.checkpoint("two rows", step=1)
+        assert backup(client, tmp_path / "nothing", checkpoint="nothing").rows_stored == 0
+        made = backup(client, tmp_path / "two")
+        assert (made.checkpoint, made.rows_stored) == ("two rows", 2)
+        assert made.num_bytes < 50_000
+        expected = client.fetch_state([7, 8, 10**9 - 1])
+    for name, stored in (("nothing", 0), ("two", 2)):
+        for shard in range(2):
+            restore(tmp_path / name, tmp_path / f"{name}-new/shard-{shard}", shard=shard)
+        with LocalCluster(2, tmp_path / f"{name}-new") as cluster, WeightClient(cluster.addresses) as client:
+            assert client.describe().rows_stored == stored
+            state = client.fetch_state([7, 8, 10**9 - 1])
+            assert same(state, expected) == (stored == 2)
+            assert np.array_equal(state.weight[1:2], initial_rows(spec, np.array([8])))
+
+
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [
+        ("weightserver.client.checkpoint_caller:pb.CopyCheckpointRequest", 1),  # before the shards pin the checkpoint
+        ("weightserver.operations.backup:atomic_write", 3),  # in the first shard
+        ("weightserver.operations.backup:_write_json", 2),  # after its manifest, before the checkpoint is released
+        ("weightserver.operations.backup:_release", 1),  # when it is released
+        pytest.param(
+            "weightserver.operations.backup:_write_json", 1, marks=pytest.mark.slow
+        ),  # before any shard holds it
+        pytest.param("weightserver.operations.backup:_hold", 1, marks=pytest.mark.slow),  # before the first file
+        pytest.param("weightserver.operations.backup:atomic_write", 5, marks=pytest.mark.slow),  # in the second shard
+    ],
+)
+@pytest.mark.guard
+def test_a_killed_backup_resumes(
+    place: str, number: int, weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+) -> None:
+    kept = make_table(client)
+    arguments = ["backup", *cluster.addresses, "--output", tmp_path / "backup"]
+    dies(place, number, *arguments, "--checkpoint", "one")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "backup").glob("shard-*/blocks-*.safetensors")}
+    if not (tmp_path / "backup/manifest.json").exists():
+        assert_one_line(
+            weightserver("restore", tmp_path / "backup", "--data-dir", tmp_path / "x", "--shard", 0),
+            "holds an unfinished backup: repeat its command",
+        )
+    assert_one_line(weightserver(*arguments, "--checkpoint", "two"), "an unfinished backup of 'one': give another")
+    push(client, 5, ROWS)
+    status, said, error = weightserver(*arguments)
+    assert status == 0, error
+    assert "of checkpoint one (step 2) of 2 shards" in said
+    assert_one_line(weightserver(*arguments), "already holds a backup of 'one'")
+    assert [path.name for path in sorted((tmp_path / "backup").iterdir())] == ["manifest.json", "shard-0", "shard-1"]
+    assert [known.name for known in client.checkpoints()] == ["one", "two"], "the backup still holds one"
+    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
+    assert not list((tmp_path / "backup").rglob("*.partial"))
+    for shard in range(2):
+        restore(tmp_path / "backup", tmp_path / f"new/shard-{shard}", shard=shard)
+    assert same(rows_in(targets_in(tmp_path / "new", 2)), kept)
+
+
+def test_a_backup_killed_before_its_first_file_starts_again(
+    weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+) -> None:
+    make_table(client)
+    arguments = ["backup", *cluster.addresses, "--output", tmp_path / "backup"]
+    dies("weightserver.common.atomic_files:sync", 2, *arguments)
+    assert not (tmp_path / "backup/unfinished.json").exists()
+    assert weightserver(*arguments)[0] == 0
+    assert not list((tmp_path / "backup").glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(flipped, id="a bit"),
+        pytest.param(lambda content: content[:-1], id="cut"),
+        pytest.param(lambda content: flipped(content, 20 / len(content)), id="header", marks=pytest.mark.slow),
+        pytest.param(lambda _: b"", id="empty", marks=pytest.mark.slow),
+        pytest.param(None, id="missing", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.guard
+def test_a_damaged_file_of_an_interrupted_backup_is_copied_again(
+    damage: Callable[[bytes], bytes] | None,
+    weightserver: Weightserver,
+    cluster: LocalCluster,
+    client: WeightClient,
+    tmp_path: Path,
+) -> None:
+    """The first of two existing files is damaged."""
+    spec = TableSpec(num_rows=12_000, dim=128)
+    client.create_table(spec)
+    client.extend_schedule(0, np.full(5, 0.1, np.float32))
+    client.open_session("run")
+    rows = np.arange(spec.num_rows)
+    client.push_gradients(rows, np.ones((len(rows), 128), np.float32), step=0)
+    client.checkpoint("one", step=1)
+    kept = client.fetch_state(rows)
+    arguments = ["backup", *cluster.addresses, "--output", tmp_path / "backup"]
+    dies("weightserver.operations.backup:atomic_write", 4, *arguments)
+    first, _ = sorted((tmp_path / "backup/shard-0").glob("blocks-*.safetensors"))
+    whole = first.read_bytes()
+    if damage:
+        first.write_bytes(damage(whole))
+    else:
+        first.unlink()
+    status, said, error = weightserver(*arguments)
+    assert status == 0, error
+    assert f"backed up {spec.num_rows} rows of checkpoint one" in said
+    for shard in range(2):
+        restore(tmp_path / "backup", tmp_path / f"new/shard-{shard}", shard=shard)
+    with LocalCluster(2, tmp_path / "new") as new, WeightClient(new.addresses) as reader:
+        assert same(reader.fetch_state(rows), kept)
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("content", [b"{}", b"[]", b'{"checkpoint": "on', b"\xff", b'{"checkpoint": "one", "more": 1}'])
+def test_backup_rejects_a_damaged_unfinished_backup(
+    content: bytes, weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+) -> None:
+    make_table(client)
+    (tmp_path / "unfinished.json").write_bytes(content)
+    outcome = weightserver("backup", *cluster.addresses, "--output", tmp_path)
+    assert_one_line(outcome, "unfinished.json is damaged: remove the directory, start again, and remove the backup-")
+
+
+def test_only_one_of_two_backups_into_one_directory_continues(
+    weightserver: Weightserver,
+    cluster: LocalCluster,
+    client: WeightClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_table(client)
+    arguments, copy_shard, others = (
+        ["backup", *cluster.addresses, "--output", tmp_path / "new"],
+        backups._copy_shard,
+        [],
+    )
+
+    def copy_beside_another(*arguments_of_shard: Any) -> Any:
+        others.append(weightserver(*arguments))
+        return copy_shard(*arguments_of_shard)
+
+    monkeypatch.setattr(backups, "_copy_shard", copy_beside_another)
+    assert weightserver(*arguments)[0] == 0
+    assert len(others) == 2
+    for other in others:
+        assert_one_line(other, "is being written by another process: wait for it to end")
+    assert read_backup(tmp_path / "new").rows_stored > 0
+
+
+def test_exports_have_the_mode_of_new_files_and_backups_are_private(client: WeightClient, tmp_path: Path) -> None:
+    make_table(client)
+    before = os.umask(0o027)
+    try:
+        backup(client, tmp_path / "backup")
+        export_rows(client, tmp_path / "rows")
+    finally:
+        os.umask(before)
+
+    def modes(name: str) -> dict[str, int]:
+        paths = [tmp_path / name, *(tmp_path / name).rglob("*")]
+        kinds = [(("directory" if path.is_dir() else "file"), oct(path.stat().st_mode & 0o777)) for path in paths]
+        return {" ".join(kind): kinds.count(kind) for kind in kinds}
+
+    assert modes("backup") == {"directory 0o700": 3, "file 0o600": 5}
+    assert modes("rows") == {"directory 0o750": 1, "file 0o640": 1}
+
+
+def test_an_unfinished_backup_of_a_released_checkpoint_is_rejected(
+    weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+) -> None:
+    make_table(client)
+    arguments = ["backup", *cluster.addresses, "--output", tmp_path / "backup"]
+    dies("weightserver.operations.backup:atomic_write", 3, *arguments, "--checkpoint", "two")
+    client.open_session("back")
+    client.rollback("one")
+    assert_one_line(
+        weightserver(*arguments),
+        "cannot be resumed because its rows were rolled back or released: remove",
+    )
+    assert client.checkpoints() == [Checkpoint("one", 2)]
+
+
+def test_backup_rejects_invalid_arguments(
+    weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+) -> None:
+    output = ["--output", tmp_path / "backup"]
+    assert_one_line(weightserver("backup", *cluster.addresses, *output), "there is no checkpoint on all shards")
+    make_table(client)
+    message = "there is no checkpoint 'three' on all shards, only ['one', 'two']"
+    assert_one_line(weightserver("backup", *cluster.addresses, *output, "--checkpoint", "three"), message)
+    assert not (tmp_path / "backup").exists()
+    (tmp_path / "file").write_text("")
+    assert_one_line(weightserver("backup", *cluster.addresses, "--output", tmp_path), "is not empty: give another")
+    assert_one_line(weightserver("release", "three", *cluster.addresses), "no shard has a checkpoint 'three'")
+    assert weightserver("release", "two", *cluster.addresses) == (0, "released two\n", "")
+    push(client, 10, ROWS[:3])  # a release fences nobody
+    assert client.checkpoints() == [Checkpoint("one", 2)]

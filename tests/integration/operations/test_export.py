@@ -1,0 +1,102 @@
+"""Rows exported to files."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.helpers.operations import ROWS, Weightserver, assert_one_line, dies, make_table
+from weightserver import LocalCluster, WeightClient
+from weightserver.operations import export as exports
+
+
+@pytest.mark.guard
+def test_an_export_of_several_files_is_complete_or_absent(
+    weightserver: Weightserver,
+    cluster: LocalCluster,
+    client: WeightClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An export is killed, meets a full disk, and runs while another export writes to the directory."""
+    make_table(client)
+    state, new = client.fetch_state(ROWS, step=4), tmp_path / "out/new"
+    command = ["export", *cluster.addresses, "--output", new]
+    dies("weightserver.operations.export:atomic_write", 3, *command)
+    assert not list(new.glob("*rows*"))
+    monkeypatch.setattr(exports, "_BYTES_PER_FILE", 20_000)
+    original = exports.atomic_write  # type: ignore[attr-defined]
+    written: list[Any] = []
+    others: list[Any] = []
+
+    def full(path: Path, write: Callable[[Path], object]) -> None:
+        if len(written) == 3:
+            raise OSError(f"{path} cannot be written (No space left on device)")
+        written.append(path)
+        original(path, write)
+
+    monkeypatch.setattr(exports, "atomic_write", full)
+    assert_one_line(weightserver(*command), "No space left on device")
+    assert not list(new.glob("*rows*"))
+    shutil.rmtree(tmp_path / "out")
+    written.clear()
+    assert_one_line(weightserver(*command), "No space left on device")
+    assert not (tmp_path / "out").exists()
+
+    def beside_another(path: Path, write: Callable[[Path], object]) -> None:
+        others.append(weightserver(*command))
+        original(path, write)
+
+    monkeypatch.setattr(exports, "atomic_write", beside_another)
+    assert weightserver(*command)[1].endswith(f"wrote {len(others)} files to {new}\n")
+    assert len(others) > 5
+    for other in others:
+        assert_one_line(other, "is being written by another process")
+    assert [path.name for path in new.parent.iterdir()] == ["new"]
+    files = [load_file(path) for path in sorted(new.iterdir())]
+    assert len(files) == len(others)
+    assert np.array_equal(np.concatenate([file["row"] for file in files]), ROWS)
+    assert np.array_equal(np.concatenate([file["weight"] for file in files]), state.weight)
+    assert_one_line(weightserver(*command), "is not empty: give another directory")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--step=-1", "step must not be negative"),
+        ("--step=101", "step 101 is outside the schedule's 0..100"),
+        ("--step=1", "has seen 4 updates, its state before update 1 is gone"),
+        ("--checkpoint=three", "there is no checkpoint 'three' on all shards, only ['one', 'two']"),
+    ],
+)
+def test_export_rejects_invalid_options(
+    option: str, message: str, weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+) -> None:
+    make_table(client)
+    assert_one_line(weightserver("export", *cluster.addresses, "--output", tmp_path / "a/b", option), message)
+    assert not (tmp_path / "a").exists()
+
+
+def test_an_export_into_the_target_of_a_link(
+    weightserver: Weightserver,
+    cluster: LocalCluster,
+    client: WeightClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_table(client)
+    (tmp_path / "disk").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to("disk")
+    command = ["export", *cluster.addresses, "--output"]
+    assert weightserver(*command, tmp_path / "link")[0] == 0
+    assert len(list((tmp_path / "disk").iterdir())) == 1
+    assert (tmp_path / "disk").stat().st_mode & 0o777 == 0o700
+    monkeypatch.chdir(tmp_path)
+    assert_one_line(weightserver(*command, "."), "or the current directory: give a new directory in it")
+    assert_one_line(weightserver(*command, "/proc"), "is a mounted disk or the current")

@@ -1,0 +1,60 @@
+"""Operations on a full disk."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.operations import Table, Weightserver, assert_one_line, make_table
+from weightserver import LocalCluster, WeightClient
+from weightserver.operations.backup import backup
+
+
+@contextlib.contextmanager
+def no_room() -> Iterator[None]:
+    """Limits files to 24 KiB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (24 << 10, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("command", ["backup", "restore", "reshard", "compact", "export"])
+def test_a_full_disk_is_one_line_and_leaves_no_incomplete_output(
+    command: str,
+    weightserver: Weightserver,
+    client: WeightClient,
+    cluster: LocalCluster,
+    tables: Callable[[int], Table],
+    tmp_path: Path,
+) -> None:
+    """With free space again, the same command succeeds."""
+    make_table(client)
+    new = tmp_path / "new"
+    (source, other), _, _ = tables(2)
+    if command == "compact":
+        source = Path(shutil.copytree(source, tmp_path / "source"))
+    if command == "restore":
+        backup(client, tmp_path / "made", checkpoint="one")
+    arguments, whole = {
+        "backup": ([*cluster.addresses, "--output", new], "manifest.json"),
+        "restore": ([tmp_path / "made", "--data-dir", new, "--shard", 0], None),
+        "reshard": (["--source", source, other, "--target", new], None),
+        "compact": ([source, "--output", new], "data.mdb"),
+        "export": ([*cluster.addresses, "--output", new], "rows-000000000000-000000000999.safetensors"),
+    }[command]
+    with no_room():
+        status, _, error = weightserver(command, *arguments)
+    assert_one_line((status, "", error), "too large")
+    assert whole is None or not (new / whole).exists()
+    assert not list(tmp_path.rglob("*.partial"))
+    assert weightserver(command, *arguments)[0] == 0
+    assert whole is None or (new / whole).exists()

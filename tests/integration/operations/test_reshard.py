@@ -1,0 +1,198 @@
+"""Clusters changed to other numbers of shards and rows per block."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.comparing import rows_in, same
+from tests.helpers.operations import NUM_STORED, SPEC, STEPS, Table, Weightserver, assert_one_line, dies, targets_in
+from weightserver import LocalCluster, StorageError
+from weightserver.core.blocks import BlockCodec
+from weightserver.operations import reshard as resharding
+from weightserver.operations.inspect import inspect_directory
+from weightserver.operations.verify import verify_directory
+from weightserver.storage.lmdb_storage import LmdbStorage
+from weightserver.storage.records import read_state, write_spec
+
+
+@pytest.mark.guard
+def test_a_resharded_clusters_checkpoint_can_be_released(
+    weightserver: Weightserver, tables: Callable[[int], Table], tmp_path: Path
+) -> None:
+    sources, _, _ = tables(2)
+    assert weightserver("reshard", "--source", *sources, "--target", *targets_in(tmp_path, 1))[0] == 0
+    with LocalCluster(1, tmp_path) as cluster:
+        assert weightserver("release", "two", *cluster.addresses) == (0, "released two\n", "")
+
+
+def identity(directory: Path, checkpoint: str) -> str:
+    """The identity of a checkpoint in a directory."""
+    storage = LmdbStorage(directory, readonly=True)
+    with storage.read() as txn:
+        found = read_state(txn).checkpoint(checkpoint).checkpoint_id.hex()
+    storage.close()
+    assert len(found) == 32
+    return found
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rows_per_block"),
+    [
+        (2, 3, 7),
+        (3, 1, 7),
+        *(pytest.param(*case, marks=pytest.mark.guard) for case in [(2, 2, 4), (3, 2, 1), (2, 1, 63)]),
+    ],
+    ids=str,
+)
+def test_resharded_rows_are_the_same(
+    old: int,
+    new: int,
+    rows_per_block: int,
+    small_pieces: None,
+    weightserver: Weightserver,
+    tables: Callable[[int], Table],
+    tmp_path: Path,
+) -> None:
+    sources, kept, _ = tables(old)
+    before = [inspect_directory(source) for source in sources]
+    targets = targets_in(tmp_path / "new", new)
+    command = ["reshard", "--source", *sources[::-1], "--target", *targets, "--checkpoint", "one"]
+    status, said, error = weightserver(*command, "--rows-per-block", rows_per_block)
+    assert status == 0, error
+    assert said == (
+        f"{old} shards became {new} with {NUM_STORED} rows of checkpoint one (step 2), {rows_per_block} per block; "
+        "2 later updates remain only in the old shards\n"
+    )
+    assert [inspect_directory(source) for source in sources] == before
+    assert [verify_directory(target).problems for target in targets] == [[]] * new
+    assert {identity(directory, "one") for directory in targets} == {identity(sources[0], "one")}
+    seen = [inspect_directory(target) for target in targets]
+    assert {(shard["spec"]["rows_per_block"], shard["clock"], shard["horizon"]) for shard in seen} == {
+        (rows_per_block, 2, STEPS)
+    }
+    assert sum(shard["rows_stored"] for shard in seen) == NUM_STORED
+    assert same(rows_in(targets), kept)
+    assert same(rows_in(targets, checkpoint="one"), kept)
+
+
+def test_resharding_the_current_rows(
+    weightserver: Weightserver, tables: Callable[[int], Table], tmp_path: Path
+) -> None:
+    sources, _, now = tables(2)
+    targets = targets_in(tmp_path / "new", 3)
+    status, said, _ = weightserver("reshard", "--source", *sources, "--target", *targets, "--current")
+    assert (status, said.endswith("rows of step 4, 7 per block; 0 later updates remain only in the old shards\n")) == (
+        0,
+        True,
+    )
+    assert same(rows_in(targets), now)
+    assert [verify_directory(target).problems for target in targets] == [[], [], []]
+    assert {tuple(inspect_directory(target)["checkpoints"]) for target in targets} == {()}
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [
+        ("weightserver.storage.shard_builder:ShardBuilder.add", 20),  # halfway
+        ("weightserver.storage.shard_builder:ShardBuilder.finish", 2),  # when two of three are finished
+        pytest.param("weightserver.storage.shard_builder:ShardBuilder._begin", 2, marks=pytest.mark.slow),
+        pytest.param(
+            "weightserver.storage.shard_builder:ShardBuilder.add", 4, marks=pytest.mark.slow
+        ),  # between two directories
+        pytest.param("weightserver.operations.reshard:_Resharding.fill", 1, marks=pytest.mark.slow),
+        pytest.param("weightserver.storage.shard_builder:ShardBuilder.finish", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_reshard_resumes(
+    place: str, number: int, weightserver: Weightserver, tables: Callable[[int], Table], tmp_path: Path
+) -> None:
+    sources, kept, _ = tables(2)
+    targets = targets_in(tmp_path / "new", 3)
+    command = ["reshard", "--source", *sources, "--target", *targets, "--rows-per-block", 5]
+    dies(place, number, *command, "--checkpoint", "one")
+    if place.endswith(("add", "fill")):
+        assert all(inspect_directory(target)["unfinished"] for target in targets)
+        assert "it is unfinished: repeat" in verify_directory(targets[0]).problems[0]
+        other = [*command, "--checkpoint", "two"]
+        assert_one_line(weightserver(*other), "was begun from something else: remove it, or finish that first")
+    if place.endswith("finish"):  # one of those that are finished is used already
+        changed = LmdbStorage(targets[0])
+        with changed.write() as txn:
+            content = bytearray(txn.newest_block(0) or b"")
+            content[-1] ^= 1
+            txn.put_block(0, 1, content)
+        changed.close()
+    status, said, error = weightserver(*command, "--checkpoint", "one")
+    assert status == 0, error
+    assert f"2 shards became 3 with {NUM_STORED} rows of checkpoint one (step 2), 5 per block" in said
+    assert same(rows_in(targets, checkpoint="one"), kept)
+    assert weightserver(*command, "--checkpoint", "one")[:2] == (0, said), "it is done, and nothing is changed"
+    if place.endswith("finish"):
+        with contextlib.closing(LmdbStorage(targets[0], readonly=True)) as used, used.read() as txn:
+            assert txn.generations(0) == [1, 0]
+
+
+def test_a_reshard_that_lost_or_changed_a_row_is_noticed(
+    small_pieces: None, tables: Callable[[int], Table], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources, _, _ = tables(2)
+    converted = resharding._Resharding._converted
+
+    def without(work: Any, first: int) -> Iterator[tuple[int, bytearray]]:
+        yield from (found for found in converted(work, first) if found[0] != 4)
+
+    def changed(work: Any, first: int) -> Iterator[tuple[int, bytearray]]:
+        codec = BlockCodec(work.new)
+        for number, block in converted(work, first):
+            if number == 4:
+                codec.views(block).momentum_buffer[2, 3] += 1
+                codec.seal(4, block)
+            yield number, block
+
+    for name, fault in (("without", without), ("changed", changed)):
+        monkeypatch.setattr(resharding._Resharding, "_converted", fault)
+        targets = targets_in(tmp_path / name, 3)
+        with pytest.raises(StorageError, match=r"shard-1: block 4 differs from .*: remove the new directories"):
+            resharding.reshard(sources, targets, checkpoint="one")
+        assert all(inspect_directory(target)["unfinished"] for target in targets)
+
+
+def test_reshard_rejects_invalid_directories(
+    weightserver: Weightserver, cluster: LocalCluster, tables: Callable[[int], Table], tmp_path: Path
+) -> None:
+    sources, _, _ = tables(2)
+    targets = targets_in(tmp_path / "new", 3)
+    (tmp_path / "empty").mkdir()
+
+    def fails(message: str, source: list[Path] = sources, target: list[Path] = targets, more: Any = ()) -> None:
+        assert_one_line(weightserver("reshard", "--source", *source, "--target", *target, *more), message)
+
+    fails("belongs to a cluster of 2 shards, but 1 were given: give all", source=sources[:1])
+    fails("a directory is given twice", source=[sources[0], sources[0]])
+    shutil.copytree(sources[0], tmp_path / "copy")
+    fails("two directories hold the same shard of 2", source=[sources[0], tmp_path / "copy"])
+    fails("a directory is given twice", target=sources)
+    fails("holds no weight server data", source=[tmp_path / "empty", sources[1]])
+    fails("is served by another process", source=[cluster.directory / "shard-0", sources[1]])
+    old_copy = Path(shutil.copytree(sources[0], tmp_path / "old copy"))
+    (old_copy / "owner.lock").write_text("999999\n")
+    fails("data.mdb lacks transactions that it had", source=[old_copy, sources[1]])
+    assert_one_line(weightserver("compact", old_copy, "--output", tmp_path / "x"), "lacks transactions that it had")
+    fails("there is no checkpoint 'three' on all shards, only ['one', 'two']", more=["--checkpoint", "three"])
+    fails("rows_per_block must lie in 1..2048, got 0", more=["--rows-per-block", 0])
+    other = [Path(shutil.copytree(source, tmp_path / source.name)) for source in sources]
+    fails("holds a shard's data: give another directory", target=other)
+    assert not (tmp_path / "new").exists()
+    storage = LmdbStorage(other[1])
+    with storage.write() as txn:
+        write_spec(txn, replace(SPEC, dim=8))
+    storage.close()
+    fails("hold different tables: give the directories of one table", source=[sources[0], other[1]])

@@ -1,0 +1,188 @@
+"""Shards restored from backups."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.comparing import rows_in, same
+from tests.helpers.operations import (
+    NUM_STORED,
+    ROWS,
+    Weightserver,
+    assert_one_line,
+    dies,
+    flipped,
+    make_table,
+    targets_in,
+)
+from weightserver import DataLossError, FencedError, LocalCluster, WeightClient
+from weightserver.common.atomic_files import sha256
+from weightserver.operations import reshard as resharding
+from weightserver.operations.backup import backup
+from weightserver.operations.backup_files import read_backup
+from weightserver.operations.inspect import inspect_directory
+from weightserver.operations.restore import restore
+
+
+@pytest.mark.guard
+def test_restored_shards_descend_from_their_checkpoint_and_nothing_later(
+    weightserver: Weightserver, tmp_path: Path
+) -> None:
+    """Clients that know the checkpoint continue; those that know later writes are refused. Likewise after a reshard."""
+    with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
+        make_table(client)
+        cluster.restart(1)
+        one, two = client.checkpoints()
+        client.release("two")  # of another incarnation
+        later = client.marks()
+        backup(client, tmp_path / "backup", checkpoint="one")
+    assert len(one.marks) == len(two.marks) == 2
+    sources = targets_in(tmp_path / "old", 2)
+    for shard, directory in enumerate(targets_in(tmp_path / "restored", 2)):
+        restore(tmp_path / "backup", directory, shard=shard)
+    resharding.reshard(sources, targets_in(tmp_path / "resharded", 2), checkpoint="one")
+    for name in ("restored", "resharded"):
+        for _ in range(2):  # again behind a restart
+            with LocalCluster(2, tmp_path / name) as cluster, WeightClient(cluster.addresses) as client:
+                client.expect(one.marks)
+                for marks in (two.marks, later):
+                    with pytest.raises(DataLossError, match="does not descend from"):
+                        client.expect(marks)
+                client.open_session("next")
+
+
+@pytest.mark.guard
+def test_a_restored_cluster_can_be_backed_up_and_its_checkpoints_released(
+    weightserver: Weightserver, tmp_path: Path
+) -> None:
+    """Its epoch was never opened; a session is opened under the run's name, and former writers stay fenced."""
+    with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
+        kept = make_table(client)
+        backup(client, tmp_path / "backup", checkpoint="one")
+        epoch = client.describe().epoch
+    for shard in range(2):
+        restore(tmp_path / "backup", tmp_path / f"new/shard-{shard}", shard=shard)
+    with LocalCluster(2, tmp_path / "new") as cluster, WeightClient(cluster.addresses) as client:
+        assert_one_line(weightserver("release", "two", *cluster.addresses), "no shard has a checkpoint 'two'")
+        assert client.describe().epoch == epoch, "nothing was opened for nothing"
+        again = ["backup", *cluster.addresses, "--output", tmp_path / "again"]
+        status, said, error = weightserver(*again)
+        assert status == 0, error
+        assert f"backed up {NUM_STORED} rows of checkpoint one (step 2)" in said
+        assert same(client.fetch_state(ROWS), kept)
+        with pytest.raises(FencedError, match="was superseded"):
+            client.open_session("an old writer", join=epoch)
+        assert (client.describe().epoch, client.describe().run) == (epoch + 1, "run")
+        assert weightserver("release", "one", *cluster.addresses)[0] == 0
+        assert client.checkpoints() == []
+    assert read_backup(tmp_path / "again").run == "run"
+
+
+@pytest.mark.guard
+def test_a_shard_restored_next_to_others_is_rolled_back_before_a_backup(
+    weightserver: Weightserver, tmp_path: Path
+) -> None:
+    with LocalCluster(2, tmp_path / "servers") as cluster, WeightClient(cluster.addresses) as client:
+        kept = make_table(client)
+        backup(client, tmp_path / "backup", checkpoint="one")
+        client.open_session("run, resumed")
+        cluster.processes[1].kill()
+        cluster.processes[1].wait()
+        shutil.rmtree(cluster.directory / "shard-1")
+        restore(tmp_path / "backup", cluster.directory / "shard-1", shard=1)
+        cluster.restart(1)
+        command = ["backup", *cluster.addresses, "--output", tmp_path / "again"]
+        message = "shard 1 is at session 1, shard 0 at 2, as after restoring only one of them: take all to one"
+        assert_one_line(weightserver(*command), message)
+        assert not (tmp_path / "again").exists()
+        assert_one_line(weightserver("release", "one", *cluster.addresses), message)
+        assert weightserver("rollback", "one", *cluster.addresses, "--yes")[0] == 0
+        with pytest.raises(DataLossError, match="shard 1 lacks what it had acknowledged"):
+            client.fetch_state(ROWS)  # it was told of more
+        with WeightClient(cluster.addresses) as reader:
+            assert same(reader.fetch_state(ROWS), kept)
+        assert weightserver(*command)[0] == 0
+
+
+@pytest.mark.guard
+def test_a_killed_restore_resumes(
+    weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+) -> None:
+    kept, targets = make_table(client), targets_in(tmp_path / "new", 2)
+    backup(client, tmp_path / "backup", checkpoint="one")
+    commands = [
+        ["restore", tmp_path / "backup", "--data-dir", target, "--shard", shard] for shard, target in enumerate(targets)
+    ]
+    dies("weightserver.storage.shard_builder:ShardBuilder.add", 1, *commands[0])
+    assert "unfinished" in inspect_directory(targets[0])
+    for command in commands:
+        assert weightserver(*command)[0] == 0
+    dies("weightserver.operations.restore:restore", 1, *commands[0][:3], tmp_path / "x", "--shard", 0)
+    outcome = weightserver(*commands[0][:3], tmp_path / "x", "--shard", 0)
+    assert_one_line(outcome, "was already restored from")  # it is complete
+    assert ": serve it, or give another directory" in outcome[2]
+    assert same(rows_in([tmp_path / "x", targets[1]]), kept)
+    assert same(rows_in(targets), kept)
+
+
+def test_restore_rejects_invalid_arguments_and_damaged_backups(
+    weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+) -> None:
+    """A damaged backup leaves nothing that can be served."""
+    make_table(client)
+    good = tmp_path / "backup"
+    backup(client, good)
+
+    def fails(message: str, *, source: Path = good, target: Path | None = None, shard: int = 0, more: Any = ()) -> None:
+        target = target or tmp_path / "new"
+        outcome = weightserver("restore", source, "--data-dir", target, "--shard", shard, *more)
+        assert_one_line(outcome, message)
+
+    fails("holds no backup", source=tmp_path)
+    fails("has shards 0..1, not 2", shard=2)
+    fails("is of 2 shards, not 3: restore all of them, then 'reshard'", more=["--num-shards", 3])
+    fails("is served by another process", target=cluster.directory / "shard-0")
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "notes").write_text("mine")
+    fails("is not empty", target=tmp_path / "used")
+    assert not (tmp_path / "new").exists()
+
+    def damaged(pattern: str, change: Callable[[bytes], bytes]) -> Path:
+        copy = Path(shutil.copytree(good, tmp_path / f"damaged-{len(list(tmp_path.iterdir()))}"))
+        (path,) = copy.glob(pattern)
+        path.write_bytes(change(path.read_bytes()))
+        return copy
+
+    fails("manifest.json is damaged", source=damaged("manifest.json", lambda content: content[:-5]))
+    fails(
+        "manifest.json is damaged (checksum)",
+        source=damaged("manifest.json", lambda content: content.replace(b'"epoch": ', b'"epoch": 9')),
+    )
+    fails("has format 2, this version reads 1", source=damaged("*.json", lambda c: c.replace(b't": 1', b't": 2', 1)))
+    assert not (tmp_path / "new").exists()
+    fails("is damaged or missing: use another backup", source=damaged("shard-0/blocks*", flipped))
+    certified = damaged("shard-0/blocks*", flipped)
+    (path,) = certified.glob("shard-0/blocks*")
+    manifest = read_backup(certified)
+    manifest.shards[0]["files"][path.name]["sha256"] = sha256(path)
+    text = json.dumps({"format": 1, "sha256": manifest.digest, "backup": asdict(manifest)})
+    (certified / "manifest.json").write_text(text)
+    fails("is damaged (checksum): use another backup", source=certified, target=tmp_path / "certified")
+    command = [sys.executable, "-m", "weightserver", "serve", "--data-dir", str(tmp_path / "new"), "--num-shards", "2"]
+    refused = subprocess.run([*command, "--listen", "127.0.0.1:0"], capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert "is unfinished: repeat the 'restore' or 'reshard' that was stopped" in refused.stderr
+    backup(client, tmp_path / "other")
+    fails("was begun from something else: remove it, or finish that first", source=tmp_path / "other")
+    assert weightserver("restore", good, "--data-dir", tmp_path / "new", "--shard", 0)[0] == 0
+    fails("was already restored from")
+    fails("holds a shard's data: give another directory", shard=1)

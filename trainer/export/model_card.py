@@ -1,0 +1,190 @@
+"""The model card of an exported encoder: Markdown with the header that model hubs read."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from trainer.config import RESUMABLE
+from trainer.data.decode import decoded_side
+from trainer.data.pixels import PixelScale
+from trainer.run.directory import flat, number
+
+DETECTRON2 = {
+    "resnet18": (18, 1, 64),
+    "resnet34": (34, 1, 64),
+    "resnet50": (50, 1, 64),
+    "resnet101": (101, 1, 64),
+    "resnet152": (152, 1, 64),
+    "resnext50_32x4d": (50, 32, 4),
+    "resnext101_32x8d": (101, 32, 8),
+    "resnext101_64x4d": (101, 64, 4),
+    "wide_resnet50_2": (50, 1, 128),
+    "wide_resnet101_2": (101, 1, 128),
+}
+"""MODEL.RESNETS.DEPTH, NUM_GROUPS and WIDTH_PER_GROUP of models for detectron2's build_resnet_backbone."""
+
+
+@dataclass(frozen=True)
+class LibraryEncoder:
+    """An encoder in the form of a library."""
+
+    library: str
+    name: str
+    """The architecture's name in the library; for detectron2, in torchvision."""
+    in_channels: int
+    pixels: PixelScale
+    """One number for each of in_channels."""
+    tensors: dict[str, Tensor]
+    """Weights under the library's names, without a classifier."""
+    last: str = ""
+    """torchvision: the linear layer to replace by nn.Identity."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The run that an encoder comes from."""
+
+    settings: dict[str, Any]
+    summary: dict[str, Any]
+    """Results; empty for a checkpoint."""
+    checkpoint: str
+    """Name of the checkpoint; empty for the end of the run."""
+    licence: str
+
+    @property
+    def dataset(self) -> str:
+        return str(self.settings.get("dataset", "unknown"))
+
+
+def model_card(
+    encoder: LibraryEncoder, origin: Origin, *, image_size: int, is_grey: bool, file: str, digest: str
+) -> str:
+    """Renders the card of the encoder in `file` with the SHA-256 `digest`, trained on images of `image_size` pixels."""
+    return "\n".join(
+        [
+            _introduction(encoder, origin),
+            _input(encoder, image_size=image_size, is_grey=is_grey, file=file),
+            _run(origin),
+            f"## File\n\n`{file}`, {len(encoder.tensors)} tensors, SHA-256 `{digest}`.\n",
+        ]
+    )
+
+
+def _introduction(encoder: LibraryEncoder, origin: Origin) -> str:
+    state = (
+        f"checkpoint {origin.checkpoint} of a run, not evaluated"
+        if origin.checkpoint
+        else "the state at the end of its run"
+    )
+    return f"""---
+license: {origin.licence}
+library_name: {encoder.library}
+tags: [image-feature-extraction, self-supervised, parametric-instance-classification]
+---
+
+# {encoder.name}, trained on {origin.dataset} by instance classification
+
+An image encoder in the keys of {encoder.library}. It was trained without labels by Parametric Instance Classification
+(Cao et al., NeurIPS 2020, arXiv 2006.14618): each image is its own class. This is {state}. It has no classifier; its
+output is one feature vector per image, to compare by cosine similarity or to use as input of a linear layer.
+"""
+
+
+def _input(encoder: LibraryEncoder, *, image_size: int, is_grey: bool, file: str) -> str:
+    channels = "RGB" if encoder.in_channels == 3 else "grey"
+    grey = " Repeat a grey image three times." if is_grey and encoder.in_channels == 3 else ""
+    loading = {"timm": _by_timm, "torchvision": _by_torchvision, "detectron2": _by_detectron2}[encoder.library]
+    return f"""## How to load it
+
+{loading(encoder, image_size, file)}
+
+Input: {channels} images float32 [B, {encoder.in_channels}, H, W]: pixels in 0..1 minus their mean
+{_listed(encoder.pixels.mean)}, divided by their standard deviation {_listed(encoder.pixels.std)}; trained at
+{image_size} px.{grey}
+"""
+
+
+def _run(origin: Origin) -> str:
+    results = _table("result", {key: value for key, value in origin.summary.items() if value is not None})
+    settings = {key: value for key, value in origin.settings.items() if key not in RESUMABLE}
+    licence = "not stated by the exporter" if origin.licence == "unknown" else origin.licence
+    return f"""## Results
+
+{results or "None: not evaluated."}
+
+## Settings of the run
+
+{_table("setting", flat(settings))}
+
+## Licence
+
+Licence of the weights: {licence}. Permitted uses may also depend on the images of {origin.dataset}.
+"""
+
+
+def _by_timm(encoder: LibraryEncoder, image_size: int, file: str) -> str:
+    return """```python
+import timm
+model = timm.create_model("local-dir:.", pretrained=True).eval()  # the path of this directory
+preprocess = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+```"""
+
+
+def _by_torchvision(encoder: LibraryEncoder, image_size: int, file: str) -> str:
+    mean, std = map(_listed, encoder.pixels)
+    return f"""```python
+import torch, torchvision
+from safetensors.torch import load_file
+from torchvision.transforms import v2
+model = torchvision.models.get_model("{encoder.name}", weights=None)
+model.{_attribute(encoder.last)} = torch.nn.Identity()
+model.load_state_dict(load_file("{file}"))
+model.eval()
+preprocess = v2.Compose([v2.ToImage(), v2.RGB(), v2.Resize({decoded_side(image_size)}), v2.CenterCrop({image_size}),
+                         v2.ToDtype(torch.float32, scale=True), v2.Normalize({mean}, {std})])
+```"""
+
+
+def _by_detectron2(encoder: LibraryEncoder, image_size: int, file: str) -> str:
+    depth, groups, width = DETECTRON2[encoder.name]
+    more = "\n    RES2_OUT_CHANNELS: 64" if depth < 50 else ""
+    return f"""```python
+import torch
+from safetensors.torch import load_file
+torch.save({{"model": load_file("{file}")}}, "encoder.pth")  # detectron2 cannot read safetensors
+```
+
+```yaml
+MODEL:
+  WEIGHTS: encoder.pth
+  PIXEL_MEAN: {_listed(tuple(255 * number for number in encoder.pixels.mean))}
+  PIXEL_STD: {_listed(tuple(255 * number for number in encoder.pixels.std))}
+  RESNETS:
+    DEPTH: {depth}
+    NUM_GROUPS: {groups}
+    WIDTH_PER_GROUP: {width}
+    STRIDE_IN_1X1: False
+    NORM: SyncBN{more}
+INPUT:
+  FORMAT: RGB
+```
+
+The keys are those of the backbone, `model.backbone.bottom_up` in a model with an FPN."""
+
+
+def _listed(numbers: tuple[float, ...]) -> str:
+    return "[" + ", ".join(f"{number:.6g}" for number in numbers) + "]"
+
+
+def _attribute(path: str) -> str:
+    """The path of a module in Python syntax: classifier.3 is classifier[3]."""
+    return re.sub(r"\.(\d+)", r"[\1]", path)
+
+
+def _table(title: str, values: dict[str, Any]) -> str:
+    rows = [f"| {name} | {number(value)} |" for name, value in values.items()]
+    return "\n".join([f"| {title} | |", "|---|---|", *rows]) if rows else ""

@@ -1,0 +1,118 @@
+"""The SGD of encoder and head, the length of a run, and its learning rates. The rows have the same SGD of their own."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from trainer.settings import Settings, check_at_least, check_not_negative, check_positive
+from weightserver.core.correction import MAX_STEPS
+
+_DEFAULT_WARMUP_FRACTION = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizationConfig(Settings):
+    """Batches, the length of the run, and one SGD for encoder, head and rows."""
+
+    epochs: float = 6.0
+    """Length of the run: visits to each image, on average."""
+    steps: int | None = None
+    """Length of the run in updates; overrides --epochs."""
+    batch_size: int = 128
+    """B, images in each update, on all ranks together."""
+    accumulate: int = 1
+    """Number of equal parts of a batch whose gradients are accumulated before the update: less memory for the same B.
+    BatchNorm sees one part at a time."""
+    learning_rate: float = 0.1
+    """Base learning rate η, reached after the warm-up; then a cosine to 0, step by step."""
+    learning_rate_batch: int | None = None
+    """Batch size that --learning-rate is for, if it is not B: η is then scaled by B over this (linear rule)."""
+    warmup_epochs: float | None = None
+    """Epochs in which the learning rate rises linearly from η/100 to η, whatever the length of the run (paper: 5). An
+    epoch counts the images that the run started with."""
+    warmup_fraction: float | None = None
+    """The warm-up as a fraction of the run. Without --warmup-epochs and --warmup-fraction it is 0.1; either of them
+    overrides a preset's."""
+    momentum: float = 0.9
+    """m."""
+    weight_decay: float = 1e-4
+    """λ, on all parameters, as in the paper."""
+
+    def check(self) -> None:
+        check_at_least(self, 1, "batch_size", "accumulate", "learning_rate_batch", "steps")
+        check_positive(self, "epochs")
+        check_not_negative(self, "learning_rate")
+        self._check_parts()
+        if self.warmup_epochs is not None and self.warmup_fraction is not None:
+            raise ValueError(
+                f"--warmup-epochs {self.warmup_epochs} and --warmup-fraction {self.warmup_fraction} both give the "
+                "length of the warm-up: give one of them"
+            )
+        check_not_negative(self, "warmup_epochs")
+        if not 0 <= self._warmup_fraction <= 1:
+            raise ValueError(f"--warmup-fraction must lie in 0..1, got {self.warmup_fraction}")
+
+    def _check_parts(self) -> None:
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"--batch-size {self.batch_size} is not a multiple of --accumulate {self.accumulate}: "
+                "parts must be equal"
+            )
+        if self.part_size < (world_size := int(os.environ.get("WORLD_SIZE", "1"))):
+            raise ValueError(
+                f"--batch-size {self.batch_size} in {self.accumulate} parts (--accumulate) leaves some of {world_size} "
+                f"ranks without images in a part of {self.part_size}: give larger batches, fewer parts or fewer ranks"
+            )
+
+    @property
+    def part_size(self) -> int:
+        """Images of all ranks in one part of a batch."""
+        return self.batch_size // self.accumulate
+
+    @property
+    def base_learning_rate(self) -> float:
+        """η for the batch size of the run."""
+        return self.learning_rate * self.batch_size / (self.learning_rate_batch or self.batch_size)
+
+    def num_steps(self, num_images: int) -> int:
+        """Number of updates of the run. Raises ValueError if their learning rates alone would fill the memory."""
+        steps = self.steps if self.steps is not None else max(1, round(self.epochs * num_images / self.batch_size))
+        if steps > MAX_STEPS:
+            raise ValueError(f"the run would take {steps:.3g} steps, at most {MAX_STEPS:,} are possible: choose fewer")
+        return steps
+
+    @property
+    def _warmup_fraction(self) -> float:
+        """The warm-up as a fraction of the run, unless it is given in epochs."""
+        return _DEFAULT_WARMUP_FRACTION if self.warmup_fraction is None else self.warmup_fraction
+
+    def warmup_steps(self, num_images: int, num_steps: int) -> int:
+        """Number of warm-up updates of a run that starts with `num_images` images and takes `num_steps` updates.
+
+        It may exceed the length of the run, which then ends within its warm-up.
+
+        Raises:
+            ValueError: it exceeds the length of any run.
+        """
+        if self.warmup_epochs is None:
+            return round(self._warmup_fraction * num_steps)
+        steps = self.warmup_epochs * num_images / self.batch_size
+        if steps > MAX_STEPS:
+            raise ValueError(
+                f"--warmup-epochs {self.warmup_epochs:g} would take {steps:.3g} steps, at most {MAX_STEPS:,} are "
+                "possible: choose fewer"
+            )
+        return round(steps)
+
+    def optimizer(self, model: nn.Module, device: torch.device) -> torch.optim.SGD:
+        """SGD for the encoder and the head's first layer; its learning rate is set before each update."""
+        return torch.optim.SGD(
+            model.parameters(),
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            fused=device.type == "cuda",
+        )

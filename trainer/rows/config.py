@@ -1,0 +1,97 @@
+"""Settings of the classifier's rows and of the weight servers that store them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+from trainer.settings import Settings, check_at_least, check_choice, check_not_negative, resumable
+from weightserver import ClientSecurity
+from weightserver.common.addresses import is_loopback
+
+_CORRECTION_OF_FLAG: dict[object, str] = {True: "exact", False: "none"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsConfig(Settings):
+    """Where the rows are held, and how they are initialised and corrected."""
+
+    rows: Literal["resident", "remote", "dense"] = resumable("resident")
+    """resident: the rows around the window on the trainer's device, all others on the weight servers. remote: all on
+    the weight servers, fetched for each step. dense: all in the trainers' memory, updated by plain SGD."""
+    capacity: int | None = resumable(None)
+    """Resident rows on all ranks together. Without it: as many as the window and prefetching can use. Each rank has
+    room for its share, for two more blocks, and for the random imbalance of active rows between ranks."""
+    prefetch_steps: int = resumable(8)
+    """Steps in advance at which resident rows are requested."""
+    correction: Literal["exact", "paper", "none"] = "exact"
+    """How inactive rows follow momentum and weight decay. exact: with the learning rate of each step. paper: with one
+    learning rate for all steps since the row was active. none, or --no-correction: they do not move (compared in
+    Table 2). From Python, True and False mean exact and none."""
+    init_std: float = 0.01
+    """Standard deviation of a row's initial values."""
+    rows_per_block: int = resumable(63)
+    """Rows that the weight servers store together in one block."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "correction", _CORRECTION_OF_FLAG.get(self.correction, self.correction))
+
+    def check(self) -> None:
+        check_choice(self, "correction", "exact", "paper", "none")
+        check_at_least(self, 0, "prefetch_steps")
+        if self.rows == "dense" and self.correction == "paper":
+            raise ValueError(
+                "--correction paper corrects rows after a gap, but --rows dense updates all rows in every step: "
+                "use --rows resident or --rows remote"
+            )
+        if self.capacity is not None and self.rows != "resident":
+            raise ValueError(f"--capacity is for --rows resident, not {self.rows}: omit it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServersConfig(Settings):
+    """The weight servers and how to call them."""
+
+    servers: str | None = resumable(None)
+    """Addresses of all weight servers, host:port,host:port. Without it the run starts local ones (if all ranks are on
+    one machine)."""
+    num_shards: int = resumable(2)
+    """Number of local weight servers that a run without --servers starts; they store rows in the run's directory."""
+    retry_seconds: float = resumable(300.0)
+    """Time for which calls to an unavailable weight server are retried before the run stops."""
+    tls_ca: Path | None = resumable(None)
+    """Call --servers over TLS; the CA that signed their certificates, PEM."""
+    tls_cert: Path | None = resumable(None)
+    """The trainer's own certificate, PEM, for --servers that require one."""
+    tls_key: Path | None = resumable(None)
+    """The key of --tls-cert, PEM."""
+    token_file: Path | None = resumable(None)
+    """File with the token for --servers. Without it: the environment variable WEIGHTSERVER_TOKEN, if set."""
+    insecure: bool = resumable(False)
+    """Allow calls to --servers on other machines without TLS."""
+
+    def check(self) -> None:
+        check_at_least(self, 1, "num_shards")
+        check_not_negative(self, "retry_seconds")
+        security = self.security
+        if security.tls_ca is not None and not self.servers:
+            raise ValueError("--tls-ca is for --servers: omit it, or give their addresses")
+        for address in self.server_addresses:
+            if not is_loopback(address) and security.tls_ca is None and not self.insecure:
+                raise ValueError(
+                    f"--servers {address} is on another machine and would be called without TLS: "
+                    "give --tls-ca, or --insecure on a network you trust"
+                )
+
+    def unused_settings(self) -> dict[str, str]:
+        return {} if self.servers else {"token_file": "--servers"}
+
+    @property
+    def security(self) -> ClientSecurity:
+        """Credentials for --servers. Raises ValueError for options that contradict each other."""
+        return ClientSecurity(**{field.name: getattr(self, field.name) for field in fields(ClientSecurity)})
+
+    @property
+    def server_addresses(self) -> list[str]:
+        return [address.strip() for address in self.servers.split(",")] if self.servers else []

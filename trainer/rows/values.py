@@ -1,0 +1,91 @@
+"""Values of the resident rows in their slots: correction (Section 2.3 of the paper) and SGD on the trainer's device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.rows.write_back import LeavingRows
+from trainer.transfer import HostCopy, to_device
+from weightserver import RowState, TableSpec
+from weightserver.core.arrays import Float32Array, Int64Array
+from weightserver.core.correction import Schedule, bring_to
+
+_SAFE_SIZE = 2.0**30
+"""If rows up to this size are safe in any gap, rows are corrected on the device and checked when they leave."""
+
+
+class SlotValues:
+    """Weight, momentum_buffer and last_step of the row in each of `capacity` slots.
+
+    Weight and momentum_buffer, float32 (capacity, D), are on the device; last_step, int64 (capacity,), is on the host.
+    """
+
+    def __init__(self, spec: TableSpec, learning_rates: Float32Array, capacity: int, device: torch.device) -> None:
+        self.weight = torch.zeros(capacity, spec.dim, device=device)
+        self.momentum_buffer = torch.zeros_like(self.weight)
+        self.last_step = np.zeros(capacity, np.int64)
+        self._spec = spec
+        self._schedule = Schedule.of_table(spec, learning_rates)
+        self._device = device
+        self._largest = torch.zeros((), device=device)  # |value| of all rows that were corrected
+
+    def place(self, slots: Int64Array, state: RowState) -> None:
+        """Puts the raw state of rows into slots, int64 (n,)."""
+        chosen = self._tensor(slots)
+        self.weight[chosen] = self._tensor(state.weight)
+        self.momentum_buffer[chosen] = self._tensor(state.momentum_buffer)
+        self.last_step[slots] = state.last_step
+
+    def leaving(self, slots: Int64Array) -> LeavingRows:
+        """A copy of the raw state in slots, int64 (n,); a GPU makes it while training continues."""
+        chosen = self._tensor(slots)
+        values = HostCopy([self.weight[chosen], self.momentum_buffer[chosen], self._largest])
+        return LeavingRows(values, self.last_step[slots], largest_safe=self._schedule.safe_size)
+
+    def correct(self, slots: Int64Array, step: int, *, rows: Int64Array) -> None:
+        """Corrects `rows` in `slots` up to `step`; on a CPU with the same bits as the servers' correction.
+
+        Rows that the correction made infinite or NaN never return to the servers (`LeavingRows`). If the learning rates
+        could do so to rows of any size, rows are corrected on the host, which raises StepError. Without
+        `spec.correction` rows do not change.
+        """
+        idle = self.last_step[slots] < step
+        if not self._spec.correction or not idle.any():
+            return
+        slots, rows = slots[idle], rows[idle]
+        if self._schedule.safe_size < _SAFE_SIZE:
+            self._correct_on_host(slots, step, rows)
+        else:
+            self._correct_on_device(slots, step)
+        self.last_step[slots] = step
+
+    def _correct_on_device(self, slots: Int64Array, step: int) -> None:
+        coefficients = self._tensor(self._schedule.coefficients(self.last_step[slots], step))
+        (ww, wu), (uw, uu) = coefficients[:, :, :, None].permute(1, 2, 0, 3)  # (n, 1) each: Equation (3)
+        chosen = self._tensor(slots)
+        weight, momentum_buffer = self.weight[chosen], self.momentum_buffer[chosen]
+        self.weight[chosen] = ww * weight + wu * momentum_buffer
+        self.momentum_buffer[chosen] = uu * momentum_buffer + uw * weight
+        for values in (weight, momentum_buffer):
+            self._largest = torch.maximum(self._largest, torch.linalg.vector_norm(values, ord=float("inf")))
+
+    def _correct_on_host(self, slots: Int64Array, step: int, rows: Int64Array) -> None:
+        chosen = self._tensor(slots)
+        weight, momentum_buffer = (values[chosen].cpu().numpy() for values in (self.weight, self.momentum_buffer))
+        bring_to(self._schedule, step, self.last_step[slots], weight, momentum_buffer, rows=rows)
+        self.weight[chosen], self.momentum_buffer[chosen] = self._tensor(weight), self._tensor(momentum_buffer)
+
+    @torch.no_grad()
+    def update(self, slots: Int64Array, on_device: Tensor, gradients: Tensor, step: int) -> None:
+        """One step of SGD (Equation 2) on the rows in slots, int64 (n,), also given as a tensor on the device."""
+        weight, momentum_buffer = self.weight[on_device], self.momentum_buffer[on_device]
+        momentum_buffer *= self._spec.momentum
+        momentum_buffer += weight * self._spec.weight_decay + gradients
+        weight -= momentum_buffer * float(self._schedule.learning_rates[step])
+        self.weight[on_device], self.momentum_buffer[on_device] = weight, momentum_buffer
+        self.last_step[slots] = step + 1
+
+    def _tensor(self, array: Int64Array | Float32Array) -> Tensor:
+        return to_device(array, self._device)

@@ -1,0 +1,183 @@
+"""The trainer's checkpoint files: encoder, head and momentum of one step, for one checkpoint of the shards.
+
+checkpoints/step-NNNNNNNNNNNN.safetensors      a complete file
+checkpoints/step-….begun.partial               a checkpoint was started, its file is not complete yet
+checkpoints/set-aside-…                        files that a resumed run replaced, for a person to look at
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from trainer.run.history import ImageHistory
+from weightserver import Checkpoint
+from weightserver.common.atomic_files import atomic_write, sync
+
+_log = logging.getLogger(__name__)
+
+FORMAT = "pic-checkpoint-1"
+CHECKPOINT, TABLE, MARKS, HISTORY, RESUME_STEP = "checkpoint", "table", "marks", "images", "resume_step"
+"""Keys of a file's metadata: the identities of the shards' checkpoint and table, the checkpoint's marks, the run's
+`ImageHistory`, and the --resume-step that the run was last resumed from. Files of 0.1 have neither table nor marks."""
+MODEL, MOMENTUM = "model.", "momentum."
+"""Prefixes of the tensors' names."""
+_ENCODER = MODEL + "encoder."
+STEM = re.compile(r"step-(\d{12})")
+_PARTIAL = re.compile(STEM.pattern + r"\..*\.partial")
+
+
+def checkpoint_name(step: int) -> str:
+    """Name of the shards' checkpoint, and stem of its file."""
+    return f"step-{step:012d}"
+
+
+def file_path(directory: Path, step: int) -> Path:
+    return directory / f"{checkpoint_name(step)}.safetensors"
+
+
+def begun_path(directory: Path, step: int) -> Path:
+    """The marker that exists from before the shards' checkpoint until the trainer's file is complete."""
+    return directory / f"{checkpoint_name(step)}.begun.partial"
+
+
+def saved_steps(directory: Path) -> list[int]:
+    """Steps of the checkpoint files, ascending."""
+    found = (STEM.fullmatch(path.stem) for path in directory.glob("*.safetensors"))
+    return sorted(int(match.group(1)) for match in found if match)
+
+
+def steps_on_both(directory: Path, kept: Sequence[Checkpoint]) -> list[int]:
+    """Steps, ascending, whose file belongs to one of the checkpoints that all shards keep."""
+    known = {(checkpoint.name, checkpoint.checkpoint_id.hex()) for checkpoint in kept}
+    found = []
+    for step in saved_steps(directory):
+        with contextlib.suppress(ValueError):  # an unreadable file
+            if (checkpoint_name(step), read_metadata(file_path(directory, step)).get(CHECKPOINT)) in known:
+                found.append(step)
+    return found
+
+
+def load(directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Restores model and optimizer to their state after `step` updates.
+
+    Raises:
+        ValueError: the file is damaged, or of another format or model.
+    """
+    path = file_path(directory, step)
+    if not path.exists():
+        raise ValueError(f"{path} is not on this machine: all ranks of a resumed run need its directory")
+    metadata = read_metadata(path)
+    if (metadata.get("format"), metadata.get("step")) != (FORMAT, str(step)):
+        raise ValueError(f"{path} is not a checkpoint of step {step} in format {FORMAT}")
+    try:
+        model.load_state_dict(_read_tensors(path, MODEL))
+    except RuntimeError as error:
+        raise _unreadable(path, error) from None
+    momentum = _read_tensors(path, MOMENTUM)
+    for name, parameter in model.named_parameters():
+        if name in momentum:
+            # Copied into the strides of the weights: files do not store strides, and CUDA's fused SGD requires them.
+            optimizer.state[parameter]["momentum_buffer"] = torch.empty_like(parameter.detach()).copy_(momentum[name])
+
+
+def encoder_tensors(directory: Path, name: str) -> dict[str, Tensor]:
+    """The encoder's weights by name, from the checkpoint step-…. Raises ValueError if it is missing or damaged."""
+    path = directory / f"{name}.safetensors"
+    if not STEM.fullmatch(name) or not path.exists():
+        known = ", ".join(checkpoint_name(step) for step in saved_steps(directory)) or "none"
+        raise ValueError(f"{directory} has no checkpoint {name!r}: it has {known}")
+    return _read_tensors(path, _ENCODER)
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The metadata of a checkpoint file. Raises ValueError if it cannot be read."""
+    try:
+        with safe_open(path, "pt") as file:
+            return dict(file.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _read_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors whose names start with `prefix`, by the rest of the name."""
+    try:
+        with safe_open(path, "pt") as file:
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+            return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    return ValueError(
+        f"{path} cannot be read ({str(error).splitlines()[0]}): restore a copy of it, or resume from an older "
+        "checkpoint by --resume-step"
+    )
+
+
+def saved_history(directory: Path, step: int) -> ImageHistory | None:
+    """The history of the run's images in the file of a checkpoint; None without a file, or in an older version's."""
+    path = file_path(directory, step)
+    stored = read_metadata(path).get(HISTORY) if path.exists() else None
+    return ImageHistory.from_json(stored) if stored else None
+
+
+def history_to_resume(directory: Path, asked: int | None) -> ImageHistory | None:
+    """`saved_history` of the file that a run is resumed from: the newest, or the older one that `asked` names."""
+    return (None if asked is None else saved_history(directory, asked)) or newest_history(directory)
+
+
+def newest_history(directory: Path) -> ImageHistory | None:
+    """`saved_history` of the newest checkpoint file; None without any."""
+    steps = saved_steps(directory)
+    return saved_history(directory, steps[-1]) if steps else None
+
+
+def note_history(directory: Path, step: int, history: ImageHistory) -> None:
+    """Stores the images with which the run continues from a checkpoint in the checkpoint's file."""
+    path = file_path(directory, step)
+    if path.exists() and saved_history(directory, step) != history:
+        metadata = read_metadata(path) | {HISTORY: history.to_json()}
+        atomic_write(path, lambda partial: save_file(_read_tensors(path), partial, metadata=metadata))
+
+
+def set_newer_aside(directory: Path, step: int, results: Sequence[Path], metrics: Path) -> None:
+    """Sets aside checkpoint files after `step` and the run's `results`, together with a copy of its `metrics`."""
+    moved = [file_path(directory, later) for later in reversed(saved_steps(directory)) if later > step]
+    moved += [path for path in results if path.exists()]
+    if moved:
+        set_aside(directory, moved, [metrics] if metrics.exists() else [])
+
+
+def set_aside(directory: Path, moved: Sequence[Path], copied: Sequence[Path] = ()) -> None:
+    """Moves and copies files into a new directory in `directory`, for a person to look at and remove."""
+    directory.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=time.strftime("set-aside-%Y-%m-%dT%H-%M-%S-", time.gmtime()), dir=directory))
+    shutil.copymode(directory, aside)
+    for path in copied:
+        shutil.copy2(path, aside)
+        sync(aside / path.name)
+    for path in moved:
+        path.rename(aside / path.name)
+    for changed in {aside, directory, *(path.parent for path in moved)}:
+        sync(changed)
+    _log.warning("set aside in %s: %s", aside, ", ".join(path.name for path in [*moved, *copied]))
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Removes the partial files of runs that were killed during a checkpoint."""
+    for partial in directory.glob("*.partial"):
+        if _PARTIAL.fullmatch(partial.name):
+            partial.unlink()

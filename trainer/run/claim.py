@@ -1,0 +1,92 @@
+"""A run's claim to its directory: config.json, written by rank 0."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from trainer.config import TrainConfig
+from trainer.run.checkpoint_file import saved_steps, set_newer_aside
+from trainer.run.directory import CONFIG_FILE, ENCODER_FILE, METRICS_FILE, SUMMARY_FILE
+from trainer.run.resume import check_same_run, update_settings
+from weightserver.common.atomic_files import atomic_write, make_directory, sync
+
+
+class DirectoryClaim:
+    """Claims the directory of a new run, or checks that of a run to be resumed; on ranks other than 0 it does nothing.
+
+    A context manager. A new run that fails before its first checkpoint or step releases the directory, so that the same
+    command can be repeated.
+
+    Raises:
+        ValueError: a directory that another run used, or that cannot be written.
+    """
+
+    def __init__(self, config: TrainConfig, *, is_first: bool) -> None:
+        self._config = config
+        self._is_first = is_first
+        self._is_kept = False
+
+    def __enter__(self) -> Self:
+        if self._is_first:
+            if self._config.resume:
+                check_same_run(self._config)
+                self._is_kept = True
+            else:
+                _claim(self._config)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None and self._is_first and not self._is_kept:
+            (self._config.output / CONFIG_FILE).unlink(missing_ok=True)
+
+    def keep(self) -> None:
+        """Keeps the directory even if the run fails from now on."""
+        self._is_kept = True
+
+    def prepare(self, start_step: int) -> None:
+        """Keeps the directory and removes from its records what the run will repeat, from `start_step` on."""
+        self.keep()
+        if not self._is_first:
+            return
+        output = self._config.output
+        if self._config.resume:
+            update_settings(self._config)
+            results = [output / SUMMARY_FILE, output / ENCODER_FILE]  # the run will write new ones
+            set_newer_aside(output / "checkpoints", start_step, results, output / METRICS_FILE)
+        _forget_from(output / METRICS_FILE, start_step)
+
+
+def _claim(config: TrainConfig) -> None:
+    """Creates the run's directory and writes config.json."""
+    path = config.output / CONFIG_FILE
+    files = [config.output / name for name in (METRICS_FILE, SUMMARY_FILE, ENCODER_FILE)]
+    found = [file.name for file in files if file.exists()]
+    if not path.exists() and (found or saved_steps(config.output / "checkpoints")):
+        raise ValueError(
+            f"{config.output} holds {found[0] if found else 'checkpoints'} of a run whose {path.name} is missing: "
+            "restore it to resume that run, or choose another --output"
+        )
+    try:
+        make_directory(config.output)
+        with path.open("x") as file:
+            file.write(config.to_json())
+        sync(path)
+        sync(config.output)
+    except OSError as error:
+        if isinstance(error, FileExistsError) and path.exists():
+            raise ValueError(f"{config.output} holds another run: choose another --output, or delete it") from None
+        raise ValueError(
+            f"--output {config.output} cannot be used ({error.strerror}): choose another directory"
+        ) from None
+
+
+def _forget_from(path: Path, step: int) -> None:
+    """Removes the records of `step` and later from a metrics.jsonl, and a record that was cut off."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]
+    atomic_write(path, lambda new: new.write_text("".join(kept)))

@@ -1,0 +1,208 @@
+"""Resuming a run: which step to resume from, and whether directory, settings and weight servers belong together."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trainer.config import RESUMABLE, TrainConfig
+from trainer.data import Dataset
+from trainer.distributed import Ranks
+from trainer.model import load_encoder
+from trainer.run.checkpoint_file import (
+    MARKS,
+    RESUME_STEP,
+    STEM,
+    TABLE,
+    begun_path,
+    file_path,
+    read_metadata,
+    saved_steps,
+    steps_on_both,
+)
+from trainer.run.directory import CONFIG_FILE, read_settings
+from trainer.run.earlier import in_todays_terms
+from weightserver import Checkpoint, DataLossError, NoTableError, WeightClient
+from weightserver.common.atomic_files import atomic_write
+
+_log = logging.getLogger(__name__)
+
+_OF_ONE_START = frozenset(["resume", "extend", "init_encoder"])
+"""Settings that say how a run was started, not what it is."""
+
+
+def resolve_resume(config: TrainConfig, ranks: Ranks) -> TrainConfig:
+    """Replaces `--resume auto` by True or False, on every rank by what rank 0 finds in the run's directory.
+
+    Only a directory that no run has claimed starts a new run; anything that prevents an existing run from being resumed
+    is found and refused later. Dense rows cannot be resumed.
+    """
+    if config.resume != "auto":
+        return config
+    found = ranks.is_first and config.rows != "dense" and (config.output / CONFIG_FILE).exists()
+    (resumes,) = ranks.max_over_ranks([float(found)])
+    if config.resume_step is not None and not resumes:
+        raise ValueError(f"{config.output} holds no run to resume: omit --resume-step, or give the run's --output")
+    return replace(config, resume=bool(resumes))
+
+
+def with_pixel_scale(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> TrainConfig:
+    """Fills in the mean and deviation of pixels if the settings leave them open, identically on every rank.
+
+    They come from the run that is resumed; otherwise from --init-encoder, whose weights expect them; otherwise from the
+    images.
+    """
+    if config.encoder.pixel_mean is not None:
+        return config
+    found: dict[str, Any] = {}
+    if ranks.is_first:
+        found = _pixel_scale(config, dataset)
+    found = json.loads(ranks.broadcast_text(json.dumps(found)))
+    numbers: dict[str, Any] = {name: value and tuple(value) for name, value in found.items()}
+    return replace(config, encoder=replace(config.encoder, **numbers))
+
+
+def _pixel_scale(config: TrainConfig, dataset: Dataset) -> dict[str, Sequence[float] | None]:
+    """pixel_mean and pixel_std as config.json has them; None, which means -1..1, for runs of earlier versions."""
+    names = ("pixel_mean", "pixel_std")
+    if config.resume and (config.output / CONFIG_FILE).exists():
+        stored = read_settings(config.output).get("encoder", {})
+        if names[0] not in stored:
+            _log.warning("an earlier version started this run: from now on its crops and colours are drawn differently")
+        return {name: stored.get(name) for name in names}
+    if config.init_encoder is not None:
+        encoder = load_encoder(config.init_encoder)[1]
+        return {name: getattr(encoder, name) for name in names}
+    return dict(zip(names, dataset.pixels, strict=True))
+
+
+def check_same_run(config: TrainConfig) -> None:
+    """Raises ValueError unless the run in config.output is the one that `config` describes."""
+    if not (config.output / CONFIG_FILE).exists():
+        raise ValueError(f"{config.output} holds no run to resume: omit --resume, or give another --output")
+    num_local = len(list((config.output / "servers").glob("shard-*/")))
+    if not config.servers and num_local not in (0, config.num_shards):
+        raise ValueError(f"{config.output / 'servers'} holds {num_local} shards: give --num-shards {num_local}")
+    wanted, defaults = json.loads(config.to_json()), json.loads(TrainConfig().to_json())
+    stored = _with_defaults(in_todays_terms(read_settings(config.output)), defaults)
+    starts = not saved_steps(config.output / "checkpoints")  # it was killed before its first
+    free = RESUMABLE | config.unused_settings().keys() | (set() if starts else {"init_encoder"})
+    for name in sorted(wanted.keys() - free):
+        if stored[name] != wanted[name]:
+            raise ValueError(
+                f"--resume resumes the run in {config.output}, whose {name} is {stored[name]}, not {wanted[name]}: "
+                "give the same settings"
+            )
+
+
+def update_settings(config: TrainConfig) -> None:
+    """Writes the settings that changed on resuming, such as paths and addresses, to the run's config.json."""
+    stored, now = read_settings(config.output), json.loads(config.to_json())
+    settings = stored | {name: now[name] for name in RESUMABLE - _OF_ONE_START}
+    text = json.dumps(settings, indent=2) + "\n"
+    atomic_write(config.output / CONFIG_FILE, lambda path: path.write_text(text))
+
+
+def _with_defaults(stored: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """A run's settings, completed by the defaults of settings that were added since."""
+    return {
+        name: _with_defaults(stored.get(name, {}), default) if isinstance(default, dict) else stored.get(name, default)
+        for name, default in defaults.items()
+    }
+
+
+def step_to_resume(directory: Path, client: WeightClient, asked: int | None = None) -> int | None:
+    """The step to resume from: that of the newest file in `directory`, or the older one that `asked` names.
+
+    None for a run that died before its first checkpoint. If the run was resumed from step `asked` before, and the same
+    command is started again, it resumes from its newest file.
+
+    Raises:
+        ValueError: the shards do not all keep the file's checkpoint, or have newer ones than there are files.
+        DataLossError: a shard's data does not descend from the file's checkpoint: it is an older copy.
+    """
+    kept, steps = client.checkpoints(), saved_steps(directory)
+    both = steps_on_both(directory, kept)
+    if not steps:
+        if asked is None and _is_untouched(client):
+            return None
+        raise ValueError(
+            f"there is no checkpoint to resume from: {directory} has no file, the weight servers keep "
+            f"{[known.name for known in kept]}: are these the run's servers?"
+        )
+    newest, path = steps[-1], file_path(directory, steps[-1])
+    if asked is not None:
+        return _asked_step(asked, newest, both, directory)
+    or_older = f", or give --resume-step {both[-1]}, the newest whose checkpoint they have" if both else ""
+    check_descent(directory, newest, client, otherwise=or_older)
+    if newest not in both:
+        raise ValueError(
+            f"the weight servers do not have the checkpoint of {path}, the run's newest file; they may be older "
+            f"copies: start those that have it{or_older}"
+        )
+    _check_no_later(directory, newest, kept, client)
+    return newest
+
+
+def _asked_step(asked: int, newest: int, both: Sequence[int], directory: Path) -> int:
+    """The step to resume from if the user asked for one."""
+    if newest in both and read_metadata(file_path(directory, newest)).get(RESUME_STEP) == str(asked):
+        _log.warning("the run was resumed from step %d before: resuming from step %d, its newest", asked, newest)
+        return newest
+    if asked not in both:
+        raise ValueError(
+            f"the run cannot be resumed from step {asked}: only steps {both} have both a file in {directory} and a "
+            "checkpoint on the weight servers"
+        )
+    return asked
+
+
+def _check_no_later(directory: Path, newest: int, kept: Sequence[Checkpoint], client: WeightClient) -> None:
+    """Raises ValueError if the shards keep later checkpoints than a run that died in one can have left."""
+    later = sorted(known.step for known in kept if known.step > newest and STEM.fullmatch(known.name))
+    if later and not (len(later) == 1 and _may_have_died_in(directory, later[0], client)):
+        raise ValueError(
+            f"the weight servers have checkpoints of steps {later}, and {directory} has none of these files; it may be "
+            f"an older copy: put them there, or give --resume-step {newest} to discard what came later"
+        )
+
+
+def _may_have_died_in(directory: Path, step: int, client: WeightClient) -> bool:
+    """Whether a run may have left this checkpoint on the shards before its file existed: it was begun, and no update
+    followed, since a run finishes no further step before the file exists."""
+    return begun_path(directory, step).exists() and client.describe().clock <= step
+
+
+def check_descent(directory: Path, step: int, client: WeightClient, *, otherwise: str) -> None:
+    """Checks that the weight servers' data descends from a file's checkpoint. `otherwise` is appended to the messages.
+
+    Raises:
+        ValueError: they hold another table.
+        DataLossError: a shard's data does not descend from the checkpoint.
+    """
+    path = file_path(directory, step)
+    metadata = read_metadata(path)
+    with contextlib.suppress(NoTableError):
+        if metadata.get(TABLE, "") not in ("", client.table_identity().hex()):
+            raise ValueError(
+                f"the weight servers hold another table than that of {path}: start the run's servers{otherwise}"
+            )
+    marks = json.loads(metadata.get(MARKS, "[]"))
+    if len(marks) == len(client.marks()):  # after 'reshard' the checkpoint alone identifies the data
+        try:
+            client.expect(marks)
+        except DataLossError as error:
+            raise DataLossError(f"{error}{otherwise}") from None
+
+
+def _is_untouched(client: WeightClient) -> bool:
+    try:
+        info = client.describe()
+    except NoTableError:
+        return True
+    return info.clock == 0 and info.rows_stored == 0

@@ -1,0 +1,66 @@
+"""Base of a run's settings. Each part lives with the code that uses it; `trainer.config.TrainConfig` is their union."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
+
+
+def resumable(default: Value) -> Value:
+    """Defines a setting that may change when a run is resumed; all others must stay the same."""
+    value: Any = field(default=default, metadata={"resumable": True})
+    return value  # type: ignore[no-any-return]  # a dataclass field, whose declared type is that of its default
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One part of a run's settings: a frozen dataclass whose field names are flags and whose docstrings are help texts.
+
+    Every part checks its own values. Checks name the flag, so that a message says what to change on the command line.
+    """
+
+    def check(self) -> None:
+        """Raises ValueError for a value out of range, or for settings of this part that contradict each other."""
+
+    def unused_settings(self) -> dict[str, str]:
+        """Settings of this part that have no effect with its other values, each with the option that it needs."""
+        return {}
+
+
+def flag(name: str) -> str:
+    """The command line's flag of a setting: batch_size is --batch-size."""
+    return f"--{name.replace('_', '-')}"
+
+
+def check_at_least(settings: Settings, least: int, *names: str) -> None:
+    """Raises ValueError for a setting below `least`. None passes."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and value < least:
+            required = "must not be negative" if least == 0 else f"must be at least {least}"
+            raise ValueError(f"{flag(name)} {required}, got {value}")
+
+
+def check_positive(settings: Settings, *names: str) -> None:
+    """Raises ValueError for a setting that is not positive and finite."""
+    for name in names:
+        if not 0 < getattr(settings, name) < math.inf:
+            raise ValueError(f"{flag(name)} must be positive and finite, got {getattr(settings, name)}")
+
+
+def check_not_negative(settings: Settings, *names: str) -> None:
+    """Raises ValueError for a setting that is negative or not finite. None passes."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(f"{flag(name)} must be finite and not negative, got {value}")
+
+
+def check_choice(settings: Settings, name: str, *choices: object) -> None:
+    """Raises ValueError for a setting that is not one of `choices`; from Python, no parser checks it."""
+    if getattr(settings, name) not in choices:
+        *most, last = map(str, choices)
+        raise ValueError(f"{flag(name)} must be {', '.join(most)} or {last}, got {getattr(settings, name)}")

@@ -1,0 +1,172 @@
+"""Checks of the arguments of a client's calls. Invalid arguments raise before anything is sent."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+from weightserver.common.addresses import is_loopback
+from weightserver.common.security import MAX_TOKEN_CHARACTERS
+from weightserver.core.arrays import Float32Array, Int64Array, all_finite
+from weightserver.core.spec import MAX_ROWS
+from weightserver.protocol.codec import MAX_NAME_CHARACTERS
+
+_MAX_SECONDS = 86_400
+
+
+def check_addresses(
+    addresses: Sequence[str], *, credentials: grpc.ChannelCredentials | None, token: str | None, insecure: bool
+) -> None:
+    """Raises ValueError unless these addresses may be called with these credentials."""
+    if isinstance(addresses, str) or not len(addresses) or not all(isinstance(text, str) for text in addresses):
+        raise ValueError(f"addresses must be a list of host:port, one for each shard, got {addresses!r}")
+    if token is not None and not (token.isascii() and token.isprintable() and len(token) <= MAX_TOKEN_CHARACTERS):
+        raise ValueError(f"token must be printable ASCII of at most {MAX_TOKEN_CHARACTERS} characters")
+    for address in addresses:
+        if not is_loopback(address) and credentials is None and not insecure:
+            raise ValueError(
+                f"{address} is not on this machine: give credentials, or insecure=True on a network you trust"
+            )
+
+
+def check_seconds(timeout_seconds: float, retry_seconds: float) -> None:
+    if not 0 < timeout_seconds <= _MAX_SECONDS or not 0 <= retry_seconds < math.inf:
+        raise ValueError(
+            f"timeout_seconds must be positive and at most {_MAX_SECONDS}, retry_seconds not negative: "
+            f"got {timeout_seconds}, {retry_seconds}"
+        )
+
+
+def checked_name(name: str) -> str:
+    if not isinstance(name, str) or not name or not name.encode(errors="ignore").decode() == name:
+        raise ValueError(f"name must be a non-empty text that UTF-8 can hold, got {name!r}")
+    if len(name) > MAX_NAME_CHARACTERS:
+        raise ValueError(f"name has {len(name)} characters: give one of at most {MAX_NAME_CHARACTERS}")
+    return name
+
+
+def checked_step(value: int, name: str) -> int:
+    step = _integer(value, name)
+    if not 0 <= step < 2**63:
+        raise ValueError(f"{name} must not be negative, and less than 2⁶³, got {step}")
+    return step
+
+
+def checked_num_rows(value: int) -> int:
+    num_rows = _integer(value, "num_rows")
+    if not 1 <= num_rows <= MAX_ROWS:
+        raise ValueError(f"num_rows must lie in 1..{MAX_ROWS}, got {num_rows}")
+    return num_rows
+
+
+def _integer(value: int, name: str) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    return operator.index(value)
+
+
+def checked_learning_rates(learning_rates: npt.ArrayLike) -> Float32Array:
+    """Finite, non-negative learning rates, float32 [n]."""
+    rates = np.asarray(learning_rates)
+    if rates.size and rates.dtype.kind not in "fiu":
+        raise TypeError(f"learning_rates must be real numbers, got dtype {rates.dtype}")
+    if rates.ndim != 1:
+        raise ValueError(f"learning_rates must have shape [n], got {list(rates.shape)}")
+    converted = rates.astype(np.float32)
+    if not all_finite(converted) or (converted < 0).any():
+        raise ValueError("learning_rates must be finite and not negative")
+    return converted
+
+
+# ---- rows and their values
+
+
+def row_numbers(rows: npt.ArrayLike) -> Int64Array:
+    """The rows as int64 [n]; `check_rows_exist` checks their range."""
+    array = _int64(rows, "rows")
+    if array.ndim != 1:
+        raise ValueError(f"rows must have shape [n], got {list(array.shape)}")
+    return array
+
+
+def check_rows_exist(rows: Int64Array, num_rows: int) -> None:
+    if len(rows) and (rows.min() < 0 or rows.max() >= num_rows):
+        bad = rows[(rows < 0) | (rows >= num_rows)][0]
+        raise ValueError(f"row {bad} does not exist: the table has rows 0..{num_rows - 1}")
+
+
+def checked_values(values: npt.ArrayLike, shape: tuple[int, int], name: str) -> Float32Array:
+    """Finite values of the given shape, float32 [n, D]. An array or tensor must be float32 already."""
+    if not hasattr(values, "dtype"):
+        values = np.asarray(values, np.float32)
+    try:
+        array = np.asarray(values)
+    except RuntimeError as error:  # a torch tensor with a gradient, or on another device
+        raise TypeError(f"{name} cannot be read as a NumPy array: {error}") from None
+    if array.dtype != np.float32:
+        raise TypeError(f"{name} must be float32, got {array.dtype}: convert it first")
+    if array.shape != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(array.shape)}")
+    if not all_finite(array):
+        raise ValueError(f"{name} holds NaN or infinite values: nothing was sent")
+    return array
+
+
+def checked_last_step(last_step: int | npt.ArrayLike, num_rows: int) -> Int64Array:
+    """Each row's last step, int64 [n], contiguous."""
+    steps = _int64(last_step, "last_step")
+    if steps.ndim and steps.shape != (num_rows,):
+        raise ValueError(f"last_step must be an integer or have shape [{num_rows}], got {list(steps.shape)}")
+    steps = np.ascontiguousarray(np.broadcast_to(steps, num_rows))
+    if (steps < 0).any():
+        raise ValueError(f"last_step must not be negative, got {steps.min()}")
+    return steps
+
+
+def output_array(out: Float32Array | None, shape: tuple[int, int]) -> Float32Array:
+    """`out` if it can hold a fetch of that shape, a new array if it is None."""
+    if out is None:
+        return np.empty(shape, np.float32)
+    if out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
+        raise ValueError(f"out must be a contiguous float32 array of shape {list(shape)}")
+    return out
+
+
+def is_strictly_increasing(rows: Int64Array) -> bool:
+    return bool((rows[1:] > rows[:-1]).all())
+
+
+def sum_repeats(rows: Int64Array, gradients: Float32Array) -> tuple[Int64Array, Float32Array]:
+    """Sorted distinct rows, and the sum of each one's gradients in the order given."""
+    order = np.argsort(rows, kind="stable")
+    distinct, starts = np.unique(rows[order], return_index=True)
+    with np.errstate(over="ignore"):
+        summed = np.add.reduceat(gradients[order], starts, axis=0)
+    if not all_finite(summed):
+        raise ValueError("the gradients of a repeated row add up beyond float32: nothing was sent")
+    return distinct, summed
+
+
+def distinct_order(rows: Int64Array) -> Int64Array:
+    """The order that sorts the rows, int64 [n].
+
+    Raises:
+        ValueError: a row is given twice.
+    """
+    order = np.argsort(rows, kind="stable")
+    ordered = rows[order]
+    if (repeats := np.flatnonzero(np.diff(ordered) == 0)).size:
+        raise ValueError(f"row {ordered[repeats[0]]} is given twice: write_state takes each row once")
+    return order
+
+
+def _int64(value: npt.ArrayLike, name: str) -> Int64Array:
+    array = np.asarray(value)
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be integers, got dtype {array.dtype}")
+    return array.astype(np.int64, copy=False)

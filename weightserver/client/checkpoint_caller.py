@@ -1,0 +1,129 @@
+"""How a client takes, copies and releases checkpoints on all shards, and returns to them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from google.protobuf.message import Message
+
+from weightserver.client import agreement
+from weightserver.client.fan_out import Shards, is_not_applied, raise_first
+from weightserver.client.session import Numbers, Session, Write
+from weightserver.core.checkpoints import Checkpoint, common_checkpoints
+from weightserver.core.errors import NoTableError
+from weightserver.protocol._generated import weight_server_pb2 as pb
+
+
+def checkpoints(shards: Shards) -> list[Checkpoint]:
+    """The checkpoints that every shard retains, in the order of their steps."""
+    return common_checkpoints(list(map(agreement.checkpoints_of, shards.describe())))
+
+
+def find_checkpoint(shards: Shards, name: str) -> Checkpoint:
+    """The checkpoint of that name which every shard retains.
+
+    Raises:
+        NoTableError: a shard has no such checkpoint, or one of another call.
+    """
+    for kept in checkpoints(shards):
+        if kept.name == name:
+            return kept
+    having = shards_with(shards, name)
+    if all(having):
+        raise NoTableError(f"the shards' checkpoints {name!r} are not of one call: use one of checkpoints()")
+    raise NoTableError(
+        f"shard {having.index(False)} has no checkpoint {name!r}: call checkpoints() for those of all shards"
+    )
+
+
+def shards_with(shards: Shards, name: str) -> list[bool]:
+    """Whether each shard has a checkpoint of that name."""
+    return [any(kept.name == name for kept in answer.checkpoints) for answer in shards.describe()]
+
+
+class CheckpointCaller:
+    """Changes checkpoints of one table, in one session.
+
+    Args:
+        table: digest of the table.
+    """
+
+    def __init__(self, shards: Shards, session: Session, table: int) -> None:
+        self._shards = shards
+        self._session = session
+        self._table = table
+
+    def take(self, name: str, step: int, schedule: int) -> None:
+        """Takes a checkpoint, on shard 0 first.
+
+        Args:
+            schedule: digest of the learning rates that the client knows.
+        """
+        request = partial(pb.CheckpointRequest, name=name, peers=self._shards.marks())
+
+        def send(numbers: Numbers) -> None:
+            agreement.require_one_timeline(self._shards.describe())
+
+            def take(shards: Iterable[int], identity: bytes) -> list[Any]:
+                outcomes = self._send(
+                    "Checkpoint", partial(request, identity=identity), numbers, shards, step=step, schedule=schedule
+                )
+                raise_first(outcomes)
+                return outcomes
+
+            shard_0, *others = sorted(numbers)
+            (first,) = take([shard_0], os.urandom(16))  # shard 0's identity prevails where several calls take the same
+            if others:
+                take(others, first.identity)
+
+        self._session.change(send)
+
+    def roll_back(self, checkpoint: Checkpoint) -> None:
+        request = partial(
+            pb.CheckpointRequest,
+            name=checkpoint.name,
+            identity=checkpoint.checkpoint_id,
+            peers=self._shards.marks(),
+            timeline=os.urandom(16),
+        )
+
+        def send(write: Write) -> None:
+            outcomes = self._send("Rollback", request, write.numbers)
+            write.not_applied = is_not_applied(outcomes)
+            raise_first(outcomes)
+
+        self._session.roll_back(checkpoint.name, send)
+
+    def release(self, name: str) -> None:
+        self._change("Release", partial(pb.CheckpointRequest, name=name))
+
+    def copy(self, checkpoint: Checkpoint, name: str) -> None:
+        source, checkpoint_id = checkpoint.name, checkpoint.checkpoint_id
+        request = partial(pb.CopyCheckpointRequest, name=name, source=source, identity=checkpoint_id)
+        self._change("CopyCheckpoint", request)
+
+    def _change(self, method: str, make_request: Callable[..., Message]) -> None:
+        """Makes one change of every shard."""
+        self._session.change(lambda numbers: raise_first(self._send(method, make_request, numbers)))
+
+    def _send(
+        self,
+        method: str,
+        make_request: Callable[..., Message],
+        numbers: Numbers,
+        shards: Iterable[int] | None = None,
+        *,
+        step: int = 0,
+        schedule: int = 0,
+    ) -> list[Any]:
+        """Sends a change by its numbers to some or all shards; returns the answer or error of each."""
+        connections = self._shards.connections()
+
+        def change(shard: int) -> Any:
+            header = self._session.header(shard, numbers[shard], step=step, table=self._table, schedule=schedule)
+            return connections[shard].call(method, make_request(header=header))
+
+        return self._shards.outcomes(change, zip(numbers if shards is None else shards, strict=False))

@@ -1,0 +1,132 @@
+"""All shards of a cluster as a client sees them: lazy connections in the order of shards, and calls of many at once.
+
+An interrupt of the caller may leave calls running: see `transfer.BorrowedArrays` and `Workers.check`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from weightserver.client import agreement
+from weightserver.client.connection import ShardConnection
+from weightserver.client.workers import Workers
+from weightserver.core.errors import DataLossError, WeightServerError
+from weightserver.protocol._generated import weight_server_pb2 as pb
+
+Result = TypeVar("Result")
+
+
+class Shards:
+    """The shards at some addresses, in the order of shards. Safe to use from any thread; connects with the first call.
+
+    Args:
+        addresses: host:port of every shard, in any order; each shard says which one it is.
+        options: passed to every `ShardConnection`.
+    """
+
+    def __init__(self, addresses: Sequence[str], **options: Any) -> None:
+        self.workers = Workers()
+        weakref.finalize(self, self.workers.end)
+        self.data_loss: DataLossError | None = None
+        """The last one that a call of a shard raised."""
+        self._addresses = list(addresses)
+        self._options = options
+        self._lock = threading.Lock()
+        self._connections: list[ShardConnection] | None = None
+        self._closed = False
+
+    # ---- calls
+
+    def in_parallel(self, call: Callable[..., Result], arguments: Iterable[tuple[Any, ...]]) -> list[Result]:
+        """Calls once for each shard's arguments; all the calls end before the first error is raised."""
+        outcomes = self.outcomes(call, arguments)
+        raise_first(outcomes)
+        return outcomes
+
+    def outcomes(self, call: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
+        """Calls once for each shard's arguments; returns the answers, and the errors of calls that raised."""
+
+        def recording_loss(*arguments: Any) -> Any:
+            try:
+                return call(*arguments)
+            except DataLossError as error:
+                self.data_loss = error
+                raise
+
+        return self.workers.outcomes(recording_loss, arguments)
+
+    def call_all(self, method: str, request: Message) -> list[Any]:
+        return self.in_parallel(lambda shard: shard.call(method, request), zip(self.connections(), strict=True))
+
+    def describe(self) -> list[pb.DescribeResponse]:
+        return self.call_all("Describe", pb.DescribeRequest())
+
+    def marks(self) -> list[str]:
+        """The newest mark of each shard that this client has seen; empty for a shard that has answered nothing yet."""
+        return [connection.acknowledged for connection in self.connections()]
+
+    # ---- connections
+
+    @property
+    def names(self) -> list[str]:
+        """The shards' names in error messages."""
+        return [connection.name for connection in self.connections()]
+
+    def connections(self) -> list[ShardConnection]:
+        if self._closed:
+            raise ValueError("the client is closed: make a new one")
+        if self._connections is None:
+            self._adopt(self._connect())  # not under the lock: no caller waits for another's attempts
+        return self._connections or self.connections()
+
+    def close(self) -> None:
+        """Closes the connections, which ends calls of other threads and those left by interrupts. Safe to repeat."""
+        with self._lock:
+            self._closed = True
+            connections, self._connections = self._connections or [], None
+        self._disconnect(connections)
+        self.workers.end()
+        self.workers.wait()
+
+    def _connect(self) -> list[ShardConnection]:
+        """Connects to every address, and asks each which shard it is."""
+        connections = [ShardConnection(address, workers=self.workers, **self._options) for address in self._addresses]
+        try:
+            answers = self.in_parallel(
+                lambda connection: connection.call("Describe", pb.DescribeRequest()), zip(connections, strict=True)
+            )
+            ordered = [connections[position] for position in agreement.shard_order(answers, self._addresses)]
+            for shard, connection in enumerate(ordered):
+                connection.name = f"shard {shard} at {connection.address}"
+        except BaseException:
+            self._disconnect(connections)
+            raise
+        return ordered
+
+    def _adopt(self, connections: list[ShardConnection]) -> None:
+        """Keeps these connections, unless another thread connected first."""
+        with self._lock:
+            if self._connections is None and not self._closed:
+                self._connections = connections
+                return
+        self._disconnect(connections)
+
+    def _disconnect(self, connections: list[ShardConnection]) -> None:
+        self.workers.outcomes(ShardConnection.close, zip(connections, strict=True))
+
+
+def raise_first(outcomes: list[Any]) -> None:
+    """Raises the first error among the outcomes, if there is any."""
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+
+
+def is_not_applied(outcomes: list[Any]) -> bool:
+    """Whether every shard is proven to have done nothing."""
+    return all(isinstance(outcome, WeightServerError) and outcome.not_applied for outcome in outcomes)

@@ -1,0 +1,122 @@
+"""Retries of a call: the budget, the pauses, and what is known about the attempts so far."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from dataclasses import dataclass, field
+
+import grpc
+
+from weightserver.client.fetched_rows import FetchedRows
+from weightserver.common.logs import new_request_id
+from weightserver.protocol.codec import RETRY_HINT
+
+_RETRIED = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.CANCELLED,  # by a shard that stops; the client itself cancels nothing before it closes
+)
+_FIRST_PAUSE_SECONDS = 0.02
+_LONGEST_PAUSE_SECONDS = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class AnswerInDoubt(Exception):
+    """An answer whose mark cannot be ordered: repeating the call changes nothing and is answered by a newer mark."""
+
+
+@dataclass
+class CallStart:
+    """The time at which the first attempt of a call began, and the call's id."""
+
+    at: float = field(default_factory=lambda: time.monotonic())
+    request_id: str = field(default_factory=new_request_id)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The status of an attempt that failed."""
+
+    status: grpc.StatusCode
+    details: str
+    pause_hint: float
+    """Seconds after which the shard asks for the next attempt; 0 if it gives none."""
+
+    @classmethod
+    def of(cls, error: grpc.RpcError) -> Failure:
+        return cls(error.code(), error.details() or "", _pause_hint(error))
+
+    @property
+    def is_retried(self) -> bool:
+        return self.status in _RETRIED
+
+    @property
+    def is_overload(self) -> bool:
+        return self.status is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class Retries:
+    """The attempts of one call. The budget restarts when an attempt has received some of the call's `rows`."""
+
+    def __init__(self, start: CallStart, budget_seconds: float, rows: FetchedRows | None) -> None:
+        self.request_id = start.request_id
+        self.waited = 0.0
+        """Seconds that the budget has run, as of the last failure or pause."""
+        self.in_doubt = False
+        """Whether an attempt may have changed something although its answer is unknown."""
+        self._started = start.at
+        self._budget_seconds = budget_seconds
+        self._rows = rows
+        self._num_arrived = rows.num_arrived if rows else 0
+        self._pause_seconds = _FIRST_PAUSE_SECONDS
+        self._warned = False
+
+    def restart_if_rows_arrived(self) -> bool:
+        """Restarts the budget if the last attempt received rows; the next attempt then follows at once."""
+        if self._rows is None or self._rows.num_arrived == self._num_arrived:
+            return False
+        self._started, self._num_arrived = time.monotonic(), self._rows.num_arrived
+        self._pause_seconds, self.waited = _FIRST_PAUSE_SECONDS, 0.0
+        return True
+
+    def note_failure(self, failure: Failure) -> None:
+        self.in_doubt |= not failure.is_overload
+        self.waited = time.monotonic() - self._started
+
+    @property
+    def is_spent(self) -> bool:
+        return self.waited >= self._budget_seconds
+
+    def pause(self, shard: str, failure: Failure) -> None:
+        """Waits before the next attempt, and warns once if the shard stays away."""
+        remaining = self._budget_seconds - self.waited
+        if self._pause_seconds == _LONGEST_PAUSE_SECONDS and not self._warned:
+            self._warned = True
+            _log.warning(
+                "%s does not answer (%s), retrying for %.0f s",
+                shard,
+                failure.status.name,
+                remaining,
+                extra={"request": self.request_id},
+            )
+        # Random, so that not all clients try again at the same time.
+        seconds = max(self._pause_seconds * random.uniform(0.5, 1.0), failure.pause_hint * random.uniform(1.0, 1.5))
+        time.sleep(min(seconds, remaining))
+        self.waited = time.monotonic() - self._started
+        self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
+
+    @property
+    def progress(self) -> str:
+        """How far a fetch came, for an error message; empty for other calls."""
+        return f", {self._rows.num_arrived} of {self._rows.num_rows} rows had arrived" if self._rows else ""
+
+
+def _pause_hint(error: grpc.RpcError) -> float:
+    for key, value in error.trailing_metadata() or ():
+        if key == RETRY_HINT and value.isdigit():
+            return min(int(value) / 1000, _LONGEST_PAUSE_SECONDS)
+    return 0.0

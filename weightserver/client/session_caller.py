@@ -1,0 +1,84 @@
+"""How a client opens a session on all shards, or joins one."""
+
+from __future__ import annotations
+
+import os
+
+from weightserver.client import agreement
+from weightserver.client.agreement import COMMON_STATE_REMEDY, Answers
+from weightserver.client.fan_out import Shards
+from weightserver.client.session import Session
+from weightserver.core.errors import DataLossError, FencedError
+from weightserver.protocol._generated import weight_server_pb2 as pb
+
+
+def open_session(shards: Shards, current: Session | None, answers: Answers, name: str, *, force: bool) -> Session:
+    """Opens a session newer than any that the shards describe.
+
+    The client's `current` session is renewed where the shards still know its writer's numbers.
+
+    Raises:
+        DataLossError, ClusterError: as `require_common_state`, unless `force`.
+        FencedError: another client opened a session at the same time.
+    """
+    agreement.common_identity(answers, shards.names)
+    if not force:
+        require_common_state(shards, answers)
+    epoch, opener = 1 + max(answer.epoch for answer in answers), os.urandom(16)
+    # Once another client has opened a session, the shards have forgotten this writer's numbers.
+    renewed = current if current and all(answer.opener in current.openers for answer in answers) else None
+    if renewed is not None:
+        renewed.openers.add(opener)
+    request = pb.OpenSessionRequest(
+        name=name,
+        epoch=epoch,
+        opener=opener,
+        keep_writer=renewed.writer if renewed else b"",
+        peers=[] if force else shards.marks(),
+        force=force,
+    )
+    _call_in_order(shards, request)
+    if renewed is None:
+        return Session(epoch, opener, len(answers), before=current)
+    renewed.renew(epoch, opener)
+    return renewed
+
+
+def join_session(shards: Shards, current: Session | None, answers: Answers, epoch: int) -> Session:
+    """Adds a writer to session `epoch`, that of shard 0; the client's `current` session if that is the one.
+
+    Raises:
+        FencedError: the session was superseded, or was opened by no client, as after a restore.
+    """
+    agreement.common_identity(answers, shards.names)
+    opener = answers[0].opener
+    if not opener:
+        raise FencedError(f"session {epoch} was opened by no client, as after a restore: open a new one")
+    _call_in_order(shards, pb.OpenSessionRequest(epoch=epoch, join=True, opener=opener))
+    if current is not None and (current.epoch, current.opener) == (epoch, opener):
+        return current
+    return Session(epoch, opener, len(answers), before=current)
+
+
+def require_common_state(shards: Shards, answers: Answers) -> None:
+    """Checks that the shards' rows are of one time, as far as the shards know.
+
+    Raises:
+        DataLossError: a shard lacks what another one knows it to have acknowledged.
+        ClusterError: the shards were not rolled back or restored together.
+    """
+    for answer in answers:
+        for connection, mark in zip(shards.connections(), answer.peers, strict=False):
+            try:
+                connection.require(mark)
+            except DataLossError:
+                raise DataLossError(
+                    f"{connection.name} lacks what shard {answer.shard} knows it to have acknowledged: "
+                    f"{COMMON_STATE_REMEDY}"
+                ) from None
+    agreement.require_one_timeline(answers)
+
+
+def _call_in_order(shards: Shards, request: pb.OpenSessionRequest) -> None:
+    for connection in shards.connections():  # one by one: of two clients that race, shard 0 accepts one
+        connection.call("OpenSession", request)

@@ -1,0 +1,174 @@
+"""How a client moves rows: each distinct row once, from and to the shard that holds it, in messages of about 1 MiB."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from google.protobuf.message import Message
+
+from weightserver.client.arguments import is_strictly_increasing
+from weightserver.client.connection import ShardFetch
+from weightserver.client.fan_out import Shards, is_not_applied, raise_first
+from weightserver.client.fetched_rows import FetchedRows, Output
+from weightserver.client.session import Session, Write
+from weightserver.core.arrays import Float32Array, Int64Array
+from weightserver.core.sharding import Sharding
+from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.protocol.codec import CHUNK_BYTES, MAX_WRITE_BYTES, MAX_WRITE_ROWS, rows_to_proto, to_bytes
+
+
+class BorrowedArrays:
+    """The caller's arrays, which worker threads use until the context is left.
+
+    Where an exception of the caller leaves it early, the threads stop using the arrays, and end.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._returned = False
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Entered by a thread while it uses the arrays. Raises CancelledError once the caller has left."""
+        with self._lock:
+            if self._returned:
+                raise CancelledError
+            yield
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self._returned = True
+
+
+def fetch_rows(shards: Shards, sharding: Sharding, request: pb.FetchRequest, rows: Int64Array, out: Output) -> None:
+    """Fetches each distinct row once, and fills the arrays in the order of `rows` (int64 [n])."""
+    if is_strictly_increasing(rows):
+        _fetch_distinct(shards, sharding, request, rows, out)
+        return
+    distinct, inverse = np.unique(rows, return_inverse=True)
+
+    def distinct_like(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return np.empty((len(distinct), *array.shape[1:]), array.dtype)
+
+    weight, momentum_buffer, last_step = out
+    fetched: Output = (
+        distinct_like(weight),
+        None if momentum_buffer is None else distinct_like(momentum_buffer),
+        None if last_step is None else distinct_like(last_step),
+    )
+    _fetch_distinct(shards, sharding, request, distinct, fetched)
+    for whole, part in zip(out, fetched, strict=True):
+        if whole is not None and part is not None:
+            whole[:] = part[inverse]
+
+
+def _fetch_distinct(
+    shards: Shards, sharding: Sharding, request: pb.FetchRequest, rows: Int64Array, out: Output
+) -> None:
+    """Fetches strictly increasing rows (int64 [n])."""
+    connections = shards.connections()
+    with BorrowedArrays() as borrowed:
+        fetches = [
+            connections[shard].fetch(request, FetchedRows(rows, positions, out, borrowed.in_use))
+            for shard, positions in sharding.positions_by_shard(rows).items()
+        ]
+        if sum(array.nbytes for array in out if array is not None) <= CHUNK_BYTES:
+            shards.workers.run(partial(ShardFetch.try_together, fetches))  # one thread is faster than several
+        shards.in_parallel(ShardFetch.run, ((fetch,) for fetch in fetches if not fetch.is_complete))
+
+
+@dataclass(frozen=True)
+class RowWrite:
+    """One push or state write of distinct rows."""
+
+    method: str
+    message: Callable[..., Message]
+    """Makes one message of the call, from its `header`, `rows` and `arrays`."""
+    step: int
+    num_steps: int
+    """It uses the learning rates of the first so many steps."""
+    rows: Int64Array  # (n,), strictly increasing
+    arrays: Mapping[str, Float32Array | Int64Array]  # (n, ...) each, by the name of their field
+
+    @property
+    def array_bytes_per_row(self) -> int:
+        return sum(array.nbytes // len(self.rows) for array in self.arrays.values())
+
+    def digest(self) -> bytes:
+        """Recognises the same write when it is repeated."""
+        hasher = xxhash.xxh3_128(f"{self.method} {self.step}".encode())
+        for array in [self.rows, *self.arrays.values()]:
+            hasher.update(to_bytes(array))
+        return hasher.digest()
+
+    def check_size(self, by_shard: Mapping[int, slice | Int64Array]) -> None:
+        """Raises ValueError if a shard would receive more than one write may hold."""
+        most = min(MAX_WRITE_ROWS, MAX_WRITE_BYTES // (8 + self.array_bytes_per_row))
+        if len(self.rows) <= most:
+            return
+        largest = max(len(self.rows[positions]) for positions in by_shard.values())
+        if largest > most:
+            raise ValueError(f"{largest} rows of one shard in one write, at most {most} are taken: split it")
+
+    def messages(
+        self,
+        make_header: Callable[..., pb.WriteHeader],
+        positions: slice | Int64Array,
+        borrowed: BorrowedArrays,
+    ) -> Iterator[Message]:
+        """The messages to one shard, whose rows are at `positions`; only the first has a header."""
+        with borrowed.in_use():
+            rows = self.rows[positions]
+            arrays = {name: array[positions] for name, array in self.arrays.items()}
+        header: pb.WriteHeader | None = make_header(num_rows=len(rows))
+        rows_per_message = max(1, CHUNK_BYTES // self.array_bytes_per_row)
+        for start in range(0, len(rows), rows_per_message):
+            chunk = slice(start, start + rows_per_message)
+            with borrowed.in_use():
+                values = {name: to_bytes(array[chunk]) for name, array in arrays.items()}
+                message = self.message(header=header, rows=rows_to_proto(rows[chunk]), **values)
+            yield message
+            header = None
+
+
+def write_rows(
+    shards: Shards, sharding: Sharding, session: Session, write: RowWrite, table: int, schedule: int
+) -> None:
+    """Sends a write to each shard that holds rows of it, under one sequence number on each.
+
+    Args:
+        table: digest of the table.
+        schedule: digest of the learning rates that the client knows.
+    """
+    by_shard = sharding.positions_by_shard(write.rows)
+    if not by_shard:
+        return
+    write.check_size(by_shard)
+    connections = shards.connections()
+
+    def send(numbered: Write) -> None:
+        def send_to_shard(shard: int, number: int) -> pb.WriteResponse:
+            header = partial(session.header, shard, number, step=write.step, table=table, schedule=schedule)
+            return connections[shard].write(write.method, partial(write.messages, header, by_shard[shard], borrowed))
+
+        with BorrowedArrays() as borrowed:
+            outcomes = shards.outcomes(send_to_shard, ((shard, numbered.numbers[shard]) for shard in by_shard))
+        numbered.not_applied = is_not_applied(outcomes)
+        raise_first(outcomes)
+
+    session.write(by_shard, write.digest, send)

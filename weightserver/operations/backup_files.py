@@ -1,0 +1,150 @@
+"""The files of a backup: a checkpoint of all shards in a directory.
+
+manifest.json           the table, the checkpoint, and the size and SHA-256 of every file; written last
+shard-K/
+  schedule.safetensors  learning_rates float32 [horizon]
+  blocks-A-B.safetensors
+                        the stored blocks with A ≤ number < B: number int64 [n], content uint8 [n, block bytes], in
+                        the format of `core.blocks` with their checksums; rows never written are in no file
+unfinished.json         the checkpoint being copied; removed last
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from weightserver.common.atomic_files import sha256
+from weightserver.core.blocks import BlockCodec
+from weightserver.core.errors import StorageError
+from weightserver.core.spec import TableSpec
+
+FORMAT = 1
+MANIFEST, UNFINISHED, SCHEDULE = "manifest.json", "unfinished.json", "schedule.safetensors"
+
+
+@dataclass(frozen=True)
+class Backup:
+    """The manifest of a backup; the names of the fields are part of the format."""
+
+    checkpoint: str
+    step: int
+    identity: str
+    """Hexadecimal id of the checkpoint, the same on every shard and in the trainer's file."""
+    run: str
+    epoch: int
+    spec: TableSpec
+    held_as: str
+    """The checkpoint's second name while the backup was in progress."""
+    version: str
+    """Version of the software that made the backup."""
+    created: str
+    shards: tuple[dict[str, Any], ...]
+    """Per shard: clock, schedule_version, rows_stored, lineage (marks up to the checkpoint; missing in backups of
+    version 0.1), and files: name -> {bytes, sha256}."""
+    table_identity: str = ""
+    """Hexadecimal; empty in backups of version 0.1."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file["bytes"] for shard in self.shards for file in shard["files"].values())
+
+    @property
+    def rows_stored(self) -> int:
+        return sum(shard["rows_stored"] for shard in self.shards)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the manifest, without the fields that a backup of version 0.1 lacks."""
+        fields = {name: value for name, value in asdict(self).items() if value or name != "table_identity"}
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def read_backup(directory: Path) -> Backup:
+    """Reads the manifest of a finished backup.
+
+    Raises:
+        ValueError: the manifest is missing, damaged or of another format.
+    """
+    path = directory / MANIFEST
+    if not path.exists():
+        what = "an unfinished backup: repeat its command" if (directory / UNFINISHED).exists() else "no backup"
+        raise ValueError(f"{directory} holds {what}")
+    try:
+        stored = json.loads(path.read_text())
+        if stored["format"] != FORMAT:
+            raise ValueError(
+                f"{directory} has format {stored['format']}, this version reads {FORMAT}: use the one that made it"
+            )
+        fields = stored["backup"]
+        made = Backup(**fields | {"spec": TableSpec(**fields["spec"]), "shards": tuple(fields["shards"])})
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): use another backup") from None
+    if made.digest != stored["sha256"]:
+        raise ValueError(f"{path} is damaged (checksum): use another backup")
+    return made
+
+
+class BlockFile(NamedTuple):
+    """A file with the stored blocks whose number lies in [first, end)."""
+
+    first: int
+    end: int
+    path: Path
+
+
+def block_files(directory: Path, made: Backup, shard: int) -> list[BlockFile]:
+    """A shard's files of blocks, in order.
+
+    Raises:
+        StorageError: the files do not cover all blocks of the table.
+    """
+    source, names = directory / f"shard-{shard}", made.shards[shard]["files"].keys() - {SCHEDULE}
+    files = consecutive(source, names)
+    if len(files) < len(names) or (files[-1].end if files else 0) != made.spec.num_blocks:
+        raise StorageError(f"{source} is incomplete: use another backup")
+    return files
+
+
+def consecutive(directory: Path, names: Iterable[str]) -> list[BlockFile]:
+    """The files of blocks that follow one another from block 0."""
+    files, expected = list[BlockFile](), 0
+    for name in sorted(names):
+        first, end = map(int, name.removesuffix(".safetensors").split("-")[1:])
+        if first != expected:
+            break
+        files.append(BlockFile(first, end, directory / name))
+        expected = end
+    return files
+
+
+def read_blocks(path: Path, codec: BlockCodec) -> Iterator[tuple[int, bytes]]:
+    """Yields (number, content) of the blocks in a file, checked.
+
+    Raises:
+        StorageError: the file or a block is damaged.
+    """
+    try:
+        columns = load_file(path)
+        blocks = list(zip(columns["number"].astype(np.int64).tolist(), columns["content"], strict=True))
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise StorageError(f"{path} is damaged ({error}): use another backup") from None
+    for number, content in blocks:
+        block = content.tobytes()
+        if problem := codec.problem(number, block):
+            raise StorageError(f"{path}: {codec.name(number)} {problem}: use another backup")
+        yield number, block
+
+
+def check_file(path: Path, entry: dict[str, Any]) -> None:
+    """Raises StorageError unless the file matches its entry in the manifest."""
+    if not path.exists() or path.stat().st_size != entry["bytes"] or sha256(path) != entry["sha256"]:
+        raise StorageError(f"{path} is damaged or missing: use another backup")

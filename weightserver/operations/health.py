@@ -1,0 +1,68 @@
+"""Checks whether a shard serves, for containers and operators."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from shutil import disk_usage
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from weightserver.client.connection import open_channel
+from weightserver.client.security import ClientSecurity
+from weightserver.client.tls_diagnosis import tls_failure
+from weightserver.common.addresses import split_address
+from weightserver.common.atomic_files import to_path
+from weightserver.core.errors import AuthenticationError, ShardUnavailableError, StorageError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("address", help="host:port")
+    parser.add_argument("--timeout-seconds", type=float, default=5.0, help="deadline (default 5)")
+    parser.add_argument(
+        "--data-dir", type=to_path, help="the shard's own directory; checks the free space of its volume"
+    )
+    parser.add_argument("--min-free-mib", type=int, default=256, help="free space required (default 256)")
+    ClientSecurity.add_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    address = arguments.address
+    split_address(address)
+    if not 0 < arguments.timeout_seconds <= 3600:
+        raise ValueError(f"--timeout-seconds must be positive and at most 3600, got {arguments.timeout_seconds}")
+    status = _serving_status(address, ClientSecurity.from_arguments(arguments), arguments.timeout_seconds)
+    if arguments.data_dir is not None:
+        _check_free_space(address, status, arguments.data_dir, arguments.min_free_mib)
+    print(status)
+    if status != "SERVING":
+        sys.exit(1)
+
+
+def _serving_status(address: str, security: ClientSecurity, timeout_seconds: float) -> str:
+    """Name of the gRPC health status.
+
+    Raises:
+        AuthenticationError: TLS failed.
+        ShardUnavailableError: the shard did not answer.
+    """
+    credentials = security.credentials()
+    with open_channel(address, credentials) as channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_seconds)
+        except grpc.RpcError as error:
+            if reason := tls_failure(address, error.code(), error.details() or "", tls=credentials is not None):
+                raise AuthenticationError(f"{address} cannot be reached: {reason}") from None
+            raise ShardUnavailableError(f"{address} does not answer ({error.code().name})") from None
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+
+def _check_free_space(address: str, status: str, directory: Path, min_free_mib: int) -> None:
+    free_mib = disk_usage(directory).free >> 20
+    if free_mib < min_free_mib:
+        raise StorageError(
+            f"{address} is {status}, but the volume of {directory} is nearly full: {free_mib} MiB are left, "
+            f"{min_free_mib} are required; free some space, or the shard will refuse writes that do not fit"
+        )

@@ -1,0 +1,197 @@
+"""The shards that `reshard` reads: snapshots of their directories, which nothing else may serve meanwhile."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from weightserver.core.arrays import Float32Array
+from weightserver.core.blocks import BlockCodec
+from weightserver.core.checkpoints import chosen_checkpoint, common_checkpoints
+from weightserver.core.lineage import Lineage
+from weightserver.core.spec import TableSpec
+from weightserver.storage.integrity import check_integrity
+from weightserver.storage.interface import NEWEST, Transaction
+from weightserver.storage.lmdb_storage import LmdbStorage
+from weightserver.storage.records import (
+    State,
+    descends,
+    read_identity,
+    read_lineage,
+    read_peers,
+    read_schedule,
+    read_spec,
+    read_state,
+    read_table_identity,
+    state_to_json,
+)
+from weightserver.storage.shard_builder import TableState
+from weightserver.storage.tombstone import require_current
+
+
+@dataclass(frozen=True)
+class SourceShard:
+    """One old shard, and which versions of its blocks to take."""
+
+    directory: Path
+    shard: int
+    num_shards: int
+    spec: TableSpec
+    table_identity: bytes
+    state: State
+    lineage: Lineage
+    peers: list[str]
+    learning_rates: Float32Array
+    txn: Transaction
+    rows_stored: int
+    up_to: int = NEWEST
+
+    def at_checkpoint(self, name: str) -> SourceShard:
+        """The same shard, with the rows of one of its checkpoints."""
+        kept = self.state.checkpoint(name)
+        return replace(self, up_to=kept.generation, rows_stored=kept.rows_stored)
+
+    def blocks(self, first: int, codec: BlockCodec) -> Iterator[tuple[int, memoryview]]:
+        """Yields the stored blocks from number `first` in ascending order, checked."""
+        block = self.txn.next_block(first)
+        while block is not None:
+            content = self.txn.newest_block(block, up_to=self.up_to)
+            if content is not None:
+                codec.check(block, content)
+                yield block, content
+            block = self.txn.next_block(block + 1)
+
+
+def open_source(directory: Path, stack: ExitStack) -> SourceShard:
+    """Opens a directory until `stack` is closed, which keeps others from serving it.
+
+    Raises:
+        ValueError: the directory holds no table.
+        StorageError: the directory is damaged, or another process serves it.
+    """
+    check_integrity(directory)
+    storage = stack.enter_context(closing(LmdbStorage(directory, readonly=True)))
+    require_current(directory)
+    txn = stack.enter_context(storage.read())
+    identity = read_identity(txn)
+    spec = None if identity is None or identity.unfinished else read_spec(txn)
+    if identity is None or spec is None:
+        raise ValueError(f"{directory} holds no table: give the directories of all shards of one table")
+    state = read_state(txn)
+    return SourceShard(
+        directory,
+        identity.shard,
+        identity.num_shards,
+        spec,
+        read_table_identity(txn),
+        state,
+        read_lineage(txn),
+        read_peers(txn),
+        read_schedule(txn),
+        txn,
+        state.rows_stored,
+    )
+
+
+def common_spec(shards: list[SourceShard]) -> TableSpec:
+    """The spec of the shards' table. Raises ValueError unless `shards` are all its shards, each once."""
+    first = shards[0]
+    for shard in shards:
+        if shard.spec.is_another_size_of(first.spec):
+            raise ValueError(
+                f"{first.directory} and {shard.directory} hold tables of {first.spec.num_rows} and "
+                f"{shard.spec.num_rows} rows, as after an extend_table() that failed halfway: serve them and repeat "
+                "'weightserver extend'"
+            )
+        if shard.spec != first.spec or shard.table_identity != first.table_identity:
+            raise ValueError(
+                f"{first.directory} and {shard.directory} hold different tables: give the directories of one table"
+            )
+        if shard.num_shards != len(shards):
+            raise ValueError(
+                f"{shard.directory} belongs to a cluster of {shard.num_shards} shards, but {len(shards)} were "
+                "given: give all"
+            )
+    if len({shard.shard for shard in shards}) < len(shards):
+        raise ValueError(f"two directories hold the same shard of {len(shards)}: give each once")
+    return first.spec
+
+
+def require_one_time(shards: list[SourceShard]) -> None:
+    """Raises ValueError if the current rows of the shards are known to be of different times."""
+    remedy = "so their rows are of different times: give --checkpoint"
+    epochs = {shard.state.epoch for shard in shards}
+    if len(epochs) > 1:
+        raise ValueError(f"the shards are of sessions {sorted(epochs)}, {remedy}")
+    first = shards[0]
+    for shard in shards:
+        if shard.state.opener != first.state.opener or shard.state.timeline != first.state.timeline:
+            raise ValueError(
+                f"{first.directory} and {shard.directory} were not opened, rolled back or restored together, {remedy}"
+            )
+    by_number = {shard.shard: shard for shard in shards}
+    for shard in shards:
+        for number, mark in enumerate(shard.peers):
+            other = by_number[number]
+            if mark and not descends(other.state, other.lineage, mark):
+                raise ValueError(
+                    f"{other.directory} is older than {shard.directory}, which knows of later writes to shard "
+                    f"{number}: give its newest directory, or give --checkpoint"
+                )
+
+
+def table_state(shards: list[SourceShard], spec: TableSpec, checkpoint: str | None, current: bool) -> TableState:
+    """The state in which the new shards begin.
+
+    Raises:
+        NoTableError: not all shards keep the checkpoint.
+        ValueError: the shards' schedules contradict each other.
+    """
+    states = [shard.state for shard in shards]
+    newest = max(states, key=lambda state: state.epoch)
+    kept = (
+        None if current else chosen_checkpoint(checkpoint, common_checkpoints([state.checkpoints for state in states]))
+    )
+    if kept is None:
+        clock, timeline = max(state.clock for state in states), states[0].timeline
+        marks = [state.mark for state in states]
+    else:
+        known = [state.checkpoint(kept.name) for state in states]
+        clock, timeline = max(one.clock for one in known), kept.checkpoint_id.hex()
+        marks = [one.mark for one in known]
+    return TableState(
+        spec,
+        _common_learning_rates(shards),
+        epoch=newest.epoch,
+        run=newest.run,
+        clock=clock,
+        schedule_version=1 + max(state.schedule_version for state in states),
+        checkpoint=kept,
+        identity=shards[0].table_identity,
+        timeline=timeline,
+        lineage=Lineage().joined(
+            mark for shard, up_to in zip(shards, marks, strict=True) for mark in shard.lineage.up_to(up_to).marks
+        ),
+    )
+
+
+def _common_learning_rates(shards: list[SourceShard]) -> Float32Array:
+    """The longest schedule, of which all others are the beginning."""
+    longest = max((shard.learning_rates for shard in shards), key=len)
+    for shard in shards:
+        if not np.array_equal(longest[: len(shard.learning_rates)], shard.learning_rates):
+            raise ValueError(
+                f"{shard.directory} has a different schedule than the other shards: extend it on all shards again"
+            )
+    return longest
+
+
+def state_digest(state: State) -> str:
+    """Identifies a shard's contents: it changes with every write and covers the random id of the session."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(state_to_json(state), sort_keys=True).encode())

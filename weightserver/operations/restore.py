@@ -1,0 +1,86 @@
+"""Creates a shard's directory from a backup."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+
+from safetensors.numpy import load_file
+
+from weightserver.common.atomic_files import to_path
+from weightserver.core.arrays import Float32Array
+from weightserver.core.blocks import BlockCodec
+from weightserver.core.checkpoints import Checkpoint
+from weightserver.core.lineage import Lineage
+from weightserver.operations.backup_files import SCHEDULE, Backup, block_files, check_file, read_backup, read_blocks
+from weightserver.storage.records import earlier_identity
+from weightserver.storage.shard_builder import ShardBuilder, TableState
+
+
+def restore(directory: Path, data_dir: Path, *, shard: int, num_shards: int | None = None) -> Backup:
+    """Creates the new directory `data_dir` of shard `shard` from a backup; repeating an interrupted call resumes it.
+
+    The shard also keeps the rows as a checkpoint of the backed-up name, so that `rollback` can return other shards of
+    its cluster to them. It fences off all former writers until a new session is opened.
+
+    Raises:
+        ValueError: the directory holds no backup of that many shards, or `data_dir` is not empty.
+        StorageError: a file is damaged.
+    """
+    made = read_backup(directory)
+    if num_shards not in (None, len(made.shards)):
+        raise ValueError(
+            f"{directory} is of {len(made.shards)} shards, not {num_shards}: restore all of them, then 'reshard'"
+        )
+    if not 0 <= shard < len(made.shards):
+        raise ValueError(f"{directory} has shards 0..{len(made.shards) - 1}, not {shard}")
+    files = made.shards[shard]["files"]
+    pieces = block_files(directory, made, shard)
+    with ShardBuilder(data_dir, shard=shard, num_shards=len(made.shards), origin={"backup": made.digest}) as builder:
+        if builder.finished:
+            raise ValueError(f"{data_dir} was already restored from {directory}: serve it, or give another directory")
+        codec = BlockCodec(made.spec)
+        for piece in pieces:
+            if piece.end > builder.next_block:
+                check_file(piece.path, files[piece.path.name])
+                builder.add(read_blocks(piece.path, codec), next_block=piece.end)
+        schedule = directory / f"shard-{shard}" / SCHEDULE
+        check_file(schedule, files[SCHEDULE])
+        table = _table_state(made, shard, load_file(schedule)["learning_rates"])
+        builder.finish(table, rows_stored=made.shards[shard]["rows_stored"])
+    return made
+
+
+def _table_state(made: Backup, shard: int, learning_rates: Float32Array) -> TableState:
+    copied = made.shards[shard]
+    return TableState(
+        made.spec,
+        learning_rates,
+        epoch=made.epoch,
+        run=made.run,
+        clock=copied["clock"],
+        schedule_version=copied["schedule_version"] + 1,
+        checkpoint=Checkpoint(made.checkpoint, made.step, bytes.fromhex(made.identity)),
+        identity=bytes.fromhex(made.table_identity) or earlier_identity(asdict(made.spec)),
+        timeline=made.identity,
+        lineage=Lineage().joined(copied.get("lineage", ())),
+    )
+
+
+# ---- the command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("backup", type=to_path, help="the --output of a backup")
+    parser.add_argument("--data-dir", type=to_path, required=True, help="the shard's new directory, on a local disk")
+    parser.add_argument("--shard", type=int, required=True, help="number of the shard, from 0")
+    parser.add_argument("--num-shards", type=int, help="shards in the cluster (default as many as were backed up)")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    made = restore(arguments.backup, arguments.data_dir, shard=arguments.shard, num_shards=arguments.num_shards)
+    print(
+        f"restored {made.shards[arguments.shard]['rows_stored']} rows of shard {arguments.shard} of {len(made.shards)} "
+        f"to {arguments.data_dir}: checkpoint {made.checkpoint} (step {made.step})"
+    )

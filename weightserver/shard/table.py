@@ -1,0 +1,60 @@
+"""The table of a shard: what its rows are, which of them live here, and how they move."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from weightserver.core.arrays import Int64Array
+from weightserver.core.blocks import BlockCodec
+from weightserver.core.correction import Schedule
+from weightserver.core.errors import InvalidRequestError, TableMismatchError
+from weightserver.core.sharding import Sharding
+from weightserver.core.spec import TableSpec
+from weightserver.protocol.codec import table_digest
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that exists."""
+
+    spec: TableSpec
+    codec: BlockCodec
+    schedule: Schedule
+    """The same object as long as the table exists, also when it is extended."""
+    identity: bytes
+    """16 random bytes of the call that created it."""
+    earlier_sizes: tuple[int, ...] = ()
+    """num_rows before each extension."""
+
+    @classmethod
+    def of(cls, spec: TableSpec, identity: bytes, earlier_sizes: tuple[int, ...] = ()) -> Table:
+        """The table with an empty schedule."""
+        return cls(spec, BlockCodec(spec), Schedule.of_table(spec), identity, earlier_sizes)
+
+    def extended(self, num_rows: int, earlier_sizes: tuple[int, ...]) -> Table:
+        spec = replace(self.spec, num_rows=num_rows)
+        return replace(self, spec=spec, codec=BlockCodec(spec), earlier_sizes=earlier_sizes)
+
+    @functools.cached_property
+    def digests(self) -> frozenset[int]:
+        """Digests by which clients name the table, also those from before an extension: its old rows stay."""
+        sizes = (*self.earlier_sizes, self.spec.num_rows)
+        return frozenset(table_digest(replace(self.spec, num_rows=size), self.identity) for size in sizes)
+
+    def check_digest(self, digest: int) -> None:
+        """Raises TableMismatchError unless `digest` names this table, at its present or an earlier size, or is 0."""
+        if digest and digest not in self.digests:
+            raise TableMismatchError(f"the table was replaced, it is now {self.spec}: call describe() and start over")
+
+    def check_rows(self, rows: Int64Array, *, shard: int, num_shards: int) -> None:
+        """Raises InvalidRequestError unless `rows` (int64 [n]) increase strictly and all live on the shard."""
+        if len(rows) == 0:
+            return
+        if rows[0] < 0 or rows[-1] >= self.spec.num_rows:
+            raise InvalidRequestError(f"rows must lie in 0..{self.spec.num_rows - 1}, got {rows[0]}..{rows[-1]}")
+        if (rows[1:] <= rows[:-1]).any():  # a difference could wrap
+            raise InvalidRequestError("the rows of one request must increase strictly")
+        elsewhere = Sharding(self.spec.rows_per_block, num_shards).shard_of(rows) != shard
+        if elsewhere.any():
+            raise InvalidRequestError(f"row {rows[elsewhere.argmax()]} does not live on shard {shard} of {num_shards}")

@@ -1,0 +1,153 @@
+"""A shard's directory: its files, the lock of its owner, and the last transaction that its data is known to hold."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import lmdb
+
+from weightserver.common.atomic_files import (
+    PRIVATE_DIRECTORY,
+    PRIVATE_FILE,
+    make_directory,
+    make_private,
+    require_empty,
+)
+from weightserver.core.errors import StorageError
+from weightserver.storage.tombstone import TOMBSTONE
+
+_OWN_FILES = frozenset({"data.mdb", "lock.mdb", "owner.lock", TOMBSTONE, "lost+found"})
+"""Files that may exist where a shard begins."""
+_OWNER_SECONDS = 5.0
+"""How long to wait for a directory that another process still serves."""
+
+_log = logging.getLogger(__name__)
+
+
+def data_file(directory: Path) -> Path:
+    return directory / "data.mdb"
+
+
+def holds_data(directory: Path) -> bool:
+    data = data_file(directory)
+    return data.exists() and data.stat().st_size > 0
+
+
+def require_data(directory: Path) -> None:
+    if not data_file(directory).exists():
+        raise StorageError(f"{directory} holds no weight server data: give the --data-dir of a shard")
+
+
+def prepare(directory: Path, *, must_exist: bool) -> None:
+    """Makes the directory and its files private to this user.
+
+    Raises:
+        ValueError: it holds no shard, but other files.
+        StorageError: it holds no data, and `must_exist`.
+    """
+    if not holds_data(directory):
+        if not last_transaction(directory):
+            require_empty(directory, but=_OWN_FILES)
+        if must_exist:
+            raise missing_data(directory)
+    make_directory(directory, mode=PRIVATE_DIRECTORY)
+    files = [directory / name for name in ("data.mdb", "lock.mdb", "owner.lock")]
+    if (changed := make_private(directory, *files)) and holds_data(directory):
+        _log.warning("removed the access of other users to %s", ", ".join(map(str, changed)))
+
+
+def missing_data(directory: Path) -> StorageError:
+    """The error to raise where a directory's data is not there."""
+    if last_transaction(directory):
+        return StorageError(
+            f"{directory} was served before and its data.mdb is gone or empty: is its disk mounted? If its rows are "
+            "lost, restore all shards from one backup"
+        )
+    what = "is empty" if directory.exists() else "is missing"
+    return StorageError(f"{directory} {what}: is its disk mounted? Give --init to begin a new, empty shard here")
+
+
+def last_transaction(directory: Path) -> int:
+    """The transaction that `owner.lock` records; 0 if it is new."""
+    path = directory / "owner.lock"
+    text = path.read_bytes()[:32].strip() if path.exists() else b""
+    return int(text) if text.isdigit() else 0
+
+
+def allocate(path: Path, num_bytes: int) -> None:
+    """Gives a file its disk space: LMDB maps its lock file, and a write without space on the disk ends the process."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    finally:
+        os.close(descriptor)
+
+
+class OwnerLock:
+    """The locked `owner.lock` of a directory. Waits a while: the previous owner may be about to end.
+
+    A reader of a directory that cannot be written to, and has no such file, locks nothing.
+
+    Raises:
+        StorageError: another process serves the directory.
+    """
+
+    def __init__(self, directory: Path, *, readonly: bool) -> None:
+        self._descriptor: int | None = None
+        path = directory / "owner.lock"
+        access = os.O_RDONLY if readonly else os.O_RDWR
+        try:
+            descriptor = os.open(path, access | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
+        except OSError:
+            if not readonly or path.exists():
+                raise
+            return
+        deadline = time.monotonic() + _OWNER_SECONDS
+        while not _locked(descriptor):
+            if time.monotonic() >= deadline:
+                os.close(descriptor)
+                raise StorageError(
+                    f"{directory} is served by another process: stop that one, or give this one a --data-dir of its own"
+                )
+            time.sleep(0.05)
+        self._descriptor = descriptor
+
+    def record_transaction(self, number: int) -> None:
+        """Records, durably, that the data holds this transaction."""
+        assert self._descriptor is not None
+        os.pwrite(self._descriptor, b"%20d\n" % number, 0)
+        os.fsync(self._descriptor)
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def translated(directory: Path, kinds: tuple[type[Exception], ...] = (lmdb.Error, OSError)) -> Iterator[None]:
+    """Turns errors of LMDB, and by default those of the file system, into StorageError."""
+    try:
+        yield
+    except kinds as error:
+        hint = ""
+        if "Input/output" in str(error):
+            hint = " (is the disk full?)"  # LMDB calls a write that is cut short so
+        if isinstance(error, lmdb.MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+            hint = " for a map of the file: give the process more address space (ulimit -v)"
+        raise StorageError(f"{directory}: {error}{hint}") from error
