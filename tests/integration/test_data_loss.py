@@ -586,6 +586,7 @@ def test_a_checkpoint_taken_again_stays_one(place: Place) -> None:
         with pytest.raises(ShardUnavailableError):
             place.client.checkpoint(name, step=1)
         place.cluster.restart(1)
+        place.client._shards.connections()[1]._retry_seconds = 20
         place.push()
         assert place.client.checkpoints()[-1].checkpoint_id == checkpoint_id
         place.client.rollback(name)
