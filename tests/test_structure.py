@@ -88,7 +88,9 @@ def test_folders_of_the_trainer_import_those_they_may(folder: str) -> None:
     assert folders == TRAINER_MAY_IMPORT.keys()
     assert ast.get_docstring(ast.parse((ROOT / "trainer" / folder / "__init__.py").read_text()))
     for path in (ROOT / "trainer" / folder).rglob("*.py"):
-        assert folders_imported(path, "trainer") & folders <= TRAINER_MAY_IMPORT[folder] | {folder}, path
+        imported = folders_imported(path, "trainer")
+        assert imported & folders <= TRAINER_MAY_IMPORT[folder] | {folder}, path
+        assert not imported & {"", "__main__", "build", "demo", "loop"}, f"{path} imports what is built on it"
 
 
 def test_the_trainer_takes_public_names_only() -> None:

@@ -1,6 +1,7 @@
 """A sharded, durable store of classifier rows that corrects untouched rows exactly when they are fetched.
 
-The names listed in `__all__` are the public interface; everything else may change.
+The names listed in `__all__` are the public interface; everything else may change. The trainer, which is released with
+this package, uses them and the modules of `core` and `common`, and `operations.export`.
 """
 
 import os

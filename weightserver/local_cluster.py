@@ -147,7 +147,7 @@ class LocalCluster(Closing):
             line = ""
         if not line:
             last = self._log(shard).read_text().strip().rpartition("\n")[2]
-            raise ShardUnavailableError(f"shard {shard} did not start: {last or 'it said nothing'}")
+            raise ShardUnavailableError(f"shard {shard} did not start: {last or 'its log is empty'}")
         announced = json.loads(line)
         return announced["address"], announced["metrics_address"]
 

@@ -57,7 +57,7 @@ def train_from_host(docker: Docker, shards: Shards, output: Path) -> float:
             process.terminate()
             process.wait(120)
     for line in log.read_text().splitlines():
-        if "trying again" in line:  # absent if no call failed
+        if "retrying for" in line:  # absent if no call failed
             say(f"the trainer said: {line}")
     last = steps()[-1]
     check(last["step"] > at, "training did not continue")

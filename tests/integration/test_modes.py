@@ -65,7 +65,7 @@ def test_files_with_rows_are_private(public: Path) -> None:
     log.chmod(0o644)
     with LocalCluster(1, public / "servers"):
         assert modes(shard) == private
-    lines = [line for line in log.read_text().splitlines() if "could read or lock" in line]
+    lines = [line for line in log.read_text().splitlines() if "removed the access of other users" in line]
     assert len(lines) == 1
     assert all(str(path) in lines[0] for path in (shard, *shard.iterdir()))
     assert oct(log.stat().st_mode & 0o777) == "0o600"

@@ -110,7 +110,7 @@ def test_an_unfinished_run_shows_what_is_available(tmp_path: Path) -> None:
     for file in (run / "checkpoints").iterdir():
         file.unlink()
     assert report(run, "--output", page) == 0
-    assert "not shown: the run has neither ended nor kept a checkpoint" in page.read_text()
+    assert "not shown: the run has neither ended nor saved a checkpoint" in page.read_text()
     assert not re.search(r"(src|href)=\"(?!data:|#)", page.read_text())
 
 

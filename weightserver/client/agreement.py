@@ -147,7 +147,7 @@ def require_creatable(answers: Answers, spec: TableSpec) -> None:
     if used and lacking:
         raise TableMismatchError(
             f"shard {', '.join(used)} holds rows of a table that shard {', '.join(lacking)} lacks: is a disk not "
-            "mounted, an address wrong, or a drop_table() half done? Serve the right directories, or restore all "
+            "mounted, an address wrong, or did a drop_table() end halfway? Serve the right directories, or restore all "
             "shards from one backup"
         )
 

@@ -359,7 +359,10 @@ class WeightClient(Closing):
 
     def _require_session(self) -> Session:
         if self._shards.data_loss is not None:
-            raise DataLossError(f"this client writes nothing any more since {self._shards.data_loss}")
+            raise DataLossError(
+                f"this client stopped writing after a loss of data ({self._shards.data_loss}); open a new session "
+                "once the shards hold their data again"
+            )
         if self._session is None:
             raise FencedError("no session is open: call open_session() before the first write")
         return self._session
