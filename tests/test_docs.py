@@ -221,13 +221,16 @@ def form(table: str) -> list[str]:
     return [line for line in (" ".join(line.split()) for line in text.splitlines()) if line]
 
 
+def test_start_here_repeats_the_readme() -> None:
+    assert START_MAKE.strip() == MAKE.splitlines()[0].partition("#")[0].strip()
+    assert TABLE.startswith(START_TABLE.rstrip("\n"))
+
+
 @pytest.mark.guard  # eight programs that import torch: a minute
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_the_demo_and_what_follows_it(place: Path) -> None:
     """`make demo` and `make test` in short form, the table that the demo prints, and the commands to look at it."""
-    assert START_MAKE.strip() == MAKE.splitlines()[0].partition("#")[0].strip()
-    assert TABLE.startswith(START_TABLE.rstrip("\n"))
     printed = run_in(place, MAKE).replace(f"{place}/", "")
     expected, lines = form(TABLE), form(printed)
     assert [line for line in lines if line in expected] == expected, printed

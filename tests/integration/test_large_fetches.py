@@ -16,7 +16,7 @@ from tests.helpers.watching import metric
 from weightserver import LocalCluster, NoTableError, RowState, ShardUnavailableError, TableSpec, WeightClient
 from weightserver.core.arrays import Int64Array
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol.codec import CHUNK_BYTES, decode_fetch_response, rows_from_proto
+from weightserver.protocol.codec import CHUNK_BYTES, decode_fetch_response, named_rows
 
 SPEC = TableSpec(num_rows=40_000, dim=64, init_std=0.1)
 ROWS = np.arange(SPEC.num_rows)
@@ -48,7 +48,7 @@ class WatchedProxy(FaultyProxy):
 
     def _fetch(self, method: str, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         attempt = len(self.asked)
-        self.asked.append(rows_from_proto(pb.FetchRequest.FromString(message).rows))
+        self.asked.append(named_rows(pb.FetchRequest.FromString(message).rows).array())
         self.passed.append(0)
         self._before(attempt, context)
         for answer in super()._fetch(method, message, context):

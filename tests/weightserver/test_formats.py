@@ -25,7 +25,7 @@ from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import (
     decode_fetch_response,
     encode_fetch_response,
-    rows_from_proto,
+    named_rows,
     rows_to_proto,
     spec_from_proto,
     spec_to_proto,
@@ -120,7 +120,7 @@ increasing = st.lists(st.integers(0, 300), unique=True).map(lambda rows: np.arra
 def test_rows_as_ranges_and_back(rows: np.ndarray) -> None:
     assert np.array_equal(from_ranges(to_ranges(rows)), rows)
     message = rows_to_proto(rows)
-    assert np.array_equal(rows_from_proto(message), rows)
+    assert np.array_equal(named_rows(message).array(), rows)
     assert len(message.ids) + len(message.ranges) <= 8 * len(rows)
 
 
@@ -146,7 +146,7 @@ def test_each_row_lives_on_one_shard(rows: np.ndarray, rows_per_block: int, num_
 )
 def test_rejects_invalid_rows(message: pb.Rows) -> None:
     with pytest.raises(InvalidRequestError):
-        rows_from_proto(message)
+        named_rows(message).array()
 
 
 @given(st.integers(0, 300), st.booleans())
@@ -188,7 +188,7 @@ def test_an_answer_cut_off_is_noticed_at_every_byte() -> None:
 @given(st.builds(pb.Rows, ids=st.binary(max_size=64), ranges=st.binary(max_size=64)))
 def test_garbage_in_rows_is_one_kind_of_error(message: pb.Rows) -> None:
     try:
-        rows = rows_from_proto(message)
+        rows = named_rows(message).array()
     except InvalidRequestError:
         return
     assert rows.dtype == np.int64

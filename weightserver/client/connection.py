@@ -28,6 +28,7 @@ from weightserver.core.errors import (
     DataLossError,
     OverloadedError,
     ShardUnavailableError,
+    StorageError,
     WeightServerError,
 )
 from weightserver.core.lineage import is_earlier
@@ -39,7 +40,7 @@ from weightserver.protocol.codec import (
     VERSION_KEY,
     WAITED_KEY,
 )
-from weightserver.protocol.status import ERROR_OF_STATUS
+from weightserver.protocol.status import ERROR_OF_STATUS, status_of
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["WeightServer"]
 _OPTIONS = [
@@ -186,7 +187,7 @@ class ShardConnection:
             )
         if not failure.is_retried:
             details = failure.details
-            if failure.status in (grpc.StatusCode.INTERNAL, grpc.StatusCode.FAILED_PRECONDITION):
+            if failure.status in (status_of(WeightServerError), status_of(StorageError)):
                 details += f" (its log tells more of request {retries.request_id})"
             refusal = ERROR_OF_STATUS.get(failure.status, WeightServerError)(f"{self.name}: {details}")
             refusal.not_applied &= not retries.in_doubt

@@ -7,7 +7,7 @@ compares them) with one copy instead of three. Decoding makes none.
 
 from __future__ import annotations
 
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -102,8 +102,22 @@ def rows_to_proto(rows: Int64Array) -> pb.Rows:
     return pb.Rows(ids=to_bytes(rows))
 
 
-def count_rows(rows: pb.Rows) -> int:
-    """Counts the rows that a message names, without expanding its ranges.
+@dataclass(frozen=True)
+class NamedRows:
+    """The rows that a message names, counted before they are expanded: short ranges can name many rows."""
+
+    count: int
+    _values: Int64Array
+    """Ids, or pairs of first row and count."""
+    _are_ranges: bool
+
+    def array(self) -> Int64Array:
+        """int64 [count], which may not exist in the table."""
+        return from_ranges(self._values.reshape(-1, 2)) if self._are_ranges else self._values
+
+
+def named_rows(rows: pb.Rows) -> NamedRows:
+    """Reads the rows that a message names.
 
     Raises:
         InvalidRequestError: the bytes do not encode rows, or more than MAX_ROWS.
@@ -113,7 +127,8 @@ def count_rows(rows: pb.Rows) -> int:
     if rows.ids:
         if len(rows.ids) > 8 * MAX_ROWS:
             raise InvalidRequestError(f"one message may name at most {MAX_ROWS} rows: split it")
-        return len(int64_from_bytes(rows.ids, "ids"))
+        ids = int64_from_bytes(rows.ids, "ids")
+        return NamedRows(len(ids), ids, False)
     ranges = int64_from_bytes(rows.ranges, "ranges")
     if len(ranges) % 2:
         raise InvalidRequestError("ranges must be pairs of first row and count")
@@ -122,15 +137,7 @@ def count_rows(rows: pb.Rows) -> int:
         raise InvalidRequestError(
             f"ranges must have positive counts, and one message may name at most {MAX_ROWS} rows: split it"
         )
-    return int(counts.sum())
-
-
-def rows_from_proto(rows: pb.Rows) -> Int64Array:
-    """The rows that a message names, int64 [n], which may not exist in the table. Raises as `count_rows`."""
-    count_rows(rows)
-    if rows.ids:
-        return int64_from_bytes(rows.ids, "ids")
-    return from_ranges(int64_from_bytes(rows.ranges, "ranges").reshape(-1, 2))
+    return NamedRows(int(counts.sum()), ranges, True)
 
 
 def to_bytes(array: npt.NDArray[np.float32] | Int64Array) -> bytes:

@@ -17,10 +17,9 @@ from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import (
     CHUNK_BYTES,
     MAX_NAME_CHARACTERS,
-    count_rows,
     encode_fetch_response,
     float32_from_bytes,
-    rows_from_proto,
+    named_rows,
     spec_from_proto,
     to_bytes,
 )
@@ -174,8 +173,9 @@ class WeightServerService:
         with self._calls.answering("Fetch", context) as clock, self._memory.reservation("Fetch") as reserved:
             clock.start("read")
             self._shard.check_table(request.table)
-            reserved.take(fetch_bytes(self._shard.require_table().spec, count_rows(request.rows)))
-            rows = rows_from_proto(request.rows)
+            named = named_rows(request.rows)
+            reserved.take(fetch_bytes(self._shard.require_table().spec, named.count))
+            rows = named.array()
             self._shard.check_rows(rows)
             step = None if request.raw else request.step
             chunks = self._shard.fetch(

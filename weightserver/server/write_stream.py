@@ -12,7 +12,7 @@ from weightserver.core.arrays import Float32Array, Int64Array, all_finite
 from weightserver.core.errors import InvalidRequestError
 from weightserver.core.spec import TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol.codec import MAX_WRITE_BYTES, MAX_WRITE_ROWS, count_rows, rows_from_proto
+from weightserver.protocol.codec import MAX_WRITE_BYTES, MAX_WRITE_ROWS, named_rows
 from weightserver.server.checks import check_header, require
 from weightserver.server.request_memory import Reservation, blocks_bytes, write_bytes
 from weightserver.shard.shard import Shard
@@ -96,17 +96,17 @@ class ReceivedWrite:
     def rows_with(self, message: pb.PushGradientsRequest | pb.WriteStateRequest) -> tuple[int, int]:
         """Numbers of rows named and of rows with values, once `message` is added."""
         num_values = max(values.filled + len(getattr(message, values.name)) // 4 for values in self._values)
-        return self._rows.filled + count_rows(message.rows), -(-num_values // self._dim)
+        return self._rows.filled + named_rows(message.rows).count, -(-num_values // self._dim)
 
     def add(self, message: pb.PushGradientsRequest | pb.WriteStateRequest) -> None:
         """Adds the next message's rows and values."""
-        count = count_rows(message.rows)
-        if self._rows.filled + count > self.num_rows:  # before rows_from_proto: short ranges can name many rows
-            raise self._wrong_number(self._rows.filled + count)
-        if not count and self._num_messages and self.num_rows:
+        named = named_rows(message.rows)
+        if self._rows.filled + named.count > self.num_rows:
+            raise self._wrong_number(self._rows.filled + named.count)
+        if not named.count and self._num_messages and self.num_rows:
             raise InvalidRequestError("a message of a write names no rows: omit it")
         self._num_messages += 1
-        self._rows.add(rows_from_proto(message.rows))
+        self._rows.add(named.array())
         for values in self._values:
             values.add_bytes(getattr(message, values.name), self.num_rows, self._dim)
         if isinstance(message, pb.WriteStateRequest):
