@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
-import inspect
 import itertools
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import NoReturn
 
 import tyro
@@ -26,7 +23,7 @@ from trainer.rows.config import RowsConfig, ServersConfig
 from trainer.run.config import ReportConfig, RunConfig
 from trainer.run.earlier import began_earlier, earlier_defaults
 from trainer.schedule import SamplingConfig
-from trainer.settings import Settings, flag
+from trainer.settings import Settings, flag, set_help_texts
 from weightserver.common.atomic_files import EMPTY_PATH
 from weightserver.common.logs import print_error
 
@@ -202,7 +199,7 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
 def parse_config(arguments: Sequence[str] | None = None) -> TrainConfig:
     """Parses a command line, PRESET --OPTIONS; exits with status 2 if it is invalid."""
     for settings in (*PARTS, EncoderConfig, AugmentationConfig):
-        _set_help_texts(settings)
+        set_help_texts(settings)
     arguments = _with_correction_named(sys.argv[1:] if arguments is None else arguments)
     _refuse_empty_paths(arguments)
     preset = arguments[0] if arguments else ""
@@ -232,25 +229,6 @@ def parse_config(arguments: Sequence[str] | None = None) -> TrainConfig:
         args=arguments,
     )
     return anything
-
-
-def _set_help_texts(settings: type) -> None:
-    """Makes each field's docstring its help text, as one line: tyro would keep the line breaks of the source."""
-    try:
-        (definition,) = ast.parse(inspect.getsource(settings)).body
-    except OSError:  # installed without sources
-        return
-    assert isinstance(definition, ast.ClassDef)
-    texts = {
-        node.target.id: " ".join(following.value.value.split())
-        for node, following in itertools.pairwise(definition.body)
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-        if isinstance(following.value.value, str)
-    }
-    for field in fields(settings):
-        if field.name in texts:
-            field.metadata = MappingProxyType(dict(field.metadata) | {"help": texts[field.name]})
 
 
 def _refuse_preset(preset: str) -> NoReturn:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
@@ -64,3 +68,22 @@ def check_choice(settings: Settings, name: str, *choices: object) -> None:
     if getattr(settings, name) not in choices:
         *most, last = map(str, choices)
         raise ValueError(f"{flag(name)} must be {', '.join(most)} or {last}, got {getattr(settings, name)}")
+
+
+def set_help_texts(settings: type) -> None:
+    """Makes each field's docstring its help text, as one line: tyro would keep the line breaks of the source."""
+    try:
+        (definition,) = ast.parse(inspect.getsource(settings)).body
+    except OSError:  # installed without sources
+        return
+    assert isinstance(definition, ast.ClassDef)
+    texts = {
+        node.target.id: " ".join(following.value.value.split())
+        for node, following in itertools.pairwise(definition.body)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+        if isinstance(following.value.value, str)
+    }
+    for setting in fields(settings):
+        if setting.name in texts:
+            setting.metadata = MappingProxyType(dict(setting.metadata) | {"help": texts[setting.name]})

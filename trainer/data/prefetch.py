@@ -1,4 +1,4 @@
-"""Decodes the views of the next batches while a step computes."""
+"""Decodes the next batches while the caller computes: views for training, or whole images."""
 
 from __future__ import annotations
 
@@ -61,3 +61,23 @@ def views_ahead(
                 yield from finished(*ahead.popleft())
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def images_ahead(images: TrainImages, batches: Iterable[Tensor]) -> Generator[Tensor, None, None]:
+    """For each of `batches` (ids, int64 [b]), yields the images uint8 [b, C, H, W].
+
+    Stored images are decoded one batch ahead. A batch's error is raised in its turn. Close the generator to end its
+    thread.
+    """
+    if not isinstance(images, DecodedImages):
+        yield from (images[ids] for ids in batches)
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
+        decoding: Future[Tensor] | None = None
+        for ids in batches:
+            following = pool.submit(images.__getitem__, ids)
+            if decoding is not None:
+                yield decoding.result()
+            decoding = following
+        if decoding is not None:
+            yield decoding.result()

@@ -6,11 +6,10 @@ so that several cost little more than one.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +22,13 @@ from torch import Tensor, nn
 
 from trainer.data import Dataset, TrainImages
 from trainer.data.augment import Augmentation, AugmentationConfig
-from trainer.data.pixels import PixelScale, normalise
 from trainer.data.prefetch import Visits, views_ahead
 from trainer.distributed import Ranks
+from trainer.evaluate.evaluation import Advance, Evaluation, Outcome
+from trainer.evaluate.frozen import Frozen, centres
 from trainer.evaluate.protocol import split_held_out
 from trainer.schedule import visit_uniforms
+from trainer.settings import Settings, check_at_least, check_not_negative
 from weightserver.common.atomic_files import atomic_write
 
 _CROPS = AugmentationConfig(strong=False, min_scale=0.08)
@@ -38,62 +39,39 @@ _TOP = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearConfig:
+class LinearConfig(Settings):
     """Settings of the linear protocol; the defaults are the paper's."""
 
     learning_rates: tuple[float, ...] = (30.0,)
     """One head is trained for each. Of several, held-out training images choose."""
     epochs: int = 100
+    """Passes over the training images."""
     batch_size: int = 256
+    """Images in a step, of all ranks together."""
     momentum: float = 0.9
+    """Momentum of SGD."""
     weight_decay: float = 0.0
+    """Weight decay of SGD."""
     seed: int = 0
-    """Of the crops, the order of images and the heads' initial weights."""
-    bfloat16: bool = False
-    """Whether the encoder computes in bfloat16 (autocast)."""
+    """Seed of the crops, the order of images and the heads' initial weights."""
 
     def __post_init__(self) -> None:
         if not self.learning_rates or not all(0 < rate < math.inf for rate in self.learning_rates):
-            raise ValueError(f"learning_rates are {self.learning_rates}: give one or more, positive and finite")
-        for name in ("epochs", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: give at least 1")
+            raise ValueError(f"--learning-rates is {self.learning_rates}: give one or more, positive and finite")
+        check_at_least(self, 1, "epochs", "batch_size")
+        check_not_negative(self, "momentum", "weight_decay")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinearResult:
-    """Accuracies in percent on the test images, by their centre crops."""
-
-    top1: float
-    top5: float
-    learning_rate: float
-    held_out_top1: float | None
-    """By which the learning rate was chosen, on training images that no head was trained on; None for a single rate."""
-
-
-def linear_probe(
-    encoder: nn.Module,
-    dataset: Dataset,
-    pixels: PixelScale,
-    config: LinearConfig,
-    ranks: Ranks | None = None,
-    *,
-    state_file: Path | None = None,
-    report: Callable[[int, int, float], None] = lambda step, num_steps, loss: None,
-) -> LinearResult:
-    """Trains linear heads on the encoder's features of the training images and tests the best.
+def linear(evaluation: Evaluation, config: LinearConfig) -> Outcome:
+    """Trains linear heads on the encoder's features of the training images and tests the best on centre crops.
 
     The result does not depend on the number of ranks, up to rounding: each takes its part of every batch and of the
-    test images. With `state_file` an interrupted run of the same settings continues after its last whole epoch.
-
-    Args:
-        encoder: maps normalised float32 [B, C, H, W] to features [B, d]; its state is left as it is.
-        report: called after each step with its number, their number, and the loss of the first head.
+    test images. An interrupted evaluation continues after its last whole epoch.
 
     Raises:
         ValueError: images without labels, or fewer of them than a batch.
     """
-    ranks = ranks or Ranks()
+    dataset, ranks = evaluation.load(), evaluation.ranks
     dataset.check_labelled(tested=True)
     num_images = len(dataset.train_images)
     fitted, held_out = torch.arange(num_images), torch.empty(0, dtype=torch.int64)
@@ -101,57 +79,40 @@ def linear_probe(
         fitted, held_out = split_held_out(num_images)
     if len(fitted) < config.batch_size:
         raise ValueError(f"{len(fitted)} images make no batch of {config.batch_size}: give a smaller --batch-size")
-    frozen = _Frozen(encoder, pixels, ranks.device, bfloat16=config.bfloat16)
+    frozen = Frozen(evaluation.subject.network, evaluation.subject.pixels, ranks.device, bfloat16=evaluation.bfloat16)
     num_classes = int(torch.cat([dataset.train_labels, dataset.test_labels]).max()) + 1
     probe = _Probe(frozen, dataset, fitted, num_classes, config, ranks)
-    probe.train(state_file, report)
-    best, held_out_top1 = 0, None
+    with evaluation.progress("linear", config.epochs * probe.steps_per_epoch) as advance:
+        probe.train(evaluation.state / "heads.safetensors", advance)
+    best, chosen = 0, {}
     if len(held_out):
         labels = dataset.train_labels[held_out]
         shares = [top1 for top1, _ in probe.accuracies(dataset.train_images, held_out, labels)]
         best = max(range(len(shares)), key=lambda head: shares[head])  # the first of equals
-        held_out_top1 = shares[best]
+        chosen = {
+            "learning_rate": config.learning_rates[best],
+            "held_out_top1": shares[best],
+            "on": f"{len(held_out)} training images that no head was trained on",
+        }
     tested = torch.arange(len(dataset.test_images))
     top1, top5 = probe.accuracies(dataset.test_images, tested, dataset.test_labels)[best]
     frozen.check_unchanged()
-    return LinearResult(top1=top1, top5=top5, learning_rate=config.learning_rates[best], held_out_top1=held_out_top1)
-
-
-class _Frozen:
-    """An encoder in eval mode whose state nothing changes."""
-
-    def __init__(self, encoder: nn.Module, pixels: PixelScale, device: torch.device, *, bfloat16: bool) -> None:
-        self._encoder = encoder.to(device).eval()
-        self._before = {name: value.clone() for name, value in encoder.state_dict().items()}
-        self._bfloat16 = bfloat16
-        self.pixels, self.device = pixels, device
-
-    @torch.no_grad()
-    def __call__(self, images: Tensor) -> Tensor:
-        """Features float32 [B, d] of normalised images."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._bfloat16):
-            features: Tensor = self._encoder(images.contiguous(memory_format=torch.channels_last))
-        return features.float().flatten(1)
-
-    def check_unchanged(self) -> None:
-        """Raises RuntimeError where a parameter or a BatchNorm buffer has changed."""
-        for name, value in self._encoder.state_dict().items():
-            if not torch.equal(value, self._before[name]):
-                raise RuntimeError(f"{name} of the frozen encoder has changed: its evaluation is void")
+    return Outcome(results={"top1": top1, "top5": top5}, chosen=chosen)
 
 
 class _Probe:
     """Heads, one for each learning rate, and their training."""
 
     def __init__(
-        self, frozen: _Frozen, dataset: Dataset, fitted: Tensor, num_classes: int, config: LinearConfig, ranks: Ranks
+        self, frozen: Frozen, dataset: Dataset, fitted: Tensor, num_classes: int, config: LinearConfig, ranks: Ranks
     ) -> None:
         self._frozen, self._config, self._ranks = frozen, config, ranks
         self._images = dataset.train_images.to(ranks.device)
         self._labels, self._fitted = dataset.train_labels, fitted
         self._side = dataset.evaluated_side
         self._image_size = dataset.evaluated_side or dataset.train_images.shape[-1]
-        dim = frozen(self._centres(dataset.train_images[:1])).shape[1]
+        (first,) = centres(dataset.train_images, self._side, torch.tensor([0]), 1)
+        dim = frozen.of_pixels(first).shape[1]
         generator = torch.Generator().manual_seed(config.seed)
         weight = torch.randn(num_classes, dim, generator=generator) * _INIT_STD
         self._heads = [nn.Linear(dim, num_classes).to(ranks.device) for _ in config.learning_rates]
@@ -170,23 +131,24 @@ class _Probe:
         )
 
     @property
-    def _steps_per_epoch(self) -> int:
+    def steps_per_epoch(self) -> int:
         return len(self._fitted) // self._config.batch_size
 
-    def train(self, state_file: Path | None, report: Callable[[int, int, float], None]) -> None:
-        """Trains all heads to the end; continues from `state_file` where that is of the same settings."""
-        first_epoch = self._load(state_file) if state_file else 0
+    def train(self, state_file: Path, advance: Advance) -> None:
+        """Trains all heads to the end; continues from `state_file` if it exists."""
+        first_epoch = self._load(state_file) if state_file.exists() else 0
         augment = Augmentation(_CROPS, self._image_size, self._frozen.pixels)
-        num_steps = self._config.epochs * self._steps_per_epoch
-        step = first_epoch * self._steps_per_epoch
+        num_steps = self._config.epochs * self.steps_per_epoch
+        step = first_epoch * self.steps_per_epoch
+        advance(step)
         for epoch in range(first_epoch, self._config.epochs):
             batches = self._batches(epoch)
             with closing(views_ahead(self._images, batches, [augment], self._ranks.device)) as views:
                 for batch, view in zip(batches, views, strict=True):
                     loss = self._step(view, self._labels[batch.images], step / num_steps)
                     step += 1
-                    report(step, num_steps, loss)
-            if state_file and self._ranks.is_first:
+                    advance(loss=loss)
+            if self._ranks.is_first:
                 self._save(state_file, epoch + 1)
 
     def _batches(self, epoch: int) -> list[Visits]:
@@ -195,7 +157,7 @@ class _Probe:
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + epoch)
         order = self._fitted[torch.randperm(len(self._fitted), generator=generator)].numpy()
         mine = self._ranks.share(config.batch_size)
-        for start in range(0, self._steps_per_epoch * config.batch_size, config.batch_size):
+        for start in range(0, self.steps_per_epoch * config.batch_size, config.batch_size):
             places = np.arange(start + mine.start, start + mine.stop)
             uniforms = visit_uniforms(config.seed, epoch * len(order) + places[None], Augmentation.num_uniforms)
             batches.append(Visits(order[places], uniforms))  # [b], [1, b, num_uniforms]
@@ -220,8 +182,9 @@ class _Probe:
         mine = self._ranks.share(len(ids))
         ids, labels = ids[mine], labels[mine]
         correct = np.zeros((len(self._heads), 2))
-        for part, wanted in zip(torch.split(ids, _TEST_BATCH), torch.split(labels, _TEST_BATCH), strict=True):
-            features = self._frozen(self._centres(images[part]))
+        batches = centres(images, self._side, ids, _TEST_BATCH)
+        for batch, wanted in zip(batches, torch.split(labels, _TEST_BATCH), strict=True):
+            features = self._frozen.of_pixels(batch)
             for number, head in enumerate(self._heads):
                 found = head(features).topk(min(_TOP, head.out_features)).indices.cpu() == wanted[:, None]
                 correct[number] += found[:, 0].sum().item(), found.sum().item()
@@ -229,32 +192,20 @@ class _Probe:
         sums = np.array(self._ranks.sum_over_ranks(correct.ravel().tolist())).reshape(correct.shape)
         return [(100 * top1 / total, 100 * top5 / total) for top1, top5 in sums]
 
-    def _centres(self, images: Tensor) -> Tensor:
-        side = self._side
-        edge = 0 if side is None else (images.shape[-1] - side) // 2
-        inner = slice(edge, None if side is None else edge + side)
-        return normalise(images[..., inner, inner].to(self._ranks.device), self._frozen.pixels)
-
     def _save(self, path: Path, num_epochs: int) -> None:
         tensors = {f"{name}.value": value.detach() for name, value in self._parameters()}
         for name, value in self._parameters():
             tensors[f"{name}.momentum"] = self._optimizer.state[value]["momentum_buffer"]
-        metadata = {"settings": json.dumps(asdict(self._config)), "epochs": str(num_epochs)}
-        atomic_write(path, lambda target: save_file(tensors, target, metadata))
+        atomic_write(path, lambda target: save_file(tensors, target, {"epochs": str(num_epochs)}))
 
     def _load(self, path: Path) -> int:
-        """Returns for how many epochs the heads of the file were trained; 0 where there is none of these settings."""
-        if not path.exists():
-            return 0
+        """Returns the number of epochs for which the heads of the file were trained."""
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("settings") != json.dumps(asdict(self._config)):
-                return 0
             for name, value in self._parameters():
                 value.data.copy_(file.get_tensor(f"{name}.value"))
                 momentum = file.get_tensor(f"{name}.momentum").to(value.device)
                 self._optimizer.state[value]["momentum_buffer"] = momentum
-        return int(metadata["epochs"])
+            return int(file.metadata()["epochs"])
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of every head, by a name of their own."""

@@ -1,6 +1,7 @@
 """Nearest neighbours by cosine similarity, for banks and queries that do not fit the device, and their votes."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,25 +13,38 @@ QUERY_ROWS = 1_024
 """Queries compared at a time: with BANK_ROWS, 128 MiB of similarities."""
 
 
+class Features(Protocol):
+    """Features [n, d] of any floating dtype: a tensor, or an equivalent for features that do not fit into memory."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: slice, /) -> Tensor: ...
+
+
 def nearest(
-    bank: Tensor,
-    queries: Tensor,
+    bank: Features,
+    queries: Features,
     num_neighbours: int,
     *,
+    excluded: Tensor | None = None,
     device: torch.device | str = "cpu",
     bank_rows: int = BANK_ROWS,
     query_rows: int = QUERY_ROWS,
 ) -> tuple[Tensor, Tensor]:
     """Returns the nearest bank features of each query: cosine float32 [M, k] in falling order, index int64 [M, k].
 
-    Bank [N, d] and queries [M, d] may have any floating dtype and be memory-mapped: one block of each is read at a time
-    and compared on `device` in float32. Beside these blocks the memory needed is that of the result.
+    Bank [N, d] and queries [M, d] may have any floating dtype and lie in files: one block of each is read at a time and
+    compared on `device` in float32. Apart from these blocks only the result takes memory.
+
+    Args:
+        excluded: bool [N], bank features that count as no one's neighbour.
 
     Raises:
-        ValueError: num_neighbours is not in 1..N.
+        ValueError: fewer than num_neighbours features in the bank, or num_neighbours below 1.
     """
-    if not 1 <= num_neighbours <= len(bank):
-        raise ValueError(f"num_neighbours must lie in 1..{len(bank)}, the size of the bank, got {num_neighbours}")
+    size = len(bank) - (0 if excluded is None else int(excluded.sum()))
+    if not 1 <= num_neighbours <= size:
+        raise ValueError(f"num_neighbours must lie in 1..{size}, the size of the bank, got {num_neighbours}")
     similarity = torch.full((len(queries), num_neighbours), -torch.inf)
     index = torch.zeros((len(queries), num_neighbours), dtype=torch.int64)
     for start in range(0, len(bank), bank_rows):
@@ -38,6 +52,8 @@ def nearest(
         for first in range(0, len(queries), query_rows):
             rows = slice(first, first + query_rows)
             cosine = _unit(queries[rows], device) @ keys.T  # (M', N')
+            if excluded is not None:
+                cosine[:, excluded[start : start + bank_rows].to(device)] = -torch.inf
             found, where = cosine.topk(min(num_neighbours, len(keys)))
             both = torch.cat([similarity[rows], found.cpu()], dim=1)
             both_index = torch.cat([index[rows], where.cpu() + start], dim=1)

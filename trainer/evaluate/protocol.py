@@ -17,6 +17,8 @@ class ProbeResult:
     """Accuracy on the test images, in percent."""
     setting: float
     """The setting chosen on held-out training images: k, or the strength of regularisation."""
+    top5: float
+    """The same for the five likeliest classes."""
     held_out_top1: float
     """Accuracy with that setting on the held-out training images, in percent."""
 

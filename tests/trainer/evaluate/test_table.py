@@ -10,7 +10,7 @@ from trainer.evaluate.table import print_table
 
 def test_table_shows_every_figure() -> None:
     def result(top1: float, setting: float) -> ProbeResult:
-        return ProbeResult(top1=top1, setting=setting, held_out_top1=0.0)
+        return ProbeResult(top5=99.0, top1=top1, setting=setting, held_out_top1=0.0)
 
     results = {
         "trained encoder": {"knn": result(87.125, 20), "linear": result(88.5, 1e-4)},

@@ -1,0 +1,103 @@
+"""Small evaluations in tests: images of four classes, a good encoder and a useless one, and interruptions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from trainer.data import Dataset
+from trainer.distributed import Ranks
+from trainer.evaluate.evaluation import Advance, Evaluation, Outcome, Subject
+from trainer.model import EncoderConfig
+
+NUM_CLASSES = 4
+SIDE = 16
+
+
+def striped(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Images of noise with a bright horizontal band, whose height is the class."""
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randint(0, 60, (count, 1, SIDE, SIDE), generator=generator, dtype=torch.uint8)
+    labels = torch.randint(0, NUM_CLASSES, (count,), generator=generator)
+    for image, label in zip(images, labels.tolist(), strict=True):
+        image[:, 4 * label : 4 * label + 4] += 150
+    return images, labels
+
+
+def made_dataset(num_train: int = 320, num_test: int = 61) -> Dataset:
+    (train, train_labels), (test, test_labels) = striped(num_train, 1), striped(num_test, 2)
+    return Dataset(train_images=train, train_labels=train_labels, test_images=test, test_labels=test_labels)
+
+
+class SeesRows(nn.Module):
+    """Features are the brightnesses of the rows of pixels, by way of a BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(SIDE)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features: Tensor = self.norm(images.mean(dim=(1, 3)))
+        return features
+
+
+class SeesNothing(nn.Module):
+    """All images have the same features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.ones(SIDE))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.value.expand(len(images), SIDE)
+
+
+def made_evaluation(
+    encoder: nn.Module, state: Path, dataset: Dataset | None = None, ranks: Ranks | None = None
+) -> Evaluation:
+    dataset = dataset or made_dataset()
+    return Evaluation(
+        subject=Subject(name="made", encoder=encoder, config=EncoderConfig(image_size=SIDE)),
+        load=lambda: dataset,
+        state=state,
+        ranks=ranks or Ranks(),
+    )
+
+
+class PowerLoss(Exception):
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched(Evaluation):
+    """Lists the descriptions and counts that `advance` is told, and fails at the one numbered `fails_at`."""
+
+    seen: list[tuple[str, int]]
+    fails_at: int | None = None
+
+    @contextmanager
+    def progress(self, description: str, total: int) -> Iterator[Advance]:
+        def advance(count: int = 1, **shown: float) -> None:
+            self.seen.append((description, count))
+            if len(self.seen) == self.fails_at:
+                raise PowerLoss
+
+        yield advance
+
+
+def interrupted_evaluation(
+    run: Callable[[Evaluation], Outcome], evaluation: Evaluation, *, fails_at: int
+) -> tuple[Outcome, list[tuple[str, int]]]:
+    """The outcome of an evaluation that failed once, and what was done after the failure."""
+    fields = {name: getattr(evaluation, name) for name in ("subject", "load", "state", "ranks", "data_dir", "bfloat16")}
+    try:
+        run(Watched(**fields, seen=[], fails_at=fails_at))
+    except PowerLoss:
+        seen = list[tuple[str, int]]()
+        return run(Watched(**fields, seen=seen)), seen
+    raise AssertionError(f"no {fails_at} parts were done")

@@ -1,0 +1,136 @@
+"""The kNN protocol: features in files, chosen and given settings, resumption, ranks.
+
+As a script (under torchrun) this file is one rank, which prints its result.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.evaluations import SeesNothing, SeesRows, interrupted_evaluation, made_dataset, made_evaluation
+from trainer.distributed import Ranks, process_group
+from trainer.evaluate import knn as knn_module
+from trainer.evaluate import stored_features
+from trainer.evaluate.features import FeatureSet, encoder_features
+from trainer.evaluate.frozen import Frozen
+from trainer.evaluate.knn import KnnConfig, knn, knn_top1
+from trainer.evaluate.stored_features import StoredFeatures, store_features
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_features, "BLOCK_ROWS", 64)
+    monkeypatch.setattr(knn_module, "SEARCHED_ROWS", 16)
+
+
+def stored(tmp_path: Path, encoder: nn.Module, num_images: int = 150) -> StoredFeatures:
+    evaluation = made_evaluation(encoder, tmp_path, made_dataset(num_images))
+    frozen = Frozen(encoder, evaluation.subject.pixels, torch.device("cpu"))
+    images = evaluation.load().train_images
+    return store_features(frozen, images, None, tmp_path / "train", Ranks(), lambda *_, **__: None)
+
+
+def test_stored_features_are_those_of_the_encoder(tmp_path: Path) -> None:
+    dataset, encoder = made_dataset(150), SeesRows()
+    features = stored(tmp_path, encoder)
+    expected = nn.functional.normalize(encoder_features(encoder.eval(), dataset).train)
+    assert len(features) == 150
+    for part in (slice(0, 150), slice(60, 70), slice(64, 128), slice(149, 400), slice(10, 10)):
+        found = features[part]
+        assert found.dtype == torch.float16
+        torch.testing.assert_close(found.float(), expected[part], rtol=2**-10, atol=2**-24)
+    rows = torch.tensor([149, 3, 64, 3, 0])
+    torch.testing.assert_close(features.take(rows).float(), expected[rows], rtol=2**-10, atol=2**-24)
+
+
+def test_features_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    encoder = SeesRows()
+    encoder.norm.weight.data[3] = float("nan")
+    with pytest.raises(ValueError, match="features are not all finite: are its weights damaged"):
+        stored(tmp_path, encoder)
+
+
+def test_equals_the_one_in_memory(tmp_path: Path) -> None:
+    dataset = made_dataset()
+    found = knn(made_evaluation(SeesRows(), tmp_path, dataset), KnnConfig())
+    features = encoder_features(SeesRows().eval(), dataset)
+    assert found.results["top1"] == knn_top1(features).top1 > 90
+    assert found.results["top5"] == 100, "there are four classes"
+    assert found.chosen["k"] == knn_top1(features).setting
+    assert found.chosen["held_out_top1"] == knn_top1(features).held_out_top1
+    assert knn(made_evaluation(SeesNothing(), tmp_path / "bad", dataset), KnnConfig()).results["top1"] < 45
+
+
+def test_each_given_setting_has_a_result(tmp_path: Path) -> None:
+    found = knn(made_evaluation(SeesRows(), tmp_path), KnnConfig(k=(10, 400), temperature=(0.07, 1.0)))
+    assert found.chosen == {}
+    given = [(each["k"], each["temperature"]) for each in found.details["by_setting"]]
+    assert given == [(10, 0.07), (10, 1.0), (400, 0.07), (400, 1.0)], "400 neighbours are all 320"
+    assert found.results["top1"] == found.details["by_setting"][0]["top1"]
+
+
+def test_continues_where_it_was_interrupted(tmp_path: Path) -> None:
+    config = KnnConfig(k=(5,))
+    whole = knn(made_evaluation(SeesRows(), tmp_path / "whole"), config)
+    evaluation = made_evaluation(SeesRows(), tmp_path / "interrupted")
+    outcome, _ = interrupted_evaluation(partial(knn, config=config), evaluation, fails_at=8)
+    assert outcome == whole
+    before = {path: path.stat().st_mtime_ns for path in evaluation.state.rglob("*.safetensors")}
+    assert knn(evaluation, config) == whole
+    assert {path: path.stat().st_mtime_ns for path in evaluation.state.rglob("*.safetensors")} == before
+
+
+def test_labels_are_needed(tmp_path: Path) -> None:
+    dataset = replace(made_dataset(), train_labels=torch.empty(0, dtype=torch.int64))
+    with pytest.raises(ValueError, match="have no labels"):
+        knn(made_evaluation(SeesRows(), tmp_path, dataset), KnnConfig())
+    for wrong in ((), (0,), (5, -1)):
+        with pytest.raises(ValueError, match=r"--k is .* at least 1"):
+            KnnConfig(k=wrong)
+    with pytest.raises(ValueError, match=r"--temperature is .* positive and finite"):
+        KnnConfig(temperature=(0.0,))
+
+
+def test_in_memory_top5_counts_the_five_classes_of_most_votes() -> None:
+    directions = torch.eye(8)
+    labels = torch.arange(8)
+    features = FeatureSet(
+        train=directions.repeat_interleave(10, 0),
+        train_labels=labels.repeat_interleave(10),
+        test=directions,
+        test_labels=labels,
+    )
+    result = knn_top1(features)
+    assert (result.top1, result.top5) == (100, 100)
+
+
+@pytest.mark.guard
+def test_three_ranks_have_the_result_of_one(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    done = subprocess.run(
+        [*command, "-m", "tests.trainer.evaluate.test_knn", str(tmp_path / "three")],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert found == [asdict(knn(made_evaluation(SeesRows(), tmp_path / "one"), KnnConfig()))] * 3
+
+
+if __name__ == "__main__":
+    with process_group(torch.device("cpu")) as ranks:
+        print(
+            json.dumps(asdict(knn(made_evaluation(SeesRows(), Path(sys.argv[1]), ranks=ranks), KnnConfig()))),
+            flush=True,
+        )

@@ -1,0 +1,197 @@
+"""One evaluation: its subject, the device and ranks it runs on, its state on disk and its result."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import nn
+
+from trainer.data import Dataset
+from trainer.data.pixels import PixelScale
+from trainer.distributed import Ranks
+from trainer.model import EncoderConfig
+from weightserver.common.atomic_files import atomic_write
+
+_log = logging.getLogger(__name__)
+_IDENTITY_FILE = "identity.json"
+_RAW = PixelScale((0.0,), (1.0,))
+
+Advance = Callable[..., None]
+"""advance(n=1, **shown): n more items are done; `shown` are numbers to show, such as loss=2.3."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is evaluated."""
+
+    name: str
+    """For people: "runs/a, step-000000001000", "torchvision:resnet50", "raw pixels"."""
+    encoder: nn.Module | None
+    """Maps normalised float32 [B, C, H, W] to features [B, d]; in eval mode, on the CPU. None: raw pixels."""
+    config: EncoderConfig | None
+    """None for raw pixels."""
+
+    @property
+    def network(self) -> nn.Module:
+        """The encoder; for raw pixels, one that flattens images."""
+        return self.encoder if self.encoder is not None else nn.Flatten()
+
+    @property
+    def pixels(self) -> PixelScale:
+        """The scale of the network's input."""
+        return self.config.pixels if self.config is not None else _RAW
+
+    def require_encoder(self, protocol: str) -> tuple[nn.Module, EncoderConfig]:
+        """The encoder and its settings. Raises ValueError for raw pixels."""
+        if self.encoder is None or self.config is None:
+            raise ValueError(f"{protocol} needs an encoder, not raw pixels: give --run, --encoder or --model")
+        return self.encoder, self.config
+
+    def digest(self) -> str:
+        """SHA-256 of the network's parameters and buffers."""
+        digest = hashlib.sha256()
+        for name, tensor in self.network.state_dict().items():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a protocol found."""
+
+    results: dict[str, float]
+    """Percentages by name: top1, top5, ap50, miou, ..."""
+    chosen: dict[str, Any] = field(default_factory=dict)
+    """Settings that were chosen, and under "on" what they were chosen on; empty if all were given."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """More for the result's file, such as the results by class."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What is evaluated, on what images, and where; the same on each rank but for `ranks`."""
+
+    subject: Subject
+    load: Callable[[], Dataset]
+    """Loads the labelled images; protocols with a format of their own read `data_dir` instead."""
+    data_dir: Path | None = None
+    ranks: Ranks = field(default_factory=Ranks)
+    bfloat16: bool = False
+    """Whether the encoder computes in bfloat16 (autocast)."""
+    state: Path
+    """A directory for what an interrupted evaluation continues from; removed once the result is written. Ranks on
+    several machines must share its file system."""
+    console: Console | None = None
+    """Where progress is shown, on rank 0; None for nowhere."""
+
+    @contextmanager
+    def progress(self, description: str, total: int) -> Iterator[Advance]:
+        """Shows a bar with the time left; yields a function that is told of each part that is done."""
+        columns = (TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TimeElapsedColumn())
+        last = (TimeRemainingColumn(), TextColumn("{task.fields[shown]}"))
+        with Progress(*columns, *last, console=self.console, disable=not (self.console and self.ranks.is_first)) as bar:
+            task = bar.add_task(description, total=total, shown="")
+
+            def advance(count: int = 1, **shown: float) -> None:
+                bar.advance(task, count)
+                if shown:
+                    bar.update(task, shown=" ".join(f"{name} {value:.4g}" for name, value in shown.items()))
+
+            yield advance
+
+
+class _Protocol(Protocol):
+    def __call__(self, evaluation: Evaluation, config: Any, /) -> Outcome: ...
+
+
+def evaluate(evaluation: Evaluation, name: str, protocol: _Protocol, config: Any, file: Path) -> dict[str, Any]:
+    """Runs a protocol and lets rank 0 write its result to `file`; returns what the file holds, on every rank.
+
+    Args:
+        name: the protocol's name.
+        config: the protocol's settings, a dataclass.
+
+    Raises:
+        ValueError: the subject, the images and the settings do not fit each other.
+        OSError: the result or the state cannot be written.
+    """
+    started = time.perf_counter()
+    settings = asdict(config) | {"bfloat16": evaluation.bfloat16}
+    identity = {"protocol": name, "settings": settings, "weights": evaluation.subject.digest()}
+    _prepare_state(evaluation, json.dumps(identity | {"data_dir": evaluation.data_dir}, default=str, sort_keys=True))
+    outcome = protocol(evaluation, config)
+    result = {
+        "protocol": name,
+        "subject": evaluation.subject.name,
+        **outcome.results,
+        "chosen": outcome.chosen,
+        "settings": settings,
+        "weights": identity["weights"],
+        "ranks": evaluation.ranks.world_size,
+        "device": evaluation.ranks.device.type,
+        "seconds": round(time.perf_counter() - started, 3),
+        "version": version("pic-weightserver"),
+        "commit": source_commit(),
+        **outcome.details,
+    }
+    if evaluation.ranks.is_first:
+        text = json.dumps(result, indent=2, default=str) + "\n"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(file, lambda path: path.write_text(text))
+        shutil.rmtree(evaluation.state, ignore_errors=True)
+    evaluation.ranks.barrier()
+    return result
+
+
+def _prepare_state(evaluation: Evaluation, identity: str) -> None:
+    """Makes the directory of the state, empty unless it is of the same evaluation."""
+    if evaluation.ranks.is_first:
+        file = evaluation.state / _IDENTITY_FILE
+        if evaluation.state.exists() and (not file.exists() or file.read_text() != identity):
+            _log.warning("%s is of other settings or weights: starting from the beginning", evaluation.state)
+            shutil.rmtree(evaluation.state)
+        evaluation.state.mkdir(parents=True, exist_ok=True)
+        atomic_write(file, lambda path: path.write_text(identity))
+    evaluation.ranks.barrier()
+
+
+def print_result(result: dict[str, Any], console: Console) -> None:
+    """Prints the result as a table of one row: percentages, and what was chosen."""
+    table = Table(title=f"{result['protocol']} of {result['subject']}", title_style="")
+    chosen = result["chosen"]
+    cells = {name: f"{value:.2f}" for name, value in result.items() if isinstance(value, float) and name != "seconds"}
+    cells |= {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in chosen.items()}
+    for name in cells:
+        table.add_column(name, justify="right", style="dim" if name in chosen else None)
+    table.add_row(*cells.values())
+    console.print(table)
+
+
+def source_commit() -> str | None:
+    """The commit of the checkout that this code runs from, with "+" if files differ; None outside a checkout."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    git = ["git", "-C", str(root)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10)
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True, check=False, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return head.stdout.strip() + ("+" if changed.returncode else "")

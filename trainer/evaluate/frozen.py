@@ -1,0 +1,51 @@
+"""A frozen encoder, and the batches of whole images to evaluate it on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from trainer.data import TrainImages
+from trainer.data.pixels import PixelScale, normalise
+from trainer.data.prefetch import images_ahead
+from trainer.transfer import to_device
+
+
+class Frozen:
+    """An encoder in eval mode whose state nothing changes."""
+
+    def __init__(self, encoder: nn.Module, pixels: PixelScale, device: torch.device, *, bfloat16: bool = False) -> None:
+        self._encoder = encoder.to(device).eval()
+        self._before = {name: value.clone() for name, value in encoder.state_dict().items()}
+        self._bfloat16 = bfloat16
+        self.pixels, self.device = pixels, device
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> Tensor:
+        """Features float32 [B, d] of normalised images."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._bfloat16):
+            features: Tensor = self._encoder(images.contiguous(memory_format=torch.channels_last))
+        return features.float().flatten(1)
+
+    def of_pixels(self, images: Tensor) -> Tensor:
+        """Features float32 [B, d] of images uint8 [B, C, H, W]."""
+        return self(normalise(to_device(images, self.device), self.pixels))
+
+    def check_unchanged(self) -> None:
+        """Raises RuntimeError if a parameter or a BatchNorm buffer has changed."""
+        for name, value in self._encoder.state_dict().items():
+            if not torch.equal(value, self._before[name]):
+                raise RuntimeError(f"{name} of the frozen encoder has changed: its evaluation is void")
+
+
+def centres(images: TrainImages, side: int | None, ids: Tensor, batch_size: int) -> Iterator[Tensor]:
+    """Batches uint8 [b, C, side, side] of the centre squares of images `ids` (int64 [n]), whole images for side None.
+
+    The next batch is decoded while the caller uses the last one.
+    """
+    edge = 0 if side is None else (images.shape[-1] - side) // 2
+    inner = slice(edge, None if side is None else edge + side)
+    for batch in images_ahead(images, torch.split(ids, batch_size)):
+        yield batch[..., inner, inner]
