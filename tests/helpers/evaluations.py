@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -61,6 +64,7 @@ def made_evaluation(
     encoder: nn.Module, state: Path, dataset: Dataset | None = None, ranks: Ranks | None = None
 ) -> Evaluation:
     dataset = dataset or made_dataset()
+    state.mkdir(parents=True, exist_ok=True)
     return Evaluation(
         subject=Subject(name="made", encoder=encoder, config=EncoderConfig(image_size=SIDE)),
         load=lambda: dataset,
@@ -82,7 +86,7 @@ class Watched(Evaluation):
 
     @contextmanager
     def progress(self, description: str, total: int) -> Iterator[Advance]:
-        def advance(count: int = 1, **shown: float) -> None:
+        def advance(count: int = 1, **shown: Tensor) -> None:
             self.seen.append((description, count))
             if len(self.seen) == self.fails_at:
                 raise PowerLoss
@@ -101,3 +105,18 @@ def interrupted_evaluation(
         seen = list[tuple[str, int]]()
         return run(Watched(**fields, seen=seen)), seen
     raise AssertionError(f"no {fails_at} parts were done")
+
+
+def outcomes_of_ranks(module: str, num_ranks: int, directory: Path) -> list[Outcome]:
+    """Runs a test module as a script under torchrun; returns what each rank gave to `write_outcome`."""
+    directory.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command += ["-m", module, str(directory)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [Outcome(**json.loads((directory / f"{rank}.json").read_text())) for rank in range(num_ranks)]
+
+
+def write_outcome(outcome: Outcome, directory: Path, rank: int) -> None:
+    (directory / f"{rank}.json").write_text(json.dumps(asdict(outcome)))

@@ -19,7 +19,7 @@ class DataConfig(Settings):
     """The data set."""
 
     dataset: str = "fashion-mnist"
-    """Name of the data set: fashion-mnist, idx, folder, packed or synthetic."""
+    """Name of the data set: fashion-mnist, idx, folder, packed, inaturalist-2018 or synthetic."""
     num_images: int | None = None
     """N, the number of images of the synthetic data set, up to 10⁹."""
     data_dir: Path | None = resumable(None)

@@ -18,6 +18,7 @@ from torch import Tensor
 from trainer.data.decode import decoded_side
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.idx import DataNotFoundError, find_idx, read_idx
+from trainer.data.inaturalist import read_split
 from trainer.data.labels import LabelsField, StoredLabels
 from trainer.data.listing import ImageSource, Listing, listing_lines
 from trainer.data.manifest import is_packed
@@ -106,6 +107,21 @@ class Dataset:
         if tested and not len(self.test_images):
             raise ValueError(f"{self.untested}: train with --no-evaluate, or add matching ones")
 
+    def strict(self) -> "Dataset":
+        """The same images for evaluations, in which a broken one is an error.
+
+        Raises:
+            ValueError: an image was broken when it was packed.
+        """
+        if not isinstance(self.train_images, DecodedImages) or not isinstance(self.test_images, DecodedImages):
+            return self
+        labels = {name: vars(self)[name] for name in ("train_labels", "test_labels")}  # without reading them
+        train, test = (
+            self.train_images.strict(),
+            self.test_images.strict() if len(self.test_images) else self.test_images,
+        )
+        return replace(self, train_images=train, test_images=test, **labels)
+
     def first(self, num_images: int) -> "Dataset":
         """The images of the first ranges, as before others were added; all images if no ranges have that many."""
         ends = list(itertools.accumulate(self.range_sizes))
@@ -146,9 +162,10 @@ def load_dataset(
     checksums. synthetic: `num_images` (required, for this data set only) colour images of `image_size` pixels,
     generated from `seed` (used by this data set only), without labels. folder: images in `directory`, a folder or a
     list of them, or in its train/ with test images in test/ or val/. packed: the output of `python -m trainer.data
-    pack` in `directory`, with test images packed in its test/.
+    pack` in `directory`, with test images packed in its test/. inaturalist-2018: train2018.json, val2018.json and the
+    images that they name in `directory`.
 
-    Images of the last two are decoded in colour for each use: crops of the whole image for training, centres for
+    Images of the last three are decoded in colour for each use: crops of the whole image for training, centres for
     evaluation; by `decode_threads`, or this rank's share of the cores (`trainer.cores`). Test images whose classes are
     not the first of the training images' classes are omitted.
 
@@ -331,6 +348,28 @@ def _one_line(error: BaseException) -> str:
 
 DATASETS: dict[str, Callable[[Path | None], Dataset]] = {"fashion-mnist": _load_fashion_mnist, "idx": _load_idx}
 """Labelled data sets that are loaded into memory."""
-DECODED: dict[str, Callable[[Path, int, int | None], Dataset]] = {"folder": _load_folder, "packed": _load_packed}
+
+
+def _load_inaturalist(directory: Path, image_size: int, threads: int | None) -> Dataset:
+    """iNaturalist 2018 as it is distributed: train2018.json, val2018.json and the images that they name."""
+    side = decoded_side(image_size)
+    train, test = (_of_split(directory / f"{name}2018.json", side, threads) for name in ("train", "val"))
+    return _decoded(train, test, directory, evaluated_side=image_size)
+
+
+def _of_split(file: Path, side: int, threads: int | None) -> _Stored:
+    split = read_split(file)
+    content = b"".join(listing_lines(split.entries))
+    listing = Listing(content, file.parent)
+    return _Stored(
+        DecodedImages(listing, side, threads=threads), _labels_of(listing, True), split.classes, (_digest(content),)
+    )
+
+
+DECODED: dict[str, Callable[[Path, int, int | None], Dataset]] = {
+    "folder": _load_folder,
+    "packed": _load_packed,
+    "inaturalist-2018": _load_inaturalist,
+}
 """Data sets whose images are decoded for each use."""
 SYNTHETIC = "synthetic"

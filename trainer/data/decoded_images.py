@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -37,12 +37,16 @@ class EncodedImages(Protocol):
     def positions(self, images: Int64Array, /) -> Int64Array:
         """Positions, int64 [n], in whose order images (int64 [n]) are read fastest."""
 
+    def replaced(self) -> Int64Array:
+        """The ids of images that others stand for, because they were broken when they were packed."""
+
 
 class DecodedImages:
     """Encoded images, decoded by threads for each batch: centre squares for evaluation, crops for training.
 
     Only the batch is kept in memory. An image that is broken or cannot be read is logged once and replaced by the next
-    intact one by id (after the last, the first), with the same limit on their number as in packing.
+    intact one by id (after the last, the first), with the same limit on their number as in packing; if `strict`, it is
+    an error.
 
     Args:
         num_images: use only the first `num_images` images.
@@ -60,11 +64,13 @@ class DecodedImages:
         num_images: int | None = None,
         threads: int | None = None,
         device: torch.device | str = "cpu",
+        strict: bool = False,
     ) -> None:
         if side < 1:
             raise ValueError(f"the side of images must be at least 1, got {side}")
         self._images, self._side, self._device = images, side, torch.device(device)
         self._num_images = len(images) if num_images is None else num_images
+        self._strict = strict
         self._broken: set[int] = set()
         self._lock = threading.Lock()
         self._threads = threads or decode_threads()
@@ -132,10 +138,40 @@ class DecodedImages:
         """The first of these images."""
         return self._like(num_images=num_images, device=self._device)
 
-    def _like(self, *, num_images: int, device: torch.device) -> DecodedImages:
-        return DecodedImages(self._images, self._side, num_images=num_images, threads=self._threads, device=device)
+    def strict(self) -> DecodedImages:
+        """The same images, for evaluations: a broken one is an error. Raises ValueError if packing replaced one."""
+        replaced = self._images.replaced()
+        if len(replaced):
+            name = self._images.name(int(replaced[0]))
+            raise ValueError(
+                f"{len(replaced)} images were broken when they were packed, so that others stand for them, first for "
+                f"{name}: an evaluation counts every image; repair or remove them and pack again"
+            )
+        return self._like(num_images=len(self), device=self._device, strict=True)
+
+    def names(self) -> Iterator[str]:
+        """The names of all images, in the order of their ids."""
+        return map(self._images.name, range(len(self)))
+
+    def _like(self, *, num_images: int, device: torch.device, strict: bool | None = None) -> DecodedImages:
+        return DecodedImages(
+            self._images,
+            self._side,
+            num_images=num_images,
+            threads=self._threads,
+            device=device,
+            strict=self._strict if strict is None else strict,
+        )
 
     def _decode(self, image: int, crops: list[Crop]) -> list[NDArray[np.uint8]]:
+        if self._strict:
+            try:
+                return decode(self._images.read(image), crops)
+            except (BrokenImageError, OSError) as error:
+                raise ValueError(
+                    f"broken image: {self._images.name(image)} ({error}): an evaluation counts every image; repair it, "
+                    "or remove it from the data set"
+                ) from None
         num_tried = min(len(self), _MAX_TRIED)
         for distance in range(num_tried):
             shown = (image + distance) % len(self)

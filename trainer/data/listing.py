@@ -141,6 +141,10 @@ class Listing:
         """Positions in whose order images (int64 [n]) are read fastest."""
         return images
 
+    def replaced(self) -> Int64Array:
+        """No image stands for another one."""
+        return np.empty(0, np.int64)
+
     def entries(self) -> Iterator[Entry]:
         """All entries in the order of their ids."""
         return map(self.__getitem__, range(len(self)))

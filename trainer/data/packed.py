@@ -109,6 +109,10 @@ class PackedImages:
         """The id of the image that stands for each image, int64 [N]: another one if the image is broken."""
         return self._by_image("shown", limit=len(self))
 
+    def replaced(self) -> Int64Array:
+        """The ids of broken images, for which others stand."""
+        return np.flatnonzero(self.shown() != np.arange(len(self)))
+
     def labels(self) -> Int64Array:
         """The class of each image, int64 [N]; −1 without labels."""
         return self._by_image("label", limit=len(self.manifest.classes) or np.iinfo(np.int64).max)

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.data import Dataset
 from trainer.data.pixels import PixelScale
@@ -29,10 +29,11 @@ from weightserver.common.atomic_files import atomic_write
 
 _log = logging.getLogger(__name__)
 _IDENTITY_FILE = "identity.json"
+_SECONDS_SHOWN = 1.0
 _RAW = PixelScale((0.0,), (1.0,))
 
 Advance = Callable[..., None]
-"""advance(n=1, **shown): n more items are done; `shown` are numbers to show, such as loss=2.3."""
+"""advance(n=1, **shown): n more items are done; `shown` are numbers to show, tensors such as loss=…."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +109,14 @@ class Evaluation:
         with Progress(*columns, *last, console=self.console, disable=not (self.console and self.ranks.is_first)) as bar:
             task = bar.add_task(description, total=total, shown="")
 
-            def advance(count: int = 1, **shown: float) -> None:
+            shown_at = 0.0
+
+            def advance(count: int = 1, **shown: Tensor) -> None:
+                nonlocal shown_at
                 bar.advance(task, count)
-                if shown:
-                    bar.update(task, shown=" ".join(f"{name} {value:.4g}" for name, value in shown.items()))
+                if shown and time.monotonic() > shown_at + _SECONDS_SHOWN:  # reading a value waits for the GPU
+                    shown_at = time.monotonic()
+                    bar.update(task, shown=" ".join(f"{name} {value.item():.4g}" for name, value in shown.items()))
 
             yield advance
 

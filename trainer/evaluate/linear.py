@@ -12,7 +12,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -21,21 +20,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.data import Dataset, TrainImages
-from trainer.data.augment import Augmentation, AugmentationConfig
-from trainer.data.prefetch import Visits, views_ahead
+from trainer.data.augment import Augmentation
+from trainer.data.prefetch import views_ahead
 from trainer.distributed import Ranks
 from trainer.evaluate.evaluation import Advance, Evaluation, Outcome
 from trainer.evaluate.frozen import Frozen, centres
+from trainer.evaluate.labelled_crops import CROPS, accuracies, batches_of_epoch, check_batch, cosine
 from trainer.evaluate.protocol import split_held_out
-from trainer.schedule import visit_uniforms
 from trainer.settings import Settings, check_at_least, check_not_negative
 from weightserver.common.atomic_files import atomic_write
 
-_CROPS = AugmentationConfig(strong=False, min_scale=0.08)
-"""torchvision's RandomResizedCrop with its defaults, and a flip."""
 _INIT_STD = 0.01
-_TEST_BATCH = 256
-_TOP = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +72,7 @@ def linear(evaluation: Evaluation, config: LinearConfig) -> Outcome:
     fitted, held_out = torch.arange(num_images), torch.empty(0, dtype=torch.int64)
     if len(config.learning_rates) > 1:
         fitted, held_out = split_held_out(num_images)
-    if len(fitted) < config.batch_size:
-        raise ValueError(f"{len(fitted)} images make no batch of {config.batch_size}: give a smaller --batch-size")
+    check_batch(len(fitted), config.batch_size, ranks)
     frozen = Frozen(evaluation.subject.network, evaluation.subject.pixels, ranks.device, bfloat16=evaluation.bfloat16)
     num_classes = int(torch.cat([dataset.train_labels, dataset.test_labels]).max()) + 1
     probe = _Probe(frozen, dataset, fitted, num_classes, config, ranks)
@@ -137,12 +131,14 @@ class _Probe:
     def train(self, state_file: Path, advance: Advance) -> None:
         """Trains all heads to the end; continues from `state_file` if it exists."""
         first_epoch = self._load(state_file) if state_file.exists() else 0
-        augment = Augmentation(_CROPS, self._image_size, self._frozen.pixels)
+        augment = Augmentation(CROPS, self._image_size, self._frozen.pixels)
         num_steps = self._config.epochs * self.steps_per_epoch
         step = first_epoch * self.steps_per_epoch
         advance(step)
         for epoch in range(first_epoch, self._config.epochs):
-            batches = self._batches(epoch)
+            batches = batches_of_epoch(
+                self._fitted, self._config.batch_size, seed=self._config.seed, epoch=epoch, ranks=self._ranks
+            )
             with closing(views_ahead(self._images, batches, [augment], self._ranks.device)) as views:
                 for batch, view in zip(batches, views, strict=True):
                     loss = self._step(view, self._labels[batch.images], step / num_steps)
@@ -151,22 +147,10 @@ class _Probe:
             if self._ranks.is_first:
                 self._save(state_file, epoch + 1)
 
-    def _batches(self, epoch: int) -> list[Visits]:
-        """This rank's part of each batch of an epoch."""
-        config, batches = self._config, []
-        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + epoch)
-        order = self._fitted[torch.randperm(len(self._fitted), generator=generator)].numpy()
-        mine = self._ranks.share(config.batch_size)
-        for start in range(0, self.steps_per_epoch * config.batch_size, config.batch_size):
-            places = np.arange(start + mine.start, start + mine.stop)
-            uniforms = visit_uniforms(config.seed, epoch * len(order) + places[None], Augmentation.num_uniforms)
-            batches.append(Visits(order[places], uniforms))  # [b], [1, b, num_uniforms]
-        return batches
-
-    def _step(self, view: Tensor, labels: Tensor, progress: float) -> float:
+    def _step(self, view: Tensor, labels: Tensor, progress: float) -> Tensor:
         """One update of every head by the whole batch's mean loss, at its rate after a part `progress` of all steps."""
         for group, rate in zip(self._optimizer.param_groups, self._config.learning_rates, strict=True):
-            group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * progress))
+            group["lr"] = rate * cosine(progress)
         features, labels = self._frozen(view), labels.to(view.device)
         losses = [F.cross_entropy(head(features), labels, reduction="sum") for head in self._heads]
         self._optimizer.zero_grad()
@@ -175,22 +159,17 @@ class _Probe:
             for _, parameter in self._parameters():
                 dist.all_reduce(parameter.grad)
         self._optimizer.step()
-        return losses[0].item() / max(1, len(labels))
+        return losses[0].detach() / len(labels)
 
     def accuracies(self, images: TrainImages, ids: Tensor, labels: Tensor) -> list[tuple[float, float]]:
-        """Top-1 and top-5 of each head in percent, over the images of all ranks; each image is counted once."""
-        mine = self._ranks.share(len(ids))
-        ids, labels = ids[mine], labels[mine]
-        correct = np.zeros((len(self._heads), 2))
-        batches = centres(images, self._side, ids, _TEST_BATCH)
-        for batch, wanted in zip(batches, torch.split(labels, _TEST_BATCH), strict=True):
+        """Top-1 and top-5 of each head in percent."""
+
+        @torch.no_grad()
+        def classify(batch: Tensor) -> list[Tensor]:
             features = self._frozen.of_pixels(batch)
-            for number, head in enumerate(self._heads):
-                found = head(features).topk(min(_TOP, head.out_features)).indices.cpu() == wanted[:, None]
-                correct[number] += found[:, 0].sum().item(), found.sum().item()
-        total = max(1.0, self._ranks.sum_over_ranks([float(len(ids))])[0])
-        sums = np.array(self._ranks.sum_over_ranks(correct.ravel().tolist())).reshape(correct.shape)
-        return [(100 * top1 / total, 100 * top5 / total) for top1, top5 in sums]
+            return [head(features) for head in self._heads]
+
+        return accuracies(classify, images, ids, labels, self._side, self._ranks)
 
     def _save(self, path: Path, num_epochs: int) -> None:
         tensors = {f"{name}.value": value.detach() for name, value in self._parameters()}

@@ -1,14 +1,12 @@
 """The kNN protocol: features in files, chosen and given settings, resumption, ranks.
 
-As a script (under torchrun) this file is one rank, which prints its result.
+As a script (under torchrun) this file is one rank, which writes its result.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +14,15 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.evaluations import SeesNothing, SeesRows, interrupted_evaluation, made_dataset, made_evaluation
+from tests.helpers.evaluations import (
+    SeesNothing,
+    SeesRows,
+    interrupted_evaluation,
+    made_dataset,
+    made_evaluation,
+    outcomes_of_ranks,
+    write_outcome,
+)
 from trainer.distributed import Ranks, process_group
 from trainer.evaluate import knn as knn_module
 from trainer.evaluate import stored_features
@@ -115,22 +121,12 @@ def test_in_memory_top5_counts_the_five_classes_of_most_votes() -> None:
 
 @pytest.mark.guard
 def test_three_ranks_have_the_result_of_one(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    done = subprocess.run(
-        [*command, "-m", "tests.trainer.evaluate.test_knn", str(tmp_path / "three")],
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=True,
-    )
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert found == [asdict(knn(made_evaluation(SeesRows(), tmp_path / "one"), KnnConfig()))] * 3
+    alone = knn(made_evaluation(SeesRows(), tmp_path / "one"), KnnConfig())
+    assert outcomes_of_ranks("tests.trainer.evaluate.test_knn", 3, tmp_path / "three") == [alone] * 3
 
 
 if __name__ == "__main__":
+    directory = Path(sys.argv[1])
     with process_group(torch.device("cpu")) as ranks:
-        print(
-            json.dumps(asdict(knn(made_evaluation(SeesRows(), Path(sys.argv[1]), ranks=ranks), KnnConfig()))),
-            flush=True,
-        )
+        evaluation = made_evaluation(SeesRows(), directory / "state", ranks=ranks)
+        write_outcome(knn(evaluation, KnnConfig()), directory, ranks.rank)

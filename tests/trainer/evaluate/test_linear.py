@@ -1,15 +1,13 @@
 """The linear protocol: frozen features, resumption, ranks, and a good encoder told from a bad one.
 
-As a script (under torchrun) this file is one rank, which prints its result.
+As a script (under torchrun) this file is one rank, which writes its result.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +15,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers.evaluations import SeesNothing, SeesRows, interrupted_evaluation, made_dataset, made_evaluation
+from tests.helpers.evaluations import (
+    SeesNothing,
+    SeesRows,
+    interrupted_evaluation,
+    made_dataset,
+    made_evaluation,
+    outcomes_of_ranks,
+    write_outcome,
+)
 from trainer.data import Dataset
 from trainer.distributed import Ranks, process_group
 from trainer.evaluate.evaluation import Outcome
@@ -83,21 +89,12 @@ def test_rejects_what_makes_no_batch() -> None:
 
 
 @pytest.mark.guard
-def test_three_ranks_have_the_result_of_one() -> None:
+def test_three_ranks_have_the_result_of_one(tmp_path: Path) -> None:
     """Neither 32 images a batch nor 61 test images divide by three: each is counted once."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    done = subprocess.run(
-        [*command, "-m", "tests.trainer.evaluate.test_linear"],
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=True,
-    )
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert found == [asdict(probe(SeesRows()))] * 3
+    alone = probe(SeesRows())
+    assert outcomes_of_ranks("tests.trainer.evaluate.test_linear", 3, tmp_path / "three") == [alone] * 3
 
 
 if __name__ == "__main__":
     with process_group(torch.device("cpu")) as ranks:
-        print(json.dumps(asdict(probe(SeesRows(), ranks=ranks))), flush=True)
+        write_outcome(probe(SeesRows(), ranks=ranks), Path(sys.argv[1]), ranks.rank)

@@ -1,0 +1,237 @@
+"""Fine-tuning and semi-supervised classification: learning, resumption, ranks, labelled images, splits.
+
+As a script (under torchrun) this file is one rank, which writes its result.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from tests.helpers.evaluations import (
+    SIDE,
+    SeesNothing,
+    SeesRows,
+    interrupted_evaluation,
+    made_dataset,
+    made_evaluation,
+    outcomes_of_ranks,
+    write_outcome,
+)
+from trainer.data import load_dataset
+from trainer.distributed import process_group
+from trainer.evaluate.evaluation import Evaluation, Outcome, Subject
+from trainer.evaluate.fine_tune import FineTuneConfig, fine_tune
+from trainer.evaluate.fine_tuning import CosineClassifier
+from trainer.evaluate.semi_supervised import (
+    SemiSupervisedConfig,
+    balanced_share,
+    labelled_images,
+    semi_supervised,
+)
+
+FINE_TUNE = FineTuneConfig(epochs=2, batch_size=32, learning_rate=0.05, temperature=0.1)
+SEMI = SemiSupervisedConfig(labels=0.5, epochs=4, batch_size=30, learning_rates=(0.3,))
+
+
+class Convolution(nn.Module):
+    """A trainable encoder with a BatchNorm2d and a BatchNorm1d."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.convolution = nn.Conv2d(1, 8, (1, SIDE), bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.last = nn.BatchNorm1d(8 * SIDE)
+        with torch.no_grad():
+            self.convolution.weight.copy_(torch.randn(8, 1, 1, SIDE, generator=generator) / SIDE)
+
+    def forward(self, images: Tensor) -> Tensor:
+        maps = self.norm(self.convolution(images)).relu()
+        features: Tensor = self.last(maps.flatten(1))
+        return features
+
+
+@pytest.fixture(autouse=True)
+def same_kernels() -> Iterator[None]:
+    """One thread, as torchrun gives each rank."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_cosine_classifier_is_scaled_cosine() -> None:
+    classifier = CosineClassifier(2, 2, 0.03)
+    classifier.weight.data = torch.tensor([[2.0, 0.0], [0.0, -5.0]])
+    found = classifier(torch.tensor([[3.0, 0.0], [1.0, 1.0]]))
+    torch.testing.assert_close(found, torch.tensor([[1.0, 0.0], [2**-0.5, -(2**-0.5)]]) / 0.03)
+
+
+def test_fine_tuning_learns_and_leaves_the_encoder_as_it_was(tmp_path: Path) -> None:
+    encoder = Convolution().eval()
+    before = {name: value.clone() for name, value in encoder.state_dict().items()}
+    found = fine_tune(made_evaluation(encoder, tmp_path / "good"), FINE_TUNE)
+    assert found.results["top1"] > 90
+    assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
+    assert fine_tune(made_evaluation(SeesNothing(), tmp_path / "bad"), FINE_TUNE).results["top1"] < 45
+
+
+@pytest.mark.parametrize(("run", "fails_at"), [("fine-tune", 17), ("semi-supervised", 12)])
+def test_continues_after_the_last_whole_epoch_to_the_same_result(run: str, fails_at: int, tmp_path: Path) -> None:
+    config = replace(SEMI, learning_rates=(0.1, 0.3))
+    protocol = partial(fine_tune, config=FINE_TUNE) if run == "fine-tune" else partial(semi_supervised, config=config)
+    whole = protocol(made_evaluation(Convolution(), tmp_path / "whole"))
+    interrupted = made_evaluation(Convolution(), tmp_path / "interrupted")
+    outcome, seen = interrupted_evaluation(protocol, interrupted, fails_at=fails_at)
+    assert outcome == whole
+    assert seen[0][1] > 0, "an epoch was not repeated"
+
+
+def test_semi_supervised_chooses_a_learning_rate_on_labelled_images(tmp_path: Path) -> None:
+    dataset = made_dataset()
+    config = replace(SEMI, learning_rates=(1e-7, 0.3))
+    found = semi_supervised(made_evaluation(SeesRows(), tmp_path / "one", dataset), config)
+    assert found.results["top1"] > 60
+    assert found.chosen["learning_rate"] == 0.3
+    assert found.details["labelled_images"] == len(labelled_images(dataset, config))
+    labelled = labelled_images(dataset, config)
+    hidden = torch.full_like(dataset.train_labels, 3)
+    hidden[labelled] = dataset.train_labels[labelled]
+    relabelled = replace(dataset, train_labels=hidden, test_labels=dataset.test_labels)
+
+    def as_labelled(_: object, __: object) -> Tensor:
+        return labelled
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.evaluate.semi_supervised.labelled_images", as_labelled)
+        again = semi_supervised(made_evaluation(SeesRows(), tmp_path / "two", relabelled), config)
+    assert again == found, "no other label is used"
+
+
+def test_labelled_images_are_balanced_and_chosen_by_seed() -> None:
+    labels = torch.tensor([0] * 1300 + [1] * 732 + [2] * 20)
+    found = balanced_share(labels, torch.arange(len(labels)), 0.01, seed=0)
+    assert torch.bincount(labels[found]).tolist() == [13, 7, 1], "at least one"
+    assert torch.equal(found, balanced_share(labels, torch.arange(len(labels)), 0.01, seed=0))
+    assert not torch.equal(found, balanced_share(labels, torch.arange(len(labels)), 0.01, seed=1))
+    some = torch.arange(1290, 1340)
+    assert set(balanced_share(labels, some, 0.5, seed=0).tolist()) <= set(some.tolist())
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """ImageNet's folders with one class of dark and one of bright images, and its names."""
+    random = np.random.default_rng(0)
+    for split, count in (("train", 20), ("val", 8)):
+        for number, name in enumerate(("n01440764", "n01443537")):
+            folder = tmp_path / "imagenet" / split / name
+            folder.mkdir(parents=True)
+            for image in range(count):
+                pixels = random.integers(0, 100, (40, 40, 3), dtype=np.uint8) + np.uint8(150 * number)
+                Image.fromarray(pixels).save(folder / f"{name}_{image}.JPEG", format="JPEG")
+    return tmp_path / "imagenet"
+
+
+class Brightness(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.mean(dim=(2, 3)) * self.scale
+
+
+def of_tree(tree: Path, state: Path) -> Evaluation:
+    made = made_evaluation(Brightness(), state)
+    dataset = load_dataset("folder", tree, image_size=32).strict()
+    subject = Subject(name="made", encoder=Brightness(), config=made.subject.config)
+    return replace(made, subject=subject, load=lambda: dataset)
+
+
+def test_a_public_split_file_names_the_labelled_images(tree: Path, tmp_path: Path) -> None:
+    wanted = [f"n01440764_{number}.JPEG" for number in (3, 17, 5)] + [f"n01443537_{number}.JPEG" for number in (1, 2)]
+    split = tmp_path / "1percent.txt"
+    split.write_text("\n".join(wanted) + "\n")
+    config = SemiSupervisedConfig(split_file=split, epochs=30, batch_size=5, learning_rates=(1.0,))
+    evaluation = of_tree(tree, tmp_path / "state")
+    ids = labelled_images(evaluation.load(), config)
+    names = list(evaluation.load().train_images.names())  # type: ignore[attr-defined]
+    assert sorted(Path(names[number]).name for number in ids.tolist()) == sorted(wanted)
+    assert semi_supervised(evaluation, config).results == {"top1": 100, "top5": 100}
+
+    split.write_text("n01440764_3.JPEG\nn99999999_1.JPEG\n")
+    with pytest.raises(ValueError, match=r"1 of the 2 images of .*1percent.txt are not among .*n99999999_1.JPEG"):
+        semi_supervised(evaluation, config)
+    split.write_text("")
+    with pytest.raises(ValueError, match="is empty"):
+        semi_supervised(evaluation, config)
+    with pytest.raises(ValueError, match=r"cannot read the split file .*none.txt"):
+        semi_supervised(evaluation, replace(config, split_file=tmp_path / "none.txt"))
+    with pytest.raises(ValueError, match="these images have no names"):
+        semi_supervised(made_evaluation(SeesRows(), tmp_path / "names"), config)
+
+
+def test_a_broken_image_is_an_error(tree: Path, tmp_path: Path) -> None:
+    broken = tree / "val" / "n01443537" / "n01443537_4.JPEG"
+    broken.write_bytes(broken.read_bytes()[:300])
+    config = SemiSupervisedConfig(labels=0.5, epochs=1, batch_size=5, learning_rates=(1.0,))
+    with pytest.raises(ValueError, match=r"broken image: .*n01443537_4.JPEG .* an evaluation counts every image"):
+        semi_supervised(of_tree(tree, tmp_path / "state"), config)
+
+
+def test_rejects_what_cannot_be_trained(tmp_path: Path) -> None:
+    evaluation = made_evaluation(SeesRows(), tmp_path)
+    with pytest.raises(ValueError, match="320 images make no batch of 400"):
+        fine_tune(evaluation, replace(FINE_TUNE, batch_size=400))
+    with pytest.raises(ValueError, match="fine-tune needs an encoder, not raw pixels"):
+        fine_tune(replace(evaluation, subject=Subject(name="raw pixels", encoder=None, config=None)), FINE_TUNE)
+    for wrong in (0.0, 1.5):
+        with pytest.raises(ValueError, match=rf"--labels is {wrong}: give a share"):
+            SemiSupervisedConfig(labels=wrong)
+    with pytest.raises(ValueError, match="--learning-rates is"):
+        SemiSupervisedConfig(learning_rates=())
+    with pytest.raises(ValueError, match="--temperature must be positive"):
+        FineTuneConfig(temperature=0.0)
+
+
+def test_epochs_follow_the_share_of_labels() -> None:
+    config = SemiSupervisedConfig()
+    assert config.recipe(0.1, 12_811, 1_281_167).epochs == 10
+    assert config.recipe(0.1, 128_116, 1_281_167).epochs == 20
+    assert replace(config, epochs=3).recipe(0.1, 128_116, 1_281_167).epochs == 3
+
+
+def both(directory: Path, **options: object) -> Outcome:
+    tuned = fine_tune(made_evaluation(Convolution(), directory / "fine", **options), FINE_TUNE)  # type: ignore[arg-type]
+    semi = semi_supervised(made_evaluation(SeesRows(), directory / "semi", **options), SEMI)  # type: ignore[arg-type]
+    return Outcome(results=tuned.results | {f"semi_{name}": value for name, value in semi.results.items()})
+
+
+@pytest.mark.guard
+def test_three_ranks_have_the_result_of_one(tmp_path: Path) -> None:
+    """BatchNorm uses the whole batch; neither it nor the 61 test images divide by three."""
+    alone = both(tmp_path)
+    assert outcomes_of_ranks("tests.trainer.evaluate.test_fine_tuning", 3, tmp_path / "three") == [alone] * 3
+    of_one, of_three = (load_file(path / "fine/network.safetensors") for path in (tmp_path, tmp_path / "three"))
+    assert set(of_one) == set(of_three)
+    for name, value in of_one.items():
+        # twenty steps of float32 sums in another order; a BatchNorm of each rank's own images is 0.1 off
+        torch.testing.assert_close(
+            of_three[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+if __name__ == "__main__":
+    with process_group(torch.device("cpu")) as ranks:
+        write_outcome(both(Path(sys.argv[1]), ranks=ranks), Path(sys.argv[1]), ranks.rank)
