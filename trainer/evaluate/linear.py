@@ -75,7 +75,7 @@ def linear(evaluation: Evaluation, config: LinearConfig) -> Outcome:
     check_batch(len(fitted), config.batch_size, ranks)
     frozen = Frozen(evaluation.subject.network, evaluation.subject.pixels, ranks.device, bfloat16=evaluation.bfloat16)
     num_classes = int(torch.cat([dataset.train_labels, dataset.test_labels]).max()) + 1
-    probe = _Probe(frozen, dataset, fitted, num_classes, config, ranks)
+    probe = LinearHeads(frozen, dataset, fitted, num_classes, config, ranks)
     with evaluation.progress("linear", config.epochs * probe.steps_per_epoch) as advance:
         probe.train(evaluation.state / "heads.safetensors", advance)
     best, chosen = 0, {}
@@ -94,7 +94,7 @@ def linear(evaluation: Evaluation, config: LinearConfig) -> Outcome:
     return Outcome(results={"top1": top1, "top5": top5}, chosen=chosen)
 
 
-class _Probe:
+class LinearHeads:
     """Heads, one for each learning rate, and their training."""
 
     def __init__(
@@ -141,13 +141,13 @@ class _Probe:
             )
             with closing(views_ahead(self._images, batches, [augment], self._ranks.device)) as views:
                 for batch, view in zip(batches, views, strict=True):
-                    loss = self._step(view, self._labels[batch.images], step / num_steps)
+                    loss = self.step(view, self._labels[batch.images], step / num_steps)
                     step += 1
                     advance(loss=loss)
             if self._ranks.is_first:
                 self._save(state_file, epoch + 1)
 
-    def _step(self, view: Tensor, labels: Tensor, progress: float) -> Tensor:
+    def step(self, view: Tensor, labels: Tensor, progress: float) -> Tensor:
         """One update of every head by the whole batch's mean loss, at its rate after a part `progress` of all steps."""
         for group, rate in zip(self._optimizer.param_groups, self._config.learning_rates, strict=True):
             group["lr"] = rate * cosine(progress)
