@@ -47,7 +47,7 @@ def _models(name: str, seed: int, **options: Any) -> nn.Module:
         else:
             model = import_module("torchvision.models").get_model(short, weights=None, **options)
         for module in model.modules():
-            if isinstance(module, nn.BatchNorm2d):
+            if isinstance(module, nn.BatchNorm2d) and module.running_mean is not None:
                 nn.init.normal_(module.running_mean, std=0.1)
     return model.eval()
 
@@ -378,7 +378,7 @@ def test_refuses_arguments_in_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     fails("does not say which model it is for: give --model")
     fails("unknown encoder 'torchvision:resnet19'", "--model", "resnet19")
     fails("timm has no model 'resnet19'", "--model", "timm:resnet19")
-    fails("--model small is this trainer's own", "--model", "small")
+    fails("--model 'small' is no library's", "--model", "small")
     fails("--pixel-mean and --pixel-std belong together", "--model", NAME, "--pixel-mean", 0.5)
     fails("do not match 1 channels", "--model", NAME, "--in-channels", 1)
     fails(f"has no keys of {NAME} under --prefix 'teacher'", "--model", NAME, "--prefix", "teacher")

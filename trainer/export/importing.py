@@ -111,22 +111,29 @@ def import_encoder(path: Path, options: ImportOptions, *, prefix: str | None = N
     return ImportedEncoder(encoder, config, notes)
 
 
-def _config(file: WeightsFile, options: ImportOptions) -> EncoderConfig:
-    """The encoder's config from the options, the file's metadata and the defaults, in this order."""
-    if file.metadata.get("format", "").startswith("pic-"):
-        raise ValueError(
-            f"{file.path} was written by this trainer: evaluate it by --encoder or --run, without an import"
-        )
+def encoder_config(options: ImportOptions, described: dict[str, Any] | None = None) -> EncoderConfig:
+    """The config of a library's model from the options, a file's description and the defaults, in this order.
+
+    Raises:
+        ValueError: options that contradict each other, or out of range; no name, or that of an encoder of our own.
+    """
     given = {name: value for name, value in asdict(options).items() if value is not None}
     if ("pixel_mean" in given) != ("pixel_std" in given):
         raise ValueError("--pixel-mean and --pixel-std belong together: give both or neither")
-    settings = _DEFAULTS | _described(file) | given
-    if "name" not in settings:
-        raise ValueError(f"{file.path} does not say which model it is for: give --model, such as torchvision:resnet50")
-    family, _, name = settings["name"].rpartition(":")
-    if name in ("small", "none"):
-        raise ValueError(f"--model {name} is this trainer's own: give torchvision:NAME or timm:NAME")
+    settings = _DEFAULTS | (described or {}) | given
+    family, _, name = settings.get("name", "").rpartition(":")
+    if name in ("", "small", "none"):
+        raise ValueError(f"--model {name!r} is no library's: give torchvision:NAME or timm:NAME")
     return EncoderConfig(**settings | {"name": f"{family or 'torchvision'}:{name}"})
+
+
+def _config(file: WeightsFile, options: ImportOptions) -> EncoderConfig:
+    if file.metadata.get("format", "").startswith("pic-"):
+        raise ValueError(f"{file.path} was written by this trainer and needs no import: give --encoder or --run")
+    described = _described(file)
+    if options.name is None and "name" not in described:
+        raise ValueError(f"{file.path} does not say which model it is for: give --model, such as torchvision:resnet50")
+    return encoder_config(options, described)
 
 
 def _described(file: WeightsFile) -> dict[str, Any]:
