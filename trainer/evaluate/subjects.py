@@ -204,7 +204,8 @@ def _format(file: Path) -> str:
     """The format that a safetensors file names; empty for any other file."""
     try:
         with safe_open(file, "pt") as opened:
-            return dict[str, str](opened.metadata() or {}).get("format", "")
+            metadata: dict[str, str] = opened.metadata() or {}
+            return metadata.get("format", "")
     except (OSError, SafetensorError):
         return ""
 
