@@ -223,7 +223,7 @@ def test_raw_pixels() -> None:
 def test_refuses_in_one_line(tmp_path: Path, trained: Path, options: dict[str, Any], message: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"dataset": "idx"}))
     torch.save({"w": torch.ones(1)}, tmp_path / "other.pth")
-    filled = {
+    filled: dict[str, Any] = {
         name: Path(value.format(tmp=tmp_path, trained=trained)) if isinstance(value, str) and "{" in value else value
         for name, value in options.items()
     }
