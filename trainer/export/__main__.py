@@ -1,12 +1,14 @@
-"""Exports a run's rows with the images that they belong to, or its encoder for another library.
+"""Exports a run's rows with their images, or its encoder for another library, or imports another trainer's encoder.
 
     python -m trainer.export rows runs/a --output rows/ --checkpoint step-000000001000
     python -m trainer.export encoder runs/a --format timm --output encoder/
+    python -m trainer.export import moco_v2.pth.tar --model torchvision:resnet50 --output moco.safetensors
 
 Rows: as `weightserver export`, with one more column: image int64 [n], the image's index in the data set. A row is its
 image's position in the random order of the run's order_seed. The rows come from the run's weight servers: those of its
 --servers, or its local ones, which are started for the export. The run's TLS and token options apply unless the command
-has its own. Encoder: see `trainer.export.encoders`.
+has its own. Encoder: see `trainer.export.encoders`. Import: see `trainer.export.importing`; the file that it writes is
+one for `trainer.model.load_encoder`, as a run's encoder.safetensors.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ from typing import Any, NoReturn
 
 from trainer.data.packed import PackedImages
 from trainer.export.encoders import LIBRARIES, export_encoder
+from trainer.export.importing import ImportOptions, import_encoder
+from trainer.model import save_encoder
 from trainer.run.checkpoint_file import newest_history, saved_steps
 from trainer.run.directory import read_config
 from trainer.run.resume import check_descent
 from trainer.run.stopping import exit_on_error
 from trainer.schedule import RangesOrder
 from weightserver import ClientSecurity, LocalCluster, WeightClient
-from weightserver.common.atomic_files import to_path
+from weightserver.common.atomic_files import make_directory, to_path
 from weightserver.operations.export import add_export_options, export_rows
 
 
@@ -33,8 +37,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs the command line. Exit status 0; 1 with one line on stderr on failure; 2 for invalid arguments."""
     options = _parser().parse_args(arguments)
     with exit_on_error("trainer.export"):
-        written = options.export(options)
-    print(f"wrote {len(written)} files to {options.output}")
+        print(options.export(options))
     sys.exit(0)
 
 
@@ -54,16 +57,54 @@ def _parser() -> argparse.ArgumentParser:
     encoder.add_argument("--checkpoint", default="", help="step-…, a checkpoint of the run (default: its end)")
     encoder.add_argument("--licence", default="unknown", help="licence of the weights, for the model card")
     encoder.set_defaults(export=_export_encoder)
+    _add_import(what.add_parser("import", help="import an encoder from a weights file of another trainer or library"))
     return parser
 
 
-def _export_encoder(options: argparse.Namespace) -> list[Path]:
-    return export_encoder(
+def _add_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=to_path, help="a checkpoint (.pth, .pt, .tar) or a safetensors file")
+    parser.add_argument("--model", metavar="NAME", help="torchvision:NAME or timm:NAME (default: as our exports say)")
+    parser.add_argument("--output", type=to_path, required=True, metavar="FILE", help="a new encoder file")
+    parser.add_argument("--image-size", type=int, metavar="PIXELS", help="side of its images (default: 224)")
+    parser.add_argument("--in-channels", type=int, choices=(1, 3), help="grey or colour images (default: 3)")
+    for name, what in (("mean", "mean of pixels in 0..1"), ("std", "standard deviation of pixels")):
+        text = f"{what}: one number, or one for each channel (default: ImageNet's)"
+        parser.add_argument(f"--pixel-{name}", type=float, nargs="+", metavar="NUMBER", help=text)
+    parser.add_argument(
+        "--prefix", help="which encoder of several: a part of its keys' prefix, as encoder_k or teacher"
+    )
+    parser.set_defaults(export=_import_encoder)
+
+
+def _import_encoder(options: argparse.Namespace) -> str:
+    if options.output.exists():
+        raise ValueError(f"{options.output} exists: give another --output")
+    mean, std = (numbers and tuple(numbers) for numbers in (options.pixel_mean, options.pixel_std))
+    described = ImportOptions(
+        name=options.model,
+        image_size=options.image_size,
+        in_channels=options.in_channels,
+        pixel_mean=mean,
+        pixel_std=std,
+    )
+    imported = import_encoder(options.file, described, prefix=options.prefix)
+    make_directory(options.output.parent)
+    save_encoder(imported.encoder, imported.config, options.output)
+    return "\n".join([*imported.notes, f"wrote {options.output}"])
+
+
+def _export_encoder(options: argparse.Namespace) -> str:
+    written = export_encoder(
         options.run, options.format, options.output, checkpoint=options.checkpoint, licence=options.licence
     )
+    return _number_written(written, options.output)
 
 
-def _export_rows(options: argparse.Namespace) -> list[Path]:
+def _number_written(files: list[Path], directory: Path) -> str:
+    return f"wrote {len(files)} files to {directory}"
+
+
+def _export_rows(options: argparse.Namespace) -> str:
     config = read_config(options.run)
     with ExitStack() as stack:
         servers = options.servers or config.get("servers")
@@ -89,7 +130,7 @@ def _export_rows(options: argparse.Namespace) -> list[Path]:
         rows = options.rows or range(num_images)
         if rows.stop > num_images:
             raise ValueError(f"rows {rows.start}:{rows.stop} have no images: {options.run} has rows 0:{num_images}")
-        return export_rows(
+        written = export_rows(
             client,
             options.output,
             rows=rows,
@@ -98,6 +139,7 @@ def _export_rows(options: argparse.Namespace) -> list[Path]:
             file_format=options.format,
             more_columns=lambda rows: {"image": order.images(rows)},
         )
+        return _number_written(written, options.output)
 
 
 def _order(run: Path, num_rows: int, config: dict[str, Any]) -> tuple[RangesOrder, int]:

@@ -51,8 +51,8 @@ def export_encoder(
     output.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.contiguous() for name, tensor in converted.tensors.items()}
     unnamed = output / "encoder.safetensors"
-    described = {"pixel_mean": json.dumps(converted.pixels.mean), "pixel_std": json.dumps(converted.pixels.std)}
-    atomic_write(unnamed, lambda path: save_file(tensors, path, metadata={"format": "pt"} | described))
+    metadata = {"format": "pt"} | _described(converted, config)
+    atomic_write(unnamed, lambda path: save_file(tensors, path, metadata=metadata))
     digest = sha256(unnamed)
     weights = unnamed.rename(output / f"{converted.name}-{library}-{digest[:8]}.safetensors")
     checksum, card = weights.with_suffix(".sha256"), output / "README.md"
@@ -146,6 +146,18 @@ def _counterpart(encoder: nn.Module, config: EncoderConfig, name: str, in_channe
             f"{library} has no counterpart of {config.name!r}: its model of that name computes other features"
         )
     return counterpart
+
+
+def _described(converted: LibraryEncoder, config: EncoderConfig) -> dict[str, str]:
+    """Metadata of the weights file, from which `trainer.export.importing` builds the encoder again."""
+    family = "timm" if converted.library == "timm" else "torchvision"  # detectron2's weights fit torchvision's model
+    return {
+        "model": f"{family}:{converted.name}",
+        "image_size": str(config.image_size),
+        "in_channels": str(converted.in_channels if family == "timm" else config.in_channels),
+        "pixel_mean": json.dumps(converted.pixels.mean),
+        "pixel_std": json.dumps(converted.pixels.std),
+    }
 
 
 def _timm_config(converted: LibraryEncoder, config: EncoderConfig) -> dict[str, Any]:

@@ -1,0 +1,273 @@
+"""What is evaluated: runs, also while they train, files, models by name, raw pixels, and wrong combinations.
+
+As a script (under torchrun) this file is one rank, which writes down what it received.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import tyro
+from torch import Tensor
+
+from tests.helpers.small_run import EVERY, small_run
+from trainer.data.pixels import IMAGENET
+from trainer.distributed import process_group
+from trainer.evaluate import subjects
+from trainer.evaluate.subjects import FoundSubject, SubjectOptions, load_subject
+from trainer.export.encoders import export_encoder
+from trainer.loop import train
+from trainer.model import EncoderConfig, build_model, load_encoder, save_encoder
+from trainer.run.checkpoint_file import checkpoint_name, encoder_tensors, saved_steps
+
+NEWEST = 3 * EVERY
+SMALL = EncoderConfig(name="resnet18", in_channels=3, image_size=32, pixel_mean=(0.4,), pixel_std=(0.2,))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("runs") / "a"
+    train(small_run(run))
+    return run
+
+
+@pytest.fixture
+def training(trained: Path, tmp_path: Path) -> Path:
+    """A run that has checkpoints and has not ended."""
+    run = tmp_path / "training"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.json").write_bytes((trained / "config.json").read_bytes())
+    for path in (trained / "checkpoints").glob("*.safetensors"):
+        (run / "checkpoints" / path.name).write_bytes(path.read_bytes())
+    return run
+
+
+def weights_of(found: FoundSubject) -> dict[str, Tensor]:
+    assert found.encoder is not None
+    assert not found.encoder.training
+    return found.encoder.state_dict()
+
+
+def assert_equal(found: FoundSubject, expected: dict[str, Tensor]) -> None:
+    weights = weights_of(found)
+    assert weights.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(weights[key], tensor), key
+
+
+def saved(path: Path, config: EncoderConfig = SMALL) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_encoder(build_model(config, seed=1).encoder, config, path)
+    return path
+
+
+def test_the_end_of_a_run(trained: Path) -> None:
+    found = load_subject(SubjectOptions(run=trained))
+    encoder, config = load_encoder(trained / "encoder.safetensors")
+    assert_equal(found, encoder.state_dict())
+    assert (found.name, found.directory, found.config) == (str(trained), trained, config)
+    assert found.dataset == "synthetic"
+    with pytest.raises(ValueError, match="was trained on generated images, which have no labels: give another"):
+        found.data(None, None)
+    assert found.data("idx", None) == ("idx", None)
+
+
+def test_the_newest_checkpoint_of_a_run_that_trains(training: Path) -> None:
+    found = load_subject(SubjectOptions(run=training))
+    assert_equal(found, encoder_tensors(training / "checkpoints", checkpoint_name(NEWEST)))
+    assert (found.name, found.directory) == (f"{training}, {checkpoint_name(NEWEST)}", training)
+    assert found.config is not None
+    assert found.config.pixel_mean is not None  # as in config.json
+
+
+def test_an_older_checkpoint(trained: Path) -> None:
+    name = checkpoint_name(EVERY)
+    found = load_subject(SubjectOptions(run=trained, checkpoint=name))
+    assert_equal(found, encoder_tensors(trained / "checkpoints", name))
+    assert found.name == f"{trained}, {name}"
+
+
+def test_a_checkpoint_that_the_run_deletes_meanwhile(training: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest one at listing is gone at reading, twice; then the run ends, and its encoder is there."""
+    listed: list[int] = []
+
+    def listing(directory: Path) -> list[int]:
+        steps = saved_steps(directory)
+        listed.append(steps[-1])
+        (directory / f"{checkpoint_name(steps[-1])}.safetensors").unlink()
+        if len(listed) == 2:
+            saved(training / "encoder.safetensors")
+            return []
+        return steps
+
+    monkeypatch.setattr(subjects, "saved_steps", listing)
+    found = load_subject(SubjectOptions(run=training))
+    assert listed == [NEWEST, 2 * EVERY]
+    assert (found.name, found.config) == (str(training), SMALL)
+
+
+def test_a_damaged_checkpoint_is_an_error(training: Path) -> None:
+    (training / "checkpoints" / f"{checkpoint_name(NEWEST)}.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_subject(SubjectOptions(run=training))
+
+
+def test_the_data_of_a_run(tmp_path: Path) -> None:
+    saved(tmp_path / "encoder.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"dataset": "folder", "data_dir": "/images"}))
+    found = load_subject(SubjectOptions(run=tmp_path))
+    assert found.data(None, None) == ("folder", Path("/images"))
+    assert found.data(None, Path("/more")) == ("folder", Path("/more"))
+    assert found.data("cifar10", None) == ("cifar10", None)
+
+
+def test_an_encoder_file(tmp_path: Path) -> None:
+    path = saved(tmp_path / "moco.safetensors")
+    found = load_subject(SubjectOptions(encoder=path))
+    assert_equal(found, build_model(SMALL, seed=1).encoder.state_dict())
+    assert (found.name, found.directory, found.config) == (str(path), tmp_path / "moco", SMALL)
+    assert found.data(None, None) == ("fashion-mnist", None)
+    (tmp_path / "config.json").touch()
+    found = load_subject(SubjectOptions(encoder=saved(tmp_path / "encoder.safetensors")))
+    assert found.directory == tmp_path  # that of its run
+    found = load_subject(SubjectOptions(encoder=saved(tmp_path / "no_suffix")))
+    assert found.directory == tmp_path / "no_suffix-results"
+
+
+def test_an_export(tmp_path: Path) -> None:
+    run, exported = tmp_path / "run", tmp_path / "exported"
+    saved(run / "encoder.safetensors")
+    (run / "config.json").write_text(small_run(run, encoder=SMALL).to_json())
+    (file, *_) = export_encoder(run, "torchvision", exported)
+    expected = build_model(SMALL, seed=1).encoder.state_dict()
+    for given, directory in ((exported, exported), (file, exported / file.stem)):
+        found = load_subject(SubjectOptions(encoder=given))
+        assert_equal(found, expected)
+        assert found.directory == directory
+        assert found.config is not None
+        assert (found.config.name, found.config.image_size) == ("torchvision:resnet18", 32)
+        assert found.config.pixels == SMALL.pixels.channels(3)
+        assert found.notes[0] == "took 120 tensors of torchvision:resnet18 under no prefix"
+
+
+def test_a_model_with_random_weights() -> None:
+    options = {"model": "timm:resnet10t", "image_size": 32}
+    found = load_subject(SubjectOptions(**options))  # type: ignore[arg-type]
+    assert found.config == EncoderConfig(
+        name="timm:resnet10t", image_size=32, in_channels=3, pixel_mean=IMAGENET.mean, pixel_std=IMAGENET.std
+    )
+    assert_equal(found, build_model(found.config, seed=0).encoder.state_dict())
+    assert found.name == "timm:resnet10t, random weights of seed 0"
+    assert found.directory == Path("runs/timm-resnet10t-random-0")
+    other = load_subject(SubjectOptions(**options, encoder_seed=1))  # type: ignore[arg-type]
+    assert not torch.equal(*(next(iter(weights_of(subject).values())) for subject in (found, other)))
+
+
+def test_a_model_with_given_weights(tmp_path: Path) -> None:
+    config = EncoderConfig(name="timm:resnet10t", image_size=64, in_channels=3)
+    query, key = (dict(build_model(config, seed=seed).encoder.state_dict()) for seed in (1, 2))
+    named = {f"module.encoder_{which}.{name}": t for which, ts in (("q", query), ("k", key)) for name, t in ts.items()}
+    path = tmp_path / "moco.pth.tar"
+    torch.save({"state_dict": named}, path)
+    found = load_subject(SubjectOptions(model="timm:resnet10t", weights=path))
+    assert_equal(found, query)
+    assert (found.name, found.directory) == (f"timm:resnet10t of {path}", tmp_path / "moco")
+    assert "left out state_dict.module.encoder_k" in found.notes[1]
+    assert_equal(load_subject(SubjectOptions(model="timm:resnet10t", weights=path, prefix="encoder_k")), key)
+
+
+def test_raw_pixels() -> None:
+    found = load_subject(SubjectOptions(pixels=True))
+    assert (found.name, found.encoder, found.config, found.dataset) == ("raw pixels", None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give exactly one of --run, --encoder, --model, --pixels, got none"),
+        ({"run": Path("a"), "pixels": True}, "got --run and --pixels"),
+        ({"encoder": Path("a"), "model": "resnet18"}, "got --encoder and --model"),
+        ({"weights": Path("a")}, "got none (--weights is for --model)"),
+        ({"weights": Path("a"), "encoder": Path("b")}, "--weights is for --model: omit it, or give --model"),
+        ({"prefix": "teacher", "model": "resnet18"}, "--prefix is for --weights: omit it"),
+        ({"checkpoint": "step-1", "pixels": True}, "--checkpoint is for --run: omit it"),
+        ({"image_size": 96, "run": Path("a")}, "--image-size is for --model: omit it"),
+        ({"encoder_seed": 0, "model": "resnet18", "weights": Path("a")}, "--encoder-seed is for random weights"),
+        ({"encoder_seed": -1, "model": "resnet18"}, "--encoder-seed must not be negative, got -1"),
+        ({"image_size": 0, "model": "resnet18"}, "--image-size must be at least 1, got 0"),
+        ({"model": "resnet19"}, "unknown encoder 'torchvision:resnet19'"),
+        ({"model": "small"}, "--model 'small' is no library's"),
+        ({"model": "resnet18", "pixel_mean": (0.5,)}, "--pixel-mean and --pixel-std belong together"),
+        ({"model": "timm:vit_tiny_patch16_224", "image_size": 96}, "cannot take 96 px images"),
+        ({"model": "resnet18", "weights": Path("/no/such/file")}, "cannot read /no/such/file (No such file"),
+        ({"run": Path("/no/such/run")}, "/no/such/run holds no run"),
+        ({"run": "{trained}", "checkpoint": "step-7"}, "has no checkpoint 'step-7': it has step-"),
+        ({"run": "{tmp}"}, "has neither encoder.safetensors nor a checkpoint yet"),
+        ({"encoder": Path("/no/such/file")}, "cannot read /no/such/file"),
+        ({"encoder": "{trained}"}, "is a run's directory: give --run"),
+        ({"encoder": "{tmp}"}, "has 0 safetensors files, not one"),
+        ({"encoder": "{tmp}/other.pth"}, "does not say which model it is for: give --model"),
+        (
+            {"encoder": "{trained}/checkpoints/step-000000000013.safetensors"},
+            "needs no import: give --encoder or --run",
+        ),
+    ],
+)
+def test_refuses_in_one_line(tmp_path: Path, trained: Path, options: dict[str, Any], message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"dataset": "idx"}))
+    torch.save({"w": torch.ones(1)}, tmp_path / "other.pth")
+    filled: dict[str, Any] = {
+        name: Path(value.format(tmp=tmp_path, trained=trained)) if isinstance(value, str) and "{" in value else value
+        for name, value in options.items()
+    }
+    with pytest.raises(ValueError, match=r".") as refused:
+        load_subject(SubjectOptions(**filled))
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_options_are_flags() -> None:
+    arguments = "--model resnet18 --weights a.pth --pixel-mean 0.5 --pixel-std 0.5"
+    options = tyro.cli(SubjectOptions, args=arguments.split())
+    assert options == SubjectOptions(model="resnet18", weights=Path("a.pth"), pixel_mean=(0.5,), pixel_std=(0.5,))
+    assert tyro.cli(SubjectOptions, args=["--run", "runs/a"]) == SubjectOptions(run=Path("runs/a"))
+
+
+@pytest.mark.guard
+def test_every_rank_has_the_subject_of_the_first(tmp_path: Path) -> None:
+    """The file is on the first rank's machine only."""
+    path = saved(tmp_path / "moco.safetensors")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "tests.trainer.evaluate.test_subjects", str(path)]
+    subprocess.run(command, cwd=Path(__file__).parents[3], timeout=240, check=True)
+    first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert [found["name"] for found in first] == [str(path), "raw pixels"]
+    assert first[0]["config"]["image_size"] == 32
+    assert first[0]["sum"] > 0
+
+
+def described(found: FoundSubject) -> dict[str, Any]:
+    tensors = found.encoder.state_dict().values() if found.encoder is not None else []
+    fields = {name: value for name, value in vars(found).items() if name != "encoder"}
+    config = found.config and asdict(found.config)
+    return fields | {"config": config, "sum": sum(float(tensor.double().abs().sum()) for tensor in tensors)}
+
+
+def one_rank(path: Path) -> None:
+    with process_group(torch.device("cpu")) as ranks:
+        options = SubjectOptions(encoder=path if ranks.is_first else Path("/no/such/file"))
+        found = [load_subject(options, ranks), load_subject(SubjectOptions(pixels=True), ranks)]
+        text = json.dumps([described(subject) for subject in found], default=str)
+        path.with_name(f"rank-{ranks.rank}.json").write_text(text)
+
+
+if __name__ == "__main__":
+    one_rank(Path(sys.argv[1]))

@@ -1,0 +1,308 @@
+"""Imports encoders that other trainers wrote: finds a model's weights among the tensors of a file.
+
+A model's keys may stand under any prefix, such as state_dict.module.encoder_q. in a checkpoint of MoCo. The prefix is
+the one under which the file has all of them. A file with several such prefixes, because it also has a moving average
+of the encoder, is read as the method's own evaluation does (`_rank`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.data.pixels import IMAGENET
+from trainer.export.encoders import detectron2_key
+from trainer.export.weights_file import WeightsFile, read_weights
+from trainer.model import EncoderConfig, TorchvisionEncoder, build_model, measure_feature_dim
+
+_TAKEN_FIRST = {"teacher", "ema"}
+_TAKEN_LAST = {"student", "momentum", "target", "k", "m"}
+"""Words of a prefix. DINO and timm evaluate the moving average; MoCo (encoder_k) and BYOL (target) do not."""
+_COUNTER = "num_batches_tracked"
+"""BatchNorm's number of batches, which changes no feature; old files do not have it."""
+_NOT_WEIGHTS = {_COUNTER, "relative_position_index", "attn_mask", "total_ops", "total_params"}
+"""Last parts of keys of which a file may have more: constants that libraries used to store, and counts of profilers."""
+_DEFAULTS: dict[str, Any] = {
+    "image_size": 224,
+    "in_channels": 3,
+    "pixel_mean": IMAGENET.mean,
+    "pixel_std": IMAGENET.std,
+}
+_MOST_SHOWN, _MOST_GROUPS = 3, 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions:
+    """What the weights in a file are. None: as the file says if this trainer exported it, otherwise the default."""
+
+    name: str | None = None
+    """torchvision:NAME, timm:NAME, or a torchvision NAME; no default."""
+    image_size: int | None = None
+    """Side of the images that the encoder takes, in pixels; 224 by default."""
+    in_channels: int | None = None
+    """1 or 3; 3 by default."""
+    pixel_mean: tuple[float, ...] | None = None
+    """ImageNet's by default."""
+    pixel_std: tuple[float, ...] | None = None
+    """ImageNet's by default."""
+
+
+@dataclass(frozen=True)
+class ImportedEncoder:
+    """An encoder with the weights of a file, in eval mode, on the CPU."""
+
+    encoder: nn.Module
+    config: EncoderConfig
+    notes: list[str]
+    """Lines that say what was taken from the file and what was not."""
+
+
+@dataclass(frozen=True)
+class _Match:
+    """The tensors of a file under one prefix that are named like those of a model."""
+
+    prefix: str
+    paths: dict[str, str]
+    """Path in the file of each of the model's keys that it has."""
+    problems: list[str]
+    """What is missing, or has another shape; empty if the match is complete."""
+
+
+def import_encoder(path: Path, options: ImportOptions, *, prefix: str | None = None) -> ImportedEncoder:
+    """Builds an encoder with the weights in `path`, a checkpoint of torch.save or a safetensors file.
+
+    Args:
+        prefix: names that stand together in the path of the encoder's keys, to choose among several encoders in a file;
+            "" for keys without a prefix.
+
+    Raises:
+        ValueError: the file is not a weights file, or needs more than tensors; its weights are of another model,
+            incomplete, ambiguous or not finite; the model does not exist.
+    """
+    file = read_weights(path)
+    config = _config(file, options)
+    encoder = build_model(config, seed=0).encoder  # with a seed, torch's generator does not change
+    model = encoder.classifier if isinstance(encoder, TorchvisionEncoder) else encoder
+    initial = model.state_dict()
+    match, others = _choose(_matches(file, config.name, initial, prefix), file, config.name)
+    left_out = sorted(file.tensors.keys() - match.paths.values())
+    _refuse_larger_model(match, left_out, _heads(encoder), file, config.name)
+    weights, converted = _weights(file, match, initial)
+    model.load_state_dict(initial | weights)
+    num_features = measure_feature_dim(encoder.eval(), config)
+    notes = [
+        f"took {len(match.paths)} tensors of {config.name} under {match.prefix or 'no prefix'}",
+        f"left out {_groups(left_out, match.prefix) or 'nothing'}",
+        *(f"{other.prefix or 'no prefix'} has all of them too: --prefix chooses it" for other in others),
+        *(f"converted {count} tensors from {dtype} to float32" for dtype, count in converted.items()),
+        f"{num_features} features; {config.image_size} px images, pixel mean {_spaced(config.pixels.mean)}, standard "
+        f"deviation {_spaced(config.pixels.std)}",
+        *_pixel_note(encoder, config),
+    ]
+    return ImportedEncoder(encoder, config, notes)
+
+
+def encoder_config(options: ImportOptions, described: dict[str, Any] | None = None) -> EncoderConfig:
+    """The config of a library's model from the options, a file's description and the defaults, in this order.
+
+    Raises:
+        ValueError: options that contradict each other, or out of range; no name, or that of an encoder of our own.
+    """
+    given = {name: value for name, value in asdict(options).items() if value is not None}
+    if ("pixel_mean" in given) != ("pixel_std" in given):
+        raise ValueError("--pixel-mean and --pixel-std belong together: give both or neither")
+    settings = _DEFAULTS | (described or {}) | given
+    family, _, name = settings.get("name", "").rpartition(":")
+    if name in ("", "small", "none"):
+        raise ValueError(f"--model {name!r} is no library's: give torchvision:NAME or timm:NAME")
+    return EncoderConfig(**settings | {"name": f"{family or 'torchvision'}:{name}"})
+
+
+def _config(file: WeightsFile, options: ImportOptions) -> EncoderConfig:
+    if file.metadata.get("format", "").startswith("pic-"):
+        raise ValueError(f"{file.path} was written by this trainer and needs no import: give --encoder or --run")
+    described = _described(file)
+    if options.name is None and "name" not in described:
+        raise ValueError(f"{file.path} does not say which model it is for: give --model, such as torchvision:resnet50")
+    return encoder_config(options, described)
+
+
+def _described(file: WeightsFile) -> dict[str, Any]:
+    """What the metadata of our exports say; empty for other files."""
+    metadata, described = file.metadata, dict[str, Any]()
+    try:
+        described |= {name: int(metadata[name]) for name in ("image_size", "in_channels") if name in metadata}
+        for name in ("pixel_mean", "pixel_std"):
+            if name in metadata:
+                numbers = tuple(float(number) for number in json.loads(metadata[name]))
+                channels = described.setdefault("in_channels", len(numbers))
+                described[name] = numbers[:channels]  # of a grey image that is repeated, one
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file.path} has metadata that describe no encoder ({error}): give another file") from None
+    return described | ({"name": metadata["model"]} if "model" in metadata else {})
+
+
+# ---- names
+
+
+def _matches(file: WeightsFile, model: str, wanted: dict[str, Tensor], prefix: str | None) -> list[_Match]:
+    """The prefixes under which the file has most of the model's keys, under torchvision's or detectron2's names."""
+    keys = {detectron2_key(key): key for key in wanted} | {key: key for key in wanted}
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for path in file.tensors:
+        parts = path.split(".")
+        for start in range(len(parts)):
+            if key := keys.get(".".join(parts[start:])):
+                found["".join(f"{part}." for part in parts[:start])][key] = path
+    sizes = {candidate: sum(not key.endswith(_COUNTER) for key in paths) for candidate, paths in found.items()}
+    chosen = [candidate for candidate in found if _is_under(candidate, prefix)]
+    most = max((sizes[candidate] for candidate in chosen), default=0)
+    if not most:
+        where = "" if prefix is None else f" under --prefix {prefix!r}"
+        raise ValueError(f"{file.path} has no keys of {model}{where}: its keys are {_first(list(file.tensors))}")
+    best = [candidate for candidate in chosen if sizes[candidate] == most]
+    return [_Match(candidate, found[candidate], _problems(file, wanted, found[candidate])) for candidate in best]
+
+
+def _is_under(candidate: str, prefix: str | None) -> bool:
+    if not prefix:
+        return prefix is None or not candidate
+    return f".{prefix.strip('.')}." in f".{candidate}"
+
+
+def _problems(file: WeightsFile, wanted: dict[str, Tensor], paths: dict[str, str]) -> list[str]:
+    """Why these tensors are not the model's: those that are missing, and those of another shape."""
+    missing = [key for key in wanted if key not in paths and not key.endswith(_COUNTER)]
+    differing = [
+        f"{key} is {list(file.tensors[path].shape)}, not {list(wanted[key].shape)}"
+        for key, path in paths.items()
+        if file.tensors[path].shape != wanted[key].shape
+    ]
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} of {len(wanted)} keys are missing ({_first(missing)})")
+    if differing:
+        problems.append(f"{len(differing)} tensors have another shape ({_first(differing)})")
+    return problems
+
+
+def _choose(matches: list[_Match], file: WeightsFile, model: str) -> tuple[_Match, list[_Match]]:
+    """The match to take, and the others that are complete too. Raises ValueError if none or no single one is best."""
+    ranked = sorted(matches, key=lambda match: (bool(match.problems), _rank(match.prefix)))
+    best = ranked[0]
+    if best.problems:
+        where = f"under {best.prefix} " if best.prefix else ""
+        raise ValueError(f"{file.path} does not hold {model}: {where}{' and '.join(best.problems)}: give its --model")
+    others = [match for match in ranked[1:] if not match.problems]
+    equal = [match.prefix for match in [best, *others] if _rank(match.prefix) == _rank(best.prefix)]
+    if len(equal) > 1:
+        raise ValueError(f"{file.path} holds {model} under {_first(equal)}: choose by --prefix")
+    return best, others
+
+
+def _rank(prefix: str) -> int:
+    """Order in which complete prefixes are taken."""
+    words = set(re.split(r"[._]", prefix))
+    if words & _TAKEN_FIRST:
+        return 0
+    return 2 if words & _TAKEN_LAST else 1
+
+
+def _refuse_larger_model(
+    match: _Match, left_out: Sequence[str], heads: Collection[str], file: WeightsFile, model: str
+) -> None:
+    """Raises ValueError if the file has more inside the model's parts: a ResNet-101 has all keys of a ResNet-50."""
+    parts = {path.removeprefix(match.prefix).partition(".")[0] for path in match.paths.values()}
+    ignored = tuple(f"{head}." for head in heads)
+    under = [path.removeprefix(match.prefix) for path in left_out if path.startswith(match.prefix)]
+    more = [name for name in under if name.partition(".")[0] in parts and not name.startswith(ignored)]
+    more = [name for name in more if name.rpartition(".")[2] not in _NOT_WEIGHTS]
+    if more:
+        raise ValueError(
+            f"{file.path} holds another model than {model}: it has {len(more)} tensors more in the same parts "
+            f"({_first(more)}): give its --model"
+        )
+
+
+def _heads(encoder: nn.Module) -> tuple[str, ...]:
+    """The library's names of the classifier that the encoder was built without."""
+    if isinstance(encoder, TorchvisionEncoder):
+        return (encoder.last,)
+    names = _timm_config(encoder).get("classifier") or ()
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+# ---- values
+
+
+def _weights(
+    file: WeightsFile, match: _Match, wanted: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], Counter[torch.dtype]]:
+    """The model's weights by its keys, in its dtypes, and the numbers of tensors that were of another floating dtype.
+
+    Raises:
+        ValueError: tensors that are not plain floating-point numbers, or not finite.
+    """
+    weights, converted, broken = dict[str, Tensor](), Counter[torch.dtype](), list[str]()
+    for key, path in match.paths.items():
+        tensor, dtype = file.tensors[path], wanted[key].dtype
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_complex():
+            raise ValueError(f"{file.path}: {path} is sparse, quantised or complex: give plain floating-point weights")
+        if dtype.is_floating_point:
+            if not tensor.is_floating_point():
+                raise ValueError(f"{file.path}: {path} holds {tensor.dtype} numbers: give floating-point weights")
+            if tensor.dtype != dtype:
+                converted[tensor.dtype] += 1
+                tensor = tensor.to(dtype)
+            if not torch.isfinite(tensor).all():
+                broken.append(path)
+        weights[key] = tensor
+    if broken:
+        raise ValueError(
+            f"{file.path} has NaN or infinite numbers in {len(broken)} tensors ({_first(broken)}): give another"
+        )
+    return weights, converted
+
+
+# ---- notes
+
+
+def _groups(left_out: Sequence[str], prefix: str) -> str:
+    """The tensors that were not taken, counted by where their paths leave the prefix: state_dict.module.queue (1)."""
+    ours, groups = prefix.split("."), Counter[str]()
+    for path in left_out:
+        parts = path.split(".")
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(parts, ours, strict=False)))
+        groups[".".join(parts[: shared + 1])] += 1
+    shown = [f"{group} ({count})" for group, count in groups.items()]
+    return ", ".join(shown[:_MOST_GROUPS]) + (", …" if len(shown) > _MOST_GROUPS else "")
+
+
+def _pixel_note(encoder: nn.Module, config: EncoderConfig) -> list[str]:
+    """A hint if timm's own weights of this name expect pixels on another scale."""
+    mean, std = (_timm_config(encoder).get(name) for name in ("mean", "std"))
+    if not mean or not std or config.pixels != IMAGENET or (mean, std) == IMAGENET:
+        return []
+    return [f"timm's own weights of this name expect --pixel-mean {_spaced(mean)} --pixel-std {_spaced(std)}"]
+
+
+def _timm_config(encoder: nn.Module) -> dict[str, Any]:
+    config: Any = getattr(encoder, "pretrained_cfg", None)
+    return config if isinstance(config, dict) else {}
+
+
+def _spaced(numbers: Sequence[float]) -> str:
+    return " ".join(f"{number:g}" for number in numbers)
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MOST_SHOWN]) + (", …" if len(names) > _MOST_SHOWN else "")
