@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import os
+import difflib
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import tyro
 from rich.console import Console
 
 from trainer.compute import ComputeConfig
 from trainer.data import DATASETS, DECODED, Dataset, load_dataset
-from trainer.distributed import Ranks, process_group
+from trainer.distributed import process_group
 from trainer.evaluate.evaluation import Evaluation, Outcome, Subject, evaluate
 from trainer.evaluate.fine_tune import FineTuneConfig, fine_tune
 from trainer.evaluate.knn import KnnConfig, knn
 from trainer.evaluate.linear import LinearConfig, linear
 from trainer.evaluate.linear_cached import LinearCachedConfig, linear_cached
 from trainer.evaluate.semi_supervised import SemiSupervisedConfig, semi_supervised
-from trainer.evaluate.subjects import Found, SubjectOptions, find_subject
+from trainer.evaluate.subjects import FoundSubject, SubjectOptions, load_subject
 from trainer.settings import Settings, check_at_least, set_help_texts
 
 DIRECTORY = "evaluation"
@@ -48,9 +48,9 @@ class EvaluationOptions(Settings):
     name: str | None = None
     """Name of the result, NAME.json. Default: the protocol's."""
     output: Path | None = None
-    """Folder of the result. Default: evaluation/ beside the run or the encoder file, otherwise in the current folder."""
+    """Folder of the result. Default: evaluation/ in the run's directory, or beside the encoder's file."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         known = sorted([*DATASETS, *DECODED])
         if self.dataset is not None and self.dataset not in known:
             raise ValueError(f"--dataset {self.dataset!r} is unknown or has no labels: give {', '.join(known)}")
@@ -95,24 +95,44 @@ def parse(arguments: Sequence[str]) -> Command:
     Raises:
         ValueError: options out of range.
     """
+    name = arguments[0] if arguments else ""
+    if name not in PROTOCOLS and name not in ("-h", "--help"):
+        near = difflib.get_close_matches(name, PROTOCOLS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(PROTOCOLS)}"
+        raise ValueError(f"unknown protocol {name!r}: {hint}")
     for settings in (SubjectOptions, EvaluationOptions, *(protocol.settings for protocol in PROTOCOLS.values())):
         set_help_texts(settings)
     parsed: Command = tyro.extras.subcommand_cli_from_dict(
-        {name: _parsed_by(name, protocol) for name, protocol in PROTOCOLS.items()},
+        {name: _parsed_by(name, protocol.settings, protocol.summary) for name, protocol in PROTOCOLS.items()},
         prog="python -m trainer.evaluate",
         description="Evaluate an encoder, or raw pixels for comparison, on labelled images.",
-        args=arguments,
+        args=_without_commas(arguments),
         config=(tyro.conf.OmitArgPrefixes,),
     )
+    for part in (parsed.subject, parsed.options, parsed.settings):
+        part.check()
     return parsed
 
 
-def _parsed_by(name: str, protocol: Protocol) -> Callable[..., Command]:
-    def command(subject: SubjectOptions, options: EvaluationOptions, settings: Any) -> Command:
-        return Command(name, subject, options, settings)
+def _without_commas(arguments: Sequence[str]) -> list[str]:
+    """Splits numbers that are separated by commas, --learning-rates 30,10,3, which tyro takes as separate arguments."""
+    found = []
+    for argument in arguments:
+        name, is_assigned, numbers = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+        if re.fullmatch(r"[\d.eE+-]+(,[\d.eE+-]+)+", numbers):
+            found += [name, *numbers.split(",")] if is_assigned else numbers.split(",")
+        else:
+            found.append(argument)
+    return found
 
-    command.__annotations__ |= {"subject": SubjectOptions, "options": EvaluationOptions, "settings": protocol.settings}
-    command.__doc__ = protocol.summary
+
+def _parsed_by(name: str, settings: type[Settings], summary: str) -> Callable[..., Command]:
+    def command(subject: SubjectOptions, general: EvaluationOptions, protocol: Any) -> Command:
+        return Command(name, subject, general, protocol)
+
+    command.__annotations__["protocol"] = settings
+    command.__annotations__ |= {"subject": SubjectOptions, "general": EvaluationOptions}  # not their names as text
+    command.__doc__ = summary
     return command
 
 
@@ -125,13 +145,15 @@ def run(command: Command) -> dict[str, Any] | None:
     """
     device = ComputeConfig(device=command.options.device).torch_device()
     with process_group(device, timeout_seconds=_WAIT_SECONDS) as ranks:
-        found, options = find_subject(command.subject), command.options
+        found, options = load_subject(command.subject, ranks), command.options
+        for note in found.notes if ranks.is_first else ():
+            print(note, file=sys.stderr)
         directory = options.output or found.directory / DIRECTORY
         name = options.name or command.name
         evaluation = Evaluation(
-            subject=found.subject,
+            subject=Subject(name=found.name, encoder=found.encoder, config=found.config),
             load=lambda: _load(found, options),
-            data_dir=options.data_dir,
+            data_dir=options.data_dir or found.data_dir,
             ranks=ranks,
             bfloat16=options.bfloat16,
             state=directory / f"{name}.partial",
@@ -142,19 +164,17 @@ def run(command: Command) -> dict[str, Any] | None:
     return result if ranks.is_first else None
 
 
-def _load(found: Found, options: EvaluationOptions) -> Dataset:
+def _load(found: FoundSubject, options: EvaluationOptions) -> Dataset:
     """The labelled images, of the encoder's size; a broken one is an error."""
-    name = options.dataset or found.dataset or "fashion-mnist"
-    directory = options.data_dir or (found.data_dir if name == found.dataset else None)
-    config = found.subject.config
-    size = {} if config is None else {"image_size": config.image_size}
+    name, directory = found.data(options.dataset, options.data_dir)
+    size = {} if found.config is None else {"image_size": found.config.image_size}
     dataset = load_dataset(name, directory, decode_threads=options.decode_threads, **size).strict()
     dataset.check_labelled(tested=True)
-    if config is not None:
+    if found.config is not None:
         channels, side = dataset.test_images.shape[1], dataset.evaluated_side or dataset.test_images.shape[-1]
-        if (channels, side) != (config.in_channels, config.image_size):
+        if (channels, side) != (found.config.in_channels, found.config.image_size):
             raise ValueError(
-                f"{found.subject.name} is for {config.in_channels}-channel {config.image_size} px images, but the data "
-                f"set has {channels}-channel {side} px ones: choose another --dataset"
+                f"{found.name} is for {found.config.in_channels}-channel {found.config.image_size} px images, but the "
+                f"data set has {channels}-channel {side} px ones: choose another --dataset"
             )
     return dataset

@@ -25,6 +25,7 @@ from trainer.data import Dataset
 from trainer.data.pixels import PixelScale
 from trainer.distributed import Ranks
 from trainer.model import EncoderConfig
+from trainer.settings import Settings
 from weightserver.common.atomic_files import atomic_write
 
 _log = logging.getLogger(__name__)
@@ -125,18 +126,19 @@ class _Protocol(Protocol):
     def __call__(self, evaluation: Evaluation, config: Any, /) -> Outcome: ...
 
 
-def evaluate(evaluation: Evaluation, name: str, protocol: _Protocol, config: Any, file: Path) -> dict[str, Any]:
+def evaluate(evaluation: Evaluation, name: str, protocol: _Protocol, config: Settings, file: Path) -> dict[str, Any]:
     """Runs a protocol and lets rank 0 write its result to `file`; returns what the file holds, on every rank.
 
     Args:
         name: the protocol's name.
-        config: the protocol's settings, a dataclass.
+        config: the protocol's settings.
 
     Raises:
         ValueError: the subject, the images and the settings do not fit each other.
         OSError: the result or the state cannot be written.
     """
     started = time.perf_counter()
+    config.check()
     settings = asdict(config) | {"bfloat16": evaluation.bfloat16}
     identity = {"protocol": name, "settings": settings, "weights": evaluation.subject.digest()}
     _prepare_state(evaluation, json.dumps(identity | {"data_dir": evaluation.data_dir}, default=str, sort_keys=True))

@@ -30,7 +30,7 @@ class FineTuneConfig(Settings):
     seed: int = 0
     """Seed of the crops, the order of images and the classifier's initial weights."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         check_at_least(self, 1, "epochs", "batch_size")
         check_positive(self, "learning_rate", "temperature")
         check_not_negative(self, "momentum", "weight_decay")

@@ -42,7 +42,7 @@ class KnnConfig(Settings):
     """A neighbour with cosine similarity s has exp(s / temperature) votes. Of several, held-out training images choose
     (without --k), or each gives a result (with --k)."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if self.k is not None and (not self.k or min(self.k) < 1):
             raise ValueError(f"--k is {self.k}: give one or more numbers, at least 1")
         if not self.temperature or not all(0 < number < math.inf for number in self.temperature):

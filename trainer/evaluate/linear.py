@@ -50,7 +50,7 @@ class LinearConfig(Settings):
     seed: int = 0
     """Seed of the crops, the order of images and the heads' initial weights."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if not self.learning_rates or not all(0 < rate < math.inf for rate in self.learning_rates):
             raise ValueError(f"--learning-rates is {self.learning_rates}: give one or more, positive and finite")
         check_at_least(self, 1, "epochs", "batch_size")

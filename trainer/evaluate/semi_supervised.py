@@ -43,7 +43,7 @@ class SemiSupervisedConfig(Settings):
     seed: int = 0
     """Seed of the labelled images, the crops, the order of images and the classifier's initial weights."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if not 0 < self.labels <= 1:
             raise ValueError(f"--labels is {self.labels}: give a share above 0, at most 1")
         if not self.learning_rates or not all(0 < rate < math.inf for rate in self.learning_rates):

@@ -198,11 +198,11 @@ def test_rejects_what_cannot_be_trained(tmp_path: Path) -> None:
         fine_tune(replace(evaluation, subject=Subject(name="raw pixels", encoder=None, config=None)), FINE_TUNE)
     for wrong in (0.0, 1.5):
         with pytest.raises(ValueError, match=rf"--labels is {wrong}: give a share"):
-            SemiSupervisedConfig(labels=wrong)
+            SemiSupervisedConfig(labels=wrong).check()
     with pytest.raises(ValueError, match="--learning-rates is"):
-        SemiSupervisedConfig(learning_rates=())
+        SemiSupervisedConfig(learning_rates=()).check()
     with pytest.raises(ValueError, match="--temperature must be positive"):
-        FineTuneConfig(temperature=0.0)
+        FineTuneConfig(temperature=0.0).check()
 
 
 def test_epochs_follow_the_share_of_labels() -> None:

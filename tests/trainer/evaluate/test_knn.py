@@ -101,9 +101,9 @@ def test_labels_are_needed(tmp_path: Path) -> None:
         knn(made_evaluation(SeesRows(), tmp_path, dataset), KnnConfig())
     for wrong in ((), (0,), (5, -1)):
         with pytest.raises(ValueError, match=r"--k is .* at least 1"):
-            KnnConfig(k=wrong)
+            KnnConfig(k=wrong).check()
     with pytest.raises(ValueError, match=r"--temperature is .* positive and finite"):
-        KnnConfig(temperature=(0.0,))
+        KnnConfig(temperature=(0.0,)).check()
 
 
 def test_in_memory_top5_counts_the_five_classes_of_most_votes() -> None:

@@ -83,7 +83,7 @@ def test_rejects_what_makes_no_batch() -> None:
         probe(SeesRows(), replace(CONFIG, batch_size=400))
     for rates in ((), (0.0,), (float("nan"),), (1.0, -1.0)):
         with pytest.raises(ValueError, match=r"--learning-rates is .* positive and finite"):
-            LinearConfig(learning_rates=rates)
+            LinearConfig(learning_rates=rates).check()
     with pytest.raises(ValueError, match="have no labels"):
         probe(SeesRows(), dataset=replace(made_dataset(), train_labels=torch.empty(0, dtype=torch.int64)))
 
