@@ -48,7 +48,7 @@ lint: $(INSTALLED)
 # The documentation as a site, in build/site.
 docs: $(INSTALLED)
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Generates Grafana's dashboards from their code.
 dashboards: $(INSTALLED)
