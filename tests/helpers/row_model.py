@@ -68,7 +68,7 @@ class RowModel:
         return transfers
 
     def _impulses(self, step: int) -> Float64Array:
-        """What a gradient of 1 in each update 0 … step−1 has become before update `step`: (step, 2)."""
+        """The effect of a gradient of 1 in each update 0 … step−1 on the state before update `step`: (step, 2)."""
         impulses = np.stack([-self.rates[:step], np.ones(step)], axis=1)
         return (self.transfers(step)[1:] @ impulses[:, :, None])[:, :, 0]
 

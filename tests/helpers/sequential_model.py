@@ -112,7 +112,7 @@ def operations_of(call: Call, shard: int, rows_of_shard: frozenset[int]) -> list
     if call.kind in FETCHES or joins:
         return found
     if call.kind == "open_session":
-        raise ValueError(f"{call}: nobody knows which epoch it was to be")
+        raise ValueError(f"{call}: the epoch that it would have opened is unknown")
     return [*found, operation(call.kind, rows, certain=False)]
 
 

@@ -130,7 +130,7 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
         TableMismatchError,
         r"shard 0 holds another table, .*dim=4.*: use its spec, or other shards",
     ),
-    "a join of an epoch that is none": (
+    "a join of an unknown epoch": (
         lambda c: c.open_session("x", join=999_999),
         FencedError,
         r"999999 is not known",
@@ -164,7 +164,7 @@ def test_refused_and_nothing_changed(table: WeightClient, call: Call, error: typ
         now.horizon,
         now.epoch,
     )
-    table.push_gradients([50, 51], ONES, step=8)  # the writer can go on
+    table.push_gradients([50, 51], ONES, step=8)  # the writer can continue
     assert table.describe().clock == 9
 
 
@@ -250,7 +250,7 @@ def test_a_client_and_a_replaced_table(client: WeightClient, cluster: LocalClust
         assert client.describe().rows_stored == 0
 
 
-def test_clusters_that_are_none(cluster: LocalCluster) -> None:
+def test_addresses_that_are_not_one_cluster_are_refused(cluster: LocalCluster) -> None:
     def describe(*addresses: str) -> object:
         with WeightClient(addresses, timeout_seconds=2, retry_seconds=1) as client:
             return client.describe()
@@ -329,7 +329,7 @@ def test_a_drop_that_ended_halfway_can_be_repeated(tmp_path: Path) -> None:
 
 
 def test_an_empty_shard_next_to_one_with_rows_costs_no_row(tmp_path: Path) -> None:
-    """As if --init was given while the disk was not mounted."""
+    """The disk was not mounted when --init was given."""
     with LocalCluster(2, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
         client.create_table(SPEC)
         client.extend_schedule(0, [0.5])

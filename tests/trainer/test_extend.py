@@ -136,7 +136,7 @@ def assert_drifted(state: RowState, weight: np.ndarray, momentum_buffer: np.ndar
 
 @pytest.mark.guard
 def test_the_same_with_remote_rows_and_files_without_history(output: Path, extended: Path, images: Path) -> None:
-    """As a version without --extend wrote them."""
+    """The files are as a version without --extend wrote them."""
     for path in (output / "checkpoints").iterdir():
         with safe_open(path, "pt") as file:
             metadata = dict(file.metadata())

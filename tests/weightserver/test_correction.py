@@ -631,7 +631,7 @@ def check_corrected_rows(case: Case, *, single_rate: bool) -> None:
         error = raised(partial(bring, weight, momentum_buffer))
         errors.append(error)
         if error is not None:
-            assert (weight == case.weight[some]).all(), "what is refused stays as it was"
+            assert (weight == case.weight[some]).all(), "refused rows stay as they were"
             assert (momentum_buffer == case.momentum_buffer[some]).all()
         if expected.assert_raised(error, int(name)):
             allow_for_correction(case, expected, number, schedule.products(case.last_step[some], stop)[0])

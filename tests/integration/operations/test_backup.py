@@ -73,7 +73,7 @@ def test_a_backup_is_one_checkpoint_while_training_continues(
             training.join()
         assert made.rows_stored == NUM_STORED
         assert client.checkpoints() == [Checkpoint("two", 3)], "still held"
-        push(client, STEPS - 1, ROWS[:5])  # nobody was fenced
+        push(client, STEPS - 1, ROWS[:5])  # no session was fenced
         epoch = client.describe().epoch
         assert [known.checkpoint_id for known in before if known.name == "one"] == [bytes.fromhex(made.identity)]
     assert made == read_backup(tmp_path / "backup")
@@ -388,5 +388,5 @@ def test_backup_rejects_invalid_arguments(
     assert_one_line(weightserver("backup", *cluster.addresses, "--output", tmp_path), "is not empty: give another")
     assert_one_line(weightserver("release", "three", *cluster.addresses), "no shard has a checkpoint 'three'")
     assert weightserver("release", "two", *cluster.addresses) == (0, "released two\n", "")
-    push(client, 10, ROWS[:3])  # a release fences nobody
+    push(client, 10, ROWS[:3])  # a release fences no session
     assert client.checkpoints() == [Checkpoint("one", 2)]

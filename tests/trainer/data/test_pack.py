@@ -122,7 +122,7 @@ def test_packing_twice_gives_the_same_bytes_whatever_the_threads(packed: Path, t
     ("fatal", "moment"),
     [
         *itertools.product(range(1, 8), ["before", "after"]),  # list, manifest twice, index, first tar
-        *itertools.product([8, 9, 11, 12], ["half", "after"]),  # what is added for the first two tars
+        *itertools.product([8, 9, 11, 12], ["half", "after"]),  # the calls for the first two tars
     ],
 )
 def test_an_interrupted_pack_continues_to_the_same_bytes(
