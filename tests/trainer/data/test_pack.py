@@ -339,7 +339,7 @@ def test_a_list_that_is_refused_leaves_no_pack(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="line 2"):
             pack(tmp_path / "list.txt", tmp_path / "out", options())
-        assert list((tmp_path / "out").iterdir()) == []
+        assert not (tmp_path / "out").exists()
 
 
 def test_two_packers_do_not_mix(tree: Path, tmp_path: Path) -> None:
