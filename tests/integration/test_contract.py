@@ -300,7 +300,7 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
     "session: an invalid mark": (
         lambda s: s.open(s.epoch + 1, peers=["0123456789abcdef:1", "0123456789abcdef:-1"]),
         INVALID,
-        "'0123456789abcdef:-1' is not a mark of a shard",
+        "'0123456789abcdef:-1' is not a mark of a shard: give incarnation:commit, as the shard answers it",
     ),
     "checkpoint: marks of too many shards": (
         lambda s: s.stub.Checkpoint(

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +179,6 @@ def test_an_image_and_its_copy_are_nearest() -> None:
         assert sample.neighbours[1].agrees is False
     with pytest.raises(ValueError, match="1 images are too few"):
         look(build_encoder(config), config, data, bank=1)
+    other = replace(config, in_channels=3)
+    with pytest.raises(ValueError, match=r"takes 3-channel images, .* 1-channel ones: give the data set that it was"):
+        look(build_encoder(other), other, data, bank=20)

@@ -65,7 +65,8 @@ def look(encoder: nn.Module, config: EncoderConfig, dataset: Dataset, *, bank: i
         raise ValueError(f"{len(images)} images are too few to have neighbours: give at least 2")
     if images.shape[1] != config.in_channels:
         raise ValueError(
-            f"the encoder takes {config.in_channels}-channel images, the data set has {images.shape[1]}-channel ones"
+            f"the encoder takes {config.in_channels}-channel images, the data set has {images.shape[1]}-channel ones: "
+            "give the data set that it was trained on"
         )
     features = F.normalize(encode(encoder, images, pixels=config.pixels))  # (N, d)
     generator = torch.Generator().manual_seed(seed)

@@ -55,7 +55,10 @@ def _serving_status(address: str, security: ClientSecurity, timeout_seconds: flo
         except grpc.RpcError as error:
             if reason := tls_failure(address, error.code(), error.details() or "", tls=credentials is not None):
                 raise AuthenticationError(f"{address} cannot be reached: {reason}") from None
-            raise ShardUnavailableError(f"{address} does not answer ({error.code().name})") from None
+            raise ShardUnavailableError(
+                f"{address} does not answer ({error.code().name}): check that its shard is running and listens there, "
+                "or give a longer --timeout-seconds"
+            ) from None
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 

@@ -26,7 +26,7 @@ from tests.helpers.operations import (
     push,
     targets_in,
 )
-from weightserver import Checkpoint, FencedError, LocalCluster, StorageError, TableSpec, WeightClient
+from weightserver import Checkpoint, ClusterError, FencedError, LocalCluster, StorageError, TableSpec, WeightClient
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.initial import initial_rows
 from weightserver.operations import backup as backups
@@ -183,6 +183,18 @@ def test_an_incomplete_backup_gets_no_manifest(
 
 
 @pytest.mark.guard
+def test_a_backup_with_missing_rows_is_refused(
+    client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_table(client)
+    copy = backups._copy_blocks
+    monkeypatch.setattr(backups, "_copy_blocks", lambda *given: (copy(*given)[0], 7))
+    with pytest.raises(
+        ClusterError, match=r"shard . sent 7 of the \d+ rows .*: check .* start again in another directory"
+    ):
+        backup(client, tmp_path / "backup")
+
+
 def test_a_backup_of_a_large_table_is_small_and_ends(tmp_path: Path) -> None:
     """Neither rows never written nor rows written after the checkpoint take space or time."""
     spec = TableSpec(num_rows=10**9, dim=16)
