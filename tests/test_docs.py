@@ -21,7 +21,7 @@ import yaml
 
 import trainer.data.__main__
 import trainer.export.__main__
-import trainer.report
+import trainer.report.__main__
 import weightserver.cli
 from benchmarks.readme_figure import figures
 from docs.hooks import on_page_markdown
@@ -35,7 +35,7 @@ PARSERS = {
     "weightserver ": weightserver.cli._parser,
     "python -m trainer.export ": trainer.export.__main__._parser,
     "python -m trainer.data ": trainer.data.__main__._parser,
-    "python -m trainer report ": trainer.report._parser,
+    "python -m trainer report ": trainer.report.__main__._parser,
 }
 COMMANDS = [
     (document, line.strip())

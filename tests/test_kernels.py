@@ -19,12 +19,12 @@ NUMERIC = [
 ]
 TRAINING = [
     "tests/trainer/test_distributed.py",
-    "tests/trainer/test_encoder_export.py",
+    "tests/trainer/test_encoders.py",
     "tests/trainer/test_options.py",
     "tests/trainer/test_resident.py",
     "tests/trainer/test_train.py",
     "tests/trainer/test_extend.py",
-    "tests/trainer/data/test_ahead.py",
+    "tests/trainer/data/test_prefetch.py",
     "tests/trainer/data/test_packed.py",
     "tests/weightserver/test_correction.py",
     "tests/integration/test_exactness.py",

@@ -110,6 +110,13 @@ def test_the_trainer_takes_public_names_only() -> None:
                     assert not any(name.startswith("_") for name in names), (path, names)
 
 
+def test_types_of_arrays_are_defined_once() -> None:
+    for top in ("weightserver", "trainer", "tests", "benchmarks", "deploy"):
+        for path in (ROOT / top).rglob("*.py"):
+            if path != ROOT / "weightserver/core/arrays.py":
+                assert not re.search(r"^\w+Array = npt\.NDArray", path.read_text(), re.MULTILINE), path
+
+
 def test_the_client_needs_no_lmdb() -> None:
     code = "import sys, weightserver; sys.exit('lmdb' in sys.modules or 'torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

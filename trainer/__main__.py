@@ -22,8 +22,8 @@ from weightserver.common.malloc import keep_large_buffers
 
 
 def report(arguments: list[str]) -> NoReturn:
-    """Writes a report about a run: see `trainer.report`."""
-    from trainer.report import main as write_report  # training does not need its imports
+    """Writes a report about a run: see `trainer.report.__main__`."""
+    from trainer.report.__main__ import main as write_report  # training does not need its imports
 
     write_report(arguments)
 

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from weightserver import TableSpec
-
-Float64Array = npt.NDArray[np.float64]
+from weightserver.core.arrays import Float64Array
 
 _FUNCTION = 4.0
 """Units of rounding of an elementary function."""

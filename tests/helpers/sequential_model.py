@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.helpers.histories import Call
-from tests.helpers.row_model import Float64Array, Row, RowModel
+from tests.helpers.row_model import Row, RowModel
 from weightserver import FencedError, NoTableError, StepError, TableSpec
+from weightserver.core.arrays import Float64Array
 
 TOLERANCE = 1e-5
 """Tolerance between float32 and float64, relative to a row's scale."""
