@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 from dataclasses import fields
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import grpc
@@ -45,8 +46,8 @@ MAY_IMPORT = {
 }
 """Folders of `weightserver`, and the others that each of them may import."""
 TRAINER_MAY_IMPORT = {
-    "data": {"run"},
-    "rows": {"data", "run"},
+    "data": set[str](),
+    "rows": set[str](),
     "run": {"data", "rows"},
     "evaluate": {"data", "run"},
     "export": {"data", "run"},
@@ -74,23 +75,47 @@ def test_every_folder_has_its_rule() -> None:
 
 @pytest.mark.parametrize("folder", MAY_IMPORT)
 def test_imports_point_one_way(folder: str) -> None:
-    told = (ROOT / "weightserver" / folder / "__init__.py").read_text().partition("It may import:")[2]
-    assert set(re.findall(r"`(\w+)`", told)) == MAY_IMPORT[folder], "its __init__ says something else"
+    assert documented_imports("weightserver", folder) == MAY_IMPORT[folder], "its __init__ says something else"
     for path in (ROOT / "weightserver" / folder).rglob("*.py"):
         assert folders_imported(path) <= MAY_IMPORT[folder] | {folder}, path
         assert not imports(path) & {"torch", "torchvision", "trainer"}, path
         assert "lmdb" not in imports(path) or folder == "storage", path
 
 
+def documented_imports(package: str, folder: str) -> set[str]:
+    """The folders that an __init__ names after "It may import:"."""
+    documented = ast.get_docstring(ast.parse((ROOT / package / folder / "__init__.py").read_text())) or ""
+    assert "\nImport from it: " in documented
+    assert "\nIt may import: " in documented
+    return set(re.findall(r"`(\w+)`", documented.partition("\nIt may import: ")[2]))
+
+
 @pytest.mark.parametrize("folder", TRAINER_MAY_IMPORT)
 def test_folders_of_the_trainer_import_those_they_may(folder: str) -> None:
     folders = {path.parent.name for path in (ROOT / "trainer").glob("*/__init__.py")}
     assert folders == TRAINER_MAY_IMPORT.keys()
-    assert ast.get_docstring(ast.parse((ROOT / "trainer" / folder / "__init__.py").read_text()))
+    assert documented_imports("trainer", folder) == TRAINER_MAY_IMPORT[folder], "its __init__ says something else"
     for path in (ROOT / "trainer" / folder).rglob("*.py"):
         imported = folders_imported(path, "trainer")
         assert imported & folders <= TRAINER_MAY_IMPORT[folder] | {folder}, path
         assert not imported & {"", "__main__", "build", "demo", "loop"}, f"{path} imports what is built on it"
+        below = TRAINER_MAY_IMPORT[folder].union(*(TRAINER_MAY_IMPORT[other] for other in TRAINER_MAY_IMPORT[folder]))
+        assert modules_of_the_trainer(path) & folders <= below | {folder}, f"{path} leads to a folder above it"
+
+
+def modules_of_the_trainer(path: Path) -> set[str]:
+    """Folders and modules of `trainer` that a file imports, directly or through modules that are in no folder."""
+    found, new = set[str](), folders_imported(path, "trainer")
+    while new:
+        found |= new
+        files = (ROOT / "trainer" / f"{name}.py" for name in new)
+        new = {name for file in files if file.exists() for name in folders_imported(file, "trainer")} - found
+    return found
+
+
+@pytest.mark.parametrize("rule", [MAY_IMPORT, TRAINER_MAY_IMPORT], ids=["weightserver", "trainer"])
+def test_no_folders_import_each_other(rule: dict[str, set[str]]) -> None:
+    TopologicalSorter(rule).prepare()  # raises CycleError
 
 
 def test_the_trainer_takes_public_names_only() -> None:

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from trainer.config import parse_config
 from trainer.loop import train
-from trainer.run.stopping import exit_on_error
+from trainer.stopping import exit_on_error
 from weightserver.common.logs import log_events
 from weightserver.common.malloc import keep_large_buffers
 

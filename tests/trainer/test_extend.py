@@ -28,7 +28,7 @@ from trainer.data.pack import PackOptions, pack
 from trainer.export.__main__ import main as export
 from trainer.loop import train
 from trainer.recency import RecentRows
-from trainer.rows import opening
+from trainer.run import opening
 from trainer.run.checkpoint import Checkpoints
 from trainer.run.history import ImageHistory
 from trainer.schedule import VisitSchedule, learning_rates

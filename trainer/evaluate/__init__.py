@@ -2,6 +2,9 @@
 
 Settings of a protocol (k, the strength of regularisation) are chosen for each set of features on images held out from
 the training set; then the whole training set is used. Nothing is ever chosen on test images.
+
+Import from it: the names below; `features`, `knn` and `table`, by the loop, the demo and `report`.
+It may import: `data` and `run`.
 """
 
 from trainer.evaluate.features import (

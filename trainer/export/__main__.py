@@ -22,8 +22,8 @@ from trainer.export.encoders import LIBRARIES, export_encoder
 from trainer.run.checkpoint_file import newest_history, saved_steps
 from trainer.run.directory import read_config
 from trainer.run.resume import check_descent
-from trainer.run.stopping import exit_on_error
 from trainer.schedule import RangesOrder
+from trainer.stopping import exit_on_error
 from weightserver import ClientSecurity, LocalCluster, WeightClient
 from weightserver.common.atomic_files import to_path
 from weightserver.operations.export import add_export_options, export_rows

@@ -7,7 +7,7 @@ import sys
 from typing import NoReturn
 
 from trainer.report.rendering import render_report
-from trainer.run.stopping import exit_on_error
+from trainer.stopping import exit_on_error
 from weightserver.common.atomic_files import atomic_write, to_path
 
 
