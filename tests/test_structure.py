@@ -16,6 +16,7 @@ import grpc
 import pytest
 
 import weightserver
+from weightserver.core import errors
 from weightserver.core.errors import WeightServerError
 from weightserver.protocol.status import ERROR_OF_STATUS
 
@@ -198,6 +199,15 @@ def test_each_error_has_a_status_of_its_own() -> None:
     assert len(ERROR_OF_STATUS) == len(classes), "two errors share a status"
     assert grpc.StatusCode.UNKNOWN not in ERROR_OF_STATUS
     assert all(issubclass(error, WeightServerError) for error in classes)
+
+
+def test_the_documented_statuses_are_the_errors_own() -> None:
+    """The tree in the docstring of core/errors.py has every class with its status and below its base."""
+    documented = re.findall(r"^[├└]── (\w+) +([A-Z_]+) ", errors.__doc__ or "", re.MULTILINE)
+    statuses = {error: status for status, error in ERROR_OF_STATUS.items() if error is not WeightServerError}
+    assert dict(documented) == {error.__name__: status.name for error, status in statuses.items()}
+    assert len(documented) == len(statuses), "an error is there twice"
+    assert all(error.__bases__ == (WeightServerError,) for error in statuses), "the tree has one level"
 
 
 @pytest.mark.parametrize(
