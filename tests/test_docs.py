@@ -72,6 +72,15 @@ def test_every_command_is_documented() -> None:
     assert shown == set(known.group(1).replace("\n", "").replace(" ", "").split(","))
 
 
+def test_make_targets_in_documents_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"demo", "test", "bench", "docs"} <= targets
+    for document in DOCUMENTS:
+        if document.name not in ("CHANGELOG.md", "LOG.md"):  # which also name earlier targets
+            named = re.findall(r"(?:`|^ +)make ([a-z][a-z-]*)", document.read_text(), re.MULTILINE)
+            assert set(named) <= targets, document.name
+
+
 # ---- links and the site
 
 

@@ -26,6 +26,7 @@ from trainer.schedule import RangesOrder
 from trainer.stopping import exit_on_error
 from weightserver import ClientSecurity, LocalCluster, WeightClient
 from weightserver.common.atomic_files import to_path
+from weightserver.operations.arguments import add_security_arguments, client_security
 from weightserver.operations.export import add_export_options, export_rows
 
 
@@ -44,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     rows = what.add_parser("rows", help="export rows, current or of a checkpoint, with their images")
     rows.add_argument("run", type=to_path, help="the run's directory")
     rows.add_argument("--servers", help="host:port,host:port of all weight servers (default: the run's)")
-    ClientSecurity.add_arguments(rows)
+    add_security_arguments(rows)
     add_export_options(rows)
     rows.set_defaults(export=_export_rows)
     encoder = what.add_parser("encoder", help="export the encoder under another library's names, with a model card")
@@ -119,7 +120,7 @@ def _order(run: Path, num_rows: int, config: dict[str, Any]) -> tuple[RangesOrde
 
 def _security(options: argparse.Namespace, config: dict[str, Any]) -> ClientSecurity:
     """The security options of this command, or the run's if it has none."""
-    own = ClientSecurity.from_arguments(options)
+    own = client_security(options)
     if own != ClientSecurity():
         return own
     files = {name: config[name] for name in ("tls_ca", "tls_cert", "tls_key", "token_file") if config.get(name)}
