@@ -7,7 +7,7 @@ INSTALLED = $(VENV)/.installed
 
 FASHION_MNIST = /usr/share/datasets/fashion-mnist
 
-.PHONY: fashion-mnist demo test test-guard test-all test-gpu lint docs dashboards protos benchmark bench-gpu clean
+.PHONY: fashion-mnist demo test test-guard test-all test-gpu lint docs dashboards protos bench bench-gpu clean
 
 # Trains on real images, with weight servers of its own. Optional: EPOCHS, DATA_DIR (Fashion-MNIST's files), OUTPUT.
 demo: $(INSTALLED) $(if $(DATA_DIR),,fashion-mnist)
@@ -48,7 +48,7 @@ lint: $(INSTALLED)
 # The documentation as a site, in build/site.
 docs: $(INSTALLED)
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Generates Grafana's dashboards from their code.
 dashboards: $(INSTALLED)
@@ -57,7 +57,8 @@ dashboards: $(INSTALLED)
 protos: $(INSTALLED)
 	$(BIN)/python protos/generate.py
 
-benchmark: $(INSTALLED) fashion-mnist
+# Compares with peers; writes the tables in benchmarks/results.
+bench: $(INSTALLED) fashion-mnist
 	for name in rows wire steps head scale checkpoints checksums measuring augment; do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 # Measures a machine with GPUs, in half an hour; BENCH_FLAGS="--quick" measures every section in 9 minutes.

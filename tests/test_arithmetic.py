@@ -16,7 +16,7 @@ GOLDEN = json.loads((Path(__file__).parent / "golden/arithmetic.json").read_text
 
 
 def test_arithmetic_is_yesterdays() -> None:
-    """Whoever changes these bits changes what rows, that were stored before, become."""
+    """A change of these bits changes the values of rows that were stored before."""
     assert arithmetic.digests() == GOLDEN
 
 

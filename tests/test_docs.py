@@ -17,12 +17,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 import trainer.data.__main__
 import trainer.export.__main__
-import trainer.report
+import trainer.report.__main__
 import weightserver.cli
 from benchmarks.readme_figure import figures
+from docs.hooks import on_page_markdown
 from tests.helpers.image_tree import plain_tree
 from tests.helpers.ports import free_ports
 from trainer.config import PRESETS, parse_config
@@ -33,7 +35,7 @@ PARSERS = {
     "weightserver ": weightserver.cli._parser,
     "python -m trainer.export ": trainer.export.__main__._parser,
     "python -m trainer.data ": trainer.data.__main__._parser,
-    "python -m trainer report ": trainer.report._parser,
+    "python -m trainer report ": trainer.report.__main__._parser,
 }
 COMMANDS = [
     (document, line.strip())
@@ -70,6 +72,15 @@ def test_every_command_is_documented() -> None:
     assert shown == set(known.group(1).replace("\n", "").replace(" ", "").split(","))
 
 
+def test_make_targets_in_documents_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"demo", "test", "bench", "docs"} <= targets
+    for document in DOCUMENTS:
+        if document.name not in ("CHANGELOG.md", "LOG.md"):  # which also name earlier targets
+            named = re.findall(r"(?:`|^ +)make ([a-z][a-z-]*)", document.read_text(), re.MULTILINE)
+            assert set(named) <= targets, document.name
+
+
 # ---- links and the site
 
 
@@ -95,6 +106,28 @@ def test_links_lead_somewhere(document: Path) -> None:
         path = (document.parent / target) if target else document
         assert path.exists(), f"{document.name}: {target}"
         assert not anchor or anchor in anchors(path), f"{document.name}: {target}#{anchor}"
+
+
+@pytest.mark.parametrize(
+    "document", [path for path in DOCUMENTS if path.parent.name == "docs"], ids=lambda path: path.name
+)
+def test_no_page_of_the_site_links_to_files_outside_it(document: Path, tmp_path: Path) -> None:
+    page = tmp_path / document.name
+    page.write_text(on_page_markdown(document.read_text()))
+    assert [target for target, _ in links(page) if target.startswith("..")] == []
+
+
+def test_a_link_that_leaves_the_site_becomes_a_path() -> None:
+    text = "See [the\nrules](../deploy/rules.yml) and [alerts](runbook.md#alerts)."
+    assert on_page_markdown(text) == "See `deploy/rules.yml` and [alerts](runbook.md#alerts)."
+
+
+def test_the_site_is_built_with_no_dead_link() -> None:
+    """`make docs` fails on links that lead nowhere, after the hook that the first test of them calls."""
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    assert settings["hooks"] == ["docs/hooks.py"]
+    assert set(settings["validation"]["links"].values()) == {"warn"}
+    assert re.search(r"^docs:.*\n(?:\t.*\n)*\t.*mkdocs build --strict", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
 def test_every_picture_has_a_light_and_a_dark_form() -> None:

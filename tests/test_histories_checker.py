@@ -26,7 +26,7 @@ ALL = list(range(SPEC.num_rows))
 
 
 class Script:
-    """Writes a history by hand. Calls of session 1 unless told otherwise; each begins and ends where it is told to."""
+    """Writes a history by hand. Calls belong to session 1 by default; each begins and ends at the given times."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -57,7 +57,7 @@ class Script:
         return self.begin(method, name=name, **who)
 
     def done(self, call: int, weight: list[Any] | None = None, **result: Any) -> None:
-        """With the rows that a fetch answers; a number stands for a row of one value."""
+        """Ends the call with the rows that a fetch returns; a number stands for a row of one value."""
         if weight is not None:
             result["weight"] = [value if isinstance(value, list) else [value] for value in weight]
         self.recorder.note("end", call, outcome="done", result=result)
@@ -529,7 +529,7 @@ def test_is_refused(write: Writer, tmp_path: Path) -> None:
 
 
 def test_a_refusal_says_what_cannot_be_ordered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And the history is refused again from its file, with the same words."""
+    """The history is refused again from its file, with the same message."""
 
     def write(h: Script) -> None:
         h.pushed([0], 1)
@@ -628,7 +628,7 @@ class Simulation:
         self.step = 0
 
     def run(self, num_calls: int) -> None:
-        """That many calls, up to four of them at a time."""
+        """Makes that many calls, up to four of them at a time."""
         num_begun = 0
         while num_begun < num_calls or self.under_way:
             if num_begun < num_calls and len(self.under_way) < 4 and self.random.random() < 0.3:
@@ -688,7 +688,7 @@ class Simulation:
         return weight
 
     def end(self, one: UnderWay) -> None:
-        """As it must end; where it has not taken effect everywhere, with an unknown outcome."""
+        """Ends the call as it must end; with an unknown outcome if it has not taken effect everywhere."""
         self.under_way.remove(one)
         if one.shards:
             self.script.unknown(one.call.number)

@@ -111,7 +111,7 @@ def environment(directory: Path, python: Path, *packages: object) -> Path:
 
 
 def check_weight_server(programs: Path, elsewhere: Path) -> None:
-    """What a weight server needs works without torch, and the trainer's commands tell how to get theirs."""
+    """The weight server works without torch, and the trainer's commands say how to install what they need."""
     installed = run(programs / "python", "-c", "import importlib.util as u; print(u.find_spec('torch'))", cwd=elsewhere)
     assert installed.stdout.strip() == "None"
     run(programs / "python", "-W", "error", "-c", IMPORT_ALL, cwd=elsewhere)
@@ -130,7 +130,7 @@ def check_weight_server(programs: Path, elsewhere: Path) -> None:
     assert message in last
 
 
-# ---- what is declared
+# ---- declared requirements
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -159,7 +159,7 @@ def imported(package: str) -> set[str]:
 
 @functools.cache
 def providers() -> Mapping[str, list[str]]:
-    """Which package a module was installed by."""
+    """The package that installed a module."""
     return importlib.metadata.packages_distributions()
 
 
@@ -171,7 +171,7 @@ def test_what_is_imported_is_declared() -> None:
     assert names([providers()[name][0] for name in trainer.NEEDED]) == names(extras["trainer"])
 
 
-# ---- what is installed
+# ---- installed files
 
 
 @pytest.mark.guard

@@ -19,12 +19,12 @@ NUMERIC = [
 ]
 TRAINING = [
     "tests/trainer/test_distributed.py",
-    "tests/trainer/test_encoder_export.py",
+    "tests/trainer/test_encoders.py",
     "tests/trainer/test_options.py",
     "tests/trainer/test_resident.py",
     "tests/trainer/test_train.py",
     "tests/trainer/test_extend.py",
-    "tests/trainer/data/test_ahead.py",
+    "tests/trainer/data/test_prefetch.py",
     "tests/trainer/data/test_packed.py",
     "tests/weightserver/test_correction.py",
     "tests/integration/test_exactness.py",
@@ -38,7 +38,7 @@ HAS = {"default": 0, "avx2": 1, "avx512": 2}
 OWN = {"DEFAULT": 0, "AVX2": 1, "AVX512": 2}.get(torch.backends.cpu.get_cpu_capability(), -1)
 
 
-def bear(kernels: Kernels, tests: list[str], *, guards: bool = False) -> str:
+def run_with(kernels: Kernels, tests: list[str], *, guards: bool = False) -> str:
     wanted = kernels.environment.get("ATEN_CPU_CAPABILITY", "default")
     if HAS[wanted] > OWN:
         pytest.skip(f"this machine has no {wanted}: ATen takes {torch.backends.cpu.get_cpu_capability()}")
@@ -51,8 +51,8 @@ def bear(kernels: Kernels, tests: list[str], *, guards: bool = False) -> str:
     ids=["scalar", "AVX2, two threads"],
 )
 def test_quick_ones(kernels: Kernels, other: Kernels) -> None:
-    report = bear(kernels, QUICK)
-    assert not other.taken(report), "the report tells kernels apart"
+    report = run_with(kernels, QUICK)
+    assert not other.taken(report), "the report distinguishes kernels"
 
 
 @pytest.mark.guard
@@ -62,11 +62,11 @@ def test_quick_ones(kernels: Kernels, other: Kernels) -> None:
     [pytest.param(kernels, id=name, marks=[pytest.mark.slow] * (name in LONG)) for name, kernels in MIXED.items()],
 )
 def test_numeric_ones(kernels: Kernels) -> None:
-    bear(kernels, NUMERIC)
+    run_with(kernels, NUMERIC)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1_800)
 @pytest.mark.parametrize("kernels", [SCALAR, AVX2_IN_TWO_THREADS], ids=["scalar", "AVX2, two threads"])
 def test_training(kernels: Kernels) -> None:
-    bear(kernels, TRAINING, guards=True)
+    run_with(kernels, TRAINING, guards=True)

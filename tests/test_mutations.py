@@ -21,7 +21,7 @@ OUTCOME = {0: "passed", 1: "failed"}
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_each_is_one_place_of_the_code(name: str) -> None:
-    """What it changes is there once, and so is the test that is to notice it."""
+    """The code that it changes is there once, and so is the test that notices it."""
     mutation = MUTATIONS[name]
     assert (ROOT / mutation["file"]).read_text().count(mutation["before"]) == 1
     assert mutation["before"] != mutation["after"]
@@ -41,7 +41,7 @@ def test_there_are_enough_of_them() -> None:
 
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project, to be changed."""
+    """A copy of the project, to mutate."""
     root = tmp_path_factory.mktemp("mutated")
     for name in COPIED:
         source = ROOT / name
@@ -56,7 +56,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_each_is_noticed(name: str, copied: Path) -> None:
-    """By a test that passes without it."""
+    """The named test fails with the fault, and passes without it."""
     mutation = MUTATIONS[name]
     file = copied / mutation["file"]
     original = file.read_text()
@@ -70,12 +70,12 @@ def test_each_is_noticed(name: str, copied: Path) -> None:
 
 @functools.cache
 def unchanged(root: Path, test: str) -> str:
-    """What becomes of a test where nothing is changed."""
+    """The outcome of a test without any fault."""
     return run(root, test)
 
 
 def run(root: Path, test: str) -> str:
-    """What becomes of a test in that copy of the project."""
+    """The outcome of a test in that copy of the project."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not docker", test]
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=400)

@@ -9,12 +9,14 @@ import runpy
 import subprocess
 import sys
 from dataclasses import fields
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import grpc
 import pytest
 
 import weightserver
+from weightserver.core import errors
 from weightserver.core.errors import WeightServerError
 from weightserver.protocol.status import ERROR_OF_STATUS
 
@@ -45,8 +47,8 @@ MAY_IMPORT = {
 }
 """Folders of `weightserver`, and the others that each of them may import."""
 TRAINER_MAY_IMPORT = {
-    "data": {"run"},
-    "rows": {"data", "run"},
+    "data": set[str](),
+    "rows": set[str](),
     "run": {"data", "rows"},
     "evaluate": {"data", "export", "run"},
     "export": {"data", "run"},
@@ -74,28 +76,54 @@ def test_every_folder_has_its_rule() -> None:
 
 @pytest.mark.parametrize("folder", MAY_IMPORT)
 def test_imports_point_one_way(folder: str) -> None:
-    told = (ROOT / "weightserver" / folder / "__init__.py").read_text().partition("It may import:")[2]
-    assert set(re.findall(r"`(\w+)`", told)) == MAY_IMPORT[folder], "its __init__ says something else"
+    assert documented_imports("weightserver", folder) == MAY_IMPORT[folder], "its __init__ says something else"
     for path in (ROOT / "weightserver" / folder).rglob("*.py"):
         assert folders_imported(path) <= MAY_IMPORT[folder] | {folder}, path
         assert not imports(path) & {"torch", "torchvision", "trainer"}, path
         assert "lmdb" not in imports(path) or folder == "storage", path
+        assert "argparse" not in imports(path) or folder in ("common", "server", "operations"), path
+
+
+def documented_imports(package: str, folder: str) -> set[str]:
+    """The folders that an __init__ names after "It may import:"."""
+    documented = ast.get_docstring(ast.parse((ROOT / package / folder / "__init__.py").read_text())) or ""
+    assert "\nImport from it: " in documented
+    assert "\nIt may import: " in documented
+    return set(re.findall(r"`(\w+)`", documented.partition("\nIt may import: ")[2]))
 
 
 @pytest.mark.parametrize("folder", TRAINER_MAY_IMPORT)
 def test_folders_of_the_trainer_import_those_they_may(folder: str) -> None:
     folders = {path.parent.name for path in (ROOT / "trainer").glob("*/__init__.py")}
     assert folders == TRAINER_MAY_IMPORT.keys()
-    assert ast.get_docstring(ast.parse((ROOT / "trainer" / folder / "__init__.py").read_text()))
+    assert documented_imports("trainer", folder) == TRAINER_MAY_IMPORT[folder], "its __init__ says something else"
     for path in (ROOT / "trainer" / folder).rglob("*.py"):
         imported = folders_imported(path, "trainer")
         assert imported & folders <= TRAINER_MAY_IMPORT[folder] | {folder}, path
         assert not imported & {"", "__main__", "build", "demo", "loop"}, f"{path} imports what is built on it"
+        below = TRAINER_MAY_IMPORT[folder].union(*(TRAINER_MAY_IMPORT[other] for other in TRAINER_MAY_IMPORT[folder]))
+        assert modules_of_the_trainer(path) & folders <= below | {folder}, f"{path} leads to a folder above it"
+
+
+def modules_of_the_trainer(path: Path) -> set[str]:
+    """Folders and modules of `trainer` that a file imports, directly or through modules that are in no folder."""
+    found, new = set[str](), folders_imported(path, "trainer")
+    while new:
+        found |= new
+        files = (ROOT / "trainer" / f"{name}.py" for name in new)
+        new = {name for file in files if file.exists() for name in folders_imported(file, "trainer")} - found
+    return found
+
+
+@pytest.mark.parametrize("rule", [MAY_IMPORT, TRAINER_MAY_IMPORT], ids=["weightserver", "trainer"])
+def test_no_folders_import_each_other(rule: dict[str, set[str]]) -> None:
+    TopologicalSorter(rule).prepare()  # raises CycleError
 
 
 def test_the_trainer_takes_public_names_only() -> None:
     """The names that `weightserver` exports, and those of the folders that everyone may import."""
-    everyone = ("weightserver.core.", "weightserver.common.", "weightserver.operations.export")
+    commands = ("weightserver.operations.arguments", "weightserver.operations.export")
+    everyone = ("weightserver.core.", "weightserver.common.", *commands)
     for path in (ROOT / "trainer").rglob("*.py"):
         assert "lmdb" not in imports(path), path
         for node in ast.walk(ast.parse(path.read_text())):
@@ -108,6 +136,13 @@ def test_the_trainer_takes_public_names_only() -> None:
                 else:
                     assert (node.module or "").startswith(everyone), (path, node.module)
                     assert not any(name.startswith("_") for name in names), (path, names)
+
+
+def test_types_of_arrays_are_defined_once() -> None:
+    for top in ("weightserver", "trainer", "tests", "benchmarks", "deploy"):
+        for path in (ROOT / top).rglob("*.py"):
+            if path != ROOT / "weightserver/core/arrays.py":
+                assert not re.search(r"^\w+Array = npt\.NDArray", path.read_text(), re.MULTILINE), path
 
 
 def test_the_client_needs_no_lmdb() -> None:
@@ -169,6 +204,15 @@ def test_each_error_has_a_status_of_its_own() -> None:
     assert len(ERROR_OF_STATUS) == len(classes), "two errors share a status"
     assert grpc.StatusCode.UNKNOWN not in ERROR_OF_STATUS
     assert all(issubclass(error, WeightServerError) for error in classes)
+
+
+def test_the_documented_statuses_are_the_errors_own() -> None:
+    """The tree in the docstring of core/errors.py has every class with its status and below its base."""
+    documented = re.findall(r"^[├└]── (\w+) +([A-Z_]+) ", errors.__doc__ or "", re.MULTILINE)
+    statuses = {error: status for status, error in ERROR_OF_STATUS.items() if error is not WeightServerError}
+    assert dict(documented) == {error.__name__: status.name for error, status in statuses.items()}
+    assert len(documented) == len(statuses), "an error is there twice"
+    assert all(error.__bases__ == (WeightServerError,) for error in statuses), "the tree has one level"
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,14 @@ from typing import NoReturn
 
 from trainer.config import parse_config
 from trainer.loop import train
-from trainer.run.stopping import exit_on_error
+from trainer.stopping import exit_on_error
 from weightserver.common.logs import log_events
 from weightserver.common.malloc import keep_large_buffers
 
 
 def report(arguments: list[str]) -> NoReturn:
-    """Writes a report about a run: see `trainer.report`."""
-    from trainer.report import main as write_report  # training does not need its imports
+    """Writes a report about a run: see `trainer.report.__main__`."""
+    from trainer.report.__main__ import main as write_report  # training does not need its imports
 
     write_report(arguments)
 

@@ -22,14 +22,14 @@ from trainer.distributed import Ranks
 from trainer.loss import padded_rows
 from trainer.model import PICModel, build_model, check_image_size, load_encoder
 from trainer.recency import ActiveRows, RecentRows, announced
-from trainer.rows.opening import OpenRows, open_rows
 from trainer.rows.store import RowStore
 from trainer.run.checkpoint import Checkpoints
 from trainer.run.checkpoint_file import load, saved_steps
 from trainer.run.claim import DirectoryClaim
+from trainer.run.opening import OpenRows, open_rows
 from trainer.run.recorder import Recorder
-from trainer.run.stopping import stop_signals
 from trainer.schedule import RangesOrder, VisitSchedule, visit_uniforms
+from trainer.stopping import stop_signals
 from weightserver import TableSpec
 from weightserver.core.arrays import Float32Array
 from weightserver.core.sharding import Sharding

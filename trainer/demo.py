@@ -20,7 +20,7 @@ from trainer.evaluate.features import encoder_features
 from trainer.evaluate.table import print_table
 from trainer.loop import train
 from trainer.run.plot import draw_training
-from trainer.run.stopping import exit_on_error
+from trainer.stopping import exit_on_error
 from weightserver.common.atomic_files import to_path
 from weightserver.common.malloc import keep_large_buffers
 

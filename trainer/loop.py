@@ -34,12 +34,12 @@ from trainer.evaluate.knn import held_out_knn_top1
 from trainer.loss import padded
 from trainer.model import PICModel, save_encoder
 from trainer.recency import ActiveRows
-from trainer.rows.opening import images_of_run
 from trainer.run.directory import ENCODER_FILE, SUMMARY_FILE
+from trainer.run.opening import images_of_run
 from trainer.run.prometheus import peak_gpu_bytes
 from trainer.run.resume import resolve_resume, with_pixel_scale
-from trainer.run.stopping import Interrupted
 from trainer.schedule import RangesOrder, forward_seed
+from trainer.stopping import Interrupted
 from trainer.transfer import to_device
 from weightserver.common.atomic_files import atomic_write
 

@@ -1,4 +1,4 @@
-"""The GPU benchmark at toy size: every section on pretended GPUs, and what is kept when something fails."""
+"""The GPU benchmark at toy size: every section on pretended GPUs, and the results that a failure leaves."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_every_section_measures(gpus: Gpus, tmp_path: Path) -> None:
 
 
 def told(module: str, arguments: Sequence[str], num_ranks: int, timeout_seconds: float) -> None:
-    """Starts nothing: tells of two GPUs, and fails else."""
+    """Starts nothing: reports two GPUs, and fails otherwise."""
     if module != "benchmarks.gpu.facts":
         raise RunFailedError(f"{module} is broken")
     there = facts() | {"gpus": ["any", "any"], "gpu_bytes": [1 << 34, 1 << 34]}

@@ -36,7 +36,7 @@ def on_gpus(real: list[Any], pretended: list[Any]) -> list[Any]:
 
 
 def number_of(gpus: Gpus, wanted: int) -> int:
-    """How many GPUs to use; skips where there are not so many."""
+    """The number of GPUs to use; skips if the machine has fewer."""
     if wanted == ALL:
         gpus.need(3)  # fewer are cases of their own
         return gpus.number
@@ -49,7 +49,7 @@ def losses(output: Path) -> list[float]:
 
 
 def settings_of(images: str, directory: Path, **changes: Any) -> dict[str, Any]:
-    """Of a small run on "generated" or "decoded" images."""
+    """The settings of a small run on "generated" or "decoded" images."""
     shown: dict[str, Any] = {"num_images": NUM_IMAGES}
     if images == "decoded":
         shown = {"dataset": "folder", "num_images": None, "data_dir": directory / "images"}
@@ -115,7 +115,7 @@ def test_a_steady_step_waits_for_nothing(num_gpus: int, images: str, gpus: Gpus,
 
 @pytest.mark.parametrize("num_gpus", [*on_gpus([(2,), (ALL,)], [(2,)])])
 def test_each_rank_uses_its_own_gpu_alone(num_gpus: int, gpus: Gpus, tmp_path: Path) -> None:
-    """Not even a context of rank 1 or later is on GPU 0."""
+    """No context of rank 1 or later is on GPU 0."""
     ranks = number_of(gpus, num_gpus)
     settings = settings_of("decoded", tmp_path, device="cuda", knn_every=0.5, checkpoint_every=5)
     given = (tmp_path / "run", settings, tmp_path / "told")

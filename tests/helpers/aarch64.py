@@ -52,7 +52,7 @@ class Aarch64:
         self._python = self._root / "usr/bin" / python
 
     def run(self, script: Path, *, processor: str) -> str:
-        """What the script prints. Processors: those of qemu-aarch64 -cpu help."""
+        """Returns what the script prints. `qemu-aarch64 -cpu help` lists the processors."""
         environment = {"PYTHONPATH": f"{self._packages}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
         # The package `trainer` asks for torch, which is not there; the modules that the script uses do without.
         begin = (

@@ -6,8 +6,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tests.helpers.row_model import Float64Array, assert_rows_close
+from tests.helpers.row_model import assert_rows_close
 from weightserver import RowState, TableSpec
+from weightserver.core.arrays import Float64Array
 from weightserver.core.initial import initial_rows
 
 

@@ -1,4 +1,4 @@
-"""A command of weightserver that kills itself with -9 behind a chosen call, in small pieces:
+"""A command of weightserver that kills itself with SIGKILL after a chosen call, in small pieces:
 python -m tests.helpers.dying_operation MODULE:NAME[.NAME] NUMBER COMMAND ARGUMENTS..."""
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Killed(BaseException):
 def die_at(number: int, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ends the packing inside before, in the middle of, or after the `number`-th file that it writes or appends to.
 
-    In the middle ("half"), half of what is added is there; a file is never half in place, so that is before it.
+    In the middle ("half"), half of the added data is there. A file is renamed as a whole, so "half" is before that.
     """
     replace, calls = Path.replace, 0
 

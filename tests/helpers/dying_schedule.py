@@ -1,4 +1,4 @@
-"""A client that kills itself with -9 behind a chosen call of a change of the learning rates:
+"""A client that kills itself with SIGKILL after a chosen call of a change of the learning rates:
 python -m tests.helpers.dying_schedule NUMBER START_STEP LEARNING_RATE ADDRESS..."""
 
 from __future__ import annotations

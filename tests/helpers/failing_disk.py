@@ -1,4 +1,4 @@
-"""Shards whose disk fails where it is told to: chosen writes and syncs of data.mdb, by a library that they load."""
+"""Shards whose disk fails at chosen writes and syncs of data.mdb, by a library that they load."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Call:
 
 
 class FailingDisk:
-    """The disk of every shard that is started while this is `installed`; it fails for whoever writes next."""
+    """The disk of every shard that is started while this is `installed`; it fails at the next write of any shard."""
 
     def __init__(self, directory: Path) -> None:
         """Skips the test where there is no C compiler."""
@@ -46,7 +46,7 @@ class FailingDisk:
         self._times = itertools.count()
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """For the processes that are started from now on."""
+        """Takes effect in processes that start from now on."""
         monkeypatch.setenv("LD_PRELOAD", str(self._library))
         monkeypatch.setenv("FAILING_DISK", str(self._control))
 
@@ -56,14 +56,14 @@ class FailingDisk:
         self._tell(f"{first} {count} {error} {int(lands)}")
 
     def watch(self) -> None:
-        """Only notes the calls from now on."""
+        """Only records the calls from now on."""
         self._tell("1 0 0 0")
 
     def heal(self) -> None:
         self._control.unlink(missing_ok=True)
 
     def calls(self) -> list[Call]:
-        """Those since it was told to fail, or to watch."""
+        """The calls since the last order to fail or to watch."""
         notes = self._control.with_suffix(".calls")
         lines = notes.read_text().splitlines() if notes.exists() else []
         return [Call(name, *map(int, numbers)) for name, *numbers in map(str.split, lines)]
@@ -72,5 +72,5 @@ class FailingDisk:
         self.heal()
         self._control.with_suffix(".calls").unlink(missing_ok=True)
         partial = self._control.with_suffix(".new")
-        partial.write_text(f"{text} {next(self._times)}\n")  # another text, from which the calls are counted anew
+        partial.write_text(f"{text} {next(self._times)}\n")  # another text resets the count of calls
         partial.replace(self._control)

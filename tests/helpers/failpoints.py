@@ -1,11 +1,11 @@
 """A shard that dies at a chosen point of a chosen commit: python -m tests.helpers.failpoints serve ...
 
-`DyingCluster.arm` leaves the point in a file beside the shard's data directory, for its next start alone.
+`DyingCluster.arm` leaves the point in a file next to the shard's data directory, for its next start only.
 
     before     LMDB knows all of the transaction's pages, none is written
     writing    some are written
     written    all are, but neither synced nor made to count by the meta page, which comes last
-    after      the commit is durable, nobody was told
+    after      the commit is durable, but not acknowledged
 
 At "slow" it lives, and its disk takes a minute for the commit.
 """
@@ -35,12 +35,12 @@ DEATHS = {-signal.SIGKILL, -signal.SIGSYS}
 
 
 class DyingCluster(LocalCluster):
-    """A LocalCluster whose shards die where they are told to."""
+    """A LocalCluster whose shards die at chosen points."""
 
     _program: ClassVar[list[str]] = [sys.executable, "-m", "tests.helpers.failpoints"]
 
     def arm(self, shard: int, point: str, commit: int) -> None:
-        """Has the shard die in that commit, counted from its next start."""
+        """Makes the shard die in that commit, counted from its next start."""
         (self.directory / f"shard-{shard}.failpoint").write_text(f"{point} {commit}")
 
 

@@ -23,7 +23,7 @@ from weightserver.protocol._generated import weight_server_pb2 as pb
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["WeightServer"]
 _NUM_THREADS = 256
-"""More than all callers' attempts and those held for callers that have gone on: none may wait for another."""
+"""More than all attempts of callers and those held after their callers continued: none may wait for another."""
 _OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -36,7 +36,7 @@ Card = TypeVar("Card")
 
 
 class Fault(StrEnum):
-    """What can happen to a call. Counted only where it really did."""
+    """The faults of a call. One is counted only if it really happened."""
 
     REFUSED = "refused"
     """Not forwarded; UNAVAILABLE at once."""
@@ -47,7 +47,7 @@ class Fault(StrEnum):
     TWIN = "twin"
     """Forwarded twice at the same time; both were answered."""
     REPLAYED = "replayed"
-    """Forwarded again some time after it was answered, while the caller has long gone on."""
+    """Forwarded again some time after it was answered, long after the caller continued."""
     DELAYED = "delayed"
     """Forwarded later than it came, so that others overtake it."""
     OVERTAKEN = "overtaken"
@@ -60,7 +60,7 @@ class Fault(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """How often things happen, as probabilities of a call, and how long they take."""
+    """The probability of each fault of a call, and its duration."""
 
     refuse: float = 0
     swallow: float = 0
@@ -74,7 +74,7 @@ class Faults:
     cut_write: float = 0
     cut_fetch: float = 0
     timeout_seconds: float = 5
-    """Deadline of what is forwarded without a caller who waits for it."""
+    """Deadline of requests that are forwarded without a waiting caller."""
 
     def __post_init__(self) -> None:
         if self.refuse + self.swallow + max(self.lose_reply + self.twin + self.cut_write, self.cut_fetch) > 1:
@@ -96,7 +96,7 @@ Answer: TypeAlias = bytes | grpc.StatusCode
 
 @dataclass(frozen=True)
 class LateAnswer:
-    """What a shard said to a request that it had answered with OK before."""
+    """A shard's answer to a request that it had answered with OK before."""
 
     request: Request
     answer: Answer
@@ -104,7 +104,7 @@ class LateAnswer:
 
 @dataclass(frozen=True)
 class TwinAnswers:
-    """What a shard said to two copies of one request that came at the same time."""
+    """A shard's answers to two copies of one request that arrived at the same time."""
 
     request: Request
     answers: tuple[Answer, Answer]
@@ -136,8 +136,8 @@ class _Deck(Generic[Card]):
 class FaultyProxy:
     """Stands at `address` before the shard at `target`. A context manager; safe to call from any thread.
 
-    What the shard really answers, errors included, is passed on unchanged. Of the faults each attempt of a caller meets
-    at most one besides a delay. Their order is the seed's; which attempt meets which depends on when it arrives.
+    What the shard really answers, errors included, is passed on unchanged. Each attempt of a caller meets at most
+    one fault in addition to a delay. The seed gives their order; which attempt meets which depends on when it arrives.
     """
 
     address: str
@@ -184,8 +184,8 @@ class FaultyProxy:
         self._replayer.start()
 
     def replay(self, num_newest: int, num_others: int) -> list[LateAnswer]:
-        """Forwards old requests again, without a pause: the newest ones, newest first, and any others. Tells what the
-        shard said to them."""
+        """Forwards old requests again, without a pause: the newest ones, newest first, and any others. Returns
+        the shard's answers."""
         with self._lock:
             requests = self._old[: -num_newest - 1 : -1]
             requests += self._random.sample(self._old, min(num_others, len(self._old)))
@@ -335,7 +335,7 @@ class FaultyProxy:
 
 
 def _times(probability: float, generator: random.Random) -> int:
-    """How often something happens in a hundred calls: its share, rounded up or down at random."""
+    """The number of times in a hundred calls: the share, rounded up or down at random."""
     return int(100 * probability + generator.random())
 
 
@@ -356,7 +356,7 @@ def _with_method(behaviour: Callable[..., Any], method: str) -> Callable[[Any, g
 
 
 def _metadata(context: grpc.ServicerContext) -> tuple[tuple[str, str | bytes], ...]:
-    """What the caller gave along with the call; gRPC adds its own keys to each call itself."""
+    """The caller's metadata of the call; gRPC adds its own keys to each call itself."""
     given: Sequence[tuple[str, str | bytes]] = context.invocation_metadata()
     return tuple((key, value) for key, value in given if not key.startswith(("grpc-", "user-agent")))
 
@@ -368,7 +368,7 @@ def _pass_on(error: Any, context: grpc.ServicerContext) -> NoReturn:
 
 
 def _outcome(future: Any) -> bytes | Any:
-    """The answer of a call, or the grpc.RpcError that it failed with, which tells code() and details()."""
+    """The answer of a call, or the grpc.RpcError that it failed with, with its code() and details()."""
     try:
         answer: bytes = future.result()
     except grpc.RpcError as error:

@@ -99,7 +99,7 @@ def main(out: Path, servers: str, images: Path, ports: list[str], scenarios: lis
     import torch
     import torch._dynamo
 
-    faulthandler.dump_traceback_later(450)  # before whoever waits for this process loses patience
+    faulthandler.dump_traceback_later(450)  # before the waiting process times out
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     recorded, meeting_points = {}, iter(ports)

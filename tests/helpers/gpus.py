@@ -1,7 +1,7 @@
 """Ranks on GPUs, real or pretended, which do what a scenario says, a function of tests.helpers.gpu_scenarios.
 
 Those with pretended GPUs are forked from a process that has imported torch and the trainer, which saves most of the
-time of such a test; those with real ones are started anew, because CUDA does not survive a fork.
+time of such a test; those with real ones start new processes, because CUDA does not survive a fork.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Gpus:
         return processes
 
     def start_module(self, module: str, arguments: Sequence[str], num_ranks: int, timeout_seconds: float) -> None:
-        """As `benchmarks.gpu.runs.start_processes`."""
+        """Same as `benchmarks.gpu.runs.start_processes`."""
         directory = Path(arguments[-1]).parent / "logs"
         try:
             self.run(
@@ -103,7 +103,7 @@ class Gpus:
 
     @property
     def python(self) -> list[str]:
-        """What a command begins with, before -m MODULE."""
+        """The beginning of a command, before -m MODULE."""
         return pretended_gpu.command(self.number) if self.pretended else [sys.executable]
 
 

@@ -1,4 +1,4 @@
-"""What the fork server imports: all that a rank needs, and before torch the pretended GPU's shim where there can be."""
+"""Imports of the fork server: all that a rank needs, and before torch the simulated GPU's shim if there is one."""
 
 from tests.helpers import pretended_gpu
 

@@ -83,7 +83,7 @@ class Call:
 
 @dataclass(frozen=True)
 class History:
-    """What a file tells."""
+    """The contents of a file."""
 
     path: Path
     spec: TableSpec
@@ -138,7 +138,7 @@ class Recorder:
     ) -> None:
         self.path = path
         self.num_calls = self.num_unknown = 0
-        """Calls begun, and ends of calls of which nobody knows whether they took effect."""
+        """Calls begun, and ends of calls whose outcome is unknown."""
         self._file = path.open("w")
         self._lock = threading.Lock()
         self._started = time.monotonic()
@@ -210,7 +210,7 @@ class RecordedCall:
 
 
 def _answer(result: Any) -> dict[str, Any]:
-    """What a client's method returned, by name."""
+    """The answer of a client's method, by name."""
     if isinstance(result, RowState):
         return {name: _plain(value) for name, value in vars(result).items()}
     if isinstance(result, np.ndarray):

@@ -1,6 +1,6 @@
 """Clients in one process, whose calls an alarm interrupts at random times; prints the number of interrupts.
 
-Usage: python -m tests.helpers.interrupted_calls SECONDS SEED ADDRESS..., for a table `SPEC` that nobody has written to.
+Usage: python -m tests.helpers.interrupted_calls SECONDS SEED ADDRESS..., for a table `SPEC` without any written row.
 """
 
 from __future__ import annotations

@@ -60,14 +60,14 @@ def _numpy_without(features: str) -> Kernels:
 _ONEDNN_SSE = Kernels({"ONEDNN_MAX_CPU_ISA": "SSE41"}, (r"cpu,isa:Intel SSE4\.1\n",))
 _ONEDNN_AVX2 = Kernels({"ONEDNN_MAX_CPU_ISA": "AVX2"}, (r"cpu,isa:Intel AVX2\n",))
 _MKL_COMPATIBLE = Kernels({"MKL_CBWR": "COMPATIBLE"}, ("SGEMM.* CNR:COMPATIBLE ",))
-# Other makers' processors get MKL's own choice, whatever is asked for, and it does not say which.
+# Other makers' processors get MKL's own choice, whatever is requested, and it does not say which.
 _MKL_SSE = Kernels({"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}, (r"oneMKL .*(SSE4\.2|Intel\(R\) Architecture processors)",))
 _TWO_THREADS = Kernels({"OMP_NUM_THREADS": "2"}, ("threads: 2\n",))
 
 SCALAR = _aten("default") | _ONEDNN_SSE | _MKL_COMPATIBLE | _numpy_without(_WITHOUT_AVX2)
-"""As little as every library bears with."""
+"""The smallest instruction set that every library supports."""
 AVX2_IN_TWO_THREADS = _aten("avx2") | _ONEDNN_AVX2 | _numpy_without(_WITHOUT_AVX512) | _TWO_THREADS
-"""A processor of the generation before."""
+"""A processor of the previous generation."""
 MIXED = {
     "ATen default, two threads": _aten("default") | _TWO_THREADS,
     "ATen AVX2, MKL compatible": _aten("avx2") | _MKL_COMPATIBLE,

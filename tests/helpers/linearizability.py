@@ -2,7 +2,7 @@
 
     python -m tests.helpers.linearizability FILE...
 
-What is checked is linearizability (Herlihy and Wing, 1990) of every shard: in that order a call takes effect as a whole
+It checks the linearizability (Herlihy and Wing, 1990) of every shard: in that order a call takes effect as a whole
 at one instant between its beginning and its end. So nothing acknowledged may be lost or come late, nothing may count
 twice, nothing may be seen by halves or before it was sent. The unit is what one call does on one shard:
 
@@ -61,7 +61,7 @@ class NotLinearizableError(AssertionError):
 
 @dataclass(frozen=True)
 class Checked:
-    """What a check that succeeded looked at."""
+    """The calls that a successful check covered."""
 
     num_calls: int
     num_operations: int
@@ -92,7 +92,7 @@ def check(path: Path) -> Checked:
 
 
 class _Configuration(NamedTuple):
-    """Where one order of the calls comes to."""
+    """The state that one order of the calls leads to."""
 
     state: State
     early: frozenset[Key]
@@ -101,7 +101,7 @@ class _Configuration(NamedTuple):
     """Operations that took effect, and have no end."""
 
     def after(self, operation: Operation, state: State) -> _Configuration:
-        """That to which the operation leads."""
+        """The state after the operation."""
         key = frozenset([operation.key])
         if operation.certain:
             return _Configuration(state, self.early | key, self.spent)
@@ -109,8 +109,8 @@ class _Configuration(NamedTuple):
 
 
 class _Configurations:
-    """Those that were met. One that differs from an earlier one only in that more was spent needs no second look,
-    because what has no end may be left out for good; unless `exact`."""
+    """The configurations seen so far. One that differs from an earlier one only by more spent operations is skipped,
+    because operations without an end may be omitted; unless `exact`."""
 
     def __init__(self, *, exact: bool = False) -> None:
         self._exact = exact
@@ -213,7 +213,7 @@ class _ShardCheck:
                 yield after._replace(early=after.early - key)
 
     def _take(self, operation: Operation, before: _Configuration) -> _Configuration | None:
-        """What an operation that takes effect leaves; None where it would not be answered as it was.
+        """The state after an operation that takes effect; None if its answer would differ from the recorded one.
 
         Of a checkpoint it is known already what it will be found to hold.
         """
@@ -230,7 +230,7 @@ class _ShardCheck:
     def _in_every_order(
         self, end: _End, start: _Configuration, others: Iterable[Operation], *, exact: bool = False
     ) -> Iterator[_Configuration]:
-        """What comes of taking some of the others ahead, in all orders that differ.
+        """The configurations after some of the others took effect first, in all orders that differ.
 
         Each of them takes effect as late as it can: it may not swap its place with something that follows it.
         """
@@ -265,7 +265,7 @@ class _ShardCheck:
                 if other.rows and not other.commutes(fetch.operation) and other.key not in possible:
                     del others[other.key]
 
-    # ---- what is said when there is none
+    # ---- messages if there is no order
 
     def _explanation(self, end: _End, stuck: list[_Configuration]) -> str:
         operation, call = end.operation, end.operation.call
@@ -288,7 +288,7 @@ class _ShardCheck:
         return "\n".join([*lines, f"To check it again: python -m tests.helpers.linearizability {self._history.path}"])
 
     def _differences(self, state: State, operation: Operation) -> list[str]:
-        """What a state would have answered instead."""
+        """The answer that a state would have given instead."""
         call, step = operation.call, operation.call.arguments.get("step")
         rows = seen(state, operation)
         if call.kind not in FETCHES or call.outcome != "done" or rows is None:
@@ -310,7 +310,7 @@ class _ShardCheck:
 
 
 def _that_matter(operation: Operation, others: Iterable[Operation]) -> list[Operation]:
-    """Those whose effect before the operation could change its answer, or that of another that could."""
+    """The operations whose earlier effect could change this one's answer, directly or through others."""
     matter = [operation]
     for one in matter:  # grows meanwhile
         matter += [other for other in others if not _may_swap(other, one)]
@@ -324,7 +324,7 @@ def _may_swap(one: Operation, other: Operation) -> bool:
 
 
 def _on_row(operation: Operation, row: int) -> Operation:
-    """What the operation does to one row, where it has rows."""
+    """The operation's effect on one row, if it has rows."""
     return replace(operation, rows={row: operation.rows[row]}) if operation.rows else operation
 
 

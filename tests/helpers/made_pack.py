@@ -23,8 +23,8 @@ _PRIME = 1_000_003
 def make_pack(directory: Path, *, num_images: int, num_tars: int, num_classes: int = 1_000) -> Path:
     """Fills `directory` with as many images in as many tars, equally many in each; image i is of class i mod n.
 
-    The tars are holes, but for the first eight bytes of their first and last image: the row's number. A hundredth of
-    the images is broken, as many as packing bears with: the next one by id is in the place of each.
+    The tars are holes, but for the first eight bytes of their first and last image: the row's number. One image in a
+    hundred is broken, the most that packing allows; the next image by id takes its place.
     """
     each, rest = divmod(num_images, num_tars)
     assert not rest

@@ -373,7 +373,7 @@ class Process:
         return [serialize(answer) for answer in answers], context.trailing_metadata()
 
     def submit(self, operation: Callable[[WriteTransaction], Any]) -> CancellableFuture[Any]:
-        """As `Committer.submit`; further messages arrive before the commit."""
+        """Same as `Committer.submit`; further messages arrive before the commit."""
         message, promise = self._handling[-1], _CommittedWhenAsked(self._commit)
 
         def noted(batch: WriteTransaction) -> Any:
@@ -598,7 +598,7 @@ def interrupted_at(number: int, threads: Threads) -> Iterator[SimpleNamespace]:
     def is_place(frame: Any, event: str) -> bool:
         names, handlers = _instructions(frame.f_code)
         if event == "call":
-            return names[frame.f_lasti] == "RESUME"  # a generator that is closed does not go on
+            return names[frame.f_lasti] == "RESUME"  # a generator that is closed does not resume
         last = before.get(frame)
         # With another handler it would be raised outside of the `try` in which a signal comes.
         return (

@@ -1,7 +1,7 @@
 """Machines that are network namespaces of this one: each with an address, a loopback and a cable of its own.
 
 A namespace lives as long as processes are in it. What holds one reads a pipe of this process and so ends with it,
-however that ends; no namespace has a name and the host's own network is not touched, so nothing is left behind.
+however that ends; no namespace has a name and the host's own network is not touched, so nothing remains.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Node:
 
     @property
     def inside(self) -> list[str]:
-        """What to put before a command that shall run there; the process of that is the command's."""
+        """The prefix of a command that runs on this node; its process becomes the command's."""
         return ["nsenter", f"--net={self.namespace}"]
 
     def run(self, command: str) -> None:
         subprocess.run([*self.inside, *command.split()], check=True)
 
     def unplug(self) -> None:
-        """Nothing comes or goes any more, and nobody is told."""
+        """Drops all packets from now on without notifying any peer."""
         self.run("ip link set eth0 down")
 
 

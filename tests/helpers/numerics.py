@@ -1,4 +1,4 @@
-"""How far a computation may be from its formula: running error analysis, beside which no machine's own figures count.
+"""Bounds of a computation's distance from its formula: running error analysis, which holds on every machine.
 
 The model (Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, 2.2, 3.1 and 3.3). With u = 2^-24 for
 float32, an operation gives (a op b)(1 + δ), |δ| ≤ u; fused operations and other orders of a sum are within the same
@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from weightserver import TableSpec
-
-Float64Array = npt.NDArray[np.float64]
+from weightserver.core.arrays import Float64Array
 
 _FUNCTION = 4.0
 """Units of rounding of an elementary function."""

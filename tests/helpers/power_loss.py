@@ -1,4 +1,4 @@
-"""What a power loss would leave of the files that this process makes: those that it has synced, where it has synced."""
+"""Files of this process that a power loss would keep: the synced ones, in the directories that it has synced."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 BY_LMDB = ("data.mdb", "lock.mdb")
-"""Whose contents LMDB syncs, or nobody needs; test_failing_disk.py looks at those of data.mdb."""
+"""Files whose contents LMDB syncs or that hold no data; test_failing_disk.py checks those of data.mdb."""
 
 
 class PowerLoss:
-    """Notes what is synced, and holds each file that is renamed to have been synced before."""
+    """Records what is synced, and asserts that each renamed file was synced before."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._entries: dict[int, dict[str, int]] = {}  # of a directory's inode: the inode of each name
@@ -30,7 +30,7 @@ class PowerLoss:
             monkeypatch.setattr(os, name, self._checking(getattr(os, name)))
 
     def lost(self, root: Path, *, but: tuple[str, ...] = BY_LMDB) -> set[str]:
-        """What lies below `root`, and would not be there or not be whole; of files named `but` only the former."""
+        """Paths below `root` that would be missing or incomplete; files named `but` count only if missing."""
         return set(self._lost(root, root, but))
 
     def _lost(self, root: Path, directory: Path, but: tuple[str, ...]) -> Iterator[str]:

@@ -48,7 +48,7 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 def unavailable() -> str | None:
-    """Why there can be no pretended GPU here; None where there can."""
+    """The reason why no GPU can be simulated here, or None."""
     if sys.platform != "linux":
         return "pretended GPUs need Linux"
     if not _library().exists() and shutil.which("g++") is None:
@@ -59,7 +59,7 @@ def unavailable() -> str | None:
 
 
 def command(num_gpus: int) -> list[str]:
-    """What starts a Python process with so many GPUs: to be followed by -m MODULE ARGUMENTS."""
+    """The command that starts a Python process with that many GPUs; append -m MODULE ARGUMENTS."""
     return [sys.executable, "-m", __name__, str(num_gpus)]
 
 
@@ -94,14 +94,14 @@ def compile_library() -> Path:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The shim, in this process from now on; no code can be compiled for a GPU that is none."""
+    """The shim, in this process from now on; no code can be compiled for a simulated GPU."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     return ctypes.CDLL(str(compile_library()), mode=ctypes.RTLD_GLOBAL)
 
 
 @dataclass
 class Observed:
-    """What happened since it was made, or cleared."""
+    """Everything since this was created or cleared."""
 
     steps: int = 0
     """Updates of the encoder that ended (launches of fused SGD)."""
@@ -110,7 +110,7 @@ class Observed:
     waits_beside: collections.Counter[str] = field(default_factory=collections.Counter)
     """As `waits`, of the other threads, which stop no step."""
     copies: collections.Counter[str] = field(default_factory=collections.Counter)
-    """Copies between host and GPU for which nobody waits."""
+    """Copies between host and GPU that no thread waits for."""
     launches: collections.Counter[str] = field(default_factory=collections.Counter)
     """Operations on the GPU."""
     shapes: dict[int, set[tuple[str, str]]] = field(default_factory=lambda: collections.defaultdict(set))
@@ -172,7 +172,7 @@ def pretended_gpus(num_gpus: int, *, largest_tensor_bytes: float = float("inf"))
 
 
 def _replacements(num_gpus: int) -> list[tuple[Any, str, Any]]:
-    """What is replaced: (owner, name, by what)."""
+    """Replacements: (owner, name, new value)."""
     import torch
     import torch.distributed as dist
 

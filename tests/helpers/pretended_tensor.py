@@ -55,7 +55,7 @@ _lock = threading.RLock()
 
 @dataclass
 class _Pinned:
-    """Which storages are pinned."""
+    """The set of pinned storages."""
 
     storages: dict[int, StorageWeakRef] = field(default_factory=dict)
 
@@ -72,7 +72,7 @@ class _Pinned:
 
 @dataclass
 class _Uploads:
-    """Copies from pinned memory that may still be under way: what is copied from must not change."""
+    """Copies from pinned memory that may still be running: their sources must not change."""
 
     under_way: list[tuple[Tensor, Tensor, str]] = field(default_factory=list)
 
@@ -100,7 +100,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 @dataclass
 class _Downloads:
-    """Copies to the host that nobody has waited for: their destinations hold no values yet."""
+    """Copies to the host that no thread has waited for: their destinations hold no values yet."""
 
     under_way: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
@@ -128,7 +128,7 @@ def _wait(what: str) -> None:
 
 
 def _note_wait(what: str) -> None:
-    if devices.sync_debug_mode != "default" and what != "event":  # which CUDA's mode does not tell of
+    if devices.sync_debug_mode != "default" and what != "event":  # which CUDA's mode does not report
         message = f"called a synchronizing CUDA operation: {what} at {where()}"
         if devices.sync_debug_mode == "error":
             raise RuntimeError(message)
@@ -262,7 +262,7 @@ def _checked_place(
 
 
 def _indices(name: str, flat: list[Any]) -> list[Tensor]:
-    """Of an indexing operation (self, indices, values): what lies between."""
+    """The indices of an indexing operation (self, indices, values)."""
     tensors = [one for one in flat if isinstance(one, Tensor)]
     return tensors[1:] if name in ("index", "_unsafe_index") else tensors[1:-1]
 
@@ -282,7 +282,7 @@ def _check_deterministic(name: str) -> None:
 
 
 def _copy(func: Any, name: str, args: Any, kwargs: dict[str, Any], wanted: torch.device | None) -> Any:
-    """`to` and `copy_`, which waits between host and GPU unless it is told not to and the host's memory is pinned."""
+    """`to` and `copy_`, which wait between host and GPU unless `non_blocking` is set and host memory is pinned."""
     if name == "copy_":
         destination, source, *more = args
         non_blocking = bool(more[0]) if more else bool(kwargs.get("non_blocking", False))
@@ -346,7 +346,7 @@ def _fused_sgd(
     is_first_step: bool,
     **_: Any,
 ) -> None:
-    """As torch.optim.SGD without `fused` computes it; refuses what check_fast_path_restrictions of ATen refuses."""
+    """Computes torch.optim.SGD without `fused`, with the restrictions of ATen's check_fast_path_restrictions."""
     observed.steps += 1
     for several in zip(*(part for part in (params, grads, momentum_buffers) if part), strict=True):
         strides = {tuple(s for s, n in zip(one.stride(), one.size(), strict=True) if n != 1) for one in several}
@@ -415,7 +415,7 @@ def synchronize(device: Any = None) -> None:
 
 
 def memory(device: Any = None) -> int:
-    """A GiB for each number of the GPU, so that a report tells which was asked."""
+    """A GiB for each number of the GPU, so that a report shows which GPU was asked."""
     index = index_of(device)
     observed.memory_asked.add(index)
     return (index + 1) << 30

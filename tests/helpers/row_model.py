@@ -13,12 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from weightserver import RowState, TableSpec
+from weightserver.core.arrays import Float32Array, Float64Array, Int64Array
 from weightserver.core.initial import initial_rows
 
 NEVER_WRITTEN = -1
-
-Float64Array = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.int64]
 
 
 class Row(NamedTuple):
@@ -68,7 +66,7 @@ class RowModel:
         return transfers
 
     def _impulses(self, step: int) -> Float64Array:
-        """What a gradient of 1 in each update 0 … step−1 has become before update `step`: (step, 2)."""
+        """The effect of a gradient of 1 in each update 0 … step−1 on the state before update `step`: (step, 2)."""
         impulses = np.stack([-self.rates[:step], np.ones(step)], axis=1)
         return (self.transfers(step)[1:] @ impulses[:, :, None])[:, :, 0]
 
@@ -115,13 +113,13 @@ class TableModel:
         assert_rows_close(state.momentum_buffer, momentum_buffer)
 
 
-def assert_rows_close(actual: npt.NDArray[np.float32], expected: Float64Array) -> None:
+def assert_rows_close(actual: Float32Array, expected: Float64Array) -> None:
     """‖Δ‖ ≤ 1e-5 · ‖row‖ for every row: hundreds of updates in float32, each rounded by at most 2⁻²³ of it."""
     error = np.linalg.norm(actual - expected, axis=1)
     assert (error <= 1e-5 * np.linalg.norm(expected, axis=1)).all(), error.max()
 
 
-def schedule(num_steps: int) -> npt.NDArray[np.float32]:
+def schedule(num_steps: int) -> Float32Array:
     """Learning rates: warm-up, then cosine."""
     step = np.arange(num_steps)
     warm = num_steps // 10

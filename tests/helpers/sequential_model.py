@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.helpers.histories import Call
-from tests.helpers.row_model import Float64Array, Row, RowModel
+from tests.helpers.row_model import Row, RowModel
 from weightserver import FencedError, NoTableError, StepError, TableSpec
+from weightserver.core.arrays import Float64Array
 
 TOLERANCE = 1e-5
 """Tolerance between float32 and float64, relative to a row's scale."""
@@ -112,7 +113,7 @@ def operations_of(call: Call, shard: int, rows_of_shard: frozenset[int]) -> list
     if call.kind in FETCHES or joins:
         return found
     if call.kind == "open_session":
-        raise ValueError(f"{call}: nobody knows which epoch it was to be")
+        raise ValueError(f"{call}: the epoch that it would have opened is unknown")
     return [*found, operation(call.kind, rows, certain=False)]
 
 

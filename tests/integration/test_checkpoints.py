@@ -145,7 +145,7 @@ def half_a_checkpoint(writer: WeightClient, cluster: LocalCluster) -> None:
     on_shard(cluster, 0, "Checkpoint", pb.CheckpointRequest(header=header, name="half", identity=b"i" * 16))
 
 
-def test_half_a_checkpoint_is_none(writer: WeightClient, cluster: LocalCluster) -> None:
+def test_half_a_checkpoint_is_not_listed(writer: WeightClient, cluster: LocalCluster) -> None:
     """Repeated at once it becomes complete; after further writes it would mix two steps."""
     push(writer, 0)
     half_a_checkpoint(writer, cluster)

@@ -297,10 +297,10 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
         INVALID,
         "1 marks for 2 shards",
     ),
-    "session: a mark that is none": (
+    "session: an invalid mark": (
         lambda s: s.open(s.epoch + 1, peers=["0123456789abcdef:1", "0123456789abcdef:-1"]),
         INVALID,
-        "'0123456789abcdef:-1' is not a mark of a shard",
+        "'0123456789abcdef:-1' is not a mark of a shard: give incarnation:commit, as the shard answers it",
     ),
     "checkpoint: marks of too many shards": (
         lambda s: s.stub.Checkpoint(
@@ -401,7 +401,7 @@ def test_refused_by_the_shard(
     assert raised.value.code() is status
     assert "\n" not in raised.value.details()
     assert everything(client) == before
-    # Neither did a refused write use up its sequence number, or the writer's right to go on.
+    # Neither did a refused write use up its sequence number, or the writer's right to continue.
     if shard.sequence:
         assert not shard.push_rows(OK, sequence=1).duplicate
 
@@ -514,7 +514,7 @@ def test_a_write_cut_off_leaves_nothing(shard: Shard, client: WeightClient) -> N
 
 @pytest.mark.parametrize("name", ["a" * 256, "two\nlines", "\U0001d6c8" * 256])
 def test_no_run_name_garbles_an_error(client: WeightClient, cluster: LocalCluster, name: str) -> None:
-    """A fenced writer is told at once who fenced it: the text must fit into gRPC's headers."""
+    """A fenced writer learns at once which run fenced it: the text must fit into gRPC's headers."""
     client.create_table(SPEC)
     client.extend_schedule(0, np.full(HORIZON, 0.5))
     client.open_session("old")

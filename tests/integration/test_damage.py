@@ -1,4 +1,4 @@
-"""Damaged data besides blocks, full or read-only disks, and little address space."""
+"""Damaged data other than blocks, full or read-only disks, and little address space."""
 
 from __future__ import annotations
 
@@ -190,11 +190,11 @@ def test_damage_found_while_serving_ends_writes_but_not_reads(tmp_path: Path) ->
     storage.close()
 
 
-# ---- what is stored beside blocks
+# ---- stored data other than blocks
 
 
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
-def test_no_flipped_bit_of_a_record_goes_unseen(stride: int, tmp_path: Path) -> None:
+def test_every_flipped_bit_of_a_record_is_found(stride: int, tmp_path: Path) -> None:
     """Damages keys and values of everything but blocks: `verify` reports it, and readers refuse."""
     (source,) = make_shards(tmp_path, 1, replace(SPEC, num_rows=10))
     with contextlib.closing(LmdbStorage(source)) as storage, storage.write() as txn:
@@ -384,7 +384,7 @@ def assert_one_line(outcome: tuple[int, str], message: str) -> None:
     assert message in error
 
 
-@pytest.mark.parametrize("command", ["serve anew", "serve", "reshard", "inspect", "verify", "compact"])
+@pytest.mark.parametrize("command", ["serve a new one", "serve", "reshard", "inspect", "verify", "compact"])
 def test_a_full_disk_ends_no_process(command: str, tmp_path: Path) -> None:
     """LMDB writes to lock.mdb through a map, which a full disk cannot back for a new file."""
     (source,) = make_shards(tmp_path, 1, replace(SPEC, num_rows=500))
@@ -396,7 +396,7 @@ def test_a_full_disk_ends_no_process(command: str, tmp_path: Path) -> None:
         fill(full)
         outcome = cli(
             *{
-                "serve anew": ["serve", "--init", "--data-dir", new, "--listen", "127.0.0.1:0"],
+                "serve a new one": ["serve", "--init", "--data-dir", new, "--listen", "127.0.0.1:0"],
                 "serve": ["serve", "--data-dir", there, "--listen", "127.0.0.1:0"],
                 "reshard": ["reshard", "--source", source, "--target", new],
                 "inspect": ["inspect", there],
@@ -448,7 +448,7 @@ def test_where_a_compacted_directory_can_lie(tmp_path: Path, monkeypatch: pytest
         compact(source, tmp_path / "file")
 
 
-# ---- what is asked for
+# ---- requests
 
 
 def test_shards_of_different_sessions_are_not_of_one_time(tmp_path: Path) -> None:

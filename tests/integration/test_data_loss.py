@@ -175,7 +175,7 @@ def test_later_clients_know_what_the_newest_checkpoint_held(place: Place) -> Non
     with place.connect() as later:
         with pytest.raises(DataLossError, match=r"shard 1 .* lacks what shard 0 knows it to have acknowledged: serve"):
             later.open_session("later")
-        assert later.describe().run == "run", "nobody was fenced"
+        assert later.describe().run == "run", "no session was fenced"
         with pytest.raises(DataLossError, match=r"shard 1 .* lacks what shard 0 knows it to have acknowledged: serve"):
             export_rows(later, place.directory / "exported")
         assert not (place.directory / "exported").exists()
@@ -255,7 +255,7 @@ def test_a_session_is_more_than_its_number(place: Place) -> None:
             assert (third.fetch(ROWS, step=1) == -1).all()
 
 
-# ---- errors whose outcome nobody knows
+# ---- errors with an unknown outcome
 
 
 class Interrupted(BaseException):

@@ -49,7 +49,7 @@ def test_from_images_to_an_encoder_elsewhere(tmp_path: Path) -> None:
     before = losses(output)
     assert 16 <= len(before) < 36, "it was killed in the midst"
     python(*run)
-    assert losses(output)[: len(before)] == before, "steps behind the checkpoint were made again, and came out the same"
+    assert losses(output)[: len(before)] == before, "steps after the checkpoint were repeated with other results"
     assert len(losses(output)) == 36
 
     python("-m", "trainer.export", "encoder", str(output), "--format", "timm", "--output", str(exported))

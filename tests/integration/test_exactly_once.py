@@ -28,7 +28,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 import weightserver.client.transfer
 from tests.helpers.faulty_proxy import Answer, Fault, Faults, FaultyProxy
-from tests.helpers.row_model import Float64Array, Row, RowModel
+from tests.helpers.row_model import Row, RowModel
 from tests.helpers.watching import metric
 from weightserver import (
     Checkpoint,
@@ -39,6 +39,7 @@ from weightserver import (
     TableSpec,
     WeightClient,
 )
+from weightserver.core.arrays import Float32Array, Float64Array, Int64Array
 from weightserver.core.initial import initial_rows
 from weightserver.core.sharding import Sharding
 from weightserver.protocol._generated import weight_server_pb2 as pb
@@ -82,8 +83,6 @@ NO_ANSWER = (
     grpc.StatusCode.CANCELLED,
 )
 
-Int64Array = npt.NDArray[np.int64]
-Float32Array = npt.NDArray[np.float32]
 Result = TypeVar("Result")
 
 

@@ -93,7 +93,7 @@ def test_a_grown_table_is_what_a_larger_one_would_have_been(client: WeightClient
     """Compares with dense SGD over all rows, and bit for bit with a table created with them."""
     oracle = Oracle(LARGER, RATES)
     epoch = open_table(client, SPEC)
-    with WeightClient(cluster.addresses) as small:  # knows the smaller table, and goes on with it
+    with WeightClient(cluster.addresses) as small:  # knows the smaller table, and continues with it
         small.open_session("test", join=epoch)
         for step in range(NUM_STEPS):
             if step == GROWN_AT:
@@ -114,7 +114,7 @@ def test_a_grown_table_is_what_a_larger_one_would_have_been(client: WeightClient
         oracle.assert_equals(client.fetch_state(ALL, step=NUM_STEPS))
         grown = client.fetch_state(ALL)
         assert same(small.fetch_state(OLD), RowState(**{name: array[:100] for name, array in vars(grown).items()}))
-        assert np.array_equal(small.fetch([262], step=NUM_STEPS), client.fetch([262], step=NUM_STEPS)), "it asks anew"
+        assert np.array_equal(small.fetch([262], step=NUM_STEPS), client.fetch([262], step=NUM_STEPS)), "it asks again"
     client.push_gradients([200], np.ones((1, SPEC.dim), np.float32), step=GROWN_AT - 5)  # late, of before it was there
     late = client.fetch_state([200])
 
@@ -143,21 +143,21 @@ def test_extend_table_rejects_invalid_sizes(client: WeightClient) -> None:
 
 def test_a_superseded_session_extends_nothing(client: WeightClient, cluster: LocalCluster) -> None:
     open_table(client, SPEC)
-    with WeightClient(cluster.addresses) as newer, WeightClient(cluster.addresses) as nobody:
+    with WeightClient(cluster.addresses) as newer, WeightClient(cluster.addresses) as operator:
         epoch = newer.open_session("new")
         with pytest.raises(FencedError, match=r"was superseded by epoch \d+ \(run 'new'\)"):
             client.extend_table(263)
         assert newer.describe().spec == SPEC
-        nobody.extend_table(150)  # without a session, as the command does: whoever writes goes on
+        operator.extend_table(150)  # without a session, as the command does: writers continue
         assert newer.describe().epoch == epoch
         push(newer, 0, 100)
         newer.extend_table(263)
         push(newer, 1, 263)
-        describe = nobody._shards.describe
+        describe = operator._shards.describe
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(nobody._shards, "describe", lambda: [describe(), newer.open_session("a moment later")][0])
+            patch.setattr(operator._shards, "describe", lambda: [describe(), newer.open_session("a moment later")][0])
             with pytest.raises(FencedError, match="was superseded by epoch"):
-                nobody.extend_table(300)
+                operator.extend_table(300)
 
 
 @pytest.mark.guard
@@ -218,7 +218,7 @@ def test_operations_on_a_grown_table(tmp_path: Path, capsys: pytest.CaptureFixtu
         client.checkpoint("before", step=1)
         before = client.fetch_state(OLD)
         backup(client, tmp_path / "small")
-        with pytest.MonkeyPatch.context() as patch:  # one that is stopped, and goes on with the larger table
+        with pytest.MonkeyPatch.context() as patch:  # one that stops and resumes with the larger table
             patch.setattr(backups, "_copy_shard", stopped_at(1, backups._copy_shard))
             with pytest.raises(KeyboardInterrupt):
                 backup(client, tmp_path / "stopped")

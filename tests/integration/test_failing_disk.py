@@ -82,7 +82,7 @@ def test_a_failed_write_of_a_meta_page_ends_the_shard(
             assert cluster.processes[0].wait(10) == 1
             disk.heal()
             cluster.restart(0)
-            waiting.result(60)  # the same call went on, under the same number
+            waiting.result(60)  # the same call continued, with the same number
     log = (tmp_path / "servers/shard-0.log").read_text()
     assert re.search("^weightserver serve: .*: LMDB cannot continue after .*$", log, re.MULTILINE), log
     assert "Traceback" not in log

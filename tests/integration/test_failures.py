@@ -124,7 +124,7 @@ def test_a_write_whose_reply_is_lost_is_applied_once(killed: bool) -> None:
         push.result(40)
         assert metric(cluster.metrics_addresses[0], "weightserver_duplicate_writes_total") >= 1
         assert_same(direct.fetch_state(ROWS), applied)
-        client.push_gradients(ROWS, gradients, step=2)  # and the writer goes on
+        client.push_gradients(ROWS, gradients, step=2)  # and the writer continues
         assert direct.describe().clock == 3
 
 

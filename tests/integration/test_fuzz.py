@@ -409,7 +409,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 @pytest.mark.parametrize("count", [150, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_at_the_bare_port(place: tuple[LocalCluster, WeightClient], count: int) -> None:
-    """Bytes at random, parts of HTTP/2's greeting, frames of every kind behind a whole one; some never hang up."""
+    """Bytes at random, parts of HTTP/2's greeting, frames of every kind after a whole one; some never hang up."""
     cluster, client = place
     before, r = everything(client), random.Random(3)
     process, (host, _, port) = psutil.Process(cluster.processes[0].pid), cluster.addresses[0].rpartition(":")

@@ -126,7 +126,7 @@ class Clients:
                         call.run()
                         break
                     if not given_up and draw.random() < 0.5:
-                        given_up += 1  # and nobody knows what came of it
+                        given_up += 1  # with an unknown outcome
                         break
             except FencedError:
                 fenced += 1
@@ -182,7 +182,7 @@ class Clients:
                 if operation in ("session", "rollback"):
                     epoch = self._open_session()
                     client = clients.enter_context(self._client(self._faulty, IMPATIENT_SECONDS))
-                    assert self._join("operator", client, epoch), "nobody else opens sessions"
+                    assert self._join("operator", client, epoch), "no other client opens sessions"
                     if operation == "rollback" and self._checkpoints:
                         self._roll_back(client, epoch, draw.randrange(len(self._checkpoints)))
                     self._epoch = epoch

@@ -217,7 +217,7 @@ def test_silent_callers_do_not_block_others(crowd: Crowd) -> None:
     assert crowd.peak < CEILING
     assert crowd.metric("weightserver_refused_calls_total") > 0
     assert crowd.metric("weightserver_cut_off_calls_total") > 0
-    wait_until(lambda: crowd.metric("weightserver_request_memory_bytes ") == 0)  # nobody is waited for without end
+    wait_until(lambda: crowd.metric("weightserver_request_memory_bytes ") == 0)  # no caller is waited for without end
     crowd.leave()
 
 
@@ -277,7 +277,7 @@ def test_no_lane_takes_all_memory() -> None:
 
 
 def test_a_write_without_free_memory_is_refused(tmp_path: Path) -> None:
-    """It is told when to retry; a write that could never fit is told so at its start."""
+    """The refusal says when to retry; a write that could never fit is refused at its start."""
     with crowd_at(tmp_path, "--stall-seconds", "30") as crowd:
         num_rows, value = 80_000, bytes(4 * SPEC.dim)  # 74 MB of 117 that writes may take
         answered = threading.Event()
@@ -329,7 +329,7 @@ def test_large_messages_stay_below_the_ceiling(crowd: Crowd) -> None:
 @pytest.mark.guard
 @pytest.mark.parametrize("method", ["Watch", "Check"])
 def test_silent_callers_without_a_token_do_not_block_others(crowd: Crowd, method: str) -> None:
-    """Health checks need no token. They occupy only their own lane, and late callers are told when to retry."""
+    """Health checks need no token. They occupy only their own lane, and a refusal says when to retry."""
 
     def nothing() -> Iterator[bytes]:
         crowd.end.wait(5)
@@ -538,7 +538,7 @@ class FakeContext:
 
 
 def test_a_waiting_write_ends_with_its_caller(tmp_path: Path) -> None:
-    """It waits in the queue behind another one: it is never applied, and its memory is released at once."""
+    """It waits in the queue after another one. It is never applied, and its memory is released at once."""
     storage = LmdbStorage(tmp_path)
     shard = Shard(storage, shard=0, num_shards=1)
     committer, memory = Committer(shard.batch), RequestMemory(64 << 20)

@@ -25,7 +25,7 @@ from trainer.distributed import Ranks, process_group
 from trainer.loss import cosine_softmax_loss
 from trainer.recency import RecentRows, announced
 from trainer.rows import DenseRows, RemoteRows, ResidentRows, RowStore
-from trainer.rows.opening import start_servers
+from trainer.run.opening import start_servers
 from trainer.schedule import VisitSchedule, learning_rates
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.core.sharding import Sharding

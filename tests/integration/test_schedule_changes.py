@@ -107,7 +107,7 @@ def test_clients_that_know_an_earlier_schedule(client: WeightClient, cluster: Lo
         epoch = prepare(client)
         other.open_session("test", join=epoch)
         push(other, CLOCK)
-        client.extend_schedule(NUM_STEPS, [0.25, 0.125])  # more steps: nobody has to hear of them
+        client.extend_schedule(NUM_STEPS, [0.25, 0.125])  # more steps, of which no writer has to know
         push(other, CLOCK + 1)
         other.fetch(ROWS, step=NUM_STEPS)
         other.fetch(ROWS, step=NUM_STEPS + 1)  # it learns of them
@@ -193,7 +193,7 @@ def test_directories_made_otherwise_have_the_same_digest(
             assert Shard(storage, shard=shard, num_shards=num_shards).schedule.digest == ScheduleHash(NEW).digest
 
 
-# ---- beside others
+# ---- with concurrent calls
 
 
 @pytest.mark.guard
@@ -229,7 +229,7 @@ def test_changes_during_a_running_writer(
                     num_told += 1
                     client.describe()
         changing.result(60)
-    print(f"{num_changes} changes, {len(refused)} refused, the writer was told {num_told} times")
+    print(f"{num_changes} changes, {len(refused)} refused, the writer got {num_told} errors")
     assert all("and was used" in error for error in refused), refused
     assert len(refused) < num_changes
     assert num_told
@@ -326,7 +326,7 @@ def test_a_client_that_dies_in_between(
     with WeightClient(cluster.addresses, timeout_seconds=10, retry_seconds=0.3) as other:
         other.open_session("test", join=epoch)
         other.describe()
-        push(other, CLOCK)  # what is not touched goes on
+        push(other, CLOCK)  # rows that are not touched stay writable
         other.fetch(ROWS, step=CHANGED_AT)
         if any(pending):
             with pytest.raises(OverloadedError, match=r"neither finished nor given up: .* call extend_schedule\(\)"):
@@ -523,7 +523,7 @@ def test_shards_that_differ_are_refused_and_mended(client: WeightClient, cluster
 
 
 def test_a_client_meets_a_shard_that_differs(client: WeightClient, cluster: LocalCluster) -> None:
-    """It knows the earlier schedule, and the shard lacks a change: its writes are refused from there on."""
+    """It knows the earlier schedule, and the shard misses a change: its writes from there on are refused."""
     prepare(client)
     client.extend_schedule(CHANGED_AT, NEW[CHANGED_AT:])
     rewrite(cluster, 1, CHANGED_AT + 5, OLD[CHANGED_AT + 5 :])
@@ -542,7 +542,7 @@ def test_shards_that_used_different_ones_are_mended_by_a_rollback(client: Weight
     opener = descriptions(cluster)[1].opener
     header = pb.WriteHeader(
         epoch=epoch, opener=opener, writer=b"x" * 16, sequence=1, step=CHANGED_AT, num_rows=len(of_shard_1)
-    )  # of a writer that tells no digest
+    )  # of a writer that sends no digest
     message = pb.PushGradientsRequest(
         header=header, rows=pb.Rows(ids=of_shard_1.tobytes()), gradients=gradients(0)[:7].tobytes()
     )

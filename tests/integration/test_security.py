@@ -199,7 +199,7 @@ def test_refused_at_once(place: Place, shard: str, security: Callable[[Place], C
     place.assert_no_secret(str(raised.value))
 
 
-def test_a_shard_that_goes_away_is_tried_again_with_tls_too(place: Place) -> None:
+def test_a_stopped_shard_is_retried_with_tls_too(place: Place) -> None:
     options = ["--tls-cert", f"{place.own}/server.pem", "--tls-key", f"{place.own}/server-key.pem"]
     with (
         served({"short": options}) as shards,
@@ -260,7 +260,7 @@ def test_secrets_are_nowhere_to_be_read(place: Place) -> None:
         place.assert_no_secret(text)
 
 
-def test_a_proxy_that_the_environment_names_is_not_told_the_token(place: Place) -> None:
+def test_a_proxy_of_the_environment_does_not_get_the_token(place: Place) -> None:
     """gRPC would send it the calls, without TLS in clear; every command and client goes to the shards directly."""
     asked: list[bytes] = []
 
@@ -444,7 +444,7 @@ def test_certificates_hold_before_a_strict_verifier(tmp_path: Path) -> None:
                 client.do_handshake()
 
 
-# ---- what is refused before anything is served or called
+# ---- refusals before anything is served or called
 
 
 FILES: dict[str, tuple[dict[str, str], str]] = {
@@ -530,7 +530,7 @@ def scrape(address: str, method: str = "GET") -> str:
         return str(page.read().decode())
 
 
-def test_metrics_leave_loopback_only_where_told_and_change_nothing(place: Place) -> None:
+def test_metrics_leave_loopback_only_if_requested_and_change_nothing(place: Place) -> None:
     for name, host in (("tls", "127.0.0.1"), ("plain", "127.0.0.2")):
         shard = place.shards[name]
         assert shard.metrics_address.startswith(f"{host}:")

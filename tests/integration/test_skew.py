@@ -89,7 +89,7 @@ def newer() -> FileDescriptor:
 
 
 class Translator(grpc.GenericRpcHandler):
-    """Passes calls on to a shard, each message through `translate`; refuses methods that the contract lacks."""
+    """Passes calls on to a shard, each message through `translate`; refuses methods that are not in the contract."""
 
     def __init__(self, target: str, contract: FileDescriptor, translate: Callable[[Message], None]) -> None:
         self._channel = grpc.insecure_channel(target)
@@ -194,7 +194,7 @@ def test_neighbouring_versions_understand_one_another(
             skewed.fetch([1], step=99)
 
 
-def test_an_older_shard_that_lacks_a_call_is_named(
+def test_an_older_shard_without_a_call_is_named(
     lacking: FileDescriptor,
     client: WeightClient,
     cluster: LocalCluster,
@@ -213,7 +213,7 @@ def test_an_older_shard_that_lacks_a_call_is_named(
         with pytest.raises(ClusterError, match=r"shard 0 at .* does not know this call: it runs an older version"):
             skewed.extend_table(501)
         with pytest.raises(ClusterError, match="does not know this call"):
-            skewed.learning_rates()  # which a trainer that resumes bears with
+            skewed.learning_rates()  # which a trainer that resumes tolerates
         assert skewed.describe().spec == SPEC
     client.drop_table()
     with between(cluster, lacking, forget) as addresses, WeightClient(addresses, retry_seconds=1) as skewed:
@@ -223,7 +223,7 @@ def test_an_older_shard_that_lacks_a_call_is_named(
             skewed.describe()
     everything(client)
     client.checkpoint("kept", step=1)
-    with pytest.raises(SystemExit) as stopped:  # when the shards are updated, the same command goes on
+    with pytest.raises(SystemExit) as stopped:  # when the shards are updated, the same command resumes
         main(["backup", *cluster.addresses, "--output", str(tmp_path / "backup")])
     assert stopped.value.code == 0
 
@@ -233,7 +233,7 @@ def test_an_older_shard_that_lacks_a_call_is_named(
 def test_a_caller_of_the_first_version_is_refused(
     version: str | None, method: Any, client: WeightClient, cluster: LocalCluster
 ) -> None:
-    """It sends no version: every call is told what to update, and changes nothing."""
+    """It sends no version: every call is refused with what to update, and changes nothing."""
     client.create_table(SPEC)
     before = client.describe()
     metadata = [] if version is None else [("weightserver-version", version)]

@@ -58,7 +58,7 @@ def test_an_empty_directory_takes_init(tmp_path: Path) -> None:
     assert refused(tmp_path / "missing") == f"{tmp_path}/missing is missing: {advice}"
     (tmp_path / "empty" / "lost+found").mkdir(parents=True)
     assert refused(tmp_path / "empty") == f"{tmp_path}/empty is empty: {advice}"
-    assert [path.name for path in tmp_path.rglob("*")] == ["empty", "lost+found"], "what is refused stays as it is"
+    assert [path.name for path in tmp_path.rglob("*")] == ["empty", "lost+found"], "a refused directory stays as it is"
     with LocalCluster(1, tmp_path, serve_options=["--data-dir", str(tmp_path / "empty")]) as cluster:
         make_table(cluster)
     options = ["--data-dir", str(tmp_path / "empty"), "--init"]

@@ -152,7 +152,7 @@ def test_an_old_copy_is_noticed(data: Path) -> None:
 
 
 @pytest.mark.guard
-def test_no_flipped_byte_goes_unseen(data: Path) -> None:
+def test_every_flipped_byte_is_found(data: Path) -> None:
     """For any byte of the file: verify finds the flip, the shard refuses to start, or nothing depends on it."""
     path, log = data / "data.mdb", data.parent / "shard-0.log"
     with LocalCluster(1, data.parent) as cluster, WeightClient(cluster.addresses) as client:

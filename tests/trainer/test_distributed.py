@@ -242,7 +242,7 @@ def test_extreme_logits_are_extreme() -> None:
 
 
 @pytest.mark.guard
-def test_ranks_tell_each_other(recorded: list[Recorded]) -> None:
+def test_ranks_exchange_values(recorded: list[Recorded]) -> None:
     world_size = len(recorded)
     for rank, part in enumerate(recorded):
         told = json.loads(str(part["told"]))

@@ -73,7 +73,7 @@ def test_resume_rejects_other_settings(command: str, more: list[str], message: s
 
 @pytest.mark.guard
 def test_a_resumed_run_of_an_earlier_version_trains_as_it_did(tmp_path: Path) -> None:
-    """With its config.json as 0.1 wrote it, to the end of an undisturbed run, bit for bit on a CPU."""
+    """It resumes with 0.1's config.json to the end of an undisturbed run, bit for bit on a CPU."""
     run = small_run(tmp_path / "run", steps=12, checkpoint_every=8, encoder=ONLY_ROWS)
     train(run)
     before = losses(run.output)

@@ -28,7 +28,7 @@ from trainer.data.pack import PackOptions, pack
 from trainer.export.__main__ import main as export
 from trainer.loop import train
 from trainer.recency import RecentRows
-from trainer.rows import opening
+from trainer.run import opening
 from trainer.run.checkpoint import Checkpoints
 from trainer.run.history import ImageHistory
 from trainer.schedule import VisitSchedule, learning_rates
@@ -136,7 +136,7 @@ def assert_drifted(state: RowState, weight: np.ndarray, momentum_buffer: np.ndar
 
 @pytest.mark.guard
 def test_the_same_with_remote_rows_and_files_without_history(output: Path, extended: Path, images: Path) -> None:
-    """As a version without --extend wrote them."""
+    """The files are as a version without --extend wrote them."""
     for path in (output / "checkpoints").iterdir():
         with safe_open(path, "pt") as file:
             metadata = dict(file.metadata())

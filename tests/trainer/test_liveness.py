@@ -47,9 +47,9 @@ try:
             time.sleep(0.3 * rank)
             raise Agreed
         elif ends == f"{rank} raises":
-            raise ValueError("it cannot go on")
+            raise ValueError("it cannot continue")
         elif ends == f"{rank} raises and hangs":
-            raise KeyError("it cannot go on")
+            raise KeyError("it cannot continue")
         else:
             time.sleep(100)
 except Agreed:

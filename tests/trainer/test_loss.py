@@ -44,7 +44,7 @@ def test_the_formula_is_torchs_in_float64() -> None:
     assert expected.loss.error < 1e-13
 
 
-def test_the_bounds_are_tight_enough_to_tell_faults() -> None:
+def test_the_bounds_are_tight_enough_to_find_faults() -> None:
     """They detect a temperature off by a thousandth, a wrong label, and a mean without one image."""
     features, weight, labels = inputs()
     expected = numerics.softmax_loss(features, weight, labels, temperature=0.2)

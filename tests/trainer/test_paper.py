@@ -131,7 +131,7 @@ def test_numbers_of_negatives_of_table_2(exponent: int) -> None:
     batch = schedule_of(config).visits(20_000 * 512, 20_001 * 512)
     assert np.array_equal(active.rows[active.labels], batch)
     seen = schedule_of(config).visits(20_001 * 512 - 2**exponent, 20_001 * 512)
-    assert np.isin(seen, active.rows).all(), "no one else is more recent"
+    assert np.isin(seen, active.rows).all(), "no other row is more recent"
 
 
 @pytest.mark.parametrize("correction", ["exact", "paper", "none"])

@@ -53,7 +53,7 @@ def test_any_step_alone_equals_the_steps_in_turn() -> None:
 
 
 def test_a_long_walk_back_takes_little_memory() -> None:
-    """With a small stride the K-th most recent row lies far back: here 10⁶ visits, which alone would be 8 MB."""
+    """With a small stride the K-th most recent row is far back: here 10⁶ visits, which would take 8 MB."""
     schedule = VisitSchedule(num_rows=10**9, window_size=1_000, window_stride=2, seed=4)
     tracemalloc.start()
     active = RecentRows(schedule, num_active=3_000, batch_size=1_000).active(0)

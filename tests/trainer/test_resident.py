@@ -75,7 +75,7 @@ def make_store(watched: WatchedClient) -> Iterator[Any]:
 
 
 def test_rows_and_bytes_are_as_planned(make_store: Any) -> None:
-    """By `weightserver plan`, which does not import the trainer."""
+    """`weightserver plan` computes them without the trainer."""
     preset = PRESETS["synthetic"][1]
     for num_rows in (150_000, 10**6, 10**9):
         (planned, _, _) = plan(Workload(num_rows=num_rows))["a trainer's memory, per rank"]

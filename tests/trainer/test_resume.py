@@ -36,8 +36,8 @@ from trainer.run.checkpoint import Checkpoints
 from trainer.run.checkpoint_file import saved_steps
 from trainer.run.directory import read_config, read_encoder, read_summary
 from trainer.run.recorder import Recorder
-from trainer.run.stopping import Interrupted
 from trainer.schedule import learning_rates
+from trainer.stopping import Interrupted
 from weightserver import LocalCluster, TableMismatchError, WeightClient
 from weightserver.client.connection import ShardConnection
 from weightserver.common.atomic_files import sync

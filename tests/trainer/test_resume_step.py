@@ -168,7 +168,7 @@ def test_servers_with_an_older_directory_discard_nothing_unasked(
 @pytest.mark.parametrize("rows", ["resident", "remote"])
 @pytest.mark.parametrize("stopped", [EVERY, EVERY + 1], ids=["after the checkpoint", "a step later"])
 @pytest.mark.guard
-def test_a_copy_one_checkpoint_behind_a_stopped_run_is_refused(
+def test_a_copy_older_by_one_checkpoint_than_a_stopped_run_is_refused(
     stopped: int, rows: str, keep: int, tmp_path: Path
 ) -> None:
     """Even if the servers have seen no later step."""

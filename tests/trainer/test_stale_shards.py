@@ -15,7 +15,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-import trainer.rows.opening
+import trainer.run.opening
 from tests.helpers.comparing import rows_in, same
 from tests.helpers.small_run import EVERY, NUM_IMAGES, NUM_STEPS, ONLY_ROWS, losses, small_run
 from trainer.config import TrainConfig
@@ -47,7 +47,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> RowState:
         return stores[-1]
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(trainer.rows.opening, "DenseRows", make)
+        patched.setattr(trainer.run.opening, "DenseRows", make)
         train(run(tmp_path_factory.mktemp("dense") / "run", rows="dense"))
     return stores[0].read_state(ROWS, step=NUM_STEPS)
 

@@ -81,7 +81,7 @@ def test_different_ids_and_seeds_give_different_images() -> None:
     images = images_of(list(range(2_000)))
     assert len({image.numpy().tobytes() for image in images}) == 2_000
     distances = (images[:1_000].float() - images[1_000:].float()).abs().mean(dim=(1, 2, 3))
-    assert distances.min() > 40  # of 255: told apart by much more than the noise, and by its pattern alone
+    assert distances.min() > 40  # of 255: distinguished by much more than the noise, and by its pattern alone
     assert not torch.equal(images_of([3], seed=1), images_of([3], seed=2))
 
 

@@ -280,11 +280,11 @@ BAD_COMMAND_LINES = {
         r"--tls-cert and --tls-key belong together: give both or none",
     ),
     "TLS without servers": (["--tls-ca", "ca.pem"], r"--tls-ca is for --servers: omit it, or give their addresses"),
-    "a CA that is none": (
+    "a missing CA": (
         ["--servers", "10.0.0.1:1", "--tls-ca", "/nonexistent.pem"],
         r"--tls-ca /nonexistent\.pem cannot be read: No such file or directory",
     ),
-    "a token that is none": (
+    "an empty token": (
         ["--servers", "127.0.0.1:1", "--token-file", "/dev/null"],
         r"--token-file /dev/null holds no valid token: give at least 16 printable",
     ),

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
@@ -19,11 +18,10 @@ from hypothesis import strategies as st
 
 from tests.helpers.numerics import Rounded, sgd_update
 from weightserver import TableSpec
+from weightserver.core.arrays import Float32Array, Float64Array, Int64Array
 from weightserver.core.correction import Schedule, apply_push, bring_to, correct, single_rate_products
 from weightserver.core.errors import StepError
 
-Float32Array = npt.NDArray[np.float32]
-Float64Array = npt.NDArray[np.float64]
 Run = tuple[float, float, str, float, int]
 """momentum, weight decay, kind of schedule, highest learning rate, seed"""
 
@@ -364,7 +362,7 @@ class Rows:
         self.momentum = np.zeros_like(weight)
         self.last_step = np.zeros(len(weight), np.int64)
 
-    def push(self, step: int, rows: npt.NDArray[np.int64], gradient: Float32Array) -> None:
+    def push(self, step: int, rows: Int64Array, gradient: Float32Array) -> None:
         seen, weight, momentum = self.last_step[rows], self.weight[rows], self.momentum[rows]
         apply_push(self.schedule, self.correction, step, seen, weight, momentum, gradient, rows=rows)
         self.last_step[rows], self.weight[rows], self.momentum[rows] = seen, weight, momentum
@@ -375,7 +373,7 @@ class Rows:
         return weight, momentum
 
 
-Pushes = list[tuple[int, npt.NDArray[np.int64], Float32Array]]
+Pushes = list[tuple[int, Int64Array, Float32Array]]
 
 
 def random_pushes(num_rows: int, dim: int, num_steps: int, seed: int) -> Pushes:
@@ -481,7 +479,7 @@ class Case:
     momentum: float
     weight_decay: float
     rates: Float32Array
-    last_step: npt.NDArray[np.int64]
+    last_step: Int64Array
     weight: Float32Array
     momentum_buffer: Float32Array
     gradient: Float32Array
@@ -503,7 +501,7 @@ def cases(draw: st.DrawFn) -> Case:
     stable = 2 * (1 + momentum) / weight_decay if weight_decay else 1e3
     num_steps = draw(st.integers(1, 120) | st.integers(100, 700))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    parts: list[npt.NDArray[np.float64]] = []
+    parts: list[Float64Array] = []
     while sum(map(len, parts)) < num_steps:
         length = draw(st.integers(1, 60) | st.just(num_steps))
         peak = stable * draw(st.sampled_from([0.0, 0.001, 0.1, 0.3, 0.5, 0.9, 1.1, 1.5, 4.0, 1e3, 1e30]))
@@ -631,7 +629,7 @@ def check_corrected_rows(case: Case, *, single_rate: bool) -> None:
         error = raised(partial(bring, weight, momentum_buffer))
         errors.append(error)
         if error is not None:
-            assert (weight == case.weight[some]).all(), "what is refused stays as it was"
+            assert (weight == case.weight[some]).all(), "refused rows stay as they were"
             assert (momentum_buffer == case.momentum_buffer[some]).all()
         if expected.assert_raised(error, int(name)):
             allow_for_correction(case, expected, number, schedule.products(case.last_step[some], stop)[0])

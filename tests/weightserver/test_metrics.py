@@ -72,7 +72,7 @@ def test_a_shard_reports_its_work(client: WeightClient, cluster: LocalCluster) -
     before = {key: sample(name) for key, name in names.items()}
     client.push_gradients(np.arange(10), np.ones((10, 8), np.float32), step=99)  # shard 0 has the first block
     client.fetch(np.arange(20), step=120)  # ten rows that have seen 100 updates, the others are shard 1's
-    client.fetch_state(np.arange(10))  # raw: behind the clock, which is 100
+    client.fetch_state(np.arange(10))  # raw: older than the clock, which is 100
     client.checkpoint("here", step=100)
     with WeightClient(cluster.addresses) as late:
         late.open_session("first", join=epoch)

@@ -165,7 +165,7 @@ def test_a_fetch_continues_after_an_extension_but_not_after_a_drop(
     served.close()
     with closing(Served(tmp_path)) as again:
         for digest in earlier:
-            again.shard.check_table(digest)  # whoever met the table at any of these sizes goes on, behind a restart too
+            again.shard.check_table(digest)  # clients that know any of these sizes continue, after a restart too
         again.do(lambda batch: again.shard.extend_table(batch, 1_000))
         with pytest.raises(TableMismatchError, match=r"the table was replaced, it is now .*num_rows=1000"):
             again.shard.check_table(earlier[0])
@@ -297,7 +297,7 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
         assert sorted(read("two", first=4)) == [8, 16]
         assert read("two", first=17) == {}
     served.do(lambda batch: served.shard.extend_table(batch, 200))
-    far = np.array([150], np.int64)  # of block 25, behind the table of the checkpoint
+    far = np.array([150], np.int64)  # of block 25, after the table of the checkpoint
     served.do(lambda batch: served.shard.push_gradients(batch, header(6, 2), far, gradient[:1]))
     assert served.shard.read_blocks(16, checkpoint="two")[1] is None
     with pytest.raises(NoTableError, match="no checkpoint 'three'"):
@@ -441,7 +441,7 @@ def test_inspect_reads_while_a_shard_writes(tmp_path: Path) -> None:
         assert (seen["run"], seen["epoch"], seen["clock"], seen["horizon"]) == ("live", 1, 3, 30)
         assert seen["rows_stored"] == 3
         assert seen["block_versions"] == 2
-        assert served.push(2, step=3) is True  # the writer goes on
+        assert served.push(2, step=3) is True  # the writer continues
     assert inspect_directory(tmp_path)["clock"] == 4
 
 

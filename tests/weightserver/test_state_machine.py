@@ -501,7 +501,7 @@ class Machine(RuleBasedStateMachine):
     def shard_of(self, row: int) -> int:
         return row // SPEC.rows_per_block % NUM_SHARDS
 
-    # ---- what a caller may be told
+    # ---- errors that a caller may get
 
     def check_done(self, made: Made, answer: Any, *, beside: bool) -> None:
         """Checks a call that has returned."""
@@ -578,7 +578,7 @@ class Machine(RuleBasedStateMachine):
         return len({shard.timeline for shard in self.shards}) == 1
 
     def knows_of_loss(self, writer: Writer) -> bool:
-        """Whether a shard lacks something that its client knows of, or was told of a loss."""
+        """Whether a shard lacks something that its client knows of, or its client has learnt of a loss."""
         return writer.name in self.cluster.told_of_loss or any(
             self.cluster.lacks(shard, known.event) for shard, known in enumerate(self.cluster.known_to(writer.name))
         )
@@ -692,7 +692,7 @@ class Machine(RuleBasedStateMachine):
         message, error = event.message, event.result
         shard, call = self.shards[message.shard], message.run.call.call
         if error is DataLossError:
-            had_to = event.behind or message.method == "Describe"  # which may bring a mark that another shard has told
+            had_to = event.behind or message.method == "Describe"  # which may carry a mark that another shard sent
         elif error is StorageError:
             had_to = message.run.attempts[-1] in (Fate.DISK_FAILS, Fate.DISK_FAILS_TOO_LATE) or True
         elif error is FencedError:
@@ -880,7 +880,7 @@ def test_an_attempt_in_doubt_before_a_refusal(machine: Machine) -> None:
 
 
 @pytest.mark.skipif(
-    sys.version_info[:2] != (3, 11), reason="where CPython looks for signals is told by the instructions of 3.11"
+    sys.version_info[:2] != (3, 11), reason="reads the instructions of CPython 3.11 at which it handles signals"
 )
 def test_a_push_interrupted_anywhere(small_window: None) -> None:
     """Wherever a signal arrives, a repeated push counts once, a rollback is possible, and no lock stays taken."""

@@ -1,4 +1,8 @@
-"""Data sets: `load_dataset(name, directory)` loads one by name."""
+"""Data sets: listing, packing, decoding and augmenting images.
+
+Import from it: the names below; single modules, by everything in the trainer except `rows`.
+It may import: no other folder.
+"""
 
 from trainer.data.datasets import DATASETS, DECODED, SYNTHETIC, Dataset, TrainImages, load_dataset
 from trainer.data.idx import DataNotFoundError

@@ -21,7 +21,7 @@ from trainer.data.datasets import load_dataset
 from trainer.data.manifest import is_packed
 from trainer.data.pack import PackOptions, pack, verify
 from trainer.data.preview import write_preview
-from trainer.run.stopping import exit_on_error
+from trainer.stopping import exit_on_error
 from weightserver.common.atomic_files import to_path
 
 

@@ -16,7 +16,7 @@ import tarfile
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -103,8 +103,9 @@ def pack(source: Path, output: Path, options: PackOptions) -> Manifest:
         raise ValueError(f"{output} is not a directory: give another")
     if source.is_dir() and output.resolve().is_relative_to(source.resolve()):
         raise ValueError(f"{output} lies in {source}, whose folders may be classes: give a directory outside it")
+    missing = [directory for directory in (output, *output.parents) if not directory.exists()]
     output.mkdir(parents=True, exist_ok=True)
-    with _only_packer(output):
+    with _only_packer(output), _removed_if_empty(missing):
         manifest = planned(source, output, options)
         part = manifest.ranges[-1]
         listing = Listing.open(listing_path(output, part.first), Path(part.root))
@@ -159,6 +160,18 @@ def _only_packer(output: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def _removed_if_empty(directories: list[Path]) -> Iterator[None]:
+    """Removes these directories, deepest first, if an error leaves them empty."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for directory in directories:
+                directory.rmdir()
+        raise
 
 
 class _Packer:

@@ -1,7 +1,10 @@
-"""Evaluates features by kNN and linear probe, with the same protocol for every set of features.
+"""Evaluates encoders by the protocols that the field reports (paper, appendix, Experimental Settings).
 
-Settings of a protocol (k, the strength of regularisation) are chosen for each set of features on images held out from
-the training set; then the whole training set is used. Nothing is ever chosen on test images.
+Every protocol has a module with its settings and a function from an `Evaluation` to an `Outcome`; `command` runs them.
+Settings that are not given are chosen on images held out from the training set, never on test images.
+
+Import from it: the names below; `features`, `knn` and `table`, by the loop, the demo and `report`.
+It may import: `data`, `export` and `run`.
 """
 
 from trainer.evaluate.features import (

@@ -46,7 +46,7 @@ class EvaluationOptions(Settings):
     decode_threads: int | None = None
     """Threads of each rank that decode images. Default: the rank's share of the cores."""
     name: str | None = None
-    """Name of the result, NAME.json. Default: the protocol's."""
+    """Name of the result, NAME.json. Default: the protocol's, followed by --checkpoint if given."""
     output: Path | None = None
     """Folder of the result. Default: evaluation/ in the run's directory, or beside the encoder's file."""
 
@@ -149,7 +149,7 @@ def run(command: Command) -> dict[str, Any] | None:
         for note in found.notes if ranks.is_first else ():
             print(note, file=sys.stderr)
         directory = options.output or found.directory / DIRECTORY
-        name = options.name or command.name
+        name = options.name or "-".join(filter(None, (command.name, command.subject.checkpoint)))
         evaluation = Evaluation(
             subject=Subject(name=found.name, encoder=found.encoder, config=found.config),
             load=lambda: _load(found, options),

@@ -1,1 +1,5 @@
-"""Exports for other programs: an encoder for other libraries, and rows with their images."""
+"""Exports for other programs: an encoder for other libraries, and rows with their images.
+
+Import from it: nothing; `python -m trainer.export` runs it.
+It may import: `data` and `run`.
+"""

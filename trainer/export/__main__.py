@@ -26,10 +26,11 @@ from trainer.model import save_encoder
 from trainer.run.checkpoint_file import newest_history, saved_steps
 from trainer.run.directory import read_config
 from trainer.run.resume import check_descent
-from trainer.run.stopping import exit_on_error
 from trainer.schedule import RangesOrder
+from trainer.stopping import exit_on_error
 from weightserver import ClientSecurity, LocalCluster, WeightClient
 from weightserver.common.atomic_files import make_directory, to_path
+from weightserver.operations.arguments import add_security_arguments, client_security
 from weightserver.operations.export import add_export_options, export_rows
 
 
@@ -47,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     rows = what.add_parser("rows", help="export rows, current or of a checkpoint, with their images")
     rows.add_argument("run", type=to_path, help="the run's directory")
     rows.add_argument("--servers", help="host:port,host:port of all weight servers (default: the run's)")
-    ClientSecurity.add_arguments(rows)
+    add_security_arguments(rows)
     add_export_options(rows)
     rows.set_defaults(export=_export_rows)
     encoder = what.add_parser("encoder", help="export the encoder under another library's names, with a model card")
@@ -161,7 +162,7 @@ def _order(run: Path, num_rows: int, config: dict[str, Any]) -> tuple[RangesOrde
 
 def _security(options: argparse.Namespace, config: dict[str, Any]) -> ClientSecurity:
     """The security options of this command, or the run's if it has none."""
-    own = ClientSecurity.from_arguments(options)
+    own = client_security(options)
     if own != ClientSecurity():
         return own
     files = {name: config[name] for name in ("tls_ca", "tls_cert", "tls_key", "token_file") if config.get(name)}

@@ -11,7 +11,6 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
@@ -19,9 +18,9 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from trainer.run.plot import ACCURACY_KEY
 from trainer.run.prometheus import STAGES
+from weightserver.core.arrays import Float64Array
 
 Record = dict[str, Any]
-FloatArray = npt.NDArray[np.float64]
 
 _MAX_POINTS = 400
 _INK = "#010203"
@@ -112,12 +111,12 @@ def _having(records: list[Record], *keys: str) -> list[Record]:
     return [record for record in records if all(key in record for key in keys)]
 
 
-def _curve(records: list[Record], key: str) -> tuple[FloatArray, FloatArray]:
+def _curve(records: list[Record], key: str) -> tuple[Float64Array, Float64Array]:
     steps, values = (_thin(np.array([record[name] for record in records], float)) for name in ("step", key))
     return steps, values
 
 
-def _thin(values: FloatArray) -> FloatArray:
+def _thin(values: Float64Array) -> Float64Array:
     """Averages neighbours, so that at most _MAX_POINTS remain."""
     if len(values) <= _MAX_POINTS:
         return values

@@ -38,8 +38,8 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Look:
-    """A sample, its nearest neighbours, and its saliency."""
+class InspectedImage:
+    """A sampled image, its nearest neighbours, and its saliency as a data: URI."""
 
     sample: Picture
     neighbours: list[Picture]
@@ -47,14 +47,16 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Looks:
-    looks: list[Look]
+class Inspection:
+    images: list[InspectedImage]
     bank: int
     """Number of training images among which neighbours were searched."""
     labelled: bool
 
 
-def look(encoder: nn.Module, config: EncoderConfig, dataset: Dataset, *, bank: int, seed: int = 0) -> Looks:
+def inspect_encoder(
+    encoder: nn.Module, config: EncoderConfig, dataset: Dataset, *, bank: int, seed: int = 0
+) -> Inspection:
     """Inspects a dozen of the first `bank` training images, chosen by `seed`.
 
     Raises:
@@ -65,7 +67,8 @@ def look(encoder: nn.Module, config: EncoderConfig, dataset: Dataset, *, bank: i
         raise ValueError(f"{len(images)} images are too few to have neighbours: give at least 2")
     if images.shape[1] != config.in_channels:
         raise ValueError(
-            f"the encoder takes {config.in_channels}-channel images, the data set has {images.shape[1]}-channel ones"
+            f"the encoder takes {config.in_channels}-channel images, the data set has {images.shape[1]}-channel ones: "
+            "give the data set that it was trained on"
         )
     features = F.normalize(encode(encoder, images, pixels=config.pixels))  # (N, d)
     generator = torch.Generator().manual_seed(seed)
@@ -81,11 +84,11 @@ def look(encoder: nn.Module, config: EncoderConfig, dataset: Dataset, *, bank: i
         agrees = label == labels[sample] if labels and sample is not None else None
         return Picture(_uri(images[index]), index, label, cosine, agrees)
 
-    looks = []
+    inspected = []
     for sample, cosines, ids, heat in zip(samples.tolist(), nearest.values, nearest.indices, maps, strict=True):
         neighbours = [picture(i, cosine, sample) for i, cosine in zip(ids.tolist(), cosines.tolist(), strict=True)]
-        looks.append(Look(picture(sample), neighbours, _heat_uri(heat)))
-    return Looks(looks, len(images), dataset.labelled)
+        inspected.append(InspectedImage(picture(sample), neighbours, _heat_uri(heat)))
+    return Inspection(inspected, len(images), dataset.labelled)
 
 
 def saliency(

@@ -1,4 +1,8 @@
-"""Row stores, which hold the classifier's rows. Training gives the same result with each of them, up to rounding."""
+"""Row stores, which hold the classifier's rows. Training gives the same result with each of them, up to rounding.
+
+Import from it: the names below, by `run`, the loop and what builds it.
+It may import: no other folder.
+"""
 
 from trainer.rows.dense import DenseRows
 from trainer.rows.remote import RemoteRows

@@ -79,7 +79,8 @@ def checked_learning_rates(learning_rates: npt.ArrayLike) -> Float32Array:
         raise ValueError(f"learning_rates must have shape [n], got {list(rates.shape)}")
     converted = rates.astype(np.float32)
     if not all_finite(converted) or (converted < 0).any():
-        raise ValueError("learning_rates must be finite and not negative")
+        bad = np.flatnonzero(~(np.isfinite(converted) & (converted >= 0)))[0]
+        raise ValueError(f"learning_rates must be finite in float32 and not negative, got {rates[bad]} at index {bad}")
     return converted
 
 
@@ -113,7 +114,8 @@ def checked_values(values: npt.ArrayLike, shape: tuple[int, int], name: str) -> 
     if array.shape != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(array.shape)}")
     if not all_finite(array):
-        raise ValueError(f"{name} holds NaN or infinite values: nothing was sent")
+        row, column = np.argwhere(~np.isfinite(array))[0]
+        raise ValueError(f"{name} must be finite, got {array[row, column]} at [{row}, {column}]: nothing was sent")
     return array
 
 
@@ -133,7 +135,8 @@ def output_array(out: Float32Array | None, shape: tuple[int, int]) -> Float32Arr
     if out is None:
         return np.empty(shape, np.float32)
     if out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
-        raise ValueError(f"out must be a contiguous float32 array of shape {list(shape)}")
+        given = f"{out.dtype} of shape {list(out.shape)}" + ("" if out.flags.c_contiguous else ", not contiguous")
+        raise ValueError(f"out must be a contiguous float32 array of shape {list(shape)}, got {given}: or omit it")
     return out
 
 
@@ -148,7 +151,8 @@ def sum_repeats(rows: Int64Array, gradients: Float32Array) -> tuple[Int64Array, 
     with np.errstate(over="ignore"):
         summed = np.add.reduceat(gradients[order], starts, axis=0)
     if not all_finite(summed):
-        raise ValueError("the gradients of a repeated row add up beyond float32: nothing was sent")
+        row = distinct[~np.isfinite(summed).all(axis=1)][0]
+        raise ValueError(f"the gradients of row {row} add up beyond float32: nothing was sent, scale them down")
     return distinct, summed
 
 

@@ -1,17 +1,15 @@
-"""The client's TLS credentials and bearer token, and the options that give them."""
+"""The client's TLS credentials and bearer token."""
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from weightserver.common.atomic_files import to_path
-from weightserver.common.security import TOKEN_VARIABLE, expiry, read_ca, read_pair, read_token
+from weightserver.common.security import expiry, read_ca, read_pair, read_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,21 +60,3 @@ class ClientSecurity:
             ValueError: a file cannot be read, is damaged or does not match the others.
         """
         return {"credentials": self.credentials(), "token": read_token(self.token_file), "insecure": self.insecure}
-
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Adds an option for each field."""
-        parser.add_argument("--tls-ca", type=to_path, help="use TLS; the CA that signed the shards' certificates (PEM)")
-        parser.add_argument("--tls-cert", type=to_path, help="own certificate, for shards that require one (PEM)")
-        parser.add_argument("--tls-key", type=to_path, help="the key of --tls-cert (PEM)")
-        parser.add_argument("--token-file", type=to_path, help=f"token of the shards (default ${TOKEN_VARIABLE})")
-        parser.add_argument("--insecure", action="store_true", help="allow addresses beyond loopback without TLS")
-
-    @classmethod
-    def from_arguments(cls, arguments: argparse.Namespace) -> ClientSecurity:
-        """Reads the options of `add_arguments`.
-
-        Raises:
-            ValueError: the options contradict each other.
-        """
-        return cls(**{field.name: getattr(arguments, field.name) for field in fields(cls)})

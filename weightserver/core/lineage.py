@@ -18,7 +18,7 @@ def split_mark(mark: str) -> tuple[str, int]:
     """
     incarnation, _, commit = mark.partition(":")
     if len(incarnation) != 16 or not commit.isascii() or not commit.isdigit() or len(commit) > _MAX_COMMIT_DIGITS:
-        raise ValueError(f"{mark[:60]!r} is not a mark of a shard")
+        raise ValueError(f"{mark[:60]!r} is not a mark of a shard: give incarnation:commit, as the shard answers it")
     return incarnation, int(commit)
 
 

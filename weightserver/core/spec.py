@@ -63,9 +63,10 @@ class TableSpec:
                 if isinstance(value, bool | str) or not hasattr(value, "__float__"):
                     raise TypeError(f"{field.name} must be a number, got {value!r}")
                 try:
-                    object.__setattr__(self, field.name, float(value))
-                except OverflowError:
-                    raise ValueError(f"{field.name} is too large for a float") from None
+                    number = float(value)
+                except OverflowError:  # of a huge integer, which the checks below refuse
+                    number = math.inf if value > 0 else -math.inf
+                object.__setattr__(self, field.name, number)
         self._check("num_rows", 1 <= self.num_rows <= MAX_ROWS, f"1..{MAX_ROWS}")
         self._check("dim", 1 <= self.dim <= MAX_DIM, f"1..{MAX_DIM}")
         self._check("momentum", 0.0 <= self.momentum < 1.0, "[0, 1)")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 
 from weightserver.client.client import WeightClient
 from weightserver.client.security import ClientSecurity
+from weightserver.common.atomic_files import to_path
+from weightserver.common.security import TOKEN_VARIABLE
 
 _RETRY_SECONDS = 10
 """Operators wait less patiently than training runs."""
@@ -14,13 +17,31 @@ _RETRY_SECONDS = 10
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the shards' addresses and the options for calling them securely."""
     parser.add_argument("addresses", nargs="+", help="host:port of every shard")
-    ClientSecurity.add_arguments(parser)
+    add_security_arguments(parser)
 
 
 def connect(arguments: argparse.Namespace) -> WeightClient:
     """A client of the cluster given by the options of `add_cluster_arguments`."""
-    security = ClientSecurity.from_arguments(arguments)
+    security = client_security(arguments)
     return WeightClient(arguments.addresses, retry_seconds=_RETRY_SECONDS, **security.client_arguments())
+
+
+def add_security_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds an option for each field of `ClientSecurity`."""
+    parser.add_argument("--tls-ca", type=to_path, help="use TLS; the CA that signed the shards' certificates (PEM)")
+    parser.add_argument("--tls-cert", type=to_path, help="own certificate, for shards that require one (PEM)")
+    parser.add_argument("--tls-key", type=to_path, help="the key of --tls-cert (PEM)")
+    parser.add_argument("--token-file", type=to_path, help=f"token of the shards (default ${TOKEN_VARIABLE})")
+    parser.add_argument("--insecure", action="store_true", help="allow addresses beyond loopback without TLS")
+
+
+def client_security(arguments: argparse.Namespace) -> ClientSecurity:
+    """Reads the options of `add_security_arguments`.
+
+    Raises:
+        ValueError: the options contradict each other.
+    """
+    return ClientSecurity(**{field.name: getattr(arguments, field.name) for field in fields(ClientSecurity)})
 
 
 def non_empty_name(text: str) -> str:

@@ -183,7 +183,10 @@ def _copy_shard(client: WeightClient, directory: Path, shard: int, info: TableIn
     source = _BlockSource(client, shard, name, info)
     paths, rows_stored = _copy_blocks(source, directory)
     if rows_stored != kept.rows_stored:
-        raise ClusterError(f"shard {shard} sent {rows_stored} of the {kept.rows_stored} rows of {name!r}")
+        raise ClusterError(
+            f"shard {shard} sent {rows_stored} of the {kept.rows_stored} rows of {name!r}: check its directory with "
+            "'weightserver verify', then start again in another directory"
+        )
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in [directory / SCHEDULE, *paths]
     }

@@ -16,6 +16,7 @@ from weightserver.client.tls_diagnosis import tls_failure
 from weightserver.common.addresses import split_address
 from weightserver.common.atomic_files import to_path
 from weightserver.core.errors import AuthenticationError, ShardUnavailableError, StorageError
+from weightserver.operations.arguments import add_security_arguments, client_security
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data-dir", type=to_path, help="the shard's own directory; checks the free space of its volume"
     )
     parser.add_argument("--min-free-mib", type=int, default=256, help="free space required (default 256)")
-    ClientSecurity.add_arguments(parser)
+    add_security_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -33,7 +34,7 @@ def run(arguments: argparse.Namespace) -> None:
     split_address(address)
     if not 0 < arguments.timeout_seconds <= 3600:
         raise ValueError(f"--timeout-seconds must be positive and at most 3600, got {arguments.timeout_seconds}")
-    status = _serving_status(address, ClientSecurity.from_arguments(arguments), arguments.timeout_seconds)
+    status = _serving_status(address, client_security(arguments), arguments.timeout_seconds)
     if arguments.data_dir is not None:
         _check_free_space(address, status, arguments.data_dir, arguments.min_free_mib)
     print(status)
@@ -55,7 +56,10 @@ def _serving_status(address: str, security: ClientSecurity, timeout_seconds: flo
         except grpc.RpcError as error:
             if reason := tls_failure(address, error.code(), error.details() or "", tls=credentials is not None):
                 raise AuthenticationError(f"{address} cannot be reached: {reason}") from None
-            raise ShardUnavailableError(f"{address} does not answer ({error.code().name})") from None
+            raise ShardUnavailableError(
+                f"{address} does not answer ({error.code().name}): check that its shard is running and listens there, "
+                "or give a longer --timeout-seconds"
+            ) from None
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 

@@ -16,7 +16,7 @@ from weightserver.core.spec import TableSpec
 _PAGE_BYTES, _PAGE_HEADER_BYTES = 4096, 16
 """LMDB stores a block in whole pages, the first of which begins with a header."""
 _MAX_WRITE_BACK_ROWS = 1 << 14
-"""Rows that leave the window are written S at a time, at most this many (trainer/rows/opening.py)."""
+"""Rows that leave the window are written S at a time, at most this many (trainer/run/opening.py)."""
 _SLOT_BYTES = 41
 """Bookkeeping per resident row: last step, whether it changed, and its position (trainer/rows/slots.py)."""
 _LARGEST, _MOST_STEPS_PER_SECOND = 1 << 48, 1e9

@@ -26,7 +26,7 @@ from tests.helpers.operations import (
     push,
     targets_in,
 )
-from weightserver import Checkpoint, FencedError, LocalCluster, StorageError, TableSpec, WeightClient
+from weightserver import Checkpoint, ClusterError, FencedError, LocalCluster, StorageError, TableSpec, WeightClient
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.initial import initial_rows
 from weightserver.operations import backup as backups
@@ -73,7 +73,7 @@ def test_a_backup_is_one_checkpoint_while_training_continues(
             training.join()
         assert made.rows_stored == NUM_STORED
         assert client.checkpoints() == [Checkpoint("two", 3)], "still held"
-        push(client, STEPS - 1, ROWS[:5])  # nobody was fenced
+        push(client, STEPS - 1, ROWS[:5])  # no session was fenced
         epoch = client.describe().epoch
         assert [known.checkpoint_id for known in before if known.name == "one"] == [bytes.fromhex(made.identity)]
     assert made == read_backup(tmp_path / "backup")
@@ -183,6 +183,18 @@ def test_an_incomplete_backup_gets_no_manifest(
 
 
 @pytest.mark.guard
+def test_a_backup_with_missing_rows_is_refused(
+    client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_table(client)
+    copy = backups._copy_blocks
+    monkeypatch.setattr(backups, "_copy_blocks", lambda *given: (copy(*given)[0], 7))
+    with pytest.raises(
+        ClusterError, match=r"shard . sent 7 of the \d+ rows .*: check .* start again in another directory"
+    ):
+        backup(client, tmp_path / "backup")
+
+
 def test_a_backup_of_a_large_table_is_small_and_ends(tmp_path: Path) -> None:
     """Neither rows never written nor rows written after the checkpoint take space or time."""
     spec = TableSpec(num_rows=10**9, dim=16)
@@ -388,5 +400,5 @@ def test_backup_rejects_invalid_arguments(
     assert_one_line(weightserver("backup", *cluster.addresses, "--output", tmp_path), "is not empty: give another")
     assert_one_line(weightserver("release", "three", *cluster.addresses), "no shard has a checkpoint 'three'")
     assert weightserver("release", "two", *cluster.addresses) == (0, "released two\n", "")
-    push(client, 10, ROWS[:3])  # a release fences nobody
+    push(client, 10, ROWS[:3])  # a release fences no session
     assert client.checkpoints() == [Checkpoint("one", 2)]

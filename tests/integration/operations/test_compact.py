@@ -46,7 +46,7 @@ def test_a_compacted_directory_holds_the_same_in_less_space(weightserver: Weight
     verdict = verify_directory(target)
     assert (verdict.problems, verdict.num_blocks) == ([], 143)
     assert after["block_versions"] == verdict.num_versions < before["block_versions"]
-    assert verdict.num_versions <= 3 * 143  # "one", "two" and "step 9", which is what is there now
+    assert verdict.num_versions <= 3 * 143  # "one", "two" and "step 9", the present state
     assert after["disk_bytes"] < 1.3 * verdict.num_versions * 4096
     assert (target.stat().st_mode & 0o777, (target / "data.mdb").stat().st_mode & 0o777) == (0o700, 0o600)
     with LocalCluster(1, tmp_path / "new") as cluster, WeightClient(cluster.addresses) as client:

@@ -51,7 +51,7 @@ def test_restored_shards_descend_from_their_checkpoint_and_nothing_later(
         restore(tmp_path / "backup", directory, shard=shard)
     resharding.reshard(sources, targets_in(tmp_path / "resharded", 2), checkpoint="one")
     for name in ("restored", "resharded"):
-        for _ in range(2):  # again behind a restart
+        for _ in range(2):  # again after a restart
             with LocalCluster(2, tmp_path / name) as cluster, WeightClient(cluster.addresses) as client:
                 client.expect(one.marks)
                 for marks in (two.marks, later):
@@ -107,7 +107,7 @@ def test_a_shard_restored_next_to_others_is_rolled_back_before_a_backup(
         assert_one_line(weightserver("release", "one", *cluster.addresses), message)
         assert weightserver("rollback", "one", *cluster.addresses, "--yes")[0] == 0
         with pytest.raises(DataLossError, match="shard 1 lacks what it had acknowledged"):
-            client.fetch_state(ROWS)  # it was told of more
+            client.fetch_state(ROWS)  # it knows of more
         with WeightClient(cluster.addresses) as reader:
             assert same(reader.fetch_state(ROWS), kept)
         assert weightserver(*command)[0] == 0

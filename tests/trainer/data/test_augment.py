@@ -141,7 +141,7 @@ def test_each_order_of_the_jitter_is_torchvisions(channels: int) -> None:
         ]
     )
     assert differences[:, 0].max() < 1 / 255
-    reverse = (differences[:, 1] > 5 / 255).float().mean()  # of grey images most do not tell, as long as nothing is cut
+    reverse = (differences[:, 1] > 5 / 255).float().mean()  # most grey images do not show it while nothing is cut
     assert reverse > {1: 0.1, 3: 0.5}[channels]
 
 

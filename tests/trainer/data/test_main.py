@@ -55,6 +55,16 @@ def test_bad_input_is_one_line(
     assert call(*arguments) == 1
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("trainer.data: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["tree"], "it leaves files"
+
+
+@pytest.mark.parametrize("output", ["packed", "new/folder"])
+def test_a_failed_pack_leaves_only_directories_that_existed(output: str, tmp_path: Path) -> None:
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "no images").mkdir()
+    for source in ("absent", "no images"):
+        assert call("pack", tmp_path / source, tmp_path / output) == 1
+        assert sorted(path.name for path in tmp_path.rglob("*")) == ["no images", "packed"]
 
 
 @pytest.mark.parametrize("size", ["nan", "inf", "big"])

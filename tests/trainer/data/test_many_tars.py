@@ -85,7 +85,7 @@ def test_more_tars_than_files_may_be_open(few_files: int, tmp_path: Path, of_bef
 
 
 @pytest.mark.guard
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="memory is read as Linux tells it")
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="reads the memory from Linux's /proc")
 def test_ten_million_images_in_five_thousand_tars(tmp_path: Path) -> None:
     """A rank opens them in under a second, 256 files and 100 MB in addition to its imports."""
     directory = make_pack(tmp_path / "made", num_images=10_000_000, num_tars=5_000)

@@ -122,7 +122,7 @@ def test_packing_twice_gives_the_same_bytes_whatever_the_threads(packed: Path, t
     ("fatal", "moment"),
     [
         *itertools.product(range(1, 8), ["before", "after"]),  # list, manifest twice, index, first tar
-        *itertools.product([8, 9, 11, 12], ["half", "after"]),  # what is added for the first two tars
+        *itertools.product([8, 9, 11, 12], ["half", "after"]),  # the calls for the first two tars
     ],
 )
 def test_an_interrupted_pack_continues_to_the_same_bytes(
@@ -339,7 +339,7 @@ def test_a_list_that_is_refused_leaves_no_pack(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="line 2"):
             pack(tmp_path / "list.txt", tmp_path / "out", options())
-        assert list((tmp_path / "out").iterdir()) == []
+        assert not (tmp_path / "out").exists()
 
 
 def test_two_packers_do_not_mix(tree: Path, tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_evaluation_sees_the_centre(directory: Path) -> None:
 
 
 class Identity(torch.nn.Module):
-    """Has a parameter, like every encoder."""
+    """An encoder needs a parameter."""
 
     def __init__(self) -> None:
         super().__init__()

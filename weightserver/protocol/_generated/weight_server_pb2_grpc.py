@@ -120,31 +120,31 @@ class WeightServerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Describe(self, request, context):
-        """Describe tells who the shard is and what it holds. It needs no table and no session.
+        """Describe returns the shard's identity and what it holds. It needs no table and no session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CreateTable(self, request, context):
-        """CreateTable creates the table, or does nothing where the same one exists (ALREADY_EXISTS where another does).
+        """CreateTable creates the table, or does nothing if the same one exists (ALREADY_EXISTS if another one does).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CreateSingleRateTable(self, request, context):
-        """CreateSingleRateTable is CreateTable for a spec with single_rate (INVALID_ARGUMENT for one without). It is a call of
-        its own because an older shard would overlook that field: it refuses this one.
+        """CreateSingleRateTable is CreateTable for a spec with single_rate (INVALID_ARGUMENT for one without). It is a
+        separate call because an older shard would ignore that field; it refuses the unknown call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExtendTable(self, request, context):
-        """ExtendTable gives the table more rows, behind those that it has, which stay as they are; the new ones begin as if they
-        had been there from the start. Nothing happens where it has as many (INVALID_ARGUMENT where it has more). Whoever
-        knows the table by the digest of its smaller spec goes on with it.
+        """ExtendTable appends rows to the table. Its rows stay as they are; the new ones begin as if they had been there from
+        the start. It does nothing if the table already has that many rows (INVALID_ARGUMENT if it has more). Clients that
+        know the table by the digest of its smaller spec can continue to use it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -152,7 +152,7 @@ class WeightServerServicer:
 
     def DropTable(self, request, context):
         """DropTable deletes the table, its rows and its schedule, and fences every session. A repeated request changes
-        nothing, however late it comes.
+        nothing, however late it arrives.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -160,11 +160,10 @@ class WeightServerServicer:
 
     def ExtendSchedule(self, request, context):
         """ExtendSchedule appends learning rates, or rewrites those of steps that no acknowledged write has reached, in two
-        phases: a change is prepared on every shard, then committed on shard 0, which decides it, then on the others. From
-        the first step that a prepared change touches on, nothing is read or written by the learning rates of before
-        (RESOURCE_EXHAUSTED, to be tried again) until the change is committed or given up. A shard that still has one pending
-        says so in Describe: it is to be committed where that makes the schedule the same as shard 0's, else given up, on
-        shard 0 first.
+        phases: a change is prepared on every shard, then committed on shard 0, which decides it, then on the others. While
+        a change is pending, the shard refuses reads and writes that need learning rates from the first changed step on
+        (RESOURCE_EXHAUSTED, to be retried). Describe reports a pending change. Commit it if that makes the schedule the
+        same as shard 0's; otherwise give it up, on shard 0 first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -179,15 +178,15 @@ class WeightServerServicer:
 
     def Fetch(self, request, context):
         """Fetch reads rows, corrected for a step or raw, as messages of about 1 MiB in the order of the request. It never
-        writes. Each message is a snapshot of its own.
+        writes. Each message is a separate snapshot.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PushGradients(self, request_iterator, context):
-        """PushGradients applies one update's gradients. The messages of one call are one write: applied whole and answered
-        when durable, or refused whole. The first message carries the header.
+        """PushGradients applies one update's gradients. The messages of one call are one write, which the shard applies as a
+        whole and answers once it is durable, or refuses as a whole. The first message carries the header.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -201,47 +200,47 @@ class WeightServerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Checkpoint(self, request, context):
-        """Checkpoint keeps the shard's rows as they are now under a name, at no cost but that of later changes. The same name
-        and step again change nothing but the identity; a name whose step differs, or behind whose checkpoint rows were
-        written, is refused (INVALID_ARGUMENT).
+        """Checkpoint keeps the shard's rows as they are now under a name; only later changes cost anything. Repeating a name
+        with its step changes nothing but the identity. The name of a checkpoint with another step, or after which rows
+        were written, is refused (INVALID_ARGUMENT).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Rollback(self, request, context):
-        """Rollback takes every row and the clock back to a checkpoint and forgets later checkpoints. Sessions, writers and the
-        schedule stay as they are. NOT_FOUND where there is no such checkpoint.
+        """Rollback takes every row and the clock back to a checkpoint and forgets later checkpoints. Sessions, writers and
+        the schedule stay as they are. NOT_FOUND if the checkpoint does not exist.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Release forgets a checkpoint, if there is one; what only it needed is dropped when its blocks are written again.
+        """Release forgets a checkpoint, if it exists; data that only it needed is dropped when its blocks are written again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CopyCheckpoint(self, request, context):
-        """CopyCheckpoint keeps a retained checkpoint under a second name, so that it stays when the first is released. The same
-        again changes nothing. NOT_FOUND where there is no such checkpoint.
+        """CopyCheckpoint keeps a retained checkpoint under a second name, so that it stays when the first is released. A
+        repeated call changes nothing. NOT_FOUND if the checkpoint does not exist.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadBlocks(self, request, context):
-        """ReadBlocks reads a checkpoint's stored blocks, about 4 MiB of them, from a given one on. It is what backups are made
-        of: rows that were never written are in none of them, or marked as such.
+        """ReadBlocks reads about 4 MiB of a checkpoint's stored blocks, from a given block on. Backups use it. Rows that were
+        never written are in no block, or are marked as such.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadSchedule(self, request, context):
-        """ReadSchedule reads learning rates, about 1 MiB of them, from a given step on.
+        """ReadSchedule reads about 1 MiB of learning rates, from a given step on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from trainer.__main__ import main
 from trainer.data import Dataset
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_encoder
-from trainer.report.inspection import look, saliency
+from trainer.report.inspection import inspect_encoder, saliency
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WATCH = """<script>
@@ -169,12 +170,15 @@ def test_an_image_and_its_copy_are_nearest() -> None:
     images = torch.randint(0, 256, (10, 1, 28, 28), dtype=torch.uint8).repeat(2, 1, 1, 1)
     labels = torch.arange(10).repeat(2)
     data = Dataset(train_images=images, train_labels=labels, test_images=images[:0], test_labels=labels[:0])
-    looks = look(build_encoder(config), config, data, bank=20)
-    for sample in looks.looks:
+    inspection = inspect_encoder(build_encoder(config), config, data, bank=20)
+    for sample in inspection.images:
         nearest = sample.neighbours[0]
         assert nearest.index == (sample.sample.index + 10) % 20
         assert nearest.agrees
         assert nearest.similarity == pytest.approx(1, abs=1e-5)
         assert sample.neighbours[1].agrees is False
     with pytest.raises(ValueError, match="1 images are too few"):
-        look(build_encoder(config), config, data, bank=1)
+        inspect_encoder(build_encoder(config), config, data, bank=1)
+    other = replace(config, in_channels=3)
+    with pytest.raises(ValueError, match=r"takes 3-channel images, .* 1-channel ones: give the data set that it was"):
+        inspect_encoder(build_encoder(other), other, data, bank=20)

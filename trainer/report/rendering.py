@@ -1,0 +1,88 @@
+"""Renders a run's report as one self-contained HTML page.
+
+It shows curves of metrics.jsonl, results and settings, and for a dozen training images their nearest neighbours by
+cosine of the features, and saliency. For a run that has not ended it shows what is available, with the encoder of the
+newest checkpoint. The page loads nothing from elsewhere; its content security policy forbids it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from trainer.data import Dataset, load_dataset
+from trainer.report.charts import charts
+from trainer.report.inspection import Inspection, inspect_encoder
+from trainer.run.checkpoint_file import checkpoint_name, saved_steps
+from trainer.run.directory import ENCODER_FILE, flat, number, read_config, read_encoder, read_summary
+from trainer.run.plot import read_metrics
+
+_TEMPLATES = Environment(
+    loader=PackageLoader("trainer.report", "."),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+
+
+def render_report(run: Path, *, data_dir: Path | None = None, bank: int = 10_000) -> str:
+    """The report as HTML; neighbours are searched among the first `bank` training images.
+
+    Raises:
+        ValueError: no run, one without a single record, or a broken file.
+    """
+    config, summary = read_config(run), read_summary(run)
+    records = [record for record in read_metrics(run / "metrics.jsonl") if "step" in record and "loss" in record]
+    if not records:
+        raise ValueError(f"{run / 'metrics.jsonl'} has no records yet: wait for the run's first one")
+    inspection, source, reason = _inspection(run, config, data_dir, bank)
+    done, last = records[-1]["step"] + 1, records[-1]
+    results = summary or {"steps": done, "loss": last["loss"]}
+    if not summary and (accuracies := [record["knn_top1"] for record in records if "knn_top1" in record]):
+        results["knn_top1 during training"] = accuracies[-1]
+    return _TEMPLATES.get_template("report.html").render(
+        name=run.resolve().name,
+        state="finished" if summary else f"not finished, {done:,} steps so far",
+        dataset=config.get("dataset", "?"),
+        encoder=(config.get("encoder") or {}).get("name", "?"),
+        charts=charts(records, config),
+        results={key: number(value) for key, value in results.items()},
+        settings={key: number(value) for key, value in flat(config).items() if value is not None},
+        inspection=inspection,
+        source=source,
+        reason=reason,
+    )
+
+
+def _inspection(
+    run: Path, config: dict[str, Any], data_dir: Path | None, bank: int
+) -> tuple[Inspection | None, str, str]:
+    """Neighbours and saliency, and the description of their encoder; or None and the reason."""
+    checkpoint, source = "", "the encoder at the end of the run"
+    if not (run / ENCODER_FILE).exists():
+        steps = saved_steps(run / "checkpoints")
+        if not steps:
+            return None, "", "the run has neither ended nor saved a checkpoint"
+        checkpoint = checkpoint_name(steps[-1])
+        source = f"the encoder after {steps[-1]:,} steps (the newest checkpoint)"
+    encoder, encoder_config = read_encoder(run, checkpoint)
+    try:
+        images = _dataset(config, data_dir)
+    except (ValueError, OSError, KeyError) as error:
+        return None, "", f"the training images are not available here ({error})"
+    return inspect_encoder(encoder, encoder_config, images, bank=bank), source, ""
+
+
+def _dataset(config: dict[str, Any], data_dir: Path | None) -> Dataset:
+    """The run's images, as `trainer.loop.train` loads them."""
+    own = Path(config["data_dir"]) if config.get("data_dir") else None
+    return load_dataset(
+        config["dataset"],
+        data_dir or own,
+        num_images=config.get("num_images"),
+        image_size=config["encoder"]["image_size"],
+        seed=config["seed"],
+    )
