@@ -28,6 +28,8 @@ from docs.hooks import on_page_markdown
 from tests.helpers.image_tree import plain_tree
 from tests.helpers.ports import free_ports
 from trainer.config import PRESETS, parse_config
+from trainer.evaluate.command import PROTOCOLS
+from trainer.evaluate.command import parse as parse_evaluation
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -44,6 +46,11 @@ COMMANDS = [
     if line.startswith("    ")
 ]
 PARSED = [command for command in COMMANDS if command[1].startswith(tuple(PARSERS))]
+EVALUATED = [
+    (document, match.group(1))
+    for document, line in COMMANDS
+    if (match := re.match(r"(?:torchrun [^#]*|\S*python) -m trainer.evaluate (.*)", line))
+]
 TRAINED = [
     (document, match.group(1))
     for document, line in COMMANDS
@@ -79,6 +86,15 @@ def test_make_targets_in_documents_exist() -> None:
         if document.name not in ("CHANGELOG.md", "LOG.md"):  # which also name earlier targets
             named = re.findall(r"(?:`|^ +)make ([a-z][a-z-]*)", document.read_text(), re.MULTILINE)
             assert set(named) <= targets, document.name
+
+
+@pytest.mark.parametrize(("document", "arguments"), EVALUATED)
+def test_evaluations_in_documents_can_be_parsed(document: str, arguments: str) -> None:
+    parse_evaluation(shlex.split(arguments, comments=True))
+
+
+def test_every_protocol_is_documented() -> None:
+    assert {arguments.split()[0] for document, arguments in EVALUATED if document == "docs/evaluate.md"} == {*PROTOCOLS}
 
 
 # ---- links and the site
