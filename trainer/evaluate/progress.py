@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
 
-
-class Advance(Protocol):
-    def __call__(self, n: int = 1, /, **shown: float) -> None:
-        """Advances by `n` of the total; `shown` are values to show, such as the loss."""
-
-
-class Progress(Protocol):
-    def __call__(self, description: str, total: int, /) -> AbstractContextManager[Advance]:
-        """Shows a stage of `total` parts until the context ends."""
+Advance = Callable[..., None]
+"""advance(n=1, **shown): n more items are done; `shown` are numbers to show, tensors such as loss=…."""
+Progress = Callable[[str, int], AbstractContextManager[Advance]]
+"""progress(description, total) shows a stage of `total` items until the context ends."""
 
 
 @contextmanager
-def no_progress(description: str, total: int, /) -> Iterator[Advance]:
+def no_progress(description: str, total: int) -> Iterator[Advance]:
     """Shows nothing."""
-    yield lambda n=1, /, **shown: None
+
+    def advance(n: int = 1, **shown: object) -> None:
+        pass
+
+    yield advance

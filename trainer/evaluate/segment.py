@@ -112,10 +112,10 @@ class _Segmenter:
         )
         metric.update(*[torch.empty(0, dtype=torch.int64)] * 2)  # a rank may have no image
         mine = images[self._ranks.share(len(images))]
-        with progress("validation", len(mine)) as advance:
+        with progress("validation", len(images)) as advance:
             for pair in mine:
                 metric.update(self._classes(pair).long(), torch.from_numpy(read_labels(pair.label)).long())
-                advance()
+                advance(self._ranks.world_size)
         sums = self._ranks.sum_over_ranks(metric.confmat.flatten().tolist())
         confusion = torch.tensor(sums, dtype=torch.int64).view(NUM_CLASSES, NUM_CLASSES)
         metric.confmat = confusion

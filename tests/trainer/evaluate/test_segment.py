@@ -19,12 +19,12 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from tests.helpers.made_cityscapes import file_names, make_cityscapes
 from trainer.data.pixels import IMAGENET
 from trainer.distributed import Ranks, process_group
-from trainer.evaluate.progress import Advance
+from trainer.evaluate.progress import Advance, Progress
 from trainer.evaluate.segment import SegmentConfig, SegmentResult, segment
 from trainer.model import EncoderConfig, TorchvisionEncoder
 from trainer.torchvision_compat import import_module
@@ -67,15 +67,15 @@ def test_learns_regions_by_their_colour_except_from_a_dead_encoder(directory: Pa
     assert segment(encoder, ENCODER_CONFIG, directory, config).miou < 40
 
 
-def interrupted_after(num_iterations: int, name: str = "training") -> Callable[[str, int], object]:
+def interrupted_after(num_iterations: int) -> Progress:
     @contextmanager
-    def progress(description: str, total: int, /) -> Iterator[Advance]:
+    def progress(description: str, total: int) -> Iterator[Advance]:
         done = 0
 
-        def advance(n: int = 1, /, **shown: float) -> None:
+        def advance(n: int = 1, **shown: Tensor) -> None:
             nonlocal done
             done += n
-            if description == name and done == num_iterations:
+            if description == "training" and done == num_iterations:
                 raise OSError("out of power")
 
         yield advance

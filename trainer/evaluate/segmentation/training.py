@@ -131,7 +131,7 @@ class Trainer:
                 saved = num_steps % config.checkpoint_every == 0 or num_steps == config.iterations
                 if saved and state_file and self._ranks.is_first:
                     self._save(state_file, num_steps)
-                advance(1, loss=loss)
+                advance(1, loss=torch.tensor(loss))
 
     def _step(self, pixels: Tensor, labels: Tensor, step: int) -> float:
         """One update by the mean loss over the labelled pixels of all ranks; returns that loss."""
