@@ -32,9 +32,10 @@ def make_split(directory: Path, split: str, count: int, *, seed: int, size: tupl
         pixels = generator.integers(0, 40, (height, width, 3))
         for label, colour in COLOURS.items():
             pixels[ids == label] += colour
-        for path, content in zip(file_names(directory, split, number), (pixels, ids), strict=True):
+        pictures = (Image.fromarray(pixels.astype(np.uint8)), Image.fromarray(ids))
+        for path, picture in zip(file_names(directory, split, number), pictures, strict=True):
             path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(content.astype(np.uint8)).save(path)
+            picture.save(path)
 
 
 def make_cityscapes(directory: Path, *, num_train: int = 6, num_val: int = 3) -> Path:

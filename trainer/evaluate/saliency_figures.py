@@ -33,7 +33,8 @@ class Picture:
 def draw_maps(pictures: Sequence[Picture], names: Sequence[str], output: Path) -> None:
     """Draws each image beside its maps into the PNG `output` (figure 3a); names are those of the encoders.
 
-    Maps of a row share their scale, from 0 to the largest value, so that they can be compared.
+    Saliency is drawn as a multiple of that of a uniform map, so that maps of different sizes can be compared; the maps
+    of a row share their scale, from 0 to the largest value.
     """
     columns = 1 + len(names)
     figure = Figure(figsize=(_INCHES * columns, _INCHES * len(pictures)), layout="constrained")
@@ -42,8 +43,9 @@ def draw_maps(pictures: Sequence[Picture], names: Sequence[str], output: Path) -
         image = picture.image.permute(1, 2, 0).numpy()
         row[0].imshow(image if image.shape[2] == 3 else image[..., 0], cmap="gray", vmin=0, vmax=255)
         row[0].set_title(picture.title, fontsize="small")
-        largest = max(float(values.max()) for values in picture.maps)
-        for cell, values, name in zip(row[1:], picture.maps, names, strict=True):
+        maps = [values * values.numel() for values in picture.maps]
+        largest = max(float(values.max()) for values in maps)
+        for cell, values, name in zip(row[1:], maps, names, strict=True):
             cell.imshow(values.numpy(), cmap="viridis", vmin=0, vmax=largest)
             cell.set_title(name, fontsize="small")
         for cell in row:

@@ -1,6 +1,6 @@
 """Saliency maps: values by hand, which encoders have them, and the comparison of two encoders.
 
-As a script (under torchrun) this file is one rank: it compares two encoders, draws into a folder and prints the result.
+As a script (under torchrun) this file is one rank: it compares two encoders, draws into a folder, prints the result.
 """
 
 from __future__ import annotations
