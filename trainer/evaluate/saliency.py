@@ -22,7 +22,7 @@ from trainer.evaluate.neighbours import nearest, predict
 from trainer.evaluate.progress import Progress, no_progress
 from trainer.evaluate.saliency_figures import Picture, draw_maps, draw_similarities
 from trainer.evaluate.saliency_maps import maps_and_features, saliency_maps, similarity, to_sum_one
-from trainer.model import EncoderConfig
+from trainer.model import EncoderConfig, load_encoder
 from trainer.settings import Settings, check_at_least
 
 MAPS_FILE, SIMILARITY_FILE = "saliency-maps.png", "saliency-similarity.png"
@@ -34,6 +34,8 @@ _VOTE_TEMPERATURE = 0.07
 class SaliencyConfig(Settings):
     """Settings of the saliency maps."""
 
+    other: Path | None = None
+    """Encoder file whose maps are compared, from this trainer or `python -m trainer.export import`."""
     num_pictures: int = 6
     """Test images to draw with their maps, chosen by --seed."""
     pictures: tuple[int, ...] = ()
@@ -63,11 +65,11 @@ class MappedEncoder:
 
 @dataclass(frozen=True, kw_only=True)
 class Similarities:
-    """Similarity of two encoders' maps on the test images."""
+    """Similarity of the two encoders' maps on the test images."""
 
     mean: float
     other_image: float
-    """Mean similarity of the first encoder's map and the second's map of another image, for reference."""
+    """Mean similarity of the encoder's map and the other's map of another image, for reference."""
     histogram: list[int]
     """Number of images in each bin."""
     accuracy: list[float | None] | None
@@ -79,15 +81,15 @@ class SaliencyResult:
     """Statistics of the maps."""
 
     random: float
-    """Mean similarity of maps of uniform random numbers and the last encoder's maps, for reference."""
+    """Mean similarity of maps of uniform random numbers and the other encoder's maps, or the only one's."""
     knn_top1: float | None
     """Accuracy of the kNN classification in percent; None without labels."""
     similarities: Similarities | None
-    """None for a single encoder."""
+    """None without another encoder."""
 
 
 def saliency(
-    encoders: Sequence[MappedEncoder],
+    encoder: MappedEncoder,
     dataset: Dataset,
     config: SaliencyConfig,
     directory: Path,
@@ -96,24 +98,25 @@ def saliency(
     bfloat16: bool = False,
     progress: Progress = no_progress,
 ) -> SaliencyResult:
-    """Draws the maps of one or two encoders for some test images; compares those of two for all test images.
+    """Draws an encoder's maps of some test images; compares those of all test images with another encoder's.
 
-    An image is classified by its nearest training images in the first encoder's features (cosine similarity, votes at
+    An image is classified by its nearest training images in the encoder's features (cosine similarity, votes at
     temperature 0.07), which needs no training. The result does not depend on the number of ranks, up to rounding.
 
     Args:
-        directory: where rank 0 writes `MAPS_FILE` and, for two encoders, `SIMILARITY_FILE`.
+        directory: where rank 0 writes `MAPS_FILE` and, with another encoder, `SIMILARITY_FILE`.
         bfloat16: whether the encoders compute in bfloat16 (autocast).
 
     Raises:
         ValueError: the data set has no test images; an encoder takes other images, or does not average convolutional
-            maps of several locations; a picture is not a test image.
+            maps of several locations; the other encoder cannot be read; a picture is not a test image.
     """
     ranks = ranks or Ranks()
+    encoders = [encoder, *_other(config)]
     if not len(dataset.test_images):
         raise ValueError(f"{dataset.untested}: saliency maps are those of test images")
     shown = _shown_images(config, len(dataset.test_images))
-    mappers = [_Mapper(encoder, dataset, ranks, progress, bfloat16=bfloat16) for encoder in encoders]
+    mappers = [_Mapper(source, dataset, ranks, progress, bfloat16=bfloat16) for source in encoders]
     tested = torch.arange(len(dataset.test_images))
     computed = [mapper.maps_and_features(dataset.test_images, tested) for mapper in mappers]
     maps, features = [own for own, _ in computed], computed[0][1]
@@ -126,7 +129,7 @@ def saliency(
         similarities=similarities,
     )
     if ranks.is_first:
-        names = [encoder.name for encoder in encoders]
+        names = [source.name for source in encoders]
         draw_maps(_pictures(mappers[0], dataset, shown, maps), names, directory / MAPS_FILE)
         if similarities:
             draw_similarities(similarities.histogram, similarities.accuracy, directory / SIMILARITY_FILE)
@@ -188,6 +191,13 @@ def _gathered(part: Tensor, total: int, ranks: Ranks) -> Tensor:
     whole[ranks.share(total)] = part
     dist.all_reduce(whole)
     return whole
+
+
+def _other(config: SaliencyConfig) -> list[MappedEncoder]:
+    if config.other is None:
+        return []
+    encoder, encoder_config = load_encoder(config.other)
+    return [MappedEncoder(name=str(config.other), encoder=encoder, config=encoder_config)]
 
 
 def _shown_images(config: SaliencyConfig, num_images: int) -> list[int]:

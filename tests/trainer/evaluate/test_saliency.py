@@ -29,15 +29,20 @@ from trainer.evaluate.saliency import (
     saliency,
 )
 from trainer.evaluate.saliency_maps import maps_and_features, saliency_maps, similarity
-from trainer.model import EncoderConfig, build_encoder, build_model
+from trainer.model import EncoderConfig, build_encoder, build_model, save_encoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = SaliencyConfig(num_pictures=2, k=5)
 SMALL = EncoderConfig(image_size=16, width=8)
 
 
-def small(name: str = "ours", config: EncoderConfig = SMALL, seed: int = 0) -> MappedEncoder:
-    return MappedEncoder(name=name, encoder=build_model(config, seed=seed).encoder.eval(), config=config)
+def small(config: EncoderConfig = SMALL, seed: int = 0) -> MappedEncoder:
+    return MappedEncoder(name="ours", encoder=build_model(config, seed=seed).encoder.eval(), config=config)
+
+
+def saved(encoder: MappedEncoder, path: Path) -> Path:
+    save_encoder(encoder.encoder, encoder.config, path)
+    return path
 
 
 def made() -> Dataset:
@@ -51,10 +56,11 @@ def dataset() -> Dataset:
 
 
 def compared(
-    encoders: list[MappedEncoder], dataset: Dataset, directory: Path, config: SaliencyConfig = CONFIG
+    other: MappedEncoder, dataset: Dataset, directory: Path, config: SaliencyConfig = CONFIG
 ) -> tuple[SaliencyResult, Similarities]:
-    result = saliency(encoders, dataset, config, directory)
+    result = saliency(small(), dataset, replace(config, other=saved(other, directory / "other")), directory)
     assert result.similarities is not None
+    (directory / "other").unlink()
     return result, result.similarities
 
 
@@ -109,7 +115,7 @@ def test_rejects_encoders_without_maps(tmp_path: Path) -> None:
         generated = torch.randint(0, 256, (4, config.in_channels, *[config.image_size] * 2), dtype=torch.uint8)
         dataset = replace(made(), test_images=generated)
         with pytest.raises(ValueError, match=match):
-            saliency([MappedEncoder(name="it", encoder=encoder, config=config)], dataset, CONFIG, tmp_path)
+            saliency(MappedEncoder(name="it", encoder=encoder, config=config), dataset, CONFIG, tmp_path)
 
     vit = EncoderConfig(name="timm:test_vit", in_channels=3, image_size=160)
     rejected(build_encoder(vit), vit, "^it does not average convolutional maps: give a convolutional one, such as")
@@ -121,7 +127,7 @@ def test_rejects_encoders_without_maps(tmp_path: Path) -> None:
 
 
 def test_an_encoder_is_similar_to_itself(dataset: Dataset, tmp_path: Path) -> None:
-    result, found = compared([small(), small("same")], dataset, tmp_path)
+    result, found = compared(small(), dataset, tmp_path)
     assert found.mean == pytest.approx(1)
     assert found.histogram == [0] * 19 + [61]
     assert found.accuracy is not None
@@ -132,8 +138,8 @@ def test_an_encoder_is_similar_to_itself(dataset: Dataset, tmp_path: Path) -> No
 
 
 def test_compares_maps_of_different_sizes_with_accuracy(dataset: Dataset, tmp_path: Path) -> None:
-    other = small("half the size", replace(SMALL, stem_stride=2), seed=1)
-    result, found = compared([small(), other], dataset, tmp_path, replace(CONFIG, bins=100))
+    half_the_size = small(replace(SMALL, stem_stride=2), seed=1)
+    result, found = compared(half_the_size, dataset, tmp_path, replace(CONFIG, bins=100))
     assert 0.3 < found.mean < 1
     assert sum(found.histogram) == 61
     assert len(found.histogram) == 100
@@ -155,7 +161,7 @@ def test_compares_maps_of_different_sizes_with_accuracy(dataset: Dataset, tmp_pa
 def test_a_single_encoder_without_labels_has_pictures_alone(dataset: Dataset, tmp_path: Path) -> None:
     none = torch.empty(0, dtype=torch.int64)
     unlabelled = replace(dataset, train_labels=none, test_labels=none)
-    result = saliency([small()], unlabelled, replace(CONFIG, pictures=(3, 60, 3)), tmp_path)
+    result = saliency(small(), unlabelled, replace(CONFIG, pictures=(3, 60, 3)), tmp_path)
     assert (result.similarities, result.knn_top1) == (None, None)
     assert [path.name for path in tmp_path.iterdir()] == [MAPS_FILE]
     with Image.open(tmp_path / MAPS_FILE) as image:
@@ -164,13 +170,17 @@ def test_a_single_encoder_without_labels_has_pictures_alone(dataset: Dataset, tm
 
 def test_rejects_what_does_not_fit(dataset: Dataset, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--pictures has 61, but test images have numbers 0\.\.60"):
-        saliency([small()], dataset, replace(CONFIG, pictures=(0, 61)), tmp_path)
+        saliency(small(), dataset, replace(CONFIG, pictures=(0, 61)), tmp_path)
+    other = saved(small(EncoderConfig()), tmp_path / "other")
     with pytest.raises(ValueError, match="other is for 1-channel 28 px images, but the data set has 1-channel 16 px"):
-        saliency([small(), small("other", EncoderConfig())], dataset, CONFIG, tmp_path)
+        saliency(small(), dataset, replace(CONFIG, other=other), tmp_path)
+    other.unlink()
+    with pytest.raises(ValueError, match=r"cannot read encoder file .*other"):
+        saliency(small(), dataset, replace(CONFIG, other=other), tmp_path)
     with pytest.raises(ValueError, match="this data set has no test images: saliency maps are those of test images"):
-        saliency([small()], replace(dataset, test_images=torch.empty(0, 1, 16, 16)), CONFIG, tmp_path)
+        saliency(small(), replace(dataset, test_images=torch.empty(0, 1, 16, 16)), CONFIG, tmp_path)
     with pytest.raises(ValueError, match="61 images are fewer than 62 ranks: start fewer ranks"):
-        saliency([small()], dataset, CONFIG, tmp_path, Ranks(world_size=62))
+        saliency(small(), dataset, CONFIG, tmp_path, Ranks(world_size=62))
     with pytest.raises(ValueError, match="--bins must be at least 1, got 0"):
         SaliencyConfig(bins=0)
     assert not list(tmp_path.iterdir())
@@ -184,9 +194,10 @@ def test_two_ranks_have_the_result_of_one(dataset: Dataset, tmp_path: Path) -> N
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     (one := tmp_path / "one").mkdir()
     (two := tmp_path / "two").mkdir()
-    expected = saliency([small(), small("other", seed=1)], dataset, CONFIG, one)
+    config = replace(CONFIG, other=saved(small(seed=1), tmp_path / "other"))
+    expected = saliency(small(), dataset, config, one)
     done = subprocess.run(
-        [*command, "-m", "tests.trainer.evaluate.test_saliency", str(two)],
+        [*command, "-m", "tests.trainer.evaluate.test_saliency", str(two), str(config.other)],
         cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
@@ -205,5 +216,5 @@ def test_two_ranks_have_the_result_of_one(dataset: Dataset, tmp_path: Path) -> N
 
 if __name__ == "__main__":
     with process_group(torch.device("cpu")) as ranks:
-        pair = [small(), small("other", seed=1)]
-        print(json.dumps(asdict(saliency(pair, made(), CONFIG, Path(sys.argv[1]), ranks))), flush=True)
+        config = replace(CONFIG, other=Path(sys.argv[2]))
+        print(json.dumps(asdict(saliency(small(), made(), config, Path(sys.argv[1]), ranks))), flush=True)
