@@ -224,4 +224,4 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     with process_group(torch.device("cpu")) as ranks:
         result = segmented(folder, ranks=ranks, state_file=folder / "ranks.safetensors")
-        print(json.dumps(asdict(result)), flush=True)
+        sys.stdout.write(json.dumps(asdict(result)) + "\n")  # at once: ranks share the pipe
