@@ -9,7 +9,18 @@ from pathlib import Path
 # once, when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-NEEDED = ("jinja2", "matplotlib", "PIL", "sklearn", "tensorboard", "timm", "torch", "torchvision", "tyro")
+NEEDED = (
+    "jinja2",
+    "matplotlib",
+    "PIL",
+    "sklearn",
+    "tensorboard",
+    "timm",
+    "torch",
+    "torchmetrics",
+    "torchvision",
+    "tyro",
+)
 """Modules that the extra `trainer` installs."""
 
 if missing := [name for name in NEEDED if find_spec(name) is None]:

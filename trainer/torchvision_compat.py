@@ -1,4 +1,4 @@
-"""Imports torchvision, and timm, which needs it, even with a CPU-only torch.
+"""Imports torchvision, and timm and torchmetrics, which need it, even with a CPU-only torch.
 
 The torchvision wheel on PyPI is linked against CUDA; with a CPU-only torch its library cannot load, and
 `import torchvision` fails with "operator torchvision::nms does not exist". We use only its Python code (models, data
@@ -17,7 +17,7 @@ _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 def import_module(name: str) -> Any:
-    """Imports and returns the module `name` of torchvision or timm."""
+    """Imports and returns the module `name` of torchvision, timm or torchmetrics."""
     _declare_missing_operators()
     return importlib.import_module(name)
 

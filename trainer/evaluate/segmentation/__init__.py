@@ -1,0 +1,1 @@
+"""Semantic segmentation: Cityscapes, the network and its training."""

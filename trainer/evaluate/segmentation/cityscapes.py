@@ -1,0 +1,144 @@
+"""The folders and labels of Cityscapes (Cordts et al., 1604.01685).
+
+Folders are those of the archives leftImg8bit_trainvaltest.zip and gtFine_trainvaltest.zip. Labels are converted from
+the 34 ids of the files to the 19 classes that are evaluated; all other pixels are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from trainer.cores import decode_threads
+from trainer.evaluate.progress import Advance
+from trainer.torchvision_compat import import_module
+
+NUM_CLASSES = 19
+IGNORED = 255
+"""Label of pixels that count neither in training nor in evaluation."""
+_UNKNOWN = 254
+_IMAGES, _LABELS = "leftImg8bit", "gtFine"
+_IMAGE_SUFFIX, _LABEL_SUFFIX = "_leftImg8bit.png", "_gtFine_labelIds.png"
+
+UInt8Array = NDArray[np.uint8]
+
+
+class LabelledImage(NamedTuple):
+    """An image and the labels of its pixels, as PNG files of the same size."""
+
+    image: Path
+    label: Path
+
+
+def list_split(directory: Path, split: str) -> list[LabelledImage]:
+    """The images of "train" or "val" with their labels, sorted by city and name.
+
+    Raises:
+        ValueError: a folder is missing or empty.
+        ValueError: an image has no labels, or labels have no image.
+    """
+    images = _files(directory, _IMAGES, split, _IMAGE_SUFFIX)
+    labels = _files(directory, _LABELS, split, _LABEL_SUFFIX)
+    for name, image in images.items():
+        if name not in labels:
+            raise ValueError(f"{image} has no labels {name}{_LABEL_SUFFIX} in {directory / _LABELS / split}: add them")
+    for name, label in labels.items():
+        if name not in images:
+            raise ValueError(f"{label} has no image {name}{_IMAGE_SUFFIX} in {directory / _IMAGES / split}: add it")
+    return [LabelledImage(image, labels[name]) for name, image in images.items()]
+
+
+def check_files(images: Sequence[LabelledImage], *, decode: bool, advance: Advance) -> None:
+    """Reads all labels and the sizes of all images; with `decode` also their pixels. Calls `advance` for each image.
+
+    Raises:
+        ValueError: a file is damaged, sizes differ, or a label id is unknown; the message names the first such file.
+    """
+
+    def check(pair: LabelledImage) -> None:
+        size = _read(pair.image, whole=decode).size
+        labels = read_labels(pair.label)
+        if labels.shape[::-1] != size:
+            raise ValueError(
+                f"{pair.label} has {labels.shape[1]}×{labels.shape[0]} pixels, but its image has {size[0]}×{size[1]}: "
+                "restore both from Cityscapes' archives"
+            )
+
+    with ThreadPoolExecutor(decode_threads()) as pool:
+        for _ in pool.map(check, images):
+            advance()
+
+
+def read_labels(path: Path) -> UInt8Array:
+    """The class of each pixel: uint8 [height, width], 0..18 or IGNORED.
+
+    Raises:
+        ValueError: the file is damaged, or has an unknown label id.
+    """
+    image = _read(path)
+    if image.mode not in ("L", "P"):
+        raise ValueError(f"{path} has pixels of mode {image.mode}, not label ids of 8 bits: restore it")
+    ids = np.asarray(image)
+    labels: UInt8Array = _class_of_id()[ids]
+    if (labels == _UNKNOWN).any():
+        raise ValueError(f"{path} has the label id {ids[labels == _UNKNOWN][0]}, but Cityscapes has 0..33: restore it")
+    return labels
+
+
+def read_image(path: Path) -> Image.Image:
+    """An image as RGB. Raises ValueError if it is damaged."""
+    return _read(path).convert("RGB")
+
+
+def class_names() -> list[str]:
+    """The names of the 19 classes, in order."""
+    known = [entry for entry in _table() if entry.train_id in range(NUM_CLASSES)]
+    return [entry.name for entry in sorted(known, key=lambda entry: int(entry.train_id))]
+
+
+def _files(directory: Path, kind: str, split: str, suffix: str) -> dict[str, Path]:
+    """The files of one kind by their name without suffix, such as "aachen/aachen_000000_000019"."""
+    folder = directory / kind / split
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is missing: extract Cityscapes' {kind}_trainvaltest.zip in {directory}")
+    paths = sorted(folder.glob(f"*/*{suffix}"))
+    if not paths:
+        raise ValueError(f"{folder} has no CITY/*{suffix}: extract Cityscapes' {kind}_trainvaltest.zip in {directory}")
+    return {f"{path.parent.name}/{path.name.removesuffix(suffix)}": path for path in paths}
+
+
+def _read(path: Path, *, whole: bool = True) -> Image.Image:
+    """Opens a PNG file and, if `whole`, decodes it."""
+    try:
+        with Image.open(path, formats=["PNG"]) as image:
+            if whole:
+                image.load()
+            return image
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - foreign bytes can make a decoder raise anything
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{path} is not a complete PNG image ({reason}): restore it") from None
+
+
+@cache
+def _class_of_id() -> UInt8Array:
+    """uint8 [256]: the class of each label id, IGNORED or _UNKNOWN."""
+    classes = np.full(256, _UNKNOWN, np.uint8)
+    for entry in _table():
+        if entry.id >= 0:
+            classes[entry.id] = entry.train_id if entry.train_id in range(NUM_CLASSES) else IGNORED
+    return classes
+
+
+def _table() -> list[Any]:
+    """Cityscapes' table of classes."""
+    classes: list[Any] = import_module("torchvision.datasets").Cityscapes.classes
+    return classes
