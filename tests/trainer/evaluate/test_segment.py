@@ -90,7 +90,9 @@ def test_a_resumed_training_equals_an_uninterrupted_one(directory: Path) -> None
     with pytest.raises(OSError, match="out of power"):
         segmented(directory, config, state_file=other, progress=interrupted_after(3))
     assert segmented(directory, config, state_file=other) == result
-    assert other.read_bytes() == whole.read_bytes()
+    resumed, expected = load_file(other), load_file(whole)  # the order of a file's metadata is random
+    assert resumed.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in resumed.items())
     assert segmented(directory, replace(config, checkpoint_every=1), state_file=other) == result, "only validation"
     with pytest.raises(ValueError, match=r"other.safetensors is the state of other settings, images or weights: remo"):
         segmented(directory, replace(config, learning_rate=0.1), state_file=other)
