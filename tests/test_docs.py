@@ -28,8 +28,8 @@ from docs.hooks import on_page_markdown
 from tests.helpers.image_tree import plain_tree
 from tests.helpers.ports import free_ports
 from trainer.config import PRESETS, parse_config
-from trainer.evaluate.command import PROTOCOLS
 from trainer.evaluate.command import parse as parse_evaluation
+from trainer.evaluate.protocols import PROTOCOLS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from trainer.data import Dataset
 from trainer.distributed import Ranks
-from trainer.evaluate.evaluation import Advance, Evaluation, Outcome, Subject
+from trainer.evaluate.evaluation import Evaluation, Outcome, Subject
+from trainer.evaluate.progress import Advance
 from trainer.model import EncoderConfig
 
 NUM_CLASSES = 4

@@ -2,60 +2,57 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as collective
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.distributed import Ranks
 
 
-def synchronised(network: nn.Module, ranks: Ranks) -> nn.Module:
-    """The network with BatchNorms whose statistics are those of all ranks' images, so that ranks change no result.
+def synchronise_batch_norm(network: nn.Module, ranks: Ranks) -> nn.Module:
+    """Makes BatchNorm use the statistics of the batches of all ranks, so that their number changes no result.
 
-    On GPUs these are torch's SyncBatchNorm, which has no form for CPUs.
+    On GPUs by torch's SyncBatchNorm, which does not support CPUs.
+
+    Raises:
+        ValueError: a CPU, and a BatchNorm of another class than torch's.
     """
     if ranks.world_size == 1:
         return network
     if ranks.device.type == "cuda":
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
         return converted
-    for name, module in network.named_modules():
-        if isinstance(module, _BatchNorm):
-            parent, _, leaf = name.rpartition(".")
-            if not name:
-                return _OverRanks(module)
-            setattr(network.get_submodule(parent), leaf, _OverRanks(module))
+    for norm in network.modules():
+        if not isinstance(norm, _BatchNorm):
+            continue
+        if type(norm) not in (nn.BatchNorm1d, nn.BatchNorm2d):
+            raise ValueError(f"{type(norm).__name__} of the encoder cannot be synchronised: evaluate on a single rank")
+        norm.__class__ = _CpuSyncBatchNorm  # the same state, computed otherwise
     return network
 
 
-class _OverRanks(_BatchNorm):
-    """A BatchNorm that sums over ranks; it shares the parameters and buffers of `module`."""
-
-    def __init__(self, module: _BatchNorm) -> None:
-        super().__init__(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
-        self.__dict__.update(
-            {name: dict(value) if isinstance(value, dict) else value for name, value in module.__dict__.items()}
-        )
+class _CpuSyncBatchNorm(_BatchNorm):
+    """BatchNorm of inputs [B, C, ...] of all ranks."""
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """Inputs of any number of axes [B, C, ...] are normalised."""
+        """Accepts any number of axes."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
         axes = [axis for axis in range(input.ndim) if axis != 1]
-        shape = [1, -1] + [1] * (input.ndim - 2)
+        shape = [-1] + [1] * (input.ndim - 2)
         values = input.float()
-        count = torch.tensor([float(values.numel() // values.shape[1])])
+        count = torch.tensor(float(values.numel() // values.shape[1]))
         dist.all_reduce(count)
-        total = count.to(values.device)
-        mean = _summed(values.sum(axes)) / total  # (C,)
+        mean = _sum_over_ranks(values.sum(axes)) / count  # (C,)
         centred = values - mean.view(shape)
-        variance = _summed(centred.square().sum(axes)) / total  # (C,)
-        self._track(mean.detach(), variance.detach() * total / (total - 1).clamp(min=1))
-        normalised: Tensor = centred * (variance + self.eps).rsqrt().view(shape)
+        variance = _sum_over_ranks(centred.square().sum(axes)) / count  # (C,)
+        self._track(mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
+        normalised = centred * (variance + self.eps).rsqrt().view(shape)
         if self.affine:
             normalised = normalised * self.weight.view(shape) + self.bias.view(shape)
         return normalised.to(input.dtype)
@@ -70,7 +67,22 @@ class _OverRanks(_BatchNorm):
         self.running_var.lerp_(variance, factor)
 
 
-def _summed(values: Tensor) -> Tensor:
-    """The sum over ranks; gradients are summed too."""
-    total: Tensor = collective.all_reduce(values)  # type: ignore[no-untyped-call]
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over ranks, whose gradient is the sum of all ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        total = gradients[0].clone()
+        dist.all_reduce(total)
+        return total
+
+
+def _sum_over_ranks(values: Tensor) -> Tensor:
+    total: Tensor = _SumOverRanks.apply(values)  # type: ignore[no-untyped-call]
     return total

@@ -16,12 +16,8 @@ from rich.console import Console
 from trainer.compute import ComputeConfig
 from trainer.data import DATASETS, DECODED, Dataset, load_dataset
 from trainer.distributed import process_group
-from trainer.evaluate.evaluation import Evaluation, Outcome, Subject, evaluate
-from trainer.evaluate.fine_tune import FineTuneConfig, fine_tune
-from trainer.evaluate.knn import KnnConfig, knn
-from trainer.evaluate.linear import LinearConfig, linear
-from trainer.evaluate.linear_cached import LinearCachedConfig, linear_cached
-from trainer.evaluate.semi_supervised import SemiSupervisedConfig, semi_supervised
+from trainer.evaluate.evaluation import Evaluation, Subject, evaluate
+from trainer.evaluate.protocols import PROTOCOLS
 from trainer.evaluate.subjects import FoundSubject, SubjectOptions, load_subject
 from trainer.settings import Settings, check_at_least, set_help_texts
 
@@ -57,27 +53,6 @@ class EvaluationOptions(Settings):
         check_at_least(self, 1, "decode_threads")
         if self.name is not None and Path(self.name).name != self.name:
             raise ValueError(f"--name {self.name!r} is not a file's name: give letters and digits")
-
-
-class Protocol(NamedTuple):
-    settings: type[Settings]
-    run: Callable[[Evaluation, Any], Outcome]
-    summary: str
-
-
-PROTOCOLS = {
-    "knn": Protocol(KnnConfig, knn, "Classify by nearest neighbours among the training images' features."),
-    "linear": Protocol(LinearConfig, linear, "Train a linear classifier on features of random crops, as the paper."),
-    "linear-cached": Protocol(
-        LinearCachedConfig,
-        linear_cached,
-        "Fit a regularised linear classifier to features of whole images: small sets.",
-    ),
-    "semi-supervised": Protocol(
-        SemiSupervisedConfig, semi_supervised, "Fine-tune encoder and classifier on a few labelled images."
-    ),
-    "fine-tune": Protocol(FineTuneConfig, fine_tune, "Fine-tune encoder and cosine classifier on all labelled images."),
-}
 
 
 class Command(NamedTuple):

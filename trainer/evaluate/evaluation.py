@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from trainer.data import Dataset
 from trainer.data.pixels import PixelScale
 from trainer.distributed import Ranks
+from trainer.evaluate.progress import Advance
 from trainer.model import EncoderConfig
 from trainer.settings import Settings
 from weightserver.common.atomic_files import atomic_write
@@ -32,9 +33,6 @@ _log = logging.getLogger(__name__)
 _IDENTITY_FILE = "identity.json"
 _SECONDS_SHOWN = 1.0
 _RAW = PixelScale((0.0,), (1.0,))
-
-Advance = Callable[..., None]
-"""advance(n=1, **shown): n more items are done; `shown` are numbers to show, tensors such as loss=…."""
 
 
 @dataclass(frozen=True, kw_only=True)

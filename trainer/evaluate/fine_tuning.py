@@ -18,10 +18,11 @@ from trainer.data import Dataset, TrainImages
 from trainer.data.augment import Augmentation
 from trainer.data.pixels import normalise
 from trainer.data.prefetch import views_ahead
-from trainer.evaluate.batch_norm import synchronised
-from trainer.evaluate.evaluation import Advance, Evaluation
+from trainer.evaluate.batch_norm import synchronise_batch_norm
+from trainer.evaluate.evaluation import Evaluation
 from trainer.evaluate.frozen import centres
 from trainer.evaluate.labelled_crops import CROPS, accuracies, batches_of_epoch, check_batch, cosine
+from trainer.evaluate.progress import Advance
 from trainer.settings import Settings, check_at_least, check_not_negative, check_positive
 from trainer.transfer import to_device
 from weightserver.common.atomic_files import atomic_write
@@ -109,7 +110,7 @@ class FineTuning:
             if isinstance(classifier, nn.Linear):
                 classifier.bias.zero_()
         network = nn.Sequential(encoder, classifier).to(self._ranks.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-        return synchronised(network, self._ranks)
+        return synchronise_batch_norm(network, self._ranks)
 
     def train(self, state_file: Path, advance: Advance) -> None:
         """Trains to the end; continues after the last whole epoch if `state_file` exists."""

@@ -23,9 +23,10 @@ from trainer.data import Dataset, TrainImages
 from trainer.data.augment import Augmentation
 from trainer.data.prefetch import views_ahead
 from trainer.distributed import Ranks
-from trainer.evaluate.evaluation import Advance, Evaluation, Outcome
+from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.frozen import Frozen, centres
 from trainer.evaluate.labelled_crops import CROPS, accuracies, batches_of_epoch, check_batch, cosine
+from trainer.evaluate.progress import Advance
 from trainer.evaluate.protocol import split_held_out
 from trainer.settings import Settings, check_at_least, check_not_negative
 from weightserver.common.atomic_files import atomic_write

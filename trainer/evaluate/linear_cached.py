@@ -11,9 +11,10 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
 from trainer.data import TrainImages
-from trainer.evaluate.evaluation import Advance, Evaluation, Outcome
+from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.features import FeatureSet
 from trainer.evaluate.frozen import Frozen, centres
+from trainer.evaluate.progress import Advance
 from trainer.evaluate.protocol import ProbeResult, percent_correct, split_held_out
 from trainer.settings import Settings
 

@@ -49,7 +49,7 @@ class SaliencyConfig(Settings):
     seed: int = 0
     """Seed of the images to draw, the images to search and the random maps."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         check_at_least(self, 1, "num_pictures", "bins", "k", "num_neighbour_images")
 
 

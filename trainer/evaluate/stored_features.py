@@ -12,8 +12,8 @@ from torch import Tensor
 
 from trainer.data import TrainImages
 from trainer.distributed import Ranks
-from trainer.evaluate.evaluation import Advance
 from trainer.evaluate.frozen import Frozen, centres
+from trainer.evaluate.progress import Advance
 from weightserver.common.atomic_files import atomic_write
 
 BLOCK_ROWS = 4_096

@@ -29,7 +29,8 @@ from tests.helpers.evaluations import (
     write_outcome,
 )
 from trainer.data import load_dataset
-from trainer.distributed import process_group
+from trainer.distributed import Ranks, process_group
+from trainer.evaluate.batch_norm import synchronise_batch_norm
 from trainer.evaluate.evaluation import Evaluation, Outcome, Subject
 from trainer.evaluate.fine_tune import FineTuneConfig, fine_tune
 from trainer.evaluate.fine_tuning import CosineClassifier
@@ -203,6 +204,14 @@ def test_rejects_what_cannot_be_trained(tmp_path: Path) -> None:
         SemiSupervisedConfig(learning_rates=()).check()
     with pytest.raises(ValueError, match="--temperature must be positive"):
         FineTuneConfig(temperature=0.0).check()
+
+
+def test_rejects_a_batch_norm_that_cannot_be_synchronised() -> None:
+    class Other(nn.BatchNorm2d):
+        pass
+
+    with pytest.raises(ValueError, match="Other of the encoder cannot be synchronised: evaluate on a single rank"):
+        synchronise_batch_norm(nn.Sequential(nn.BatchNorm1d(2), Other(2)), Ranks(world_size=2))
 
 
 def test_epochs_follow_the_share_of_labels() -> None:

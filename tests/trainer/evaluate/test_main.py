@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from tests.helpers.image_tree import plain_tree
+from tests.helpers.made_cityscapes import make_cityscapes
 from trainer.evaluate.__main__ import main
-from trainer.evaluate.command import PROTOCOLS
+from trainer.evaluate.protocols import PROTOCOLS
 from trainer.model import EncoderConfig, build_model, save_encoder
 
 CONFIG = EncoderConfig(width=4, blocks=(1, 1), stem_stride=2)
@@ -59,8 +60,12 @@ def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return result
 
 
+OWN_FORMATS = {"segment", "saliency"}
+"""Protocols with images or results of their own, whose command lines are tested with them."""
+
+
 def test_every_protocol_is_tested() -> None:
-    assert list(SHORT) == list(PROTOCOLS)
+    assert {*SHORT, *OWN_FORMATS} == {*PROTOCOLS}
 
 
 @pytest.mark.parametrize("protocol", SHORT)
@@ -96,6 +101,29 @@ def test_raw_pixels(protocol: str, data_dir: Path, tmp_path: Path, capsys: pytes
     place = ["--dataset", "idx", "--data-dir", str(data_dir), "--output", str(tmp_path)]
     assert main([protocol, "--pixels", *place]) == 0
     assert printed(capsys)["top1"] >= 90
+
+
+def test_saliency(run_dir: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = ["--run", str(run_dir), "--data-dir", str(data_dir), "--other", str(run_dir / "encoder.safetensors")]
+    assert main(["saliency", *place, "--num-pictures", "2"]) == 0
+    result = printed(capsys)
+    assert result["similarity"] == pytest.approx(1), "of an encoder with itself"
+    assert sum(result["similarities"]["histogram"]) == 100
+    found = sorted(path.name for path in (run_dir / "evaluation").iterdir())
+    assert found == ["saliency-maps.png", "saliency-similarity.png", "saliency.json"]
+
+
+def test_segment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = ["--output", str(tmp_path / "results"), "--data-dir", str(make_cityscapes(tmp_path, num_val=1))]
+    subject = ["--model", "resnet18", "--image-size", "64"]
+    assert main(["segment", *subject, *place, "--iterations", "1", "--batch-size", "2", "--crop-size", "33"]) == 0
+    result = printed(capsys)
+    assert 0 <= result["miou"] <= 100
+    assert set(result["iou"]) > {"road", "car"}
+    assert main(["segment", *subject, *place[:2]]) == 2
+    assert capsys.readouterr().err == (
+        "error: --data-dir is missing: give the folder of Cityscapes, with leftImg8bit and gtFine\n"
+    )
 
 
 def test_state_of_other_settings_is_not_continued(

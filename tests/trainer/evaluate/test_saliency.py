@@ -191,7 +191,7 @@ def test_rejects_what_does_not_fit(dataset: Dataset, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="61 images are fewer than 62 ranks: start fewer ranks"):
         saliency(small(), dataset, CONFIG, tmp_path, Ranks(world_size=62))
     with pytest.raises(ValueError, match="--bins must be at least 1, got 0"):
-        SaliencyConfig(bins=0)
+        SaliencyConfig(bins=0).check()
     assert not list(tmp_path.iterdir())
 
 

@@ -114,7 +114,7 @@ def test_rejects_settings() -> None:
         ({"min_scale": 3.0}, "--min-scale 3.0 is above --max-scale 2.0"),
     ]:
         with pytest.raises(ValueError, match=message):
-            SegmentConfig(**options)  # type: ignore[arg-type]
+            SegmentConfig(**options).check()  # type: ignore[arg-type]
     assert SegmentConfig() == SegmentConfig(
         iterations=60_000, batch_size=8, crop_size=769, min_scale=0.5, max_scale=2.0, learning_rate=0.01
     )

@@ -18,7 +18,7 @@ from trainer.evaluate.resnet import resnet_stages
 from trainer.evaluate.segment import _Segmenter
 from trainer.evaluate.segmentation.cityscapes import IGNORED, class_names, list_split, read_labels
 from trainer.evaluate.segmentation.crops import CropBatches, RandomCrops
-from trainer.evaluate.segmentation.network import FCN, predict, synchronise_batch_norm, upsample
+from trainer.evaluate.segmentation.network import FCN, predict, upsample
 from trainer.model import EncoderConfig, build_encoder
 from trainer.torchvision_compat import import_module
 from weightserver.core.arrays import Float32Array
@@ -130,11 +130,6 @@ def test_logits_are_at_every_16th_pixel(network: FCN) -> None:
 def test_classes_are_those_of_the_largest_upsampled_logits() -> None:
     logits = torch.randn(19, 4, 5)
     torch.testing.assert_close(predict(logits, 40, 50), upsample(logits[None], 40, 50)[0].argmax(dim=0).byte())
-
-
-def test_rejects_a_batch_norm_that_cannot_be_synchronised() -> None:
-    with pytest.raises(ValueError, match="BatchNorm1d of the encoder cannot be synchronised: evaluate on a single ran"):
-        synchronise_batch_norm(nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm1d(2)), torch.device("cpu"))
 
 
 # ---- the metric

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -61,67 +58,3 @@ def predict(logits: Tensor, height: int, width: int) -> Tensor:
         classes[upsampled > best] = number
         best = torch.maximum(best, upsampled)
     return classes
-
-
-def synchronise_batch_norm(network: nn.Module, device: torch.device) -> nn.Module:
-    """Makes BatchNorm use the statistics of the batches of all ranks: torch's SyncBatchNorm, or `_CpuSyncBatchNorm`.
-
-    Raises:
-        ValueError: the network has a BatchNorm of another class.
-    """
-    norms = [module for module in network.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    if other := next((norm for norm in norms if type(norm) is not nn.BatchNorm2d), None):
-        raise ValueError(f"{type(other).__name__} of the encoder cannot be synchronised: evaluate on a single rank")
-    if device.type == "cuda":
-        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
-        return converted
-    for norm in norms:
-        norm.__class__ = _CpuSyncBatchNorm  # the same state, computed otherwise
-    return network
-
-
-class _CpuSyncBatchNorm(nn.BatchNorm2d):
-    """BatchNorm over the batches of all ranks, for the CPU, which torch's SyncBatchNorm does not support."""
-
-    def forward(self, maps: Tensor) -> Tensor:
-        if not self.training:
-            return super().forward(maps)
-        values = maps.float()
-        count = torch.tensor(float(values.numel() // values.shape[1]))
-        dist.all_reduce(count)
-        mean = _sum_over_ranks(values.sum(dim=(0, 2, 3))) / count
-        centred = values - mean[:, None, None]
-        variance = _sum_over_ranks(centred.square().sum(dim=(0, 2, 3))) / count
-        self._track(mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
-        factor = (variance + self.eps).rsqrt() * self.weight
-        return (centred * factor[:, None, None] + self.bias[:, None, None]).to(maps.dtype)
-
-    def _track(self, mean: Tensor, variance: Tensor) -> None:
-        assert self.momentum is not None
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked += 1
-        self.running_mean.lerp_(mean, self.momentum)
-        self.running_var.lerp_(variance, self.momentum)
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """The sum over ranks, whose gradient is the sum of all ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        total = values.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        total = gradients[0].clone()
-        dist.all_reduce(total)
-        return total
-
-
-def _sum_over_ranks(values: Tensor) -> Tensor:
-    total: Tensor = _SumOverRanks.apply(values)  # type: ignore[no-untyped-call]
-    return total

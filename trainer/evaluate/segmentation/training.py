@@ -18,10 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.data.pixels import PixelScale, normalise
 from trainer.distributed import Ranks
+from trainer.evaluate.batch_norm import synchronise_batch_norm
+from trainer.evaluate.labelled_crops import cosine
 from trainer.evaluate.progress import Progress
 from trainer.evaluate.segmentation.cityscapes import IGNORED, LabelledImage
 from trainer.evaluate.segmentation.crops import CropBatches, RandomCrops
-from trainer.evaluate.segmentation.network import synchronise_batch_norm, upsample
+from trainer.evaluate.segmentation.network import upsample
 from trainer.settings import Settings, check_at_least, check_not_negative, check_positive
 from trainer.transfer import to_device
 from weightserver.common.atomic_files import atomic_write
@@ -52,7 +54,7 @@ class SegmentConfig(Settings):
     checkpoint_every: int = 1_000
     """Iterations after which the state is saved, so that an interrupted evaluation resumes there."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         check_at_least(self, 1, "iterations", "batch_size", "crop_size", "checkpoint_every")
         check_positive(self, "min_scale", "max_scale", "learning_rate")
         check_not_negative(self, "momentum", "weight_decay")
@@ -102,7 +104,7 @@ class Trainer:
         """The trained network."""
         self._parallel: nn.Module = network
         if ranks.world_size > 1:
-            self.network = synchronise_batch_norm(network, ranks.device)
+            self.network = synchronise_batch_norm(network, ranks)
             self._parallel = DistributedDataParallel(
                 self.network, forward_sync_buffers=False, gradient_as_bucket_view=True
             )
@@ -136,9 +138,7 @@ class Trainer:
     def _step(self, pixels: Tensor, labels: Tensor, step: int) -> float:
         """One update by the mean loss over the labelled pixels of all ranks; returns that loss."""
         config, device = self._config, self._ranks.device
-        self._optimizer.param_groups[0]["lr"] = (
-            config.learning_rate * 0.5 * (1 + math.cos(math.pi * step / config.iterations))
-        )
+        self._optimizer.param_groups[0]["lr"] = config.learning_rate * cosine(step / config.iterations)
         num_labelled = max(1.0, self._ranks.sum_over_ranks([float((labels != IGNORED).sum())])[0])
         images = normalise(to_device(pixels, device), self._pixels)
         with torch.autocast(device.type, torch.bfloat16, enabled=self._bfloat16):
