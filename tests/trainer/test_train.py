@@ -132,7 +132,8 @@ def test_a_run_that_ends_within_its_warm_up_says_so(
 
 def test_files_of_a_run(data_dir: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    result = train(config(data_dir, output, steps=25, log_every=10, knn_every=1.0, evaluate=True, rows="remote"))
+    knn = {"knn_every": 1.0, "knn_fraction": 1e6}
+    result = train(config(data_dir, output, steps=25, log_every=10, **knn, evaluate=True, rows="remote"))
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [9, 19, 24]
     assert [("knn_top1" in record) for record in records] == [True, True, True]

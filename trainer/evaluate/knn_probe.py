@@ -1,0 +1,116 @@
+"""kNN evaluations during training, of a sample of the training images that is balanced over classes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.data import Dataset
+from trainer.data.pixels import PixelScale
+from trainer.distributed import Ranks, with_first_ranks_buffers
+from trainer.evaluate.features import encode
+from trainer.evaluate.knn import held_out_knn_top1
+
+_log = logging.getLogger(__name__)
+
+NUM_IMAGES = 10_000
+"""Training images in the sample; all of them if there are fewer."""
+_BATCH_SIZE = 128
+"""Images that a rank decodes and encodes at once: 102 MB of pixels at 224 px, and the encoder's activations."""
+
+
+@dataclass
+class TimeBudget:
+    """Keeps evaluations within a fraction of the time of the steps."""
+
+    fraction: float
+    steps_seconds: float = 0.0
+    spent_seconds: float = 0.0
+    last_seconds: float = 0.0
+
+    def allows(self) -> bool:
+        """Whether another evaluation that takes as long as the last one stays within the fraction."""
+        return self.spent_seconds + self.last_seconds <= self.fraction * self.steps_seconds
+
+    def spend(self, seconds: float) -> None:
+        self.spent_seconds += seconds
+        self.last_seconds = seconds
+
+
+class KnnProbe:
+    """Evaluates the encoder every so many steps; all ranks call `observe` together and share the work.
+
+    The images are the same at every evaluation. Memory beside the encoder's: `_BATCH_SIZE` decoded images, and the
+    features of the sample, 82 MB for 2,048 of them.
+    """
+
+    def __init__(
+        self, encoder: nn.Module, dataset: Dataset, pixels: PixelScale, ranks: Ranks, *, seed: int, fraction: float
+    ) -> None:
+        self._encoder = encoder
+        self._dataset = dataset
+        self._pixels = pixels
+        self._ranks = ranks
+        self._budget = TimeBudget(fraction)
+        self._is_stretched = False
+        self._images = balanced_sample(dataset.train_labels, NUM_IMAGES, seed)
+        self._labels = dataset.train_labels[self._images]
+
+    def observe(self, steps_seconds: float, *, due: bool, last: bool) -> dict[str, float]:
+        """Counts the time of the steps since the last call; evaluates if that is due and stays within the budget.
+
+        Returns knn_top1 in percent if it evaluated, on rank 0 only. The first evaluation and that of the run's last
+        step are always made.
+        """
+        budget = self._budget
+        budget.steps_seconds += steps_seconds
+        if not due or not self._is_allowed(last=last):
+            return {}
+        started = time.perf_counter()
+        features = self._features()
+        top1 = held_out_knn_top1(features, self._labels) if self._ranks.is_first else 0.0
+        self._ranks.barrier()  # so that no rank waits for rank 0 in its next step
+        budget.spend(time.perf_counter() - started)
+        return {"knn_top1": top1} if self._ranks.is_first else {}
+
+    def _is_allowed(self, *, last: bool) -> bool:
+        """Rank 0's decision, on every rank."""
+        (allowed,) = self._ranks.max_over_ranks([float(self._ranks.is_first and (last or self._budget.allows()))])
+        if not allowed and self._ranks.is_first and not self._is_stretched:
+            self._is_stretched = True
+            taken, most = self._budget.last_seconds, self._budget.fraction
+            _log.info("kNN evaluations take %.1f s: some are skipped, to stay within --knn-fraction %g", taken, most)
+        return bool(allowed)
+
+    def _features(self) -> Tensor:
+        """Features float32 [n, d] of the sample by rank 0's encoder, on the CPU; each rank computes a share of them."""
+        mine = self._ranks.share(len(self._images))
+        images, side = self._dataset.train_images, self._dataset.evaluated_side
+        batches = torch.split(self._images[mine], _BATCH_SIZE)
+        with with_first_ranks_buffers(self._encoder, self._ranks):
+            features = torch.cat([encode(self._encoder, images[ids], side, self._pixels) for ids in batches])
+        if self._ranks.world_size == 1:
+            return features
+        whole = features.new_zeros(len(self._images), features.shape[1])
+        whole[mine] = features
+        dist.all_reduce(whole)  # exact: all ranks except one add zeros
+        return whole
+
+
+def balanced_sample(labels: Tensor, num_images: int, seed: int) -> Tensor:
+    """Ids int64 of `num_images` images, of each class as many as of any other, or all that it has; chosen by `seed`.
+
+    Labels are int64 [N]. If the classes do not divide the number, some have one more. All images if there are fewer.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shuffled = torch.randperm(len(labels), generator=generator)
+    by_class = shuffled[labels[shuffled].argsort(stable=True)]  # random within each class
+    sizes = labels.bincount()
+    turn = torch.arange(len(labels)) - (sizes.cumsum(0) - sizes)[labels[by_class]]  # 0, 1, ... within each class
+    shuffled = torch.randperm(len(labels), generator=generator)  # so that any classes may have one more
+    return by_class[shuffled[turn[shuffled].argsort(stable=True)[:num_images]]]
