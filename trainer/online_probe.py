@@ -17,10 +17,9 @@ from trainer.settings import Settings, resumable
 
 _log = logging.getLogger(__name__)
 
-_LEARNING_RATE, _LEARNING_RATE_BATCH = 0.1, 256
-_MOMENTUM = 0.9
+_LEARNING_RATE = 1e-3
 _EPSILON = 1e-5
-_PARAMETERS = ("weight", "bias")
+"""ε of BatchNorm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +36,9 @@ class OnlineProbe:
 
     It sees the detached features of the training views, before the head, through BatchNorm without affine parameters,
     as is usual for linear probes (He et al., 2111.06377, appendix A.1), with the statistics of the whole batch on all
-    ranks; small crops are ignored. SGD with momentum 0.9, a constant learning rate of 0.1 for 256 images and no weight
-    decay; it starts at zero and draws no random number. A step never waits for the device.
+    ranks; small crops are ignored. It learns by Adam (Kingma and Ba, 1412.6980) with a learning rate of 0.001, which
+    hardly depends on batch size and number of features, without weight decay. It starts at zero and draws no random
+    number. A step never waits for the device.
     """
 
     def __init__(
@@ -60,9 +60,8 @@ class OnlineProbe:
         feature_dim = next(layer.in_features for layer in model.head.modules() if isinstance(layer, nn.Linear))
         self._weight = nn.Parameter(torch.zeros(num_classes, feature_dim, device=device))
         self._bias = nn.Parameter(torch.zeros(num_classes, device=device))
-        self._optimizer = torch.optim.SGD(
-            [self._weight, self._bias], lr=_LEARNING_RATE * batch_size / _LEARNING_RATE_BATCH, momentum=_MOMENTUM
-        )
+        self._parameters = {"weight": self._weight, "bias": self._bias}
+        self._optimizer = torch.optim.Adam(self._parameters.values(), lr=_LEARNING_RATE)
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # images classified correctly, and all
         self._ranks = ranks
         self._labels_of = labels_of
@@ -108,12 +107,11 @@ class OnlineProbe:
         return 100.0 * correct / seen
 
     def tensors(self) -> dict[str, Tensor]:
-        """The whole state by name, on the device."""
-        tensors = {"weight": self._weight.detach(), "bias": self._bias.detach(), "counts": self._counts}
-        for name in _PARAMETERS:
-            momentum_buffer = self._optimizer.state[getattr(self, f"_{name}")].get("momentum_buffer")
-            if momentum_buffer is not None:
-                tensors[f"momentum.{name}"] = momentum_buffer.detach()
+        """The whole state by name."""
+        tensors = {"counts": self._counts}
+        for name, parameter in self._parameters.items():
+            tensors[name] = parameter.detach()
+            tensors |= {f"{name}.{key}": value for key, value in self._optimizer.state[parameter].items()}
         return tensors
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
@@ -125,9 +123,11 @@ class OnlineProbe:
                 _log.warning("the online probe in the checkpoint %s: a new one starts untrained", known)
             return
         with torch.no_grad():
-            for name in _PARAMETERS:
-                parameter: nn.Parameter = getattr(self, f"_{name}")
+            for name, parameter in self._parameters.items():
                 parameter.copy_(tensors[name])
-                if (momentum_buffer := tensors.get(f"momentum.{name}")) is not None:
-                    self._optimizer.state[parameter]["momentum_buffer"] = momentum_buffer.to(parameter.device)
+                self._optimizer.state[parameter] = {
+                    key.removeprefix(f"{name}."): value if value.ndim == 0 else value.to(parameter.device)
+                    for key, value in tensors.items()  # Adam counts its steps on the CPU
+                    if key.startswith(f"{name}.")
+                }
             self._counts.copy_(tensors["counts"])

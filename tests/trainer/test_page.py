@@ -82,7 +82,7 @@ def test_a_run_on_real_images_in_a_browser(tmp_path: Path, capsys: pytest.Captur
     assert not found["wide"]
     assert len(found["images"]) == 12 * (1 + 7) + 12 * 2
     assert all(size > 20 for image in found["images"] for size in image)
-    assert len(found["charts"]) == 5
+    assert len(found["charts"]) == 11
     assert all(width > 300 and height > 150 for width, height in found["charts"])
     assert found["results"].keys() == summary.keys()
     for name, value in summary.items():
@@ -98,7 +98,7 @@ def test_an_unfinished_run_shows_what_is_available(tmp_path: Path) -> None:
     assert report(run, "--output", page) == 0
     text = page.read_text()
     assert f"<td>{NUM_STEPS}</td>" in text
-    assert text.count("<svg") == 4
+    assert text.count("<svg") == 9  # forty steps of 16 images do not fill RankMe's window
     assert "the same label" not in text
     assert not (run / "report.html").exists()
     (run / "summary.json").unlink()
