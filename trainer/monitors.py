@@ -96,7 +96,7 @@ def is_own_class_first(embeddings: Tensor, classes: Tensor, labels: Tensor, num_
     logit = logits.gather(1, column)  # (B, 1)
     is_here = labels[:, None] >= 0
     own = torch.where(is_here, logit, -math.inf)
-    others = logits.scatter(1, column, torch.where(is_here, -math.inf, logit)).amax(dim=1, keepdim=True)
+    others = logits.scatter_(1, column, torch.where(is_here, -math.inf, logit)).amax(dim=1, keepdim=True)
     both = torch.cat([own, others], dim=1)  # (B, 2)
     if ranks.world_size > 1:
         dist.all_reduce(both, dist.ReduceOp.MAX)

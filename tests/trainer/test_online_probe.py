@@ -119,7 +119,7 @@ def test_top1_is_that_of_the_steps_since_the_last_record() -> None:
     case = Case()
     model, probe = case.probe(Ranks())
     right: list[float] = []
-    for _ in range(40):
+    for _ in range(400):
         for seen in case.features[0].flatten(0, 1):
             model.head(seen)
         probe.learn(0)
