@@ -92,7 +92,7 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
     model = _model(config, ranks.device)
     encoder = _averaged_over_ranks(model, ranks)
     optimizer = config.optimizer(model, ranks.device)
-    probe = _probe(config, dataset, model, visited, ranks) if config.online_probe else None
+    probe = _online_probe(config, dataset, model, visited, ranks)
 
     claim = stack.enter_context(DirectoryClaim(config, is_first=ranks.is_first))
     recorder = stack.enter_context(Recorder(config, num_steps, ranks))
@@ -129,7 +129,7 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
         recorder=recorder,
         monitors=Monitors(model.encoder, config, ranks, batch_size=config.batch_size),
         probe=probe,
-        knn=_knn_probe(config, dataset, model, ranks) if config.knn_every else None,
+        knn=_knn_probe(config, dataset, model, ranks),
         checkpoints=checkpoints,
         signals=signals,
         leaves_checkpoints=opened.client is not None,
@@ -201,7 +201,17 @@ class _Visited:
         return self.order.images(self.schedule.visits(visits[0], visits[-1] + 1))
 
 
-def _probe(config: TrainConfig, dataset: Dataset, model: PICModel, visited: _Visited, ranks: Ranks) -> OnlineProbe:
+def _knn_probe(config: TrainConfig, dataset: Dataset, model: PICModel, ranks: Ranks) -> KnnProbe | None:
+    if not config.knn_every:
+        return None
+    return KnnProbe(model, dataset, ranks, seed=config.seed, fraction=config.knn_fraction)
+
+
+def _online_probe(
+    config: TrainConfig, dataset: Dataset, model: PICModel, visited: _Visited, ranks: Ranks
+) -> OnlineProbe | None:
+    if not config.online_probe:
+        return None
     labels = dataset.train_labels  # int64 (N,)
 
     def labels_of(step: int) -> Tensor:
@@ -217,11 +227,6 @@ def _probe(config: TrainConfig, dataset: Dataset, model: PICModel, visited: _Vis
         num_crops=len(config.augmentations()),
         batch_size=config.batch_size,
     )
-
-
-def _knn_probe(config: TrainConfig, dataset: Dataset, model: PICModel, ranks: Ranks) -> KnnProbe:
-    pixels, fraction = model.config.pixels, config.knn_fraction
-    return KnnProbe(model.encoder, dataset, pixels, ranks, seed=config.seed, fraction=fraction)
 
 
 def _views(

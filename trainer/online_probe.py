@@ -57,8 +57,7 @@ class OnlineProbe:
         Of the `num_crops` views that a step computes of each part of a batch, the first `num_views` are used.
         """
         device = next(model.parameters()).device
-        feature_dim = next(layer.in_features for layer in model.head.modules() if isinstance(layer, nn.Linear))
-        self._weight = nn.Parameter(torch.zeros(num_classes, feature_dim, device=device))
+        self._weight = nn.Parameter(torch.zeros(num_classes, model.feature_dim, device=device))
         self._bias = nn.Parameter(torch.zeros(num_classes, device=device))
         self._parameters = {"weight": self._weight, "bias": self._bias}
         self._optimizer = torch.optim.Adam(self._parameters.values(), lr=_LEARNING_RATE)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from tests.trainer.test_online_probe import Case
 from trainer.data import Dataset
-from trainer.data.pixels import MINUS_ONE_TO_ONE
 from trainer.distributed import Ranks, process_group, with_first_ranks_buffers
 from trainer.evaluate.knn_probe import KnnProbe
 from trainer.loss import LossConfig, padded
@@ -53,7 +52,8 @@ def monitors(ranks: Ranks, owners: str) -> dict[str, Tensor]:
 
 def knn(ranks: Ranks) -> dict[str, Tensor]:
     """kNN top-1 and features by an encoder whose BatchNorm statistics differ between ranks."""
-    encoder = build_model(EncoderConfig(width=8, stem_stride=2, blocks=(1,)), 4, seed=0).encoder
+    model = build_model(EncoderConfig(width=8, stem_stride=2, blocks=(1,)), 4, seed=0)
+    encoder = model.encoder
     for module in encoder.modules():
         if isinstance(module, nn.BatchNorm2d):
             assert module.running_mean is not None
@@ -66,7 +66,7 @@ def knn(ranks: Ranks) -> dict[str, Tensor]:
     pixels = torch.randint(256, (301, 1, 28, 28), generator=generator) * (1 + labels[:, None, None, None]) // 2
     images = pixels.to(torch.uint8)
     data = Dataset(train_images=images, train_labels=labels, test_images=images[:0], test_labels=labels[:0])
-    probe = KnnProbe(encoder, data, MINUS_ONE_TO_ONE, ranks, seed=0, fraction=1e6)
+    probe = KnnProbe(model, data, ranks, seed=0, fraction=1e6)
     found = probe.observe(1e6, due=True, last=False)
     assert all(map(torch.equal, own, encoder.buffers())), "its own statistics are back"
     assert bool(found) == ranks.is_first

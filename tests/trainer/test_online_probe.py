@@ -71,7 +71,7 @@ class Case:
     def probe(self, ranks: Ranks) -> tuple[PICModel, OnlineProbe]:
         mine = ranks.share(6)
         model = build_model(EncoderConfig(name="none"), 4, seed=0)
-        model.head = nn.Sequential(nn.Linear(self.feature_dim, 4))
+        model.feature_dim, model.head = self.feature_dim, nn.Sequential(nn.Linear(self.feature_dim, 4))
         probe = OnlineProbe(
             model,
             NUM_CLASSES,

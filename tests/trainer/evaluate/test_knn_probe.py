@@ -23,7 +23,7 @@ from trainer.evaluate.features import encode
 from trainer.evaluate.knn import held_out_knn_top1
 from trainer.evaluate.knn_probe import KnnProbe, TimeBudget, balanced_sample
 from trainer.loop import train
-from trainer.model import EncoderConfig, build_encoder
+from trainer.model import EncoderConfig, build_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = EncoderConfig(width=8, stem_stride=2, blocks=(1, 1))
@@ -94,8 +94,9 @@ def test_images_are_decoded_in_batches(data_dir: Path, monkeypatch: pytest.Monke
         test_images=dataset.test_images,
         test_labels=dataset.test_labels,
     )
-    encoder = build_encoder(SMALL).train()
-    probe = KnnProbe(encoder, decoded, MINUS_ONE_TO_ONE, Ranks(), seed=0, fraction=1)
+    model = build_model(SMALL, seed=0)
+    encoder = model.encoder.train()
+    probe = KnnProbe(model, decoded, Ranks(), seed=0, fraction=1)
     found = [probe.observe(1e6, due=True, last=False) for _ in range(2)]
     assert asked == [128, 72] * 2
     assert encoder.training
