@@ -75,7 +75,7 @@ class Monitors:
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
     def _instance_top1(self, parts: Tensor, update: Update, num_rows: int) -> float:
-        """`instance_top1` of parts (A, B / A, D), one after the other: no more memory than the loss."""
+        """Percent of images whose own class is first; parts (A, B / A, D) in turn take no more memory than the loss."""
         classes = F.normalize(update.classes) if self._cosine else update.classes
         correct = [
             is_own_class_first(F.normalize(part) if self._cosine else part, classes, labels, num_rows, self._ranks)
