@@ -168,6 +168,7 @@ def test_it_learns(data_dir: Path, tmp_path: Path) -> None:
     assert summary.keys().isdisjoint({"online_top1"})
 
 
+@pytest.mark.guard
 def test_a_resumed_run_has_the_same_probe(data_dir: Path, tmp_path: Path) -> None:
     """From a checkpoint between two records."""
 

@@ -82,7 +82,7 @@ def test_a_run_on_real_images_in_a_browser(tmp_path: Path, capsys: pytest.Captur
     assert not found["wide"]
     assert len(found["images"]) == 12 * (1 + 7) + 12 * 2
     assert all(size > 20 for image in found["images"] for size in image)
-    assert len(found["charts"]) == 11
+    assert len(found["charts"]) == 10  # forty steps of 16 images do not fill the window of RankMe
     assert all(width > 300 and height > 150 for width, height in found["charts"])
     assert found["results"].keys() == summary.keys()
     for name, value in summary.items():
