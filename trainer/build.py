@@ -19,19 +19,23 @@ from trainer.data import Dataset
 from trainer.data.augment import Augmentation
 from trainer.data.prefetch import Visits, views_ahead
 from trainer.distributed import Ranks
+from trainer.evaluate.knn_probe import KnnProbe
 from trainer.loss import padded_rows
 from trainer.model import PICModel, build_model, check_image_size, load_encoder
+from trainer.monitors import Monitors
+from trainer.online_probe import OnlineProbe
 from trainer.recency import ActiveRows, RecentRows, announced
 from trainer.rows.store import RowStore
 from trainer.run.checkpoint import Checkpoints
-from trainer.run.checkpoint_file import load, saved_steps
+from trainer.run.checkpoint_file import load, probe_tensors, saved_steps
 from trainer.run.claim import DirectoryClaim
 from trainer.run.opening import OpenRows, open_rows
 from trainer.run.recorder import Recorder
 from trainer.schedule import RangesOrder, VisitSchedule, visit_uniforms
 from trainer.stopping import stop_signals
+from trainer.transfer import to_device
 from weightserver import TableSpec
-from weightserver.core.arrays import Float32Array
+from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.sharding import Sharding
 
 _log = logging.getLogger(__name__)
@@ -44,7 +48,6 @@ class Run:
     config: TrainConfig
     ranks: Ranks
     dataset: Dataset
-    order: RangesOrder
     model: PICModel
     encoder: nn.Module
     """The model; with several ranks wrapped, so that its gradients are averaged over them."""
@@ -64,6 +67,9 @@ class Run:
     parts: list[tuple[int, int]]
     """(part of the batch, view), in the order of a step."""
     recorder: Recorder
+    monitors: Monitors
+    probe: OnlineProbe | None
+    knn: KnnProbe | None
     checkpoints: Checkpoints
     signals: list[int]
     """Numbers of the signals received so far."""
@@ -80,20 +86,21 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
     num_images = len(dataset.train_images)
     num_steps = config.num_steps(num_images)
     spec = _table_spec(config, num_images)
-    order = dataset.order(config.order_seed)
     schedule = config.visit_schedule(num_images)
+    visited = _Visited(config, schedule, dataset.order(config.order_seed), ranks)
     recent = RecentRows(schedule, num_active=config.num_negatives, batch_size=config.batch_size)
     model = _model(config, ranks.device)
     encoder = _averaged_over_ranks(model, ranks)
     optimizer = config.optimizer(model, ranks.device)
+    probe = _online_probe(config, dataset, model, visited, ranks)
 
     claim = stack.enter_context(DirectoryClaim(config, is_first=ranks.is_first))
     recorder = stack.enter_context(Recorder(config, num_steps, ranks))
     opened = stack.enter_context(
         open_rows(config, spec, dataset.ranges, dataset.digests, ranks=ranks, device=ranks.device)
     )
-    checkpoints = _checkpoints(config, ranks, opened, claim, recorder)
-    start_step = _restore(config, opened, checkpoints, model, optimizer)
+    checkpoints = _checkpoints(config, ranks, opened, claim, recorder, probe)
+    start_step = _restore(config, opened, checkpoints, model, optimizer, probe)
     claim.prepare(start_step)
     recorder.follow(opened.store.counters, start_step)
     signals = stack.enter_context(stop_signals())
@@ -106,7 +113,6 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
         config=config,
         ranks=ranks,
         dataset=dataset,
-        order=order,
         model=model,
         encoder=encoder,
         optimizer=optimizer,
@@ -118,9 +124,12 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
         active_rows=_active_rows(
             recent, Sharding(spec.rows_per_block, ranks.world_size), opened.store, ranks, steps, stack
         ),
-        views=_views(config, dataset, order, schedule, ranks, steps, stack),
+        views=_views(config, dataset, visited, ranks, steps, stack),
         parts=list(itertools.product(range(config.accumulate), range(len(config.augmentations())))),
         recorder=recorder,
+        monitors=Monitors(model.encoder, config, ranks, batch_size=config.batch_size),
+        probe=probe,
+        knn=_knn_probe(config, dataset, model, ranks),
         checkpoints=checkpoints,
         signals=signals,
         leaves_checkpoints=opened.client is not None,
@@ -128,13 +137,18 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
 
 
 def _checkpoints(
-    config: TrainConfig, ranks: Ranks, opened: OpenRows, claim: DirectoryClaim, recorder: Recorder
+    config: TrainConfig,
+    ranks: Ranks,
+    opened: OpenRows,
+    claim: DirectoryClaim,
+    recorder: Recorder,
+    probe: OnlineProbe | None,
 ) -> Checkpoints:
     def on_saved() -> None:
         claim.keep()
         recorder.checkpoint_saved()
 
-    return Checkpoints(config, ranks, opened.store, opened.client, opened.history, on_saved=on_saved)
+    return Checkpoints(config, ranks, opened.store, opened.client, opened.history, probe, on_saved=on_saved)
 
 
 def _restore(
@@ -143,12 +157,15 @@ def _restore(
     checkpoints: Checkpoints,
     model: PICModel,
     optimizer: torch.optim.Optimizer,
+    probe: OnlineProbe | None,
 ) -> int:
     """Loads the checkpoint to resume from, or saves the first one; returns the first step."""
     if opened.checkpoint_step is None:
         checkpoints.save(0, model, optimizer)  # from now on the servers belong to this run
         return 0
     load(config.output / "checkpoints", opened.checkpoint_step, model, optimizer)
+    if probe is not None:
+        probe.restore(probe_tensors(config.output / "checkpoints", opened.checkpoint_step))
     return opened.checkpoint_step
 
 
@@ -163,28 +180,64 @@ def _active_rows(
     return stack.enter_context(closing(announced(share, rows, steps)))
 
 
+@dataclass(frozen=True)
+class _Visited:
+    """This rank's visits; thread-safe."""
+
+    config: TrainConfig
+    schedule: VisitSchedule
+    order: RangesOrder
+    ranks: Ranks
+
+    def visits(self, step: int, part: int) -> Int64Array:
+        """This rank's visits in one part of a step's batch, int64 (b,)."""
+        part_size = self.config.part_size
+        numbers = step * self.config.batch_size + part * part_size + np.arange(part_size)
+        return numbers[self.ranks.share(part_size)]
+
+    def images(self, step: int, part: int) -> Int64Array:
+        """The images of these visits, int64 (b,)."""
+        visits = self.visits(step, part)
+        return self.order.images(self.schedule.visits(visits[0], visits[-1] + 1))
+
+
+def _knn_probe(config: TrainConfig, dataset: Dataset, model: PICModel, ranks: Ranks) -> KnnProbe | None:
+    if not config.knn_every:
+        return None
+    return KnnProbe(model, dataset, ranks, seed=config.seed, fraction=config.knn_fraction)
+
+
+def _online_probe(
+    config: TrainConfig, dataset: Dataset, model: PICModel, visited: _Visited, ranks: Ranks
+) -> OnlineProbe | None:
+    if not config.online_probe:
+        return None
+    labels = dataset.train_labels  # int64 (N,)
+
+    def labels_of(step: int) -> Tensor:
+        images = np.stack([visited.images(step, part) for part in range(config.accumulate)])  # (A, b)
+        return to_device(labels[torch.from_numpy(images)], ranks.device)
+
+    return OnlineProbe(
+        model,
+        int(labels.max()) + 1,
+        ranks,
+        labels_of=labels_of,
+        num_views=config.views,
+        num_crops=len(config.augmentations()),
+        batch_size=config.batch_size,
+    )
+
+
 def _views(
-    config: TrainConfig,
-    dataset: Dataset,
-    order: RangesOrder,
-    schedule: VisitSchedule,
-    ranks: Ranks,
-    steps: range,
-    stack: ExitStack,
+    config: TrainConfig, dataset: Dataset, visited: _Visited, ranks: Ranks, steps: range, stack: ExitStack
 ) -> Iterator[Tensor]:
     """This rank's views of each step's images, computed ahead on its device."""
     augmentations = config.augmentations()
-    part_size = config.part_size
-    mine = ranks.share(part_size)
 
     def visits_of(step: int, part: int) -> Visits:
-        """This rank's visits in one part of a step's batch."""
-        visits = (step * config.batch_size + part * part_size + np.arange(part_size))[mine]  # (b,)
-        views = np.add.outer(np.arange(len(augmentations)), visits * len(augmentations))  # (V, b)
-        return Visits(
-            order.images(schedule.visits(visits[0], visits[-1] + 1)),
-            visit_uniforms(config.seed, views, Augmentation.num_uniforms),
-        )
+        views = np.add.outer(np.arange(len(augmentations)), visited.visits(step, part) * len(augmentations))  # (V, b)
+        return Visits(visited.images(step, part), visit_uniforms(config.seed, views, Augmentation.num_uniforms))
 
     images = dataset.train_images.to(ranks.device)  # uint8 (N, C, H, W)
     visits = itertools.starmap(visits_of, itertools.product(steps, range(config.accumulate)))

@@ -29,8 +29,8 @@ class ComputeConfig(Settings):
     """Whether to replace or refuse nondeterministic operations; on a CPU all operations are deterministic."""
     rank_timeout_seconds: float = resumable(600.0)
     """Time for which ranks wait for one that vanished silently (a machine without power), in addition to
-    --retry-seconds, before the run stops. All ranks wait for rank 0 while it evaluates for --knn-every: allow for
-    that."""
+    --retry-seconds, before the run stops. All ranks wait for rank 0 while it searches neighbours for --knn-every:
+    allow for that."""
 
     def check(self) -> None:
         check_positive(self, "rank_timeout_seconds")

@@ -18,6 +18,7 @@ from trainer.data.augment import Augmentation, AugmentationConfig
 from trainer.data.config import DataConfig, ViewsConfig
 from trainer.loss import LossConfig
 from trainer.model import EncoderConfig, ModelConfig
+from trainer.online_probe import OnlineProbeConfig
 from trainer.optimization import OptimizationConfig
 from trainer.rows.config import RowsConfig, ServersConfig
 from trainer.run.config import ReportConfig, RunConfig
@@ -39,12 +40,14 @@ PARTS: tuple[type[Settings], ...] = (
     ViewsConfig,
     ComputeConfig,
     ReportConfig,
+    OnlineProbeConfig,
 )
 
 
 # A dataclass collects its fields from the last base to the first, which is the order of --help.
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
+    OnlineProbeConfig,
     ReportConfig,
     ComputeConfig,
     ViewsConfig,

@@ -48,9 +48,8 @@ def run(epochs: float | None, seed: int, data_dir: Path | None, output: Path) ->
         raise ValueError(f"{plot} already exists: give another --output")
     _, config = PRESETS["fashion-mnist"]
     epochs = config.epochs if epochs is None else epochs
-    config = replace(
-        config, epochs=epochs, seed=seed, order_seed=seed, data_dir=data_dir, output=output, knn_every=epochs / 10
-    )
+    config = replace(config, epochs=epochs, seed=seed, order_seed=seed, data_dir=data_dir, output=output)
+    config = replace(config, knn_every=epochs / 10, knn_fraction=1.0)  # for a curve, whatever it takes
     result = train(config)
     untrained = untrained_encoder(result.model.config, result.dataset, config.seed)
     results = {

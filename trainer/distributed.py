@@ -85,6 +85,24 @@ def averaging_gradients(parallel: nn.Module, wanted: bool) -> AbstractContextMan
 
 
 @contextmanager
+def with_first_ranks_buffers(module: nn.Module, ranks: Ranks) -> Iterator[None]:
+    """Gives a module the buffers of rank 0 (BatchNorm's statistics, which differ between ranks), then its own again."""
+    if ranks.world_size == 1:
+        yield
+        return
+    own = [buffer.clone() for buffer in module.buffers()]
+    for buffer in module.buffers():
+        content = buffer.cpu()
+        dist.broadcast(content, src=0)
+        buffer.copy_(content)
+    try:
+        yield
+    finally:
+        for buffer, content in zip(module.buffers(), own, strict=True):
+            buffer.copy_(content)
+
+
+@contextmanager
 def process_group(
     device: torch.device, *, timeout_seconds: float = 600, agreed: tuple[type[BaseException], ...] = ()
 ) -> Iterator[Ranks]:

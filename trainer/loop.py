@@ -18,10 +18,9 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,21 +29,19 @@ from trainer.config import TrainConfig
 from trainer.data import Dataset, load_dataset
 from trainer.distributed import Ranks, averaging_gradients, process_group
 from trainer.evaluate import ProbeResult, encoder_features, evaluate_features
-from trainer.evaluate.knn import held_out_knn_top1
 from trainer.loss import padded
 from trainer.model import PICModel, save_encoder
+from trainer.monitors import Update
 from trainer.recency import ActiveRows
 from trainer.run.directory import ENCODER_FILE, SUMMARY_FILE
 from trainer.run.opening import images_of_run
 from trainer.run.prometheus import peak_gpu_bytes
 from trainer.run.resume import resolve_resume, with_pixel_scale
-from trainer.schedule import RangesOrder, forward_seed
+from trainer.schedule import forward_seed
 from trainer.stopping import Interrupted
 from trainer.transfer import to_device
 from weightserver.common.atomic_files import atomic_write
 
-_NUM_PROBED = 10_000
-"""Training images that the kNN evaluations during training use."""
 _SIGNAL_STEPS = 4
 """Steps between exchanges of received signals if there are several ranks; a single rank looks at every step."""
 
@@ -116,7 +113,7 @@ def _check_images(config: TrainConfig, dataset: Dataset) -> None:
             f"the encoder takes {config.encoder.in_channels}-channel images, those of {config.dataset!r} have "
             f"{channels}: give --encoder.in-channels {channels}"
         )
-    if config.evaluate or config.knn_every:
+    if config.evaluate or config.knn_every or config.online_probe:
         dataset.check_labelled(tested=config.evaluate)
 
 
@@ -130,9 +127,9 @@ def _train_rank(
             with run.recorder.stage("rows"):
                 active = next(run.active_rows)  # rows (K,): the most recently visited; labels (B,)
             on_step(step)
-            loss = _update(run, step, active)
+            update = _update(run, step, active)
             last = step + 1 == run.steps.stop
-            record = _observe(run, step, loss, len(active.rows), last=last)
+            record = _observe(run, step, update, len(active.rows), last=last)
             _save_if_due(run, step, last=last)
         run.rows.flush()  # every update is durable
         (signalled,) = ranks.max_over_ranks([max(run.signals, default=0)])
@@ -150,8 +147,8 @@ def _train_rank(
     }
 
 
-def _update(run: Run, step: int, active: ActiveRows) -> Tensor:
-    """One SGD update of the encoder and the active rows; returns the batch's loss, a scalar on the device.
+def _update(run: Run, step: int, active: ActiveRows) -> Update:
+    """One SGD update of the encoder and the active rows; returns the batch's loss and what else is observed of it.
 
     On one rank b is B / A, the images in one part of the batch; several ranks share these images and the K rows.
     """
@@ -160,6 +157,7 @@ def _update(run: Run, step: int, active: ActiveRows) -> Tensor:
     run.optimizer.zero_grad()
     labels = torch.split(to_device(active.labels, device), run.config.part_size)  # (b,) each: own class among the K
     weight: Tensor | None = None
+    embedded: list[Tensor] = []
     loss = torch.zeros((), device=device)
     for part, view in run.parts:
         with stage("data"):
@@ -180,6 +178,7 @@ def _update(run: Run, step: int, active: ActiveRows) -> Tensor:
             with stage("backward"):
                 part_loss.backward()  # type: ignore[no-untyped-call]
         loss += part_loss.detach()
+        embedded.append(embeddings.detach())
 
     assert weight is not None
     assert weight.grad is not None
@@ -188,20 +187,28 @@ def _update(run: Run, step: int, active: ActiveRows) -> Tensor:
     with stage("optimizer"):
         run.optimizer.param_groups[0]["lr"] = float(run.rates[step])
         run.optimizer.step()
-    return loss
+    first_views = embedded[:: len(run.parts) // run.config.accumulate]
+    return Update(loss, torch.stack(first_views), weight.detach(), torch.cat(labels))
 
 
-def _observe(run: Run, step: int, loss: Tensor, num_active: int, *, last: bool) -> dict[str, Any]:
+def _observe(run: Run, step: int, update: Update, num_active: int, *, last: bool) -> dict[str, Any]:
     """Records the steps since the last record if one is due; returns the record, or an empty one."""
     config, every = run.config, run.config.log_every
+    run.monitors.keep(update.embeddings)
+    if run.probe is not None:
+        run.probe.learn(step)
     if not last and (step + 1) % every:
         return {}
-    record = run.recorder.measure(step, loss.item(), float(run.rates[step]), num_active)
-    knn_steps = config.knn_every * len(run.dataset.train_images) / config.batch_size
-    if run.ranks.is_first and _is_due(knn_steps, step, every, last):
-        record["knn_top1"] = _knn_probe(run.model, run.dataset, run.order)
-    if not math.isfinite(record["loss"]):
-        raise ValueError(f"the loss is {record['loss']} at step {step}: try a lower --learning-rate")
+    if not math.isfinite(loss := update.loss.item()):
+        raise ValueError(f"the loss is {loss} at step {step}: try a lower --learning-rate")
+    monitored = run.monitors.measure(update, num_active)
+    if run.probe is not None:
+        monitored["online_top1"] = run.probe.take_top1()
+    record = run.recorder.measure(step, loss, float(run.rates[step]), num_active, monitored)
+    if run.knn is not None:
+        knn_steps = config.knn_every * len(run.dataset.train_images) / config.batch_size
+        with run.recorder.paused():
+            record |= run.knn.observe(record["seconds"], due=_is_due(knn_steps, step, every, last), last=last)
     run.recorder.write(record)
     return record
 
@@ -230,23 +237,7 @@ def _seed_generators(seed: int, device: torch.device) -> None:
 
 def _is_due(every_steps: float, step: int, log_every: int, last: bool) -> bool:
     """Whether a multiple of `every_steps` lies between this logged step and the previous one."""
-    if every_steps <= 0:
-        return False
     return last or (step + 1) // every_steps > max(0, step + 1 - log_every) // every_steps
-
-
-def _knn_probe(model: PICModel, dataset: Dataset, order: RangesOrder) -> float:
-    """kNN top-1 of held-out training images, in percent, among the images of the first rows: a random sample."""
-    images = torch.from_numpy(order.images(np.arange(min(_NUM_PROBED, len(dataset.train_images)))))
-    probed = replace(
-        dataset,
-        train_images=dataset.train_images[images],
-        train_labels=dataset.train_labels[images],
-        test_images=dataset.test_images[:1],
-        test_labels=dataset.test_labels[:1],
-    )
-    features = encoder_features(model.encoder, probed, model.config.pixels)
-    return held_out_knn_top1(features.train, features.train_labels)
 
 
 def _peak_memory_bytes(device: torch.device) -> int:

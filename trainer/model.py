@@ -126,9 +126,9 @@ class PICModel(nn.Module):
         self.config = config
         self.encoder_in_bfloat16 = False
         self.encoder = build_encoder(config)
-        feature_dim = measure_feature_dim(self.encoder, config)
-        hidden = [nn.Linear(feature_dim, feature_dim), nn.ReLU()] if head_layers == 2 else []
-        self.head = nn.Sequential(*hidden, nn.Linear(feature_dim, dim))
+        self.feature_dim = measure_feature_dim(self.encoder, config)
+        hidden = [nn.Linear(self.feature_dim, self.feature_dim), nn.ReLU()] if head_layers == 2 else []
+        self.head = nn.Sequential(*hidden, nn.Linear(self.feature_dim, dim))
 
     def forward(self, images: Tensor) -> Tensor:
         with torch.autocast(images.device.type, torch.bfloat16, enabled=self.encoder_in_bfloat16):

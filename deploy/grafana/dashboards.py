@@ -73,6 +73,7 @@ def build() -> dict[str, dashboard.Dashboard]:
             _checkpoint_age(),
             _clocks(),
         ),
+        "embeddings": _dashboard("embeddings", "Embeddings", _recognised(), _dimensions(), _collapse(), _norms()),
     }
 
 
@@ -322,6 +323,48 @@ def _clocks() -> timeseries.Panel:
             "shard {{shard}}",
         ),
         ("2 * max(pic_trainer_window_size_rows / pic_trainer_batch_size)", "2·W/B"),
+    )
+
+
+# ---- what a run learns
+
+
+def _recognised() -> timeseries.Panel:
+    return _lines(
+        "Does it recognise its images?",
+        "Percent of the last logged batch whose own class has the highest logit of all active rows.",
+        units.Percent,
+        (f"max by (run) (pic_trainer_instance_top1 {_RUN})", "{{run}}"),
+    )
+
+
+def _dimensions() -> timeseries.Panel:
+    return _lines(
+        "How many dimensions do its embeddings use?",
+        "RankMe of the newest 2,048 embeddings, at most the length of an embedding; a fall to a few is a collapse.",
+        units.Short,
+        (f"max by (run) (pic_trainer_rankme {_RUN})", "{{run}}"),
+    )
+
+
+def _collapse() -> timeseries.Panel:
+    return _lines(
+        "Do all images look the same to it?",
+        "Mean cosine of two images' embeddings, 1 if they have collapsed, and the standard deviation of a normalised "
+        "dimension, which is then 0.",
+        units.Short,
+        (f"max by (run) (pic_trainer_mean_cosine {_RUN})", "{{run}} mean cosine"),
+        (f"max by (run) (pic_trainer_feature_std {_RUN})", "{{run}} standard deviation"),
+    ).min(-1)
+
+
+def _norms() -> timeseries.Panel:
+    return _lines(
+        "Do gradients or rows blow up?",
+        "L2 norms of the encoder's gradient and, on average, of the active rows.",
+        units.Short,
+        (f"max by (run) (pic_trainer_gradient_norm {_RUN})", "{{run}} gradient"),
+        (f"max by (run) (pic_trainer_row_norm {_RUN})", "{{run}} row"),
     )
 
 

@@ -39,8 +39,8 @@ def test_a_panel_answers_a_question(panel: dict[str, Any]) -> None:
 
 
 def test_dashboards_are_few_and_small() -> None:
-    assert set(DASHBOARDS) == {"service", "fetches", "storage", "training"}
-    assert len({dashboard["uid"] for dashboard in DASHBOARDS.values()}) == 4
+    assert set(DASHBOARDS) == {"service", "fetches", "storage", "training", "embeddings"}
+    assert len({dashboard["uid"] for dashboard in DASHBOARDS.values()}) == 5
     for dashboard in DASHBOARDS.values():
         ids = [panel["id"] for panel in dashboard["panels"]]
         assert ids == list(range(1, len(ids) + 1))

@@ -6,7 +6,6 @@ import gzip
 import json
 import re
 import shutil
-import struct
 import threading
 import time
 import urllib.request
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.bars import write_bars
 from tests.helpers.secure_shards import served
 from tests.helpers.small_run import ONLY_ROWS, losses, small_run
 from trainer.__main__ import main
@@ -43,23 +43,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Images 28×28 of ten kinds: a bright bar whose place and slant tell the kind, and noise."""
-    directory = tmp_path_factory.mktemp("idx")
-    generator = np.random.default_rng(0)
-    for name, num_images in (("train", NUM_IMAGES), ("t10k", 40)):
-        labels = generator.integers(0, 10, num_images).astype(np.uint8)
-        row, column = np.mgrid[0:28, 0:28]
-        slant = (labels[:, None, None] % 5 - 2) / 2
-        distance = np.abs(row - 7 - 14 * (labels[:, None, None] // 5) - slant * (column - 14))
-        images = (np.clip(200 - 60 * distance, 0, 200) + generator.integers(0, 56, (num_images, 28, 28))).astype(
-            np.uint8
-        )
-        for kind, header, data in (
-            ("images-idx3", struct.pack(">4i", 0x803, num_images, 28, 28), images),
-            ("labels-idx1", struct.pack(">2i", 0x801, num_images), labels),
-        ):
-            (directory / f"{name}-{kind}-ubyte.gz").write_bytes(gzip.compress(header + data.tobytes()))
-    return directory
+    return write_bars(tmp_path_factory.mktemp("idx"), num_train=NUM_IMAGES)
 
 
 def config(data_dir: Path, output: Path, **changes: Any) -> TrainConfig:
@@ -132,7 +116,8 @@ def test_a_run_that_ends_within_its_warm_up_says_so(
 
 def test_files_of_a_run(data_dir: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    result = train(config(data_dir, output, steps=25, log_every=10, knn_every=1.0, evaluate=True, rows="remote"))
+    knn = {"knn_every": 1.0, "knn_fraction": 1e6}
+    result = train(config(data_dir, output, steps=25, log_every=10, **knn, evaluate=True, rows="remote"))
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [9, 19, 24]
     assert [("knn_top1" in record) for record in records] == [True, True, True]

@@ -35,6 +35,15 @@ DETAILS = {
     "prefetch_pending_rows": 7,
     "write_back_pending_rows": 8,
 }
+MONITORS = {
+    "instance_top1": 12.5,
+    "rankme": 60.0,
+    "feature_std": 0.08,
+    "mean_cosine": 0.1,
+    "gradient_norm": 0.4,
+    "row_norm": 0.3,
+    "online_top1": 50.0,
+}
 SIZES: dict[str, Any] = {"window_size": 96, "batch_size": 16, "device": torch.device("cpu")}
 Scrape = Callable[[], dict[str, float]]
 
@@ -94,13 +103,13 @@ def test_a_record_of_the_training_loop(metrics: TrainerMetrics, scrape: Scrape) 
     }
     assert {name: values[name] for name in expected} == expected
     assert values["gpu_memory_bytes"] >= 0
-    for name in ("resident_rows", "active_rows", "prefetch_pending_rows", "write_back_pending_rows"):
+    for name in ("resident_rows", "active_rows", "prefetch_pending_rows", "write_back_pending_rows", *MONITORS):
         assert math.isnan(values[name]), "unknown is not 0"
 
 
 def test_counters_add_up_and_gauges_follow(metrics: TrainerMetrics, scrape: Scrape) -> None:
     metrics.observe(RECORD)
-    metrics.observe(RECORD | DETAILS | {"step": 14, "loss": 4.0, "seconds": 0.2, "knn_top1": 71.0})
+    metrics.observe(RECORD | DETAILS | MONITORS | {"step": 14, "loss": 4.0, "seconds": 0.2, "knn_top1": 71.0})
     metrics.observe(RECORD | {"step": 16})
     values = scrape()
     expected = {
@@ -119,7 +128,7 @@ def test_counters_add_up_and_gauges_follow(metrics: TrainerMetrics, scrape: Scra
         "active_rows": 64,
         "prefetch_pending_rows": 7,
         "write_back_pending_rows": 8,
-    }
+    } | MONITORS
     assert {name: values[name] for name in expected} == expected
 
 

@@ -103,7 +103,10 @@ class Dataset:
         """Raises ValueError without labels to evaluate with, or, if `tested`, without test images."""
         if not self.labelled:
             kind = "generated" if isinstance(self.train_images, SyntheticImages) else "these"
-            raise ValueError(f"{kind} images have no labels: train without evaluations, or choose another --dataset")
+            raise ValueError(
+                f"{kind} images have no labels: train without evaluations and --online-probe, or choose another "
+                "--dataset"
+            )
         if tested and not len(self.test_images):
             raise ValueError(f"{self.untested}: train with --no-evaluate, or add matching ones")
 

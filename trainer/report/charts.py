@@ -31,6 +31,18 @@ _STAGE_COLOURS = dict(
 )  # legible on white and on black
 
 
+_MONITORS = {
+    "online_top1": ("Online linear probe", "of training views; the run does not see its labels", "top-1 (%)"),
+    "instance_top1": ("Instance top-1", "images whose own class is first of the K", "images (%)"),
+    "rankme": ("RankMe", "effective number of dimensions of the embeddings", "dimensions"),
+    "feature_std": ("Feature standard deviation", "of L2-normalised embeddings; 0: collapsed", "std"),
+    "mean_cosine": ("Mean cosine", "of different images' embeddings; 1: collapsed", "cosine"),
+    "gradient_norm": ("Gradient norm", "of the encoder", "L2 norm"),
+    "row_norm": ("Row norm", "mean of the K active rows", "L2 norm"),
+}
+"""Key of a record to a chart's title, note and label."""
+
+
 @dataclass(frozen=True)
 class Chart:
     title: str
@@ -50,6 +62,7 @@ def charts(records: list[Record], config: dict[str, Any]) -> list[Chart]:
     if _having(records, "images_per_second"):
         note = "images per second, on all ranks together"
         made.append(_line(records, "images_per_second", "Throughput", note, "images / s"))
+    made += [_line(records, key, *words) for key, words in _MONITORS.items() if _having(records, key)]
     stages = _having(records, *(f"{name}_seconds" for name in STAGES), "images_per_second", "seconds")
     if stages and config.get("batch_size"):
         made.append(_stages(stages, config["batch_size"]))
@@ -81,7 +94,7 @@ def _line(records: list[Record], key: str, title: str, note: str, label: str) ->
     def draw(axes: Axes) -> None:
         axes.plot(*_curve(_having(records, key), key), color=_BLUE, linewidth=1.6)
         axes.set_ylabel(label)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
 
     return _chart(title, note, draw)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trainer.config import TrainConfig
 from trainer.distributed import Ranks
+from trainer.online_probe import OnlineProbe
 from trainer.rows import RowStore
 from trainer.run.checkpoint_file import (
     CHECKPOINT,
@@ -20,6 +21,7 @@ from trainer.run.checkpoint_file import (
     MARKS,
     MODEL,
     MOMENTUM,
+    PROBE,
     RESUME_STEP,
     STEM,
     TABLE,
@@ -54,6 +56,7 @@ class Checkpoints:
         rows: RowStore,
         client: WeightClient | None,
         history: ImageHistory,
+        probe: OnlineProbe | None = None,
         *,
         on_saved: Callable[[], None],
     ) -> None:
@@ -64,6 +67,7 @@ class Checkpoints:
         self._rows = rows
         self._client = client
         self._history = history
+        self._probe = probe
         self._on_saved = on_saved
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -105,7 +109,8 @@ class Checkpoints:
         assert self._client is not None
         path = file_path(self._directory, kept.step)
         partial = path.with_suffix(f".{kept.checkpoint_id.hex()}.partial")
-        tensors, metadata = _tensors_to_save(model, optimizer), self._metadata(kept, self._client)
+        probe = {} if self._probe is None else self._probe.tensors()
+        tensors, metadata = _tensors_to_save(model, optimizer, probe), self._metadata(kept, self._client)
         try:
             write_synced(partial, lambda new: save_file(tensors, new, metadata=metadata))
         except OSError as error:
@@ -143,9 +148,10 @@ class Checkpoints:
                 self._client.release(name)
 
 
-def _tensors_to_save(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights and momentum under their names in the file, copied to the host."""
-    tensors = {MODEL + name: tensor.detach() for name, tensor in model.state_dict().items()}
+def _tensors_to_save(model: nn.Module, optimizer: torch.optim.Optimizer, probe: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights, momentum and the online probe under their names in the file, copied to the host."""
+    tensors = {PROBE + name: tensor for name, tensor in probe.items()}
+    tensors |= {MODEL + name: tensor.detach() for name, tensor in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         momentum_buffer = optimizer.state[parameter].get("momentum_buffer")
         if momentum_buffer is not None:

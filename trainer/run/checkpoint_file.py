@@ -1,4 +1,4 @@
-"""The trainer's checkpoint files: encoder, head and momentum of one step, for one checkpoint of the shards.
+"""The trainer's checkpoint files: encoder, head, momentum and probe of one step, for one checkpoint of the shards.
 
 checkpoints/step-NNNNNNNNNNNN.safetensors      a complete file
 checkpoints/step-….begun.partial               a checkpoint was started, its file is not complete yet
@@ -31,8 +31,8 @@ FORMAT = "pic-checkpoint-1"
 CHECKPOINT, TABLE, MARKS, HISTORY, RESUME_STEP = "checkpoint", "table", "marks", "images", "resume_step"
 """Keys of a file's metadata: the identities of the shards' checkpoint and table, the checkpoint's marks, the run's
 `ImageHistory`, and the --resume-step that the run was last resumed from. Files of 0.1 have neither table nor marks."""
-MODEL, MOMENTUM = "model.", "momentum."
-"""Prefixes of the tensors' names."""
+MODEL, MOMENTUM, PROBE = "model.", "momentum.", "probe."
+"""Prefixes of the tensors' names; only files of runs with --online-probe have a probe."""
 _ENCODER = MODEL + "encoder."
 STEM = re.compile(r"step-(\d{12})")
 _PARTIAL = re.compile(STEM.pattern + r"\..*\.partial")
@@ -90,6 +90,11 @@ def load(directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Op
         if name in momentum:
             # Copied into the strides of the weights: files do not store strides, and CUDA's fused SGD requires them.
             optimizer.state[parameter]["momentum_buffer"] = torch.empty_like(parameter.detach()).copy_(momentum[name])
+
+
+def probe_tensors(directory: Path, step: int) -> dict[str, Tensor]:
+    """The state of the online probe in the file of a checkpoint; empty if it has none."""
+    return _read_tensors(file_path(directory, step), PROBE)
 
 
 def encoder_tensors(directory: Path, name: str) -> dict[str, Tensor]:

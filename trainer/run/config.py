@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from trainer.settings import Settings, check_at_least, check_not_negative, resumable
+from trainer.settings import Settings, check_at_least, check_not_negative, check_positive, resumable
 from weightserver.common.logs import LogFormat
 
 Resume = bool | Literal["auto"]
@@ -68,7 +68,10 @@ class ReportConfig(Settings):
     log_every: int = resumable(10)
     """Steps between records in metrics.jsonl."""
     knn_every: float = resumable(0.0)
-    """Epochs between kNN evaluations on held-out training images; 0 for none."""
+    """Epochs between kNN evaluations on held-out training images, of 10,000 balanced over classes; 0 for none."""
+    knn_fraction: float = resumable(0.05)
+    """Time that kNN evaluations may take, as a fraction of the time of the steps: those that would take more are
+    skipped. The first evaluation, and that of the last step, are always made."""
     wandb_project: str | None = resumable(None)
     """Weights & Biases project to log the run to as well (needs the extra wandb)."""
     log_format: LogFormat = resumable("text")
@@ -84,6 +87,10 @@ class ReportConfig(Settings):
     def check(self) -> None:
         check_at_least(self, 1, "log_every")
         check_not_negative(self, "knn_every")
+        check_positive(self, "knn_fraction")
         last_port = 2**16 - int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each rank has its own
         if self.metrics_port is not None and not 0 <= self.metrics_port <= last_port:
             raise ValueError(f"--metrics-port must lie in 0..{last_port}, got {self.metrics_port}")
+
+    def unused_settings(self) -> dict[str, str]:
+        return {} if self.knn_every else {"knn_fraction": "--knn-every"}

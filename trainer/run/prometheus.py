@@ -23,6 +23,13 @@ _GAUGES = {
     "active_rows": "Rows that are the classes of a step.",
     "prefetch_pending_rows": "Rows requested from the weight servers that have not arrived yet.",
     "write_back_pending_rows": "Rows waiting to be written back to the weight servers.",
+    "instance_top1": "Percent of a batch's images whose own class has the highest logit of all active rows.",
+    "rankme": "RankMe of the newest embeddings: their effective number of dimensions.",
+    "feature_std": "Standard deviation of a dimension of L2-normalised embeddings; 0 if all are the same.",
+    "mean_cosine": "Mean cosine of two images' embeddings; 1 if all are the same.",
+    "gradient_norm": "L2 norm of the encoder's gradient.",
+    "row_norm": "Mean L2 norm of the active rows.",
+    "online_top1": "Top-1 of the online linear probe in percent, since the last logged step; NaN without one.",
 }
 """Key of a record, which is the name after pic_trainer_, to help text; NaN until a record has it."""
 

@@ -24,6 +24,8 @@ from weightserver.common.stages import StageClock
 _SUMMED = ("fetched_rows", "fetched_bytes", "pushed_rows", "pushed_bytes")
 _HELD = ("resident_rows", "prefetch_pending_rows", "write_back_pending_rows")
 """Counters of the row store: those whose increase a record has, and those whose value it has."""
+_PAUSE = "pause"
+"""A stage whose time belongs to no step."""
 
 
 class _Interval:
@@ -37,7 +39,7 @@ class _Interval:
         self.clock = StageClock("other")
 
     def seconds(self) -> float:
-        return time.perf_counter() - self._started
+        return time.perf_counter() - self._started - self.clock.seconds.get(_PAUSE, 0.0)
 
     def waits(self) -> dict[str, float]:
         """Seconds of each stage, and seconds of waiting for rows."""
@@ -115,14 +117,23 @@ class Recorder:
         finally:
             self._interval.clock.start("other")
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves the time inside out of the record, and so of images_per_second."""
+        with self.stage(_PAUSE):
+            yield
+
     def checkpoint_saved(self) -> None:
         self._metrics.checkpoint_saved()
 
-    def measure(self, step: int, loss: float, learning_rate: float, active_rows: int) -> dict[str, Any]:
+    def measure(
+        self, step: int, loss: float, learning_rate: float, active_rows: int, monitored: dict[str, float]
+    ) -> dict[str, Any]:
         """The record of all ranks' steps since the last one, which ends the interval. Every rank must call it.
 
         Rows and bytes are sums over ranks, times those of the slowest rank; active_rows_share is the largest share of
-        the active rows on one rank, 1.0 if all ranks have the same number.
+        the active rows on one rank, 1.0 if all ranks have the same number. `monitored` are further fields of the
+        record, the same on every rank.
         """
         interval, ranks = self._interval, self._ranks
         interval.clock.start("other")
@@ -134,7 +145,7 @@ class Recorder:
             "learning_rate": learning_rate,
             "images_per_second": num_steps * self._config.batch_size / seconds,
             "seconds": seconds,
-        }
+        } | monitored
         waits, rows = interval.waits(), interval.rows() | {"active_rows": active_rows}
         fetches = self._counters.take_fetch_seconds()
         self._metrics.observe(common | waits | rows | {"num_steps": num_steps}, fetch_seconds=fetches)

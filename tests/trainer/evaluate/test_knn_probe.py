@@ -1,0 +1,142 @@
+"""kNN evaluations during training: a balanced sample, decoded in batches, within a fraction of the steps' time."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import trainer.evaluate.knn_probe
+from tests.helpers.bars import write_bars
+from tests.helpers.small_run import small_run
+from trainer.config import parse_config
+from trainer.data import Dataset, load_dataset
+from trainer.data.pixels import MINUS_ONE_TO_ONE
+from trainer.distributed import Ranks
+from trainer.evaluate.features import encode
+from trainer.evaluate.knn import held_out_knn_top1
+from trainer.evaluate.knn_probe import KnnProbe, TimeBudget, balanced_sample
+from trainer.loop import train
+from trainer.model import EncoderConfig, build_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SMALL = EncoderConfig(width=8, stem_stride=2, blocks=(1, 1))
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bars(tmp_path_factory.mktemp("idx"), num_train=300)
+
+
+def run_with_knn(data_dir: Path, output: Path, **changes: Any) -> list[dict[str, Any]]:
+    """The records of a run that would evaluate at every step."""
+    settings: dict[str, Any] = {"dataset": "idx", "num_images": None, "data_dir": data_dir, "encoder": SMALL}
+    train(small_run(output, rows="dense", steps=8, **settings | {"knn_every": 0.01} | changes))
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_each_class_has_as_many_images_as_any_other() -> None:
+    labels = torch.repeat_interleave(torch.arange(4), torch.tensor([1000, 50, 3, 200]))
+    labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))]
+    chosen = balanced_sample(labels, 93, seed=1)
+    assert len(chosen.unique()) == 93
+    assert labels[chosen].bincount().tolist() == [30, 30, 3, 30]
+    assert torch.equal(chosen, balanced_sample(labels, 93, seed=1))
+    other = balanced_sample(labels, 93, seed=2)
+    assert len(set(chosen.tolist()) & set(other.tolist())) < 60
+    assert sorted(labels[balanced_sample(labels, 94, seed=1)].bincount().tolist()) == [3, 30, 30, 31]
+
+
+def test_a_small_set_is_taken_whole() -> None:
+    labels = torch.tensor([4, 4, 0, 2, 2, 2])  # classes without images too
+    assert balanced_sample(labels, 10_000, seed=0).sort().values.tolist() == list(range(6))
+
+
+def test_the_budget_counts_what_was_spent() -> None:
+    budget = TimeBudget(0.1)
+    assert budget.allows(), "the first"
+    budget.spend(2)
+    budget.steps_seconds = 39
+    assert not budget.allows(), "4 s of 39 would be too much"
+    budget.steps_seconds = 40
+    assert budget.allows()
+
+
+def test_images_are_decoded_in_batches(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the result is that of all images at once."""
+    dataset = load_dataset("idx", data_dir)
+    asked: list[int] = []
+
+    class Decoded:
+        shape = dataset.train_images.shape
+
+        def __len__(self) -> int:
+            return self.shape[0]
+
+        def __getitem__(self, ids: Tensor | slice) -> Tensor:
+            assert isinstance(ids, Tensor)
+            asked.append(len(ids))
+            return dataset.train_images[ids]
+
+        def to(self, device: torch.device) -> Decoded:
+            return self
+
+    monkeypatch.setattr(trainer.evaluate.knn_probe, "NUM_IMAGES", 200)
+    decoded = Dataset(
+        train_images=Decoded(),
+        train_labels=dataset.train_labels,
+        test_images=dataset.test_images,
+        test_labels=dataset.test_labels,
+    )
+    model = build_model(SMALL, seed=0)
+    encoder = model.encoder.train()
+    probe = KnnProbe(model, decoded, Ranks(), seed=0, fraction=1)
+    found = [probe.observe(1e6, due=True, last=False) for _ in range(2)]
+    assert asked == [128, 72] * 2
+    assert encoder.training
+    chosen = balanced_sample(dataset.train_labels, 200, seed=0)
+    features = encode(encoder, dataset.train_images[chosen], None, MINUS_ONE_TO_ONE)
+    expected = {"knn_top1": held_out_knn_top1(features, dataset.train_labels[chosen])}
+    assert found == [expected] * 2, "the same images"
+    assert probe.observe(1e6, due=False, last=False) == {}
+
+
+def test_evaluations_that_would_take_too_long_are_skipped(
+    data_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    records = run_with_knn(data_dir, tmp_path / "run", knn_fraction=1e-9)
+    assert [record["step"] for record in records if "knn_top1" in record] == [0, 7], "the first and the last"
+    assert caplog.text.count("some are skipped, to stay within --knn-fraction 1e-09") == 1
+    records = run_with_knn(data_dir, tmp_path / "often", knn_fraction=1e6)
+    assert all("knn_top1" in record for record in records)
+
+
+def test_their_time_is_that_of_no_step(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(features: Tensor, labels: Tensor) -> float:
+        time.sleep(0.25)
+        return 50.0
+
+    monkeypatch.setattr(trainer.evaluate.knn_probe, "held_out_knn_top1", slow)
+    records = run_with_knn(data_dir, tmp_path / "run", knn_fraction=1e6)
+    assert sum(record["seconds"] for record in records[1:]) < 7 * 0.25, "eight evaluations took 2 s"
+    for record in records:
+        assert record["images_per_second"] == pytest.approx(16 / record["seconds"])
+        stages = sum(
+            record[f"{name}_seconds"] for name in ("data", "rows", "forward", "backward", "optimizer", "other")
+        )
+        assert stages == pytest.approx(record["seconds"], rel=0.05, abs=2e-3)
+
+
+def test_its_options_are_checked(tmp_path: Path) -> None:
+    assert parse_config(["synthetic"]).knn_fraction == 0.05
+    with pytest.raises(ValueError, match=r"--knn-fraction must be positive and finite, got 0"):
+        small_run(tmp_path, knn_every=1.0, knn_fraction=0.0).check()
+    with pytest.raises(ValueError, match=r"--knn-fraction 0.5 is for --knn-every: omit it, or give --knn-every too"):
+        small_run(tmp_path, knn_fraction=0.5).check()

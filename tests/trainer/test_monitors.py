@@ -1,0 +1,155 @@
+"""Monitors of a run against values computed by hand, by NumPy and on one rank."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import trainer.monitors
+from tests.helpers.small_run import small_run
+from trainer.distributed import Ranks
+from trainer.loop import train
+from trainer.loss import LossConfig
+from trainer.monitors import (
+    Monitors,
+    Update,
+    feature_std,
+    gradient_norm,
+    is_own_class_first,
+    mean_cosine,
+    rankme,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NAMES = {"instance_top1", "rankme", "feature_std", "mean_cosine", "gradient_norm", "row_norm"}
+
+
+def unit(*rows: tuple[float, ...]) -> Tensor:
+    return F.normalize(torch.tensor(rows, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [
+        pytest.param(torch.eye(8), 8, id="all dimensions"),
+        pytest.param(torch.ones(20, 8), 1, id="one direction"),
+        pytest.param(torch.diag(torch.tensor([3.0, 1.0])), 4 / 3**0.75, id="shares of three quarters and a quarter"),
+        pytest.param(torch.eye(8)[:3], 3, id="fewer features than dimensions"),
+    ],
+)
+def test_rankme_by_hand(features: Tensor, expected: float) -> None:
+    assert rankme(features.double()) == pytest.approx(expected, rel=2e-5)  # ε adds up to 8e-7 times its logarithm
+
+
+def test_rankme_is_that_of_the_singular_values() -> None:
+    generator = np.random.default_rng(0)
+    features = generator.normal(size=(200, 24)) * np.geomspace(1, 1e-5, 24)
+    singular = np.linalg.svd(features, compute_uv=False)
+    share = singular / singular.sum() + 1e-7
+    assert rankme(torch.from_numpy(features)) == pytest.approx(np.exp(-(share * np.log(share)).sum()), rel=1e-6)
+
+
+def test_spread_and_collapsed_embeddings() -> None:
+    spread = torch.cat([torch.eye(16), -torch.eye(16)]).double()
+    assert feature_std(spread) == pytest.approx(1 / math.sqrt(16))
+    assert mean_cosine(spread) == pytest.approx(-1 / 31)  # each has one opposite among the 31 others
+    collapsed = unit(*[(3.0, 4.0)] * 5)
+    assert feature_std(collapsed) == pytest.approx(0, abs=1e-9)
+    assert mean_cosine(collapsed) == pytest.approx(1)
+
+
+def test_mean_cosine_by_hand() -> None:
+    assert mean_cosine(unit((1, 0), (5, 0), (0, 2))) == pytest.approx(1 / 3)  # 1, 0 and 0
+    assert math.isnan(mean_cosine(unit((1, 0))))
+
+
+def test_gradient_norm_is_that_of_all_parameters() -> None:
+    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(9))]
+    parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
+    assert gradient_norm(parameters) == 5  # the last takes no part in the loss
+
+
+def test_an_image_is_recognised_if_its_own_class_is_above_all_others() -> None:
+    classes = torch.tensor([[1.0, 0.0], [0.0, 1.0], [9.0, 9.0]])  # the last is padding
+    embeddings = torch.tensor([[2.0, 1.0], [2.0, 1.0], [1.0, 1.0], [-1.0, -2.0]])
+    labels = torch.tensor([0, 1, 0, 0])
+    found = is_own_class_first(embeddings, classes, labels, 2, Ranks())
+    assert found.tolist() == [True, False, False, True], "equal logits do not recognise it"
+
+
+@pytest.mark.parametrize("softmax", ["cosine", "plain"])
+def test_all_monitors_of_a_batch(softmax: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against NumPy, with two parts of a batch and a window of two steps."""
+    monkeypatch.setattr(trainer.monitors, "RANKME_WINDOW", 12)
+    generator = torch.Generator().manual_seed(0)
+    encoder = nn.Linear(3, 2)
+    encoder.weight.grad, encoder.bias.grad = torch.full((2, 3), 2.0), torch.ones(2)
+    monitors = Monitors(encoder, LossConfig(softmax=softmax), Ranks(), batch_size=6)
+    steps = [torch.randn(2, 3, 5, generator=generator) for _ in range(3)]
+    classes, labels = torch.randn(9, 5, generator=generator), torch.tensor([0, 3, 2, 6, 5, 4])
+    found = {}
+    for number, embeddings in enumerate(steps):
+        monitors.keep(embeddings)
+        found = monitors.measure(Update(torch.tensor(0.0), embeddings, classes, labels), num_rows=7)
+        assert ("rankme" in found) == (number > 0), "until the window is full"
+    batch = steps[2].flatten(0, 1).double().numpy()
+    rows = classes[:7].double().numpy()
+    lengths = np.linalg.norm(rows, axis=1)
+    logits = batch @ (rows / lengths[:, None] if softmax == "cosine" else rows).T
+    normalised = batch / np.linalg.norm(batch, axis=1, keepdims=True)
+    cosines = normalised @ normalised.T
+    window = np.concatenate([step.flatten(0, 1).double().numpy() for step in steps[1:]])
+    singular = np.linalg.svd(window / np.linalg.norm(window, axis=1, keepdims=True), compute_uv=False)
+    share = singular / singular.sum()
+    assert found == pytest.approx(
+        {
+            "instance_top1": 100 * (logits.argmax(axis=1) == labels.numpy()).mean(),
+            "rankme": np.exp(-(share * np.log(share)).sum()),
+            "feature_std": normalised.std(axis=0).mean(),
+            "mean_cosine": cosines[~np.eye(6, dtype=bool)].mean(),
+            "gradient_norm": math.sqrt(6 * 4 + 2),
+            "row_norm": lengths.mean(),
+        },
+        rel=1e-5,
+    )
+
+
+def test_what_overflowed_is_left_out() -> None:
+    encoder = nn.Linear(1, 1)
+    encoder.weight.grad = torch.full((1, 1), math.inf)
+    monitors = Monitors(encoder, LossConfig(), Ranks(), batch_size=1)
+    monitors.keep(torch.ones(1, 1, 4))
+    update = Update(torch.tensor(0.0), torch.ones(1, 1, 4), torch.ones(2, 4), torch.tensor([0]))
+    assert monitors.measure(update, num_rows=2).keys() == {"instance_top1", "feature_std", "row_norm"}
+
+
+def test_a_run_records_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of generated images, which have no labels; with two views and parts, at logged steps only."""
+    monkeypatch.setattr(trainer.monitors, "RANKME_WINDOW", 32)
+    run = small_run(tmp_path / "run", rows="dense", steps=12, log_every=4, views=2, accumulate=2)
+    measured: list[Update] = []
+    measure = Monitors.measure
+
+    def watch(self: Monitors, update: Update, num_rows: int) -> dict[str, float]:
+        measured.append(update)
+        return measure(self, update, num_rows)
+
+    monkeypatch.setattr(Monitors, "measure", watch)
+    model = train(run).model
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(records) == len(measured) == 3
+    for record, update in zip(records, measured, strict=True):
+        assert record.keys() >= NAMES
+        assert update.embeddings.shape == (2, 8, 16)
+        assert record["row_norm"] == pytest.approx(update.classes.norm(dim=1).mean().item())
+        assert 0 < record["feature_std"] < 1 / math.sqrt(16)
+        assert 1 <= record["rankme"] <= 16
+    assert records[-1]["gradient_norm"] == gradient_norm(model.encoder.parameters())

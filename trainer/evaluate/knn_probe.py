@@ -1,0 +1,112 @@
+"""kNN evaluations during training, of a sample of the training images that is balanced over classes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.data import Dataset
+from trainer.distributed import Ranks, with_first_ranks_buffers
+from trainer.evaluate.features import encode
+from trainer.evaluate.knn import held_out_knn_top1
+from trainer.model import PICModel
+
+_log = logging.getLogger(__name__)
+
+NUM_IMAGES = 10_000
+"""Training images in the sample; all of them if there are fewer."""
+_BATCH_SIZE = 128
+"""Images that a rank decodes and encodes at once."""
+
+
+@dataclass
+class TimeBudget:
+    """Keeps evaluations within a fraction of the time of the steps."""
+
+    fraction: float
+    steps_seconds: float = 0.0
+    spent_seconds: float = 0.0
+    last_seconds: float = 0.0
+
+    def allows(self) -> bool:
+        """Whether another evaluation that takes as long as the last one stays within the fraction."""
+        return self.spent_seconds + self.last_seconds <= self.fraction * self.steps_seconds
+
+    def spend(self, seconds: float) -> None:
+        self.spent_seconds += seconds
+        self.last_seconds = seconds
+
+
+class KnnProbe:
+    """Evaluates the encoder every so many steps; all ranks call `observe` together and share the work.
+
+    The images are the same at every evaluation. Memory is bounded whatever their number: 0.3 GB at 224 px and 2,048
+    features, for a batch of pixels and the features of the sample, and the encoder's activations of a batch.
+    """
+
+    def __init__(self, model: PICModel, dataset: Dataset, ranks: Ranks, *, seed: int, fraction: float) -> None:
+        self._model = model
+        self._dataset = dataset
+        self._ranks = ranks
+        self._budget = TimeBudget(fraction)
+        self._is_stretched = False
+        self._images = balanced_sample(dataset.train_labels, NUM_IMAGES, seed)
+        self._labels = dataset.train_labels[self._images]
+
+    def observe(self, steps_seconds: float, *, due: bool, last: bool) -> dict[str, float]:
+        """Counts the time of the steps since the last call; evaluates if that is due and stays within the budget.
+
+        Returns knn_top1 in percent if it evaluated, on rank 0 only. The first evaluation and that of the run's last
+        step are always made.
+        """
+        budget = self._budget
+        budget.steps_seconds += steps_seconds
+        if not due or not self._is_allowed(last=last):
+            return {}
+        started = time.perf_counter()
+        features = self._features()
+        top1 = held_out_knn_top1(features, self._labels) if self._ranks.is_first else 0.0
+        self._ranks.barrier()  # so that no rank waits for rank 0 in its next step
+        budget.spend(time.perf_counter() - started)
+        return {"knn_top1": top1} if self._ranks.is_first else {}
+
+    def _is_allowed(self, *, last: bool) -> bool:
+        """Rank 0's decision, on every rank."""
+        (allowed,) = self._ranks.max_over_ranks([float(self._ranks.is_first and (last or self._budget.allows()))])
+        if not allowed and self._ranks.is_first and not self._is_stretched:
+            self._is_stretched = True
+            taken, most = self._budget.last_seconds, self._budget.fraction
+            _log.info("kNN evaluations take %.1f s: some are skipped, to stay within --knn-fraction %g", taken, most)
+        return bool(allowed)
+
+    def _features(self) -> Tensor:
+        """Features float32 [n, d] of the sample by rank 0's encoder, on the CPU; each rank computes a share of them."""
+        model, images, side = self._model, self._dataset.train_images, self._dataset.evaluated_side
+        features = torch.zeros(len(self._images), model.feature_dim)
+        mine = self._ranks.share(len(self._images))
+        batches = zip(*(torch.split(whole[mine], _BATCH_SIZE) for whole in (features, self._images)), strict=True)
+        with with_first_ranks_buffers(model.encoder, self._ranks):
+            for batch, ids in batches:
+                batch.copy_(encode(model.encoder, images[ids], side, model.config.pixels))
+        if self._ranks.world_size > 1:
+            dist.all_reduce(features)  # exact: all ranks except one add zeros
+        return features
+
+
+def balanced_sample(labels: Tensor, num_images: int, seed: int) -> Tensor:
+    """Ids int64 of `num_images` images, of each class as many as of any other, or all that it has; chosen by `seed`.
+
+    Labels are int64 [N]. If the classes do not divide the number, some have one more. All images if there are fewer.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shuffled = torch.randperm(len(labels), generator=generator)
+    by_class = shuffled[labels[shuffled].argsort(stable=True)]  # random within each class
+    sizes = labels.bincount()
+    turn = torch.arange(len(labels)) - (sizes.cumsum(0) - sizes)[labels[by_class]]  # 0, 1, ... within each class
+    shuffled = torch.randperm(len(labels), generator=generator)  # so that any classes may have one more
+    return by_class[shuffled[turn[shuffled].argsort(stable=True)[:num_images]]]
