@@ -9,8 +9,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,9 +21,9 @@ from trainer.evaluate.evaluation import Evaluation
 from trainer.evaluate.frozen import centres
 from trainer.evaluate.labelled_crops import CROPS, accuracies, batches_of_epoch, check_batch, cosine
 from trainer.evaluate.progress import Advance
+from trainer.evaluate.training_state import load_state, save_state
 from trainer.settings import Settings, check_at_least, check_not_negative, check_positive
 from trainer.transfer import to_device
-from weightserver.common.atomic_files import atomic_write
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +113,7 @@ class FineTuning:
     def train(self, state_file: Path, advance: Advance) -> None:
         """Trains to the end; continues after the last whole epoch if `state_file` exists."""
         augment = Augmentation(CROPS, self._image_size, self._pixels)
-        first_epoch = self._load(state_file) if state_file.exists() else 0
+        first_epoch = load_state(state_file, self._network, self._optimizer)
         step = first_epoch * self._steps_per_epoch
         advance(step)
         for epoch in range(first_epoch, self._recipe.epochs):
@@ -129,7 +127,7 @@ class FineTuning:
                     step += 1
                     advance(loss=loss)
             if self._ranks.is_first:
-                self._save(state_file, epoch + 1)
+                save_state(state_file, self._network, self._optimizer, epoch + 1)
         self._ranks.barrier()
 
     def _step(self, view: Tensor, labels: Tensor, progress: float) -> Tensor:
@@ -158,19 +156,3 @@ class FineTuning:
         with torch.autocast(views.device.type, torch.bfloat16, enabled=self._bfloat16):
             logits: Tensor = network(views.contiguous(memory_format=torch.channels_last))
         return logits.float()
-
-    def _save(self, path: Path, num_epochs: int) -> None:
-        tensors = {f"network.{name}": value.contiguous() for name, value in self._network.state_dict().items()}
-        for name, value in self._network.named_parameters():
-            tensors[f"momentum.{name}"] = self._optimizer.state[value]["momentum_buffer"].contiguous()
-        atomic_write(path, lambda target: save_file(tensors, target, {"epochs": str(num_epochs)}))
-
-    def _load(self, path: Path) -> int:
-        """Returns the number of epochs for which the state in the file was trained."""
-        with safe_open(path, framework="pt") as file:
-            names = self._network.state_dict()
-            self._network.load_state_dict({name: file.get_tensor(f"network.{name}") for name in names})
-            for name, value in self._network.named_parameters():
-                momentum = torch.empty_like(value).copy_(file.get_tensor(f"momentum.{name}"))
-                self._optimizer.state[value]["momentum_buffer"] = momentum
-            return int(file.metadata()["epochs"])

@@ -7,7 +7,6 @@ so that several cost little more than one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.data import Dataset, TrainImages
@@ -28,8 +25,8 @@ from trainer.evaluate.frozen import Frozen, centres
 from trainer.evaluate.labelled_crops import CROPS, accuracies, batches_of_epoch, check_batch, cosine
 from trainer.evaluate.progress import Advance
 from trainer.evaluate.protocol import split_held_out
+from trainer.evaluate.training_state import load_state, save_state
 from trainer.settings import Settings, check_at_least, check_not_negative
-from weightserver.common.atomic_files import atomic_write
 
 _INIT_STD = 0.01
 
@@ -110,11 +107,12 @@ class LinearHeads:
         dim = frozen.of_pixels(first).shape[1]
         generator = torch.Generator().manual_seed(config.seed)
         weight = torch.randn(num_classes, dim, generator=generator) * _INIT_STD
-        self._heads = [nn.Linear(dim, num_classes).to(ranks.device) for _ in config.learning_rates]
-        for head in self._heads:
+        heads = [nn.Linear(dim, num_classes) for _ in config.learning_rates]
+        for head in heads:
             with torch.no_grad():
                 head.weight.copy_(weight)
                 head.bias.zero_()
+        self._heads = nn.ModuleList(heads).to(ranks.device)
         self._optimizer = torch.optim.SGD(
             [
                 {"params": list(head.parameters()), "lr": rate}
@@ -131,7 +129,7 @@ class LinearHeads:
 
     def train(self, state_file: Path, advance: Advance) -> None:
         """Trains all heads to the end; continues from `state_file` if it exists."""
-        first_epoch = self._load(state_file) if state_file.exists() else 0
+        first_epoch = load_state(state_file, self._heads, self._optimizer)
         augment = Augmentation(CROPS, self._image_size, self._frozen.pixels)
         num_steps = self._config.epochs * self.steps_per_epoch
         step = first_epoch * self.steps_per_epoch
@@ -146,7 +144,7 @@ class LinearHeads:
                     step += 1
                     advance(loss=loss)
             if self._ranks.is_first:
-                self._save(state_file, epoch + 1)
+                save_state(state_file, self._heads, self._optimizer, epoch + 1)
 
     def step(self, view: Tensor, labels: Tensor, progress: float) -> Tensor:
         """One update of every head by the whole batch's mean loss, at its rate after a part `progress` of all steps."""
@@ -157,7 +155,7 @@ class LinearHeads:
         self._optimizer.zero_grad()
         (torch.stack(losses).sum() / self._config.batch_size).backward()  # type: ignore[no-untyped-call]
         if self._ranks.world_size > 1:
-            for _, parameter in self._parameters():
+            for parameter in self._heads.parameters():
                 dist.all_reduce(parameter.grad)
         self._optimizer.step()
         return losses[0].detach() / len(labels)
@@ -171,24 +169,3 @@ class LinearHeads:
             return [head(features) for head in self._heads]
 
         return accuracies(classify, images, ids, labels, self._side, self._ranks)
-
-    def _save(self, path: Path, num_epochs: int) -> None:
-        tensors = {f"{name}.value": value.detach() for name, value in self._parameters()}
-        for name, value in self._parameters():
-            tensors[f"{name}.momentum"] = self._optimizer.state[value]["momentum_buffer"]
-        atomic_write(path, lambda target: save_file(tensors, target, {"epochs": str(num_epochs)}))
-
-    def _load(self, path: Path) -> int:
-        """Returns the number of epochs for which the heads of the file were trained."""
-        with safe_open(path, framework="pt") as file:
-            for name, value in self._parameters():
-                value.data.copy_(file.get_tensor(f"{name}.value"))
-                momentum = file.get_tensor(f"{name}.momentum").to(value.device)
-                self._optimizer.state[value]["momentum_buffer"] = momentum
-            return int(file.metadata()["epochs"])
-
-    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of every head, by a name of their own."""
-        for number, head in enumerate(self._heads):
-            for name, parameter in head.named_parameters():
-                yield f"{number}.{name}", parameter

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,9 +22,9 @@ from trainer.evaluate.progress import Progress
 from trainer.evaluate.segmentation.cityscapes import IGNORED, LabelledImage
 from trainer.evaluate.segmentation.crops import CropBatches, RandomCrops
 from trainer.evaluate.segmentation.network import upsample
+from trainer.evaluate.training_state import load_state, save_state
 from trainer.settings import Settings, check_at_least, check_not_negative, check_positive
 from trainer.transfer import to_device
-from weightserver.common.atomic_files import atomic_write
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +120,7 @@ class Trainer:
             ValueError: the state is that of other settings, or damaged; an image is damaged; the training diverges.
         """
         config = self._config
-        first = self._load(state_file) if state_file and state_file.exists() else 0
+        first = load_state(state_file, self.network, self._optimizer, self._described()) if state_file else 0
         self._parallel.train()
         steps = range(first, config.iterations)
         with progress("training", config.iterations) as advance, closing(self._batches.ahead(steps)) as batches:
@@ -132,7 +130,7 @@ class Trainer:
                 num_steps = step + 1
                 saved = num_steps % config.checkpoint_every == 0 or num_steps == config.iterations
                 if saved and state_file and self._ranks.is_first:
-                    self._save(state_file, num_steps)
+                    save_state(state_file, self.network, self._optimizer, num_steps, self._described())
                 advance(1, loss=torch.tensor(loss))
 
     def _step(self, pixels: Tensor, labels: Tensor, step: int) -> float:
@@ -153,32 +151,6 @@ class Trainer:
         if not math.isfinite(total):
             raise ValueError(f"the loss is {total} in iteration {step + 1}: give a lower --learning-rate")
         return total
-
-    def _save(self, path: Path, num_steps: int) -> None:
-        tensors = {f"network.{name}": value for name, value in self.network.state_dict().items()}
-        for name, parameter in self.network.named_parameters():
-            tensors[f"momentum.{name}"] = self._optimizer.state[parameter]["momentum_buffer"]
-        tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-        metadata = {"training": self._described(), "steps": str(num_steps)}
-        atomic_write(path, lambda target: save_file(tensors, target, metadata))
-
-    def _load(self, path: Path) -> int:
-        """Restores a saved state; returns its number of finished steps."""
-        try:
-            with safe_open(path, framework="pt") as file:
-                metadata: dict[str, str] = file.metadata() or {}
-                if metadata.get("training") != self._described():
-                    raise ValueError(
-                        f"{path} is the state of other settings, images or weights: remove it, or use them"
-                    )
-                state = {name: file.get_tensor(f"network.{name}") for name in self.network.state_dict()}
-                self.network.load_state_dict(state)
-                for name, parameter in self.network.named_parameters():
-                    momentum = file.get_tensor(f"momentum.{name}").to(parameter.device)
-                    self._optimizer.state[parameter]["momentum_buffer"] = momentum
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"cannot read the state {path} ({error}): remove it to start over") from error
-        return int(metadata["steps"])
 
     def _described(self) -> str:
         """What a state must have in common with this training to be resumed."""
