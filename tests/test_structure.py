@@ -48,7 +48,7 @@ TRAINER_MAY_IMPORT = {
     "data": {"run"},
     "rows": {"data", "run"},
     "run": {"data", "rows"},
-    "evaluate": {"data", "run"},
+    "evaluate": {"data", "export", "run"},
     "export": {"data", "run"},
     "report": {"data", "evaluate", "run"},
 }
