@@ -11,6 +11,7 @@ class scores come with a box for each class. Losses are sums over the images, so
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -140,9 +141,14 @@ class ProposalNetwork(nn.Module):
 
     def anchors(self, height: int, width: int, device: torch.device) -> Tensor:
         """Boxes around each feature of a map: float32 [height · width · A, 4]."""
-        sides = torch.tensor(self._config.anchor_sides, dtype=torch.float32, device=device)[:, None]
-        ratios = torch.tensor(_ASPECT_RATIOS, device=device)
-        halves = torch.stack([sides / ratios.sqrt(), sides * ratios.sqrt()], dim=-1).view(-1, 2) / 2  # (A, 2)
+        halves = torch.tensor(
+            [
+                (side / math.sqrt(ratio) / 2, side * math.sqrt(ratio) / 2)
+                for side in self._config.anchor_sides
+                for ratio in _ASPECT_RATIOS
+            ],
+            device=device,
+        )  # (A, 2)
         down, right = (torch.arange(count, device=device) * STRIDE for count in (height, width))
         centres = torch.stack(torch.meshgrid(right, down, indexing="xy"), dim=-1).view(-1, 1, 2)
         return torch.cat([centres - halves, centres + halves], dim=-1).view(-1, 4)
