@@ -39,7 +39,7 @@ def split(root: Path, year: int, name: str, num_images: int, seed: int = 0) -> l
         boxes = []
         for place in range(1 + number % 2):  # on halves of the image, so that they do not overlap
             side = int(random.integers(24, 34))
-            left = int(random.integers(1, width // 2 - side + 3)) + place * (width // 2 - 1)
+            left = int(random.integers(1, width // 2 - side + 1)) + place * (width // 2)
             top = int(random.integers(1, height - side))
             label = list(COLOURS)[int(random.integers(2))]
             right, bottom = min(left + side - 1, width), top + side - 1

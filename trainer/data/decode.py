@@ -130,7 +130,7 @@ def decode_whole(content: bytes, size: tuple[int, int]) -> NDArray[np.uint8]:
         image = _open(content)
         ImageOps.exif_transpose(image, in_place=True)
         pixels = np.asarray(_rgb(image).resize(size[::-1], Image.Resampling.BILINEAR))
-    return pixels.transpose(2, 0, 1)
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
 def _cut(image: Image.Image, box: Box, side: int, reduction: int) -> NDArray[np.uint8]:

@@ -164,7 +164,9 @@ def by_pixels(wanted: Objects, found: Detections, label: int, threshold: float) 
         taken |= {best} if marks[-1] else set()
     correct = np.cumsum(marks) if marks else np.zeros(0)
     precision, total = correct / np.arange(1, len(marks) + 1), len(truth)
-    points = [max([p for p, c in zip(precision, correct, strict=True) if 10 * c >= i * total], default=0) for i in range(11)]
+    points = [
+        max([p for p, c in zip(precision, correct, strict=True) if 10 * c >= i * total], default=0) for i in range(11)
+    ]
     return sum(points) / 11
 
 

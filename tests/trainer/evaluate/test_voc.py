@@ -118,7 +118,9 @@ def test_rejects_damaged_files(devkit: Path, damage: Callable[[Path, Path], None
 def test_rejects_missing_splits(devkit: Path) -> None:
     with pytest.raises(ValueError, match="has no folder VOCdevkit/VOC2008: give --data-dir"):
         read_split(devkit, "voc_2008_test")
-    with pytest.raises(ValueError, match=r"VOC2012/ImageSets/Main/test\.txt is missing: unpack the archive of voc_2012"):
+    with pytest.raises(
+        ValueError, match=r"VOC2012/ImageSets/Main/test\.txt is missing: unpack the archive of voc_2012"
+    ):
         read_split(devkit, "voc_2012_test")
     for name in ("test", "voc_07_test"):
         with pytest.raises(ValueError, match=f"split '{name}' is unknown: give voc_YEAR_SPLIT"):
@@ -168,7 +170,9 @@ def test_boxes_and_pixels_change_together(devkit: Path) -> None:
     for is_flipped in (False, True):
         visit = Visit(image, (144, 192), is_flipped, 0)
         box = visit.target(Ranks().device).boxes[0].tolist()
-        edges = [192 - 2 * right, 2 * top, 192 - 2 * left, 2 * bottom] if is_flipped else [2 * e for e in image.boxes[0]]
+        edges = (
+            [192 - 2 * right, 2 * top, 192 - 2 * left, 2 * bottom] if is_flipped else [2 * e for e in image.boxes[0]]
+        )
         assert box == edges
         inside = visit.pixels().numpy()[:, int(box[1]) + 4 : int(box[3]) - 4, int(box[0]) + 4 : int(box[2]) - 4]
         colour = voc_tree.COLOURS[CLASSES[image.labels[0]]]

@@ -49,7 +49,7 @@ class Visit:
     def pixels(self) -> Tensor:
         """The image, decoded: uint8 [3, height, width]."""
         pixels = load_pixels(self.image, self.size)
-        return torch.from_numpy(np.ascontiguousarray(pixels[..., ::-1] if self.is_flipped else pixels))
+        return torch.from_numpy(pixels[..., ::-1].copy() if self.is_flipped else pixels)
 
 
 def resized(image: VocImage, side: int, max_side: int) -> Size:
