@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +10,9 @@ from PIL import Image
 
 COLOURS = {"bird": (220, 40, 30), "cat": (30, 60, 230)}
 """Classes and the colours of their squares."""
-SMALL = {"width": 96, "height": 72}
 
 
-def annotation(
-    boxes: list[tuple[str, tuple[float, float, float, float], bool]], *, width: int = 96, height: int = 72
-) -> str:
+def annotation(boxes: Sequence[tuple[str, tuple[float, ...], bool]], *, width: int = 96, height: int = 72) -> str:
     """The XML of (class, xmin ymin xmax ymax, difficult), whose pixels are counted from 1."""
     objects = "".join(
         f"<object><name>{name}</name><pose>Left</pose><truncated>0</truncated><difficult>{int(difficult)}</difficult>"

@@ -71,6 +71,7 @@ def detect(
         ValueError: the encoder is not a ResNet, the images or annotations are not VOC's, or training diverged.
     """
     ranks = ranks or Ranks()
+    config.check()
     detector, pixels = build_detector(encoder, encoder_config, config)
     train, test = read_splits(data_dir, config)
     check_decodable(test, ranks)

@@ -126,12 +126,12 @@ def random_case(seed: int) -> tuple[Objects, Detections]:
         for column in range(random.integers(4)):
             left, top = 40 * column + random.integers(8), random.integers(20)
             box = np.array([left, top, left + random.integers(8, 30), top + random.integers(8, 30)])
-            label = random.integers(3)
+            label = int(random.integers(3))
             wanted.append((image, label, *box))
             for _ in range(random.integers(3)):
                 moved = box + random.uniform(-3, 3, 4)
                 found.append((image, label if random.random() < 0.9 else 0, *moved, random.random()))
-        found.append((image, random.integers(3), 10.1, 9.8, 20.3, 20.2, random.random()))
+        found.append((image, int(random.integers(3)), 10.1, 9.8, 20.3, 20.2, random.random()))
     return objects(wanted), detections(found)
 
 

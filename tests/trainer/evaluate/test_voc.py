@@ -78,12 +78,16 @@ def test_turns_an_image_upright(devkit: Path) -> None:
     assert load_pixels(image_of_voc).shape == (3, 96, 72)
 
 
-def replace_annotation(old: str, new: str) -> Callable[[Path, Path], None]:
-    return lambda xml, jpeg: xml.write_text(xml.read_text().replace(old, new)) and None
+Damage = Callable[[Path, Path], object]
+"""Changes an annotation and its JPEG."""
 
 
-def boxed(*box: float) -> Callable[[Path, Path], None]:
-    return lambda xml, jpeg: xml.write_text(voc_tree.annotation([("cat", box, False)])) and None  # type: ignore[list-item]
+def replaced(old: str, new: str) -> Damage:
+    return lambda xml, jpeg: xml.write_text(xml.read_text().replace(old, new))
+
+
+def boxed(*box: float) -> Damage:
+    return lambda xml, jpeg: xml.write_text(voc_tree.annotation([("cat", box, False)]))
 
 
 @pytest.mark.parametrize(
@@ -97,10 +101,10 @@ def boxed(*box: float) -> Callable[[Path, Path], None]:
             lambda xml, jpeg: xml.write_text('<!DOCTYPE a [<!ENTITY b "c">]><a>&b;</a>'),
             r"te000001\.xml is not an annotation of VOC \(EntitiesForbidden",
         ),
-        (replace_annotation("<name>", "<name>un"), r"te000001\.xml is not .* \(class 'un(bird|cat)' is unknown\)"),
-        (replace_annotation("<xmin>", "<xmin>one"), r"te000001\.xml is not an annotation of VOC \(could not convert"),
-        (replace_annotation("xmax", "xright"), r"te000001\.xml is not an annotation of VOC \("),
-        (replace_annotation("<width>96", "<width>97"), r"te000001\.xml is for 97×72 px, but te000001\.jpg has 96×72"),
+        (replaced("<name>", "<name>un"), r"te000001\.xml is not .* \(class 'un(bird|cat)' is unknown\)"),
+        (replaced("<xmin>", "<xmin>one"), r"te000001\.xml is not an annotation of VOC \(could not convert"),
+        (replaced("xmax", "xright"), r"te000001\.xml is not an annotation of VOC \("),
+        (replaced("<width>96", "<width>97"), r"te000001\.xml is for 97×72 px, but te000001\.jpg has 96×72"),
         (boxed(1, 1, 98, 72), r"a box from \(1, 1\) to \(98, 72\), which is empty or outside the 96×72 px image"),
         (boxed(-1, 1, 98, 72), r"a box from \(-1, 1\) to \(98, 72\), which is empty"),
         (boxed(20, 1, 19, 72), r"a box from \(20, 1\) to \(19, 72\), which is empty"),
@@ -108,7 +112,7 @@ def boxed(*box: float) -> Callable[[Path, Path], None]:
         (boxed(float("nan"), 1, 9, 72), r"a box from \(nan, 1\) to \(9, 72\), which is empty"),
     ],
 )
-def test_rejects_damaged_files(devkit: Path, damage: Callable[[Path, Path], None], message: str) -> None:
+def test_rejects_damaged_files(devkit: Path, damage: Damage, message: str) -> None:
     damage(*files(devkit))
     with pytest.raises(ValueError, match=message) as caught:
         read_split(devkit, SPLIT)

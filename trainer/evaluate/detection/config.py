@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.settings import flag
+from trainer.settings import Settings, check_at_least, check_not_negative, check_positive, flag
 
 
 @dataclass(frozen=True, kw_only=True)
-class DetectConfig:
+class DetectConfig(Settings):
     """Settings of detection on Pascal VOC; the defaults are the paper's and, where it gives none, those of MoCo's
     Detectron2 configuration, which it follows."""
 
@@ -59,22 +58,19 @@ class DetectConfig:
     detectron2: Path | None = None
     """A new directory for the same evaluation in Detectron2: weights, configuration and program. Nothing is trained."""
 
-    def __post_init__(self) -> None:
-        counts = ("iterations", "batch_size", "anchors_per_image", "rois_per_image", "save_every", "test_side")
-        for name in (*counts, "max_side"):
-            _check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
-        for name in ("warmup_iterations", "precise_norm_batches", "momentum", "weight_decay", "seed"):
-            _check(name, getattr(self, name), 0 <= getattr(self, name) < math.inf, "0 or more")
-        _check("learning_rate", self.learning_rate, 0 < self.learning_rate < math.inf, "a positive, finite rate")
-        _check("roi_side", self.roi_side, self.roi_side >= 2, "at least 2")
-        drops = self.learning_rate_drops
-        _check("learning_rate_drops", drops, list(drops) == sorted(set(drops)), "steps in ascending order")
+    def check(self) -> None:
+        check_at_least(self, 1, "iterations", "batch_size", "save_every", "test_side", "max_side")
+        check_at_least(self, 1, "anchors_per_image", "rois_per_image")
+        check_at_least(self, 2, "roi_side")
+        check_at_least(self, 0, "warmup_iterations", "precise_norm_batches", "seed")
+        check_positive(self, "learning_rate")
+        check_not_negative(self, "momentum", "weight_decay")
         for name in ("train_sides", "anchor_sides", "train_proposals", "test_proposals"):
             values: tuple[int, ...] = getattr(self, name)
-            _check(name, values, bool(values) and min(values) >= 1, "one or more positive numbers")
-        _check("train_splits", self.train_splits, bool(self.train_splits), "at least one split")
-
-
-def _check(name: str, value: object, is_valid: bool, wanted: str) -> None:
-    if not is_valid:
-        raise ValueError(f"{flag(name)} is {value}: give {wanted}")
+            if not values or min(values) < 1:
+                raise ValueError(f"{flag(name)} must be one or more positive numbers, got {values}")
+        drops = self.learning_rate_drops
+        if list(drops) != sorted(set(drops)):
+            raise ValueError(f"--learning-rate-drops must be steps in ascending order, got {drops}")
+        if not self.train_splits:
+            raise ValueError("--train-splits must name at least one split, such as voc_2007_trainval")
