@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +22,11 @@ from trainer.evaluate.detection.config import DetectConfig
 from trainer.evaluate.detection.detectron2 import write_detectron2
 from trainer.evaluate.detection.inference import detect_objects
 from trainer.evaluate.detection.network import FasterRCNN
-from trainer.evaluate.detection.training import DetectorTraining, Report
+from trainer.evaluate.detection.training import DetectorTraining
 from trainer.evaluate.detection.voc import CLASSES, VocImage, check_decodable, read_split
-from trainer.export.encoders import convert
+from trainer.evaluate.progress import Progress, no_progress
+from trainer.evaluate.resnet import resnet_stages
 from trainer.model import EncoderConfig
-from trainer.torchvision_compat import import_module
 
 __all__ = ["DetectConfig", "DetectResult", "detect", "write_detectron2"]
 
@@ -53,8 +52,7 @@ def detect(
     *,
     bfloat16: bool = False,
     state_file: Path | None = None,
-    report_training: Report = lambda step, num_steps, loss: None,
-    report_test: Report = lambda done, total, loss: None,
+    progress: Progress = no_progress,
 ) -> DetectResult:
     """Trains a detector from the encoder's weights and tests it. The encoder stays as it is.
 
@@ -64,21 +62,21 @@ def detect(
     Args:
         data_dir: the folder of VOCdevkit, or VOCdevkit itself.
         bfloat16: whether convolutions compute in bfloat16 (autocast).
-        report_training: called after each step with its number, their number, and the loss.
-        report_test: called after each of this rank's test images with its number, their number, and 0.
 
     Raises:
-        ValueError: the encoder is not a ResNet, the images or annotations are not VOC's, or training diverged.
+        ValueError: the encoder is not a ResNet for colour images.
+        ValueError: an image or annotation is missing, damaged or not of VOC.
+        ValueError: the loss is not finite.
     """
     ranks = ranks or Ranks()
     config.check()
     detector, pixels = build_detector(encoder, encoder_config, config)
     train, test = read_splits(data_dir, config)
-    check_decodable(test, ranks)
+    check_decodable(test, ranks, progress)
     training = DetectorTraining(detector, pixels, config, ranks, bfloat16=bfloat16)
-    training.train(train, state_file, report_training)
-    training.measure_norms(train)
-    detections = detect_objects(training.detector, test, pixels, config, ranks, bfloat16=bfloat16, report=report_test)
+    training.train(train, state_file, progress)
+    training.measure_norms(train, progress)
+    detections = detect_objects(training.detector, test, pixels, config, ranks, bfloat16=bfloat16, progress=progress)
     return _result(average_precision(objects_of(test), detections, len(CLASSES)))
 
 
@@ -88,12 +86,12 @@ def build_detector(
     """The untrained detector with the encoder's weights, and the scale of its input.
 
     Raises:
-        ValueError: the encoder is not a ResNet with torchvision's parts.
+        ValueError: the encoder is not a ResNet for colour images.
     """
-    resnet = _resnet(encoder, encoder_config)
+    stages = resnet_stages(encoder, encoder_config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        return FasterRCNN(resnet, config, len(CLASSES)), encoder_config.pixels.channels(3)
+        return FasterRCNN(stages, config, len(CLASSES)), encoder_config.pixels.channels(3)
 
 
 def read_splits(data_dir: Path, config: DetectConfig) -> tuple[list[VocImage], list[VocImage]]:
@@ -122,23 +120,6 @@ def objects_of(images: Sequence[VocImage]) -> Objects:
         boxes=np.concatenate([image.boxes for image in images]).astype(np.float64),
         difficult=np.concatenate([image.difficult for image in images]),
     )
-
-
-def _resnet(encoder: nn.Module, config: EncoderConfig) -> Any:
-    """torchvision's ResNet with the encoder's weights. Raises ValueError if the encoder is no such ResNet."""
-    models = import_module("torchvision.models")
-    try:
-        converted = convert(encoder, config, "torchvision")
-        resnet = models.get_model(converted.name, weights=None)
-        if not isinstance(resnet, models.ResNet):
-            raise ValueError("it has other parts")
-    except ValueError as error:
-        raise ValueError(
-            f"encoder {config.name!r} is not a ResNet of torchvision ({error}): detect evaluates ResNets such as "
-            "torchvision:resnet50 and timm:resnet50"
-        ) from None
-    resnet.load_state_dict(converted.tensors, strict=False)  # without the classifier, which is not part of a detector
-    return resnet
 
 
 def _result(precision: Precision) -> DetectResult:

@@ -9,7 +9,8 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from trainer.evaluate.detection.network import Detected, FasterRCNN, Size, Targe
 from trainer.evaluate.detection.operators import _aligned, _greedy, roi_align
 from trainer.evaluate.detection.training import DetectorTraining, learning_rate
 from trainer.evaluate.detection.voc import CLASSES
+from trainer.evaluate.progress import Advance
 from trainer.model import EncoderConfig, build_encoder
 from trainer.torchvision_compat import import_module
 
@@ -99,19 +101,29 @@ def of_colours(devkit: Path, ranks: Ranks) -> list[float]:
     return [float(len(found.images)), *precision.by_class[~np.isnan(precision.by_class)].tolist()]
 
 
-def trained(devkit: Path, state: Path, ranks: Ranks | None = None, config: DetectConfig = CONFIG) -> list[float]:
+class Watching:
+    """Keeps the losses that are shown, and stops the training after `last` of them."""
+
+    def __init__(self, last: int | None = None) -> None:
+        self.losses, self.first_step, self._last = list[float](), list[int](), last
+
+    @contextmanager
+    def __call__(self, description: str, total: int) -> Iterator[Advance]:
+        def advance(n: int = 1, **shown: Tensor) -> None:
+            self.losses += [loss.item() for loss in shown.values()]
+            if not shown and description == "training":
+                self.first_step.append(n)
+            if len(self.losses) == self._last:
+                raise Stopped
+
+        yield advance
+
+
+def trained(devkit: Path, state: Path, ranks: Ranks | None = None) -> list[float]:
     """Trains into `state`; returns the losses."""
-    losses = list[float]()
-    detect(
-        encoder(),
-        RESNET,
-        devkit,
-        config,
-        ranks,
-        state_file=state,
-        report_training=lambda step, num_steps, loss: losses.append(loss),
-    )
-    return losses
+    watching = Watching()
+    detect(encoder(), RESNET, devkit, CONFIG, ranks, state_file=state, progress=watching)
+    return watching.losses
 
 
 @pytest.fixture(scope="module")
@@ -156,23 +168,19 @@ def test_the_colours_of_squares_find_them(devkit: Path) -> None:
 
 
 def test_resumes_to_the_same_weights(devkit: Path, on_one_rank: tuple[Path, list[float]], tmp_path: Path) -> None:
-    state, steps = tmp_path / "state.safetensors", list[int]()
-
-    def stop(step: int, num_steps: int, loss: float) -> None:
-        steps.append(step)
-        if len(steps) == 2:
-            raise Stopped
-
+    state, config = tmp_path / "state.safetensors", replace(CONFIG, save_every=2)
     with pytest.raises(Stopped):
-        detect(encoder(), RESNET, devkit, replace(CONFIG, save_every=2), state_file=state, report_training=stop)
-    detect(encoder(), RESNET, devkit, replace(CONFIG, save_every=2), state_file=state, report_training=stop)
-    assert steps == [1, 2, 3]
+        detect(encoder(), RESNET, devkit, config, state_file=state, progress=Watching(last=2))
+    resumed = Watching()
+    detect(encoder(), RESNET, devkit, config, state_file=state, progress=resumed)
+    assert resumed.first_step == [2]
+    assert resumed.losses == on_one_rank[1][2:]
     expected, weights = load_file(on_one_rank[0]), load_file(state)
     assert all(torch.equal(value, weights[name]) for name, value in expected.items())
-    steps[:] = [0]
+    other = Watching(last=1)
     with pytest.raises(Stopped):
-        detect(encoder(), RESNET, devkit, replace(CONFIG, seed=1), state_file=state, report_training=stop)
-    assert steps == [0, 1], "a state of other settings is not continued"
+        detect(encoder(), RESNET, devkit, replace(config, seed=1), state_file=state, progress=other)
+    assert other.first_step == [0], "a state of other settings is not resumed"
 
 
 @pytest.mark.guard
@@ -214,7 +222,9 @@ def test_leaves_the_encoder_as_it_is(devkit: Path) -> None:
 @pytest.mark.parametrize("name", ["small", "torchvision:mobilenet_v3_small", "timm:vit_tiny_patch16_224"])
 def test_rejects_encoders_that_are_not_resnets(name: str) -> None:
     config = EncoderConfig(name=name, in_channels=3, image_size=224 if "vit" in name else 64)
-    with pytest.raises(ValueError, match=f"encoder '{name}' is not a ResNet of torchvision .* such as") as caught:
+    with pytest.raises(
+        ValueError, match=f"encoder '{name}' is not a ResNet for colour images: give torchvision:resnet50"
+    ) as caught:
         build_detector(build_encoder(config).eval(), config, CONFIG)
     assert "\n" not in str(caught.value)
 
@@ -224,7 +234,7 @@ def test_takes_a_resnet_of_timm() -> None:
     given = encoder(config)
     detector, pixels = build_detector(given, config, CONFIG)
     assert pixels == RESNET.pixels
-    assert torch.equal(detector.backbone.get_parameter("conv1.weight"), given.get_parameter("conv1.weight"))
+    assert torch.equal(detector.backbone.get_parameter("0.0.weight"), given.get_parameter("conv1.weight"))
     assert torch.equal(
         detector.box_head.conv5.get_parameter("1.bn2.weight"), given.get_parameter("layer4.1.bn2.weight")
     )

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.distributed.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.distributed import Ranks
 
@@ -63,7 +64,7 @@ def synchronised(network: nn.Module, ranks: Ranks) -> nn.Module:
 @contextmanager
 def averaged_statistics(network: nn.Module) -> Iterator[None]:
     """Inside, BatchNorm statistics start again and become plain averages over all batches that are computed."""
-    norms = [module for module in network.modules() if isinstance(module, nn.BatchNorm2d | nn.SyncBatchNorm)]
+    norms = [module for module in network.modules() if isinstance(module, _BatchNorm)]
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.reset_running_stats()

@@ -17,8 +17,8 @@ from trainer.evaluate.detection.average_precision import Detections
 from trainer.evaluate.detection.batches import collate, computed_ahead, resized
 from trainer.evaluate.detection.config import DetectConfig
 from trainer.evaluate.detection.network import Detected, Size
-from trainer.evaluate.detection.training import Report
 from trainer.evaluate.detection.voc import VocImage, load_pixels
+from trainer.evaluate.progress import Progress, no_progress
 
 _IMAGES_AHEAD = 8
 
@@ -32,12 +32,9 @@ def detect_objects(
     ranks: Ranks,
     *,
     bfloat16: bool = False,
-    report: Report = lambda done, total, loss: None,
+    progress: Progress = no_progress,
 ) -> Detections:
     """Detects objects on this rank's share of the images, one at a time; returns those of all ranks, on every rank.
-
-    Args:
-        report: called with the number of images done, of this rank's, and 0.
 
     Raises:
         ValueError: an image cannot be decoded.
@@ -50,13 +47,16 @@ def detect_objects(
         return torch.from_numpy(load_pixels(images[mine[place]], sizes[place]))
 
     tables = [torch.zeros(0, 7, dtype=torch.float64)]
-    with closing(computed_ahead(load, range(len(mine)), _IMAGES_AHEAD)) as loaded:
+    with (
+        closing(computed_ahead(load, range(len(mine)), _IMAGES_AHEAD)) as loaded,
+        progress("detecting", len(mine)) as advance,
+    ):
         for number, size, decoded in zip(mine, sizes, loaded, strict=True):
             batch = collate([decoded], size, pixels, ranks.device)
             with torch.autocast(ranks.device.type, torch.bfloat16, enabled=bfloat16):
                 [found] = cast(list[Detected], detector(batch, [size]))
             tables.append(_table(number, found, images[number], size))
-            report(len(tables) - 1, len(mine), 0.0)
+            advance()
     table = gather_rows(torch.cat(tables), ranks).numpy()
     images_and_labels = table[:, :2].astype("int64")
     return Detections(

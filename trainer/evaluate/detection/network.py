@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from trainer.evaluate.detection.config import DetectConfig
 from trainer.evaluate.detection.operators import non_maximum_suppression, roi_align
+from trainer.evaluate.resnet import ResNetStages
 from trainer.torchvision_compat import import_module
 
 STRIDE = 16
 """Pixels per feature of conv4."""
-_BACKBONE = ("conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3")
 _ASPECT_RATIOS = (0.5, 1.0, 2.0)
 _PROPOSAL_OVERLAP = 0.7
 _DETECTION_OVERLAP = 0.5
@@ -76,18 +76,15 @@ class FasterRCNN(nn.Module):
     """The detector. Its new layers' weights are drawn from torch's generator.
 
     Args:
-        resnet: a torchvision ResNet, whose stages become part of the detector.
+        stages: of a ResNet; they become part of the detector.
         num_classes: number of classes, without the background.
     """
 
-    def __init__(self, resnet: Any, config: DetectConfig, num_classes: int) -> None:
+    def __init__(self, stages: ResNetStages, config: DetectConfig, num_classes: int) -> None:
         super().__init__()
-        channels = resnet.fc.in_features // 2
-        self.backbone = nn.Sequential()
-        for name in _BACKBONE:
-            self.backbone.add_module(name, getattr(resnet, name))
-        self.proposals = ProposalNetwork(channels, config)
-        self.box_head = BoxHead(resnet.layer4, 2 * channels, config, num_classes)
+        self.backbone = nn.Sequential(stages.stem, stages.conv2, stages.conv3, stages.conv4)
+        self.proposals = ProposalNetwork(stages.conv4_channels, config)
+        self.box_head = BoxHead(stages.conv5, stages.conv5_channels, config, num_classes)
 
     def forward(
         self, images: Tensor, sizes: Sequence[Size], targets: Sequence[Target] | None = None

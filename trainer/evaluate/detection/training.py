@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from itertools import islice
@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.data.pixels import PixelScale
@@ -24,13 +25,11 @@ from trainer.evaluate.detection.batches import Batch, batches, visits
 from trainer.evaluate.detection.config import DetectConfig
 from trainer.evaluate.detection.network import FasterRCNN, Losses
 from trainer.evaluate.detection.voc import VocImage
+from trainer.evaluate.progress import Progress
 from weightserver.common.atomic_files import atomic_write
 
 _WARMUP_FACTOR = 0.001
 _DROP_FACTOR = 0.1
-
-Report = Callable[[int, int, float], None]
-"""Is called with the number of steps done, of all steps, and the loss of the last."""
 
 
 class DetectorTraining:
@@ -55,7 +54,7 @@ class DetectorTraining:
             self._parallel = DistributedDataParallel(self.detector, broadcast_buffers=False)
         self._optimizer = torch.optim.SGD(_parameter_groups(self.detector, config), momentum=config.momentum)
 
-    def train(self, images: Sequence[VocImage], state_file: Path | None, report: Report) -> None:
+    def train(self, images: Sequence[VocImage], state_file: Path | None, progress: Progress) -> None:
         """Trains to the end, from the state of an interrupted training with these settings if there is one.
 
         Raises:
@@ -64,15 +63,19 @@ class DetectorTraining:
         config, step = self._config, self._load(state_file) if state_file else 0
         self.detector.train()
         planned = islice(visits(images, config, step), config.iterations - step)
-        with closing(batches(planned, self._pixels, self._ranks)) as loaded:
+        with (
+            closing(batches(planned, self._pixels, self._ranks)) as loaded,
+            progress("training", config.iterations) as advance,
+        ):
+            advance(step)
             for batch in loaded:
                 loss = self._step(batch, step)
                 step += 1
                 if state_file and self._ranks.is_first and (step % config.save_every == 0 or step == config.iterations):
                     self._save(state_file, step)
-                report(step, config.iterations, loss)
+                advance(loss=torch.tensor(loss))
 
-    def measure_norms(self, images: Sequence[VocImage]) -> None:
+    def measure_norms(self, images: Sequence[VocImage], progress: Progress) -> None:
         """Replaces BatchNorm's running averages by averages over further training batches."""
         config = self._config
         if not config.precise_norm_batches:
@@ -83,9 +86,11 @@ class DetectorTraining:
             torch.no_grad(),
             averaged_statistics(self.detector),
             closing(batches(planned, self._pixels, self._ranks)) as loaded,
+            progress("averaging statistics", config.precise_norm_batches) as advance,
         ):
             for batch in loaded:
                 self._forward(self.detector, batch)
+                advance()
 
     def _step(self, batch: Batch, step: int) -> float:
         """One update by a whole batch's mean loss; returns the loss."""
@@ -143,6 +148,6 @@ def _parameter_groups(detector: nn.Module, config: DetectConfig) -> list[dict[st
     """Parameters with weight decay, and those of BatchNorm without."""
     norms, others = list[nn.Parameter](), list[nn.Parameter]()
     for module in detector.modules():
-        is_norm = isinstance(module, nn.BatchNorm2d | nn.SyncBatchNorm)
+        is_norm = isinstance(module, _BatchNorm)
         (norms if is_norm else others).extend(module.parameters(recurse=False))
     return [{"params": others, "weight_decay": config.weight_decay}, {"params": norms, "weight_decay": 0.0}]

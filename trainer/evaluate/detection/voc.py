@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from trainer.cores import decode_threads
 from trainer.data.decode import BrokenImageError, check, decode_whole, upright_size
 from trainer.distributed import Ranks
+from trainer.evaluate.progress import Progress, no_progress
 from weightserver.core.arrays import Float32Array, Int64Array
 
 CLASSES = (
@@ -77,11 +78,12 @@ def read_split(root: Path, split: str) -> list[VocImage]:
         return list(pool.map(lambda name: _read_image(folder, name), names))
 
 
-def check_decodable(images: list[VocImage], ranks: Ranks) -> None:
+def check_decodable(images: list[VocImage], ranks: Ranks, progress: Progress = no_progress) -> None:
     """Decodes this rank's share of the images. Raises ValueError for the first that is broken."""
-    with ThreadPoolExecutor(decode_threads()) as pool:
-        for _ in pool.map(_check_image, images[ranks.share(len(images))]):
-            pass
+    mine = images[ranks.share(len(images))]
+    with ThreadPoolExecutor(decode_threads()) as pool, progress("checking files", len(mine)) as advance:
+        for _ in pool.map(_check_image, mine):
+            advance()
 
 
 def load_pixels(image: VocImage, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
