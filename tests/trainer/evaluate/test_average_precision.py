@@ -94,6 +94,8 @@ def test_difficult_objects_count_for_nothing() -> None:
     only = detections([(0, 0, *BOX, 0.5)])
     with_difficult = detections([(0, 0, *ELSEWHERE, 0.9), (0, 0, *ELSEWHERE, 0.8), (0, 0, *BOX, 0.5)])
     assert at_half(wanted, only) == at_half(wanted, with_difficult) == 100
+    of_two = objects([(0, 0, *BOX), (0, 0, *ELSEWHERE), (1, 0, *BOX)], difficult=(1,))
+    assert at_half(of_two, with_difficult) == pytest.approx(100 * 6 / 11)
     assert math.isnan(at_half(objects([(0, 0, *BOX)], difficult=(0,)), only))
 
 
