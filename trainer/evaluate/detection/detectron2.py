@@ -52,10 +52,20 @@ def write_detectron2(
 
 def _configuration(encoder: LibraryEncoder, config: DetectConfig) -> str:
     """Detectron2's configuration in YAML; what it does not set has Detectron2's default."""
+    nested: dict[str, Any] = {}
+    for path, value in ({"VERSION": 2} | _network(encoder, config) | _training(config)).items():
+        *parents, name = path.split(".")
+        part = nested
+        for parent in parents:
+            part = part.setdefault(parent, {})
+        part[name] = value
+    return "\n".join(_yaml(nested)) + "\n"
+
+
+def _network(encoder: LibraryEncoder, config: DetectConfig) -> dict[str, Any]:
     depth, groups, width = DETECTRON2[encoder.name]
     mean, std = ([round(255 * number, 6) for number in numbers] for numbers in encoder.pixels)
-    settings = {
-        "VERSION": 2,
+    return {
         "MODEL.META_ARCHITECTURE": "GeneralizedRCNN",
         "MODEL.WEIGHTS": "",
         "MODEL.MASK_ON": False,
@@ -77,6 +87,11 @@ def _configuration(encoder: LibraryEncoder, config: DetectConfig) -> str:
         "MODEL.ROI_HEADS.NUM_CLASSES": len(CLASSES),
         "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE": config.rois_per_image,
         "MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION": config.roi_side,
+    }
+
+
+def _training(config: DetectConfig) -> dict[str, Any]:
+    return {
         "INPUT.FORMAT": "RGB",
         "INPUT.MIN_SIZE_TRAIN": list(config.train_sides),
         "INPUT.MAX_SIZE_TRAIN": config.max_side,
@@ -96,14 +111,6 @@ def _configuration(encoder: LibraryEncoder, config: DetectConfig) -> str:
         "TEST.PRECISE_BN.NUM_ITER": config.precise_norm_batches,
         "SEED": config.seed,
     }
-    nested: dict[str, Any] = {}
-    for path, value in settings.items():
-        *parents, name = path.split(".")
-        part = nested
-        for parent in parents:
-            part = part.setdefault(parent, {})
-        part[name] = value
-    return "\n".join(_yaml(nested)) + "\n"
 
 
 def _yaml(settings: dict[str, Any], indent: str = "") -> Iterator[str]:
