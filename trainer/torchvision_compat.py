@@ -24,7 +24,7 @@ def import_module(name: str) -> Any:
 
 @functools.cache  # also keeps the Library object: dropping it would undeclare the schemas
 def _declare_missing_operators() -> Any:
-    if _library_loads():
+    if operators_load():
         return None
     torch_library: Any = torch.library
     library = torch_library.Library("torchvision", "DEF")
@@ -33,7 +33,8 @@ def _declare_missing_operators() -> Any:
     return library
 
 
-def _library_loads() -> bool:
+@functools.cache
+def operators_load() -> bool:
     """Whether torchvision's compiled operators can be loaded into this process."""
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:

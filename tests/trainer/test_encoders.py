@@ -251,8 +251,8 @@ def test_detectron2_gets_its_keys(tmp_path: Path, name: str) -> None:
 
 def test_detectron2_itself(tmp_path: Path) -> None:
     config = pytest.importorskip("detectron2.config", reason="detectron2 is not installed").get_cfg()
-    from detectron2.layers import ShapeSpec  # type: ignore[import-not-found]
-    from detectron2.modeling.backbone import build_resnet_backbone  # type: ignore[import-not-found]
+    from detectron2.layers import ShapeSpec
+    from detectron2.modeling.backbone import build_resnet_backbone
 
     run, out = a_run(tmp_path / "run", "resnet50"), tmp_path / "out"
     assert export(run, "--format", "detectron2", "--output", out) == 0

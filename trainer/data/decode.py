@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -106,6 +107,30 @@ def decode(content: bytes, crops: Sequence[Crop]) -> list[NDArray[np.uint8]]:
         ImageOps.exif_transpose(image, in_place=True)
         pixels = _rgb(image)
         return [_cut(pixels, box, crop.side, reduction) for crop, box in zip(crops, boxes, strict=True)]
+
+
+def upright_size(path: Path) -> tuple[int, int]:
+    """Width and height of an image file once it is upright; only its header is read.
+
+    Raises:
+        BrokenImageError: not an image.
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file, _foreign():
+        return _upright_size(Image.open(file, formats=_OPENED))
+
+
+def decode_whole(content: bytes, size: tuple[int, int]) -> NDArray[np.uint8]:
+    """Decodes an upright RGB image as `decode` does, and resizes it to a height and width: uint8 [3, height, width].
+
+    Raises:
+        BrokenImageError: not an image, or an incomplete one.
+    """
+    with _foreign():
+        image = _open(content)
+        ImageOps.exif_transpose(image, in_place=True)
+        pixels = np.asarray(_rgb(image).resize(size[::-1], Image.Resampling.BILINEAR))
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
 def _cut(image: Image.Image, box: Box, side: int, reduction: int) -> NDArray[np.uint8]:

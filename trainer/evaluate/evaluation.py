@@ -156,9 +156,9 @@ def evaluate(evaluation: Evaluation, name: str, protocol: _Protocol, config: Set
         **outcome.details,
     }
     if evaluation.ranks.is_first:
-        text = json.dumps(result, indent=2, default=str) + "\n"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(file, lambda path: path.write_text(text))
+        if outcome.results or outcome.details.keys() != {"files"}:  # files for another program are no result
+            text = json.dumps(result, indent=2, default=str) + "\n"
+            atomic_write(file, lambda path: path.write_text(text))
         shutil.rmtree(evaluation.state, ignore_errors=True)
     evaluation.ranks.barrier()
     return result

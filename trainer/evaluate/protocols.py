@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainer.evaluate.detect import DetectConfig, detect, write_detectron2
 from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.fine_tune import FineTuneConfig, fine_tune
 from trainer.evaluate.knn import KnnConfig, knn
@@ -24,6 +25,27 @@ class Protocol(NamedTuple):
     settings: type[Settings]
     run: Callable[[Evaluation, Any], Outcome]
     summary: str
+
+
+def _detect(evaluation: Evaluation, config: DetectConfig) -> Outcome:
+    encoder, encoder_config = evaluation.subject.require_encoder("detect")
+    if config.detectron2 is not None:
+        files = []
+        if evaluation.ranks.is_first:
+            files = write_detectron2(encoder, encoder_config, config, config.detectron2)
+        return Outcome(results={}, details={"files": [str(file) for file in files]})
+    result = detect(
+        encoder,
+        encoder_config,
+        _folder(evaluation, "the folder of Pascal VOC, VOCdevkit"),
+        config,
+        evaluation.ranks,
+        bfloat16=evaluation.bfloat16,
+        state_file=evaluation.state / "network.safetensors",
+        progress=evaluation.progress,
+    )
+    details = asdict(result)
+    return Outcome(results={name: details.pop(name) for name in ("ap", "ap50", "ap75")}, details=details)
 
 
 def _segment(evaluation: Evaluation, config: SegmentConfig) -> Outcome:
@@ -78,6 +100,7 @@ PROTOCOLS = {
         SemiSupervisedConfig, semi_supervised, "Fine-tune encoder and classifier on a few labelled images."
     ),
     "fine-tune": Protocol(FineTuneConfig, fine_tune, "Fine-tune encoder and cosine classifier on all labelled images."),
+    "detect": Protocol(DetectConfig, _detect, "Train an object detector on Pascal VOC."),
     "segment": Protocol(SegmentConfig, _segment, "Train a semantic segmentation network on Cityscapes."),
     "saliency": Protocol(SaliencyConfig, _saliency, "Draw saliency maps and compare them with another encoder's."),
 }

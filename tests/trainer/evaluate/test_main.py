@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers import voc_tree
 from tests.helpers.image_tree import plain_tree
 from tests.helpers.made_cityscapes import make_cityscapes
 from trainer.evaluate.__main__ import main
@@ -60,7 +61,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return result
 
 
-OWN_FORMATS = {"segment", "saliency"}
+OWN_FORMATS = {"detect", "segment", "saliency"}
 """Protocols with images or results of their own, whose command lines are tested with them."""
 
 
@@ -124,6 +125,23 @@ def test_segment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == (
         "error: --data-dir is missing: give the folder of Cityscapes, with leftImg8bit and gtFine\n"
     )
+
+
+def test_detect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = ["--output", str(tmp_path / "results"), "--data-dir", str(voc_tree.tree(tmp_path / "voc"))]
+    short = ["--iterations=1", "--batch-size=2", "--train-sides=64", "--test-side=64", "--max-side=80"]
+    short += ["--anchor-sides=24,32", "--train-proposals=50,8", "--test-proposals=30,6", "--precise-norm-batches=0"]
+    assert main(["detect", "--model", "resnet18", "--image-size", "64", *place, *short]) == 0
+    result = printed(capsys)
+    assert 0 <= result["ap"] <= result["ap50"] <= 100
+    assert result["by_class"]
+
+
+def test_files_for_detectron2_are_no_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = ["--output", str(tmp_path / "results"), "--detectron2", str(tmp_path / "detectron2")]
+    assert main(["detect", "--model", "resnet50", "--image-size", "64", *place]) == 0
+    assert all(Path(file).exists() for file in printed(capsys)["files"])
+    assert not list((tmp_path / "results").iterdir())
 
 
 def test_state_of_other_settings_is_not_continued(

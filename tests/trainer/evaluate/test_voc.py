@@ -1,0 +1,200 @@
+"""Reading Pascal VOC's folders: boxes as edges, sizes in training, and one line for each kind of bad input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.helpers import voc_tree
+from tests.helpers.image_tree import ORIENTATION
+from trainer.distributed import Ranks
+from trainer.evaluate.detect import objects_of, read_splits
+from trainer.evaluate.detection.batches import Visit, resized, visits
+from trainer.evaluate.detection.config import DetectConfig
+from trainer.evaluate.detection.voc import CLASSES, check_decodable, load_pixels, read_split
+
+SPLIT = "voc_2007_test"
+CONFIG = DetectConfig(batch_size=2)
+
+
+@pytest.fixture
+def devkit(tmp_path: Path) -> Path:
+    return voc_tree.tree(tmp_path)
+
+
+def files(devkit: Path, name: str = "te000001") -> tuple[Path, Path]:
+    """Annotation and JPEG of a test image, of 96×72 pixels."""
+    folder = devkit / "VOCdevkit/VOC2007"
+    return folder / f"Annotations/{name}.xml", folder / f"JPEGImages/{name}.jpg"
+
+
+def test_reads_boxes_as_edges(devkit: Path) -> None:
+    xml, _ = files(devkit)
+    xml.write_text(voc_tree.annotation([("cat", (1, 1, 96, 72), False), ("tvmonitor", (3, 10, 3, 12.5), True)]))
+    image = read_split(devkit, SPLIT)[1]
+    assert (image.width, image.height) == (96, 72)
+    assert image.boxes.tolist() == [[0, 0, 96, 72], [2, 9, 3, 12.5]]
+    assert [CLASSES[label] for label in image.labels] == ["cat", "tvmonitor"]
+    assert image.difficult.tolist() == [False, True]
+    assert read_split(devkit / "VOCdevkit", SPLIT)[1].path == image.path
+
+
+def test_a_pixel_beyond_the_edge_is_clipped(devkit: Path) -> None:
+    xml, _ = files(devkit)
+    xml.write_text(voc_tree.annotation([("cat", (0, 0, 97, 73), False)]))
+    assert read_split(devkit, SPLIT)[1].boxes.tolist() == [[0, 0, 96, 72]]
+
+
+def test_a_part_of_an_object_is_not_an_object(devkit: Path) -> None:
+    """As of people in 2012."""
+    xml, _ = files(devkit)
+    part = "<part><name>head</name><bndbox><xmin>1</xmin></bndbox></part>"
+    xml.write_text(voc_tree.annotation([("cat", (1, 1, 9, 9), False)]).replace("<pose>", part + "<pose>"))
+    assert read_split(devkit, SPLIT)[1].boxes.tolist() == [[0, 0, 9, 9]]
+
+
+def test_images_without_objects_are_tested_but_not_trained_on(devkit: Path) -> None:
+    for name in ("tr000001", "te000001"):
+        files(devkit, name)[0].write_text(voc_tree.annotation([]))
+    train, test = read_splits(devkit, CONFIG)
+    assert (len(train), len(test)) == (11 + 6, 7)
+    assert 1 not in objects_of(test).images
+    assert objects_of(test).images.tolist() == sorted(objects_of(test).images)
+
+
+def test_turns_an_image_upright(devkit: Path) -> None:
+    xml, jpeg = files(devkit)
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    with Image.open(jpeg) as image:
+        image.save(jpeg, exif=exif)
+    xml.write_text(voc_tree.annotation([("cat", (1, 1, 72, 96), False)], width=72, height=96))
+    image_of_voc = read_split(devkit, SPLIT)[1]
+    assert (image_of_voc.width, image_of_voc.height) == (72, 96)
+    assert load_pixels(image_of_voc).shape == (3, 96, 72)
+
+
+Damage = Callable[[Path, Path], object]
+"""Changes an annotation and its JPEG."""
+
+
+def replaced(old: str, new: str) -> Damage:
+    return lambda xml, jpeg: xml.write_text(xml.read_text().replace(old, new))
+
+
+def boxed(*box: float) -> Damage:
+    return lambda xml, jpeg: xml.write_text(voc_tree.annotation([("cat", box, False)]))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda xml, jpeg: xml.unlink(), r"te000001\.xml is missing: unpack VOC's archive again"),
+        (lambda xml, jpeg: jpeg.unlink(), r"te000001\.jpg is missing: unpack VOC's archive again"),
+        (lambda xml, jpeg: jpeg.write_text("no picture"), r"te000001\.jpg cannot be decoded \(not an image"),
+        (lambda xml, jpeg: xml.write_text("<annotation>"), r"te000001\.xml is not an annotation of VOC \(no element"),
+        (
+            lambda xml, jpeg: xml.write_text('<!DOCTYPE a [<!ENTITY b "c">]><a>&b;</a>'),
+            r"te000001\.xml is not an annotation of VOC \(EntitiesForbidden",
+        ),
+        (replaced("<name>", "<name>un"), r"te000001\.xml is not .* \(class 'un(bird|cat)' is unknown\)"),
+        (replaced("<xmin>", "<xmin>one"), r"te000001\.xml is not an annotation of VOC \(could not convert"),
+        (replaced("xmax", "xright"), r"te000001\.xml is not an annotation of VOC \("),
+        (replaced("<width>96", "<width>97"), r"te000001\.xml is for 97×72 px, but te000001\.jpg has 96×72"),
+        (boxed(1, 1, 98, 72), r"a box from \(1, 1\) to \(98, 72\), which is empty or outside the 96×72 px image"),
+        (boxed(-1, 1, 98, 72), r"a box from \(-1, 1\) to \(98, 72\), which is empty"),
+        (boxed(20, 1, 19, 72), r"a box from \(20, 1\) to \(19, 72\), which is empty"),
+        (boxed(97, 1, 97, 72), r"a box from \(97, 1\) to \(97, 72\), which is empty"),
+        (boxed(float("nan"), 1, 9, 72), r"a box from \(nan, 1\) to \(9, 72\), which is empty"),
+    ],
+)
+def test_rejects_damaged_files(devkit: Path, damage: Damage, message: str) -> None:
+    damage(*files(devkit))
+    with pytest.raises(ValueError, match=message) as caught:
+        read_split(devkit, SPLIT)
+    assert "\n" not in str(caught.value)
+
+
+def test_rejects_missing_splits(devkit: Path) -> None:
+    with pytest.raises(ValueError, match="has no folder VOCdevkit/VOC2008: give --data-dir"):
+        read_split(devkit, "voc_2008_test")
+    with pytest.raises(
+        ValueError, match=r"VOC2012/ImageSets/Main/test\.txt is missing: unpack the archive of voc_2012"
+    ):
+        read_split(devkit, "voc_2012_test")
+    for name in ("test", "voc_07_test"):
+        with pytest.raises(ValueError, match=f"split '{name}' is unknown: give voc_YEAR_SPLIT"):
+            read_split(devkit, name)
+    listing = devkit / "VOCdevkit/VOC2007/ImageSets/Main/test.txt"
+    listing.write_text("../../etc/passwd\n")
+    with pytest.raises(ValueError, match=r"test\.txt names '\.\./\.\./etc/passwd', which is not an image's name"):
+        read_split(devkit, SPLIT)
+    listing.write_text("\n")
+    with pytest.raises(ValueError, match=r"test\.txt names no images"):
+        read_split(devkit, SPLIT)
+
+
+def test_rejects_a_truncated_image_before_training(devkit: Path) -> None:
+    """Each rank decodes its share of the test images."""
+    _, jpeg = files(devkit)
+    jpeg.write_bytes(jpeg.read_bytes()[:-200])
+    images = read_split(devkit, SPLIT)
+    check_decodable(images, Ranks(rank=1, world_size=2))
+    with pytest.raises(ValueError, match=r"te000001\.jpg cannot be decoded \(.*truncated.*\): restore it"):
+        check_decodable(images, Ranks(rank=0, world_size=2))
+    with pytest.raises(ValueError, match=r"te000001\.jpg cannot be decoded"):
+        load_pixels(images[1], (40, 50))
+
+
+def test_rejects_too_few_images(devkit: Path) -> None:
+    with pytest.raises(ValueError, match="18 training images with objects make no batch of 19: give a smaller"):
+        read_splits(devkit, DetectConfig(batch_size=19))
+    for name in (f"te{number:06d}" for number in range(7)):
+        xml, _ = files(devkit, name)
+        xml.write_text(xml.read_text().replace("<difficult>0", "<difficult>1"))
+    with pytest.raises(ValueError, match="voc_2007_test has no objects to find"):
+        read_splits(devkit, CONFIG)
+
+
+def test_keeps_the_aspect_ratio(devkit: Path) -> None:
+    wide = read_split(devkit, SPLIT)[1]
+    assert resized(wide, 480, 1333) == (480, 640)
+    assert resized(wide, 480, 600) == (450, 600)
+    assert resized(Visit(wide, (0, 0), False, 0).image, 1, 1333) == (1, 1)
+
+
+def test_boxes_and_pixels_change_together(devkit: Path) -> None:
+    image = read_split(devkit, "voc_2007_trainval")[1]
+    assert (image.width, image.height) == (96, 72)
+    left, top, right, bottom = image.boxes[0].tolist()
+    for is_flipped in (False, True):
+        visit = Visit(image, (144, 192), is_flipped, 0)
+        box = visit.target(Ranks().device).boxes[0].tolist()
+        edges = (
+            [192 - 2 * right, 2 * top, 192 - 2 * left, 2 * bottom] if is_flipped else [2 * e for e in image.boxes[0]]
+        )
+        assert box == edges
+        inside = visit.pixels().numpy()[:, int(box[1]) + 4 : int(box[3]) - 4, int(box[0]) + 4 : int(box[2]) - 4]
+        colour = voc_tree.COLOURS[CLASSES[image.labels[0]]]
+        assert np.abs(inside.mean(axis=(1, 2)) - colour).max() < 15
+
+
+def test_batches_depend_on_the_step_and_are_of_one_orientation(devkit: Path) -> None:
+    images, _ = read_splits(devkit, CONFIG)
+    config = DetectConfig(batch_size=3, train_sides=(80, 96), max_side=200)
+    stream = visits(images, config)
+    whole = [next(stream) for _ in range(12)]
+    assert next(visits(images, config, 7)) == whole[7]
+    for batch in whole:
+        assert len({visit.image.width > visit.image.height for visit in batch}) == 1
+    seen = [visit.image.path for batch in whole for visit in batch]
+    assert set(seen) == {image.path for image in images}, "36 visits to 18 images"
+    everything = [visit for batch in whole for visit in batch]
+    assert {min(visit.size) for visit in everything} == {80, 96}
+    assert {visit.is_flipped for visit in everything} == {False, True}
+    assert len({visit.seed for visit in everything}) == len(everything)
+    assert next(visits(images, DetectConfig(batch_size=3, seed=1))) != whole[0]

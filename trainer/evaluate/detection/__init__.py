@@ -1,0 +1,1 @@
+"""Object detection on Pascal VOC: its files, the network, its training and the average precision."""

@@ -1,0 +1,76 @@
+"""Settings of the detection protocol."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.settings import Settings, check_at_least, check_not_negative, check_positive, flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectConfig(Settings):
+    """Settings of detection on Pascal VOC; the defaults are the paper's and, where it gives none, those of MoCo's
+    Detectron2 configuration, which it follows."""
+
+    train_splits: tuple[str, ...] = ("voc_2007_trainval", "voc_2012_trainval")
+    """Splits to train on, voc_YEAR_SPLIT: ImageSets/Main/SPLIT.txt of the folder VOCYEAR."""
+    test_split: str = "voc_2007_test"
+    """The split to test on."""
+    iterations: int = 24_000
+    """Number of training steps."""
+    batch_size: int = 16
+    """Images of a step, over all ranks."""
+    learning_rate: float = 0.02
+    """Of SGD, for a batch of 16."""
+    learning_rate_drops: tuple[int, ...] = (18_000, 22_000)
+    """Steps at which the learning rate is multiplied by 0.1."""
+    warmup_iterations: int = 100
+    """Steps over which the learning rate rises linearly from a thousandth."""
+    momentum: float = 0.9
+    """Of SGD."""
+    weight_decay: float = 1e-4
+    """Of all parameters but those of BatchNorm, which have none in Detectron2."""
+    train_sides: tuple[int, ...] = tuple(range(480, 801, 32))
+    """Shorter sides of training images in pixels; one is drawn for each image."""
+    test_side: int = 800
+    """Shorter side of test images in pixels."""
+    max_side: int = 1333
+    """Maximum of the longer side in pixels; an image that would exceed it becomes smaller."""
+    anchor_sides: tuple[int, ...] = (32, 64, 128, 256, 512)
+    """Square roots of the anchors' areas in pixels; each has the ratios 1:2, 1:1 and 2:1."""
+    anchors_per_image: int = 256
+    """Anchors of an image in the proposal network's loss."""
+    rois_per_image: int = 512
+    """Regions of an image in the box head's loss."""
+    roi_side: int = 14
+    """Side of a region's features, before conv5 halves it."""
+    train_proposals: tuple[int, int] = (12_000, 2_000)
+    """Best proposals of a training image before and after non-maximum suppression."""
+    test_proposals: tuple[int, int] = (6_000, 1_000)
+    """Best proposals of a test image before and after non-maximum suppression."""
+    precise_norm_batches: int = 200
+    """Training batches over which BatchNorm statistics are averaged before the test; 0 keeps the running averages."""
+    save_every: int = 500
+    """Steps after which the state is saved, to resume an interrupted evaluation."""
+    seed: int = 0
+    """Of the new layers' initial weights, the order of images, their sizes and flips, and the sampled regions."""
+    detectron2: Path | None = None
+    """A new directory for the same evaluation in Detectron2: weights, configuration and program. Nothing is trained."""
+
+    def check(self) -> None:
+        check_at_least(self, 1, "iterations", "batch_size", "save_every", "test_side", "max_side")
+        check_at_least(self, 1, "anchors_per_image", "rois_per_image")
+        check_at_least(self, 2, "roi_side")
+        check_at_least(self, 0, "warmup_iterations", "precise_norm_batches", "seed")
+        check_positive(self, "learning_rate")
+        check_not_negative(self, "momentum", "weight_decay")
+        for name in ("train_sides", "anchor_sides", "train_proposals", "test_proposals"):
+            values: tuple[int, ...] = getattr(self, name)
+            if not values or min(values) < 1:
+                raise ValueError(f"{flag(name)} must be one or more positive numbers, got {values}")
+        drops = self.learning_rate_drops
+        if list(drops) != sorted(set(drops)):
+            raise ValueError(f"--learning-rate-drops must be steps in ascending order, got {drops}")
+        if not self.train_splits:
+            raise ValueError("--train-splits must name at least one split, such as voc_2007_trainval")
