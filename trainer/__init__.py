@@ -10,6 +10,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 NEEDED = (
+    "defusedxml",
     "jinja2",
     "matplotlib",
     "PIL",

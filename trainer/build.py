@@ -11,14 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from trainer.background import computed_ahead
 from trainer.config import TrainConfig
 from trainer.data import Dataset
 from trainer.data.augment import Augmentation
 from trainer.data.prefetch import Visits, views_ahead
-from trainer.distributed import Ranks
+from trainer.distributed import Ranks, averaged_over_ranks
 from trainer.evaluate.knn_probe import KnnProbe
 from trainer.loss import padded_rows
 from trainer.model import PICModel, build_model, check_image_size, load_encoder
@@ -90,7 +89,7 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
     visited = _Visited(config, schedule, dataset.order(config.order_seed), ranks)
     recent = RecentRows(schedule, num_active=config.num_negatives, batch_size=config.batch_size)
     model = _model(config, ranks.device)
-    encoder = _averaged_over_ranks(model, ranks)
+    encoder = averaged_over_ranks(model, ranks)
     optimizer = config.optimizer(model, ranks.device)
     probe = _online_probe(config, dataset, model, visited, ranks)
 
@@ -262,13 +261,6 @@ def _model(config: TrainConfig, device: torch.device) -> PICModel:
     if config.compile:
         model.encoder.compile(dynamic=False)  # one program for each size of view
     return model
-
-
-def _averaged_over_ranks(model: PICModel, ranks: Ranks) -> nn.Module:
-    """The model, wrapped if there are several ranks, so that its gradients are averaged over them."""
-    if ranks.world_size == 1:
-        return model
-    return DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
 
 
 def _table_spec(config: TrainConfig, num_images: int) -> TableSpec:

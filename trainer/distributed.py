@@ -77,6 +77,13 @@ class Ranks:
         return [float(value) for value in tensor.tolist()]
 
 
+def averaged_over_ranks(network: nn.Module, ranks: Ranks) -> nn.Module:
+    """The network, wrapped if there are several ranks, so that its gradients are averaged over them."""
+    if ranks.world_size == 1:
+        return network
+    return DistributedDataParallel(network, forward_sync_buffers=False, gradient_as_bucket_view=True)
+
+
 def averaging_gradients(parallel: nn.Module, wanted: bool) -> AbstractContextManager[None]:
     """Backward passes inside average gradients over ranks if `wanted`, otherwise they add to each rank's own."""
     if wanted or not isinstance(parallel, DistributedDataParallel):

@@ -82,7 +82,7 @@ def test_training_and_evaluation_use_the_images_own_scale(
     assert PixelScale(*(tuple(stored[name]) for name in OF_BEFORE)) == scale
     assert load_encoder(run.output / "encoder.safetensors")[1].pixels == scale == result.model.config.pixels
     step = json.loads((run.output / "summary.json").read_text())
-    assert evaluate(["linear", "--run", str(run.output)]) == 0
+    assert evaluate(["linear-cached", "--run", str(run.output)]) == 0
     assert json.loads(capsys.readouterr().out)["top1"] == step["linear_top1"]
     same, other = (
         a_run(data_dir, tmp_path / name, steps=8, encoder=replace(SMALL, pixel_mean=mean, pixel_std=std))

@@ -148,7 +148,11 @@ def test_statistics_can_be_calibrated_on_them(dataset: Dataset) -> None:
         ("synthetic", {"num_images": 5, "directory": Path("/data")}, "is generated: omit --data-dir /data"),
         ("fashion-mnist", {"num_images": 5}, "'fashion-mnist' has its own number of images: omit --num-images"),
         ("idx", {"num_images": 5, "directory": Path("/data")}, "'idx' has its own number of images"),
-        ("imagenet", {"num_images": 5}, "choose one of fashion-mnist, folder, idx, packed, synthetic"),
+        (
+            "imagenet",
+            {"num_images": 5},
+            "choose one of fashion-mnist, folder, idx, inaturalist-2018, packed, syn",
+        ),
     ],
 )
 def test_bad_arguments(name: str, options: dict[str, Any], message: str) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from trainer.data import Dataset, TrainImages
 from trainer.data.augment import Augmentation
 from trainer.data.pixels import normalise
 from trainer.data.prefetch import views_ahead
+from trainer.distributed import averaged_over_ranks
 from trainer.evaluate.batch_norm import synchronise_batch_norm
 from trainer.evaluate.evaluation import Evaluation
 from trainer.evaluate.frozen import centres
@@ -76,9 +76,7 @@ class FineTuning:
         self._image_size = dataset.evaluated_side or dataset.train_images.shape[-1]
         self._pixels = evaluation.subject.pixels
         self._network = self._built(evaluation.subject.network, num_classes)
-        self._parallel: nn.Module = self._network
-        if self._ranks.world_size > 1:
-            self._parallel = DistributedDataParallel(self._network, broadcast_buffers=False)
+        self._parallel = averaged_over_ranks(self._network, self._ranks)
         self._optimizer = torch.optim.SGD(
             self._network.parameters(),
             lr=recipe.learning_rate,
@@ -136,7 +134,7 @@ class FineTuning:
         logits = self._logits(self._parallel, view)
         loss = F.cross_entropy(logits, to_device(labels, view.device), reduction="sum")
         self._optimizer.zero_grad()
-        # DistributedDataParallel divides the sum over ranks by their number
+        # gradients are averaged over ranks: their number makes that a sum
         (loss * self._ranks.world_size / self._recipe.batch_size).backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         return loss.detach() / len(labels)

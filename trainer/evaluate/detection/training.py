@@ -14,10 +14,9 @@ from typing import cast
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
 
 from trainer.data.pixels import PixelScale
-from trainer.distributed import Ranks
+from trainer.distributed import Ranks, averaged_over_ranks
 from trainer.evaluate.batch_norm import synchronise_batch_norm
 from trainer.evaluate.detection.batch_norm import averaged_statistics
 from trainer.evaluate.detection.batches import Batch, batches, visits
@@ -48,9 +47,7 @@ class DetectorTraining:
             )
         self._config, self._ranks, self._pixels, self._bfloat16 = config, ranks, pixels, bfloat16
         self.detector = synchronise_batch_norm(detector.to(ranks.device), ranks)
-        self._parallel: nn.Module = self.detector
-        if ranks.world_size > 1:
-            self._parallel = DistributedDataParallel(self.detector, broadcast_buffers=False)
+        self._parallel = averaged_over_ranks(self.detector, ranks)
         self._optimizer = torch.optim.SGD(_parameter_groups(self.detector, config), momentum=config.momentum)
 
     def train(self, images: Sequence[VocImage], state_file: Path | None, progress: Progress) -> None:

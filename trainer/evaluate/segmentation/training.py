@@ -12,10 +12,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from trainer.data.pixels import PixelScale, normalise
-from trainer.distributed import Ranks
+from trainer.distributed import Ranks, averaged_over_ranks
 from trainer.evaluate.batch_norm import synchronise_batch_norm
 from trainer.evaluate.labelled_crops import cosine
 from trainer.evaluate.progress import Progress
@@ -97,15 +96,9 @@ class Trainer:
             share=ranks.share(config.batch_size),
             seed=config.seed,
         )
-        network = network.to(ranks.device)
-        self.network: nn.Module = network
+        self.network = synchronise_batch_norm(network.to(ranks.device), ranks)
         """The trained network."""
-        self._parallel: nn.Module = network
-        if ranks.world_size > 1:
-            self.network = synchronise_batch_norm(network, ranks)
-            self._parallel = DistributedDataParallel(
-                self.network, forward_sync_buffers=False, gradient_as_bucket_view=True
-            )
+        self._parallel = averaged_over_ranks(self.network, ranks)
         self._optimizer = torch.optim.SGD(
             self.network.parameters(),
             lr=config.learning_rate,
