@@ -11,6 +11,7 @@ of each query. linear: a step of the classifier by SGD on 256 features, for one 
 from __future__ import annotations
 
 import argparse
+import json
 import resource
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from trainer.data import Dataset
 from trainer.data.pixels import PixelScale
 from trainer.distributed import Ranks
 from trainer.evaluate.frozen import Frozen
+from trainer.evaluate.knn import SEARCHED_ROWS
 from trainer.evaluate.linear import LinearConfig, LinearHeads
 from trainer.evaluate.neighbours import nearest, predict
 from trainer.evaluate.stored_features import BLOCK_ROWS, StoredFeatures, block_file
@@ -136,26 +138,24 @@ def as_table(times: dict[str, Timing], num_items: int, item: str) -> list[str]:
 
 
 def imagenet(directory: Path, output: Path) -> None:
-    """Searches the neighbours of 50,000 queries among features of ImageNet's size, from files; writes the results."""
+    """Searches the neighbours of 50,000 queries among features of ImageNet's size, from files; writes the results.
+
+    Repeat the command after an interruption: finished parts of the queries are kept in `directory`.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
     for block in range(-(-IMAGENET_BANK // BLOCK_ROWS)):
         if not (file := block_file(directory, block)).exists():
-            directory.mkdir(parents=True, exist_ok=True)
             rows = min(BLOCK_ROWS, IMAGENET_BANK - block * BLOCK_ROWS)
             save_file({"features": features(rows, block)}, file)
-    bank, queries = StoredFeatures(directory, IMAGENET_BANK), features(IMAGENET_QUERIES, 10**6)
-    before = resource.getrusage(resource.RUSAGE_SELF)
-    started, found = time.perf_counter(), []
-    for part in torch.split(queries, 8_192):
-        similarity, index = nearest(bank, part, K)
-        found.append(predict(similarity, labels(IMAGENET_BANK)[index], NUM_CLASSES, [(K, TEMPERATURE)])[K, TEMPERATURE])
-        print(f"{sum(map(len, found))} queries after {time.perf_counter() - started:.0f} s", flush=True)
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    results = {
-        "seconds": time.perf_counter() - started,
-        "processor_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
-        "peak_memory_gib": after.ru_maxrss / 2**20,
-        "threads": torch.get_num_threads(),
-    }
+    bank, of_bank = StoredFeatures(directory, IMAGENET_BANK), labels(IMAGENET_BANK)
+    parts = []
+    for number, part in enumerate(torch.split(features(IMAGENET_QUERIES, 10**6), SEARCHED_ROWS)):
+        if not (file := directory / f"part-{number}.json").exists():
+            file.write_text(json.dumps(_searched(bank, of_bank, part)))
+        parts.append(json.loads(file.read_text()))
+        print(f"{number + 1} parts: {sum(found['seconds'] for found in parts):,.0f} s", flush=True)
+    results = {name: sum(found[name] for found in parts) for name in ("seconds", "processor_seconds")}
+    results |= {"peak_memory_gib": max(found["peak_memory_gib"] for found in parts)}
     table = "\n".join(
         [
             f"{IMAGENET_QUERIES:,} queries among {IMAGENET_BANK:,} features of {DIM} values in files, k = {K}.",
@@ -168,6 +168,18 @@ def imagenet(directory: Path, output: Path) -> None:
     )
     save_results(output, "knn_imagenet", "python -m benchmarks.evaluate --imagenet DIRECTORY", results, table)
     print(table)
+
+
+def _searched(bank: StoredFeatures, of_bank: Tensor, queries: Tensor) -> dict[str, float]:
+    before, started = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    similarity, index = nearest(bank, queries, K)
+    predict(similarity, of_bank[index], NUM_CLASSES, [(K, TEMPERATURE)])
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "seconds": time.perf_counter() - started,
+        "processor_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "peak_memory_gib": after.ru_maxrss / 2**20,
+    }
 
 
 def main() -> None:
