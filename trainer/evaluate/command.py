@@ -124,24 +124,28 @@ def run(command: Command) -> dict[str, Any] | None:
         for note in found.notes if ranks.is_first else ():
             print(note, file=sys.stderr)
         directory = options.output or found.directory / DIRECTORY
+        protocol = PROTOCOLS[command.name]
+        if protocol.images and options.dataset is not None:
+            raise ValueError(f"--dataset {options.dataset} is not for {command.name}: give its images by --data-dir")
+        own = (protocol.images, options.data_dir)
+        dataset, data_dir = own if protocol.images else found.data(options.dataset, options.data_dir)
         name = options.name or "-".join(filter(None, (command.name, command.subject.checkpoint)))
         evaluation = Evaluation(
             subject=Subject(name=found.name, encoder=found.encoder, config=found.config),
-            load=lambda: _load(found, options),
-            data_dir=options.data_dir or found.data_dir,
+            load=lambda: _load(found, dataset, data_dir, options),
+            dataset=dataset,
+            data_dir=data_dir,
             ranks=ranks,
             bfloat16=options.bfloat16,
             state=directory / f"{name}.partial",
             console=Console(stderr=True),
         )
-        protocol = PROTOCOLS[command.name].run
-        result = evaluate(evaluation, command.name, protocol, command.settings, directory / f"{name}.json")
+        result = evaluate(evaluation, command.name, protocol.run, command.settings, directory / f"{name}.json")
     return result if ranks.is_first else None
 
 
-def _load(found: FoundSubject, options: EvaluationOptions) -> Dataset:
+def _load(found: FoundSubject, name: str, directory: Path | None, options: EvaluationOptions) -> Dataset:
     """The labelled images, of the encoder's size; a broken one is an error."""
-    name, directory = found.data(options.dataset, options.data_dir)
     size = {} if found.config is None else {"image_size": found.config.image_size}
     dataset = load_dataset(name, directory, decode_threads=options.decode_threads, **size).strict()
     dataset.check_labelled(tested=True)

@@ -90,7 +90,10 @@ class Evaluation:
     subject: Subject
     load: Callable[[], Dataset]
     """Loads the labelled images; protocols with a format of their own read `data_dir` instead."""
+    dataset: str = ""
+    """Name of these images."""
     data_dir: Path | None = None
+    """Their folder; None for the usual place."""
     ranks: Ranks = field(default_factory=Ranks)
     bfloat16: bool = False
     """Whether the encoder computes in bfloat16 (autocast)."""
@@ -138,8 +141,12 @@ def evaluate(evaluation: Evaluation, name: str, protocol: _Protocol, config: Set
     started = time.perf_counter()
     config.check()
     settings = asdict(config) | {"bfloat16": evaluation.bfloat16}
-    identity = {"protocol": name, "settings": settings, "weights": evaluation.subject.digest()}
-    _prepare_state(evaluation, json.dumps(identity | {"data_dir": evaluation.data_dir}, default=str, sort_keys=True))
+    images = {
+        "dataset": evaluation.dataset,
+        "data_dir": None if evaluation.data_dir is None else str(evaluation.data_dir),
+    }
+    identity = {"protocol": name, "settings": settings, "weights": evaluation.subject.digest(), **images}
+    resumed = _prepare_state(evaluation, json.dumps(identity, default=str, sort_keys=True))
     outcome = protocol(evaluation, config)
     result = {
         "protocol": name,
@@ -148,6 +155,8 @@ def evaluate(evaluation: Evaluation, name: str, protocol: _Protocol, config: Set
         "chosen": outcome.chosen,
         "settings": settings,
         "weights": identity["weights"],
+        **images,
+        "resumed": resumed,
         "ranks": evaluation.ranks.world_size,
         "device": evaluation.ranks.device.type,
         "seconds": round(time.perf_counter() - started, 3),
@@ -164,16 +173,19 @@ def evaluate(evaluation: Evaluation, name: str, protocol: _Protocol, config: Set
     return result
 
 
-def _prepare_state(evaluation: Evaluation, identity: str) -> None:
-    """Makes the directory of the state, empty unless it is of the same evaluation."""
+def _prepare_state(evaluation: Evaluation, identity: str) -> bool:
+    """Makes the directory of the state, empty unless it is of the same evaluation; returns whether it is."""
+    resumed = False
     if evaluation.ranks.is_first:
         file = evaluation.state / _IDENTITY_FILE
-        if evaluation.state.exists() and (not file.exists() or file.read_text() != identity):
-            _log.warning("%s is of other settings or weights: starting from the beginning", evaluation.state)
+        resumed = file.exists() and file.read_text() == identity
+        if evaluation.state.exists() and not resumed:
+            _log.warning("%s is of other settings, images or weights: starting over", evaluation.state)
             shutil.rmtree(evaluation.state)
         evaluation.state.mkdir(parents=True, exist_ok=True)
         atomic_write(file, lambda path: path.write_text(identity))
-    evaluation.ranks.barrier()
+    (found,) = evaluation.ranks.max_over_ranks([float(resumed)])
+    return bool(found)
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:

@@ -25,6 +25,8 @@ class Protocol(NamedTuple):
     settings: type[Settings]
     run: Callable[[Evaluation, Any], Outcome]
     summary: str
+    images: str = ""
+    """Name of the images if they have a format of their own, in --data-dir."""
 
 
 def _detect(evaluation: Evaluation, config: DetectConfig) -> Outcome:
@@ -100,8 +102,8 @@ PROTOCOLS = {
         SemiSupervisedConfig, semi_supervised, "Fine-tune encoder and classifier on a few labelled images."
     ),
     "fine-tune": Protocol(FineTuneConfig, fine_tune, "Fine-tune encoder and cosine classifier on all labelled images."),
-    "detect": Protocol(DetectConfig, _detect, "Train an object detector on Pascal VOC."),
-    "segment": Protocol(SegmentConfig, _segment, "Train a semantic segmentation network on Cityscapes."),
+    "detect": Protocol(DetectConfig, _detect, "Train an object detector on Pascal VOC.", "pascal-voc"),
+    "segment": Protocol(SegmentConfig, _segment, "Train a semantic segmentation network on Cityscapes.", "cityscapes"),
     "saliency": Protocol(SaliencyConfig, _saliency, "Draw saliency maps and compare them with another encoder's."),
 }
 """Every protocol by its name on the command line."""

@@ -56,7 +56,7 @@ SHORT = {
 def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """The result on stdout without what differs between equal evaluations."""
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
-    for name in ("seconds", "subject"):
+    for name in ("seconds", "subject", "data_dir"):
         del result[name]
     return result
 
@@ -152,7 +152,7 @@ def test_state_of_other_settings_is_not_continued(
     (state / "identity.json").write_text("{}")
     (state / "heads.safetensors").write_bytes(b"of others")
     assert main(["linear", *SHORT["linear"], "--run", str(run_dir), "--data-dir", str(data_dir)]) == 0
-    assert "is of other settings or weights: starting from the beginning" in caplog.text
+    assert "is of other settings, images or weights: starting over" in caplog.text
 
 
 @pytest.mark.parametrize(
