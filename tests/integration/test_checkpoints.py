@@ -262,6 +262,7 @@ def test_a_killed_reader_holds_no_space(tmp_path: Path, monkeypatch: pytest.Monk
     kept.close()
 
 
+@pytest.mark.guard
 def test_space_of_released_checkpoints_is_reused(writer: WeightClient) -> None:
     """With three checkpoints kept over forty steps that write everything, the file stops growing.
 

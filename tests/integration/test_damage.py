@@ -344,6 +344,7 @@ def test_a_full_map_grows_under_readers(tmp_path: Path) -> None:
     assert LmdbStorage(tmp_path / "shard", readonly=True)
 
 
+@pytest.mark.guard
 def test_scarce_address_space_is_enough_or_one_line(tmp_path: Path) -> None:
     (source,) = make_shards(tmp_path, 1)
     status, error = cli("compact", source, "--output", tmp_path / "new", address_space=2 << 30)

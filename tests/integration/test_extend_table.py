@@ -89,6 +89,7 @@ def directories(parent: Path, num_shards: int = 2) -> list[Path]:
     return [parent / f"shard-{shard}" for shard in range(num_shards)]
 
 
+@pytest.mark.guard
 def test_a_grown_table_is_what_a_larger_one_would_have_been(client: WeightClient, cluster: LocalCluster) -> None:
     """Compares with dense SGD over all rows, and bit for bit with a table created with them."""
     oracle = Oracle(LARGER, RATES)

@@ -23,6 +23,7 @@ from weightserver.storage.records import State, put_record, read_state, write_sc
 from weightserver.storage.snapshot import Snapshot, read_snapshot
 
 
+@pytest.mark.guard
 def test_a_killed_inspect_holds_no_space(tmp_path: Path) -> None:
     """Stops it with SIGSTOP at random moments of its reading, while every row is written repeatedly."""
     code = (

@@ -235,6 +235,7 @@ def test_slow_callers_of_the_metrics_take_nothing_from_the_shard(tmp_path: Path)
         assert client.describe().spec == SPEC
 
 
+@pytest.mark.guard
 def test_a_shard_takes_all_descriptors_that_it_may_have(tmp_path: Path) -> None:
     """More idle connections than the soft limit, often 1,024, shut out no other client."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -174,6 +174,7 @@ def test_a_schedule_of_many_parts(client: WeightClient, cluster: LocalCluster, m
     assert_goes_on(client, rates)
 
 
+@pytest.mark.guard
 def test_directories_made_otherwise_have_the_same_digest(
     client: WeightClient, cluster: LocalCluster, tmp_path: Path
 ) -> None:

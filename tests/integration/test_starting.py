@@ -82,6 +82,7 @@ def test_a_directory_of_other_files_is_refused(init: list[str], tmp_path: Path) 
     assert (home.stat().st_mode & 0o777, len(list(home.iterdir()))) == (0o755, 2)
 
 
+@pytest.mark.guard
 def test_a_dangling_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "disk/shard")
     message = f"{tmp_path}/link is a link to {tmp_path}/disk/shard, which is missing: is its disk mounted?"

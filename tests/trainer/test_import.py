@@ -150,6 +150,7 @@ def test_finds_the_encoder(
     assert not printed.err
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("prefix", ["encoder_k", "module.encoder_k", "state_dict.module.encoder_k."])
 def test_a_prefix_chooses_another_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str], prefix: str) -> None:
     path = tmp_path / "moco.pth"
@@ -160,6 +161,7 @@ def test_a_prefix_chooses_another_encoder(tmp_path: Path, capsys: pytest.Capture
     assert "state_dict.module.encoder_k. has all of them too: --prefix chooses it\n" in capsys.readouterr().out
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("prefix", ["", "model.backbone.bottom_up."])
 def test_finds_the_names_of_detectron2(tmp_path: Path, prefix: str) -> None:
     tensors = weights(1, "torchvision:resnet18")

@@ -187,6 +187,7 @@ def test_a_resumed_run_has_the_same_probe(data_dir: Path, tmp_path: Path) -> Non
     assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
 
 
+@pytest.mark.guard
 def test_a_checkpoint_without_it_starts_a_new_one(
     data_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -94,6 +94,7 @@ def test_training_and_evaluation_use_the_images_own_scale(
     assert losses(other.output) != losses(run.output)
 
 
+@pytest.mark.guard
 def test_a_run_of_an_earlier_version_keeps_its_scale(
     data_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -42,6 +42,7 @@ def test_imagenet_is_trained_as_in_the_paper(preset: str, epochs: int) -> None:
     assert half.base_learning_rate == 0.03
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("length", [[], ["--epochs", "50"], ["--epochs", "1600"], ["--steps", "100000"]])
 def test_the_warm_up_is_five_epochs_at_any_length(length: list[str]) -> None:
     """Experimental Settings: "For different training epochs, we all adopt a 5-epoch linear warm-up period"."""

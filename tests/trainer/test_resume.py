@@ -394,6 +394,7 @@ def test_resume_rejects_other_runs(
         train(small_run(undisturbed if there else tmp_path / "none", resume=True, **changes))
 
 
+@pytest.mark.guard
 def test_one_command_starts_and_resumes_a_run(
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -552,6 +553,7 @@ def test_a_second_run_on_the_same_servers_is_refused_from_the_first_step_on(tmp_
         assert re.search("hold the rows of run 'first' .* --resume", str(other[0]))
 
 
+@pytest.mark.guard
 def test_a_damaged_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = small_run(tmp_path / "run", steps=8, checkpoint_every=3)
     train(run)

@@ -167,6 +167,7 @@ def test_the_colours_of_squares_find_them(devkit: Path) -> None:
     assert min(precisions[:5]) > 90, "boxes are in the pixels of the image, whatever its size in the network"
 
 
+@pytest.mark.guard
 def test_resumes_to_the_same_weights(devkit: Path, on_one_rank: tuple[Path, list[float]], tmp_path: Path) -> None:
     state, config = tmp_path / "state.safetensors", replace(CONFIG, save_every=2)
     with pytest.raises(Stopped):

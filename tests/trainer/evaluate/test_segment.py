@@ -53,6 +53,7 @@ def segmented(directory: Path, config: SegmentConfig = CONFIG, **options: object
     return segment(small_resnet(), ENCODER_CONFIG, directory, config, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.guard
 def test_learns_regions_by_their_colour_except_from_a_dead_encoder(directory: Path) -> None:
     config = replace(CONFIG, iterations=12, batch_size=4, crop_size=65)
     encoder = small_resnet()
@@ -83,6 +84,7 @@ def interrupted_after(num_iterations: int) -> Progress:
     return progress
 
 
+@pytest.mark.guard
 def test_a_resumed_training_equals_an_uninterrupted_one(directory: Path) -> None:
     whole, other = directory / "whole.safetensors", directory / "other.safetensors"
     config = replace(CONFIG, iterations=5, checkpoint_every=2)
