@@ -49,7 +49,7 @@ PARSED = [command for command in COMMANDS if command[1].startswith(tuple(PARSERS
 EVALUATED = [
     (document, match.group(1))
     for document, line in COMMANDS
-    if (match := re.match(r"(?:torchrun [^#]*|\S*python) -m trainer.evaluate (.*)", line))
+    if (match := re.match(r"(?:torchrun [^#]* -m --|\S*python -m) trainer.evaluate (.*)", line))
 ]
 TRAINED = [
     (document, match.group(1))

@@ -76,6 +76,8 @@ class Dataset:
     """Numbers of images in the ranges in which they were added; empty if all were added at once."""
     digests: tuple[str, ...] = ()
     """One for each of `ranges`, which identifies its images; empty if the settings alone do."""
+    test_digests: tuple[str, ...] = ()
+    """The same for the test images."""
     order_seed: int | None = None
     """Seed of the order in which the images are stored; None if any order will do."""
     evaluated_side: int | None = None
@@ -272,6 +274,7 @@ def _decoded(train: _Stored, test: _Stored | None, test_directory: Path | None, 
         test_images=test.images if test else train.images[:0],
         test_labels=test.labels if test else _NO_LABELS,
         digests=train.digests,
+        test_digests=test.digests if test else (),
         **stored,
     )
 
@@ -320,14 +323,19 @@ def _read_directory(directory: Path, *, verify: bool) -> Dataset:
             raise DataNotFoundError(
                 f"{directory} has {len(images)} {kind} images but {len(labels)} labels: restore the original files"
             )
-    some = train_images[:: -(-len(train_images) // _DIGESTED_IMAGES)]
     return Dataset(
-        digests=(_digest(some.numpy().tobytes()),),
+        digests=_digests_of(train_images),
+        test_digests=_digests_of(test_images),
         train_images=train_images[:, None],
         train_labels=train_labels.long(),
         test_images=test_images[:, None],
         test_labels=test_labels.long(),
     )
+
+
+def _digests_of(images: Tensor) -> tuple[str]:
+    some = images[:: -(-len(images) // _DIGESTED_IMAGES)]
+    return (_digest(some.numpy().tobytes()),)
 
 
 def _digest(*contents: bytes) -> str:

@@ -2,7 +2,7 @@
 
     python -m trainer.evaluate knn --run runs/a
     python -m trainer.evaluate linear --encoder runs/a/encoder.safetensors --dataset fashion-mnist --data-dir DIR
-    torchrun --nproc-per-node 8 -m trainer.evaluate semi-supervised --model resnet50 --weights moco.pth --data-dir DIR
+    torchrun --nproc-per-node 8 -m -- trainer.evaluate fine-tune --model resnet50 --weights moco.pth --data-dir DIR
     python -m trainer.evaluate linear-cached --pixels
 
 Writes evaluation/NAME.json beside the run and prints it as one line; stderr shows progress and a table.

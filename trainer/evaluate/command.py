@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
+import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import tyro
 from rich.console import Console
 
 from trainer.compute import ComputeConfig
 from trainer.data import DATASETS, DECODED, Dataset, load_dataset
 from trainer.distributed import process_group
-from trainer.evaluate.evaluation import Evaluation, Subject, evaluate
+from trainer.evaluate.evaluation import Evaluation, evaluate, state_directory
+from trainer.evaluate.protocol import check_classes
 from trainer.evaluate.protocols import PROTOCOLS
 from trainer.evaluate.subjects import FoundSubject, SubjectOptions, load_subject
 from trainer.settings import Settings, check_at_least, set_help_texts
@@ -51,7 +55,7 @@ class EvaluationOptions(Settings):
         if self.dataset is not None and self.dataset not in known:
             raise ValueError(f"--dataset {self.dataset!r} is unknown or has no labels: give {', '.join(known)}")
         check_at_least(self, 1, "decode_threads")
-        if self.name is not None and Path(self.name).name != self.name:
+        if self.name is not None and not re.fullmatch(r"\w[\w.-]*", self.name):
             raise ValueError(f"--name {self.name!r} is not a file's name: give letters and digits")
 
 
@@ -123,32 +127,72 @@ def run(command: Command) -> dict[str, Any] | None:
         found, options = load_subject(command.subject, ranks), command.options
         for note in found.notes if ranks.is_first else ():
             print(note, file=sys.stderr)
+        protocol, subject = PROTOCOLS[command.name], found.subject
+        if not protocol.pixels:
+            subject.require_encoder(command.name)
+        images, load = _images(command, found)
         directory = options.output or found.directory / DIRECTORY
-        protocol = PROTOCOLS[command.name]
-        if protocol.images and options.dataset is not None:
-            raise ValueError(f"--dataset {options.dataset} is not for {command.name}: give its images by --data-dir")
-        own = (protocol.images, options.data_dir)
-        dataset, data_dir = own if protocol.images else found.data(options.dataset, options.data_dir)
         name = options.name or "-".join(filter(None, (command.name, command.subject.checkpoint)))
+        identity = {
+            "protocol": command.name,
+            "settings": asdict(command.settings),
+            "bfloat16": options.bfloat16,
+            "weights": subject.digest(),
+            "encoder": found.config and asdict(found.config),
+            "images": images,
+        }
         evaluation = Evaluation(
-            subject=Subject(name=found.name, encoder=found.encoder, config=found.config),
-            load=lambda: _load(found, dataset, data_dir, options),
-            dataset=dataset,
-            data_dir=data_dir,
+            subject=subject,
+            load=load,
+            images=images,
+            data_dir=options.data_dir,
             ranks=ranks,
             bfloat16=options.bfloat16,
-            state=directory / f"{name}.partial",
+            state=state_directory(directory, name, identity),
             console=Console(stderr=True),
         )
         result = evaluate(evaluation, command.name, protocol.run, command.settings, directory / f"{name}.json")
     return result if ranks.is_first else None
 
 
+def _images(command: Command, found: FoundSubject) -> tuple[dict[str, Any], Callable[[], Dataset]]:
+    """What identifies the images, and how labelled images of no own format are loaded.
+
+    Raises:
+        ValueError: images that do not fit the encoder or have no labels.
+    """
+    options, own_format = command.options, PROTOCOLS[command.name].images
+    if own_format:
+        if options.dataset is not None:
+            raise ValueError(f"--dataset {options.dataset} is not for {command.name}: give its images by --data-dir")
+        return {"dataset": own_format, "data_dir": options.data_dir and str(options.data_dir)}, _no_labelled_images
+    name, directory = found.data(options.dataset, options.data_dir)
+    dataset = _load(found, name, directory, options)
+    if PROTOCOLS[command.name].labelled:
+        check_classes(dataset)
+    digest = hashlib.sha256()
+    for labels in (dataset.train_labels, dataset.test_labels):
+        digest.update(labels.numpy().tobytes())
+    digest.update(json.dumps([dataset.digests, dataset.test_digests]).encode())
+    images = {
+        "dataset": name,
+        "data_dir": directory and str(directory),
+        "train_images": len(dataset.train_images),
+        "test_images": len(dataset.test_images),
+        "classes": len(torch.unique(dataset.train_labels)),
+        "images_digest": digest.hexdigest(),
+    }
+    return images, lambda: dataset
+
+
+def _no_labelled_images() -> Dataset:
+    raise NotImplementedError("the protocol reads images of its own format")
+
+
 def _load(found: FoundSubject, name: str, directory: Path | None, options: EvaluationOptions) -> Dataset:
     """The labelled images, of the encoder's size; a broken one is an error."""
     size = {} if found.config is None else {"image_size": found.config.image_size}
     dataset = load_dataset(name, directory, decode_threads=options.decode_threads, **size).strict()
-    dataset.check_labelled(tested=True)
     if found.config is not None:
         channels, side = dataset.test_images.shape[1], dataset.evaluated_side or dataset.test_images.shape[-1]
         if (channels, side) != (found.config.in_channels, found.config.image_size):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
+import os
 import shutil
 import subprocess
 import time
@@ -24,14 +26,15 @@ from torch import Tensor, nn
 from trainer.data import Dataset
 from trainer.data.pixels import PixelScale
 from trainer.distributed import Ranks
-from trainer.evaluate.progress import Advance
+from trainer.evaluate.progress import Advance, no_progress
 from trainer.model import EncoderConfig
 from trainer.settings import Settings
 from weightserver.common.atomic_files import atomic_write
 
 _log = logging.getLogger(__name__)
-_IDENTITY_FILE = "identity.json"
 _SECONDS_SHOWN = 1.0
+_SECONDS_OF_A_LINE = 30.0
+"""Without a terminal, progress is a line of the log every so often."""
 _RAW = PixelScale((0.0,), (1.0,))
 
 
@@ -62,6 +65,12 @@ class Subject:
             raise ValueError(f"{protocol} needs an encoder, not raw pixels: give --run, --encoder or --model")
         return self.encoder, self.config
 
+    def check_finite(self) -> None:
+        """Raises ValueError if a weight is infinite or not a number."""
+        for name, tensor in self.network.state_dict().items():
+            if not tensor.isfinite().all():
+                raise ValueError(f"{name} of {self.name} is not finite: the weights are damaged, give others")
+
     def digest(self) -> str:
         """SHA-256 of the network's parameters and buffers."""
         digest = hashlib.sha256()
@@ -90,10 +99,10 @@ class Evaluation:
     subject: Subject
     load: Callable[[], Dataset]
     """Loads the labelled images; protocols with a format of their own read `data_dir` instead."""
-    dataset: str = ""
-    """Name of these images."""
+    images: dict[str, Any] = field(default_factory=dict)
+    """What identifies these images, for the result: data set, folder, numbers, digest."""
     data_dir: Path | None = None
-    """Their folder; None for the usual place."""
+    """The folder of images that have a format of their own."""
     ranks: Ranks = field(default_factory=Ranks)
     bfloat16: bool = False
     """Whether the encoder computes in bfloat16 (autocast)."""
@@ -103,22 +112,40 @@ class Evaluation:
     console: Console | None = None
     """Where progress is shown, on rank 0; None for nowhere."""
 
+    def prepare_state(self) -> bool:
+        """Makes the directory of the state; returns whether it existed, so that an interrupted evaluation continues."""
+        (resumed,) = self.ranks.max_over_ranks([float(self.ranks.is_first and self.state.exists())])
+        if self.ranks.is_first:
+            self.state.mkdir(parents=True, exist_ok=True)
+        self.ranks.barrier()
+        return bool(resumed)
+
     @contextmanager
     def progress(self, description: str, total: int) -> Iterator[Advance]:
         """Shows a bar with the time left; yields a function that is told of each part that is done."""
+        console = self.console
+        if console is None or not self.ranks.is_first:
+            with no_progress(description, total) as advance:
+                yield advance
+            return
         columns = (TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TimeElapsedColumn())
         last = (TimeRemainingColumn(), TextColumn("{task.fields[shown]}"))
-        with Progress(*columns, *last, console=self.console, disable=not (self.console and self.ranks.is_first)) as bar:
-            task = bar.add_task(description, total=total, shown="")
-
-            shown_at = 0.0
+        with Progress(*columns, *last, console=console, disable=not console.is_terminal) as bar:
+            bar.add_task(description, total=total, shown="")
+            (task,) = bar.tasks
+            every = _SECONDS_SHOWN if console.is_terminal else _SECONDS_OF_A_LINE
+            shown_at = time.monotonic()
 
             def advance(count: int = 1, **shown: Tensor) -> None:
                 nonlocal shown_at
-                bar.advance(task, count)
-                if shown and time.monotonic() > shown_at + _SECONDS_SHOWN:  # reading a value waits for the GPU
+                bar.advance(task.id, count)
+                if time.monotonic() > shown_at + every:
                     shown_at = time.monotonic()
-                    bar.update(task, shown=" ".join(f"{name} {value.item():.4g}" for name, value in shown.items()))
+                    if shown:  # reading a value waits for the GPU
+                        text = " ".join(f"{name} {value.item():.4g}" for name, value in shown.items())
+                        bar.update(task.id, shown=text)
+                    if not console.is_terminal:
+                        _log.info("%s: %d of %d %s", description, task.completed, total, task.fields["shown"])
 
             yield advance
 
@@ -140,64 +167,86 @@ def evaluate(evaluation: Evaluation, name: str, protocol: _Protocol, config: Set
     """
     started = time.perf_counter()
     config.check()
+    evaluation.subject.check_finite()
     settings = asdict(config) | {"bfloat16": evaluation.bfloat16}
-    images = {
-        "dataset": evaluation.dataset,
-        "data_dir": None if evaluation.data_dir is None else str(evaluation.data_dir),
-    }
-    identity = {"protocol": name, "settings": settings, "weights": evaluation.subject.digest(), **images}
-    resumed = _prepare_state(evaluation, json.dumps(identity, default=str, sort_keys=True))
-    outcome = protocol(evaluation, config)
-    result = {
-        "protocol": name,
-        "subject": evaluation.subject.name,
-        **outcome.results,
-        "chosen": outcome.chosen,
-        "settings": settings,
-        "weights": identity["weights"],
-        **images,
-        "resumed": resumed,
-        "ranks": evaluation.ranks.world_size,
-        "device": evaluation.ranks.device.type,
-        "seconds": round(time.perf_counter() - started, 3),
-        "version": version("pic-weightserver"),
-        "commit": source_commit(),
-        **outcome.details,
-    }
-    if evaluation.ranks.is_first:
-        if outcome.results or outcome.details.keys() != {"files"}:  # files for another program are no result
-            text = json.dumps(result, indent=2, default=str) + "\n"
-            atomic_write(file, lambda path: path.write_text(text))
-        shutil.rmtree(evaluation.state, ignore_errors=True)
-    evaluation.ranks.barrier()
+    with _alone(evaluation, file):
+        resumed = evaluation.prepare_state()
+        outcome = protocol(evaluation, config)
+        result = {
+            "protocol": name,
+            "subject": evaluation.subject.name,
+            **outcome.results,
+            "chosen": outcome.chosen,
+            "settings": settings,
+            **evaluation.images,
+            "weights": evaluation.subject.digest(),
+            "ranks": evaluation.ranks.world_size,
+            "device": evaluation.ranks.device.type,
+            "seconds": round(time.perf_counter() - started, 3),
+            "resumed": resumed,
+            "version": version("pic-weightserver"),
+            "commit": source_commit(),
+            **outcome.details,
+        }
+        if evaluation.ranks.is_first:
+            if outcome.results or outcome.details.keys() != {"files"}:  # files for another program are no result
+                text = json.dumps(result, indent=2, default=str) + "\n"
+                atomic_write(file, lambda path: path.write_text(text))
+            shutil.rmtree(evaluation.state, ignore_errors=True)
+        evaluation.ranks.barrier()
     return result
 
 
-def _prepare_state(evaluation: Evaluation, identity: str) -> bool:
-    """Makes the directory of the state, empty unless it is of the same evaluation; returns whether it is."""
-    resumed = False
+def state_directory(directory: Path, name: str, identity: dict[str, Any]) -> Path:
+    """The directory of the state of an evaluation: another one for other settings, images or weights."""
+    text = json.dumps(identity, default=str, sort_keys=True)
+    return directory / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.partial"
+
+
+@contextmanager
+def _alone(evaluation: Evaluation, file: Path) -> Iterator[None]:
+    """Lets no other evaluation write `file` meanwhile. Raises ValueError on all ranks if one does."""
+    problem, lock = "", None
+    path = file.parent / f".{file.stem}.lock"
     if evaluation.ranks.is_first:
-        file = evaluation.state / _IDENTITY_FILE
-        resumed = file.exists() and file.read_text() == identity
-        if evaluation.state.exists() and not resumed:
-            _log.warning("%s is of other settings, images or weights: starting over", evaluation.state)
-            shutil.rmtree(evaluation.state)
-        evaluation.state.mkdir(parents=True, exist_ok=True)
-        atomic_write(file, lambda path: path.write_text(identity))
-    (found,) = evaluation.ranks.max_over_ranks([float(resumed)])
-    return bool(found)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone = path.exists() and os.fstat(lock.fileno()).st_ino == path.stat().st_ino  # not just removed
+        except BlockingIOError:
+            alone = False
+        if not alone:
+            problem = f"another evaluation is writing {file}: wait for its end, or give another --name"
+    try:
+        if problem := evaluation.ranks.broadcast_text(problem):
+            raise ValueError(problem)
+        yield
+    finally:
+        if lock is not None:
+            if not problem:
+                path.unlink()
+            lock.close()
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
     """Prints the result as a table of one row: percentages, and what was chosen."""
     table = Table(title=f"{result['protocol']} of {result['subject']}", title_style="")
     chosen = result["chosen"]
-    cells = {name: f"{value:.2f}" for name, value in result.items() if isinstance(value, float) and name != "seconds"}
-    cells |= {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in chosen.items()}
-    for name in cells:
+    shown = {name: value for name, value in result.items() if isinstance(value, float) and name != "seconds"}
+    rows = result.get("by_setting", [shown | chosen])
+    for name in rows[0]:
         table.add_column(name, justify="right", style="dim" if name in chosen else None)
-    table.add_row(*cells.values())
+    for row in rows:
+        cells = (
+            f"{value:.4g}" if isinstance(value, float) and name not in shown else value for name, value in row.items()
+        )
+        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in cells))
     console.print(table)
+
+
+def _cell(value: Any, form: str) -> str:
+    return format(value, form) if isinstance(value, float) else str(value)
 
 
 def source_commit() -> str | None:

@@ -59,5 +59,5 @@ def fine_tune(evaluation: Evaluation, config: FineTuneConfig) -> Outcome:
     with evaluation.progress("fine-tune", tuning.num_steps) as advance:
         tuning.train(evaluation.state / "network.safetensors", advance)
     tested = torch.arange(len(dataset.test_images))
-    top1, top5 = tuning.accuracies(dataset.test_images, tested, dataset.test_labels)
+    top1, top5 = tuning.accuracies(dataset.test_images, tested, dataset.test_labels, "test images")
     return Outcome(results={"top1": top1, "top5": top5})

@@ -19,7 +19,7 @@ from trainer.distributed import averaged_over_ranks
 from trainer.evaluate.batch_norm import synchronise_batch_norm
 from trainer.evaluate.evaluation import Evaluation
 from trainer.evaluate.frozen import centres
-from trainer.evaluate.labelled_crops import CROPS, accuracies, batches_of_epoch, check_batch, cosine
+from trainer.evaluate.labelled_crops import CROPS, accuracies, batches_of_epoch, check_batch, check_loss, cosine
 from trainer.evaluate.progress import Advance
 from trainer.evaluate.training_state import load_state, save_state
 from trainer.settings import Settings, check_at_least, check_not_negative, check_positive
@@ -71,6 +71,7 @@ class FineTuning:
         recipe.check()
         check_batch(len(ids), recipe.batch_size, evaluation.ranks)
         self._recipe, self._ranks, self._bfloat16 = recipe, evaluation.ranks, evaluation.bfloat16
+        self._progress = evaluation.progress
         self._ids, self._labels, self._side = ids, dataset.train_labels, dataset.evaluated_side
         self._images = dataset.train_images.to(self._ranks.device)
         self._image_size = dataset.evaluated_side or dataset.train_images.shape[-1]
@@ -124,6 +125,7 @@ class FineTuning:
                     loss = self._step(view, self._labels[batch.images], step / self.num_steps)
                     step += 1
                     advance(loss=loss)
+            check_loss(loss, epoch)
             if self._ranks.is_first:
                 save_state(state_file, self._network, self._optimizer, epoch + 1)
         self._ranks.barrier()
@@ -139,15 +141,16 @@ class FineTuning:
         self._optimizer.step()
         return loss.detach() / len(labels)
 
-    def accuracies(self, images: TrainImages, ids: Tensor, labels: Tensor) -> tuple[float, float]:
-        """Top-1 and top-5 in percent, by centre crops of images `ids`."""
+    def accuracies(self, images: TrainImages, ids: Tensor, labels: Tensor, name: str) -> tuple[float, float]:
+        """Top-1 and top-5 in percent, by centre crops of images `ids`; progress is shown by `name`."""
         self._network.eval()
 
         @torch.no_grad()
         def classify(batch: Tensor) -> list[Tensor]:
             return [self._logits(self._network, normalise(to_device(batch, self._ranks.device), self._pixels))]
 
-        (found,) = accuracies(classify, images, ids, labels, self._side, self._ranks)
+        with self._progress(name, len(ids)) as advance:
+            (found,) = accuracies(classify, images, ids, labels, self._side, self._ranks, advance)
         return found
 
     def _logits(self, network: nn.Module, views: Tensor) -> Tensor:

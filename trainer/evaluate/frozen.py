@@ -21,23 +21,28 @@ class Frozen:
         self._before = {name: value.clone() for name, value in encoder.state_dict().items()}
         self._bfloat16 = bfloat16
         self.pixels, self.device = pixels, device
+        self._is_finite = torch.ones((), dtype=torch.bool, device=device)
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
         """Features float32 [B, d] of normalised images."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._bfloat16):
             features: Tensor = self._encoder(images.contiguous(memory_format=torch.channels_last))
-        return features.float().flatten(1)
+        features = features.float().flatten(1)
+        self._is_finite &= features.isfinite().all()  # read in `check`, since that waits for the GPU
+        return features
 
     def of_pixels(self, images: Tensor) -> Tensor:
         """Features float32 [B, d] of images uint8 [B, C, H, W]."""
         return self(normalise(to_device(images, self.device), self.pixels))
 
-    def check_unchanged(self) -> None:
-        """Raises RuntimeError if a parameter or a BatchNorm buffer has changed."""
+    def check(self) -> None:
+        """Raises RuntimeError if a parameter or a BatchNorm buffer has changed, ValueError for infinite features."""
         for name, value in self._encoder.state_dict().items():
-            if not torch.equal(value, self._before[name]):
+            if not torch.equal(value.nan_to_num(), self._before[name].nan_to_num()):
                 raise RuntimeError(f"{name} of the frozen encoder has changed: its evaluation is void")
+        if not self._is_finite:
+            raise ValueError("the encoder's features are not all finite: are its weights damaged?")
 
 
 def centres(images: TrainImages, side: int | None, ids: Tensor, batch_size: int) -> Iterator[Tensor]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -78,7 +79,7 @@ def knn(evaluation: Evaluation, config: KnnConfig) -> Outcome:
             store_features(frozen, images, dataset.evaluated_side, evaluation.state / name, ranks, advance)
             for name, images in (("train", dataset.train_images), ("test", dataset.test_images))
         )
-    frozen.check_unchanged()
+    frozen.check()
     settings, labels, chosen = config.settings, dataset.train_labels, {}
     if config.k is None:
         _, held_out = split_held_out(len(bank))
@@ -126,7 +127,7 @@ def _accuracies(
     sums = torch.tensor(ranks.sum_over_ranks(correct.flatten().tolist()), dtype=torch.float64).view(-1, 2)
     shares = 100 * sums / max(1, len(queries))
     return [
-        KnnResult(k=k, temperature=temperature, top1=top1, top5=top5)
+        KnnResult(k=min(k, size), temperature=temperature, top1=top1, top5=top5)
         for (k, temperature), (top1, top5) in zip(settings, shares.tolist(), strict=True)
     ]
 
@@ -136,7 +137,10 @@ def _searched(
 ) -> tuple[Tensor, Tensor]:
     """The neighbours of some queries, as `nearest`, from `file` if an interrupted evaluation left it."""
     if file.exists():
-        found = load_file(file)
+        try:
+            found = load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"cannot read the state {file} ({error}): remove it, and repeat the command") from None
         return found["similarity"], found["index"]
     similarity, index = nearest(bank, queries, num_neighbours, excluded=excluded, device=device)
     tensors = {"similarity": similarity, "index": index}

@@ -14,6 +14,7 @@ from trainer.data.augment import Augmentation, AugmentationConfig
 from trainer.data.prefetch import Visits
 from trainer.distributed import Ranks
 from trainer.evaluate.frozen import centres
+from trainer.evaluate.progress import Advance
 from trainer.schedule import visit_uniforms
 
 CROPS = AugmentationConfig(strong=False, min_scale=0.08)
@@ -50,6 +51,12 @@ def check_batch(num_images: int, batch_size: int, ranks: Ranks) -> None:
         )
 
 
+def check_loss(loss: Tensor, epoch: int) -> None:
+    """Raises ValueError for the last loss of an epoch, or a sum of losses, that is not finite."""
+    if not loss.isfinite():
+        raise ValueError(f"the loss is {loss.item()} after {epoch + 1} epochs: give a lower learning rate")
+
+
 def accuracies(
     classify: Callable[[Tensor], list[Tensor]],
     images: TrainImages,
@@ -57,6 +64,7 @@ def accuracies(
     labels: Tensor,
     side: int | None,
     ranks: Ranks,
+    advance: Advance,
 ) -> list[tuple[float, float]]:
     """Top-1 and top-5 in percent of each classifier, by centre crops of images `ids` (int64 [n]) of classes `labels`.
 
@@ -70,6 +78,7 @@ def accuracies(
     correct: list[Tensor] = []
     for batch, wanted in zip(centres(images, side, ids, _TEST_BATCH), torch.split(labels, _TEST_BATCH), strict=True):
         found = [logits.topk(min(_TOP, logits.shape[1])).indices.cpu() == wanted[:, None] for logits in classify(batch)]
+        advance(len(batch) * ranks.world_size)
         correct.append(torch.stack([torch.stack([each[:, 0].sum(), each.sum()]) for each in found]))
     counts = torch.stack(correct).sum(dim=0).double()  # (classifiers, 2)
     sums = ranks.sum_over_ranks([*counts.flatten().tolist(), float(len(ids))])

@@ -22,7 +22,7 @@ from trainer.data.prefetch import views_ahead
 from trainer.distributed import Ranks
 from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.frozen import Frozen, centres
-from trainer.evaluate.labelled_crops import CROPS, accuracies, batches_of_epoch, check_batch, cosine
+from trainer.evaluate.labelled_crops import CROPS, accuracies, batches_of_epoch, check_batch, check_loss, cosine
 from trainer.evaluate.progress import Advance
 from trainer.evaluate.protocol import split_held_out
 from trainer.evaluate.training_state import load_state, save_state
@@ -79,7 +79,8 @@ def linear(evaluation: Evaluation, config: LinearConfig) -> Outcome:
     best, chosen = 0, {}
     if len(held_out):
         labels = dataset.train_labels[held_out]
-        shares = [top1 for top1, _ in probe.accuracies(dataset.train_images, held_out, labels)]
+        with evaluation.progress("held-out images", len(held_out)) as advance:
+            shares = [top1 for top1, _ in probe.accuracies(dataset.train_images, held_out, labels, advance)]
         best = max(range(len(shares)), key=lambda head: shares[head])  # the first of equals
         chosen = {
             "learning_rate": config.learning_rates[best],
@@ -87,8 +88,9 @@ def linear(evaluation: Evaluation, config: LinearConfig) -> Outcome:
             "on": f"{len(held_out)} training images that no head was trained on",
         }
     tested = torch.arange(len(dataset.test_images))
-    top1, top5 = probe.accuracies(dataset.test_images, tested, dataset.test_labels)[best]
-    frozen.check_unchanged()
+    with evaluation.progress("test images", len(tested)) as advance:
+        top1, top5 = probe.accuracies(dataset.test_images, tested, dataset.test_labels, advance)[best]
+    frozen.check()
     return Outcome(results={"top1": top1, "top5": top5}, chosen=chosen)
 
 
@@ -143,6 +145,7 @@ class LinearHeads:
                     loss = self.step(view, self._labels[batch.images], step / num_steps)
                     step += 1
                     advance(loss=loss)
+            check_loss(loss, epoch)
             if self._ranks.is_first:
                 save_state(state_file, self._heads, self._optimizer, epoch + 1)
 
@@ -158,9 +161,11 @@ class LinearHeads:
             for parameter in self._heads.parameters():
                 dist.all_reduce(parameter.grad)
         self._optimizer.step()
-        return losses[0].detach() / len(labels)
+        return torch.stack(losses).detach().mean() / len(labels)
 
-    def accuracies(self, images: TrainImages, ids: Tensor, labels: Tensor) -> list[tuple[float, float]]:
+    def accuracies(
+        self, images: TrainImages, ids: Tensor, labels: Tensor, advance: Advance
+    ) -> list[tuple[float, float]]:
         """Top-1 and top-5 of each head in percent."""
 
         @torch.no_grad()
@@ -168,4 +173,4 @@ class LinearHeads:
             features = self._frozen.of_pixels(batch)
             return [head(features) for head in self._heads]
 
-        return accuracies(classify, images, ids, labels, self._side, self._ranks)
+        return accuracies(classify, images, ids, labels, self._side, self._ranks, advance)

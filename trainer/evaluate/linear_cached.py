@@ -15,7 +15,7 @@ from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.features import FeatureSet
 from trainer.evaluate.frozen import Frozen, centres
 from trainer.evaluate.progress import Advance
-from trainer.evaluate.protocol import ProbeResult, percent_correct, split_held_out
+from trainer.evaluate.protocol import NUM_HELD_OUT, ProbeResult, percent_correct, split_held_out
 from trainer.settings import Settings
 
 STRENGTHS = (1e-2, 1e-3, 1e-4, 1e-5)
@@ -43,7 +43,11 @@ def linear_cached(evaluation: Evaluation, config: LinearCachedConfig) -> Outcome
     ranks = evaluation.ranks
     found = json.dumps(asdict(_fitted(evaluation))) if ranks.is_first else None
     result = ProbeResult(**json.loads(ranks.broadcast_text(found)))
-    chosen = {"lambda": result.setting, "held_out_top1": result.held_out_top1, "on": "held-out training images"}
+    chosen = {
+        "lambda": result.setting,
+        "held_out_top1": result.held_out_top1,
+        "on": f"{NUM_HELD_OUT} training images (a tenth if that is fewer) that the probe was not fitted to",
+    }
     return Outcome(results={"top1": result.top1, "top5": result.top5}, chosen=chosen)
 
 
@@ -56,7 +60,7 @@ def _fitted(evaluation: Evaluation) -> ProbeResult:
     with evaluation.progress("features", num_images) as advance:
         train = _features(frozen, dataset.train_images, dataset.evaluated_side, advance)
         test = _features(frozen, dataset.test_images, dataset.evaluated_side, advance)
-    frozen.check_unchanged()
+    frozen.check()
     return linear_top1(
         FeatureSet(train=train, train_labels=dataset.train_labels, test=test, test_labels=dataset.test_labels)
     )

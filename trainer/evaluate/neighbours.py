@@ -63,25 +63,29 @@ def nearest(
 
 
 def vote(similarity: Tensor, labels: Tensor, num_classes: int, *, k: int, temperature: float) -> Tensor:
-    """Returns scores float32 [M, num_classes]: a neighbour of cosine similarity s has exp((s - 1) / temperature) votes.
+    """Returns scores float32 [M, num_classes]: a neighbour of cosine similarity s has exp(s / temperature) votes.
 
     Similarity float32 [M, ≥ k] in falling order, labels int64 [M, ≥ k] of the same neighbours (Wu et al., 1805.01978,
-    section 3.4). The constant exp(-1 / temperature) keeps votes finite and changes no order.
+    section 3.4). All votes of a query are divided by that of its nearest neighbour, which keeps them finite and changes
+    no order.
     """
-    votes = ((similarity[:, :k] - 1) / temperature).exp()
+    votes = ((similarity[:, :k] - similarity[:, :1]) / temperature).exp()
     return torch.zeros(len(similarity), num_classes).scatter_add_(1, labels[:, :k], votes)
 
 
 def predict(
     similarity: Tensor, labels: Tensor, num_classes: int, settings: Sequence[tuple[int, float]], *, top: int = 5
 ) -> dict[tuple[int, float], Tensor]:
-    """Returns the `top` classes of most votes, int64 [M, top] in falling order, for each (k, temperature)."""
+    """Returns the `top` classes of most votes for each (k, temperature): int64 [M, top] in falling order.
+
+    −1 stands for classes without a vote.
+    """
     top = min(top, num_classes)
     found = {}
     for k, temperature in settings:
         blocks = zip(torch.split(similarity, QUERY_ROWS), torch.split(labels, QUERY_ROWS), strict=True)
-        scores = (vote(*block, num_classes, k=k, temperature=temperature) for block in blocks)
-        found[k, temperature] = torch.cat([score.topk(top).indices for score in scores])
+        best = [vote(*block, num_classes, k=k, temperature=temperature).topk(top) for block in blocks]
+        found[k, temperature] = torch.cat([classes.masked_fill(votes <= 0, -1) for votes, classes in best])
     return found
 
 

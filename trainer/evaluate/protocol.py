@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trainer.data import Dataset
+
 NUM_HELD_OUT = 5_000
 _SEED = 0
 
@@ -38,3 +40,21 @@ def split_held_out(num_images: int) -> tuple[Tensor, Tensor]:
 def percent_correct(predictions: Tensor, labels: Tensor) -> float:
     """Accuracy of int64 [n] against int64 [n], in percent."""
     return 100.0 * (predictions == labels).double().mean().item()
+
+
+def check_classes(dataset: Dataset) -> None:
+    """Raises ValueError for images without labels or test images, one class, or test classes that training lacks."""
+    if not dataset.labelled:
+        raise ValueError("these images have no labels: choose another --dataset")
+    if not len(dataset.test_images):
+        raise ValueError(f"{dataset.untested}: add matching ones, or choose another --dataset")
+    train, test = torch.unique(dataset.train_labels), torch.unique(dataset.test_labels)
+    if min(train[0], test[0]) < 0:
+        raise ValueError("some of these images have no labels: label or remove them, or choose another --dataset")
+    if len(train) < 2:
+        raise ValueError(f"all training images are of class {int(train[0])}: give images of at least two classes")
+    if len(unknown := test[~torch.isin(test, train)]):
+        raise ValueError(
+            f"{len(unknown)} classes of the test images, such as {int(unknown[0])}, have no training image: "
+            "give test images of the training images' classes"
+        )

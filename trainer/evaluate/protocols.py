@@ -25,6 +25,10 @@ class Protocol(NamedTuple):
     settings: type[Settings]
     run: Callable[[Evaluation, Any], Outcome]
     summary: str
+    pixels: bool = False
+    """Whether it can evaluate raw pixels."""
+    labelled: bool = True
+    """Whether it needs labels, and test images of the training images' classes."""
     images: str = ""
     """Name of the images if they have a format of their own, in --data-dir."""
 
@@ -91,19 +95,24 @@ def _folder(evaluation: Evaluation, what: str) -> Path:
 
 
 PROTOCOLS = {
-    "knn": Protocol(KnnConfig, knn, "Classify by nearest neighbours among the training images' features."),
-    "linear": Protocol(LinearConfig, linear, "Train a linear classifier on frozen features of random crops."),
+    "knn": Protocol(KnnConfig, knn, "Classify by nearest neighbours among the training images' features.", pixels=True),
+    "linear": Protocol(LinearConfig, linear, "Train a linear classifier on frozen features of crops.", pixels=True),
     "linear-cached": Protocol(
         LinearCachedConfig,
         linear_cached,
         "Fit a regularised linear classifier to features of whole images, for small sets.",
+        pixels=True,
     ),
     "semi-supervised": Protocol(
         SemiSupervisedConfig, semi_supervised, "Fine-tune encoder and classifier on a few labelled images."
     ),
     "fine-tune": Protocol(FineTuneConfig, fine_tune, "Fine-tune encoder and cosine classifier on all labelled images."),
-    "detect": Protocol(DetectConfig, _detect, "Train an object detector on Pascal VOC.", "pascal-voc"),
-    "segment": Protocol(SegmentConfig, _segment, "Train a semantic segmentation network on Cityscapes.", "cityscapes"),
-    "saliency": Protocol(SaliencyConfig, _saliency, "Draw saliency maps and compare them with another encoder's."),
+    "detect": Protocol(DetectConfig, _detect, "Train an object detector on Pascal VOC.", images="pascal-voc"),
+    "segment": Protocol(
+        SegmentConfig, _segment, "Train a semantic segmentation network on Cityscapes.", images="cityscapes"
+    ),
+    "saliency": Protocol(
+        SaliencyConfig, _saliency, "Draw saliency maps and compare them with another encoder's.", labelled=False
+    ),
 }
 """Every protocol by its name on the command line."""

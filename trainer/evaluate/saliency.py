@@ -180,7 +180,10 @@ class _Mapper:
                 maps, features = maps_and_features(self._encoder, images.contiguous(memory_format=torch.channels_last))
             except ValueError as error:
                 raise ValueError(f"{self._source.name} {error}") from None
-        return saliency_maps(maps).cpu(), F.normalize(features.float()).half().cpu()
+        found = saliency_maps(maps).cpu()
+        if not found.isfinite().all():
+            raise ValueError(f"the maps of {self._source.name} are not all finite: are its weights damaged?")
+        return found, F.normalize(features.float()).half().cpu()
 
 
 def _gathered(part: Tensor, total: int, ranks: Ranks) -> Tensor:

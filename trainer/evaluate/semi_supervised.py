@@ -30,7 +30,7 @@ class SemiSupervisedConfig(Settings):
     """A file with the names of the labelled images, one a line, as the public 1percent.txt and 10percent.txt; instead
     of --labels. Needs --dataset folder."""
     epochs: int | None = None
-    """Passes over the labelled images. Default: 10 for at most 1 % of the training images, 20 for more."""
+    """Passes over the labelled images. Default: 10 for about 1 % of the training images (at most 1.5), 20 for more."""
     batch_size: int = 256
     """Images in a step, of all ranks together."""
     learning_rates: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1)
@@ -51,16 +51,20 @@ class SemiSupervisedConfig(Settings):
         check_at_least(self, 1, "epochs", "batch_size")
         check_not_negative(self, "momentum", "weight_decay")
 
-    def recipe(self, learning_rate: float, num_labelled: int, num_images: int) -> Recipe:
-        default = _EPOCHS_OF_ONE_PERCENT if num_labelled <= 0.015 * num_images else _EPOCHS
+    def recipe(self, learning_rate: float, epochs: int) -> Recipe:
         return Recipe(
-            epochs=self.epochs or default,
+            epochs=epochs,
             batch_size=self.batch_size,
             learning_rate=learning_rate,
             momentum=self.momentum,
             weight_decay=self.weight_decay,
             seed=self.seed,
         )
+
+
+def default_epochs(num_labelled: int, num_images: int) -> int:
+    """The paper's 10 passes for 1 % of the images and 20 for 10 %; splits of classes are not exactly 1 %."""
+    return _EPOCHS_OF_ONE_PERCENT if num_labelled <= 0.015 * num_images else _EPOCHS
 
 
 def semi_supervised(evaluation: Evaluation, config: SemiSupervisedConfig) -> Outcome:
@@ -73,13 +77,14 @@ def semi_supervised(evaluation: Evaluation, config: SemiSupervisedConfig) -> Out
     dataset = evaluation.load()
     dataset.check_labelled(tested=True)
     labelled = labelled_images(dataset, config)
+    epochs = config.epochs or default_epochs(len(labelled), len(dataset.train_images))
     rate = config.learning_rates[0]
     chosen: dict[str, Any] = {}
     if len(config.learning_rates) > 1:
-        held_out = balanced_share(dataset.train_labels, labelled, _HELD_OUT_SHARE, config.seed + 1)
+        held_out = balanced_share(dataset.train_labels, labelled, _HELD_OUT_SHARE, config.seed + 1, leave=1)
         fitted = labelled[~torch.isin(labelled, held_out)]
         of_rates = {
-            rate: _trained(evaluation, dataset, fitted, config, rate, "choice", held_out)[0]
+            rate: _trained(evaluation, dataset, fitted, config.recipe(rate, epochs), "choice", held_out)[0]
             for rate in config.learning_rates
         }
         rate = max(of_rates, key=lambda each: of_rates[each])  # the first of equals
@@ -88,8 +93,8 @@ def semi_supervised(evaluation: Evaluation, config: SemiSupervisedConfig) -> Out
             "held_out_top1": of_rates[rate],
             "on": f"{len(held_out)} of the {len(labelled)} labelled images, of which the others were trained on",
         }
-    top1, top5 = _trained(evaluation, dataset, labelled, config, rate, "all", None)
-    details = {"labelled_images": len(labelled)}
+    top1, top5 = _trained(evaluation, dataset, labelled, config.recipe(rate, epochs), "all", None)
+    details = {"labelled_images": len(labelled), "epochs": epochs}
     return Outcome(results={"top1": top1, "top5": top5}, chosen=chosen, details=details)
 
 
@@ -97,20 +102,19 @@ def _trained(
     evaluation: Evaluation,
     dataset: Dataset,
     ids: Tensor,
-    config: SemiSupervisedConfig,
-    rate: float,
+    recipe: Recipe,
     name: str,
     held_out: Tensor | None,
 ) -> tuple[float, float]:
     """Top-1 and top-5, on held-out training images if given, else on the test images, of a network trained on `ids`."""
     num_classes = int(torch.cat([dataset.train_labels, dataset.test_labels]).max()) + 1
-    recipe = config.recipe(rate, len(ids), len(dataset.train_images))
     tuning = FineTuning(evaluation, dataset, ids, num_classes, recipe)
-    with evaluation.progress(f"{name}, learning rate {rate:g}", tuning.num_steps) as advance:
-        tuning.train(evaluation.state / f"{name}-{rate:g}.safetensors", advance)
+    with evaluation.progress(f"{name}, learning rate {recipe.learning_rate:g}", tuning.num_steps) as advance:
+        tuning.train(evaluation.state / f"{name}-{recipe.learning_rate!r}.safetensors", advance)
     if held_out is not None:
-        return tuning.accuracies(dataset.train_images, held_out, dataset.train_labels[held_out])
-    return tuning.accuracies(dataset.test_images, torch.arange(len(dataset.test_images)), dataset.test_labels)
+        return tuning.accuracies(dataset.train_images, held_out, dataset.train_labels[held_out], "held-out images")
+    tested = torch.arange(len(dataset.test_images))
+    return tuning.accuracies(dataset.test_images, tested, dataset.test_labels, "test images")
 
 
 def labelled_images(dataset: Dataset, config: SemiSupervisedConfig) -> Tensor:
@@ -121,14 +125,17 @@ def labelled_images(dataset: Dataset, config: SemiSupervisedConfig) -> Tensor:
     return _in_split_file(dataset, config.split_file)
 
 
-def balanced_share(labels: Tensor, ids: Tensor, share: float, seed: int) -> Tensor:
-    """Of each class a `share` of the images `ids` (int64 [n]), rounded, at least one; ids int64 in rising order."""
+def balanced_share(labels: Tensor, ids: Tensor, share: float, seed: int, *, leave: int = 0) -> Tensor:
+    """Of each class a `share` of the images `ids` (int64 [n]), rounded, at least one; ids int64 in rising order.
+
+    At least `leave` images of each class are left.
+    """
     generator = torch.Generator().manual_seed(seed)
     shuffled = ids[torch.randperm(len(ids), generator=generator)]
     taken = []
     for label in torch.unique(labels[ids]).tolist():
         of_class = shuffled[labels[shuffled] == label]
-        taken.append(of_class[: max(1, round(share * len(of_class)))])
+        taken.append(of_class[: min(len(of_class) - leave, max(1, round(share * len(of_class))))])
     return torch.cat(taken).sort().values
 
 

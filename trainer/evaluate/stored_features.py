@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -36,8 +36,12 @@ class StoredFeatures:
         parts = []
         for block in range(first // BLOCK_ROWS, -(-last // BLOCK_ROWS)):
             start = block * BLOCK_ROWS
-            with safe_open(block_file(self._directory, block), framework="pt") as file:
-                parts.append(file.get_slice(_KEY)[max(0, first - start) : min(BLOCK_ROWS, last - start)])
+            path = block_file(self._directory, block)
+            try:
+                with safe_open(path, framework="pt") as file:
+                    parts.append(file.get_slice(_KEY)[max(0, first - start) : min(BLOCK_ROWS, last - start)])
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"cannot read features {path} ({error}): remove it, and repeat the command") from None
         return torch.cat(parts)
 
     def take(self, rows: Tensor) -> Tensor:
@@ -65,6 +69,7 @@ def store_features(
 
     Raises:
         ValueError: features that are not finite.
+        RuntimeError: the encoder has changed.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for block in range(ranks.rank, -(-len(images) // BLOCK_ROWS), ranks.world_size):
@@ -73,8 +78,7 @@ def store_features(
         if not file.exists():
             batches = centres(images, side, ids, _BATCH_SIZE)
             features = torch.cat([F.normalize(frozen.of_pixels(batch)).half().cpu() for batch in batches])
-            if not features.isfinite().all():
-                raise ValueError("the encoder's features are not all finite: are its weights damaged?")
+            frozen.check()
             atomic_write(file, lambda path, tensors={_KEY: features}: save_file(tensors, path))  # type: ignore[misc]
         advance(len(ids) * ranks.world_size)
     ranks.barrier()

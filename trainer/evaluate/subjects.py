@@ -14,6 +14,7 @@ from torch import nn
 
 from trainer.data import SYNTHETIC
 from trainer.distributed import Ranks
+from trainer.evaluate.evaluation import Subject
 from trainer.export.importing import ImportOptions, encoder_config, import_encoder
 from trainer.model import EncoderConfig, build_encoder, build_model, load_encoder, measure_feature_dim
 from trainer.run.checkpoint_file import checkpoint_name, file_path, saved_steps
@@ -33,6 +34,7 @@ _NEEDS = {
 }
 """Options that need another one."""
 _MOST_ATTEMPTS = 10
+_SUFFIXES = (".safetensors", ".pth", ".pt", ".tar", ".bin", ".ckpt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,11 @@ class FoundSubject:
     """Its folder; None for the data set's default, or without a run."""
     notes: tuple[str, ...] = ()
     """Lines that say which weights were taken from a file of others."""
+
+    @property
+    def subject(self) -> Subject:
+        """What a protocol sees of it."""
+        return Subject(name=self.name, encoder=self.encoder, config=self.config)
 
     def data(self, dataset: str | None, data_dir: Path | None) -> tuple[str, Path | None]:
         """Name and folder of the data set: as --dataset and --data-dir say, or the run's, or fashion-mnist.
@@ -238,8 +245,10 @@ def _directory_for(file: Path) -> Path:
     """Where results about a file go: a run's directory for its encoder, otherwise one of the file's name next to it."""
     if file.name == ENCODER_FILE and (file.parent / CONFIG_FILE).is_file():
         return file.parent
-    name = file.name.partition(".")[0]
-    return file.with_name(name if name not in ("", file.name) else f"{file.name}-results")
+    name = file.name
+    while (shorter := Path(name).stem) and Path(name).suffix in _SUFFIXES:
+        name = shorter
+    return file.with_name(name if name != file.name else f"{name}-results")
 
 
 def _shared(found: FoundSubject | None, ranks: Ranks) -> FoundSubject:

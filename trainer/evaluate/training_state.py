@@ -16,7 +16,8 @@ def save_state(path: Path, network: nn.Module, optimizer: torch.optim.SGD, num_d
     """Writes the state after `num_done` epochs or iterations of the training that `identity` describes."""
     tensors = {f"network.{name}": value for name, value in network.state_dict().items()}
     for name, parameter in network.named_parameters():
-        tensors[f"momentum.{name}"] = optimizer.state[parameter]["momentum_buffer"]
+        if (momentum := optimizer.state[parameter].get("momentum_buffer")) is not None:  # None with momentum 0
+            tensors[f"momentum.{name}"] = momentum
     tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     metadata = {"done": str(num_done), "identity": identity}
     atomic_write(path, lambda target: save_file(tensors, target, metadata))
@@ -36,9 +37,12 @@ def load_state(path: Path, network: nn.Module, optimizer: torch.optim.SGD, ident
             if metadata.get("identity") != identity:
                 raise ValueError(f"{path} is the state of other settings, images or weights: remove it, or use them")
             network.load_state_dict({name: file.get_tensor(f"network.{name}") for name in network.state_dict()})
+            saved = set(file.keys())
             for name, parameter in network.named_parameters():
+                if f"momentum.{name}" not in saved:
+                    continue
                 momentum = torch.empty_like(parameter).copy_(file.get_tensor(f"momentum.{name}"))
                 optimizer.state[parameter]["momentum_buffer"] = momentum
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, RuntimeError) as error:
         raise ValueError(f"cannot read the state {path} ({error}): remove it to start over") from error
     return int(metadata["done"])

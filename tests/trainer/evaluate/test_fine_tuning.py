@@ -37,6 +37,7 @@ from trainer.evaluate.fine_tuning import CosineClassifier
 from trainer.evaluate.semi_supervised import (
     SemiSupervisedConfig,
     balanced_share,
+    default_epochs,
     labelled_images,
     semi_supervised,
 )
@@ -126,6 +127,8 @@ def test_labelled_images_are_balanced_and_chosen_by_seed() -> None:
     assert torch.bincount(labels[found]).tolist() == [13, 7, 1], "at least one"
     assert torch.equal(found, balanced_share(labels, torch.arange(len(labels)), 0.01, seed=0))
     assert not torch.equal(found, balanced_share(labels, torch.arange(len(labels)), 0.01, seed=1))
+    left = balanced_share(labels, torch.tensor([5, 2040, 2041]), 0.2, seed=0, leave=1)
+    assert left.tolist() in ([2040], [2041]), "a class keeps its only image"
     some = torch.arange(1290, 1340)
     assert set(balanced_share(labels, some, 0.5, seed=0).tolist()) <= set(some.tolist())
 
@@ -215,10 +218,8 @@ def test_rejects_a_batch_norm_that_cannot_be_synchronised() -> None:
 
 
 def test_epochs_follow_the_share_of_labels() -> None:
-    config = SemiSupervisedConfig()
-    assert config.recipe(0.1, 12_811, 1_281_167).epochs == 10
-    assert config.recipe(0.1, 128_116, 1_281_167).epochs == 20
-    assert replace(config, epochs=3).recipe(0.1, 128_116, 1_281_167).epochs == 3
+    assert default_epochs(12_811, 1_281_167) == 10
+    assert default_epochs(128_116, 1_281_167) == 20
 
 
 def both(directory: Path, **options: object) -> Outcome:

@@ -80,7 +80,7 @@ def test_each_given_setting_has_a_result(tmp_path: Path) -> None:
     found = knn(made_evaluation(SeesRows(), tmp_path), KnnConfig(k=(10, 400), temperature=(0.07, 1.0)))
     assert found.chosen == {}
     given = [(each["k"], each["temperature"]) for each in found.details["by_setting"]]
-    assert given == [(10, 0.07), (10, 1.0), (400, 0.07), (400, 1.0)], "400 neighbours are all 320"
+    assert given == [(10, 0.07), (10, 1.0), (320, 0.07), (320, 1.0)], "there are only 320"
     assert found.results["top1"] == found.details["by_setting"][0]["top1"]
 
 
@@ -93,6 +93,22 @@ def test_continues_where_it_was_interrupted(tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in evaluation.state.rglob("*.safetensors")}
     assert knn(evaluation, config) == whole
     assert {path: path.stat().st_mtime_ns for path in evaluation.state.rglob("*.safetensors")} == before
+
+
+def test_a_damaged_state_is_named(tmp_path: Path) -> None:
+    evaluation, config = made_evaluation(SeesRows(), tmp_path), KnnConfig(k=(5,))
+    knn(evaluation, config)
+    for file in ("test-0-16-5.safetensors", "train/0000002.safetensors"):
+        content = (tmp_path / file).read_bytes()
+        (tmp_path / file).write_bytes(content[:100])
+        with pytest.raises(ValueError, match=rf"cannot read .*{file} .*: remove it, and repeat the command"):
+            knn(evaluation, config)
+        (tmp_path / file).unlink()
+
+
+def test_five_classes_without_a_vote_are_not_right(tmp_path: Path) -> None:
+    result = knn(made_evaluation(SeesRows(), tmp_path), KnnConfig(k=(1,), temperature=(1e-4,))).results
+    assert result["top1"] == result["top5"] > 90, "one neighbour, one class"
 
 
 def test_labels_are_needed(tmp_path: Path) -> None:

@@ -75,7 +75,24 @@ def test_continues_after_the_last_whole_epoch_to_the_same_result(tmp_path: Path)
     evaluation = made_evaluation(SeesRows(), tmp_path)
     outcome, seen = interrupted_evaluation(partial(linear, config=CONFIG), evaluation, fails_at=16)
     assert outcome == probe(SeesRows())
-    assert seen == [("linear", 10)] + 20 * [("linear", 1)], "ten steps an epoch, the first of which was done"
+    steps = [count for description, count in seen if description == "linear"]
+    assert steps == [10] + 20 * [1], "ten steps an epoch, the first of which was done"
+
+
+def test_works_without_momentum(tmp_path: Path) -> None:
+    config = replace(CONFIG, momentum=0.0)
+    evaluation = made_evaluation(SeesRows(), tmp_path)
+    outcome, _ = interrupted_evaluation(partial(linear, config=config), evaluation, fails_at=16)
+    assert outcome == probe(SeesRows(), config)
+
+
+def test_infinite_numbers_are_no_result() -> None:
+    encoder = SeesRows()
+    encoder.norm.weight.data *= 1e38
+    with pytest.raises(ValueError, match=r"not all finite|the loss is"):
+        probe(encoder)
+    with pytest.raises(ValueError, match="the loss is nan after 1 epochs: give a lower learning rate"):
+        probe(SeesRows(), replace(CONFIG, learning_rates=(1e38,)))
 
 
 def test_rejects_what_makes_no_batch() -> None:

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from tests.helpers import voc_tree
 from tests.helpers.image_tree import plain_tree
 from tests.helpers.made_cityscapes import make_cityscapes
+from trainer.evaluate import knn as knn_module
 from trainer.evaluate.__main__ import main
 from trainer.evaluate.protocols import PROTOCOLS
 from trainer.model import EncoderConfig, build_model, save_encoder
@@ -144,15 +147,97 @@ def test_files_for_detectron2_are_no_result(tmp_path: Path, capsys: pytest.Captu
     assert not list((tmp_path / "results").iterdir())
 
 
-def test_state_of_other_settings_is_not_continued(
-    run_dir: Path, data_dir: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+class Interrupted(Exception):
+    pass
+
+
+def interrupted(patch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    """Runs the command, interrupted when its features are stored."""
+
+    def stop(*_: object, **__: object) -> None:
+        raise Interrupted
+
+    with patch.context() as only_now:
+        only_now.setattr(knn_module, "_searched", stop)
+        with pytest.raises(Interrupted):
+            main(arguments)
+
+
+def states(run_dir: Path) -> list[Path]:
+    return sorted((run_dir / "evaluation").glob("*.partial"))
+
+
+def test_continues_only_the_same_evaluation(
+    run_dir: Path, data_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = run_dir / "evaluation" / "linear.partial"
-    state.mkdir(parents=True)
-    (state / "identity.json").write_text("{}")
-    (state / "heads.safetensors").write_bytes(b"of others")
-    assert main(["linear", *SHORT["linear"], "--run", str(run_dir), "--data-dir", str(data_dir)]) == 0
-    assert "is of other settings, images or weights: starting over" in caplog.text
+    command = ["knn", "--k", "5", "--run", str(run_dir), "--data-dir", str(data_dir)]
+    interrupted(monkeypatch, command)
+    (state,) = states(run_dir)
+    assert main(command) == 0
+    assert printed(capsys)["resumed"] is True
+    assert not states(run_dir)
+
+    interrupted(monkeypatch, command)
+    for other in (["--k", "7"], ["--bfloat16"]):
+        assert main([*command, *other]) == 0
+        assert printed(capsys)["resumed"] is False
+        assert states(run_dir) == [state], "the interrupted one can still be continued"
+    assert main([*command, "--data-dir", "/no/such/folder"]) == 2
+    assert states(run_dir) == [state]
+    labels = data_dir / "t10k-labels-idx1-ubyte.gz"
+    content = bytearray(gzip.decompress(labels.read_bytes()))
+    content[-1] ^= 1
+    labels.write_bytes(gzip.compress(bytes(content)))
+    capsys.readouterr()
+    assert main(command) == 0
+    assert printed(capsys)["resumed"] is False, "an image has another label"
+
+
+def test_one_evaluation_of_a_name_at_a_time(
+    run_dir: Path, data_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["knn", "--k", "5", "--run", str(run_dir), "--data-dir", str(data_dir)]
+
+    def meanwhile(*_: object, **__: object) -> None:
+        assert main(command) == 2
+        assert "another evaluation is writing" in capsys.readouterr().err
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(knn_module, "_searched", meanwhile)
+        with pytest.raises(Interrupted):
+            main(command)
+    assert main(command) == 0
+
+
+def test_damaged_weights_are_refused(run_dir: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    encoder = build_model(CONFIG, seed=0).encoder
+    next(encoder.parameters()).data[0] = float("nan")
+    save_encoder(encoder, CONFIG, run_dir / "encoder.safetensors")
+    assert main(["fine-tune", "--run", str(run_dir), "--data-dir", str(data_dir)]) == 2
+    assert "is not finite: the weights are damaged, give others" in capsys.readouterr().err
+
+
+def test_test_images_of_unknown_classes_are_refused(
+    run_dir: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    labels = data_dir / "t10k-labels-idx1-ubyte.gz"
+    content = bytearray(gzip.decompress(labels.read_bytes()))
+    content[-1] = 9
+    labels.write_bytes(gzip.compress(bytes(content)))
+    assert main(["knn", "--run", str(run_dir), "--data-dir", str(data_dir)]) == 2
+    assert "1 classes of the test images, such as 9, have no training image" in capsys.readouterr().err
+
+
+@pytest.mark.guard
+def test_the_documented_command_of_two_ranks(run_dir: Path, data_dir: Path) -> None:
+    """torchrun takes options that it knows, or could mean, for its own unless -- precedes the module's name."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
+    command += ["trainer.evaluate", "linear", *SHORT["linear"], "--run", str(run_dir), "--data-dir", str(data_dir)]
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout)["ranks"] == 2
 
 
 @pytest.mark.parametrize(
