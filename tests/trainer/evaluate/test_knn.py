@@ -107,8 +107,10 @@ def test_a_damaged_state_is_named(tmp_path: Path) -> None:
 
 
 def test_five_classes_without_a_vote_are_not_right(tmp_path: Path) -> None:
-    result = knn(made_evaluation(SeesRows(), tmp_path), KnnConfig(k=(1,), temperature=(1e-4,))).results
-    assert result["top1"] == result["top5"] > 90, "one neighbour, one class"
+    result = knn(made_evaluation(SeesNothing(), tmp_path / "bad"), KnnConfig(k=(1,))).results
+    assert result["top1"] == result["top5"] < 45, "one neighbour, one class"
+    good = knn(made_evaluation(SeesRows(), tmp_path / "good"), KnnConfig(k=(5,), temperature=(1e-4,))).results
+    assert good["top1"] > 90, "low temperatures do not underflow"
 
 
 def test_labels_are_needed(tmp_path: Path) -> None:

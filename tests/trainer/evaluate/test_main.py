@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests.helpers import voc_tree
 from tests.helpers.image_tree import plain_tree
@@ -208,6 +209,24 @@ def test_one_evaluation_of_a_name_at_a_time(
         with pytest.raises(Interrupted):
             main(command)
     assert main(command) == 0
+
+
+def test_a_broken_test_image_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    random = np.random.default_rng(0)
+    for name, part in (("a", "train"), ("b", "train"), ("a", "test"), ("b", "test")):
+        folder = tmp_path / "images" / part / name
+        folder.mkdir(parents=True)
+        for number in range(8):
+            Image.fromarray(random.integers(0, 255, (40, 40, 3), dtype=np.uint8)).save(folder / f"{number}.png")
+    command = ["knn", "--k", "3", "--pixels", "--dataset", "folder", "--data-dir", str(tmp_path / "images")]
+    command += ["--output", str(tmp_path)]
+    assert main(command) == 0
+    broken = tmp_path / "images/test/b/5.png"
+    broken.write_bytes(broken.read_bytes()[:200])
+    assert main(command) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: broken image: {broken} (")
+    assert error.endswith("an evaluation counts every image; repair it, or remove it from the data set")
 
 
 def test_damaged_weights_are_refused(run_dir: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
