@@ -626,8 +626,10 @@ class Machine(RuleBasedStateMachine):
                 epoch, shard.opener = message.session
                 assert epoch > shard.state.epoch, (message, "goes back to an older session")
                 shard.state = replace(shard.state, epoch=epoch)
+                # If another client's session came between, the opening writer is a new one to the shards too.
+                leaves = epoch > made.call.epoch + 1 and not message.first.keep_writer
                 for writer in self.writers:
-                    writer.num_moved += writer is not made.writer
+                    writer.num_moved += writer is not made.writer or leaves
                 if "force" in made.call.arguments:
                     shard.timeline = number, shard.opener
                 else:
