@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.liveness import ending_together
@@ -75,6 +75,17 @@ class Ranks:
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, operation)
         return [float(value) for value in tensor.tolist()]
+
+
+def gathered(part: Tensor, total: int, ranks: Ranks, *, dim: int = 0) -> Tensor:
+    """The shares (`Ranks.share`) of all ranks in order along `dim`, of `total` items, on every rank."""
+    if ranks.world_size == 1:
+        return part
+    whole = part.new_zeros(*part.shape[:dim], total, *part.shape[dim + 1 :])
+    share = ranks.share(total)
+    whole.narrow(dim, share.start, share.stop - share.start).copy_(part)
+    dist.all_reduce(whole)  # exact: all ranks except one add zeros
+    return whole
 
 
 def averaged_over_ranks(network: nn.Module, ranks: Ranks) -> nn.Module:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.distributed import Ranks
+from trainer.distributed import Ranks, gathered
 from trainer.loss import LossConfig, padded
 
 RANKME_WINDOW = 2_048
@@ -59,7 +59,8 @@ class Monitors:
         and what has overflowed.
         """
         num_parts = len(update.embeddings)
-        window = _whole(torch.cat(list(self._steps)), len(update.labels) // num_parts, self._ranks)  # (A·steps, ·, D)
+        kept = torch.cat(list(self._steps))  # (A·steps, b, D)
+        window = gathered(kept, len(update.labels) // num_parts, self._ranks, dim=1)  # (A·steps, B / A, D)
         top1 = self._instance_top1(window[-num_parts:], update, num_rows)
         unit = F.normalize(window.cpu().double(), dim=-1)  # (A·steps, B / A, D)
         batch = unit[-num_parts:].flatten(0, 1)  # (B, D)
@@ -131,13 +132,3 @@ def mean_cosine(unit: Tensor) -> float:
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
     """L2 norm of all gradients together."""
     return float(nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None]))
-
-
-def _whole(embeddings: Tensor, part_size: int, ranks: Ranks) -> Tensor:
-    """Puts each rank's embeddings (parts, b, D), its share of every part, together: (parts, part_size, D)."""
-    if ranks.world_size == 1:
-        return embeddings
-    whole = embeddings.new_zeros(len(embeddings), part_size, embeddings.shape[-1])
-    whole[:, ranks.share(part_size)] = embeddings
-    dist.all_reduce(whole)  # exact: all ranks except one add zeros
-    return whole

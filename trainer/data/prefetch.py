@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from trainer.background import computed_ahead
 from trainer.data.augment import Augmentation
 from trainer.data.datasets import TrainImages
 from trainer.data.decoded_images import DecodedImages
@@ -72,12 +74,5 @@ def images_ahead(images: TrainImages, batches: Iterable[Tensor]) -> Generator[Te
     if not isinstance(images, DecodedImages):
         yield from (images[ids] for ids in batches)
         return
-    with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
-        decoding: Future[Tensor] | None = None
-        for ids in batches:
-            following = pool.submit(images.__getitem__, ids)
-            if decoding is not None:
-                yield decoding.result()
-            decoding = following
-        if decoding is not None:
-            yield decoding.result()
+    with closing(computed_ahead(map(images.__getitem__, batches), ahead=1, name="batches")) as decoded:
+        yield from decoded

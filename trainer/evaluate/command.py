@@ -137,7 +137,7 @@ def run(command: Command) -> dict[str, Any] | None:
             "protocol": command.name,
             "settings": asdict(command.settings),
             "bfloat16": options.bfloat16,
-            "weights": subject.digest(),
+            "weights": subject.digest,
             "encoder": found.config and asdict(found.config),
             "images": images,
         }

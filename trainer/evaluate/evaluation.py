@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,6 +72,7 @@ class Subject:
             if not tensor.isfinite().all():
                 raise ValueError(f"{name} of {self.name} is not finite: the weights are damaged, give others")
 
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of the network's parameters and buffers."""
         digest = hashlib.sha256()
@@ -179,7 +181,7 @@ def evaluate(evaluation: Evaluation, name: str, protocol: _Protocol, config: Set
             "chosen": outcome.chosen,
             "settings": settings,
             **evaluation.images,
-            "weights": evaluation.subject.digest(),
+            "weights": evaluation.subject.digest,
             "ranks": evaluation.ranks.world_size,
             "device": evaluation.ranks.device.type,
             "seconds": round(time.perf_counter() - started, 3),
@@ -230,7 +232,7 @@ def _alone(evaluation: Evaluation, file: Path) -> Iterator[None]:
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
-    """Prints the result as a table of one row: percentages, and what was chosen."""
+    """Prints the result as a table: percentages and what was chosen, or a row for each given setting."""
     table = Table(title=f"{result['protocol']} of {result['subject']}", title_style="")
     chosen = result["chosen"]
     shown = {name: value for name, value in result.items() if isinstance(value, float) and name != "seconds"}
@@ -238,10 +240,7 @@ def print_result(result: dict[str, Any], console: Console) -> None:
     for name in rows[0]:
         table.add_column(name, justify="right", style="dim" if name in chosen else None)
     for row in rows:
-        cells = (
-            f"{value:.4g}" if isinstance(value, float) and name not in shown else value for name, value in row.items()
-        )
-        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in cells))
+        table.add_row(*(_cell(value, ".2f" if name in shown else ".4g") for name, value in row.items()))
     console.print(table)
 
 

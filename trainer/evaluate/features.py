@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from trainer.data import Dataset, TrainImages
 from trainer.data.pixels import MINUS_ONE_TO_ONE, PixelScale, normalise
+from trainer.evaluate.frozen import centres
 from trainer.model import EncoderConfig, build_model
 
 _BATCH_SIZE = 500
@@ -84,12 +85,10 @@ def encode(
     encoder: nn.Module, images: TrainImages, side: int | None = None, pixels: PixelScale = MINUS_ONE_TO_ONE
 ) -> Tensor:
     """Features float32 [N, d], on the CPU, of images uint8 [N, C, H, W], or of their centres with sides of `side`."""
-    edge = 0 if side is None else (images.shape[-1] - side) // 2
-    centre = slice(edge, None if side is None else edge + side)
     was_training = encoder.training
     encoder.eval()
-    batches = (images[start : start + _BATCH_SIZE] for start in range(0, max(1, len(images)), _BATCH_SIZE))
-    features = [encoder(_prepare(encoder, batch[..., centre, centre], pixels)).float().cpu() for batch in batches]
+    batches = centres(images, side, torch.arange(len(images)), _BATCH_SIZE)
+    features = [encoder(_prepare(encoder, batch, pixels)).float().cpu() for batch in batches]
     encoder.train(was_training)
     return torch.cat(features)
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.data import Dataset, TrainImages
 from trainer.data.pixels import normalise
-from trainer.distributed import Ranks
+from trainer.distributed import Ranks, gathered
+from trainer.evaluate.frozen import centres
 from trainer.evaluate.neighbours import nearest, predict
 from trainer.evaluate.progress import Progress, no_progress
 from trainer.evaluate.saliency_figures import Picture, draw_maps, draw_similarities
@@ -130,7 +130,7 @@ def saliency(
     )
     if ranks.is_first:
         names = [source.name for source in encoders]
-        draw_maps(_pictures(mappers[0], dataset, shown, maps), names, directory / MAPS_FILE)
+        draw_maps(_pictures(dataset, shown, maps), names, directory / MAPS_FILE)
         if similarities:
             draw_similarities(similarities.histogram, similarities.accuracy, directory / SIMILARITY_FILE)
     return result
@@ -153,23 +153,17 @@ class _Mapper:
         self._progress, self._bfloat16 = progress, bfloat16
         self._encoder = source.encoder.to(ranks.device).eval()
 
-    def centres(self, images: TrainImages, ids: Tensor) -> Tensor:
-        """The part of images that the encoder sees: uint8 [n, C, side, side]."""
-        edge = (images.shape[-1] - self._side) // 2
-        inner = slice(edge, edge + self._side)
-        return images[ids][..., inner, inner]
-
     def maps_and_features(self, images: TrainImages, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Saliency maps float32 [n, h, w] and features float16 [n, d] of length 1, of images `ids` (int64 [n])."""
         if len(ids) < self._ranks.world_size:
             raise ValueError(f"{len(ids)} images are fewer than {self._ranks.world_size} ranks: start fewer ranks")
         parts, mine = [], ids[self._ranks.share(len(ids))]
         with self._progress(f"maps of {self._source.name}", len(ids)) as advance:
-            for some in torch.split(mine, _BATCH_SIZE):
-                parts.append(self._computed(self.centres(images, some)))
-                advance(len(some) * self._ranks.world_size)
+            for pixels in centres(images, self._side, mine, _BATCH_SIZE):
+                parts.append(self._computed(pixels))
+                advance(len(pixels) * self._ranks.world_size)
         maps, features = (torch.cat(part) for part in zip(*parts, strict=True))
-        return _gathered(maps, len(ids), self._ranks), _gathered(features, len(ids), self._ranks)
+        return gathered(maps, len(ids), self._ranks), gathered(features, len(ids), self._ranks)
 
     @torch.no_grad()
     def _computed(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,16 +178,6 @@ class _Mapper:
         if not found.isfinite().all():
             raise ValueError(f"the maps of {self._source.name} are not all finite: are its weights damaged?")
         return found, F.normalize(features.float()).half().cpu()
-
-
-def _gathered(part: Tensor, total: int, ranks: Ranks) -> Tensor:
-    """The ranks' parts in order: [total, ...] on each rank."""
-    if ranks.world_size == 1:
-        return part
-    whole = torch.zeros((total, *part.shape[1:]), dtype=part.dtype)
-    whole[ranks.share(total)] = part
-    dist.all_reduce(whole)
-    return whole
 
 
 def _other(config: SaliencyConfig) -> list[MappedEncoder]:
@@ -222,7 +206,7 @@ def _correct(mapper: _Mapper, features: Tensor, dataset: Dataset, config: Salien
     num_classes = int(torch.cat([labels, wanted]).max()) + 1
     setting = (config.k, _VOTE_TEMPERATURE)
     found = predict(cosine, labels[index], num_classes, [setting], top=1)[setting][:, 0]
-    return _gathered(found, len(wanted), ranks) == wanted
+    return gathered(found, len(wanted), ranks) == wanted
 
 
 def _similarities(maps: Tensor, others: Tensor, correct: Tensor | None, bins: int) -> Similarities:
@@ -241,8 +225,9 @@ def _similarities(maps: Tensor, others: Tensor, correct: Tensor | None, bins: in
     )
 
 
-def _pictures(mapper: _Mapper, dataset: Dataset, shown: Sequence[int], maps: Sequence[Tensor]) -> list[Picture]:
-    pixels = mapper.centres(dataset.test_images, torch.tensor(shown))
+def _pictures(dataset: Dataset, shown: Sequence[int], maps: Sequence[Tensor]) -> list[Picture]:
+    side = dataset.evaluated_side
+    (pixels,) = centres(dataset.test_images, side, torch.tensor(shown), len(shown))
     found = []
     for number, image in zip(shown, pixels, strict=True):
         title = f"image {number}"
