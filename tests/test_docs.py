@@ -296,10 +296,12 @@ def test_the_demo_and_what_follows_it(place: Path) -> None:
 def test_your_own_images(place: Path) -> None:
     plain_tree(place / "images/train", 24)
     plain_tree(place / "images/val", 12, first=24)
-    run_in(
-        place,
-        shortened(IMAGES, ("--nproc-per-node 8", "--nproc-per-node 2"), ("imagenet-1k", f"imagenet-1k {SHORT_RUN}")),
-    )
+    substitutions = [
+        ("--nproc-per-node 8", "--nproc-per-node 2"),
+        ("imagenet-1k", f"imagenet-1k {SHORT_RUN}"),
+        ("evaluate linear", "evaluate linear --epochs 1 --batch-size 8"),
+    ]
+    run_in(place, shortened(IMAGES, *substitutions))
     assert json.loads((place / "runs/a/summary.json").read_text())["steps"] == 3
     assert (place / "encoder/config.json").exists()
 
