@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.background import computed_ahead
-from trainer.rows.store import RowStore
-from trainer.schedule import VisitSchedule
+from weightserver.common.background import computed_ahead
 from weightserver.core.arrays import Int64Array
 from weightserver.core.sharding import Sharding
+from weightserver.torch.rows.store import RowStore
+from weightserver.torch.windows import VisitSchedule
 
 _COMPUTED_AHEAD = 2
 """Steps whose active rows are computed before they are announced to the store."""
