@@ -14,6 +14,7 @@ from weightserver.torch.loss import cosine_softmax_loss, padded, padded_rows, so
 from weightserver.torch.ranks import Ranks, gathered
 from weightserver.torch.recency import ActiveRows, RecentRows, announced
 from weightserver.torch.rows import DenseRows, RemoteRows, ResidentRows, RowCounters, RowStore
+from weightserver.torch.shared_session import SharedSession, share_session
 from weightserver.torch.transfer import HostCopy, to_device
 from weightserver.torch.windows import RangesOrder, RowOrder, VisitSchedule
 
@@ -29,12 +30,14 @@ __all__ = [
     "RowCounters",
     "RowOrder",
     "RowStore",
+    "SharedSession",
     "VisitSchedule",
     "announced",
     "cosine_softmax_loss",
     "gathered",
     "padded",
     "padded_rows",
+    "share_session",
     "softmax_loss",
     "to_device",
 ]
