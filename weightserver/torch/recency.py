@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -33,13 +34,16 @@ class ActiveRows:
         return ActiveRows(self.rows[mine], position[self.labels])
 
 
-def announced(active: Callable[[int], ActiveRows], store: RowStore, steps: range) -> Generator[ActiveRows, None, None]:
+Active = TypeVar("Active", bound=ActiveRows)
+
+
+def announced(active: Callable[[int], Active], store: RowStore, steps: range) -> Generator[Active, None, None]:
     """Yields the active rows of each step, announced to the store `store.prefetch_steps` steps earlier.
 
     A thread computes them by `active`, in the order of the steps; the store is called in this thread. Close the
     generator to end the thread.
     """
-    upcoming: deque[ActiveRows] = deque()
+    upcoming: deque[Active] = deque()
     with closing(computed_ahead(map(active, steps), ahead=_COMPUTED_AHEAD, name="active-rows")) as computed:
         for step in steps:
             while len(upcoming) <= store.prefetch_steps and step + len(upcoming) in steps:
