@@ -14,7 +14,7 @@ from weightserver.torch.head import Announced, ClassifierHead
 from weightserver.torch.loss import cosine_softmax_loss, padded, padded_rows, softmax_loss
 from weightserver.torch.ranks import Ranks, gathered
 from weightserver.torch.rates import LearningRates
-from weightserver.torch.recency import ActiveRows, RecentRows, announced
+from weightserver.torch.recency import ActiveRows, RecentRows, announced, check_num_active
 from weightserver.torch.rows import DenseRows, RemoteRows, ResidentRows, RowCounters, RowStore
 from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.served_table import refuse_used_table, share_of_capacity
@@ -41,6 +41,7 @@ __all__ = [
     "VisitSchedule",
     "WindowSampler",
     "announced",
+    "check_num_active",
     "cosine_softmax_loss",
     "gathered",
     "padded",

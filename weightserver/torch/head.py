@@ -36,7 +36,7 @@ from weightserver.torch.loss import cosine_softmax_loss, padded, padded_rows, so
 from weightserver.torch.ranks import Ranks, gathered
 from weightserver.torch.rates import LearningRates
 from weightserver.torch.recency import ActiveRows, MostRecent, RecentRows, announced, check_num_active
-from weightserver.torch.rows import RowStore
+from weightserver.torch.rows import RowCounters, RowStore
 from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.served_table import OpenTable, SavedRows, ServedTable, StoreSizes, float32_rates
 from weightserver.torch.transfer import to_device
@@ -443,9 +443,9 @@ class ClassifierHead(nn.Module):
         return step.weight
 
     @property
-    def num_active(self) -> int:
-        """Number of this rank's active classes in the step in progress."""
-        return len(self._current.announced.rows) if self._current else 0
+    def counters(self) -> RowCounters:
+        """What the row store has done so far."""
+        return self._store.counters if self._store else RowCounters()
 
     @property
     def labels(self) -> Tensor:
