@@ -45,7 +45,7 @@ class SavedRows:
 
 
 def to_tensor(saved: SavedRows, recent: tuple[Int64Array, Int64Array]) -> Tensor:
-    """uint8 [n], which any file of tensors can hold: a length, JSON, then recent rows and their last visits as int64."""
+    """uint8 [n], for any file of tensors: a length, JSON, then recent rows and their last visits as int64."""
     text = json.dumps(asdict(saved)).encode()
     arrays = np.stack(recent).astype("<i8").tobytes()
     return torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text + arrays), dtype=torch.uint8)
