@@ -56,6 +56,9 @@ class DenseRows:
     def prefetch(self, rows: Int64Array, *, step: int) -> None:
         """Does nothing: the rows are in memory."""
 
+    def forget_announced(self, *, in_progress: bool) -> None:
+        """Does nothing."""
+
     def weights(self, rows: Int64Array, *, step: int) -> Tensor:
         return self._weight.detach()[self._positions(rows)]
 
