@@ -45,11 +45,15 @@ class ComingSteps:
     """A queue of announced steps, with the K most recently visited rows of each.
 
     Steps that the sampler draws are a function of their number; of others, the recently visited rows are kept.
+
+    Args:
+        with_past: whether a sampler's visits before step 0 count, see `RecentRows`.
     """
 
-    def __init__(self, num_active: int, order: RangesOrder) -> None:
+    def __init__(self, num_active: int, order: RangesOrder, *, with_past: bool = True) -> None:
         self._num_active = num_active
         self._order = order
+        self._with_past = with_past
         self._ranks, self._sharding = Ranks(), Sharding(1, 1)
         self._recent = MostRecent(num_active)
         self._sampled: tuple[WindowSampler, RecentRows] | None = None
@@ -69,7 +73,9 @@ class ComingSteps:
         self._sampled = sampler, self._recent_rows(sampler)
 
     def _recent_rows(self, sampler: WindowSampler) -> RecentRows:
-        return RecentRows(sampler.schedule, num_active=self._num_active, batch_size=sampler.step_size)
+        return RecentRows(
+            sampler.schedule, num_active=self._num_active, batch_size=sampler.step_size, with_past=self._with_past
+        )
 
     def visited_before(self, step: int) -> tuple[Int64Array, Int64Array]:
         """Rows (≤ K,) and their last visits before `step`, the next one that begins."""

@@ -39,6 +39,7 @@ from weightserver.torch.arguments import (
     first_of,
     ids_of_all_ranks,
 )
+from weightserver.torch.beginnings import Beginnings, beginning_norm
 from weightserver.torch.coming_steps import Announced, ComingSteps, Visited
 from weightserver.torch.loss import cosine_softmax_loss, padded, padded_rows, softmax_loss
 from weightserver.torch.ranks import Ranks
@@ -64,6 +65,7 @@ class _Step:
     labels: Sequence[Tensor]  # A times (B,), on the device
     begun: set[int] = field(default_factory=set)  # numbers of the batches that had a forward pass
     weight: Tensor | None = None  # (K of this rank, D), padded: a leaf that collects the gradients
+    beginnings: Beginnings | None = None
 
 
 class ClassifierHead(nn.Module):
@@ -90,6 +92,9 @@ class ClassifierHead(nn.Module):
         momentum, weight_decay: of the rows' SGD.
         correction: how inactive rows move, see `TableSpec`.
         init_std, seed: of the initial rows.
+        init: "random", or "embedding": a class that is met for the first time begins at the direction of its own
+            image's embedding, and only classes that were met are active.
+        init_norm: length of a row that begins at an embedding; by default the mean length of the random rows.
         order_seed: seed of the random order in which rows are stored, and of the sampler's order.
         temperature: τ, which divides cosines.
         softmax: "cosine", or "plain" for inner products.
@@ -120,6 +125,8 @@ class ClassifierHead(nn.Module):
         correction: bool | Literal["exact", "paper", "none"] = True,
         init_std: float = 0.01,
         seed: int = 0,
+        init: Literal["random", "embedding"] = "random",
+        init_norm: float | None = None,
         order_seed: int = 0,
         rows_per_block: int = 63,
         temperature: float = 0.2,
@@ -150,6 +157,10 @@ class ClassifierHead(nn.Module):
             raise ValueError(f"temperature must be positive, got {temperature}")
         if rows == "dense" and correction == "paper":
             raise ValueError("rows='dense' leave no gap to correct: use correction=True, or rows='resident'")
+        if init not in ("random", "embedding"):
+            raise ValueError(f"init must be 'random' or 'embedding', got {init!r}")
+        if init == "embedding" and rows == "remote":
+            raise ValueError("rows='remote' begin on the servers, which see no embeddings: use rows='resident'")
         if rows == "dense" and servers:
             raise ValueError("rows='dense' keeps the rows in this process: omit servers, or use rows='resident'")
         addresses = servers.split(",") if isinstance(servers, str) else list(servers or [])
@@ -171,7 +182,16 @@ class ClassifierHead(nn.Module):
         )
         loss = softmax_loss if softmax == "plain" else partial(cosine_softmax_loss, temperature=temperature)
         order = RangesOrder([num_classes], order_seed)
-        self._set_up(spec, num_negatives=num_negatives, loss=loss, order=order, table=table, capacity=capacity)
+        norm = beginning_norm(spec, init_norm) if init == "embedding" else None
+        self._set_up(
+            spec,
+            num_negatives=num_negatives,
+            loss=loss,
+            order=order,
+            init_norm=norm,
+            table=table,
+            capacity=capacity,
+        )
 
     @classmethod
     def over(
@@ -184,6 +204,7 @@ class ClassifierHead(nn.Module):
         loss: Callable[..., Tensor],
         order: RangesOrder,
         ranks: Ranks,
+        init_norm: float | None = None,
         first_step: int = 0,
     ) -> Self:
         """A head over a store that the caller opened and closes, for training loops that manage their own sessions.
@@ -192,9 +213,10 @@ class ClassifierHead(nn.Module):
             rates: those of the store, which its servers know.
             loss: `cosine_softmax_loss` or `softmax_loss`, with their settings.
             order: the row of each class.
+            init_norm: length of rows that begin at their image's embedding; None if rows begin at random.
         """
         head = cls.__new__(cls)
-        head._set_up(spec, num_negatives=num_negatives, loss=loss, order=order)
+        head._set_up(spec, num_negatives=num_negatives, loss=loss, order=order, init_norm=init_norm)
         head.to(ranks.device)
         head._use(OpenTable(lambda _: store, rates, first_step=first_step), ranks)
         head._store = store
@@ -207,6 +229,7 @@ class ClassifierHead(nn.Module):
         num_negatives: int,
         loss: Callable[..., Tensor],
         order: RangesOrder,
+        init_norm: float | None,
         table: ServedTable | None = None,
         capacity: int | None = None,
     ) -> None:
@@ -218,6 +241,7 @@ class ClassifierHead(nn.Module):
         self.num_steps = 0
         self.register_buffer("_where", torch.zeros(0), persistent=False)  # follows `to(device)`
         self._loss = loss
+        self._init_norm = init_norm
         self._table = table
         self._capacity = capacity
         self._stack = ExitStack()
@@ -228,7 +252,7 @@ class ClassifierHead(nn.Module):
         self._ranks = Ranks()
         self._known_ranks: Ranks | None = None
         self._saved: SavedRows | None = None
-        self._coming = ComingSteps(num_negatives, order)
+        self._coming = ComingSteps(num_negatives, order, with_past=init_norm is None)
         self._current: _Step | None = None
         self._announced_in_vain = False  # the store may hold rows ready for steps that were forgotten
 
@@ -440,12 +464,15 @@ class ClassifierHead(nn.Module):
         step = self._begin(checked)
         part = self._part(step, checked)
         weight = self.active_rows()
-        labels = step.labels[part]
         step.begun.add(part)
+        if step.beginnings is not None and step.weight is not None:
+            labels = step.announced.labels.reshape(step.announced.ids.shape)[part]
+            step.beginnings.add(embeddings.detach(), step.weight, labels, self._ranks)
+            weight = step.beginnings.begun(step.weight)
         loss: Tensor = self._loss(
             embeddings.float(),
             weight if update_rows else weight.detach(),
-            labels,
+            step.labels[part],
             ranks=self._ranks,
             num_rows=len(step.announced.rows),
         )
@@ -460,7 +487,9 @@ class ClassifierHead(nn.Module):
             with self._naming_classes():
                 weight = self._store.weights(step.announced.rows, step=self.num_steps)
             step.weight = padded(weight, self._padded_rows).requires_grad_()
-        return step.weight
+            if self._init_norm is not None:
+                step.beginnings = Beginnings(self._store.fresh, self._init_norm)
+        return step.weight if step.beginnings is None else step.beginnings.begun(step.weight)
 
     @property
     def counters(self) -> RowCounters:
@@ -517,6 +546,8 @@ class ClassifierHead(nn.Module):
         elif self.num_steps >= len(rates):
             raise ValueError(f"the learning rate of step {self.num_steps} is not known: give step(learning_rate=...)")
         assert self._store is not None
+        if step.beginnings is not None and step.weight is not None:
+            self._store.begin(*step.beginnings.of(step.weight.detach()))
         with self._naming_classes():
             self._store.apply_gradients(step.announced.rows, gradients, step=self.num_steps)
         self._current = None
