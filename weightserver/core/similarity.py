@@ -9,6 +9,7 @@ k best. Where nearly all rows are candidates, as among equal rows, a product in 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,8 +20,8 @@ from weightserver.core.arrays import Float32Array, Float64Array, Int64Array
 
 SIMILARITIES = ("cosine", "inner_product")
 _NO_ROW = np.iinfo(np.int64).max
-_GROUP_QUERIES = 128
-"""Queries that are compared at a time."""
+MAX_PAIRS = 1 << 18
+"""Pairs of a query and a row that are compared at a time, unless a query has more rows."""
 _PAIR_VALUES = 1 << 18
 """Values of candidates that are compared in float64 at a time."""
 _MANY = 8
@@ -47,20 +48,19 @@ class _Chunk:
             return cls(rows, weight, _unit(weight), 1.0, 1.0, is_cosine=True)
         exponent = int(np.frexp(np.abs(weight).max())[1])
         vectors = np.ldexp(weight, -exponent)  # at most 1, so that no product overflows
-        radius = float(np.sqrt(np.einsum("ij,ij->i", vectors, vectors).max()))
-        return cls(rows, weight, vectors, 2.0**exponent, radius, is_cosine=False)
+        radius = math.sqrt(np.einsum("ij,ij->i", vectors, vectors).max())
+        return cls(rows, weight, vectors, math.ldexp(1.0, exponent), radius, is_cosine=False)
 
     @cached_property
     def exact_vectors(self) -> Float64Array:
         """`vectors` as float64 [n, D]."""
-        if not self.is_cosine:
-            return self.vectors.astype(np.float64)
-        weight = self.weight.astype(np.float64)
-        return weight / _divisors(_norms(weight))[:, None]
+        weight = (self.weight if self.is_cosine else self.vectors).astype(np.float64)
+        return weight / _divisors(_norms(weight))[:, None] if self.is_cosine else weight
 
     def error(self, unit_roundoff: float) -> float:
         """Upper bound of a product's error with a unit query, in any order of its sums."""
-        return (2 * self.weight.shape[1] + 16) * unit_roundoff * self.radius
+        num_values: int = self.weight.shape[1]
+        return (2 * num_values + 16) * unit_roundoff * self.radius
 
 
 class NearestRows:
@@ -90,8 +90,9 @@ class NearestRows:
             return
         with np.errstate(over="ignore", under="ignore"):
             chunk = _Chunk.of(rows, weight, is_cosine=self._is_cosine)
-            for start in range(0, len(self._queries), _GROUP_QUERIES):
-                queries = np.arange(start, min(start + _GROUP_QUERIES, len(self._queries)))
+            queries_at_a_time = max(1, MAX_PAIRS // len(rows))
+            for start in range(0, len(self._queries), queries_at_a_time):
+                queries = np.arange(start, min(start + queries_at_a_time, len(self._queries)))
                 self._insert(*self._candidates(queries, chunk))
         self.num_rows += len(rows)
 
@@ -104,7 +105,8 @@ class NearestRows:
     def _candidates(self, queries: Int64Array, chunk: _Chunk) -> tuple[Int64Array, Int64Array, Float32Array]:
         """Rows of a chunk that may be among the k most similar: queries, row numbers and similarities, [m] each."""
         scale = np.full(len(queries), chunk.scale) if self._is_cosine else chunk.scale * _divisors(self._norms[queries])
-        product, error = self._units[queries] @ chunk.vectors.T, chunk.error(2.0**-24)
+        product: Float32Array = self._units[queries] @ chunk.vectors.T
+        error = chunk.error(2.0**-24)
         # A row is needed if its similarity is greater than `least`. Among equals, the earlier rows come first.
         least = np.full(len(queries), -np.inf, np.float32)
         if self.num_rows >= self._k:
@@ -147,10 +149,10 @@ class NearestRows:
         for start in range(0, len(queries), pairs_at_a_time):
             part = slice(start, start + pairs_at_a_time)
             query, row = self._queries[queries[part]].astype(np.float64), weight[rows[part]].astype(np.float64)
-            product = _sums(query * row)
+            exact = _sums(query * row)
             if self._is_cosine:
-                product /= _divisors(self._norms[queries[part]] * _norms(row))
-            similarity[part] = product
+                exact /= _divisors(self._norms[queries[part]] * _norms(row))
+            similarity[part] = exact
         return similarity + np.float32(0)  # no −0
 
     def _insert(self, queries: Int64Array, rows: Int64Array, similarity: Float32Array) -> None:
@@ -182,7 +184,8 @@ def _unit(weight: Float32Array) -> Float32Array:
         exponents = np.frexp(np.abs(weight[odd]).max(axis=1))[1]
         weight[odd] = np.ldexp(weight[odd], -exponents[:, None])
         squares[odd] = np.einsum("ij,ij->i", weight[odd], weight[odd])
-    units: Float32Array = weight / np.sqrt(np.where(squares > 0, squares, np.float32(1)))[:, None]
+    squares[squares == 0] = 1
+    units: Float32Array = weight / np.sqrt(squares)[:, None]
     return units
 
 
