@@ -45,7 +45,7 @@ class _Chunk:
     @classmethod
     def of(cls, rows: Int64Array, weight: Float32Array, *, is_cosine: bool) -> _Chunk:
         if is_cosine:
-            return cls(rows, weight, _unit(weight), 1.0, 1.0, is_cosine=True)
+            return cls(rows, weight, unit_rows(weight), 1.0, 1.0, is_cosine=True)
         exponent = int(np.frexp(np.abs(weight).max())[1])
         vectors = np.ldexp(weight, -exponent)  # at most 1, so that no product overflows
         radius = math.sqrt(np.einsum("ij,ij->i", vectors, vectors).max())
@@ -175,9 +175,10 @@ def most_similar(rows: Int64Array, similarity: Float32Array, k: int) -> tuple[In
     return np.take_along_axis(rows, order, axis=1), np.take_along_axis(similarity, order, axis=1)
 
 
-def _unit(weight: Float32Array) -> Float32Array:
+def unit_rows(weight: Float32Array) -> Float32Array:
     """Rows float32 [n, D] divided by their norms, which float32 may not hold; rows of zeros stay."""
-    squares = np.einsum("ij,ij->i", weight, weight)
+    with np.errstate(over="ignore", under="ignore"):
+        squares = np.einsum("ij,ij->i", weight, weight)
     odd = np.flatnonzero(~((squares > _REGULAR[0]) & (squares < _REGULAR[1])))
     if len(odd):
         weight = weight.copy()
