@@ -186,7 +186,7 @@ def unit_rows(weight: Float32Array) -> Float32Array:
         weight[odd] = np.ldexp(weight[odd], -exponents[:, None])
         squares[odd] = np.einsum("ij,ij->i", weight[odd], weight[odd])
     squares[squares == 0] = 1
-    units: Float32Array = weight / np.sqrt(squares)[:, None]
+    units: Float32Array = weight * (1 / np.sqrt(squares))[:, None]
     return units
 
 
