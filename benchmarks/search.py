@@ -105,7 +105,7 @@ def measure(client: WeightClient, num_rows: int, rounds: int, faiss: FaissIndex 
         if faiss is not None:
             found["agreement"] = agreement(client.nearest(queries, K).rows, faiss.nearest(queries))
             found["ratio"] = timings["ours"].p50 / timings["faiss"].p50
-        results[f"{count} queries"] = found
+        results["1 query" if count == 1 else f"{count} queries"] = found
     return results
 
 
