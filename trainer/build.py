@@ -36,6 +36,7 @@ from weightserver.torch import (
     LearningRates,
     Ranks,
     WindowSampler,
+    beginning_norm,
     check_num_active,
     to_device,
 )
@@ -114,6 +115,7 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
         loss=config.loss_function(),
         order=dataset.order(config.order_seed),
         ranks=ranks,
+        init_norm=beginning_norm(spec, None) if config.init == "embedding" else None,
         first_step=start_step,
     )
     return Run(

@@ -10,7 +10,9 @@ from importlib.util import find_spec
 if find_spec("torch") is None:
     raise ModuleNotFoundError("weightserver.torch needs torch: pip install 'pic-weightserver[torch]'", name=__name__)
 
-from weightserver.torch.head import Announced, ClassifierHead
+from weightserver.torch.beginnings import beginning_norm
+from weightserver.torch.coming_steps import Announced
+from weightserver.torch.head import ClassifierHead
 from weightserver.torch.loss import cosine_softmax_loss, padded, padded_rows, softmax_loss
 from weightserver.torch.ranks import Ranks, gathered
 from weightserver.torch.rates import LearningRates
@@ -41,6 +43,7 @@ __all__ = [
     "VisitSchedule",
     "WindowSampler",
     "announced",
+    "beginning_norm",
     "check_num_active",
     "cosine_softmax_loss",
     "gathered",
