@@ -1,8 +1,10 @@
 """Finds pairs of training images that are nearly the same: python -m trainer duplicates RUN.
 
 Two images are compared by their rows of the classifier, which the weight servers search exactly: each image is a class
-of its own, and images that look alike under every augmentation get rows of the same direction. The pairs are written to
-duplicates.json in the run's directory, and the run's report shows them. No image is read and no encoder is needed.
+of its own, and images that look alike under every augmentation get rows of the same direction. Rows average the
+features of all views of an image, so after a training of usual length they tell copies from merely similar images
+better than the features do (docs/images.md). The pairs are written to duplicates.json in the run's directory, and the
+run's report shows them. No image is read and no encoder is needed.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class DuplicateOptions:
         ValueError: a number out of range.
     """
 
-    threshold: float = 0.9
+    threshold: float = 0.98
     neighbours: int = 8
     most_pairs: int = 10_000
 

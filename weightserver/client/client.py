@@ -312,7 +312,7 @@ class WeightClient(Closing):
         checkpoint: str | Checkpoint = "",
         metric: Literal["cosine", "inner_product"] = "cosine",
     ) -> Neighbours:
-        """The k stored rows most similar to each of `vectors` (float32 [q, D]), exactly. Never writes.
+        """The k (at most 4,096) stored rows most similar to each of `vectors` (float32 [q, D]), exactly. Never writes.
 
         Compares the weights of all rows that were ever written: before update `step`, or raw as stored if it is None;
         with `checkpoint` those of a retained checkpoint, as for `fetch`. Rows that were never written are not searched
