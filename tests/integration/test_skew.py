@@ -42,7 +42,7 @@ SERVICE = "pic.weightserver.v1.WeightServer"
 SPEC = TableSpec(num_rows=500, dim=8, rows_per_block=6)
 ROWS = np.arange(SPEC.num_rows)
 METHODS = list(pb.DESCRIPTOR.services_by_name["WeightServer"].methods)
-LATER_METHODS = {"CopyCheckpoint", "ReadBlocks", "ReadSchedule", "ExtendTable", "CreateSingleRateTable"}
+LATER_METHODS = {"CopyCheckpoint", "ReadBlocks", "ReadSchedule", "ExtendTable", "CreateSingleRateTable", "Search"}
 
 
 def in_pool(file: FileDescriptorProto) -> FileDescriptor:
@@ -214,6 +214,8 @@ def test_an_older_shard_without_a_call_is_named(
             skewed.extend_table(501)
         with pytest.raises(ClusterError, match="does not know this call"):
             skewed.learning_rates()  # which a trainer that resumes tolerates
+        with pytest.raises(ClusterError, match=r"shard 0 at .* does not know this call: it runs an older version"):
+            skewed.nearest(np.ones((1, SPEC.dim), np.float32), 1)
         assert skewed.describe().spec == SPEC
     client.drop_table()
     with between(cluster, lacking, forget) as addresses, WeightClient(addresses, retry_seconds=1) as skewed:

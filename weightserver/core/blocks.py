@@ -170,6 +170,10 @@ class RowBuffer:
             self.weight[part] = stored.weight[slots]
             self.momentum_buffer[part] = stored.momentum_buffer[slots]
 
+    def copy_weight(self, part: slice, block: memoryview, slots: slice | npt.NDArray[np.int64]) -> None:
+        """Fills only the weights of the rows of `part`."""
+        self.weight[part] = self._codec.views(block).weight[slots]
+
 
 def _bytes(array: npt.NDArray[np.int64] | npt.NDArray[np.float32]) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
