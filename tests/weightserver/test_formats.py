@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -215,14 +215,17 @@ def test_specs_survive_the_wire() -> None:
 
 
 def test_digests_and_stored_specs_match_version_0_1() -> None:
-    """Version 0.1 can serve a newer shard's directory, except with a correction that it does not know."""
+    """Version 0.1 can serve a newer shard's directory, except with a correction or dtype that it does not know."""
     spec = TableSpec(num_rows=500, dim=8, rows_per_block=6)
     assert table_digest(spec, b"") == table_digest(replace(spec, correction="exact"), b"") == 3540172461242493746
     assert table_digest(replace(spec, correction=False), b"") == 7089296013916876613
     assert table_digest(replace(spec, correction="paper"), b"") not in (3540172461242493746, 7089296013916876613)
     assert table_digest(spec, b"i" * 16) != table_digest(spec, b"j" * 16)
-    stored = [json.dumps(asdict(replace(spec, correction=how))) for how in ("exact", "none", "paper")]
+    stored = [json.dumps(replace(spec, correction=how).as_stored()) for how in ("exact", "none", "paper")]
     assert [text.rpartition(": ")[2] for text in stored] == ["true}", "false}", '"paper"}']
+    halved = replace(spec, dtype="bfloat16")
+    assert table_digest(halved, b"") == 2558880930211486951
+    assert json.dumps(halved.as_stored()).endswith('"correction": true, "dtype": "bfloat16"}')
     assert TableSpec(**json.loads(stored[2])) == replace(spec, correction="paper")
 
 

@@ -40,9 +40,10 @@ from weightserver.client.session import Session
 from weightserver.client.table_cache import TableCache
 from weightserver.client.transfer import RowWrite, fetch_rows, write_rows
 from weightserver.common.closing import Closing
-from weightserver.core.arrays import Float32Array, Int64Array
+from weightserver.core.arrays import Float32Array, Int64Array, StoredArray
 from weightserver.core.checkpoints import Checkpoint
 from weightserver.core.errors import DataLossError, FencedError, NoTableError
+from weightserver.core.precision import GRADIENT, MOMENTUM_BUFFER, WEIGHT
 from weightserver.core.sharding import Sharding
 from weightserver.core.spec import TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
@@ -292,8 +293,9 @@ class WeightClient(Closing):
         if checkpoint:
             kept = find_checkpoint(self._shards, checkpoint) if isinstance(checkpoint, str) else checkpoint
             request.checkpoint, request.identity = kept.name, kept.checkpoint_id
-        request.table = self._cache.table.digest
-        fetch_rows(self._shards, self._sharding(), request, rows, out)
+        table = self._cache.table
+        request.table = table.digest
+        fetch_rows(self._shards, self._sharding(), request, rows, out, table.precision)
 
     def push_gradients(self, rows: npt.ArrayLike, gradients: npt.ArrayLike, *, step: int) -> None:
         """Applies update `step` with `gradients` (float32 [n, D]) to `rows` (int64 [n]); returns when durable.
@@ -310,7 +312,8 @@ class WeightClient(Closing):
         gradients = arguments.checked_values(gradients, (len(rows), self._cache.table.spec.dim), "gradients")
         if not arguments.is_strictly_increasing(rows):
             rows, gradients = arguments.sum_repeats(rows, gradients)
-        self._write(RowWrite("PushGradients", pb.PushGradientsRequest, step, step + 1, rows, {"gradients": gradients}))
+        sent = self._cache.table.precision.rounded(gradients, rows, step, GRADIENT)
+        self._write(RowWrite("PushGradients", pb.PushGradientsRequest, step, step + 1, rows, {"gradients": sent}))
 
     def write_state(
         self,
@@ -334,10 +337,10 @@ class WeightClient(Closing):
         if not arguments.is_strictly_increasing(rows):
             order = arguments.distinct_order(rows)
             rows, weight, momentum_buffer, steps = rows[order], weight[order], momentum_buffer[order], steps[order]
-        last = int(steps.max(initial=0))
-        arrays: dict[str, Float32Array | Int64Array] = {
-            "weight": weight,
-            "momentum_buffer": momentum_buffer,
+        last, precision = int(steps.max(initial=0)), self._cache.table.precision
+        arrays: dict[str, StoredArray | Int64Array] = {
+            "weight": precision.rounded(weight, rows, steps, WEIGHT),
+            "momentum_buffer": precision.rounded(momentum_buffer, rows, steps, MOMENTUM_BUFFER),
             "last_step": steps,
         }
         self._write(RowWrite("WriteState", pb.WriteStateRequest, last, last, rows, arrays))

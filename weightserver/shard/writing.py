@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import replace
 
-from weightserver.core.arrays import Float32Array, Int64Array
+from weightserver.core.arrays import Int64Array, StoredArray
 from weightserver.core.blocks import Block
 from weightserver.core.correction import apply_push
 from weightserver.core.errors import StepError
 from weightserver.core.exactly_once import WriterState
+from weightserver.core.precision import MOMENTUM_BUFFER, WEIGHT
 from weightserver.core.sharding import BlockRun, block_runs
 from weightserver.core.versions import unneeded
 from weightserver.shard.sessions import check_epoch
@@ -68,12 +69,13 @@ def update_rows(
     return True
 
 
-def push(table: Table, step: int, rows: Int64Array, gradients: Float32Array) -> Update:
-    """The update of rows (int64 [n]) by `gradients` (float32 [n, D]) at `step`."""
+def push(table: Table, step: int, rows: Int64Array, gradients: StoredArray) -> Update:
+    """The update of rows (int64 [n]) by `gradients` ([n, D], in the table's dtype) at `step`, computed in float32."""
+    precision = table.codec.precision
 
     def update(stored: Block, run: BlockRun) -> None:
-        last_step, weight = stored.last_step[run.slots], stored.weight[run.slots]
-        momentum = stored.momentum_buffer[run.slots]
+        last_step, weight = stored.last_step[run.slots], precision.widened(stored.weight[run.slots])
+        momentum = precision.widened(stored.momentum_buffer[run.slots])
         apply_push(
             table.schedule,
             bool(table.spec.correction),
@@ -81,17 +83,19 @@ def push(table: Table, step: int, rows: Int64Array, gradients: Float32Array) -> 
             last_step,
             weight,
             momentum,
-            gradients[run.part],
+            precision.widened(gradients[run.part]),
             rows=rows[run.part],
         )
-        stored.last_step[run.slots], stored.weight[run.slots] = last_step, weight
-        stored.momentum_buffer[run.slots] = momentum
+        stored.last_step[run.slots] = last_step
+        stored.weight[run.slots] = precision.rounded(weight, rows[run.part], last_step, WEIGHT)
+        stored.momentum_buffer[run.slots] = precision.rounded(momentum, rows[run.part], last_step, MOMENTUM_BUFFER)
 
     return update
 
 
-def replacement(rows: Int64Array, weight: Float32Array, momentum_buffer: Float32Array, last_step: Int64Array) -> Update:
-    """Replaces rows (int64 [n]) by raw state (float32 [n, D], float32 [n, D], int64 [n]), never by an older one."""
+def replacement(rows: Int64Array, weight: StoredArray, momentum_buffer: StoredArray, last_step: Int64Array) -> Update:
+    """Replaces rows (int64 [n]) by raw state, never by an older one: weight and momentum_buffer [n, D] in the table's
+    dtype, last_step int64 [n]."""
 
     def update(stored: Block, run: BlockRun) -> None:
         older = last_step[run.part] < stored.last_step[run.slots]
