@@ -43,7 +43,7 @@ def sealed_block(spec: TableSpec = SPEC, *, largest: float = 29 / 8) -> bytearra
     block = codec.initial(2)
     views = codec.views(block)
     views.last_step[:] = np.arange(10) * 1_000_000_007
-    momentum_buffer = np.arange(30, dtype=np.float32).reshape(10, 3) / 8
+    momentum_buffer = (np.arange(30).reshape(10, 3) / 8).astype(np.float32)
     momentum_buffer[9, 2] = largest
     views.momentum_buffer[:] = codec.precision.rounded(momentum_buffer, np.arange(20, 30), 0, MOMENTUM_BUFFER)
     assert codec.mark_written(block, np.array([0, 3, 9])) == 3
