@@ -25,6 +25,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_tools import protoc
 
+from tests.helpers.comparing import same
 from weightserver import (
     ClusterError,
     LocalCluster,
@@ -271,10 +272,7 @@ def test_a_side_that_overlooks_the_dtype_is_refused(
         with pytest.raises(SystemExit):
             main(["backup", *addresses, "--output", str(tmp_path / "backup")])
         assert "dtype='bfloat16'" in capsys.readouterr().err
-    after = client.fetch_state(ROWS)
-    assert all(
-        np.array_equal(one, other) for one, other in zip(vars(before).values(), vars(after).values(), strict=True)
-    )
+    assert same(client.fetch_state(ROWS), before)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)

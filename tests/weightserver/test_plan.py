@@ -72,10 +72,8 @@ def test_bfloat16_halves_disk_and_wire() -> None:
         ("on the wire", "remote: bytes both ways"),
         ("a shard's work", "memory: page cache for the window"),
     ):
-        whole = planned(part, name, **IMAGENET)
-        assert planned(part, name, **IMAGENET, dtype="bfloat16", rows_per_block=125) / whole == pytest.approx(
-            0.5, abs=0.01
-        )
+        whole, halved = planned(part, name, **IMAGENET), {"dtype": "bfloat16", "rows_per_block": 125}
+        assert planned(part, name, **IMAGENET, **halved) / whole == pytest.approx(0.5, abs=0.01)
     wide = planned("rows on disk, all shards", "all N rows, expected", **IMAGENET, dtype="bfloat16")
     assert wide / planned("rows on disk, all shards", "all N rows, expected", **IMAGENET) == pytest.approx(9 / 16)
 

@@ -62,6 +62,7 @@ class BlockCodec:
         self.precision = precision_of(spec)
         self._any_values, self._small_values = _FORMATS[spec.dtype]
         self._bitmap_bytes = -(-rows // 8)
+        self._bitmap = slice(_HEADER.size, _HEADER.size + self._bitmap_bytes)
         last_step = _HEADER.size + -(-self._bitmap_bytes // 8) * 8
         weight = last_step + 8 * rows
         momentum_buffer = weight + spec.value_bytes * rows * dim
@@ -82,11 +83,11 @@ class BlockCodec:
 
     def num_written(self, buffer: Buffer) -> int:
         """Number of rows that were ever written."""
-        return int(np.bitwise_count(np.ndarray(self._bitmap_bytes, np.uint8, buffer, _HEADER.size)).sum())
+        return int.from_bytes(buffer[self._bitmap], "little").bit_count()
 
     def written(self, buffer: Buffer) -> npt.NDArray[np.int64]:
         """The slots of rows that were ever written, ascending, int64 [n]."""
-        bitmap = np.ndarray(self._bitmap_bytes, np.uint8, buffer, _HEADER.size)
+        bitmap = np.frombuffer(buffer[self._bitmap], np.uint8)
         return np.flatnonzero(np.unpackbits(bitmap, bitorder="little"))
 
     def views(self, buffer: Buffer) -> Block:
@@ -101,10 +102,12 @@ class BlockCodec:
 
     def mark_written(self, buffer: bytearray, slots: npt.NDArray[np.int64]) -> int:
         """Marks `slots` (distinct, int64 [n]) as written; returns how many are so for the first time."""
-        written = np.ndarray(self._bitmap_bytes, np.uint8, buffer, _HEADER.size)
-        before = self.num_written(buffer)
-        np.bitwise_or.at(written, slots >> 3, (1 << (slots & 7)).astype(np.uint8))
-        return self.num_written(buffer) - before
+        marked = np.zeros(self._spec.rows_per_block, bool)
+        marked[slots] = True
+        before = int.from_bytes(buffer[self._bitmap], "little")
+        after = before | int.from_bytes(np.packbits(marked, bitorder="little").tobytes(), "little")
+        buffer[self._bitmap] = after.to_bytes(self._bitmap_bytes, "little")
+        return (before ^ after).bit_count()
 
     def seal(self, block: int, buffer: bytearray) -> None:
         """Writes the header, with the checksum of the block's contents."""
@@ -178,6 +181,13 @@ class RowBuffer:
             self.last_step[part] = stored.last_step[slots]
             self.weight[part] = stored.weight[slots]
             self.momentum_buffer[part] = stored.momentum_buffer[slots]
+
+    def store(self, part: slice, block: bytearray, slots: slice | npt.NDArray[np.int64]) -> None:
+        """Writes the rows of `part` into `slots` of a block's bytes."""
+        stored = self._codec.views(block)
+        stored.last_step[slots] = self.last_step[part]
+        stored.weight[slots] = self.weight[part]
+        stored.momentum_buffer[slots] = self.momentum_buffer[part]
 
 
 def _bytes(array: npt.NDArray[np.int64] | StoredArray) -> memoryview:
