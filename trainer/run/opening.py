@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 
 from trainer.config import TrainConfig
 from trainer.data import Dataset
-from trainer.distributed import Ranks
-from trainer.rows.dense import DenseRows
-from trainer.rows.remote import RemoteRows
-from trainer.rows.resident import ResidentRows
-from trainer.rows.store import RowStore
 from trainer.run.checkpoint_file import (
     checkpoint_name,
     history_to_resume,
@@ -29,9 +22,21 @@ from trainer.run.checkpoint_file import (
 )
 from trainer.run.history import ImageHistory
 from trainer.run.resume import step_to_resume
-from weightserver import ClusterError, LocalCluster, NoTableError, TableSpec, WeightClient, WeightServerError
+from weightserver import ClusterError, LocalCluster, NoTableError, TableSpec, WeightClient
 from weightserver.core.arrays import Float32Array
 from weightserver.core.sharding import Sharding
+from weightserver.torch import (
+    DenseRows,
+    LearningRates,
+    Ranks,
+    RemoteRows,
+    ResidentRows,
+    RowStore,
+    SharedSession,
+    refuse_used_table,
+    share_of_capacity,
+    share_session,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -42,33 +47,14 @@ class OpenRows:
 
     store: RowStore
     history: ImageHistory
-    rates: Float32Array
-    """Learning rates of all updates, float32 [num_steps]."""
+    rates: LearningRates
+    """Those of all updates."""
     client: WeightClient | None = None
     """The client that holds the session; None with dense rows."""
     epoch: int = 0
     """Epoch of the session; 0 without one."""
     checkpoint_step: int | None = None
     """Number of updates in the checkpoint that the run is resumed from; None for a new run."""
-
-
-@dataclass(frozen=True)
-class _Session:
-    """The session that the other ranks join, as rank 0 broadcasts it."""
-
-    addresses: list[str]
-    epoch: int
-    marks: list[str]
-    checkpoint_step: int | None
-    history: ImageHistory
-
-    def to_json(self) -> str:
-        return json.dumps(vars(self) | {"history": self.history.to_json()})
-
-    @classmethod
-    def from_json(cls, text: str) -> _Session:
-        content = json.loads(text)
-        return cls(**content | {"history": ImageHistory.from_json(content["history"])})
 
 
 def images_of_run(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> Dataset:
@@ -104,20 +90,22 @@ def open_rows(
     """
     if config.rows == "dense":
         sharding, history = Sharding(spec.rows_per_block, ranks.world_size), ImageHistory(((0, spec.num_rows),))
-        rates = _learning_rates(config, history, ranks)
+        rates = LearningRates(spec, _learning_rates(config, history, ranks))
         yield OpenRows(DenseRows(spec, rates, device=device, sharding=sharding, shard=ranks.rank), history, rates)
         return
     with ExitStack() as stack:
-        open_session = partial(_open_session, config, spec, range_sizes, digests, ranks, stack)
-        client, session = _join_session(config, ranks, stack, open_session)
-        rates = _as_held(_learning_rates(config, session.history, ranks), client)  # the same on every rank
+        open_first = partial(_open_session, config, spec, range_sizes, digests, ranks, stack)
+        session = share_session(config.output.name, ranks, stack, open_first, partial(_client, config))
+        client, history = session.client, ImageHistory.from_json(session.content["history"])
+        held = _as_held(_learning_rates(config, history, ranks), client)  # the same on every rank
+        rates = LearningRates(spec, held)
         store = (
             RemoteRows(client, device)
             if config.rows == "remote"
             else _resident(config, spec, rates, ranks, device, client)
         )
         stack.callback(store.close)
-        yield OpenRows(store, session.history, rates, client, session.epoch, session.checkpoint_step)
+        yield OpenRows(store, history, rates, client, session.epoch, session.content["checkpoint_step"])
 
 
 def _learning_rates(config: TrainConfig, history: ImageHistory, ranks: Ranks) -> Float32Array:
@@ -134,45 +122,17 @@ def _learning_rates(config: TrainConfig, history: ImageHistory, ranks: Ranks) ->
 
 
 def _resident(
-    config: TrainConfig, spec: TableSpec, rates: Float32Array, ranks: Ranks, device: torch.device, client: WeightClient
+    config: TrainConfig, spec: TableSpec, rates: LearningRates, ranks: Ranks, device: torch.device, client: WeightClient
 ) -> ResidentRows:
-    rows, world_size = config.resident_rows(spec.num_rows), ranks.world_size
-    if world_size > 1:  # blocks are assigned evenly, active ones randomly: room for 8 standard deviations
-        rows = min(rows, -(-rows // world_size) + 2 * spec.rows_per_block + round(8 * (rows / world_size) ** 0.5))
     return ResidentRows(
         client,
         spec,
         rates,
-        capacity=rows,
+        capacity=share_of_capacity(config.resident_rows(spec.num_rows), spec, ranks),
         prefetch_steps=config.prefetch_steps,
-        write_back_rows=min(config.window_stride, 1 << 14) // world_size + 1,
+        write_back_rows=min(config.window_stride, 1 << 14) // ranks.world_size + 1,
         device=device,
     )
-
-
-def _join_session(
-    config: TrainConfig, ranks: Ranks, stack: ExitStack, open_session: Callable[[], tuple[WeightClient, _Session]]
-) -> tuple[WeightClient, _Session]:
-    """Rank 0 opens the session; the other ranks join it."""
-    message: dict[str, Any] = {}
-    failure: Exception | None = None
-    if ranks.is_first:
-        try:
-            client, session = open_session()
-            message = {"session": session.to_json()}
-        except (ValueError, OSError, WeightServerError) as error:
-            failure, message = error, {"error": str(error)}
-    message = json.loads(ranks.broadcast_text(json.dumps(message)))
-    if failure is not None:
-        raise failure
-    if "error" in message:
-        raise ValueError(f"rank 0 failed: {message['error']}")
-    session = _Session.from_json(message["session"])
-    if not ranks.is_first:
-        client = stack.enter_context(_client(config, session.addresses))
-        client.expect(session.marks)
-        client.open_session(config.output.name, join=session.epoch)
-    return client, session
 
 
 def _open_session(
@@ -182,7 +142,7 @@ def _open_session(
     digests: Sequence[str],
     ranks: Ranks,
     stack: ExitStack,
-) -> tuple[WeightClient, _Session]:
+) -> SharedSession:
     """Creates or resumes the table, opens a session on it, and extends its schedule; rank 0 only.
 
     The weight servers are started if none are given.
@@ -194,11 +154,11 @@ def _open_session(
     if config.resume:
         epoch, step, history = _resume_table(client, config, spec, range_sizes, history)
     else:
-        _refuse_used_table(client)
+        refuse_used_table(client, "resume it by --resume, or use other servers")
         client.create_table(spec)
         epoch = client.open_session(config.output.name, force=False)
     client.extend_schedule(0, _as_held(history.learning_rates(config), client))
-    return client, _Session(addresses, epoch, client.marks(), step, history)
+    return SharedSession(client, addresses, epoch, {"checkpoint_step": step, "history": history.to_json()})
 
 
 def _resume_table(
@@ -255,7 +215,7 @@ def _open_table(client: WeightClient, spec: TableSpec) -> None:
     client.create_table(replace(spec, num_rows=num_rows))  # which refuses any other
 
 
-def _client(config: TrainConfig, addresses: list[str]) -> WeightClient:
+def _client(config: TrainConfig, addresses: Sequence[str]) -> WeightClient:
     # Local servers that the run started are on loopback and need no credentials.
     security = config.security.client_arguments() if config.servers else {}
     return WeightClient(addresses, retry_seconds=config.retry_seconds, **security)
@@ -272,15 +232,3 @@ def start_servers(config: TrainConfig, ranks: Ranks, stack: ExitStack) -> list[s
             "training on several machines needs weight servers that all machines can reach: give --servers"
         )
     return stack.enter_context(LocalCluster(config.num_shards, config.output / "servers")).addresses
-
-
-def _refuse_used_table(client: WeightClient) -> None:
-    try:
-        info = client.describe()
-    except NoTableError:
-        return
-    if info.clock > 0 or info.rows_stored > 0 or client.checkpoints():
-        raise ValueError(
-            f"the weight servers hold the rows of run {info.run!r} up to step {info.clock}: "
-            "resume it by --resume, or use other servers"
-        )

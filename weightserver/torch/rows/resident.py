@@ -6,14 +6,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.rows.arriving import ArrivingRows
-from trainer.rows.slots import SlotMap
-from trainer.rows.store import RowCounters
-from trainer.rows.values import SlotValues
-from trainer.rows.write_back import WriteBack
-from trainer.transfer import to_device
 from weightserver import RowState, TableSpec, WeightClient
 from weightserver.core.arrays import Float32Array, Int64Array
+from weightserver.torch.rates import LearningRates, PublishedRates, as_learning_rates
+from weightserver.torch.rows.arriving import ArrivingRows
+from weightserver.torch.rows.slots import SlotMap
+from weightserver.torch.rows.store import RowCounters
+from weightserver.torch.rows.values import SlotValues
+from weightserver.torch.rows.write_back import WriteBack
+from weightserver.torch.transfer import to_device
 
 _ROWS_PER_PART = 1 << 16
 """Rows that are copied from the device at once."""
@@ -36,7 +37,8 @@ class ResidentRows:
 
     Args:
         client: has a table, its schedule and an open session; its owner closes it.
-        learning_rates: float32 [num_steps], one for each update.
+        learning_rates: float32 [num_steps], one for each update; or those told so far.
+        published: makes the servers know learning rates before rows are written back, unless they know all.
         capacity: rows held here; at least those of any `prefetch_steps` + 1 consecutive steps.
         prefetch_steps: number of steps by which `prefetch` runs ahead; one fetch gathers the rows of half as many
             steps. write_back_rows: rows written back at once; the queue holds up to four times as many.
@@ -46,27 +48,33 @@ class ResidentRows:
         self,
         client: WeightClient,
         spec: TableSpec,
-        learning_rates: Float32Array,
+        learning_rates: Float32Array | LearningRates,
         *,
         capacity: int,
         prefetch_steps: int,
         write_back_rows: int,
         device: torch.device,
+        published: PublishedRates | None = None,
     ) -> None:
         self.counters = RowCounters()
         self.prefetch_steps = prefetch_steps
         self._client = client
         self._device = device
         self._slots = SlotMap(capacity)
-        self._values = SlotValues(spec, learning_rates, capacity, device)
+        self._values = SlotValues(spec, as_learning_rates(spec, learning_rates), capacity, device)
         self._changed = np.zeros(capacity, bool)  # since it arrived or was last written back
         self._next_step = 0  # the first step whose gradients were not applied
         self._announced: dict[int, Int64Array] = {}  # step -> slots of its rows
         self._active = np.zeros(0, np.int64)  # slots of the current step's rows
+        self.fresh = np.zeros(0, bool)
         self._active_on_device = torch.zeros(0, dtype=torch.int64, device=device)  # the same
         self._arriving = ArrivingRows(client, gathered_steps=prefetch_steps // 2, counters=self.counters)
         self._write_back = WriteBack(
-            client, batch_rows=write_back_rows, max_rows=4 * write_back_rows, counters=self.counters
+            client,
+            batch_rows=write_back_rows,
+            max_rows=4 * write_back_rows,
+            counters=self.counters,
+            published=published,
         )
 
     def prefetch(self, rows: Int64Array, *, step: int) -> None:
@@ -109,9 +117,13 @@ class ResidentRows:
         for slots, state in self._arriving.receive(step):
             self._values.place(slots, state)
         self._active = self._announced.pop(step)
+        self.fresh = self._values.last_step[self._active] == 0
         self._values.correct(self._active, step, rows=rows)
         self._active_on_device = to_device(self._active, self._device)
         return self._values.weight[self._active_on_device]
+
+    def begin(self, positions: Int64Array, weight: Tensor) -> None:
+        self._values.begin(self._active[positions], weight)
 
     def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int) -> None:
         self._values.update(self._active, self._active_on_device, gradients, step)

@@ -6,12 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.rows.store import RowCounters
-from trainer.transfer import to_device
 from weightserver import RowState, TableSpec
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.initial import initial_rows
 from weightserver.core.sharding import Sharding
+from weightserver.torch.rates import LearningRates, as_learning_rates
+from weightserver.torch.rows.store import RowCounters
+from weightserver.torch.transfer import to_device
 
 
 class DenseRows:
@@ -21,7 +22,7 @@ class DenseRows:
     Without `spec.correction` only active rows move (the paper's ablation, Table 2).
 
     Args:
-        learning_rates: float32 [num_steps], one for each update.
+        learning_rates: float32 [num_steps], one for each update; or those told so far.
         sharding, shard: this rank's share of the rows; all rows by default.
     """
 
@@ -30,7 +31,7 @@ class DenseRows:
     def __init__(
         self,
         spec: TableSpec,
-        learning_rates: Float32Array,
+        learning_rates: Float32Array | LearningRates,
         *,
         device: torch.device | str = "cpu",
         sharding: Sharding | None = None,
@@ -39,7 +40,7 @@ class DenseRows:
         assert spec.correction != "paper", "all rows move in each step: there is no gap to correct"
         self.counters = RowCounters()
         self._spec = spec
-        self._learning_rates = learning_rates
+        self._rates = as_learning_rates(spec, learning_rates)
         self._sharding = sharding or Sharding(spec.rows_per_block, 1)
         held = self._sharding.rows_of_shard(shard, spec.num_rows)
         self.counters.resident_rows = len(held)
@@ -47,6 +48,8 @@ class DenseRows:
         self._weight = torch.nn.Parameter(weight)
         self._weight.grad = torch.zeros_like(weight)
         self._momentum_buffer = torch.zeros_like(weight)  # only used without correction
+        self.fresh = np.zeros(0, bool)
+        self._is_fresh = np.ones(len(held), bool)  # of each held row
         self._active = (np.zeros(0, np.int64), torch.zeros(0, dtype=torch.int64))  # rows, and their positions
         self._optimizer = torch.optim.SGD(
             [self._weight], lr=0.0, momentum=spec.momentum, weight_decay=spec.weight_decay
@@ -56,6 +59,7 @@ class DenseRows:
         """Does nothing: the rows are in memory."""
 
     def weights(self, rows: Int64Array, *, step: int) -> Tensor:
+        self.fresh = self._is_fresh[self._sharding.local(rows)]
         return self._weight.detach()[self._positions(rows)]
 
     def _positions(self, rows: Int64Array) -> Tensor:
@@ -64,8 +68,17 @@ class DenseRows:
             self._active = rows, to_device(self._sharding.local(rows), self._weight.device)
         return self._active[1]
 
+    @torch.no_grad()
+    def begin(self, positions: Int64Array, weight: Tensor) -> None:
+        chosen = self._active[1][to_device(positions, self._weight.device)]
+        self._weight[chosen] = weight
+        for momentum_buffer in (self._momentum_buffer, self._optimizer.state[self._weight].get("momentum_buffer")):
+            if momentum_buffer is not None:
+                momentum_buffer[chosen] = 0
+
     def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int) -> None:
-        learning_rate = float(self._learning_rates[step])
+        learning_rate = self._rates.of_step(step)
+        self._is_fresh[self._sharding.local(rows)] = False
         active = self._positions(rows)
         if not self._spec.correction:
             self._update_active(active, gradients, learning_rate)

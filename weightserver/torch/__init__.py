@@ -1,0 +1,58 @@
+"""A classifier of any number of classes as a torch module (extra `torch`); its rows live on the weight servers.
+
+Import from it: `ClassifierHead` and `WindowSampler`, for training loops; the trainer also takes the parts they are made
+of, all names below.
+It may import: `common`, `core`, and the public names of the package above it.
+"""
+
+from importlib.util import find_spec
+
+if find_spec("torch") is None:
+    raise ModuleNotFoundError("weightserver.torch needs torch: pip install 'pic-weightserver[torch]'", name=__name__)
+
+from weightserver.torch.beginnings import beginning_norm
+from weightserver.torch.coming_steps import Announced
+from weightserver.torch.head import ClassifierHead
+from weightserver.torch.loss import cosine_softmax_loss, padded, padded_rows, softmax_loss
+from weightserver.torch.ranks import Ranks, gathered
+from weightserver.torch.rates import LearningRates
+from weightserver.torch.recency import ActiveRows, RecentRows, announced, check_num_active
+from weightserver.torch.rows import DenseRows, RemoteRows, ResidentRows, RowCounters, RowStore
+from weightserver.torch.sampler import WindowSampler
+from weightserver.torch.served_table import refuse_used_table, share_of_capacity
+from weightserver.torch.shared_session import SharedSession, share_session
+from weightserver.torch.transfer import HostCopy, to_device
+from weightserver.torch.windows import RangesOrder, RowOrder, VisitSchedule, resident_rows
+
+__all__ = [
+    "ActiveRows",
+    "Announced",
+    "ClassifierHead",
+    "DenseRows",
+    "HostCopy",
+    "LearningRates",
+    "RangesOrder",
+    "Ranks",
+    "RecentRows",
+    "RemoteRows",
+    "ResidentRows",
+    "RowCounters",
+    "RowOrder",
+    "RowStore",
+    "SharedSession",
+    "VisitSchedule",
+    "WindowSampler",
+    "announced",
+    "beginning_norm",
+    "check_num_active",
+    "cosine_softmax_loss",
+    "gathered",
+    "padded",
+    "padded_rows",
+    "refuse_used_table",
+    "resident_rows",
+    "share_of_capacity",
+    "share_session",
+    "softmax_loss",
+    "to_device",
+]
