@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from weightserver.core.precision import WEIGHT, precision_of
+from weightserver.core.precision import WEIGHT, as_if_stored, precision_of
 from weightserver.core.spec import TableSpec
 from weightserver.core.splitmix import derive_seed, splitmix64
 
@@ -49,5 +49,4 @@ def initial_rows(spec: TableSpec, rows: npt.NDArray[np.int64]) -> npt.NDArray[np
         normals = quantiles[halves[:, 0::2]]
         normals += quantiles[halves[:, 1::2]]
         np.multiply(normals[:, : spec.dim], std, out=weight[start : start + chunk])
-    precision = precision_of(spec)
-    return precision.widened(precision.rounded(weight, rows, 0, WEIGHT))
+    return as_if_stored(precision_of(spec), weight, rows, 0, WEIGHT)

@@ -67,6 +67,13 @@ def precision_of(spec: TableSpec) -> Precision:
     return BFloat16(spec.seed) if spec.dtype == "bfloat16" else Float32()
 
 
+def as_if_stored(
+    precision: Precision, values: Float32Array, rows: Int64Array, steps: Int64Array | int, array: int
+) -> Float32Array:
+    """Values float32 [n, D] as they come back after they were stored; see `Precision.rounded`."""
+    return precision.widened(precision.rounded(values, rows, steps, array))
+
+
 class Float32:
     """Values stored as they are."""
 
