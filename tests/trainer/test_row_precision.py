@@ -41,7 +41,7 @@ def assert_near(actual: Recorded, dense: Recorded, error: float) -> None:
 
 @pytest.mark.guard
 def test_rows_in_bfloat16_train_near_dense_ones(cluster: LocalCluster) -> None:
-    """Resident rows are rounded when they leave, remote ones in each step, and lie farther off; delays change nothing."""
+    """Resident rows are rounded when they leave, remote ones in each step, so they lie farther off. Delays do nothing."""
     spec, num_steps = replace(table(), dtype="bfloat16"), 250
     rates = learning_rates(num_steps=num_steps, base=0.5, warmup_steps=25)
     dense = replay(DenseRows(table(), rates), 60, num_steps)
