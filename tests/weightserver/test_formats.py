@@ -119,7 +119,7 @@ def test_the_default_block_fits_sixteen_pages() -> None:
     """Including the 16-byte header of the first overflow page."""
     assert BlockCodec(TableSpec(num_rows=1, dim=128)).num_bytes == 65_040
     assert 15 * 4096 < 65_040 + 16 <= 16 * 4096
-    for rows, pages in ((62, 8), (125, 16)):  # what docs/recipes.md recommends for bfloat16
+    for rows, pages in ((62, 8), (125, 16)):  # what docs/operations.md recommends for bfloat16
         halved = TableSpec(num_rows=1, dim=128, rows_per_block=rows, dtype="bfloat16")
         assert (pages - 1) * 4096 < BlockCodec(halved).num_bytes + 16 <= pages * 4096
         assert BlockCodec(replace(halved, rows_per_block=rows + 1)).num_bytes + 16 > pages * 4096
