@@ -71,10 +71,8 @@ def test_a_step_that_was_begun_is_discarded_by_a_new_iteration(make_head: MakeHe
         break
     rest = loader or loaded(batches[3:])
     second = trained(head, itertools.repeat(head.announced(rest)), steps=STEPS, encoder=encoder)
-    if loader is not None:
-        expected = expected_of_windows(head, loader.batch_sampler)  # type: ignore[arg-type]
-    else:
-        expected = Dense(head).trained(batches)
+    drawn_by: Any = loader.batch_sampler if loader else None
+    expected = expected_of_windows(head, drawn_by) if loader else Dense(head).trained(batches)
     Result(first.losses + second.losses, second.rows, second.encoder).assert_close(expected)
 
 
@@ -193,10 +191,14 @@ def test_an_error_in_the_background_is_raised_by_the_next_calls(
 def test_an_error_that_names_a_row_names_its_class(make_head: MakeHead, embeddings: torch.Tensor) -> None:
     """A learning rate at which rows explode, found by the servers."""
     head = make_head("remote")
-    with pytest.raises(WeightServerError, match=r"row \d+ would become infinite .* \(row \d+ is class \d+\)") as raised:
+
+    def explode() -> None:
         for _ in range(40):
             head(embeddings, [1, 2, 3, 4]).backward()
             head.step(1e38)
+
+    with pytest.raises(WeightServerError, match=r"row \d+ would become infinite .* \(row \d+ is class \d+\)") as raised:
+        explode()
     words = str(raised.value).split()
     row, named = int(words[words.index("row") + 1]), int(words[-1].rstrip(")"))
     assert head.order.images(np.array([row])).tolist() == [named]

@@ -12,8 +12,20 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.head.conftest import MakeHead
-from tests.helpers.own_loop import BATCH_SIZE, INPUTS, NUM_CLASSES, STEPS, Dense, Encoder, Images, Result
-from tests.helpers.own_loop import learning_rate, loaded, shuffled, trained
+from tests.helpers.own_loop import (
+    BATCH_SIZE,
+    INPUTS,
+    NUM_CLASSES,
+    STEPS,
+    Dense,
+    Encoder,
+    Images,
+    Result,
+    learning_rate,
+    loaded,
+    shuffled,
+    trained,
+)
 from weightserver import WeightClient
 from weightserver.torch import ClassifierHead, WindowSampler
 
