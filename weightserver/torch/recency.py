@@ -1,0 +1,103 @@
+"""Recent negative sampling: the K rows that are the classes of a step (Section 2.3 of the paper)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from weightserver.core.arrays import Int64Array
+from weightserver.core.sharding import Sharding
+
+
+class Visits(Protocol):
+    """A stream of visited rows: `VisitSchedule`, or `ClassVisits` where images share classes."""
+
+    num_rows: int
+
+    def visits(self, start: int, stop: int) -> Int64Array:
+        """Rows visited by visits start … stop−1, which may be negative: int64 [stop − start]."""
+
+
+@dataclass(frozen=True)
+class ActiveRows:
+    """The classes of one step: a pure function of the step."""
+
+    rows: Int64Array  # (K,), strictly increasing
+    labels: Int64Array  # (B,), position in `rows` of each visit of the batch
+
+    def share(self, sharding: Sharding, shard: int) -> ActiveRows:
+        """The rows that one shard (a rank) holds; the label of a visit is -1 if another shard holds its row."""
+        mine = sharding.shard_of(self.rows) == shard
+        position = np.where(mine, np.cumsum(mine) - 1, -1)
+        return ActiveRows(self.rows[mine], position[self.labels])
+
+
+class RecentRows:
+    """The K most recently visited distinct rows, the step's own batch included; batch t is visits t·B … t·B+B−1.
+
+    The next step costs about one sort of the rows that enter; any other step is computed from the stream of visits.
+    Memory is O(K + W), independent of N. Not thread-safe.
+
+    Raises:
+        ValueError: K exceeds N, or is smaller than the distinct rows that a batch may hold.
+    """
+
+    def __init__(self, schedule: Visits, *, num_active: int, batch_size: int) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if num_active > schedule.num_rows:
+            raise ValueError(
+                f"--num-negatives is {num_active}, but there are only {schedule.num_rows} images: choose fewer"
+            )
+        if num_active < min(batch_size, schedule.num_rows):
+            raise ValueError(
+                f"--num-negatives is {num_active}, but a batch may contain {batch_size} classes: "
+                "choose at least as many"
+            )
+        self._schedule = schedule
+        self._num_active = num_active
+        self._batch_size = batch_size
+        self._step: int | None = None
+        self._rows = np.zeros(0, np.int64)  # (K,), strictly increasing
+        self._last_visit = np.zeros(0, np.int64)  # (K,), visit index of each row's last visit
+
+    def active(self, step: int) -> ActiveRows:
+        """The active rows of a step ≥ 0, in any order of steps."""
+        batch = self._schedule.visits(step * self._batch_size, (step + 1) * self._batch_size)
+        if self._step is not None and step == self._step + 1:
+            self._advance(batch, step * self._batch_size)
+        elif step != self._step:
+            self._look_back((step + 1) * self._batch_size)
+        self._step = step
+        return ActiveRows(self._rows, np.searchsorted(self._rows, batch))
+
+    def _look_back(self, stop: int) -> None:
+        """Walks back from visit `stop` to the K-th distinct row, piece by piece: small strides make it a long walk."""
+        rows, last_visit = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        while len(rows) < self._num_active:
+            start = stop - 2 * self._num_active
+            met, ago = np.unique(
+                self._schedule.visits(start, stop)[::-1], return_index=True
+            )  # the first occurrence is the latest
+            new = ~np.isin(met, rows)
+            rows, last_visit = np.append(rows, met[new]), np.append(last_visit, stop - 1 - ago[new])
+            stop = start
+        newest = np.argpartition(-last_visit, self._num_active - 1)[: self._num_active]
+        newest = newest[np.argsort(rows[newest])]
+        self._rows, self._last_visit = rows[newest], last_visit[newest]
+
+    def _advance(self, batch: Int64Array, first_visit: int) -> None:
+        """Adds the batch's rows and removes as many of the least recent ones."""
+        visited, ago = np.unique(batch[::-1], return_index=True)
+        last_visit = first_visit + len(batch) - 1 - ago
+        position = np.searchsorted(self._rows, visited)
+        known = self._rows.take(position, mode="clip") == visited
+        self._last_visit[position[known]] = last_visit[known]
+        if num_entering := int((~known).sum()):
+            leaving = np.argpartition(self._last_visit, num_entering - 1)[:num_entering]
+            rows, visits = np.delete(self._rows, leaving), np.delete(self._last_visit, leaving)
+            where = np.searchsorted(rows, visited[~known])
+            self._rows = np.insert(rows, where, visited[~known])
+            self._last_visit = np.insert(visits, where, last_visit[~known])
