@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from benchmarks.measure import Timing, in_turn, save_results, write_results
 from trainer.data import Dataset
 from trainer.data.pixels import PixelScale
-from trainer.distributed import Ranks
 from trainer.evaluate.frozen import Frozen
 from trainer.evaluate.knn import SEARCHED_ROWS
 from trainer.evaluate.linear import LinearConfig, LinearHeads
 from trainer.evaluate.neighbours import nearest, predict
 from trainer.evaluate.stored_features import BLOCK_ROWS, StoredFeatures, block_file
 from trainer.torchvision_compat import import_module
+from weightserver.torch import Ranks
 
 DIM, NUM_CLASSES, K, TEMPERATURE, BATCH_SIZE = 2_048, 1_000, 200, 0.07, 256
 IMAGENET_BANK, IMAGENET_QUERIES = 1_281_167, 50_000

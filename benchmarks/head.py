@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from benchmarks.measure import Timing, draw_bars, timing, write_results
-from trainer.loss import cosine_softmax_loss
+from weightserver.torch import cosine_softmax_loss
 
 BATCH_SIZE, DIM = 512, 128
 NUM_ACTIVE = 65_536

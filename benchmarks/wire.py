@@ -18,11 +18,9 @@ import numpy as np
 import torch
 
 from benchmarks.measure import draw_bars, timing, write_results
-from trainer.recency import RecentRows, announced
-from trainer.rows import RemoteRows, ResidentRows, RowStore
-from trainer.schedule import VisitSchedule
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
+from weightserver.torch import RecentRows, RemoteRows, ResidentRows, RowStore, VisitSchedule, announced
 
 BATCH_SIZE, NUM_ACTIVE, WINDOW_SIZE, WINDOW_STRIDE = 512, 65_536, 131_072, 16_384
 SPEC = TableSpec(num_rows=1_281_167, dim=128)

@@ -12,30 +12,37 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.background import computed_ahead
 from trainer.config import TrainConfig
 from trainer.data import Dataset
 from trainer.data.augment import Augmentation
 from trainer.data.prefetch import Visits, views_ahead
-from trainer.distributed import Ranks, averaged_over_ranks
+from trainer.distributed import averaged_over_ranks
 from trainer.evaluate.knn_probe import KnnProbe
-from trainer.loss import padded_rows
 from trainer.model import PICModel, build_model, check_image_size, load_encoder
 from trainer.monitors import Monitors
 from trainer.online_probe import OnlineProbe
-from trainer.recency import ActiveRows, RecentRows, announced
-from trainer.rows.store import RowStore
 from trainer.run.checkpoint import Checkpoints
 from trainer.run.checkpoint_file import load, probe_tensors, saved_steps
 from trainer.run.claim import DirectoryClaim
 from trainer.run.opening import OpenRows, open_rows
 from trainer.run.recorder import Recorder
-from trainer.schedule import RangesOrder, VisitSchedule, visit_uniforms
+from trainer.schedule import visit_uniforms
 from trainer.stopping import stop_signals
-from trainer.transfer import to_device
 from weightserver import TableSpec
+from weightserver.common.background import computed_ahead
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.sharding import Sharding
+from weightserver.torch import (
+    ActiveRows,
+    RangesOrder,
+    Ranks,
+    RecentRows,
+    RowStore,
+    VisitSchedule,
+    announced,
+    padded_rows,
+    to_device,
+)
 
 _log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from trainer.loss import LossConfig
 from trainer.model import EncoderConfig, ModelConfig
 from trainer.online_probe import OnlineProbeConfig
 from trainer.optimization import OptimizationConfig
-from trainer.rows.config import RowsConfig, ServersConfig
+from trainer.rows_config import RowsConfig, ServersConfig
 from trainer.run.config import ReportConfig, RunConfig
 from trainer.run.earlier import began_earlier, earlier_defaults
 from trainer.schedule import SamplingConfig

@@ -3,89 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.liveness import ending_together
-
-_CPU = torch.device("cpu")
+from weightserver.torch import Ranks
 
 
 class RankLostError(Exception):
     """Another rank failed or did not answer in time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """The rank of this process; all ranks must call the methods that communicate."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    """Number of this rank among those on its machine."""
-    local_world_size: int = 1
-    """Number of ranks on this machine."""
-    device: torch.device = _CPU
-    """Device of this rank. A GPU has an index: without one it would mean each thread's current GPU."""
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    def share(self, num_items: int) -> slice:
-        """This rank's slice of `num_items` items; the ranks' slices cover all in order, and differ by at most one."""
-        return slice(num_items * self.rank // self.world_size, num_items * (self.rank + 1) // self.world_size)
-
-    def barrier(self) -> None:
-        """Returns once all ranks have called it."""
-        self.sum_over_ranks([0.0])  # torch's own barrier would involve NCCL, and so the GPU
-
-    def broadcast_text(self, text: str | None) -> str:
-        """Returns rank 0's text on every rank; the arguments of other ranks are ignored."""
-        if self.world_size == 1:
-            assert text is not None, "rank 0 has the text"
-            return text
-        data = list((text or "").encode()) if self.is_first else []
-        length = torch.tensor(len(data))
-        dist.broadcast(length, src=0)
-        content = torch.zeros(int(length), dtype=torch.uint8)
-        if self.is_first:
-            content.copy_(torch.tensor(data, dtype=torch.uint8))
-        dist.broadcast(content, src=0)
-        return bytes(content.tolist()).decode()
-
-    def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
-        """Sums each value over ranks, in float64."""
-        return self._reduced(values, dist.ReduceOp.SUM)
-
-    def max_over_ranks(self, values: Sequence[float]) -> list[float]:
-        """The maximum of each value over ranks."""
-        return self._reduced(values, dist.ReduceOp.MAX)
-
-    def _reduced(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
-        if self.world_size == 1:
-            return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, operation)
-        return [float(value) for value in tensor.tolist()]
-
-
-def gathered(part: Tensor, total: int, ranks: Ranks, *, dim: int = 0) -> Tensor:
-    """The shares (`Ranks.share`) of all ranks in order along `dim`, of `total` items, on every rank."""
-    if ranks.world_size == 1:
-        return part
-    whole = part.new_zeros(*part.shape[:dim], total, *part.shape[dim + 1 :])
-    share = ranks.share(total)
-    whole.narrow(dim, share.start, share.stop - share.start).copy_(part)
-    dist.all_reduce(whole)  # exact: all ranks except one add zeros
-    return whole
 
 
 def averaged_over_ranks(network: nn.Module, ranks: Ranks) -> nn.Module:

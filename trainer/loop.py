@@ -27,20 +27,18 @@ from torch import Tensor
 from trainer.build import Run, build_run
 from trainer.config import TrainConfig
 from trainer.data import Dataset, load_dataset
-from trainer.distributed import Ranks, averaging_gradients, process_group
+from trainer.distributed import averaging_gradients, process_group
 from trainer.evaluate import ProbeResult, encoder_features, evaluate_features
-from trainer.loss import padded
 from trainer.model import PICModel, save_encoder
 from trainer.monitors import Update
-from trainer.recency import ActiveRows
 from trainer.run.directory import ENCODER_FILE, SUMMARY_FILE
 from trainer.run.opening import images_of_run
 from trainer.run.prometheus import peak_gpu_bytes
 from trainer.run.resume import resolve_resume, with_pixel_scale
 from trainer.schedule import forward_seed
 from trainer.stopping import Interrupted
-from trainer.transfer import to_device
 from weightserver.common.atomic_files import atomic_write
+from weightserver.torch import ActiveRows, Ranks, padded, to_device
 
 _SIGNAL_STEPS = 4
 """Steps between exchanges of received signals if there are several ranks; a single rank looks at every step."""

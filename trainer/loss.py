@@ -1,23 +1,16 @@
-"""The softmax over the active rows (Equation 1 of the paper), of cosines or products, on one rank or many."""
+"""Settings of the loss (Equation 1 of the paper)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.distributed import Ranks
 from trainer.settings import Settings, check_choice, check_positive
-
-_LARGEST_SPREAD = 80.0
-"""If logits differ by less than this, no maximum need be subtracted: e⁻⁸⁰ is a normal float32, 1.8e-35."""
+from weightserver.torch import cosine_softmax_loss, softmax_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,125 +32,3 @@ class LossConfig(Settings):
     def loss_function(self) -> Callable[..., Tensor]:
         """The loss of features, weights and labels: `softmax_loss` or `cosine_softmax_loss`."""
         return softmax_loss if self.softmax == "plain" else partial(cosine_softmax_loss, temperature=self.temperature)
-
-
-def cosine_softmax_loss(
-    features: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    temperature: float,
-    ranks: Ranks | None = None,
-    num_rows: int | None = None,
-) -> Tensor:
-    """`softmax_loss` of logits cos(w_j, z_i)/τ (Equation 1); features and weight are L2-normalised here, in float32."""
-    with torch.autocast(features.device.type, enabled=False):
-        return softmax_loss(
-            F.normalize(features),
-            F.normalize(weight),
-            labels,
-            temperature=temperature,
-            ranks=ranks,
-            num_rows=num_rows,
-            largest_logit=1 / temperature if 2 / temperature < _LARGEST_SPREAD else None,
-        )
-
-
-def softmax_loss(
-    features: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    temperature: float = 1.0,
-    ranks: Ranks | None = None,
-    num_rows: int | None = None,
-    largest_logit: float | None = None,
-) -> Tensor:
-    """Mean cross-entropy of logits w_j·z_i/τ over the whole batch, a scalar.
-
-    Features (B, D) and weight (K, D) are float32; labels int64 (B,) index the rows of weight. Logits are float32 even
-    under autocast.
-
-    With `ranks`, features are those of this rank's share of the batch (`Ranks.share`) and weight is this rank's share
-    of the K rows, of any size; labels are those of the whole batch, -1 if another rank has the row. All ranks call it,
-    and its backward; each gets the same loss and exactly dLoss/dweight. Features get dLoss/dfeatures times world_size,
-    so that an encoder whose gradients are averaged over ranks (DistributedDataParallel) trains as on one rank.
-
-    If `num_rows` is given, only the first `num_rows` rows of weight are classes; the others, which `padded` added,
-    change neither the loss nor a gradient. `largest_logit` is an upper bound of all logits, if one is known that is
-    small enough to be subtracted from all of them; otherwise the ranks exchange each image's largest logit.
-    """
-    with torch.autocast(features.device.type, enabled=False):
-        if ranks is None or ranks.world_size == 1:
-            logits = features @ weight.T / temperature  # (B, K)
-            return F.cross_entropy(logits, labels)
-
-        whole: Tensor = _WholeBatch.apply(features, len(labels), ranks)  # type: ignore[no-untyped-call]
-        logits = whole @ weight.T / temperature  # (B, D) times (D, K of this rank)
-        if num_rows is not None and num_rows < len(weight):
-            logits = logits.masked_fill(torch.arange(len(weight), device=logits.device) >= num_rows, -math.inf)
-        # Subtracting a constant keeps the softmax unchanged and exp in range.
-        logits = logits - (_largest_of_each(logits) if largest_logit is None else largest_logit)
-        positive = -F.nll_loss(logits, labels, reduction="none", ignore_index=-1)  # (B,), 0 if another rank has it
-        parts = torch.stack([logits.exp().sum(dim=1), positive])  # (2, B)
-        total, positive = _SumOverRanks.apply(parts)  # type: ignore[no-untyped-call]
-        loss: Tensor = (total.log() - positive).mean()
-        return loss
-
-
-def _largest_of_each(logits: Tensor) -> Tensor:
-    """Each image's largest logit over the rows of all ranks: (B, K of this rank) to (B, 1)."""
-    largest = logits.detach().amax(dim=1) if logits.shape[1] else logits.new_full(logits.shape[:1], -math.inf)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return largest[:, None]
-
-
-def padded_rows(num_active: int, rows_per_block: int, ranks: Ranks) -> int:
-    """Number of rows that a rank's share of K is padded to, so that shapes on a GPU are the same in nearly every step.
-
-    Blocks are assigned evenly, active rows randomly: 4 standard deviations and one block more than the mean.
-    """
-    if ranks.world_size == 1:
-        return num_active
-    mean = num_active / ranks.world_size
-    return min(num_active, math.ceil(mean + rows_per_block + 4 * math.sqrt(mean)))
-
-
-def padded(weight: Tensor, num_rows: int) -> Tensor:
-    """Rows (K of this rank, D), padded with zeros to at least `num_rows` rows."""
-    return F.pad(weight, (0, 0, 0, num_rows - len(weight))) if len(weight) < num_rows else weight
-
-
-class _WholeBatch(torch.autograd.Function):
-    """Gathers the features (b, D) of each rank into those of the batch (B, D), to compare with each rank's rows."""
-
-    @staticmethod
-    def forward(ctx: Any, features: Tensor, batch_size: int, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        share = ranks.share(batch_size)
-        assert len(features) == share.stop - share.start, "features of this rank's share of the batch"
-        whole = features.new_zeros(batch_size, features.shape[1])
-        whole[share] = features
-        dist.all_reduce(whole)  # exact: all ranks except one add zeros
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        gradient = gradients[0].clone(memory_format=torch.contiguous_format)  # (B, D), through this rank's rows
-        dist.all_reduce(gradient)
-        # DistributedDataParallel divides by world_size, but this is already a sum over the batch: undo the division.
-        return gradient[ctx.ranks.share(len(gradient))] * ctx.ranks.world_size, None, None
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """Sums over ranks. All ranks compute the same loss from the sum, so each summand gets the whole gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, summand: Tensor) -> Tensor:
-        total = summand.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]

@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.distributed import Ranks, gathered
-from trainer.loss import LossConfig, padded
+from trainer.loss import LossConfig
+from weightserver.torch import Ranks, gathered, padded
 
 RANKME_WINDOW = 2_048
 """RankMe is computed on the embeddings of so many images, the newest; of whole steps, so on a few more."""

@@ -11,9 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.distributed import Ranks
 from trainer.model import PICModel
 from trainer.settings import Settings, resumable
+from weightserver.torch import Ranks
 
 _log = logging.getLogger(__name__)
 

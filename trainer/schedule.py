@@ -1,16 +1,8 @@
-"""Order of visits: pure functions of seeds and the visit index (Section 2.2 of the paper; Algorithm 3).
-
-The N images stand in a fixed random order; a row of the classifier is an image's position in it. A window is W
-consecutive positions (modulo N); each window is visited once, in a shuffled order, then the window moves by S. Visit i
-of the endless stream lies in window i div W; the stream extends to negative indexes. NumPy only.
-"""
+"""A run's sampling settings, its learning rates, and the random numbers of visits and steps: pure functions."""
 
 from __future__ import annotations
 
 import math
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,12 +11,11 @@ import numpy.typing as npt
 from trainer.settings import Settings
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.double_double import cosine
-from weightserver.core.initial import splitmix64
+from weightserver.core.initial import derive_seed, splitmix64
+from weightserver.torch import VisitSchedule
 
-_NUM_ROUNDS = 6
-_KEPT_WINDOWS = 8
-# Purposes of a seed's numbers, so that no two uses share a number.
-_ORDER, _WINDOWS, _AUGMENTATION, _RANGES, _FORWARD, _FURTHER = 1, 2, 3, 4, 5, 6
+_AUGMENTATION, _FORWARD, _FURTHER = 3, 5, 6
+"""Purposes of a seed's numbers (`derive_seed`); 1, 2 and 4 are those of `weightserver.torch`."""
 _COLUMNS = 13
 """Numbers of a visit in each of its streams: fixed at the number that the first version had."""
 
@@ -55,126 +46,6 @@ class SamplingConfig(Settings):
         )
 
 
-class RowOrder:
-    """The keyed random order of N images: a bijection row <-> image that needs no memory, a function of order_seed.
-
-    A Feistel network permutes the smallest 4^k ≥ N numbers; numbers outside 0..N-1 are permuted again until they are
-    inside (cycle walking; Black and Rogaway, CT-RSA 2002).
-    """
-
-    def __init__(self, num_rows: int, order_seed: int) -> None:
-        if num_rows < 1:
-            raise ValueError(f"num_rows must be at least 1, got {num_rows}")
-        self.num_rows = num_rows
-        self._half_bits = np.uint64(max(1, -(-(num_rows - 1).bit_length() // 2)))
-        self._mask = np.uint64((1 << int(self._half_bits)) - 1)
-        self._round_seeds = [_derive(_derive(order_seed, _ORDER), number) for number in range(_NUM_ROUNDS)]
-
-    def images(self, rows: Int64Array) -> Int64Array:
-        """The image of each row: int64 [n] to int64 [n]."""
-        return self._walk(rows, self._round_seeds, swapped=False)
-
-    def rows(self, images: Int64Array) -> Int64Array:
-        """The row of each image: the inverse of `images`."""
-        return self._walk(images, self._round_seeds[::-1], swapped=True)
-
-    def _walk(self, values: Int64Array, seeds: list[int], *, swapped: bool) -> Int64Array:
-        result = self._permute(values.astype(np.uint64), seeds, swapped)
-        while (outside := np.flatnonzero(result >= self.num_rows)).size:
-            result[outside] = self._permute(result[outside], seeds, swapped)
-        return result.astype(np.int64)
-
-    def _permute(self, values: npt.NDArray[np.uint64], seeds: list[int], swapped: bool) -> npt.NDArray[np.uint64]:
-        left, right = values >> self._half_bits, values & self._mask
-        if swapped:  # the inverse is the same network with halves swapped and rounds reversed
-            left, right = right, left
-        for seed in seeds:
-            left, right = right, left ^ (splitmix64(seed, right) & self._mask)
-        if swapped:
-            left, right = right, left
-        permuted: npt.NDArray[np.uint64] = left << self._half_bits | right
-        return permuted
-
-
-class RangesOrder:
-    """The order of images that were added in ranges of ids: each range of rows has its own order.
-
-    Rows first … first+size−1 hold the images of the same ids, in the order whose key is a function of (order_seed,
-    first); that of the first range is `RowOrder(size, order_seed)`. So a new range moves no row of earlier ranges.
-
-    Raises:
-        ValueError: no range, or an empty one.
-    """
-
-    def __init__(self, sizes: Sequence[int], order_seed: int) -> None:
-        if not sizes:
-            raise ValueError("an order needs at least one range of images")
-        self.num_rows = sum(sizes)
-        self._firsts = np.cumsum([0, *sizes[:-1]])
-        seeds = (_derive(_derive(order_seed, _RANGES), int(first)) if first else order_seed for first in self._firsts)
-        self._orders = [RowOrder(size, seed) for size, seed in zip(sizes, seeds, strict=True)]
-
-    def images(self, rows: Int64Array) -> Int64Array:
-        """The image of each row: int64 [n] to int64 [n]."""
-        return self._map(rows, RowOrder.images)
-
-    def rows(self, images: Int64Array) -> Int64Array:
-        """The row of each image: the inverse of `images`."""
-        return self._map(images, RowOrder.rows)
-
-    def _map(self, values: Int64Array, method: Callable[[RowOrder, Int64Array], Int64Array]) -> Int64Array:
-        result = np.empty(len(values), np.int64)
-        ranges = np.searchsorted(self._firsts, values, side="right") - 1
-        for number in np.unique(ranges):
-            chosen, first = ranges == number, self._firsts[number]
-            result[chosen] = method(self._orders[number], values[chosen] - first) + first
-        return result
-
-
-class VisitSchedule:
-    """The sliding-window stream of visits. Epoch order is window_stride = window_size = num_rows. Thread-safe.
-
-    Raises:
-        ValueError: unless 1 ≤ window_stride ≤ window_size ≤ num_rows.
-    """
-
-    def __init__(self, *, num_rows: int, window_size: int, window_stride: int, seed: int) -> None:
-        if not 1 <= window_size <= num_rows:
-            raise ValueError(f"--window-size must lie in 1..{num_rows}, the number of images, got {window_size}")
-        if not 1 <= window_stride <= window_size:
-            raise ValueError(f"--window-stride must lie in 1..{window_size}, the window size, got {window_stride}")
-        self.num_rows = num_rows
-        self.window_size = window_size
-        self.window_stride = window_stride
-        self._seed = _derive(seed, _WINDOWS)
-        self._windows: OrderedDict[int, Int64Array] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def visits(self, start: int, stop: int) -> Int64Array:
-        """Rows visited by visits start … stop−1, which may be negative: int64 [stop − start]."""
-        start, stop = int(start), int(stop)  # NumPy integers would overflow below
-        parts = []
-        while start < stop:
-            window, offset = divmod(start, self.window_size)
-            with self._lock:
-                part = self._window(window)[offset : offset + stop - start]
-            parts.append(part)
-            start += len(part)
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
-
-    def _window(self, window: int) -> Int64Array:
-        """The rows of a window in the order of their visits, int64 [W]."""
-        if (rows := self._windows.get(window)) is None:
-            first = np.uint64(window * self.window_size % 2**64)
-            counter: npt.NDArray[np.uint64] = np.add(first, np.arange(self.window_size, dtype=np.uint64))
-            shuffled = np.argsort(splitmix64(self._seed, counter), kind="stable")
-            rows = (shuffled + window * self.window_stride % self.num_rows) % self.num_rows
-            self._windows[window] = rows
-            if len(self._windows) > _KEPT_WINDOWS:
-                self._windows.popitem(last=False)
-        return rows
-
-
 def visit_uniforms(seed: int, visits: Int64Array, count: int) -> Float32Array:
     """`count` uniform numbers in [0, 1) for each visit (int64 [...]): float32 [..., count].
 
@@ -183,7 +54,7 @@ def visit_uniforms(seed: int, visits: Int64Array, count: int) -> Float32Array:
     """
     bits = []
     for stream, first in enumerate(range(0, count, _COLUMNS)):
-        key = _derive(seed, _AUGMENTATION) if stream == 0 else _derive(_derive(seed, _FURTHER), stream)
+        key = derive_seed(seed, _AUGMENTATION) if stream == 0 else derive_seed(derive_seed(seed, _FURTHER), stream)
         counter: npt.NDArray[np.uint64] = np.add.outer(
             visits.astype(np.uint64) * np.uint64(_COLUMNS), np.arange(min(_COLUMNS, count - first), dtype=np.uint64)
         )
@@ -193,7 +64,7 @@ def visit_uniforms(seed: int, visits: Int64Array, count: int) -> Float32Array:
 
 def forward_seed(seed: int, step: int, rank: int) -> int:
     """The seed of a rank's generators in a step, in 0..2⁶⁴−1, for encoders that draw random numbers (dropout)."""
-    return _derive(_derive(_derive(seed, _FORWARD), step), rank)
+    return derive_seed(derive_seed(derive_seed(seed, _FORWARD), step), rank)
 
 
 def learning_rates(*, num_steps: int, base: float, warmup_steps: int, start_fraction: float = 0.01) -> Float32Array:
@@ -207,8 +78,3 @@ def learning_rates(*, num_steps: int, base: float, warmup_steps: int, start_frac
     warmup = start_fraction + (1 - start_fraction) * step / max(1, warmup_steps)
     angle = math.pi * (step[warmup_steps:] - warmup_steps) / max(1, num_steps - warmup_steps)
     return (base * np.concatenate([warmup[:warmup_steps], 0.5 * (1 + cosine(angle))])).astype(np.float32)
-
-
-def _derive(seed: int, purpose: int) -> int:
-    """Derives a separate seed for each purpose."""
-    return int(splitmix64(seed % 2**64, np.array([purpose], np.uint64))[0])

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from benchmarks.measure import timing
 from trainer.config import parse_config
-from trainer.distributed import Ranks, process_group
+from trainer.distributed import process_group
 from trainer.model import build_model
+from weightserver.torch import Ranks
 
 _ROUNDS, _CALLS = 7, 10
 

@@ -22,12 +22,12 @@ from trainer.compute import set_matmul_precision
 from trainer.config import TrainConfig, parse_config
 from trainer.data.augment import Augmentation
 from trainer.data.prefetch import Visits, views_ahead
-from trainer.distributed import Ranks, process_group
+from trainer.distributed import process_group
 from trainer.loop import dataset_of
-from trainer.loss import cosine_softmax_loss
 from trainer.model import build_model
 from trainer.run.prometheus import peak_gpu_bytes
 from trainer.schedule import visit_uniforms
+from weightserver.torch import Ranks, cosine_softmax_loss
 
 
 class PlainClassifier(nn.Module):

@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from trainer.schedule import RangesOrder, RowOrder, VisitSchedule, forward_seed, learning_rates, visit_uniforms
+from trainer.schedule import forward_seed, learning_rates, visit_uniforms
 from weightserver.core.correction import Schedule, apply_push, correct
 from weightserver.core.initial import initial_rows
 from weightserver.core.spec import TableSpec
+from weightserver.torch import RangesOrder, RowOrder, VisitSchedule
 
 PRESETS = {"long": (50_000, 0.03, 1_250), "demo": (3_000, 0.1, 100), "no warm-up": (777, 1.7, 0)}
 """num_steps, base and warmup_steps of a schedule."""

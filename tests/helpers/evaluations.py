@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data import Dataset
-from trainer.distributed import Ranks
 from trainer.evaluate.evaluation import Evaluation, Outcome, Subject
 from trainer.evaluate.progress import Advance
 from trainer.model import EncoderConfig
+from weightserver.torch import Ranks
 
 NUM_CLASSES = 4
 SIDE = 16

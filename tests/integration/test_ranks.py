@@ -21,14 +21,22 @@ import torch.multiprocessing
 
 from tests.helpers.gpus import Gpus
 from trainer.config import TrainConfig
-from trainer.distributed import Ranks, process_group
-from trainer.loss import cosine_softmax_loss
-from trainer.recency import RecentRows, announced
-from trainer.rows import DenseRows, RemoteRows, ResidentRows, RowStore
+from trainer.distributed import process_group
 from trainer.run.opening import start_servers
-from trainer.schedule import VisitSchedule, learning_rates
+from trainer.schedule import learning_rates
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.core.sharding import Sharding
+from weightserver.torch import (
+    DenseRows,
+    Ranks,
+    RecentRows,
+    RemoteRows,
+    ResidentRows,
+    RowStore,
+    VisitSchedule,
+    announced,
+    cosine_softmax_loss,
+)
 
 BATCH_SIZE, DIM, NUM_ROWS, NUM_ACTIVE = 10, 16, 300, 60
 SPEC = TableSpec(num_rows=NUM_ROWS, dim=DIM, weight_decay=1e-3, rows_per_block=7)

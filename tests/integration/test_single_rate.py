@@ -23,10 +23,10 @@ from tests.integration.test_stores import (
     resident,
 )
 from trainer.loop import train
-from trainer.rows import DenseRows, RowCounters
 from trainer.schedule import learning_rates
 from weightserver import LocalCluster, RowState, StepError, TableMismatchError, TableSpec, WeightClient
 from weightserver.operations.reshard import reshard
+from weightserver.torch import DenseRows, RowCounters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,11 +14,18 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from trainer.loss import cosine_softmax_loss
-from trainer.recency import RecentRows, announced
-from trainer.rows import DenseRows, RemoteRows, ResidentRows, RowStore
-from trainer.schedule import VisitSchedule, learning_rates
+from trainer.schedule import learning_rates
 from weightserver import LocalCluster, RowState, TableSpec, WeightClient
+from weightserver.torch import (
+    DenseRows,
+    RecentRows,
+    RemoteRows,
+    ResidentRows,
+    RowStore,
+    VisitSchedule,
+    announced,
+    cosine_softmax_loss,
+)
 
 BATCH_SIZE, DIM, NUM_ROWS = 8, 16, 300
 SCHEDULE = VisitSchedule(num_rows=NUM_ROWS, window_size=80, window_stride=20, seed=5)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.background import computed_ahead
-from trainer.transfer import HostCopy, to_device
+from weightserver.common.background import computed_ahead
+from weightserver.torch import HostCopy, to_device
 
 
 def test_items_come_in_order_and_few_are_ahead() -> None:

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers import numerics
-from trainer.distributed import Ranks, process_group
-from trainer.loss import cosine_softmax_loss, padded, padded_rows
+from trainer.distributed import process_group
+from weightserver.torch import Ranks, cosine_softmax_loss, padded, padded_rows
 
 ROOT = Path(__file__).parents[2]
 NUM_INPUTS, DIM, NUM_ROWS = 6, 5, 23

@@ -15,9 +15,9 @@ from tests.helpers.secure_shards import served
 from tests.helpers.small_run import EVERY, NUM_IMAGES, ONLY_ROWS, small_run
 from trainer.export.__main__ import main
 from trainer.loop import train
-from trainer.schedule import RowOrder, VisitSchedule
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.operations.certificates import write_certificates
+from weightserver.torch import RowOrder, VisitSchedule
 
 
 def export(*arguments: object) -> int | str | None:

@@ -27,14 +27,14 @@ from trainer.data.manifest import Manifest
 from trainer.data.pack import PackOptions, pack
 from trainer.export.__main__ import main as export
 from trainer.loop import train
-from trainer.recency import RecentRows
 from trainer.run import opening
 from trainer.run.checkpoint import Checkpoints
 from trainer.run.history import ImageHistory
-from trainer.schedule import VisitSchedule, learning_rates
+from trainer.schedule import learning_rates
 from weightserver import LocalCluster, RowState, WeightClient
 from weightserver.client.connection import ShardConnection
 from weightserver.core.initial import initial_rows
+from weightserver.torch import RecentRows, VisitSchedule
 
 OLD, ALL = 100, 160
 NUM_STEPS, ALL_STEPS = 25, 40  # four visits for each image

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers import numerics
-from trainer.loss import cosine_softmax_loss, softmax_loss
+from weightserver.torch import cosine_softmax_loss, softmax_loss
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trainer.compute import set_matmul_precision
-from trainer.loss import cosine_softmax_loss
 from trainer.model import (
     EncoderConfig,
     SmallResNet,
@@ -21,6 +20,7 @@ from trainer.model import (
     load_encoder,
     save_encoder,
 )
+from weightserver.torch import cosine_softmax_loss
 
 SMALL = EncoderConfig(width=8, blocks=(1, 2), stem_stride=2, pool_size=2)
 GROUP = dataclasses.replace(SMALL, norm="group")

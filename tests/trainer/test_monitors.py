@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import trainer.monitors
 from tests.helpers.small_run import small_run
-from trainer.distributed import Ranks
 from trainer.loop import train
 from trainer.loss import LossConfig
 from trainer.monitors import (
@@ -27,6 +26,7 @@ from trainer.monitors import (
     mean_cosine,
     rankme,
 )
+from weightserver.torch import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = {"instance_top1", "rankme", "feature_std", "mean_cosine", "gradient_norm", "row_norm"}

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from tests.trainer.test_online_probe import Case
 from trainer.data import Dataset
-from trainer.distributed import Ranks, process_group, with_first_ranks_buffers
+from trainer.distributed import process_group, with_first_ranks_buffers
 from trainer.evaluate.knn_probe import KnnProbe
-from trainer.loss import LossConfig, padded
+from trainer.loss import LossConfig
 from trainer.model import EncoderConfig, build_model
 from trainer.monitors import Monitors, Update
+from weightserver.torch import Ranks, padded
 
 ROOT = Path(__file__).parents[2]
 PARTS, PART_SIZE, DIM, NUM_ROWS = 2, 7, 5, 23

@@ -17,12 +17,12 @@ from tests.helpers.bars import write_bars
 from tests.helpers.small_run import losses, small_run
 from trainer.config import TrainConfig
 from trainer.data.augment import AugmentationConfig
-from trainer.distributed import Ranks
 from trainer.loop import train
 from trainer.model import EncoderConfig, PICModel, build_model, load_encoder
 from trainer.online_probe import OnlineProbe
 from trainer.run.checkpoint_file import file_path, saved_steps
 from weightserver import LocalCluster, WeightClient
+from weightserver.torch import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_IMAGES, NUM_CLASSES = 160, 3

@@ -18,9 +18,9 @@ from trainer.config import PARTS, PRESETS, TrainConfig, parse_config
 from trainer.data.augment import AugmentationConfig
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_model
-from trainer.rows.dense import DenseRows
 from trainer.run.checkpoint_file import saved_steps
 from weightserver.core.arrays import Int64Array
+from weightserver.torch import DenseRows
 
 GROUP_NORM = EncoderConfig(in_channels=3, image_size=16, width=8, stem_stride=2, blocks=(1, 1), norm="group")
 NO_AUGMENTATION = AugmentationConfig(

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from trainer.config import TrainConfig, parse_config
-from trainer.distributed import Ranks
 from trainer.model import EncoderConfig, build_model
-from trainer.recency import RecentRows
-from trainer.schedule import RowOrder, VisitSchedule
 from weightserver.core.arrays import Int64Array
+from weightserver.torch import Ranks, RecentRows, RowOrder, VisitSchedule
 
 NUM_IMAGES = 1_281_167
 """N of ImageNet-1K."""

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.recency import RecentRows
-from trainer.schedule import VisitSchedule
+from weightserver.torch import RecentRows, VisitSchedule
 
 
 def walk_back(schedule: VisitSchedule, stop: int, num_active: int) -> list[int]:

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from trainer.config import PRESETS
-from trainer.rows import ResidentRows
-from trainer.rows.slots import SlotMap
 from weightserver import FencedError, RowState, StepError, TableSpec, WeightClient
 from weightserver.core.arrays import Int64Array
 from weightserver.core.initial import initial_rows
 from weightserver.operations.plan import Workload, plan
+from weightserver.torch import ResidentRows
+from weightserver.torch.rows.slots import SlotMap
 
 SPEC = TableSpec(num_rows=500, dim=8, rows_per_block=7, weight_decay=0.01)
 RATES = np.full(200, 0.1, np.float32)

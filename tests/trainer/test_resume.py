@@ -29,7 +29,6 @@ from tests.helpers.dying_run import POINTS
 from tests.helpers.power_loss import PowerLoss
 from tests.helpers.small_run import EVERY, NUM_STEPS, ONLY_ROWS, losses, small_run
 from trainer.__main__ import main
-from trainer.distributed import Ranks
 from trainer.loop import train
 from trainer.model import EncoderConfig, load_encoder
 from trainer.run.checkpoint import Checkpoints
@@ -42,6 +41,7 @@ from weightserver import LocalCluster, TableMismatchError, WeightClient
 from weightserver.client.connection import ShardConnection
 from weightserver.common.atomic_files import sync
 from weightserver.operations.inspect import inspect_directory
+from weightserver.torch import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

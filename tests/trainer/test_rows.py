@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.helpers.numerics import Rounded, sgd_update
-from trainer.rows import DenseRows
 from weightserver import TableSpec
 from weightserver.core.initial import initial_rows
+from weightserver.torch import DenseRows
 
 NUM_ROWS, DIM, NUM_STEPS = 40, 6, 60
 ALL = np.arange(NUM_ROWS)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.schedule import RangesOrder, RowOrder, VisitSchedule, forward_seed, learning_rates, visit_uniforms
+from trainer.schedule import forward_seed, learning_rates, visit_uniforms
+from weightserver.torch import RangesOrder, RowOrder, VisitSchedule
 
 
 @given(st.integers(1, 3_000), st.integers(0, 2**64 - 1))
@@ -92,7 +93,7 @@ def test_windows_are_shuffled_each_in_its_own_way() -> None:
 
 @pytest.mark.parametrize(("window_size", "stride"), [(0, 1), (101, 1), (10, 0), (10, 11)])
 def test_impossible_windows_are_refused(window_size: int, stride: int) -> None:
-    with pytest.raises(ValueError, match=r"--window-(size|stride) must lie in 1\.\."):
+    with pytest.raises(ValueError, match=r"window_(size|stride) must lie in 1\.\."):
         VisitSchedule(num_rows=100, window_size=window_size, window_stride=stride, seed=0)
 
 

@@ -21,12 +21,12 @@ from tests.helpers.small_run import EVERY, NUM_IMAGES, NUM_STEPS, ONLY_ROWS, los
 from trainer.config import TrainConfig
 from trainer.export.__main__ import main as export
 from trainer.loop import train
-from trainer.rows import DenseRows
 from trainer.run.checkpoint_file import saved_steps
 from weightserver import DataLossError, LocalCluster, RowState, WeightClient
 from weightserver.operations.backup import backup
 from weightserver.operations.reshard import reshard
 from weightserver.operations.restore import restore
+from weightserver.torch import DenseRows
 
 ROWS = np.arange(NUM_IMAGES)
 STOPPED_AT = 20

@@ -285,10 +285,10 @@ BAD_COMMAND_LINES = {
         ["--num-negatives", "8", "--batch-size", "16"],
         r"--num-negatives is 8, but a batch may contain 16 classes",
     ),
-    "W above N": (["--window-size", "1000"], r"--window-size must lie in 1\.\.160, .* got 1000"),
+    "W above N": (["--window-size", "1000"], r"window_size must lie in 1\.\.160, .* got 1000"),
     "S above W": (
         ["--window-size", "100", "--window-stride", "101"],
-        r"--window-stride must lie in 1\.\.100, .* got 101",
+        r"window_stride must lie in 1\.\.100, .* got 101",
     ),
     "no steps": (["--steps", "0"], r"--steps must be at least 1, got 0"),
     "epochs": (["--epochs", "-1"], r"--epochs must be positive and finite, got -1"),

@@ -28,8 +28,8 @@ from torch import Tensor
 from trainer.data.crops import NUM_TRIES, Centre, ChosenBox, draw_crops
 from trainer.data.decode import Box
 from trainer.data.pixels import MINUS_ONE_TO_ONE, PixelScale, normalise
-from trainer.transfer import to_device
 from weightserver.core.arrays import Float32Array
+from weightserver.torch import to_device
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,8 @@ from trainer.data.manifest import is_packed
 from trainer.data.packed import PackedImages
 from trainer.data.pixels import IMAGENET, MINUS_ONE_TO_ONE, PixelScale, measured
 from trainer.data.synthetic import NUM_CHANNELS, SyntheticImages
-from trainer.schedule import RangesOrder
 from trainer.torchvision_compat import import_module
+from weightserver.torch import RangesOrder
 
 SYSTEM_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")
 CACHE_DIRECTORY = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pic-weightserver"

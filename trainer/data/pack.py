@@ -41,8 +41,8 @@ from trainer.data.manifest import (
 )
 from trainer.data.pack_plan import planned
 from trainer.data.packed import PackedImages
-from trainer.schedule import RangesOrder
 from weightserver.common.atomic_files import atomic_write, sha256
+from weightserver.torch import RangesOrder
 
 _TAR_BLOCK = tarfile.BLOCKSIZE
 _MAX_TRIED = 1_000

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from trainer.data.index import INDEX, map_index
 from trainer.data.manifest import Manifest, Range, Shard, index_path, tar_index_path, tar_path
-from trainer.schedule import RangesOrder
 from weightserver.core.arrays import Int64Array
+from weightserver.torch import RangesOrder
 
 _log = logging.getLogger(__name__)
 _OPEN_FILES = 256

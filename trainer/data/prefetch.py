@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.background import computed_ahead
 from trainer.data.augment import Augmentation
 from trainer.data.datasets import TrainImages
 from trainer.data.decoded_images import DecodedImages
-from trainer.transfer import to_device
+from weightserver.common.background import computed_ahead
 from weightserver.core.arrays import Float32Array, Int64Array
+from weightserver.torch import to_device
 
 _BATCHES_AHEAD = 2
 

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.transfer import to_device
 from weightserver.core.initial import splitmix64
+from weightserver.torch import to_device
 
 MAX_IMAGES = 10**9
 MAX_IMAGE_SIZE = 1024

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainer.distributed import Ranks
+from weightserver.torch import Ranks
 
 
 def synchronise_batch_norm(network: nn.Module, ranks: Ranks) -> nn.Module:

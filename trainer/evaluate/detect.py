@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from trainer.data.pixels import PixelScale
-from trainer.distributed import Ranks
 from trainer.evaluate.detection.average_precision import Objects, Precision, average_precision
 from trainer.evaluate.detection.config import DetectConfig
 from trainer.evaluate.detection.detectron2 import write_detectron2
@@ -27,6 +26,7 @@ from trainer.evaluate.detection.voc import CLASSES, VocImage, check_decodable, r
 from trainer.evaluate.progress import Progress, no_progress
 from trainer.evaluate.resnet import resnet_stages
 from trainer.model import EncoderConfig
+from weightserver.torch import Ranks
 
 __all__ = ["DetectConfig", "DetectResult", "detect", "write_detectron2"]
 

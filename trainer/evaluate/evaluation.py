@@ -26,11 +26,11 @@ from torch import Tensor, nn
 
 from trainer.data import Dataset
 from trainer.data.pixels import PixelScale
-from trainer.distributed import Ranks
 from trainer.evaluate.progress import Advance, no_progress
 from trainer.model import EncoderConfig
 from trainer.settings import Settings
 from weightserver.common.atomic_files import atomic_write
+from weightserver.torch import Ranks
 
 _log = logging.getLogger(__name__)
 _SECONDS_SHOWN = 1.0

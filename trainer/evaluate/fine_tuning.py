@@ -23,7 +23,7 @@ from trainer.evaluate.labelled_crops import CROPS, accuracies, batches_of_epoch,
 from trainer.evaluate.progress import Advance
 from trainer.evaluate.training_state import load_state, save_state
 from trainer.settings import Settings, check_at_least, check_not_negative, check_positive
-from trainer.transfer import to_device
+from weightserver.torch import to_device
 
 
 @dataclass(frozen=True, kw_only=True)

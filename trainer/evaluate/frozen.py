@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trainer.data import TrainImages
 from trainer.data.pixels import PixelScale, normalise
 from trainer.data.prefetch import images_ahead
-from trainer.transfer import to_device
+from weightserver.torch import to_device
 
 
 class Frozen:

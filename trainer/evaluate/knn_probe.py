@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.data import Dataset
-from trainer.distributed import Ranks, with_first_ranks_buffers
+from trainer.distributed import with_first_ranks_buffers
 from trainer.evaluate.features import encode
 from trainer.evaluate.knn import held_out_knn_top1
 from trainer.model import PICModel
+from weightserver.torch import Ranks
 
 _log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from trainer.data import TrainImages
 from trainer.data.augment import Augmentation, AugmentationConfig
 from trainer.data.prefetch import Visits
-from trainer.distributed import Ranks
 from trainer.evaluate.frozen import centres
 from trainer.evaluate.progress import Advance
 from trainer.schedule import visit_uniforms
+from weightserver.torch import Ranks
 
 CROPS = AugmentationConfig(strong=False, min_scale=0.08)
 """torchvision's RandomResizedCrop with its defaults, and a flip."""

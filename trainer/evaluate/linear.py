@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from trainer.data import Dataset, TrainImages
 from trainer.data.augment import Augmentation
 from trainer.data.prefetch import views_ahead
-from trainer.distributed import Ranks
 from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.frozen import Frozen, centres
 from trainer.evaluate.labelled_crops import CROPS, accuracies, batches_of_epoch, check_batch, check_loss, cosine
@@ -27,6 +26,7 @@ from trainer.evaluate.progress import Advance
 from trainer.evaluate.protocol import split_held_out
 from trainer.evaluate.training_state import load_state, save_state
 from trainer.settings import Settings, check_at_least, check_not_negative
+from weightserver.torch import Ranks
 
 _INIT_STD = 0.01
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from trainer.data import Dataset, TrainImages
 from trainer.data.pixels import normalise
-from trainer.distributed import Ranks, gathered
 from trainer.evaluate.frozen import centres
 from trainer.evaluate.neighbours import nearest, predict
 from trainer.evaluate.progress import Progress, no_progress
@@ -24,6 +23,7 @@ from trainer.evaluate.saliency_figures import Picture, draw_maps, draw_similarit
 from trainer.evaluate.saliency_maps import maps_and_features, saliency_maps, similarity, to_sum_one
 from trainer.model import EncoderConfig, load_encoder
 from trainer.settings import Settings, check_at_least
+from weightserver.torch import Ranks, gathered
 
 MAPS_FILE, SIMILARITY_FILE = "saliency-maps.png", "saliency-similarity.png"
 _BATCH_SIZE = 64

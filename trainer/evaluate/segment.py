@@ -15,7 +15,6 @@ import xxhash
 from torch import Tensor, nn
 
 from trainer.data.pixels import PixelScale, normalise
-from trainer.distributed import Ranks
 from trainer.evaluate.progress import Progress, no_progress
 from trainer.evaluate.resnet import resnet_stages
 from trainer.evaluate.segmentation.cityscapes import (
@@ -32,6 +31,7 @@ from trainer.evaluate.segmentation.network import FCN, predict
 from trainer.evaluate.segmentation.training import SegmentConfig, Trainer
 from trainer.model import EncoderConfig
 from trainer.torchvision_compat import import_module
+from weightserver.torch import Ranks
 
 __all__ = ["SegmentConfig", "SegmentResult", "segment"]
 

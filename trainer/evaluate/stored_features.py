@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.data import TrainImages
-from trainer.distributed import Ranks
 from trainer.evaluate.frozen import Frozen, centres
 from trainer.evaluate.progress import Advance
 from weightserver.common.atomic_files import atomic_write
+from weightserver.torch import Ranks
 
 BLOCK_ROWS = 4_096
 """Features in a file: 16 MiB for features of 2,048 values."""

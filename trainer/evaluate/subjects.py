@@ -13,13 +13,13 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from trainer.data import SYNTHETIC
-from trainer.distributed import Ranks
 from trainer.evaluate.evaluation import Subject
 from trainer.export.importing import ImportOptions, encoder_config, import_encoder
 from trainer.model import EncoderConfig, build_encoder, build_model, load_encoder, measure_feature_dim
 from trainer.run.checkpoint_file import checkpoint_name, file_path, saved_steps
 from trainer.run.directory import CONFIG_FILE, ENCODER_FILE, read_encoder, read_settings
 from trainer.settings import Settings, check_at_least, flag
+from weightserver.torch import Ranks
 
 _KINDS = ("run", "encoder", "model", "pixels")
 _NEEDS = {

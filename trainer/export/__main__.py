@@ -26,12 +26,12 @@ from trainer.model import save_encoder
 from trainer.run.checkpoint_file import newest_history, saved_steps
 from trainer.run.directory import read_config
 from trainer.run.resume import check_descent
-from trainer.schedule import RangesOrder
 from trainer.stopping import exit_on_error
 from weightserver import ClientSecurity, LocalCluster, WeightClient
 from weightserver.common.atomic_files import make_directory, to_path
 from weightserver.operations.arguments import add_security_arguments, client_security
 from weightserver.operations.export import add_export_options, export_rows
+from weightserver.torch import RangesOrder
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

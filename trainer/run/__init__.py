@@ -2,5 +2,5 @@
 
 Import from it: all of its modules. `claim` and `resume` decide whether a run may use a directory, `opening` opens its
 rows, `directory` reads its files during a run and after it, and `recorder` writes its records.
-It may import: `data` and `rows`.
+It may import: `data`.
 """

@@ -11,9 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.config import TrainConfig
-from trainer.distributed import Ranks
 from trainer.online_probe import OnlineProbe
-from trainer.rows import RowStore
 from trainer.run.checkpoint_file import (
     CHECKPOINT,
     FORMAT,
@@ -32,9 +30,9 @@ from trainer.run.checkpoint_file import (
     steps_on_both,
 )
 from trainer.run.history import ImageHistory
-from trainer.transfer import HostCopy
 from weightserver import Checkpoint, FencedError, WeightClient
 from weightserver.common.atomic_files import make_directory, sync, write_synced
+from weightserver.torch import HostCopy, Ranks, RowStore
 
 _log = logging.getLogger(__name__)
 

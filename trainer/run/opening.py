@@ -15,11 +15,6 @@ import torch
 
 from trainer.config import TrainConfig
 from trainer.data import Dataset
-from trainer.distributed import Ranks
-from trainer.rows.dense import DenseRows
-from trainer.rows.remote import RemoteRows
-from trainer.rows.resident import ResidentRows
-from trainer.rows.store import RowStore
 from trainer.run.checkpoint_file import (
     checkpoint_name,
     history_to_resume,
@@ -32,6 +27,7 @@ from trainer.run.resume import step_to_resume
 from weightserver import ClusterError, LocalCluster, NoTableError, TableSpec, WeightClient, WeightServerError
 from weightserver.core.arrays import Float32Array
 from weightserver.core.sharding import Sharding
+from weightserver.torch import DenseRows, Ranks, RemoteRows, ResidentRows, RowStore
 
 _log = logging.getLogger(__name__)
 

@@ -13,13 +13,12 @@ from typing import Any, Self
 from torch.utils.tensorboard import SummaryWriter
 
 from trainer.config import TrainConfig
-from trainer.distributed import Ranks
-from trainer.rows import RowCounters
 from trainer.run.directory import METRICS_FILE
 from trainer.run.progress import TrainingProgress
 from trainer.run.prometheus import STAGES, TrainerMetrics
 from trainer.run.weights_and_biases import weights_and_biases
 from weightserver.common.stages import StageClock
+from weightserver.torch import Ranks, RowCounters
 
 _SUMMED = ("fetched_rows", "fetched_bytes", "pushed_rows", "pushed_bytes")
 _HELD = ("resident_rows", "prefetch_pending_rows", "write_back_pending_rows")

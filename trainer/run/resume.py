@@ -12,7 +12,6 @@ from typing import Any
 
 from trainer.config import RESUMABLE, TrainConfig
 from trainer.data import Dataset
-from trainer.distributed import Ranks
 from trainer.model import load_encoder
 from trainer.run.checkpoint_file import (
     MARKS,
@@ -29,6 +28,7 @@ from trainer.run.directory import CONFIG_FILE, read_settings
 from trainer.run.earlier import in_todays_terms
 from weightserver import Checkpoint, DataLossError, NoTableError, WeightClient
 from weightserver.common.atomic_files import atomic_write
+from weightserver.torch import Ranks
 
 _log = logging.getLogger(__name__)
 

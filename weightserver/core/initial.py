@@ -36,6 +36,11 @@ def splitmix64(seed: int, index: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint6
     return z
 
 
+def derive_seed(seed: int, purpose: int) -> int:
+    """A seed of its own for each purpose, so that no two uses share a number."""
+    return int(splitmix64(seed % 2**64, np.array([purpose], np.uint64))[0])
+
+
 def _mix_seed(seed: int) -> np.uint64:
     """Spreads nearby seeds over the whole state, so that their streams do not overlap."""
     mask = 2**64 - 1

@@ -18,7 +18,7 @@ _PAGE_BYTES, _PAGE_HEADER_BYTES = 4096, 16
 _MAX_WRITE_BACK_ROWS = 1 << 14
 """Rows that leave the window are written S at a time, at most this many (trainer/run/opening.py)."""
 _SLOT_BYTES = 41
-"""Bookkeeping per resident row: last step, whether it changed, and its position (trainer/rows/slots.py)."""
+"""Bookkeeping per resident row: last step, whether it changed, and its position (weightserver/torch/rows/slots.py)."""
 _LARGEST, _MOST_STEPS_PER_SECOND = 1 << 48, 1e9
 """Bounds of a workload's numbers: larger than in any run, and exact as floats."""
 _PREFIXES = (("", 1), ("k", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12))

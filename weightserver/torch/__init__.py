@@ -1,5 +1,40 @@
-"""The classifier head as a library for PyTorch; needs the extra `torch`.
+"""A classifier of any number of classes as a torch module (extra `torch`); its rows live on the weight servers.
 
-Import from it: all of its modules.
-It may import: `common` and `core`.
+Import from it: `ClassifierHead` and `WindowSampler`, for training loops; the trainer also takes the parts they are made
+of, all names below.
+It may import: `common`, `core`, and the public names of the package above it.
 """
+
+from importlib.util import find_spec
+
+if find_spec("torch") is None:
+    raise ModuleNotFoundError("weightserver.torch needs torch: pip install 'pic-weightserver[torch]'", name=__name__)
+
+from weightserver.torch.loss import cosine_softmax_loss, padded, padded_rows, softmax_loss
+from weightserver.torch.ranks import Ranks, gathered
+from weightserver.torch.recency import ActiveRows, RecentRows, announced
+from weightserver.torch.rows import DenseRows, RemoteRows, ResidentRows, RowCounters, RowStore
+from weightserver.torch.transfer import HostCopy, to_device
+from weightserver.torch.windows import RangesOrder, RowOrder, VisitSchedule
+
+__all__ = [
+    "ActiveRows",
+    "DenseRows",
+    "HostCopy",
+    "RangesOrder",
+    "Ranks",
+    "RecentRows",
+    "RemoteRows",
+    "ResidentRows",
+    "RowCounters",
+    "RowOrder",
+    "RowStore",
+    "VisitSchedule",
+    "announced",
+    "cosine_softmax_loss",
+    "gathered",
+    "padded",
+    "padded_rows",
+    "softmax_loss",
+    "to_device",
+]

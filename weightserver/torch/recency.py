@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
+from weightserver.common.background import computed_ahead
 from weightserver.core.arrays import Int64Array
 from weightserver.core.sharding import Sharding
+from weightserver.torch.rows.store import RowStore
+from weightserver.torch.windows import VisitSchedule
 
-
-class Visits(Protocol):
-    """A stream of visited rows: `VisitSchedule`, or `ClassVisits` where images share classes."""
-
-    num_rows: int
-
-    def visits(self, start: int, stop: int) -> Int64Array:
-        """Rows visited by visits start … stop−1, which may be negative: int64 [stop − start]."""
+_COMPUTED_AHEAD = 2
+"""Steps whose active rows are computed before they are announced to the store."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,22 @@ class ActiveRows:
         return ActiveRows(self.rows[mine], position[self.labels])
 
 
+def announced(active: Callable[[int], ActiveRows], store: RowStore, steps: range) -> Generator[ActiveRows, None, None]:
+    """Yields the active rows of each step, announced to the store `store.prefetch_steps` steps earlier.
+
+    A thread computes them by `active`, in the order of the steps; the store is called in this thread. Close the
+    generator to end the thread.
+    """
+    upcoming: deque[ActiveRows] = deque()
+    with closing(computed_ahead(map(active, steps), ahead=_COMPUTED_AHEAD, name="active-rows")) as computed:
+        for step in steps:
+            while len(upcoming) <= store.prefetch_steps and step + len(upcoming) in steps:
+                ahead = step + len(upcoming)
+                upcoming.append(next(computed))
+                store.prefetch(upcoming[-1].rows, step=ahead)
+            yield upcoming.popleft()
+
+
 class RecentRows:
     """The K most recently visited distinct rows, the step's own batch included; batch t is visits t·B … t·B+B−1.
 
@@ -44,7 +59,7 @@ class RecentRows:
         ValueError: K exceeds N, or is smaller than the distinct rows that a batch may hold.
     """
 
-    def __init__(self, schedule: Visits, *, num_active: int, batch_size: int) -> None:
+    def __init__(self, schedule: VisitSchedule, *, num_active: int, batch_size: int) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if num_active > schedule.num_rows:

@@ -15,14 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from weightserver.core.arrays import Int64Array
-from weightserver.core.initial import splitmix64
+from weightserver.core.initial import derive_seed, splitmix64
 
 _NUM_ROUNDS = 6
 _KEPT_WINDOWS = 8
-# Purposes of a seed's numbers, so that no two uses share a number.
-_ORDER, _WINDOWS, _AUGMENTATION, _RANGES, _FORWARD, _FURTHER = 1, 2, 3, 4, 5, 6
-_COLUMNS = 13
-"""Numbers of a visit in each of its streams: fixed at the number that the first version had."""
+_ORDER, _WINDOWS, _RANGES = 1, 2, 4
+"""Purposes of a seed's numbers (`derive_seed`); 3, 5 and 6 are the trainer's."""
 
 
 class RowOrder:
@@ -38,7 +36,7 @@ class RowOrder:
         self.num_rows = num_rows
         self._half_bits = np.uint64(max(1, -(-(num_rows - 1).bit_length() // 2)))
         self._mask = np.uint64((1 << int(self._half_bits)) - 1)
-        self._round_seeds = [derive(derive(order_seed, _ORDER), number) for number in range(_NUM_ROUNDS)]
+        self._round_seeds = [derive_seed(derive_seed(order_seed, _ORDER), number) for number in range(_NUM_ROUNDS)]
 
     def images(self, rows: Int64Array) -> Int64Array:
         """The image of each row: int64 [n] to int64 [n]."""
@@ -81,7 +79,9 @@ class RangesOrder:
             raise ValueError("an order needs at least one range of images")
         self.num_rows = sum(sizes)
         self._firsts = np.cumsum([0, *sizes[:-1]])
-        seeds = (derive(derive(order_seed, _RANGES), int(first)) if first else order_seed for first in self._firsts)
+        seeds = (
+            derive_seed(derive_seed(order_seed, _RANGES), int(first)) if first else order_seed for first in self._firsts
+        )
         self._orders = [RowOrder(size, seed) for size, seed in zip(sizes, seeds, strict=True)]
 
     def images(self, rows: Int64Array) -> Int64Array:
@@ -110,13 +110,13 @@ class VisitSchedule:
 
     def __init__(self, *, num_rows: int, window_size: int, window_stride: int, seed: int) -> None:
         if not 1 <= window_size <= num_rows:
-            raise ValueError(f"--window-size must lie in 1..{num_rows}, the number of images, got {window_size}")
+            raise ValueError(f"window_size must lie in 1..{num_rows}, the number of images, got {window_size}")
         if not 1 <= window_stride <= window_size:
-            raise ValueError(f"--window-stride must lie in 1..{window_size}, the window size, got {window_stride}")
+            raise ValueError(f"window_stride must lie in 1..{window_size}, the window size, got {window_stride}")
         self.num_rows = num_rows
         self.window_size = window_size
         self.window_stride = window_stride
-        self._seed = derive(seed, _WINDOWS)
+        self._seed = derive_seed(seed, _WINDOWS)
         self._windows: OrderedDict[int, Int64Array] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -143,8 +143,3 @@ class VisitSchedule:
             if len(self._windows) > _KEPT_WINDOWS:
                 self._windows.popitem(last=False)
         return rows
-
-
-def derive(seed: int, purpose: int) -> int:
-    """Derives a separate seed for each purpose."""
-    return int(splitmix64(seed % 2**64, np.array([purpose], np.uint64))[0])

@@ -27,8 +27,8 @@ from trainer.data.listing import ImageSource, Listing, listing_lines
 from trainer.data.manifest import Manifest, tar_path
 from trainer.data.pack import PackOptions, pack, verify
 from trainer.data.packed import PackedImages
-from trainer.schedule import RangesOrder, RowOrder
 from weightserver.common.atomic_files import append_synced
+from weightserver.torch import RangesOrder, RowOrder
 
 SHARD_BYTES = 20_000
 ROOT = Path(__file__).parents[3]

@@ -25,7 +25,8 @@ from trainer.evaluate import encoder_features
 from trainer.evaluate.table import PROTOCOLS
 from trainer.export.__main__ import main as export_rows
 from trainer.loop import train
-from trainer.schedule import RangesOrder, visit_uniforms
+from trainer.schedule import visit_uniforms
+from weightserver.torch import RangesOrder
 
 NUM_IMAGES = 290
 SIDE = 18

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.helpers import voc_tree
-from trainer.distributed import Ranks, process_group
+from trainer.distributed import process_group
 from trainer.evaluate.detect import DetectConfig, DetectResult, build_detector, detect, objects_of, read_splits
 from trainer.evaluate.detection.average_precision import average_precision
 from trainer.evaluate.detection.batches import collate
@@ -34,6 +34,7 @@ from trainer.evaluate.detection.voc import CLASSES
 from trainer.evaluate.progress import Advance
 from trainer.model import EncoderConfig, build_encoder
 from trainer.torchvision_compat import import_module
+from weightserver.torch import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RESNET = EncoderConfig(

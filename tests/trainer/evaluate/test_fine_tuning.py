@@ -29,7 +29,7 @@ from tests.helpers.evaluations import (
     write_outcome,
 )
 from trainer.data import load_dataset
-from trainer.distributed import Ranks, process_group
+from trainer.distributed import process_group
 from trainer.evaluate.batch_norm import synchronise_batch_norm
 from trainer.evaluate.evaluation import Evaluation, Outcome, Subject
 from trainer.evaluate.fine_tune import FineTuneConfig, fine_tune
@@ -41,6 +41,7 @@ from trainer.evaluate.semi_supervised import (
     labelled_images,
     semi_supervised,
 )
+from weightserver.torch import Ranks
 
 FINE_TUNE = FineTuneConfig(epochs=2, batch_size=32, learning_rate=0.05, temperature=0.1)
 SEMI = SemiSupervisedConfig(labels=0.5, epochs=4, batch_size=30, learning_rates=(0.3,))

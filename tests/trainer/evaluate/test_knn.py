@@ -23,13 +23,14 @@ from tests.helpers.evaluations import (
     outcomes_of_ranks,
     write_outcome,
 )
-from trainer.distributed import Ranks, process_group
+from trainer.distributed import process_group
 from trainer.evaluate import knn as knn_module
 from trainer.evaluate import stored_features
 from trainer.evaluate.features import FeatureSet, encoder_features
 from trainer.evaluate.frozen import Frozen
 from trainer.evaluate.knn import KnnConfig, knn, knn_top1
 from trainer.evaluate.stored_features import StoredFeatures, store_features
+from weightserver.torch import Ranks
 
 
 @pytest.fixture(autouse=True)

@@ -18,12 +18,12 @@ from tests.helpers.small_run import small_run
 from trainer.config import parse_config
 from trainer.data import Dataset, load_dataset
 from trainer.data.pixels import MINUS_ONE_TO_ONE
-from trainer.distributed import Ranks
 from trainer.evaluate.features import encode
 from trainer.evaluate.knn import held_out_knn_top1
 from trainer.evaluate.knn_probe import KnnProbe, TimeBudget, balanced_sample
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_model
+from weightserver.torch import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = EncoderConfig(width=8, stem_stride=2, blocks=(1, 1))

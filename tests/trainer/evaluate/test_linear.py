@@ -25,9 +25,10 @@ from tests.helpers.evaluations import (
     write_outcome,
 )
 from trainer.data import Dataset
-from trainer.distributed import Ranks, process_group
+from trainer.distributed import process_group
 from trainer.evaluate.evaluation import Outcome
 from trainer.evaluate.linear import LinearConfig, linear
+from weightserver.torch import Ranks
 
 CONFIG = LinearConfig(epochs=3, batch_size=32, learning_rates=(1.0,))
 

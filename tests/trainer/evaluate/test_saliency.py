@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from trainer.data import Dataset
-from trainer.distributed import Ranks, process_group
+from trainer.distributed import process_group
 from trainer.evaluate.saliency import (
     MAPS_FILE,
     SIMILARITY_FILE,
@@ -29,6 +29,7 @@ from trainer.evaluate.saliency import (
 )
 from trainer.evaluate.saliency_maps import maps_and_features, saliency_maps, similarity
 from trainer.model import EncoderConfig, build_encoder, build_model, save_encoder
+from weightserver.torch import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = SaliencyConfig(num_pictures=2, k=5)

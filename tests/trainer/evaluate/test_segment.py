@@ -23,11 +23,12 @@ from torch import Tensor, nn
 
 from tests.helpers.made_cityscapes import file_names, make_cityscapes
 from trainer.data.pixels import IMAGENET
-from trainer.distributed import Ranks, process_group
+from trainer.distributed import process_group
 from trainer.evaluate.progress import Advance, Progress
 from trainer.evaluate.segment import SegmentConfig, SegmentResult, segment
 from trainer.model import EncoderConfig, TorchvisionEncoder
 from trainer.torchvision_compat import import_module
+from weightserver.torch import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ENCODER_CONFIG = EncoderConfig(

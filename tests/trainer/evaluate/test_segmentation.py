@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from tests.helpers.made_cityscapes import COLOURS, file_names, make_cityscapes
 from trainer.data.pixels import IMAGENET
-from trainer.distributed import Ranks
 from trainer.evaluate.progress import no_progress
 from trainer.evaluate.resnet import resnet_stages
 from trainer.evaluate.segment import _Segmenter
@@ -22,6 +21,7 @@ from trainer.evaluate.segmentation.network import FCN, predict, upsample
 from trainer.model import EncoderConfig, build_encoder
 from trainer.torchvision_compat import import_module
 from weightserver.core.arrays import Float32Array
+from weightserver.torch import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CLASS_OF_ID = {7: 0, 23: 10, 26: 13, 0: IGNORED}

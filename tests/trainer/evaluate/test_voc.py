@@ -11,11 +11,11 @@ from PIL import Image
 
 from tests.helpers import voc_tree
 from tests.helpers.image_tree import ORIENTATION
-from trainer.distributed import Ranks
 from trainer.evaluate.detect import objects_of, read_splits
 from trainer.evaluate.detection.batches import Visit, resized, visits
 from trainer.evaluate.detection.config import DetectConfig
 from trainer.evaluate.detection.voc import CLASSES, check_decodable, load_pixels, read_split
+from weightserver.torch import Ranks
 
 SPLIT = "voc_2007_test"
 CONFIG = DetectConfig(batch_size=2)

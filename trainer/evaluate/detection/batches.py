@@ -16,11 +16,10 @@ from torch import Tensor
 
 from trainer.cores import decode_threads
 from trainer.data.pixels import PixelScale, normalise
-from trainer.distributed import Ranks
 from trainer.evaluate.detection.config import DetectConfig
 from trainer.evaluate.detection.network import Size, Target
 from trainer.evaluate.detection.voc import VocImage, load_pixels
-from trainer.transfer import to_device
+from weightserver.torch import Ranks, to_device
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")

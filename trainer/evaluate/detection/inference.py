@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.data.pixels import PixelScale
-from trainer.distributed import Ranks
 from trainer.evaluate.detection.average_precision import Detections
 from trainer.evaluate.detection.batches import collate, computed_ahead, resized
 from trainer.evaluate.detection.config import DetectConfig
 from trainer.evaluate.detection.network import Detected, Size
 from trainer.evaluate.detection.voc import VocImage, load_pixels
 from trainer.evaluate.progress import Progress, no_progress
+from weightserver.torch import Ranks
 
 _IMAGES_AHEAD = 8
 

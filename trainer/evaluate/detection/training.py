@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.data.pixels import PixelScale
-from trainer.distributed import Ranks, averaged_over_ranks
+from trainer.distributed import averaged_over_ranks
 from trainer.evaluate.batch_norm import synchronise_batch_norm
 from trainer.evaluate.detection.batch_norm import averaged_statistics
 from trainer.evaluate.detection.batches import Batch, batches, visits
@@ -25,6 +25,7 @@ from trainer.evaluate.detection.network import FasterRCNN, Losses
 from trainer.evaluate.detection.voc import VocImage
 from trainer.evaluate.progress import Progress
 from trainer.evaluate.training_state import load_state, save_state
+from weightserver.torch import Ranks
 
 _WARMUP_FACTOR = 0.001
 _DROP_FACTOR = 0.1

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from trainer.cores import decode_threads
 from trainer.data.decode import BrokenImageError, check, decode_whole, upright_size
-from trainer.distributed import Ranks
 from trainer.evaluate.progress import Progress, no_progress
 from weightserver.core.arrays import Float32Array, Int64Array
+from weightserver.torch import Ranks
 
 CLASSES = (
     *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),

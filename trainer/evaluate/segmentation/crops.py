@@ -13,11 +13,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from trainer.background import computed_ahead
 from trainer.cores import decode_threads
 from trainer.evaluate.segmentation.cityscapes import IGNORED, LabelledImage, UInt8Array, read_image, read_labels
-from trainer.schedule import VisitSchedule, visit_uniforms
+from trainer.schedule import visit_uniforms
+from weightserver.common.background import computed_ahead
 from weightserver.core.arrays import Float32Array
+from weightserver.torch import VisitSchedule
 
 NUM_UNIFORMS = 4
 """Random numbers of a crop."""

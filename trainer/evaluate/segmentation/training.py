@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.data.pixels import PixelScale, normalise
-from trainer.distributed import Ranks, averaged_over_ranks
+from trainer.distributed import averaged_over_ranks
 from trainer.evaluate.batch_norm import synchronise_batch_norm
 from trainer.evaluate.labelled_crops import cosine
 from trainer.evaluate.progress import Progress
@@ -23,7 +23,7 @@ from trainer.evaluate.segmentation.crops import CropBatches, RandomCrops
 from trainer.evaluate.segmentation.network import upsample
 from trainer.evaluate.training_state import load_state, save_state
 from trainer.settings import Settings, check_at_least, check_not_negative, check_positive
-from trainer.transfer import to_device
+from weightserver.torch import Ranks, to_device
 
 
 @dataclass(frozen=True, kw_only=True)

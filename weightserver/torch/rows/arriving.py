@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from trainer.rows.store import RowCounters
 from weightserver import RowState, WeightClient
 from weightserver.core.arrays import Int64Array
+from weightserver.torch.rows.store import RowCounters
 
 
 class ArrivingRows:

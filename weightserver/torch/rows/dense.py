@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.rows.store import RowCounters
-from trainer.transfer import to_device
 from weightserver import RowState, TableSpec
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.initial import initial_rows
 from weightserver.core.sharding import Sharding
+from weightserver.torch.rows.store import RowCounters
+from weightserver.torch.transfer import to_device
 
 
 class DenseRows:

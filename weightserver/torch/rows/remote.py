@@ -7,10 +7,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from trainer.rows.store import RowCounters
-from trainer.transfer import HostCopy, to_device
 from weightserver import RowState, WeightClient
 from weightserver.core.arrays import Int64Array
+from weightserver.torch.rows.store import RowCounters
+from weightserver.torch.transfer import HostCopy, to_device
 
 _CPU = torch.device("cpu")
 

@@ -4,9 +4,9 @@ Import from it: the names below, by `run`, the loop and what builds it.
 It may import: no other folder.
 """
 
-from trainer.rows.dense import DenseRows
-from trainer.rows.remote import RemoteRows
-from trainer.rows.resident import ResidentRows
-from trainer.rows.store import RowCounters, RowStore
+from weightserver.torch.rows.dense import DenseRows
+from weightserver.torch.rows.remote import RemoteRows
+from weightserver.torch.rows.resident import ResidentRows
+from weightserver.torch.rows.store import RowCounters, RowStore
 
 __all__ = ["DenseRows", "RemoteRows", "ResidentRows", "RowCounters", "RowStore"]

@@ -7,10 +7,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from trainer.rows.store import RowCounters
-from trainer.transfer import HostCopy
 from weightserver import RowState, WeightClient
 from weightserver.core.arrays import Int64Array
+from weightserver.torch.rows.store import RowCounters
+from weightserver.torch.transfer import HostCopy
 
 
 class LeavingRows:

@@ -6,14 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.rows.arriving import ArrivingRows
-from trainer.rows.slots import SlotMap
-from trainer.rows.store import RowCounters
-from trainer.rows.values import SlotValues
-from trainer.rows.write_back import WriteBack
-from trainer.transfer import to_device
 from weightserver import RowState, TableSpec, WeightClient
 from weightserver.core.arrays import Float32Array, Int64Array
+from weightserver.torch.rows.arriving import ArrivingRows
+from weightserver.torch.rows.slots import SlotMap
+from weightserver.torch.rows.store import RowCounters
+from weightserver.torch.rows.values import SlotValues
+from weightserver.torch.rows.write_back import WriteBack
+from weightserver.torch.transfer import to_device
 
 _ROWS_PER_PART = 1 << 16
 """Rows that are copied from the device at once."""

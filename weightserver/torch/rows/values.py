@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.rows.write_back import LeavingRows
-from trainer.transfer import HostCopy, to_device
 from weightserver import RowState, TableSpec
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.correction import Schedule, bring_to
+from weightserver.torch.rows.write_back import LeavingRows
+from weightserver.torch.transfer import HostCopy, to_device
 
 _SAFE_SIZE = 2.0**30
 """If rows up to this size are safe in any gap, rows are corrected on the device and checked when they leave."""
