@@ -16,7 +16,7 @@ import grpc
 import pytest
 
 import weightserver
-import weightserver.torch  # noqa: F401
+import weightserver.torch
 from weightserver.core import errors
 from weightserver.core.errors import WeightServerError
 from weightserver.protocol.status import ERROR_OF_STATUS

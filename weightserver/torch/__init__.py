@@ -10,17 +10,29 @@ from importlib.util import find_spec
 if find_spec("torch") is None:
     raise ModuleNotFoundError("weightserver.torch needs torch: pip install 'pic-weightserver[torch]'", name=__name__)
 
+from weightserver.torch.class_order import ClassOrder, ClassVisits, read_labels
 from weightserver.torch.loss import cosine_softmax_loss, padded, padded_rows, softmax_loss
+from weightserver.torch.margins import MARGINS, NO_MARGIN, Margin, MarginKind, margin_of
+from weightserver.torch.negatives import NEGATIVES, ActiveSource, Negatives, active_source
 from weightserver.torch.ranks import Ranks, gathered
 from weightserver.torch.recency import ActiveRows, RecentRows, announced
 from weightserver.torch.rows import DenseRows, RemoteRows, ResidentRows, RowCounters, RowStore
 from weightserver.torch.transfer import HostCopy, to_device
-from weightserver.torch.windows import RangesOrder, RowOrder, VisitSchedule
+from weightserver.torch.windows import RangesOrder, RowOrder, Visits, VisitSchedule
 
 __all__ = [
+    "MARGINS",
+    "NEGATIVES",
+    "NO_MARGIN",
     "ActiveRows",
+    "ActiveSource",
+    "ClassOrder",
+    "ClassVisits",
     "DenseRows",
     "HostCopy",
+    "Margin",
+    "MarginKind",
+    "Negatives",
     "RangesOrder",
     "Ranks",
     "RecentRows",
@@ -30,11 +42,15 @@ __all__ = [
     "RowOrder",
     "RowStore",
     "VisitSchedule",
+    "Visits",
+    "active_source",
     "announced",
     "cosine_softmax_loss",
     "gathered",
+    "margin_of",
     "padded",
     "padded_rows",
+    "read_labels",
     "softmax_loss",
     "to_device",
 ]

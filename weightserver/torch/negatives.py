@@ -20,9 +20,9 @@ from typing import Literal, Protocol
 import numpy as np
 
 from weightserver.core.arrays import Int64Array
-from weightserver.core.initial import splitmix64
-from weightserver.torch.recency import ActiveRows, RecentRows, Visits
-from weightserver.torch.windows import RowOrder, derive
+from weightserver.core.initial import derive_seed, splitmix64
+from weightserver.torch.recency import ActiveRows, RecentRows
+from weightserver.torch.windows import RowOrder, Visits
 
 Negatives = Literal["recent", "uniform", "both"]
 NEGATIVES: tuple[Negatives, ...] = ("recent", "uniform", "both")
@@ -56,7 +56,7 @@ class BlockSampler:
     def __init__(self, *, num_rows: int, rows_per_block: int, num_sampled: int, seed: int) -> None:
         self._num_rows = num_rows
         self._rows_per_block = rows_per_block
-        self._seed = derive(seed, _NEGATIVES)
+        self._seed = derive_seed(seed, _NEGATIVES)
         self.num_blocks = -(-num_rows // rows_per_block)
         """M, the blocks of the table."""
         self.num_sampled_blocks = min(self.num_blocks, num_sampled // rows_per_block)
@@ -69,7 +69,7 @@ class BlockSampler:
 
     def rows(self, step: int) -> Int64Array:
         """The sampled rows of a step, strictly increasing int64 [n·R or less]."""
-        blocks = np.sort(self._blocks(derive(self._seed, step)))
+        blocks = np.sort(self._blocks(derive_seed(self._seed, step)))
         rows = (blocks[:, None] * self._rows_per_block + np.arange(self._rows_per_block)).reshape(-1)
         return rows[: np.searchsorted(rows, self._num_rows)]
 

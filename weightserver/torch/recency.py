@@ -13,7 +13,7 @@ from weightserver.common.background import computed_ahead
 from weightserver.core.arrays import Int64Array
 from weightserver.core.sharding import Sharding
 from weightserver.torch.rows.store import RowStore
-from weightserver.torch.windows import VisitSchedule
+from weightserver.torch.windows import Visits
 
 _COMPUTED_AHEAD = 2
 """Steps whose active rows are computed before they are announced to the store."""
@@ -59,7 +59,7 @@ class RecentRows:
         ValueError: K exceeds N, or is smaller than the distinct rows that a batch may hold.
     """
 
-    def __init__(self, schedule: VisitSchedule, *, num_active: int, batch_size: int) -> None:
+    def __init__(self, schedule: Visits, *, num_active: int, batch_size: int) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if num_active > schedule.num_rows:
