@@ -65,7 +65,7 @@ def test_a_long_walk_back_takes_little_memory() -> None:
 
 @pytest.mark.parametrize(
     ("num_active", "batch_size", "message"),
-    [(101, 8, "only 100 images"), (7, 8, "a batch may contain 8"), (10, 0, "batch_size must be at least 1")],
+    [(101, 8, "only 100 classes"), (7, 8, "a batch may contain 8"), (10, 0, "batch_size must be at least 1")],
 )
 def test_impossible_sizes_are_refused(num_active: int, batch_size: int, message: str) -> None:
     schedule = VisitSchedule(num_rows=100, window_size=50, window_stride=10, seed=0)

@@ -279,11 +279,11 @@ BAD_COMMAND_LINES = {
     "unknown data set": (["--dataset", "mnist-9"], r"unknown data set 'mnist-9': choose one of"),
     "K above N": (
         ["--num-negatives", "100000"],
-        r"--num-negatives is 100000, but there are only 160 images: choose fewer",
+        r"num_negatives is 100000, but there are only 160 classes: choose fewer",
     ),
     "K below B": (
         ["--num-negatives", "8", "--batch-size", "16"],
-        r"--num-negatives is 8, but a batch may contain 16 classes",
+        r"num_negatives is 8, but a batch may contain 16 classes",
     ),
     "W above N": (["--window-size", "1000"], r"window_size must lie in 1\.\.160, .* got 1000"),
     "S above W": (

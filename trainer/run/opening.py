@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,10 +22,10 @@ from trainer.run.checkpoint_file import (
 )
 from trainer.run.history import ImageHistory
 from trainer.run.resume import step_to_resume
-from weightserver import ClusterError, LocalCluster, NoTableError, TableSpec, WeightClient, WeightServerError
+from weightserver import ClusterError, LocalCluster, NoTableError, TableSpec, WeightClient
 from weightserver.core.arrays import Float32Array
 from weightserver.core.sharding import Sharding
-from weightserver.torch import DenseRows, Ranks, RemoteRows, ResidentRows, RowStore
+from weightserver.torch import DenseRows, Ranks, RemoteRows, ResidentRows, RowStore, SharedSession, share_session
 
 _log = logging.getLogger(__name__)
 
@@ -46,25 +44,6 @@ class OpenRows:
     """Epoch of the session; 0 without one."""
     checkpoint_step: int | None = None
     """Number of updates in the checkpoint that the run is resumed from; None for a new run."""
-
-
-@dataclass(frozen=True)
-class _Session:
-    """The session that the other ranks join, as rank 0 broadcasts it."""
-
-    addresses: list[str]
-    epoch: int
-    marks: list[str]
-    checkpoint_step: int | None
-    history: ImageHistory
-
-    def to_json(self) -> str:
-        return json.dumps(vars(self) | {"history": self.history.to_json()})
-
-    @classmethod
-    def from_json(cls, text: str) -> _Session:
-        content = json.loads(text)
-        return cls(**content | {"history": ImageHistory.from_json(content["history"])})
 
 
 def images_of_run(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> Dataset:
@@ -104,16 +83,17 @@ def open_rows(
         yield OpenRows(DenseRows(spec, rates, device=device, sharding=sharding, shard=ranks.rank), history, rates)
         return
     with ExitStack() as stack:
-        open_session = partial(_open_session, config, spec, range_sizes, digests, ranks, stack)
-        client, session = _join_session(config, ranks, stack, open_session)
-        rates = _as_held(_learning_rates(config, session.history, ranks), client)  # the same on every rank
+        open_first = partial(_open_session, config, spec, range_sizes, digests, ranks, stack)
+        session = share_session(config.output.name, ranks, stack, open_first, partial(_client, config))
+        client, history = session.client, ImageHistory.from_json(session.content["history"])
+        rates = _as_held(_learning_rates(config, history, ranks), client)  # the same on every rank
         store = (
             RemoteRows(client, device)
             if config.rows == "remote"
             else _resident(config, spec, rates, ranks, device, client)
         )
         stack.callback(store.close)
-        yield OpenRows(store, session.history, rates, client, session.epoch, session.checkpoint_step)
+        yield OpenRows(store, history, rates, client, session.epoch, session.content["checkpoint_step"])
 
 
 def _learning_rates(config: TrainConfig, history: ImageHistory, ranks: Ranks) -> Float32Array:
@@ -146,31 +126,6 @@ def _resident(
     )
 
 
-def _join_session(
-    config: TrainConfig, ranks: Ranks, stack: ExitStack, open_session: Callable[[], tuple[WeightClient, _Session]]
-) -> tuple[WeightClient, _Session]:
-    """Rank 0 opens the session; the other ranks join it."""
-    message: dict[str, Any] = {}
-    failure: Exception | None = None
-    if ranks.is_first:
-        try:
-            client, session = open_session()
-            message = {"session": session.to_json()}
-        except (ValueError, OSError, WeightServerError) as error:
-            failure, message = error, {"error": str(error)}
-    message = json.loads(ranks.broadcast_text(json.dumps(message)))
-    if failure is not None:
-        raise failure
-    if "error" in message:
-        raise ValueError(f"rank 0 failed: {message['error']}")
-    session = _Session.from_json(message["session"])
-    if not ranks.is_first:
-        client = stack.enter_context(_client(config, session.addresses))
-        client.expect(session.marks)
-        client.open_session(config.output.name, join=session.epoch)
-    return client, session
-
-
 def _open_session(
     config: TrainConfig,
     spec: TableSpec,
@@ -178,7 +133,7 @@ def _open_session(
     digests: Sequence[str],
     ranks: Ranks,
     stack: ExitStack,
-) -> tuple[WeightClient, _Session]:
+) -> SharedSession:
     """Creates or resumes the table, opens a session on it, and extends its schedule; rank 0 only.
 
     The weight servers are started if none are given.
@@ -194,7 +149,7 @@ def _open_session(
         client.create_table(spec)
         epoch = client.open_session(config.output.name, force=False)
     client.extend_schedule(0, _as_held(history.learning_rates(config), client))
-    return client, _Session(addresses, epoch, client.marks(), step, history)
+    return SharedSession(client, addresses, epoch, {"checkpoint_step": step, "history": history.to_json()})
 
 
 def _resume_table(
@@ -251,7 +206,7 @@ def _open_table(client: WeightClient, spec: TableSpec) -> None:
     client.create_table(replace(spec, num_rows=num_rows))  # which refuses any other
 
 
-def _client(config: TrainConfig, addresses: list[str]) -> WeightClient:
+def _client(config: TrainConfig, addresses: Sequence[str]) -> WeightClient:
     # Local servers that the run started are on loopback and need no credentials.
     security = config.security.client_arguments() if config.servers else {}
     return WeightClient(addresses, retry_seconds=config.retry_seconds, **security)

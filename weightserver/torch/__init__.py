@@ -11,28 +11,27 @@ if find_spec("torch") is None:
     raise ModuleNotFoundError("weightserver.torch needs torch: pip install 'pic-weightserver[torch]'", name=__name__)
 
 from weightserver.torch.class_order import ClassOrder, ClassVisits, read_labels
+from weightserver.torch.head import Announced, ClassifierHead
 from weightserver.torch.loss import cosine_softmax_loss, padded, padded_rows, softmax_loss
 from weightserver.torch.margins import MARGINS, NO_MARGIN, Margin, MarginKind, margin_of
-from weightserver.torch.negatives import NEGATIVES, ActiveSource, Negatives, active_source
+from weightserver.torch.negatives import NEGATIVES, Negatives, NegativeSampler
 from weightserver.torch.ranks import Ranks, gathered
+from weightserver.torch.rates import LearningRates
 from weightserver.torch.recency import ActiveRows, RecentRows, announced
 from weightserver.torch.rows import DenseRows, RemoteRows, ResidentRows, RowCounters, RowStore
+from weightserver.torch.sampler import WindowSampler
+from weightserver.torch.served_table import refuse_used_table, share_of_capacity
+from weightserver.torch.shared_session import SharedSession, share_session
 from weightserver.torch.transfer import HostCopy, to_device
-from weightserver.torch.windows import RangesOrder, RowOrder, Visits, VisitSchedule
+from weightserver.torch.windows import RangesOrder, RowOrder, Visits, VisitSchedule, resident_rows
 
 __all__ = [
-    "MARGINS",
-    "NEGATIVES",
-    "NO_MARGIN",
     "ActiveRows",
-    "ActiveSource",
-    "ClassOrder",
-    "ClassVisits",
+    "Announced",
+    "ClassifierHead",
     "DenseRows",
     "HostCopy",
-    "Margin",
-    "MarginKind",
-    "Negatives",
+    "LearningRates",
     "RangesOrder",
     "Ranks",
     "RecentRows",
@@ -41,16 +40,30 @@ __all__ = [
     "RowCounters",
     "RowOrder",
     "RowStore",
+    "SharedSession",
     "VisitSchedule",
-    "Visits",
-    "active_source",
+    "WindowSampler",
     "announced",
     "cosine_softmax_loss",
     "gathered",
-    "margin_of",
     "padded",
     "padded_rows",
-    "read_labels",
+    "refuse_used_table",
+    "resident_rows",
+    "share_of_capacity",
+    "share_session",
     "softmax_loss",
     "to_device",
+    "MARGINS",
+    "NO_MARGIN",
+    "Margin",
+    "MarginKind",
+    "margin_of",
+    "NEGATIVES",
+    "NegativeSampler",
+    "ClassOrder",
+    "ClassVisits",
+    "Negatives",
+    "Visits",
+    "read_labels",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ class Ranks:
     """Number of this rank among those on its machine."""
     local_world_size: int = 1
     """Number of ranks on this machine."""
+    control: dist.ProcessGroup | None = field(default=None, compare=False)
+    """The group that sends tensors on the CPU; by default that of all communication."""
     device: torch.device = _CPU
     """Device of this rank. A GPU has an index: without one it would mean each thread's current GPU."""
 
@@ -44,11 +46,11 @@ class Ranks:
             return text
         data = list((text or "").encode()) if self.is_first else []
         length = torch.tensor(len(data))
-        dist.broadcast(length, src=0)
+        dist.broadcast(length, src=0, group=self.control)
         content = torch.zeros(int(length), dtype=torch.uint8)
         if self.is_first:
             content.copy_(torch.tensor(data, dtype=torch.uint8))
-        dist.broadcast(content, src=0)
+        dist.broadcast(content, src=0, group=self.control)
         return bytes(content.tolist()).decode()
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
@@ -63,7 +65,7 @@ class Ranks:
         if self.world_size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, operation)
+        dist.all_reduce(tensor, operation, group=self.control)
         return [float(value) for value in tensor.tolist()]
 
 
@@ -74,5 +76,6 @@ def gathered(part: Tensor, total: int, ranks: Ranks, *, dim: int = 0) -> Tensor:
     whole = part.new_zeros(*part.shape[:dim], total, *part.shape[dim + 1 :])
     share = ranks.share(total)
     whole.narrow(dim, share.start, share.stop - share.start).copy_(part)
-    dist.all_reduce(whole)  # exact: all ranks except one add zeros
+    group = ranks.control if whole.device.type == "cpu" else None
+    dist.all_reduce(whole, group=group)  # exact: all ranks except one add zeros
     return whole

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -33,13 +34,16 @@ class ActiveRows:
         return ActiveRows(self.rows[mine], position[self.labels])
 
 
-def announced(active: Callable[[int], ActiveRows], store: RowStore, steps: range) -> Generator[ActiveRows, None, None]:
+Active = TypeVar("Active", bound=ActiveRows)
+
+
+def announced(active: Callable[[int], Active], store: RowStore, steps: range) -> Generator[Active, None, None]:
     """Yields the active rows of each step, announced to the store `store.prefetch_steps` steps earlier.
 
     A thread computes them by `active`, in the order of the steps; the store is called in this thread. Close the
     generator to end the thread.
     """
-    upcoming: deque[ActiveRows] = deque()
+    upcoming: deque[Active] = deque()
     with closing(computed_ahead(map(active, steps), ahead=_COMPUTED_AHEAD, name="active-rows")) as computed:
         for step in steps:
             while len(upcoming) <= store.prefetch_steps and step + len(upcoming) in steps:
@@ -47,6 +51,39 @@ def announced(active: Callable[[int], ActiveRows], store: RowStore, steps: range
                 upcoming.append(next(computed))
                 store.prefetch(upcoming[-1].rows, step=ahead)
             yield upcoming.popleft()
+
+
+class MostRecent:
+    """The `num_active` rows with the latest visits, as visits come; fewer until as many distinct rows were visited.
+
+    The next batch costs about one sort of the rows that enter. Not thread-safe.
+    """
+
+    def __init__(self, num_active: int) -> None:
+        self.num_active = num_active
+        self.rows = np.zeros(0, np.int64)  # (≤ K,), strictly increasing
+        self.last_visit = np.zeros(0, np.int64)  # the same shape, number of each row's last visit
+
+    def add(self, batch: Int64Array, first_visit: int) -> None:
+        """Adds the rows of visits first_visit, first_visit + 1, … (int64 [n]), and removes the least recent ones."""
+        visited, ago = np.unique(batch[::-1], return_index=True)  # the first occurrence is the latest
+        last_visit = first_visit + len(batch) - 1 - ago
+        position = np.searchsorted(self.rows, visited)
+        known = self.rows.take(position, mode="clip") == visited if len(self.rows) else np.zeros(len(visited), bool)
+        rows, visits = self.rows, self.last_visit.copy()
+        visits[position[known]] = last_visit[known]
+        num_entering = int((~known).sum())
+        if (num_leaving := len(rows) + num_entering - self.num_active) > 0:
+            leaving = np.argpartition(visits, num_leaving - 1)[:num_leaving]
+            rows, visits = np.delete(rows, leaving), np.delete(visits, leaving)
+        if num_entering:
+            where = np.searchsorted(rows, visited[~known])
+            rows, visits = np.insert(rows, where, visited[~known]), np.insert(visits, where, last_visit[~known])
+        self.rows, self.last_visit = rows, visits
+
+    def active(self, batch: Int64Array) -> ActiveRows:
+        """The rows, and the positions of a batch that was added last."""
+        return ActiveRows(self.rows, np.searchsorted(self.rows, batch))
 
 
 class RecentRows:
@@ -62,57 +99,43 @@ class RecentRows:
     def __init__(self, schedule: Visits, *, num_active: int, batch_size: int) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        if num_active > schedule.num_rows:
-            raise ValueError(
-                f"--num-negatives is {num_active}, but there are only {schedule.num_rows} images: choose fewer"
-            )
-        if num_active < min(batch_size, schedule.num_rows):
-            raise ValueError(
-                f"--num-negatives is {num_active}, but a batch may contain {batch_size} classes: "
-                "choose at least as many"
-            )
+        check_num_active(num_active, schedule.num_rows, batch_size)
         self._schedule = schedule
-        self._num_active = num_active
         self._batch_size = batch_size
         self._step: int | None = None
-        self._rows = np.zeros(0, np.int64)  # (K,), strictly increasing
-        self._last_visit = np.zeros(0, np.int64)  # (K,), visit index of each row's last visit
+        self._recent = MostRecent(num_active)
 
     def active(self, step: int) -> ActiveRows:
         """The active rows of a step ≥ 0, in any order of steps."""
         batch = self._schedule.visits(step * self._batch_size, (step + 1) * self._batch_size)
         if self._step is not None and step == self._step + 1:
-            self._advance(batch, step * self._batch_size)
+            self._recent.add(batch, step * self._batch_size)
         elif step != self._step:
             self._look_back((step + 1) * self._batch_size)
         self._step = step
-        return ActiveRows(self._rows, np.searchsorted(self._rows, batch))
+        return self._recent.active(batch)
 
     def _look_back(self, stop: int) -> None:
         """Walks back from visit `stop` to the K-th distinct row, piece by piece: small strides make it a long walk."""
-        rows, last_visit = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        while len(rows) < self._num_active:
-            start = stop - 2 * self._num_active
+        num_active, rows, last_visit = self._recent.num_active, np.zeros(0, np.int64), np.zeros(0, np.int64)
+        while len(rows) < num_active:
+            start = stop - 2 * num_active
             met, ago = np.unique(
                 self._schedule.visits(start, stop)[::-1], return_index=True
             )  # the first occurrence is the latest
             new = ~np.isin(met, rows)
             rows, last_visit = np.append(rows, met[new]), np.append(last_visit, stop - 1 - ago[new])
             stop = start
-        newest = np.argpartition(-last_visit, self._num_active - 1)[: self._num_active]
+        newest = np.argpartition(-last_visit, num_active - 1)[:num_active]
         newest = newest[np.argsort(rows[newest])]
-        self._rows, self._last_visit = rows[newest], last_visit[newest]
+        self._recent.rows, self._recent.last_visit = rows[newest], last_visit[newest]
 
-    def _advance(self, batch: Int64Array, first_visit: int) -> None:
-        """Adds the batch's rows and removes as many of the least recent ones."""
-        visited, ago = np.unique(batch[::-1], return_index=True)
-        last_visit = first_visit + len(batch) - 1 - ago
-        position = np.searchsorted(self._rows, visited)
-        known = self._rows.take(position, mode="clip") == visited
-        self._last_visit[position[known]] = last_visit[known]
-        if num_entering := int((~known).sum()):
-            leaving = np.argpartition(self._last_visit, num_entering - 1)[:num_entering]
-            rows, visits = np.delete(self._rows, leaving), np.delete(self._last_visit, leaving)
-            where = np.searchsorted(rows, visited[~known])
-            self._rows = np.insert(rows, where, visited[~known])
-            self._last_visit = np.insert(visits, where, last_visit[~known])
+
+def check_num_active(num_active: int, num_rows: int, batch_size: int) -> None:
+    """Raises ValueError unless `num_active` of `num_rows` rows can hold every batch."""
+    if num_active > num_rows:
+        raise ValueError(f"num_negatives is {num_active}, but there are only {num_rows} classes: choose fewer")
+    if num_active < min(batch_size, num_rows):
+        raise ValueError(
+            f"num_negatives is {num_active}, but a batch may contain {batch_size} classes: choose at least as many"
+        )

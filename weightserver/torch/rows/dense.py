@@ -10,6 +10,7 @@ from weightserver import RowState, TableSpec
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.initial import initial_rows
 from weightserver.core.sharding import Sharding
+from weightserver.torch.rates import LearningRates, as_learning_rates
 from weightserver.torch.rows.store import RowCounters
 from weightserver.torch.transfer import to_device
 
@@ -21,7 +22,7 @@ class DenseRows:
     Without `spec.correction` only active rows move (the paper's ablation, Table 2).
 
     Args:
-        learning_rates: float32 [num_steps], one for each update.
+        learning_rates: float32 [num_steps], one for each update; or those told so far.
         sharding, shard: this rank's share of the rows; all rows by default.
     """
 
@@ -30,7 +31,7 @@ class DenseRows:
     def __init__(
         self,
         spec: TableSpec,
-        learning_rates: Float32Array,
+        learning_rates: Float32Array | LearningRates,
         *,
         device: torch.device | str = "cpu",
         sharding: Sharding | None = None,
@@ -39,7 +40,7 @@ class DenseRows:
         assert spec.correction != "paper", "all rows move in each step: there is no gap to correct"
         self.counters = RowCounters()
         self._spec = spec
-        self._learning_rates = learning_rates
+        self._rates = as_learning_rates(spec, learning_rates)
         self._sharding = sharding or Sharding(spec.rows_per_block, 1)
         held = self._sharding.rows_of_shard(shard, spec.num_rows)
         self.counters.resident_rows = len(held)
@@ -65,7 +66,7 @@ class DenseRows:
         return self._active[1]
 
     def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int) -> None:
-        learning_rate = float(self._learning_rates[step])
+        learning_rate = self._rates.of_step(step)
         active = self._positions(rows)
         if not self._spec.correction:
             self._update_active(active, gradients, learning_rate)

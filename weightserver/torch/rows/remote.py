@@ -9,6 +9,7 @@ from torch import Tensor
 
 from weightserver import RowState, WeightClient
 from weightserver.core.arrays import Int64Array
+from weightserver.torch.rates import PublishedRates
 from weightserver.torch.rows.store import RowCounters
 from weightserver.torch.transfer import HostCopy, to_device
 
@@ -23,15 +24,19 @@ class RemoteRows:
     Args:
         client: has a table, its schedule and an open session; its owner closes it.
         device: device of `weights`.
+        published: makes the servers know learning rates before gradients are pushed, unless they know all.
     """
 
     prefetch_steps = 0
     """A step's rows can only be fetched after the previous step's push."""
 
-    def __init__(self, client: WeightClient, device: torch.device = _CPU) -> None:
+    def __init__(
+        self, client: WeightClient, device: torch.device = _CPU, *, published: PublishedRates | None = None
+    ) -> None:
         self.counters = RowCounters()
         self._client = client
         self._device = device
+        self._published = published
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="remote-rows")
         self._fetched: tuple[int, Future[Tensor]] | None = None
         self._pushed: Future[None] | None = None
@@ -69,6 +74,8 @@ class RemoteRows:
 
     def _push(self, rows: Int64Array, copied: HostCopy, step: int) -> None:
         (gradients,) = copied.wait()
+        if self._published is not None:
+            self._published.require(step + 1)
         self._client.push_gradients(rows, gradients.numpy(), step=step)
         self.counters.pushed(len(rows), gradients.nbytes)
 

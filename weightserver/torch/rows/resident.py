@@ -8,6 +8,7 @@ from torch import Tensor
 
 from weightserver import RowState, TableSpec, WeightClient
 from weightserver.core.arrays import Float32Array, Int64Array
+from weightserver.torch.rates import LearningRates, PublishedRates, as_learning_rates
 from weightserver.torch.rows.arriving import ArrivingRows
 from weightserver.torch.rows.slots import SlotMap
 from weightserver.torch.rows.store import RowCounters
@@ -36,7 +37,8 @@ class ResidentRows:
 
     Args:
         client: has a table, its schedule and an open session; its owner closes it.
-        learning_rates: float32 [num_steps], one for each update.
+        learning_rates: float32 [num_steps], one for each update; or those told so far.
+        published: makes the servers know learning rates before rows are written back, unless they know all.
         capacity: rows held here; at least those of any `prefetch_steps` + 1 consecutive steps.
         prefetch_steps: number of steps by which `prefetch` runs ahead; one fetch gathers the rows of half as many
             steps. write_back_rows: rows written back at once; the queue holds up to four times as many.
@@ -46,19 +48,20 @@ class ResidentRows:
         self,
         client: WeightClient,
         spec: TableSpec,
-        learning_rates: Float32Array,
+        learning_rates: Float32Array | LearningRates,
         *,
         capacity: int,
         prefetch_steps: int,
         write_back_rows: int,
         device: torch.device,
+        published: PublishedRates | None = None,
     ) -> None:
         self.counters = RowCounters()
         self.prefetch_steps = prefetch_steps
         self._client = client
         self._device = device
         self._slots = SlotMap(capacity)
-        self._values = SlotValues(spec, learning_rates, capacity, device)
+        self._values = SlotValues(spec, as_learning_rates(spec, learning_rates), capacity, device)
         self._changed = np.zeros(capacity, bool)  # since it arrived or was last written back
         self._next_step = 0  # the first step whose gradients were not applied
         self._announced: dict[int, Int64Array] = {}  # step -> slots of its rows
@@ -66,7 +69,11 @@ class ResidentRows:
         self._active_on_device = torch.zeros(0, dtype=torch.int64, device=device)  # the same
         self._arriving = ArrivingRows(client, gathered_steps=prefetch_steps // 2, counters=self.counters)
         self._write_back = WriteBack(
-            client, batch_rows=write_back_rows, max_rows=4 * write_back_rows, counters=self.counters
+            client,
+            batch_rows=write_back_rows,
+            max_rows=4 * write_back_rows,
+            counters=self.counters,
+            published=published,
         )
 
     def prefetch(self, rows: Int64Array, *, step: int) -> None:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from weightserver import RowState, TableSpec
 from weightserver.core.arrays import Float32Array, Int64Array
-from weightserver.core.correction import Schedule, bring_to
+from weightserver.core.correction import bring_to
+from weightserver.torch.rates import LearningRates
 from weightserver.torch.rows.write_back import LeavingRows
 from weightserver.torch.transfer import HostCopy, to_device
 
@@ -22,12 +23,12 @@ class SlotValues:
     Weight and momentum_buffer, float32 (capacity, D), are on the device; last_step, int64 (capacity,), is on the host.
     """
 
-    def __init__(self, spec: TableSpec, learning_rates: Float32Array, capacity: int, device: torch.device) -> None:
+    def __init__(self, spec: TableSpec, rates: LearningRates, capacity: int, device: torch.device) -> None:
         self.weight = torch.zeros(capacity, spec.dim, device=device)
         self.momentum_buffer = torch.zeros_like(self.weight)
         self.last_step = np.zeros(capacity, np.int64)
         self._spec = spec
-        self._schedule = Schedule.of_table(spec, learning_rates)
+        self._rates = rates
         self._device = device
         self._largest = torch.zeros((), device=device)  # |value| of all rows that were corrected
 
@@ -42,7 +43,7 @@ class SlotValues:
         """A copy of the raw state in slots, int64 (n,); a GPU makes it while training continues."""
         chosen = self._tensor(slots)
         values = HostCopy([self.weight[chosen], self.momentum_buffer[chosen], self._largest])
-        return LeavingRows(values, self.last_step[slots], largest_safe=self._schedule.safe_size)
+        return LeavingRows(values, self.last_step[slots], largest_safe=self._rates.schedule().safe_size)
 
     def correct(self, slots: Int64Array, step: int, *, rows: Int64Array) -> None:
         """Corrects `rows` in `slots` up to `step`; on a CPU with the same bits as the servers' correction.
@@ -55,14 +56,14 @@ class SlotValues:
         if not self._spec.correction or not idle.any():
             return
         slots, rows = slots[idle], rows[idle]
-        if self._schedule.safe_size < _SAFE_SIZE:
+        if self._rates.schedule(step).safe_size < _SAFE_SIZE:
             self._correct_on_host(slots, step, rows)
         else:
             self._correct_on_device(slots, step)
         self.last_step[slots] = step
 
     def _correct_on_device(self, slots: Int64Array, step: int) -> None:
-        coefficients = self._tensor(self._schedule.coefficients(self.last_step[slots], step))
+        coefficients = self._tensor(self._rates.schedule(step).coefficients(self.last_step[slots], step))
         (ww, wu), (uw, uu) = coefficients[:, :, :, None].permute(1, 2, 0, 3)  # (n, 1) each: Equation (3)
         chosen = self._tensor(slots)
         weight, momentum_buffer = self.weight[chosen], self.momentum_buffer[chosen]
@@ -74,7 +75,7 @@ class SlotValues:
     def _correct_on_host(self, slots: Int64Array, step: int, rows: Int64Array) -> None:
         chosen = self._tensor(slots)
         weight, momentum_buffer = (values[chosen].cpu().numpy() for values in (self.weight, self.momentum_buffer))
-        bring_to(self._schedule, step, self.last_step[slots], weight, momentum_buffer, rows=rows)
+        bring_to(self._rates.schedule(step), step, self.last_step[slots], weight, momentum_buffer, rows=rows)
         self.weight[chosen], self.momentum_buffer[chosen] = self._tensor(weight), self._tensor(momentum_buffer)
 
     @torch.no_grad()
@@ -83,7 +84,7 @@ class SlotValues:
         weight, momentum_buffer = self.weight[on_device], self.momentum_buffer[on_device]
         momentum_buffer *= self._spec.momentum
         momentum_buffer += weight * self._spec.weight_decay + gradients
-        weight -= momentum_buffer * float(self._schedule.learning_rates[step])
+        weight -= momentum_buffer * self._rates.of_step(step)
         self.weight[on_device], self.momentum_buffer[on_device] = weight, momentum_buffer
         self.last_step[slots] = step + 1
 

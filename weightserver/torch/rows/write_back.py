@@ -9,6 +9,7 @@ import numpy as np
 
 from weightserver import RowState, WeightClient
 from weightserver.core.arrays import Int64Array
+from weightserver.torch.rates import PublishedRates
 from weightserver.torch.rows.store import RowCounters
 from weightserver.torch.transfer import HostCopy
 
@@ -49,13 +50,23 @@ class WriteBack:
 
     Args:
         max_rows: `add` waits until the queue holds at most this many rows.
+        published: makes the servers know the learning rates of the rows' updates.
     """
 
-    def __init__(self, client: WeightClient, *, batch_rows: int, max_rows: int, counters: RowCounters) -> None:
+    def __init__(
+        self,
+        client: WeightClient,
+        *,
+        batch_rows: int,
+        max_rows: int,
+        counters: RowCounters,
+        published: PublishedRates | None = None,
+    ) -> None:
         self._client = client
         self._batch_rows = batch_rows
         self._max_rows = max_rows
         self._counters = counters
+        self._published = published
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="write-back")
         self._gathered: list[tuple[Int64Array, LeavingRows]] = []
         self._num_gathered = 0
@@ -123,6 +134,8 @@ class WriteBack:
             np.concatenate(arrays)[chosen]
             for arrays in zip(*((s.weight, s.momentum_buffer, s.last_step) for s in states), strict=True)
         )
+        if self._published is not None:
+            self._published.require(int(last_step.max()))
         self._client.write_state(distinct, weight, momentum_buffer, last_step)
         self._counters.pushed(len(distinct), weight.nbytes + momentum_buffer.nbytes + last_step.nbytes)
 

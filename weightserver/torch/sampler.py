@@ -1,0 +1,106 @@
+"""Batches of images in the order of the sliding window (Section 2.2 of the paper), for a DataLoader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from weightserver.core.arrays import Int64Array
+from weightserver.torch.ranks import Ranks
+from weightserver.torch.windows import RangesOrder, VisitSchedule
+
+
+class Order(Protocol):
+    """A bijection of N images and their positions, over which the window slides."""
+
+    num_rows: int
+
+    def images(self, rows: Int64Array) -> Int64Array:
+        """The image at each position: int64 [n] to int64 [n]."""
+
+
+class WindowSampler(Sampler[list[int]]):
+    """A `batch_sampler` that visits the W images in a window in random order, then moves the window by S, and so on.
+
+    Which images a step visits is a function of the seeds and the step, so the step is all that a resumed run needs.
+    Every iteration begins at `next_step` and ends after about one visit for each image. On several ranks each yields
+    its share of every batch.
+
+    Args:
+        order: number of images, or their order; a number means the random order of seed `order_seed`.
+        window_size: W, number of images in the window; all images by default.
+        window_stride: S; W by default. Without both, every image is visited once in each epoch.
+        batch_size: B, images of a batch on all ranks together.
+        batches_per_step: number of batches whose gradients are accumulated in one step.
+        seed: of the order of the visits within windows.
+        next_step: returns the number of the first step of an iteration; 0 by default.
+        ranks: this process's rank among those that share a batch.
+
+    Raises:
+        ValueError: unless 1 ≤ S ≤ W ≤ N and B ≥ the number of ranks.
+    """
+
+    def __init__(
+        self,
+        order: int | Order,
+        *,
+        batch_size: int,
+        window_size: int | None = None,
+        window_stride: int | None = None,
+        batches_per_step: int = 1,
+        seed: int = 0,
+        order_seed: int = 0,
+        next_step: Callable[[], int] = lambda: 0,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.order = RangesOrder([order], order_seed) if isinstance(order, int) else order
+        num_images = self.order.num_rows
+        window_size = num_images if window_size is None else window_size
+        self.schedule = VisitSchedule(
+            num_rows=num_images,
+            window_size=window_size,
+            window_stride=window_size if window_stride is None else window_stride,
+            seed=seed,
+        )
+        self.ranks = ranks or Ranks()
+        if batch_size < self.ranks.world_size:
+            raise ValueError(
+                f"batch_size must be at least 1 on each of {self.ranks.world_size} ranks, got {batch_size}"
+            )
+        if batches_per_step < 1:
+            raise ValueError(f"batches_per_step must be at least 1, got {batches_per_step}")
+        self.batch_size = batch_size
+        self.batches_per_step = batches_per_step
+        self._next_step = next_step
+
+    @property
+    def step_size(self) -> int:
+        """Number of visits of a step, on all ranks together."""
+        return self.batch_size * self.batches_per_step
+
+    def visits(self, step: int, part: int) -> Int64Array:
+        """The numbers of this rank's visits in one of a step's batches: int64 (b,)."""
+        numbers = step * self.step_size + part * self.batch_size + np.arange(self.batch_size)
+        return numbers[self.ranks.share(self.batch_size)]
+
+    def images(self, step: int, part: int) -> Int64Array:
+        """The images of these visits: int64 (b,)."""
+        visits = self.visits(step, part)
+        return self.order.images(self.schedule.visits(visits[0], visits[-1] + 1))
+
+    def images_of_step(self, step: int) -> Int64Array:
+        """The images of a whole step, those of other ranks included: int64 (batches_per_step · B,)."""
+        return self.order.images(self.schedule.visits(step * self.step_size, (step + 1) * self.step_size))
+
+    def __len__(self) -> int:
+        """Number of batches of an iteration, a multiple of `batches_per_step`."""
+        return max(1, self.order.num_rows // self.step_size) * self.batches_per_step
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = self._next_step()
+        for batch in range(len(self)):
+            step, part = divmod(batch, self.batches_per_step)
+            yield self.images(first + step, part).tolist()

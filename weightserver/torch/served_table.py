@@ -1,0 +1,196 @@
+"""Opens the table of a head: its weight servers, its session, and the store of a rank's share of the rows."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from weightserver import Checkpoint, LocalCluster, NoTableError, TableSpec, WeightClient
+from weightserver.core.arrays import Float32Array
+from weightserver.core.sharding import Sharding
+from weightserver.torch.ranks import Ranks
+from weightserver.torch.rates import LearningRates, PublishedRates
+from weightserver.torch.rows import DenseRows, RemoteRows, ResidentRows, RowStore
+from weightserver.torch.shared_session import SharedSession, share_session
+
+
+@dataclass(frozen=True)
+class SavedRows:
+    """What identifies a checkpoint of the rows: the contents of a head's state_dict."""
+
+    name: str
+    checkpoint_id: str
+    """Hexadecimal."""
+    step: int
+    """Number of finished updates."""
+    table: str
+    """Identity of the table, hexadecimal."""
+
+    @classmethod
+    def of(cls, kept: Checkpoint, table: bytes) -> SavedRows:
+        return cls(kept.name, kept.checkpoint_id.hex(), kept.step, table.hex())
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> SavedRows:
+        try:
+            return cls(**json.loads(content))
+        except (ValueError, TypeError):
+            raise ValueError("the head's state is damaged, or not one of a ClassifierHead") from None
+
+
+@dataclass(frozen=True)
+class StoreSizes:
+    """What a resident store is sized by."""
+
+    capacity: int
+    """Rows held on all ranks together."""
+    prefetch_steps: int
+    write_back_rows: int
+
+
+@dataclass(frozen=True)
+class OpenTable:
+    """An open table, of whose rows this rank holds a share."""
+
+    make_store: Callable[[StoreSizes], RowStore]
+    rates: LearningRates
+    client: WeightClient | None = None
+    """None for dense rows."""
+    published: PublishedRates | None = None
+    """Makes the servers know learning rates; None if they know all."""
+    first_step: int = 0
+
+
+@dataclass(frozen=True)
+class ServedTable:
+    """Where a head's rows are stored, and how."""
+
+    spec: TableSpec
+    servers: Sequence[str]
+    """Addresses; empty for shards of its own in `directory`."""
+    run: str
+    directory: Path
+    num_shards: int
+    rows: Literal["resident", "remote", "dense"]
+    learning_rates: Float32Array
+    client_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def open(self, ranks: Ranks, device: torch.device, saved: SavedRows | None, stack: ExitStack) -> OpenTable:
+        """Opens the table, as it was when `saved` was taken or for a new run; `stack` closes what was opened.
+
+        Raises:
+            ValueError: the servers hold the rows of another run, or not the checkpoint `saved`.
+            WeightServerError: servers that are unreachable or refuse.
+        """
+        if self.rows == "dense":
+            if saved is not None:
+                raise ValueError("rows='dense' are in this process alone and cannot be restored: use rows='resident'")
+            rates = LearningRates(self.spec, self.learning_rates)
+            sharding = Sharding(self.spec.rows_per_block, ranks.world_size)
+            dense = partial(DenseRows, self.spec, rates, device=device, sharding=sharding, shard=ranks.rank)
+            return OpenTable(lambda _: dense(), rates)
+
+        session = share_session(
+            self.run, ranks, stack, lambda: self._open_session(ranks, saved, stack), self._make_client
+        )
+        client, first_step = session.client, saved.step if saved else 0
+        known = client.learning_rates()[: max(first_step, len(self.learning_rates))]
+        rates = LearningRates(self.spec, known)
+        published = PublishedRates(rates, client, ranks, num_published=len(known))
+
+        def make_store(sizes: StoreSizes) -> RowStore:
+            store: RowStore
+            if self.rows == "remote":
+                store = RemoteRows(client, device, published=published)
+            else:
+                store = ResidentRows(
+                    client,
+                    self.spec,
+                    rates,
+                    capacity=share_of_capacity(sizes.capacity, self.spec, ranks),
+                    prefetch_steps=sizes.prefetch_steps,
+                    write_back_rows=sizes.write_back_rows // ranks.world_size + 1,
+                    device=device,
+                    published=published,
+                )
+            stack.callback(store.close)
+            return store
+
+        return OpenTable(make_store, rates, client, published, first_step)
+
+    def _make_client(self, addresses: Sequence[str]) -> WeightClient:
+        return WeightClient(addresses, **(self.client_options if self.servers else {}))
+
+    def _open_session(self, ranks: Ranks, saved: SavedRows | None, stack: ExitStack) -> SharedSession:
+        """On rank 0: starts shards if none were given, creates the table or rolls it back, and opens a session."""
+        addresses = self.servers
+        if not addresses:
+            if ranks.local_world_size < ranks.world_size:
+                raise ValueError("ranks on several machines need weight servers that all of them reach: give servers")
+            addresses = stack.enter_context(LocalCluster(self.num_shards, self.directory)).addresses
+        client = stack.enter_context(self._make_client(addresses))
+        if saved is None:
+            refuse_used_table(client, "load_state_dict() of a state that head.checkpoint() left, or use other servers")
+            client.create_table(self.spec)
+            epoch = client.open_session(self.run)
+        else:
+            check_saved(client, saved)
+            client.create_table(self.spec)
+            epoch = client.open_session(self.run, force=True)
+            client.rollback(saved.name)
+        if len(self.learning_rates):
+            client.extend_schedule(0, self.learning_rates)
+        return SharedSession(client, addresses, epoch)
+
+
+def refuse_used_table(client: WeightClient, remedy: str) -> None:
+    """Raises ValueError if the servers hold rows that were written, or a checkpoint."""
+    try:
+        info = client.describe()
+    except NoTableError:
+        return
+    if info.clock > 0 or info.rows_stored > 0 or client.checkpoints():
+        raise ValueError(f"the weight servers hold the rows of run {info.run!r} up to step {info.clock}: {remedy}")
+
+
+def check_saved(client: WeightClient, saved: SavedRows) -> None:
+    """Raises ValueError unless the servers retain the checkpoint that `saved` identifies."""
+    try:
+        found = {kept.name: kept.checkpoint_id.hex() for kept in client.checkpoints()}
+        same_table = client.table_identity().hex() == saved.table
+    except NoTableError:
+        found, same_table = {}, False
+    if not same_table or found.get(saved.name) != saved.checkpoint_id:
+        raise ValueError(
+            f"the weight servers do not hold checkpoint {saved.name!r} (step {saved.step}) of this state"
+            + (", they hold another of that name" if saved.name in found else f", only {sorted(found)}")
+            + ": give the servers or the directory that the state was saved with, or restore their backup"
+        )
+
+
+def share_of_capacity(rows: int, spec: TableSpec, ranks: Ranks) -> int:
+    """A rank's part of `rows` resident rows.
+
+    Blocks are assigned evenly, active ones randomly: room for two blocks and 8 standard deviations more.
+    """
+    if ranks.world_size == 1:
+        return rows
+    mean = -(-rows // ranks.world_size)
+    return min(rows, mean + 2 * spec.rows_per_block + round(8 * math.sqrt(rows / ranks.world_size)))
+
+
+def float32_rates(learning_rates: Any) -> Float32Array:
+    """Learning rates given in advance, float32 [n]; none if None."""
+    return np.zeros(0, np.float32) if learning_rates is None else np.asarray(learning_rates, np.float32)
