@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightserver.core.arrays import Int64Array
-from weightserver.torch.windows import RowOrder, VisitSchedule
+from weightserver.torch.windows import RangesOrder, RowOrder, VisitSchedule
 
 _IMAGES_AT_A_TIME = 1 << 20
 """Labels that are read and converted together: a memory-mapped file is never read whole."""
@@ -24,27 +24,34 @@ Labels = npt.NDArray[np.integer[Any]]
 class ClassOrder:
     """The order of N images by C classes: classes in a keyed random order, the images of a class as neighbours.
 
-    The row of a class is its place in `RowOrder(C, order_seed)`; position p in 0..N−1 is the p-th image when the images
+    The row of a class is its place in the order of the classes, by default `RowOrder(C, order_seed)`; position p in 0..N−1 is the p-th image when the images
     are sorted by the rows of their classes. A window that slides over positions therefore visits class after class,
-    with neighbouring rows. If each image is its own class, positions and rows are those of `RowOrder(N, order_seed)`.
+    with neighbouring rows. If each image is its own class, positions and rows are those of the order itself.
 
     Holds two integers an image at most (4 bytes each below 2³¹ images) and two a class; construction needs about 24
     bytes an image.
 
     Args:
         labels: class of each image, integers [N], each class 0..C−1 with at least one image; may be memory-mapped.
+        order: the order of the classes, or its seed.
         num_images: N, if it is known otherwise.
 
     Raises:
-        ValueError: labels that are not integers, not one for each image, negative, or classes without images.
+        ValueError: labels that are not integers, not one for each image, negative, or classes without images; an order
+            of another number of classes.
     """
 
-    def __init__(self, labels: Labels, order_seed: int, *, num_images: int | None = None) -> None:
+    def __init__(self, labels: Labels, order: int | RowOrder | RangesOrder, *, num_images: int | None = None) -> None:
         images_of_class = _checked_counts(labels, num_images)
         self.num_images = len(labels)
         self.num_classes = len(images_of_class)
         self._labels = labels
-        self._order = RowOrder(self.num_classes, order_seed)
+        self._order = RowOrder(self.num_classes, order) if isinstance(order, int) else order
+        if self._order.num_rows != self.num_classes:
+            raise ValueError(
+                f"the class map has {self.num_classes} classes, the table {self._order.num_rows} rows: "
+                "give a map of as many classes"
+            )
         row_of_class = self._order.rows(np.arange(self.num_classes))
         self._first = np.zeros(self.num_classes + 1, np.int64)  # position of the first image of each row's class
         self._first[1 + row_of_class] = images_of_class
@@ -54,6 +61,11 @@ class ClassOrder:
         for part in _parts(self.num_images):
             rows[part] = row_of_class[labels[part]]
         self._images = np.argsort(rows, kind="stable").astype(small)
+
+    @property
+    def num_rows(self) -> int:
+        """N, the number of positions, by which orders of images name it."""
+        return self.num_images
 
     def images(self, positions: Int64Array) -> Int64Array:
         """The image at each position: int64 [n] to int64 [n]."""

@@ -32,15 +32,18 @@ from torch import Tensor, nn
 from weightserver import Checkpoint, TableSpec, WeightClient, WeightServerError
 from weightserver.core.arrays import Int64Array
 from weightserver.core.sharding import Sharding
+from weightserver.torch.class_order import ClassOrder, Labels
 from weightserver.torch.loss import cosine_softmax_loss, padded, padded_rows, softmax_loss
+from weightserver.torch.margins import MarginKind, margin_of
+from weightserver.torch.negatives import Negatives, NegativeSampler, ScheduledRows
 from weightserver.torch.ranks import Ranks, gathered
 from weightserver.torch.rates import LearningRates
-from weightserver.torch.recency import ActiveRows, MostRecent, RecentRows, announced, check_num_active
+from weightserver.torch.recency import ActiveRows, MostRecent, announced, check_num_active
 from weightserver.torch.rows import RowStore
 from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.served_table import OpenTable, SavedRows, ServedTable, StoreSizes, float32_rates
 from weightserver.torch.transfer import to_device
-from weightserver.torch.windows import RangesOrder, resident_rows
+from weightserver.torch.windows import RangesOrder
 
 _MAX_PREFETCH_STEPS = 8
 """Steps in advance at which rows are requested if a sampler knows the classes to come."""
@@ -52,7 +55,7 @@ _AHEAD = 2
 class Announced(ActiveRows):
     """The classes of one step that was announced. Rows are those of this rank."""
 
-    ids: Int64Array  # (A, B), the classes of each batch of the step, on all ranks together
+    ids: Int64Array  # (A, B) or (A, B, P), the classes of each batch of the step, on all ranks together
 
 
 @dataclass
@@ -90,6 +93,11 @@ class ClassifierHead(nn.Module):
         init_std, seed: of the initial rows.
         order_seed: seed of the random order in which rows are stored, and of the sampler's order.
         temperature: τ, which divides cosines.
+        negatives: which classes are active besides a step's own: the most "recent" ones, "uniform" ones sampled in whole
+            blocks of rows, or "both"; see `negatives`.
+        recent_share: with "both", the share of K that recent classes have.
+        margin: on the cosine of an image's own class: "none", "cosface" or "arcface"; see `margins`.
+        margin_size: m; by default the usual one.
         softmax: "cosine", or "plain" for inner products.
         learning_rates: float32 [n], those of the first n steps if they are known in advance: `step` then needs none.
         capacity: number of resident rows on all ranks together; by default as many as the steps need.
@@ -122,6 +130,10 @@ class ClassifierHead(nn.Module):
         rows_per_block: int = 63,
         temperature: float = 0.2,
         softmax: Literal["cosine", "plain"] = "cosine",
+        negatives: Negatives = "recent",
+        recent_share: float = 0.5,
+        margin: MarginKind = "none",
+        margin_size: float | None = None,
         learning_rates: npt.ArrayLike | None = None,
         capacity: int | None = None,
         timeout_seconds: float = 30,
@@ -165,9 +177,22 @@ class ClassifierHead(nn.Module):
                 "insecure": insecure,
             },
         )
-        loss = softmax_loss if softmax == "plain" else partial(cosine_softmax_loss, temperature=temperature)
+        chosen_margin = margin_of(margin, margin_size)
+        if softmax == "plain" and margin != "none":
+            raise ValueError(f"margin {margin!r} is for cosines: choose softmax='cosine', or no margin")
+        loss: Callable[..., Tensor] = softmax_loss
+        if softmax == "cosine":
+            loss = partial(cosine_softmax_loss, temperature=temperature, margin=chosen_margin)
+        sampled = NegativeSampler(
+            num_negatives,
+            num_rows=num_classes,
+            rows_per_block=rows_per_block,
+            kind=negatives,
+            recent_share=recent_share,
+            seed=seed,
+        )
         order = RangesOrder([num_classes], order_seed)
-        self._set_up(spec, num_negatives=num_negatives, loss=loss, order=order, table=table, capacity=capacity)
+        self._set_up(spec, negatives=sampled, loss=loss, order=order, table=table, capacity=capacity)
 
     @classmethod
     def over(
@@ -176,7 +201,7 @@ class ClassifierHead(nn.Module):
         spec: TableSpec,
         rates: LearningRates,
         *,
-        num_negatives: int,
+        negatives: NegativeSampler,
         loss: Callable[..., Tensor],
         order: RangesOrder,
         ranks: Ranks,
@@ -186,11 +211,12 @@ class ClassifierHead(nn.Module):
 
         Args:
             rates: those of the store, which its servers know.
+            negatives: the classes of a step.
             loss: `cosine_softmax_loss` or `softmax_loss`, with their settings.
             order: the row of each class.
         """
         head = cls.__new__(cls)
-        head._set_up(spec, num_negatives=num_negatives, loss=loss, order=order)
+        head._set_up(spec, negatives=negatives, loss=loss, order=order)
         head.to(ranks.device)
         head._use(OpenTable(lambda _: store, rates, first_step=first_step), ranks)
         head._store = store
@@ -200,17 +226,17 @@ class ClassifierHead(nn.Module):
         self,
         spec: TableSpec,
         *,
-        num_negatives: int,
+        negatives: NegativeSampler,
         loss: Callable[..., Tensor],
         order: RangesOrder,
         table: ServedTable | None = None,
         capacity: int | None = None,
     ) -> None:
         super().__init__()
-        check_num_active(num_negatives, spec.num_rows, 1)
+        check_num_active(negatives.num_active, spec.num_rows, 1)
         self.spec = spec
         self.order = order
-        self.num_negatives = num_negatives
+        self.negatives = negatives
         self.num_steps = 0
         self.register_buffer("_where", torch.zeros(0), persistent=False)  # follows `to(device)`
         self._loss = loss
@@ -223,8 +249,8 @@ class ClassifierHead(nn.Module):
         self._ranks = Ranks()
         self._saved: SavedRows | None = None
         self._sampler: WindowSampler | None = None
-        self._recent = MostRecent(num_negatives)
-        self._by_sampler: RecentRows | None = None
+        self._recent = MostRecent(negatives.num_recent)
+        self._by_sampler: ScheduledRows | None = None
         self._upcoming: deque[Announced] = deque()
         self._before: deque[tuple[Int64Array, Int64Array]] = deque()  # the recent rows before each of `_upcoming`
         self._current: _Step | None = None
@@ -259,25 +285,28 @@ class ClassifierHead(nn.Module):
         self.num_steps = opened.first_step
         self._sharding = Sharding(self.spec.rows_per_block, ranks.world_size)
         on_gpu = self.device.type == "cuda"
-        self._padded_rows = padded_rows(self.num_negatives, self.spec.rows_per_block, ranks) if on_gpu else 0
+        self._padded_rows = padded_rows(self.negatives.num_active, self.spec.rows_per_block, ranks) if on_gpu else 0
 
     def _open_store(self, step_size: int) -> RowStore:
         """The store; makes it for steps of `step_size` images at the first use."""
         opened = self._open()
         if self._store is None:
             self._store = opened.make_store(self._sizes(step_size))
-        check_num_active(self.num_negatives, self.spec.num_rows, step_size)
+        self.negatives.check(step_size)
         return self._store
 
     def _sizes(self, step_size: int) -> StoreSizes:
         if self._sampler is None:
-            capacity = min(self.spec.num_rows, self.num_negatives + 2 * (_AHEAD + 1) * step_size)
+            sampled = (_AHEAD + 1) * self.negatives.num_sampled(step_size)
+            capacity = self.negatives.num_recent + sampled + 2 * (_AHEAD + 1) * step_size
+            capacity = min(self.spec.num_rows, capacity)
             return StoreSizes(self._capacity or capacity, _AHEAD, max(step_size, self.spec.rows_per_block))
-        schedule, visits_ahead = self._sampler.schedule, _MAX_PREFETCH_STEPS * step_size
-        needed, capacity = resident_rows(schedule, num_active=self.num_negatives, visits_ahead=visits_ahead)
+        needed, capacity = self.negatives.resident_rows(self._sampler.row_visits, step_size, _MAX_PREFETCH_STEPS)
         if self._capacity is not None and self._capacity < needed:
             raise ValueError(f"capacity is {self._capacity}, the steps that are prefetched need {needed}: raise it")
-        return StoreSizes(self._capacity or capacity, _MAX_PREFETCH_STEPS, min(schedule.window_stride, 1 << 14))
+        return StoreSizes(
+            self._capacity or capacity, _MAX_PREFETCH_STEPS, min(self._sampler.schedule.window_stride, 1 << 14)
+        )
 
     def close(self) -> None:
         """Ends the threads, and the servers if the module started them; updates since the last checkpoint or `flush`
@@ -304,13 +333,21 @@ class ClassifierHead(nn.Module):
         window_stride: int | None = None,
         batches_per_step: int = 1,
         seed: int = 0,
+        classes: Labels | None = None,
     ) -> WindowSampler:
-        """A `batch_sampler` over all N images, one a class, that continues after the head's finished steps.
+        """A `batch_sampler` over all images that continues after the head's finished steps.
 
-        The arguments are those of `WindowSampler`.
+        The other arguments are those of `WindowSampler`.
+
+        Args:
+            classes: class of each image, integers [number of images], for classes that images share: the window then
+                slides over neighbouring classes, see `ClassOrder`. Without it each image is its own class.
+
+        Raises:
+            ValueError: a window that does not fit, or a class map of other classes.
         """
         self._sampler = WindowSampler(
-            self.order,
+            self.order if classes is None else ClassOrder(classes, self.order),
             batch_size=batch_size,
             window_size=window_size,
             window_stride=window_stride,
@@ -319,9 +356,7 @@ class ClassifierHead(nn.Module):
             next_step=lambda: self.num_steps,
             ranks=_ranks(self.device),
         )
-        self._by_sampler = RecentRows(
-            self._sampler.schedule, num_active=self.num_negatives, batch_size=self._sampler.step_size
-        )
+        self._by_sampler = ScheduledRows(self._sampler.row_visits, self.negatives, batch_size=self._sampler.step_size)
         return self._sampler
 
     def sampler_of(self, loader: object) -> WindowSampler | None:
@@ -348,24 +383,28 @@ class ClassifierHead(nn.Module):
         return AnnouncedBatches(self, loader, ids_of, batches_per_step)
 
     def announce(self, *batches: Any) -> None:
-        """Announces the classes of the next step that was not announced, integers (b,) for each of its batches; their
-        rows are requested. Without it a step's first forward pass announces its own classes.
+        """Announces the classes of the next step that was not announced, those of `forward` for each of its batches;
+        their rows are requested. Without it a step's first forward pass announces its own classes.
 
         Raises:
             ValueError: classes that do not exist, or not as many on every rank.
         """
         checked = [self._checked_ids(batch) for batch in batches]
         self._open()
-        ids = np.stack([self._of_all_ranks(batch) for batch in checked])  # (A, B)
+        ids = np.stack([self._of_all_ranks(batch) for batch in checked])  # (A, B) or (A, B, P)
         store, pending = self._open_store(ids.size), len(self._upcoming) + (self._current is not None)
-        step, rows = self.num_steps + pending, self.order.rows(ids.ravel())
+        step, rows = self.num_steps + pending, self.order.rows(ids[ids >= 0])
         self._before.append((self._recent.rows, self._recent.last_visit))
         if self._is_sampled(step, ids):
             assert self._by_sampler is not None
             active = self._by_sampler.active(step)
         else:
-            self._recent.add(rows, int(self._recent.last_visit.max(initial=-1)) + 1)
-            active = self._recent.active(rows)
+            if self._recent.num_active:
+                self._recent.add(rows, int(self._recent.last_visit.max(initial=-1)) + 1)
+            active = self.negatives.active(step, rows, self._recent if self._recent.num_active else None)
+        labels = np.full(ids.shape, -1)
+        labels[ids >= 0] = active.labels
+        active = ActiveRows(active.rows, labels.reshape(-1, *ids.shape[2:]))
         mine = active.share(self._sharding, self._ranks.rank)
         self._upcoming.append(Announced(mine.rows, mine.labels, ids))
         if pending <= store.prefetch_steps:
@@ -373,9 +412,9 @@ class ClassifierHead(nn.Module):
                 store.prefetch(mine.rows, step=step)
 
     def _is_sampled(self, step: int, ids: Int64Array) -> bool:
-        """Whether these classes, int64 (A, B), are those that the head's sampler draws for the step."""
+        """Whether these classes, int64 (A, B) or (A, B, P), are those that the head's sampler draws for the step."""
         sampler = self._sampler
-        return sampler is not None and np.array_equal(sampler.images_of_step(step), ids.ravel())
+        return sampler is not None and np.array_equal(sampler.classes_of_step(step), ids.reshape(-1, *ids.shape[2:]))
 
     def forget_announced(self) -> None:
         """Forgets the steps that were announced and not begun, as when the iteration of a loader is left early."""
@@ -388,11 +427,11 @@ class ClassifierHead(nn.Module):
         """Announces a sampler's steps, some of them ahead, and yields each in its turn. Close the generator to end its
         thread."""
         store = self._open_store(sampler.step_size)
-        recent = RecentRows(sampler.schedule, num_active=self.num_negatives, batch_size=sampler.step_size)
+        scheduled = ScheduledRows(sampler.row_visits, self.negatives, batch_size=sampler.step_size)
 
         def computed(step: int) -> Announced:
-            active = recent.active(step).share(self._sharding, self._ranks.rank)
-            ids = sampler.images_of_step(step).reshape(sampler.batches_per_step, -1)
+            active = scheduled.active(step).share(self._sharding, self._ranks.rank)
+            ids = sampler.classes_of_step(step).reshape(sampler.batches_per_step, -1)
             return Announced(active.rows, active.labels, ids)
 
         with closing(announced(computed, store, steps)) as coming:
@@ -410,7 +449,9 @@ class ClassifierHead(nn.Module):
 
         Args:
             embeddings: float (b, D), of this rank's images.
-            ids: integers (b,), the class of each; best on the CPU, since reading them from a GPU waits for it.
+            ids: integers (b,), the class of each, or (b, P), up to P classes of each, -1 for fewer: the target
+                distribution is then uniform over an image's classes (see `softmax_loss`). Best on the CPU, since
+                reading them from a GPU waits for it.
             update_rows: whether the loss's gradient updates the rows too.
 
         Raises:
@@ -507,11 +548,14 @@ class ClassifierHead(nn.Module):
         array = ids.cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)
         if array.dtype.kind not in "iu":
             raise TypeError(f"classes must be integers, got {array.dtype}")
-        if array.ndim != 1 or not len(array):
-            raise ValueError(f"classes must have shape (b,), got {tuple(array.shape)}")
-        if array.min() < 0 or array.max() >= self.spec.num_rows:
-            bad = array[(array < 0) | (array >= self.spec.num_rows)][0]
+        if array.ndim not in (1, 2) or not array.size:
+            raise ValueError(f"classes must have shape (b,), or (b, P) for several of an image, got {array.shape}")
+        least = -1 if array.ndim == 2 else 0
+        if array.min() < least or array.max() >= self.spec.num_rows:
+            bad = array[(array < least) | (array >= self.spec.num_rows)][0]
             raise ValueError(f"class {bad} does not exist: the head has classes 0..{self.spec.num_rows - 1}")
+        if array.ndim == 2 and len(without := np.flatnonzero(array.max(axis=1) < 0)):
+            raise ValueError(f"image {without[0]} of the batch has no class: give at least one")
         return array.astype(np.int64, copy=False)
 
     def _check_embeddings(self, embeddings: Tensor, num_ids: int) -> None:
@@ -529,11 +573,11 @@ class ClassifierHead(nn.Module):
             raise ValueError("the head computes the loss of a training step: call it with gradients enabled")
 
     def _of_all_ranks(self, ids: Int64Array) -> Int64Array:
-        """The classes (b,) of every rank, in order."""
+        """The classes (b,) or (b, P) of every rank, in order."""
         ranks = self._ranks if self._opened else _ranks(self.device)
         if ranks.world_size == 1:
             return ids
-        most, least = ranks.max_over_ranks([len(ids), -len(ids)])
+        most, least = ranks.max_over_ranks([ids.size, -ids.size])
         if most != -least:
             raise ValueError(f"every rank must give as many classes in each batch, got {-least:.0f} to {most:.0f}")
         return gathered(torch.from_numpy(ids), len(ids) * ranks.world_size, ranks).numpy()

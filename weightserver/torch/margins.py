@@ -35,15 +35,15 @@ class Margin:
 
     def __post_init__(self) -> None:
         if self.kind not in MARGINS:
-            raise ValueError(f"--margin must be {', '.join(MARGINS[:-1])} or {MARGINS[-1]}, got {self.kind}")
+            raise ValueError(f"margin must be {', '.join(MARGINS[:-1])} or {MARGINS[-1]}, got {self.kind}")
         largest = {"none": 0.0, "cosface": 1.0, "arcface": math.pi / 2}[self.kind]
         if self.kind != "none" and not 0 < self.size < largest:
             raise ValueError(
-                f"--margin-size of {self.kind} must lie between 0 and {largest:.4g}, got {self.size:g}: "
+                f"margin_size of {self.kind} must lie between 0 and {largest:.4g}, got {self.size:g}: "
                 f"the usual one is {DEFAULT_SIZES[self.kind]}"
             )
         if self.kind == "none" and self.size:
-            raise ValueError(f"--margin-size {self.size:g} is for --margin cosface or arcface: omit it, or give one")
+            raise ValueError(f"margin_size {self.size:g} is for margin cosface or arcface: omit it, or choose one")
 
     @property
     def lowest_cosine(self) -> float:

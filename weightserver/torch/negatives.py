@@ -15,14 +15,14 @@ The uniform scheme is Partial FC's (An et al., 2021), whose rows are sampled sin
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
 from weightserver.core.arrays import Int64Array
 from weightserver.core.initial import derive_seed, splitmix64
-from weightserver.torch.recency import ActiveRows, RecentRows
-from weightserver.torch.windows import RowOrder, Visits
+from weightserver.torch.recency import ActiveRows, MostRecent, RecentRows, check_num_active
+from weightserver.torch.windows import RowOrder, Visits, VisitSchedule, resident_rows
 
 Negatives = Literal["recent", "uniform", "both"]
 NEGATIVES: tuple[Negatives, ...] = ("recent", "uniform", "both")
@@ -31,13 +31,6 @@ _NEGATIVES = 7
 """The purpose of a seed's numbers (see `windows`)."""
 _SORTED_BLOCKS = 1 << 12
 """Up to so many blocks, those with the smallest hashes are drawn: `RowOrder` is slightly biased for few numbers."""
-
-
-class ActiveSource(Protocol):
-    """Where the active rows of a step come from."""
-
-    def active(self, step: int) -> ActiveRows:
-        """The active rows of a step ≥ 0, and each visit's place among them."""
 
 
 class BlockSampler:
@@ -63,8 +56,8 @@ class BlockSampler:
         """n, the blocks of a step."""
         if self.num_sampled_blocks < 1:
             raise ValueError(
-                f"--num-negatives leaves {num_sampled} rows to sample, less than a block of {rows_per_block}: "
-                "choose more, or smaller blocks by --rows-per-block"
+                f"num_negatives leaves {num_sampled} rows to sample, less than a block of {rows_per_block}: "
+                "choose more, or smaller rows_per_block"
             )
 
     def rows(self, step: int) -> Int64Array:
@@ -81,92 +74,121 @@ class BlockSampler:
         return np.argsort(hashes)[: self.num_sampled_blocks]
 
 
-class AllRows:
-    """Every row in every step: K = C, the full softmax."""
+class NegativeSampler:
+    """Which rows a step has besides those of its own batch: at most K together. A pure function of (seed, step).
 
-    def __init__(self, visits: Visits, batch_size: int) -> None:
+    recent: the K most recently visited rows, the batch's own included. uniform: the batch's own rows and uniformly
+    sampled blocks. both: the round(recent_share · K) most recent rows, the batch's own included, and sampled blocks. If
+    K is all rows, every row is active in every step.
+
+    A row that is own, recent and sampled counts once, so there are slightly fewer than K rows with uniform and both.
+
+    Raises:
+        ValueError: an unknown kind, or a share that is not between 0 and 1.
+    """
+
+    def __init__(
+        self,
+        num_active: int,
+        *,
+        num_rows: int,
+        rows_per_block: int,
+        kind: Negatives = "recent",
+        recent_share: float = 0.5,
+        seed: int = 0,
+    ) -> None:
+        if kind not in NEGATIVES:
+            raise ValueError(f"negatives must be {', '.join(NEGATIVES[:-1])} or {NEGATIVES[-1]}, got {kind}")
+        if kind == "both" and not 0 < recent_share < 1:
+            raise ValueError(
+                f"recent_share must lie between 0 and 1, got {recent_share:g}: for one kind only, choose negatives "
+                "recent or uniform"
+            )
+        self.num_active = num_active
+        self.num_recent = {"recent": num_active, "uniform": 0, "both": round(recent_share * num_active)}[kind]
+        """Number of most recent rows that are active; 0 for the batch's own only."""
+        self._num_rows = num_rows
+        self._rows_per_block = rows_per_block
+        self._seed = seed
+
+    def check(self, num_visits: int) -> None:
+        """Raises ValueError unless K rows can hold those of `num_visits` visits, and a sampled block besides."""
+        check_num_active(self.num_active, self._num_rows, num_visits)
+        if self._takes_all or self.num_recent == self.num_active:
+            return
+        if 0 < self.num_recent < min(num_visits, self._num_rows):
+            raise ValueError(
+                f"{self.num_recent} of num_negatives {self.num_active} are recent ones, but a batch may contain "
+                f"{num_visits} classes: choose more of either"
+            )
+        self._blocks(num_visits)
+
+    def num_sampled(self, num_visits: int) -> int:
+        """Most rows that a step of `num_visits` visits samples."""
+        if self._takes_all or self.num_recent == self.num_active:
+            return 0
+        return self.num_active - (self.num_recent or min(num_visits, self._num_rows))
+
+    def resident_rows(self, visits: Visits, num_visits: int, prefetch_steps: int) -> tuple[int, int]:
+        """The fewest resident rows for steps of `num_visits` visits that are prefetched, and a good number of them.
+
+        Sampled rows stay only until their step; the good number also holds the rows of the window, see `windows`.
+        """
+        ahead, recent = prefetch_steps * num_visits, self.num_recent or num_visits
+        if isinstance(visits, VisitSchedule):
+            needed, good = resident_rows(visits, num_active=recent, visits_ahead=ahead)
+        else:  # recent classes may be far outside the window
+            needed, good = recent + ahead, 2 * (recent + ahead)
+        sampled = (prefetch_steps + 1) * self.num_sampled(num_visits)
+        return min(self._num_rows, needed + sampled), min(self._num_rows, good + sampled)
+
+    def active(self, step: int, batch: Int64Array, recent: MostRecent | None) -> ActiveRows:
+        """The active rows of a step with visits to the rows `batch`, int64 [n], which were added to `recent` last.
+
+        `recent` is None if there are no recent rows to keep (`num_recent` is 0).
+        """
+        if self._takes_all:
+            return ActiveRows(np.arange(self._num_rows), batch)
+        own = ActiveRows(*np.unique(batch, return_inverse=True)) if recent is None else recent.active(batch)
+        return with_rows(own, self._blocks(len(batch)).rows(step)) if self.num_sampled(len(batch)) else own
+
+    @property
+    def _takes_all(self) -> bool:
+        return self.num_active >= self._num_rows
+
+    def _blocks(self, num_visits: int) -> BlockSampler:
+        return BlockSampler(
+            num_rows=self._num_rows,
+            rows_per_block=self._rows_per_block,
+            num_sampled=self.num_sampled(num_visits),
+            seed=self._seed,
+        )
+
+
+class ScheduledRows:
+    """The active rows of the steps of a schedule: batch t is visits t·B … t·B+B−1. Not thread-safe.
+
+    Raises:
+        ValueError: K exceeds the number of rows, or is too small for a batch.
+    """
+
+    def __init__(self, visits: Visits, negatives: NegativeSampler, *, batch_size: int) -> None:
+        negatives.check(batch_size)
         self._visits = visits
+        self._negatives = negatives
         self._batch_size = batch_size
+        keeps = negatives.num_recent if negatives.num_active < visits.num_rows else 0
+        self._recent = RecentRows(visits, num_active=keeps, batch_size=batch_size) if keeps else None
 
     def active(self, step: int) -> ActiveRows:
-        """All rows, and those of the batch."""
+        """The active rows of a step ≥ 0, and each visit's place among them; in any order of steps."""
+        if self._recent is not None:
+            self._recent.active(step)
         batch = self._visits.visits(step * self._batch_size, (step + 1) * self._batch_size)
-        return ActiveRows(np.arange(self._visits.num_rows), batch)
-
-
-class BatchRows:
-    """The batch's own rows, without negatives."""
-
-    def __init__(self, visits: Visits, batch_size: int) -> None:
-        self._visits = visits
-        self._batch_size = batch_size
-
-    def active(self, step: int) -> ActiveRows:
-        """The distinct rows of the batch."""
-        batch = self._visits.visits(step * self._batch_size, (step + 1) * self._batch_size)
-        rows, labels = np.unique(batch, return_inverse=True)
-        return ActiveRows(rows, labels)
-
-
-class WithSampledRows:
-    """The rows of another source, and uniformly sampled ones; a row of both counts once."""
-
-    def __init__(self, own: ActiveSource, sampler: BlockSampler) -> None:
-        self._own = own
-        self._sampler = sampler
-
-    def active(self, step: int) -> ActiveRows:
-        """At most K rows: fewer where sampled rows are among the others, or are those of a smaller last block."""
-        return with_rows(self._own.active(step), self._sampler.rows(step))
+        return self._negatives.active(step, batch, self._recent.most_recent if self._recent else None)
 
 
 def with_rows(active: ActiveRows, more: Int64Array) -> ActiveRows:
     """Adds rows (strictly increasing int64 [n]) as negatives; those that are active already count once."""
     rows = np.union1d(active.rows, more)
     return ActiveRows(rows, np.searchsorted(rows, active.rows)[active.labels])
-
-
-def active_source(
-    visits: Visits,
-    *,
-    negatives: Negatives,
-    num_active: int,
-    batch_size: int,
-    rows_per_block: int,
-    recent_share: float = 0.5,
-    seed: int = 0,
-) -> ActiveSource:
-    """The K = `num_active` classes of each step, or slightly fewer; batch t is visits t·B … t·B+B−1.
-
-    recent: the K most recently visited rows, the batch's own included. uniform: the batch's own rows and uniformly
-    sampled blocks. both: round(recent_share · K) most recent rows, and sampled blocks. If K is all rows, every row is
-    active in every step.
-
-    Raises:
-        ValueError: K is too small or too large, or a share outside 0..1.
-    """
-    if negatives not in NEGATIVES:
-        raise ValueError(f"--negatives must be {', '.join(NEGATIVES[:-1])} or {NEGATIVES[-1]}, got {negatives}")
-    if negatives == "recent" or num_active >= visits.num_rows:
-        recent = RecentRows(visits, num_active=num_active, batch_size=batch_size)  # checks the sizes
-        return AllRows(visits, batch_size) if num_active == visits.num_rows else recent
-    own_rows = min(batch_size, visits.num_rows)
-    if negatives == "uniform":
-        own: ActiveSource = BatchRows(visits, batch_size)
-    else:
-        if not 0 < recent_share < 1:
-            raise ValueError(
-                f"--recent-share must lie between 0 and 1, got {recent_share:g}: "
-                "for one kind only, give --negatives recent or uniform"
-            )
-        own_rows = round(recent_share * num_active)
-        if own_rows < min(batch_size, visits.num_rows):
-            raise ValueError(
-                f"--recent-share {recent_share:g} of --num-negatives {num_active} is {own_rows} rows, but a batch may "
-                f"contain {batch_size} classes: choose more of either"
-            )
-        own = RecentRows(visits, num_active=own_rows, batch_size=batch_size)
-    sampler = BlockSampler(
-        num_rows=visits.num_rows, rows_per_block=rows_per_block, num_sampled=num_active - own_rows, seed=seed
-    )
-    return WithSampledRows(own, sampler)

@@ -25,13 +25,13 @@ class ActiveRows:
     """The classes of one step: a pure function of the step."""
 
     rows: Int64Array  # (K,), strictly increasing
-    labels: Int64Array  # (B,), position in `rows` of each visit of the batch
+    labels: Int64Array  # (B,) or (B, P), position in `rows` of each visit of the batch; -1 for none
 
     def share(self, sharding: Sharding, shard: int) -> ActiveRows:
         """The rows that one shard (a rank) holds; the label of a visit is -1 if another shard holds its row."""
         mine = sharding.shard_of(self.rows) == shard
         position = np.where(mine, np.cumsum(mine) - 1, -1)
-        return ActiveRows(self.rows[mine], position[self.labels])
+        return ActiveRows(self.rows[mine], np.where(self.labels < 0, -1, position[self.labels]))
 
 
 Active = TypeVar("Active", bound=ActiveRows)
@@ -103,21 +103,22 @@ class RecentRows:
         self._schedule = schedule
         self._batch_size = batch_size
         self._step: int | None = None
-        self._recent = MostRecent(num_active)
+        self.most_recent = MostRecent(num_active)
+        """The rows of the step whose `active` was called last."""
 
     def active(self, step: int) -> ActiveRows:
         """The active rows of a step ≥ 0, in any order of steps."""
         batch = self._schedule.visits(step * self._batch_size, (step + 1) * self._batch_size)
         if self._step is not None and step == self._step + 1:
-            self._recent.add(batch, step * self._batch_size)
+            self.most_recent.add(batch, step * self._batch_size)
         elif step != self._step:
             self._look_back((step + 1) * self._batch_size)
         self._step = step
-        return self._recent.active(batch)
+        return self.most_recent.active(batch)
 
     def _look_back(self, stop: int) -> None:
         """Walks back from visit `stop` to the K-th distinct row, piece by piece: small strides make it a long walk."""
-        num_active, rows, last_visit = self._recent.num_active, np.zeros(0, np.int64), np.zeros(0, np.int64)
+        num_active, rows, last_visit = self.most_recent.num_active, np.zeros(0, np.int64), np.zeros(0, np.int64)
         while len(rows) < num_active:
             start = stop - 2 * num_active
             met, ago = np.unique(
@@ -128,7 +129,7 @@ class RecentRows:
             stop = start
         newest = np.argpartition(-last_visit, num_active - 1)[:num_active]
         newest = newest[np.argsort(rows[newest])]
-        self._recent.rows, self._recent.last_visit = rows[newest], last_visit[newest]
+        self.most_recent.rows, self.most_recent.last_visit = rows[newest], last_visit[newest]
 
 
 def check_num_active(num_active: int, num_rows: int, batch_size: int) -> None:

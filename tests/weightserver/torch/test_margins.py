@@ -109,11 +109,11 @@ def test_a_margin_decreases_with_the_angle_and_never_helps(kind: MarginKind) -> 
 @pytest.mark.parametrize(
     ("kind", "size", "message"),
     [
-        ("cosface", 1.5, "--margin-size of cosface must lie between 0 and 1, got 1.5: the usual one is 0.35"),
-        ("arcface", 0.0, r"--margin-size of arcface must lie between 0 and 1.571, got 0: the usual one is 0.5"),
+        ("cosface", 1.5, "margin_size of cosface must lie between 0 and 1, got 1.5: the usual one is 0.35"),
+        ("arcface", 0.0, r"margin_size of arcface must lie between 0 and 1.571, got 0: the usual one is 0.5"),
         ("arcface", math.nan, "got nan"),
-        ("none", 0.3, "--margin-size 0.3 is for --margin cosface or arcface: omit it"),
-        ("sphere", 0.3, "--margin must be none, cosface or arcface, got sphere"),
+        ("none", 0.3, "margin_size 0.3 is for margin cosface or arcface: omit it"),
+        ("sphere", 0.3, "margin must be none, cosface or arcface, got sphere"),
     ],
 )
 def test_impossible_margins_are_refused(kind: MarginKind, size: float, message: str) -> None:

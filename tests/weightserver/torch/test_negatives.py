@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightserver.core.arrays import Float64Array
-from weightserver.torch.negatives import NEGATIVES, BlockSampler, Negatives, active_source
+from weightserver.torch.negatives import NEGATIVES, BlockSampler, Negatives, NegativeSampler, ScheduledRows
 from weightserver.torch.recency import RecentRows
 from weightserver.torch.windows import VisitSchedule
 
@@ -27,9 +27,13 @@ def test_active_rows_are_own_recent_and_sampled_ones(data: st.DataObject) -> Non
     num_active = data.draw(st.integers(2 * (batch_size + rows_per_block), 40), label="K")
     negatives = data.draw(st.sampled_from(NEGATIVES))
     schedule = VisitSchedule(num_rows=num_rows, window_size=num_rows, window_stride=3, seed=1)
-    sizes = {"batch_size": batch_size, "num_active": min(num_active, num_rows)}
-    source = active_source(schedule, negatives=negatives, rows_per_block=rows_per_block, seed=5, **sizes)
-    again = active_source(schedule, negatives=negatives, rows_per_block=rows_per_block, seed=5, **sizes)
+    num_active = min(num_active, num_rows)
+
+    def scheduled() -> ScheduledRows:
+        sampler = NegativeSampler(num_active, num_rows=num_rows, rows_per_block=rows_per_block, kind=negatives, seed=5)
+        return ScheduledRows(schedule, sampler, batch_size=batch_size)
+
+    source, again = scheduled(), scheduled()
     whole = set(range(num_rows))
     for step in (0, 1, 2, 30, 4):
         active, batch = source.active(step), schedule.visits(step * batch_size, (step + 1) * batch_size)
@@ -121,23 +125,26 @@ def test_blocks_keep_the_expectation_of_the_sum_and_its_variance_if_rows_are_in_
 @pytest.mark.parametrize(
     ("negatives", "num_active", "share", "message"),
     [
-        ("uniform", 10, 0.5, "leaves 2 rows to sample, less than a block of 5: choose more, or smaller blocks"),
-        ("both", 14, 0.5, "is 7 rows, but a batch may contain 8 classes: choose more of either"),
+        ("uniform", 10, 0.5, "leaves 2 rows to sample, less than a block of 5: choose more, or smaller rows_per_block"),
+        (
+            "both",
+            14,
+            0.5,
+            "7 of num_negatives 14 are recent ones, but a batch may contain 8 classes: choose more",
+        ),
         ("both", 20, 0.9, "leaves 2 rows to sample"),
-        ("both", 20, 1.0, "--recent-share must lie between 0 and 1, got 1: .* give --negatives recent or uniform"),
+        ("both", 20, 1.0, "recent_share must lie between 0 and 1, got 1: .* choose negatives recent or uniform"),
         ("recent", 101, 0.5, "only 100"),
         ("uniform", 101, 0.5, "only 100"),
-        ("hard", 50, 0.5, "--negatives must be recent, uniform or both, got hard"),
+        ("hard", 50, 0.5, "negatives must be recent, uniform or both, got hard"),
     ],
 )
 def test_impossible_sizes_are_refused(negatives: Negatives, num_active: int, share: float, message: str) -> None:
     schedule = VisitSchedule(num_rows=100, window_size=50, window_stride=10, seed=0)
+
+    def scheduled() -> ScheduledRows:
+        sampler = NegativeSampler(num_active, num_rows=100, rows_per_block=5, kind=negatives, recent_share=share)
+        return ScheduledRows(schedule, sampler, batch_size=8)
+
     with pytest.raises(ValueError, match=message):
-        active_source(
-            schedule,
-            negatives=negatives,
-            num_active=num_active,
-            batch_size=8,
-            rows_per_block=5,
-            recent_share=share,
-        )
+        scheduled()
