@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
@@ -30,17 +30,13 @@ from trainer.schedule import visit_uniforms
 from trainer.stopping import stop_signals
 from weightserver import TableSpec
 from weightserver.common.background import computed_ahead
-from weightserver.core.arrays import Float32Array, Int64Array
-from weightserver.core.sharding import Sharding
 from weightserver.torch import (
-    ActiveRows,
-    RangesOrder,
+    Announced,
+    ClassifierHead,
+    LearningRates,
     Ranks,
-    RecentRows,
-    RowStore,
-    VisitSchedule,
-    announced,
-    padded_rows,
+    WindowSampler,
+    check_num_active,
     to_device,
 )
 
@@ -58,16 +54,12 @@ class Run:
     encoder: nn.Module
     """The model; with several ranks wrapped, so that its gradients are averaged over them."""
     optimizer: torch.optim.Optimizer
-    """SGD of the encoder and the head's first layer; the row store applies an SGD of the same settings to the rows."""
-    instance_loss: Callable[..., Tensor]
-    rows: RowStore
-    rates: Float32Array
-    """Learning rate of each step, float32 [num_steps]."""
-    num_rows: int
-    """Number of rows that weights are padded to, so that shapes stay the same; 0 for no padding."""
+    """SGD of the encoder and its projection; the head applies an SGD of the same settings to the rows."""
+    head: ClassifierHead
+    rates: LearningRates
     steps: range
-    active_rows: Iterator[ActiveRows]
-    """The active rows of each step, announced to the row store some steps ahead."""
+    announcements: Iterator[Announced]
+    """The classes of each step, announced to the head some steps ahead."""
     views: Iterator[Tensor]
     """A × V views for each step, (B / A / ranks, C, side, side) each, computed some steps ahead."""
     parts: list[tuple[int, int]]
@@ -92,13 +84,12 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
     num_images = len(dataset.train_images)
     num_steps = config.num_steps(num_images)
     spec = _table_spec(config, num_images)
-    schedule = config.visit_schedule(num_images)
-    visited = _Visited(config, schedule, dataset.order(config.order_seed), ranks)
-    recent = RecentRows(schedule, num_active=config.num_negatives, batch_size=config.batch_size)
+    sampler = _sampler(config, dataset, ranks)
+    check_num_active(config.num_negatives, num_images, config.batch_size)
     model = _model(config, ranks.device)
     encoder = averaged_over_ranks(model, ranks)
     optimizer = config.optimizer(model, ranks.device)
-    probe = _online_probe(config, dataset, model, visited, ranks)
+    probe = _online_probe(config, dataset, model, sampler, ranks)
 
     claim = stack.enter_context(DirectoryClaim(config, is_first=ranks.is_first))
     recorder = stack.enter_context(Recorder(config, num_steps, ranks))
@@ -115,6 +106,16 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
         _log.info("training begins", extra=started | {"epoch": opened.epoch})
 
     steps = range(start_step, num_steps)
+    head = ClassifierHead.over(
+        opened.store,
+        spec,
+        opened.rates,
+        num_negatives=config.num_negatives,
+        loss=config.loss_function(),
+        order=dataset.order(config.order_seed),
+        ranks=ranks,
+        first_step=start_step,
+    )
     return Run(
         config=config,
         ranks=ranks,
@@ -122,15 +123,11 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
         model=model,
         encoder=encoder,
         optimizer=optimizer,
-        instance_loss=config.loss_function(),
-        rows=opened.store,
+        head=head,
         rates=opened.rates,
-        num_rows=padded_rows(config.num_negatives, spec.rows_per_block, ranks) if ranks.device.type == "cuda" else 0,
         steps=steps,
-        active_rows=_active_rows(
-            recent, Sharding(spec.rows_per_block, ranks.world_size), opened.store, ranks, steps, stack
-        ),
-        views=_views(config, dataset, visited, ranks, steps, stack),
+        announcements=stack.enter_context(closing(head.announcements(sampler, steps))),
+        views=_views(config, dataset, sampler, ranks, steps, stack),
         parts=list(itertools.product(range(config.accumulate), range(len(config.augmentations())))),
         recorder=recorder,
         monitors=Monitors(model.encoder, config, ranks, batch_size=config.batch_size),
@@ -175,36 +172,17 @@ def _restore(
     return opened.checkpoint_step
 
 
-def _active_rows(
-    recent: RecentRows, sharding: Sharding, rows: RowStore, ranks: Ranks, steps: range, stack: ExitStack
-) -> Iterator[ActiveRows]:
-    """This rank's share of each step's active rows."""
-
-    def share(step: int) -> ActiveRows:
-        return recent.active(step).share(sharding, ranks.rank)
-
-    return stack.enter_context(closing(announced(share, rows, steps)))
-
-
-@dataclass(frozen=True)
-class _Visited:
-    """This rank's visits; thread-safe."""
-
-    config: TrainConfig
-    schedule: VisitSchedule
-    order: RangesOrder
-    ranks: Ranks
-
-    def visits(self, step: int, part: int) -> Int64Array:
-        """This rank's visits in one part of a step's batch, int64 (b,)."""
-        part_size = self.config.part_size
-        numbers = step * self.config.batch_size + part * part_size + np.arange(part_size)
-        return numbers[self.ranks.share(part_size)]
-
-    def images(self, step: int, part: int) -> Int64Array:
-        """The images of these visits, int64 (b,)."""
-        visits = self.visits(step, part)
-        return self.order.images(self.schedule.visits(visits[0], visits[-1] + 1))
+def _sampler(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> WindowSampler:
+    """The visits of a run; a batch of the sampler is one of the parts that --accumulate makes of the run's batch."""
+    return WindowSampler(
+        dataset.order(config.order_seed),
+        window_size=config.window_size,
+        window_stride=config.window_stride,
+        batch_size=config.part_size,
+        batches_per_step=config.accumulate,
+        seed=config.seed,
+        ranks=ranks,
+    )
 
 
 def _knn_probe(config: TrainConfig, dataset: Dataset, model: PICModel, ranks: Ranks) -> KnnProbe | None:
@@ -214,14 +192,14 @@ def _knn_probe(config: TrainConfig, dataset: Dataset, model: PICModel, ranks: Ra
 
 
 def _online_probe(
-    config: TrainConfig, dataset: Dataset, model: PICModel, visited: _Visited, ranks: Ranks
+    config: TrainConfig, dataset: Dataset, model: PICModel, sampler: WindowSampler, ranks: Ranks
 ) -> OnlineProbe | None:
     if not config.online_probe:
         return None
     labels = dataset.train_labels  # int64 (N,)
 
     def labels_of(step: int) -> Tensor:
-        images = np.stack([visited.images(step, part) for part in range(config.accumulate)])  # (A, b)
+        images = np.stack([sampler.images(step, part) for part in range(config.accumulate)])  # (A, b)
         return to_device(labels[torch.from_numpy(images)], ranks.device)
 
     return OnlineProbe(
@@ -236,14 +214,14 @@ def _online_probe(
 
 
 def _views(
-    config: TrainConfig, dataset: Dataset, visited: _Visited, ranks: Ranks, steps: range, stack: ExitStack
+    config: TrainConfig, dataset: Dataset, sampler: WindowSampler, ranks: Ranks, steps: range, stack: ExitStack
 ) -> Iterator[Tensor]:
     """This rank's views of each step's images, computed ahead on its device."""
     augmentations = config.augmentations()
 
     def visits_of(step: int, part: int) -> Visits:
-        views = np.add.outer(np.arange(len(augmentations)), visited.visits(step, part) * len(augmentations))  # (V, b)
-        return Visits(visited.images(step, part), visit_uniforms(config.seed, views, Augmentation.num_uniforms))
+        views = np.add.outer(np.arange(len(augmentations)), sampler.visits(step, part) * len(augmentations))  # (V, b)
+        return Visits(sampler.images(step, part), visit_uniforms(config.seed, views, Augmentation.num_uniforms))
 
     images = dataset.train_images.to(ranks.device)  # uint8 (N, C, H, W)
     visits = itertools.starmap(visits_of, itertools.product(steps, range(config.accumulate)))

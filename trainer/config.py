@@ -27,6 +27,7 @@ from trainer.schedule import SamplingConfig
 from trainer.settings import Settings, flag, set_help_texts
 from weightserver.common.atomic_files import EMPTY_PATH
 from weightserver.common.logs import print_error
+from weightserver.torch import resident_rows
 
 PARTS: tuple[type[Settings], ...] = (
     DataConfig,
@@ -108,23 +109,19 @@ class TrainConfig(
     def resident_rows(self, num_images: int) -> int:
         """Number of rows to keep resident, on all ranks together.
 
-        The default holds the rows of as many windows as the steps from the current one to the last prefetched one
-        touch, so that no row of a window is fetched twice.
-
         Raises:
             ValueError: --capacity is too small for these steps.
         """
-        visits_ahead = self.prefetch_steps * self.batch_size
-        windows = 1 + -(-max(0, self.num_negatives - self.window_size) // self.window_stride)
-        windows += -(-visits_ahead // self.window_size)
-        visited = min(num_images, self.window_size + windows * self.window_stride)
-        needed = min(visited, self.num_negatives + visits_ahead)
+        needed, default = resident_rows(
+            self.visit_schedule(num_images),
+            num_active=self.num_negatives,
+            visits_ahead=self.prefetch_steps * self.batch_size,
+        )
         if self.capacity is not None and self.capacity < needed:
             raise ValueError(
                 f"--capacity {self.capacity} is too small for {self.num_negatives} active rows and "
                 f"{self.prefetch_steps} steps of prefetching: give at least {needed}, or fewer --prefetch-steps"
             )
-        default = max(visited, min(num_images, max(self.window_size, self.num_negatives) + 2 * self.window_stride))
         return min(num_images, default if self.capacity is None else self.capacity)
 
     def to_json(self) -> str:

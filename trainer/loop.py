@@ -1,12 +1,12 @@
 """The training loop: Algorithm 1 of the paper, for several ranks, views and parts of a batch.
 
 Algorithm 1                                           here
-for x, y in sliding_window_data_scheduler:            run.views, run.active_rows.labels
-    W1 = correct(sample(W))                           run.active_rows.rows, run.rows.weights
+for x, y in sliding_window_data_scheduler:            run.views, run.announcements
+    W1 = correct(sample(W))                           run.announcements, run.head.active_rows
     feat = f.forward(aug(x))                          run.encoder, of views that were augmented ahead
-    loss = CrossEntropyLoss(cos_sim(feat, W1)/t, y)   run.instance_loss
+    loss = CrossEntropyLoss(cos_sim(feat, W1)/t, y)   run.head
     loss.backward()
-    update(f.params), update(W1.params)               run.optimizer.step, run.rows.apply_gradients
+    update(f.params), update(W1.params)               run.optimizer.step, run.head.step
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from trainer.run.resume import resolve_resume, with_pixel_scale
 from trainer.schedule import forward_seed
 from trainer.stopping import Interrupted
 from weightserver.common.atomic_files import atomic_write
-from weightserver.torch import ActiveRows, Ranks, padded, to_device
+from weightserver.torch import Announced, Ranks
 
 _SIGNAL_STEPS = 4
 """Steps between exchanges of received signals if there are several ranks; a single rank looks at every step."""
@@ -123,17 +123,17 @@ def _train_rank(
         run = build_run(config, dataset, ranks, stack)
         for step in run.steps:
             with run.recorder.stage("rows"):
-                active = next(run.active_rows)  # rows (K,): the most recently visited; labels (B,)
+                classes = next(run.announcements)  # ids (A, b) of the batch; rows (K,): the most recently visited
             on_step(step)
-            update = _update(run, step, active)
+            update = _update(run, step, classes)
             last = step + 1 == run.steps.stop
-            record = _observe(run, step, update, len(active.rows), last=last)
+            record = _observe(run, step, update, len(classes.rows), last=last)
             _save_if_due(run, step, last=last)
-        run.rows.flush()  # every update is durable
+        run.head.flush()  # every update is durable
         (signalled,) = ranks.max_over_ranks([max(run.signals, default=0)])
         if signalled:
             raise Interrupted(int(signalled), "stopped by a signal after its last step: --resume ends the run")
-        moved = ranks.sum_over_ranks([run.rows.counters.fetched_rows, run.rows.counters.pushed_rows])
+        moved = ranks.sum_over_ranks([run.head.counters.fetched_rows, run.head.counters.pushed_rows])
         ranks.barrier()  # before it no rank stops the servers
     return run.model, {
         "steps": run.steps.stop,
@@ -145,7 +145,7 @@ def _train_rank(
     }
 
 
-def _update(run: Run, step: int, active: ActiveRows) -> Update:
+def _update(run: Run, step: int, classes: Announced) -> Update:
     """One SGD update of the encoder and the active rows; returns the batch's loss and what else is observed of it.
 
     On one rank b is B / A, the images in one part of the batch; several ranks share these images and the K rows.
@@ -153,8 +153,7 @@ def _update(run: Run, step: int, active: ActiveRows) -> Update:
     stage, device = run.recorder.stage, run.ranks.device
     _seed_generators(forward_seed(run.config.seed, step, run.ranks.rank), device)
     run.optimizer.zero_grad()
-    labels = torch.split(to_device(active.labels, device), run.config.part_size)  # (b,) each: own class among the K
-    weight: Tensor | None = None
+    ids = classes.ids[:, run.ranks.share(run.config.part_size)]  # (A, b)
     embedded: list[Tensor] = []
     loss = torch.zeros((), device=device)
     for part, view in run.parts:
@@ -163,30 +162,24 @@ def _update(run: Run, step: int, active: ActiveRows) -> Update:
         with averaging_gradients(run.encoder, (part, view) == run.parts[-1]):
             with stage("forward"):
                 embeddings = run.encoder(images)  # (b, D)
-            if weight is None:  # after the encoder's work was queued: the rows may still be in flight
-                with stage("rows"):
-                    weight = padded(run.rows.weights(active.rows, step=step), run.num_rows)  # (K, D), corrected
-                    weight.requires_grad_()
-            with stage("forward"):
-                classes = weight if view < run.config.views else weight.detach()  # small crops update no row
-                part_loss = run.instance_loss(
-                    embeddings, classes, labels[part], ranks=run.ranks, num_rows=len(active.rows)
-                )  # Equation (1): cross entropy of softmax(cos(weight, embedding) / τ), (b, K) logits
+            with stage("rows"):  # after the encoder's work was queued: the rows may still be in flight
+                weight = run.head.active_rows()  # (K, D), corrected
+            with stage("forward"):  # Equation (1): cross entropy of softmax(cos(weight, embedding) / τ), (b, K) logits
+                part_loss = run.head(embeddings, ids[part], update_rows=view < run.config.views)  # not by small crops
                 part_loss /= len(run.parts)
             with stage("backward"):
-                part_loss.backward()  # type: ignore[no-untyped-call]
+                part_loss.backward()
         loss += part_loss.detach()
         embedded.append(embeddings.detach())
 
-    assert weight is not None
-    assert weight.grad is not None
+    labels = run.head.labels  # (B,), own class among the K
     with stage("rows"):
-        run.rows.apply_gradients(active.rows, weight.grad[: len(active.rows)], step=step)  # (K, D)
+        run.head.step()  # by the gradient (K, D) of the active rows
     with stage("optimizer"):
-        run.optimizer.param_groups[0]["lr"] = float(run.rates[step])
+        run.optimizer.param_groups[0]["lr"] = run.rates.of_step(step)
         run.optimizer.step()
     first_views = embedded[:: len(run.parts) // run.config.accumulate]
-    return Update(loss, torch.stack(first_views), weight.detach(), torch.cat(labels))
+    return Update(loss, torch.stack(first_views), weight.detach(), labels)
 
 
 def _observe(run: Run, step: int, update: Update, num_active: int, *, last: bool) -> dict[str, Any]:
@@ -202,7 +195,7 @@ def _observe(run: Run, step: int, update: Update, num_active: int, *, last: bool
     monitored = run.monitors.measure(update, num_active)
     if run.probe is not None:
         monitored["online_top1"] = run.probe.take_top1()
-    record = run.recorder.measure(step, loss, float(run.rates[step]), num_active, monitored)
+    record = run.recorder.measure(step, loss, run.rates.of_step(step), num_active, monitored)
     if run.knn is not None:
         knn_steps = config.knn_every * len(run.dataset.train_images) / config.batch_size
         with run.recorder.paused():

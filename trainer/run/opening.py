@@ -25,7 +25,18 @@ from trainer.run.resume import step_to_resume
 from weightserver import ClusterError, LocalCluster, NoTableError, TableSpec, WeightClient
 from weightserver.core.arrays import Float32Array
 from weightserver.core.sharding import Sharding
-from weightserver.torch import DenseRows, Ranks, RemoteRows, ResidentRows, RowStore, SharedSession, share_session
+from weightserver.torch import (
+    DenseRows,
+    LearningRates,
+    Ranks,
+    RemoteRows,
+    ResidentRows,
+    RowStore,
+    SharedSession,
+    refuse_used_table,
+    share_of_capacity,
+    share_session,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -36,8 +47,8 @@ class OpenRows:
 
     store: RowStore
     history: ImageHistory
-    rates: Float32Array
-    """Learning rates of all updates, float32 [num_steps]."""
+    rates: LearningRates
+    """Those of all updates."""
     client: WeightClient | None = None
     """The client that holds the session; None with dense rows."""
     epoch: int = 0
@@ -79,14 +90,15 @@ def open_rows(
     """
     if config.rows == "dense":
         sharding, history = Sharding(spec.rows_per_block, ranks.world_size), ImageHistory(((0, spec.num_rows),))
-        rates = _learning_rates(config, history, ranks)
+        rates = LearningRates(spec, _learning_rates(config, history, ranks))
         yield OpenRows(DenseRows(spec, rates, device=device, sharding=sharding, shard=ranks.rank), history, rates)
         return
     with ExitStack() as stack:
         open_first = partial(_open_session, config, spec, range_sizes, digests, ranks, stack)
         session = share_session(config.output.name, ranks, stack, open_first, partial(_client, config))
         client, history = session.client, ImageHistory.from_json(session.content["history"])
-        rates = _as_held(_learning_rates(config, history, ranks), client)  # the same on every rank
+        held = _as_held(_learning_rates(config, history, ranks), client)  # the same on every rank
+        rates = LearningRates(spec, held)
         store = (
             RemoteRows(client, device)
             if config.rows == "remote"
@@ -110,18 +122,15 @@ def _learning_rates(config: TrainConfig, history: ImageHistory, ranks: Ranks) ->
 
 
 def _resident(
-    config: TrainConfig, spec: TableSpec, rates: Float32Array, ranks: Ranks, device: torch.device, client: WeightClient
+    config: TrainConfig, spec: TableSpec, rates: LearningRates, ranks: Ranks, device: torch.device, client: WeightClient
 ) -> ResidentRows:
-    rows, world_size = config.resident_rows(spec.num_rows), ranks.world_size
-    if world_size > 1:  # blocks are assigned evenly, active ones randomly: room for 8 standard deviations
-        rows = min(rows, -(-rows // world_size) + 2 * spec.rows_per_block + round(8 * (rows / world_size) ** 0.5))
     return ResidentRows(
         client,
         spec,
         rates,
-        capacity=rows,
+        capacity=share_of_capacity(config.resident_rows(spec.num_rows), spec, ranks),
         prefetch_steps=config.prefetch_steps,
-        write_back_rows=min(config.window_stride, 1 << 14) // world_size + 1,
+        write_back_rows=min(config.window_stride, 1 << 14) // ranks.world_size + 1,
         device=device,
     )
 
@@ -145,7 +154,7 @@ def _open_session(
     if config.resume:
         epoch, step, history = _resume_table(client, config, spec, range_sizes, history)
     else:
-        _refuse_used_table(client)
+        refuse_used_table(client, "resume it by --resume, or use other servers")
         client.create_table(spec)
         epoch = client.open_session(config.output.name, force=False)
     client.extend_schedule(0, _as_held(history.learning_rates(config), client))
@@ -223,15 +232,3 @@ def start_servers(config: TrainConfig, ranks: Ranks, stack: ExitStack) -> list[s
             "training on several machines needs weight servers that all machines can reach: give --servers"
         )
     return stack.enter_context(LocalCluster(config.num_shards, config.output / "servers")).addresses
-
-
-def _refuse_used_table(client: WeightClient) -> None:
-    try:
-        info = client.describe()
-    except NoTableError:
-        return
-    if info.clock > 0 or info.rows_stored > 0 or client.checkpoints():
-        raise ValueError(
-            f"the weight servers hold the rows of run {info.run!r} up to step {info.clock}: "
-            "resume it by --resume, or use other servers"
-        )

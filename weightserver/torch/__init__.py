@@ -17,7 +17,7 @@ from weightserver.torch.margins import MARGINS, NO_MARGIN, Margin, MarginKind, m
 from weightserver.torch.negatives import NEGATIVES, Negatives, NegativeSampler
 from weightserver.torch.ranks import Ranks, gathered
 from weightserver.torch.rates import LearningRates
-from weightserver.torch.recency import ActiveRows, RecentRows, announced
+from weightserver.torch.recency import ActiveRows, RecentRows, announced, check_num_active
 from weightserver.torch.rows import DenseRows, RemoteRows, ResidentRows, RowCounters, RowStore
 from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.served_table import refuse_used_table, share_of_capacity
@@ -54,6 +54,7 @@ __all__ = [
     "Visits",
     "WindowSampler",
     "announced",
+    "check_num_active",
     "cosine_softmax_loss",
     "gathered",
     "margin_of",

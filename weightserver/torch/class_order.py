@@ -24,9 +24,10 @@ Labels = npt.NDArray[np.integer[Any]]
 class ClassOrder:
     """The order of N images by C classes: classes in a keyed random order, the images of a class as neighbours.
 
-    The row of a class is its place in the order of the classes, by default `RowOrder(C, order_seed)`; position p in 0..N−1 is the p-th image when the images
-    are sorted by the rows of their classes. A window that slides over positions therefore visits class after class,
-    with neighbouring rows. If each image is its own class, positions and rows are those of the order itself.
+    The row of a class is its place in the order of the classes, by default `RowOrder(C, order_seed)`; position p in
+    0..N−1 is the p-th image when the images are sorted by the rows of their classes. A window that slides over
+    positions therefore visits class after class, with neighbouring rows. If each image is its own class, positions and
+    rows are those of the order itself.
 
     Holds two integers an image at most (4 bytes each below 2³¹ images) and two a class; construction needs about 24
     bytes an image.

@@ -39,7 +39,7 @@ from weightserver.torch.negatives import Negatives, NegativeSampler, ScheduledRo
 from weightserver.torch.ranks import Ranks, gathered
 from weightserver.torch.rates import LearningRates
 from weightserver.torch.recency import ActiveRows, MostRecent, announced, check_num_active
-from weightserver.torch.rows import RowStore
+from weightserver.torch.rows import RowCounters, RowStore
 from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.served_table import OpenTable, SavedRows, ServedTable, StoreSizes, float32_rates
 from weightserver.torch.transfer import to_device
@@ -93,10 +93,10 @@ class ClassifierHead(nn.Module):
         init_std, seed: of the initial rows.
         order_seed: seed of the random order in which rows are stored, and of the sampler's order.
         temperature: τ, which divides cosines.
-        negatives: which classes are active besides a step's own: the most "recent" ones, "uniform" ones sampled in whole
-            blocks of rows, or "both"; see `negatives`.
+        negatives: which classes are active besides a step's own: the most "recent" ones, "uniform" ones sampled in
+            whole blocks of rows, or "both"; see `NegativeSampler`.
         recent_share: with "both", the share of K that recent classes have.
-        margin: on the cosine of an image's own class: "none", "cosface" or "arcface"; see `margins`.
+        margin: on the cosine of an image's own class: "none", "cosface" or "arcface"; see `Margin`.
         margin_size: m; by default the usual one.
         softmax: "cosine", or "plain" for inner products.
         learning_rates: float32 [n], those of the first n steps if they are known in advance: `step` then needs none.
@@ -298,7 +298,7 @@ class ClassifierHead(nn.Module):
     def _sizes(self, step_size: int) -> StoreSizes:
         if self._sampler is None:
             sampled = (_AHEAD + 1) * self.negatives.num_sampled(step_size)
-            capacity = self.negatives.num_recent + sampled + 2 * (_AHEAD + 1) * step_size
+            capacity = self.negatives.num_active + sampled + 2 * (_AHEAD + 1) * step_size
             capacity = min(self.spec.num_rows, capacity)
             return StoreSizes(self._capacity or capacity, _AHEAD, max(step_size, self.spec.rows_per_block))
         needed, capacity = self.negatives.resident_rows(self._sampler.row_visits, step_size, _MAX_PREFETCH_STEPS)
@@ -484,9 +484,9 @@ class ClassifierHead(nn.Module):
         return step.weight
 
     @property
-    def num_active(self) -> int:
-        """Number of this rank's active classes in the step in progress."""
-        return len(self._current.announced.rows) if self._current else 0
+    def counters(self) -> RowCounters:
+        """What the row store has done so far."""
+        return self._store.counters if self._store else RowCounters()
 
     @property
     def labels(self) -> Tensor:
@@ -577,8 +577,9 @@ class ClassifierHead(nn.Module):
         ranks = self._ranks if self._opened else _ranks(self.device)
         if ranks.world_size == 1:
             return ids
-        most, least = ranks.max_over_ranks([ids.size, -ids.size])
-        if most != -least:
+        sizes = ids.size, ids.size // len(ids)
+        most, most_of_one, least, least_of_one = ranks.max_over_ranks([*sizes, *(-size for size in sizes)])
+        if (most, most_of_one) != (-least, -least_of_one):
             raise ValueError(f"every rank must give as many classes in each batch, got {-least:.0f} to {most:.0f}")
         return gathered(torch.from_numpy(ids), len(ids) * ranks.world_size, ranks).numpy()
 
@@ -608,6 +609,8 @@ class ClassifierHead(nn.Module):
         All ranks call it, with any classes; it makes every rank's updates durable.
         """
         wanted = self._checked_ids(ids)
+        if wanted.ndim != 1:
+            raise ValueError(f"classes must have shape (n,), got {wanted.shape}")
         opened = self._open()
         distinct, inverse = np.unique(self.order.rows(wanted), return_inverse=True)
         self._make_durable(opened)

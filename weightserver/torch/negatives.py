@@ -134,6 +134,8 @@ class NegativeSampler:
 
         Sampled rows stay only until their step; the good number also holds the rows of the window, see `windows`.
         """
+        if self._takes_all:
+            return self._num_rows, self._num_rows
         ahead, recent = prefetch_steps * num_visits, self.num_recent or num_visits
         if isinstance(visits, VisitSchedule):
             needed, good = resident_rows(visits, num_active=recent, visits_ahead=ahead)

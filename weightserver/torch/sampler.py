@@ -17,7 +17,9 @@ from weightserver.torch.windows import RangesOrder, Visits, VisitSchedule
 class Order(Protocol):
     """A bijection of N images and their positions, over which the window slides."""
 
-    num_rows: int
+    @property
+    def num_rows(self) -> int:
+        """N."""
 
     def images(self, rows: Int64Array) -> Int64Array:
         """The image at each position: int64 [n] to int64 [n]."""
