@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer.classes import order_of
 from trainer.config import TrainConfig
 from trainer.data import Dataset
 from trainer.data.augment import Augmentation
@@ -33,10 +34,11 @@ from weightserver.common.background import computed_ahead
 from weightserver.torch import (
     Announced,
     ClassifierHead,
+    ClassOrder,
     LearningRates,
+    RangesOrder,
     Ranks,
     WindowSampler,
-    check_num_active,
     to_device,
 )
 
@@ -83,9 +85,12 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
     config.configure_torch()
     num_images = len(dataset.train_images)
     num_steps = config.num_steps(num_images)
-    spec = _table_spec(config, num_images)
-    sampler = _sampler(config, dataset, ranks)
-    check_num_active(config.num_negatives, num_images, config.batch_size)
+    order = order_of(config, dataset)
+    num_classes = order.num_classes if isinstance(order, ClassOrder) else num_images
+    spec = _table_spec(config, num_classes)
+    sampler = _sampler(config, order, ranks)
+    negatives = config.negative_sampler(num_classes, config.rows_per_block)
+    negatives.check(config.batch_size)
     model = _model(config, ranks.device)
     encoder = averaged_over_ranks(model, ranks)
     optimizer = config.optimizer(model, ranks.device)
@@ -94,7 +99,15 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
     claim = stack.enter_context(DirectoryClaim(config, is_first=ranks.is_first))
     recorder = stack.enter_context(Recorder(config, num_steps, ranks))
     opened = stack.enter_context(
-        open_rows(config, spec, dataset.ranges, dataset.digests, ranks=ranks, device=ranks.device)
+        open_rows(
+            config,
+            spec,
+            dataset.ranges,
+            dataset.digests,
+            classes=order.digest if isinstance(order, ClassOrder) else "",
+            ranks=ranks,
+            device=ranks.device,
+        )
     )
     checkpoints = _checkpoints(config, ranks, opened, claim, recorder, probe)
     start_step = _restore(config, opened, checkpoints, model, optimizer, probe)
@@ -110,9 +123,9 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
         opened.store,
         spec,
         opened.rates,
-        num_negatives=config.num_negatives,
+        negatives=negatives,
         loss=config.loss_function(),
-        order=dataset.order(config.order_seed),
+        order=order if isinstance(order, RangesOrder) else RangesOrder([num_classes], config.order_seed),
         ranks=ranks,
         first_step=start_step,
     )
@@ -172,10 +185,10 @@ def _restore(
     return opened.checkpoint_step
 
 
-def _sampler(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> WindowSampler:
+def _sampler(config: TrainConfig, order: RangesOrder | ClassOrder, ranks: Ranks) -> WindowSampler:
     """The visits of a run; a batch of the sampler is one of the parts that --accumulate makes of the run's batch."""
     return WindowSampler(
-        dataset.order(config.order_seed),
+        order,
         window_size=config.window_size,
         window_stride=config.window_stride,
         batch_size=config.part_size,
@@ -248,9 +261,9 @@ def _model(config: TrainConfig, device: torch.device) -> PICModel:
     return model
 
 
-def _table_spec(config: TrainConfig, num_images: int) -> TableSpec:
+def _table_spec(config: TrainConfig, num_classes: int) -> TableSpec:
     return TableSpec(
-        num_rows=num_images,
+        num_rows=num_classes,
         dim=config.dim,
         momentum=config.momentum,
         weight_decay=config.weight_decay,

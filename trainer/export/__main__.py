@@ -127,10 +127,10 @@ def _export_rows(options: argparse.Namespace) -> str:
         steps = saved_steps(options.run / "checkpoints")
         if steps and not options.checkpoint:
             check_descent(options.run / "checkpoints", steps[-1], client, otherwise=", or give --checkpoint")
-        order, num_images = _order(options.run, spec.num_rows, config)
-        rows = options.rows or range(num_images)
-        if rows.stop > num_images:
-            raise ValueError(f"rows {rows.start}:{rows.stop} have no images: {options.run} has rows 0:{num_images}")
+        order, num_rows, column = _order(options.run, spec.num_rows, config)
+        rows = options.rows or range(num_rows)
+        if rows.stop > num_rows:
+            raise ValueError(f"rows {rows.start}:{rows.stop} have no images: {options.run} has rows 0:{num_rows}")
         written = export_rows(
             client,
             options.output,
@@ -138,26 +138,28 @@ def _export_rows(options: argparse.Namespace) -> str:
             checkpoint=options.checkpoint,
             step=options.step,
             file_format=options.format,
-            more_columns=lambda rows: {"image": order.images(rows)},
+            more_columns=lambda rows: {column: order.images(rows)},
         )
         return _number_written(written, options.output)
 
 
-def _order(run: Path, num_rows: int, config: dict[str, Any]) -> tuple[RangesOrder, int]:
-    """The order of the run's images, and their number, which may be less than the table's number of rows.
+def _order(run: Path, num_rows: int, config: dict[str, Any]) -> tuple[RangesOrder, int, str]:
+    """The order of the run's images, their number, which may be less than the table's number of rows, and "image".
 
-    Packed images store their order, which later ranges extend.
+    Packed images store their order, which later ranges extend. If images share classes: the same of classes.
     """
     history = newest_history(run / "checkpoints")
+    if history and history.classes:
+        return RangesOrder((num_rows,), config["order_seed"]), num_rows, "class"
     num_images = history.num_images if history else num_rows
     if config.get("dataset") != "packed":
-        return RangesOrder((num_images,), config["order_seed"]), num_images
+        return RangesOrder((num_images,), config["order_seed"]), num_images, "image"
     order = PackedImages(Path(config["data_dir"])).order
     if order.num_rows < num_images:
         raise ValueError(
             f"{run} has {num_images} images, but {config['data_dir']} only {order.num_rows}: restore the others"
         )
-    return order, num_images
+    return order, num_images, "image"
 
 
 def _security(options: argparse.Namespace, config: dict[str, Any]) -> ClientSecurity:

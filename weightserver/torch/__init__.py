@@ -11,7 +11,8 @@ if find_spec("torch") is None:
     raise ModuleNotFoundError("weightserver.torch needs torch: pip install 'pic-weightserver[torch]'", name=__name__)
 
 from weightserver.torch.class_order import ClassOrder, ClassVisits, read_labels
-from weightserver.torch.head import Announced, ClassifierHead
+from weightserver.torch.coming_steps import Announced
+from weightserver.torch.head import ClassifierHead
 from weightserver.torch.loss import cosine_softmax_loss, padded, padded_rows, softmax_loss
 from weightserver.torch.margins import MARGINS, NO_MARGIN, Margin, MarginKind, margin_of
 from weightserver.torch.negatives import NEGATIVES, Negatives, NegativeSampler

@@ -10,11 +10,9 @@ for ids, batch in head.announced(loader):
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import re
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -32,30 +30,25 @@ from torch import Tensor, nn
 from weightserver import Checkpoint, TableSpec, WeightClient, WeightServerError
 from weightserver.core.arrays import Int64Array
 from weightserver.core.sharding import Sharding
+from weightserver.torch.announced_batches import AHEAD, AnnouncedBatches
+from weightserver.torch.arguments import check_embeddings, checked_ids, first_of, ids_of_all_ranks
 from weightserver.torch.class_order import ClassOrder, Labels
+from weightserver.torch.coming_steps import Announced, ComingSteps
 from weightserver.torch.loss import cosine_softmax_loss, padded, padded_rows, softmax_loss
 from weightserver.torch.margins import MarginKind, margin_of
-from weightserver.torch.negatives import Negatives, NegativeSampler, ScheduledRows
-from weightserver.torch.ranks import Ranks, gathered
+from weightserver.torch.negatives import Negatives, NegativeSampler
+from weightserver.torch.ranks import Ranks
 from weightserver.torch.rates import LearningRates
-from weightserver.torch.recency import ActiveRows, MostRecent, announced, check_num_active
+from weightserver.torch.recency import announced, check_num_active
 from weightserver.torch.rows import RowCounters, RowStore
 from weightserver.torch.sampler import WindowSampler
-from weightserver.torch.served_table import OpenTable, SavedRows, ServedTable, StoreSizes, float32_rates
+from weightserver.torch.saved_rows import SavedRows, from_tensor, to_tensor
+from weightserver.torch.served_table import OpenTable, ServedTable, StoreSizes, float32_rates
 from weightserver.torch.transfer import to_device
 from weightserver.torch.windows import RangesOrder
 
 _MAX_PREFETCH_STEPS = 8
 """Steps in advance at which rows are requested if a sampler knows the classes to come."""
-_AHEAD = 2
-"""Steps whose batches are loaded in advance if no sampler knows them."""
-
-
-@dataclass(frozen=True)
-class Announced(ActiveRows):
-    """The classes of one step that was announced. Rows are those of this rank."""
-
-    ids: Int64Array  # (A, B) or (A, B, P), the classes of each batch of the step, on all ranks together
 
 
 @dataclass
@@ -247,12 +240,9 @@ class ClassifierHead(nn.Module):
         self._opened_on = self.device
         self._store: RowStore | None = None
         self._ranks = Ranks()
+        self._known_ranks: Ranks | None = None
         self._saved: SavedRows | None = None
-        self._sampler: WindowSampler | None = None
-        self._recent = MostRecent(negatives.num_recent)
-        self._by_sampler: ScheduledRows | None = None
-        self._upcoming: deque[Announced] = deque()
-        self._before: deque[tuple[Int64Array, Int64Array]] = deque()  # the recent rows before each of `_upcoming`
+        self._coming = ComingSteps(negatives, order)
         self._current: _Step | None = None
 
     # ---- opening
@@ -273,17 +263,23 @@ class ClassifierHead(nn.Module):
         if self._opened is None:
             if self._table is None:
                 raise ValueError("the head is closed: make another one and load_state_dict() what checkpoint() left")
-            ranks = _ranks(self.device)
+            ranks = self._own_ranks()
             self._use(self._table.open(ranks, self.device, self._saved, self._stack), ranks)
         if self._opened_on != self.device:
             raise ValueError(f"the head's rows are on {self._opened_on}: move the head before its first use")
         assert self._opened is not None
         return self._opened
 
+    def _own_ranks(self) -> Ranks:
+        """This process among those of torch.distributed; asked for once, since it may make a process group."""
+        if self._known_ranks is None or self._known_ranks.device != self.device:
+            self._known_ranks = _ranks(self.device)
+        return self._known_ranks
+
     def _use(self, opened: OpenTable, ranks: Ranks) -> None:
         self._opened, self._opened_on, self._ranks = opened, self.device, ranks
         self.num_steps = opened.first_step
-        self._sharding = Sharding(self.spec.rows_per_block, ranks.world_size)
+        self._coming.use(ranks, Sharding(self.spec.rows_per_block, ranks.world_size))
         on_gpu = self.device.type == "cuda"
         self._padded_rows = padded_rows(self.negatives.num_active, self.spec.rows_per_block, ranks) if on_gpu else 0
 
@@ -296,17 +292,18 @@ class ClassifierHead(nn.Module):
         return self._store
 
     def _sizes(self, step_size: int) -> StoreSizes:
-        if self._sampler is None:
-            sampled = (_AHEAD + 1) * self.negatives.num_sampled(step_size)
-            capacity = self.negatives.num_active + sampled + 2 * (_AHEAD + 1) * step_size
+        if (sampler := self._coming.sampler) is None:
+            sampled = (AHEAD + 1) * self.negatives.num_sampled(step_size)
+            capacity = self.negatives.num_active + sampled + 2 * (AHEAD + 1) * step_size
             capacity = min(self.spec.num_rows, capacity)
-            return StoreSizes(self._capacity or capacity, _AHEAD, max(step_size, self.spec.rows_per_block))
-        needed, capacity = self.negatives.resident_rows(self._sampler.row_visits, step_size, _MAX_PREFETCH_STEPS)
+            return StoreSizes(self._capacity or capacity, AHEAD, max(step_size, self.spec.rows_per_block))
+        schedule = sampler.schedule
+        needed, capacity = self.negatives.resident_rows(
+            None if isinstance(sampler.order, ClassOrder) else schedule, step_size, _MAX_PREFETCH_STEPS
+        )
         if self._capacity is not None and self._capacity < needed:
             raise ValueError(f"capacity is {self._capacity}, the steps that are prefetched need {needed}: raise it")
-        return StoreSizes(
-            self._capacity or capacity, _MAX_PREFETCH_STEPS, min(self._sampler.schedule.window_stride, 1 << 14)
-        )
+        return StoreSizes(self._capacity or capacity, _MAX_PREFETCH_STEPS, min(schedule.window_stride, 1 << 14))
 
     def close(self) -> None:
         """Ends the threads, and the servers if the module started them; updates since the last checkpoint or `flush`
@@ -346,7 +343,7 @@ class ClassifierHead(nn.Module):
         Raises:
             ValueError: a window that does not fit, or a class map of other classes.
         """
-        self._sampler = WindowSampler(
+        sampler = WindowSampler(
             self.order if classes is None else ClassOrder(classes, self.order),
             batch_size=batch_size,
             window_size=window_size,
@@ -354,14 +351,14 @@ class ClassifierHead(nn.Module):
             batches_per_step=batches_per_step,
             seed=seed,
             next_step=lambda: self.num_steps,
-            ranks=_ranks(self.device),
+            ranks=self._own_ranks(),
         )
-        self._by_sampler = ScheduledRows(self._sampler.row_visits, self.negatives, batch_size=self._sampler.step_size)
-        return self._sampler
+        self._coming.sampler = sampler
+        return sampler
 
     def sampler_of(self, loader: object) -> WindowSampler | None:
         """The sampler that `sampler` made, if the loader uses it."""
-        return self._sampler if getattr(loader, "batch_sampler", self) is self._sampler else None
+        return self._coming.sampler if getattr(loader, "batch_sampler", self) is self._coming.sampler else None
 
     def announced(
         self,
@@ -389,58 +386,31 @@ class ClassifierHead(nn.Module):
         Raises:
             ValueError: classes that do not exist, or not as many on every rank.
         """
-        checked = [self._checked_ids(batch) for batch in batches]
+        checked = [checked_ids(batch, self.spec.num_rows) for batch in batches]
         self._open()
-        ids = np.stack([self._of_all_ranks(batch) for batch in checked])  # (A, B) or (A, B, P)
-        store, pending = self._open_store(ids.size), len(self._upcoming) + (self._current is not None)
-        step, rows = self.num_steps + pending, self.order.rows(ids[ids >= 0])
-        self._before.append((self._recent.rows, self._recent.last_visit))
-        if self._is_sampled(step, ids):
-            assert self._by_sampler is not None
-            active = self._by_sampler.active(step)
-        else:
-            if self._recent.num_active:
-                self._recent.add(rows, int(self._recent.last_visit.max(initial=-1)) + 1)
-            active = self.negatives.active(step, rows, self._recent if self._recent.num_active else None)
-        labels = np.full(ids.shape, -1)
-        labels[ids >= 0] = active.labels
-        active = ActiveRows(active.rows, labels.reshape(-1, *ids.shape[2:]))
-        mine = active.share(self._sharding, self._ranks.rank)
-        self._upcoming.append(Announced(mine.rows, mine.labels, ids))
+        ids = ids_of_all_ranks(checked, self._ranks)  # (A, B) or (A, B, P)
+        store, pending = self._open_store(ids.size), len(self._coming) + (self._current is not None)
+        step, before = self.num_steps + pending, self._coming.recent
+        announced = self._coming.of_batches(step, ids)
+        self._coming.append(announced, before)
         if pending <= store.prefetch_steps:
             with self._naming_classes():
-                store.prefetch(mine.rows, step=step)
-
-    def _is_sampled(self, step: int, ids: Int64Array) -> bool:
-        """Whether these classes, int64 (A, B) or (A, B, P), are those that the head's sampler draws for the step."""
-        sampler = self._sampler
-        return sampler is not None and np.array_equal(sampler.classes_of_step(step), ids.reshape(-1, *ids.shape[2:]))
+                store.prefetch(announced.rows, step=step)
 
     def forget_announced(self) -> None:
         """Forgets the steps that were announced and not begun, as when the iteration of a loader is left early."""
-        if self._before:
-            self._recent.rows, self._recent.last_visit = self._before[0]
-        self._upcoming.clear()
-        self._before.clear()
+        self._coming.forget()
 
     def announcements(self, sampler: WindowSampler, steps: range) -> Generator[Announced, None, None]:
         """Announces a sampler's steps, some of them ahead, and yields each in its turn. Close the generator to end its
         thread."""
         store = self._open_store(sampler.step_size)
-        scheduled = ScheduledRows(sampler.row_visits, self.negatives, batch_size=sampler.step_size)
-
-        def computed(step: int) -> Announced:
-            active = scheduled.active(step).share(self._sharding, self._ranks.rank)
-            ids = sampler.classes_of_step(step).reshape(sampler.batches_per_step, -1)
-            return Announced(active.rows, active.labels, ids)
-
-        with closing(announced(computed, store, steps)) as coming:
+        with closing(announced(self._coming.of_sampler(sampler), store, steps)) as coming:
             for _ in steps:
                 with self._naming_classes():
-                    item = next(coming)
-                self._upcoming.append(item)
-                self._before.append((self._recent.rows, self._recent.last_visit))
-                yield item
+                    step = next(coming)
+                self._coming.append(step)
+                yield step
 
     # ---- a step
 
@@ -458,8 +428,8 @@ class ClassifierHead(nn.Module):
             ValueError: shapes, devices or classes that do not fit, or not the classes that were announced.
             WeightServerError: rows could not be fetched, or an earlier update could not be stored.
         """
-        checked = self._checked_ids(ids)
-        self._check_embeddings(embeddings, len(checked))
+        checked = checked_ids(ids, self.spec.num_rows)
+        check_embeddings(embeddings, len(checked), self.spec.dim, self.device)
         step = self._begin(checked)
         labels = step.labels[self._part(step.announced, checked)]
         weight = self.active_rows()
@@ -520,12 +490,11 @@ class ClassifierHead(nn.Module):
     def _begin(self, ids: Int64Array | None) -> _Step:
         """The step in progress; starts the next one that was announced, or one of these classes."""
         if self._current is None:
-            if not self._upcoming:
+            if not self._coming:
                 if ids is None:
                     raise ValueError("no step was announced: call head(embeddings, ids), or announce(ids)")
                 self.announce(ids)
-            announced = self._upcoming.popleft()
-            self._before.popleft()
+            announced = self._coming.take()
             labels = to_device(announced.labels, self.device)
             self._current = _Step(announced, torch.split(labels, announced.ids.shape[1]))
         return self._current
@@ -537,51 +506,10 @@ class ClassifierHead(nn.Module):
             if np.array_equal(of_all[share], ids):
                 return part
         raise ValueError(
-            f"the classes {_first(ids)} are not those that were announced for step {self.num_steps} "
-            f"({_first(announced.ids[0, share])}): give each batch in the order of its announcement, call step() after "
-            "the last batch of a step, and announce the batches of one step together"
+            f"the classes {first_of(ids)} are not those that were announced for step {self.num_steps} "
+            f"({first_of(announced.ids[0, share])}): give each batch in the order of its announcement, call step() "
+            "after the last batch of a step, and announce the batches of one step together"
         )
-
-    # ---- checks
-
-    def _checked_ids(self, ids: Any) -> Int64Array:
-        array = ids.cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)
-        if array.dtype.kind not in "iu":
-            raise TypeError(f"classes must be integers, got {array.dtype}")
-        if array.ndim not in (1, 2) or not array.size:
-            raise ValueError(f"classes must have shape (b,), or (b, P) for several of an image, got {array.shape}")
-        least = -1 if array.ndim == 2 else 0
-        if array.min() < least or array.max() >= self.spec.num_rows:
-            bad = array[(array < least) | (array >= self.spec.num_rows)][0]
-            raise ValueError(f"class {bad} does not exist: the head has classes 0..{self.spec.num_rows - 1}")
-        if array.ndim == 2 and len(without := np.flatnonzero(array.max(axis=1) < 0)):
-            raise ValueError(f"image {without[0]} of the batch has no class: give at least one")
-        return array.astype(np.int64, copy=False)
-
-    def _check_embeddings(self, embeddings: Tensor, num_ids: int) -> None:
-        if tuple(embeddings.shape) != (num_ids, self.spec.dim):
-            raise ValueError(
-                f"embeddings must have shape ({num_ids}, {self.spec.dim}), one row for each class given, got "
-                f"{tuple(embeddings.shape)}"
-            )
-        if embeddings.device != self.device:
-            raise ValueError(
-                f"embeddings are on {embeddings.device}, the head is on {self.device}: call head.to() before its "
-                "first use"
-            )
-        if not torch.is_grad_enabled():
-            raise ValueError("the head computes the loss of a training step: call it with gradients enabled")
-
-    def _of_all_ranks(self, ids: Int64Array) -> Int64Array:
-        """The classes (b,) or (b, P) of every rank, in order."""
-        ranks = self._ranks if self._opened else _ranks(self.device)
-        if ranks.world_size == 1:
-            return ids
-        sizes = ids.size, ids.size // len(ids)
-        most, most_of_one, least, least_of_one = ranks.max_over_ranks([*sizes, *(-size for size in sizes)])
-        if (most, most_of_one) != (-least, -least_of_one):
-            raise ValueError(f"every rank must give as many classes in each batch, got {-least:.0f} to {most:.0f}")
-        return gathered(torch.from_numpy(ids), len(ids) * ranks.world_size, ranks).numpy()
 
     @contextmanager
     def _naming_classes(self) -> Iterator[None]:
@@ -608,7 +536,7 @@ class ClassifierHead(nn.Module):
 
         All ranks call it, with any classes; it makes every rank's updates durable.
         """
-        wanted = self._checked_ids(ids)
+        wanted = checked_ids(ids, self.spec.num_rows)
         if wanted.ndim != 1:
             raise ValueError(f"classes must have shape (n,), got {wanted.shape}")
         opened = self._open()
@@ -673,76 +601,20 @@ class ClassifierHead(nn.Module):
                 )
             self.checkpoint()
         assert self._saved is not None
-        return _packed(self._saved, self._recent)
+        return to_tensor(self._saved, self._coming.recent)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Rolls the rows back to the checkpoint of a `state_dict`; an unused head's state changes nothing."""
         if not len(state):
             return
-        saved, rows, last_visit = _unpacked(state)
+        saved, recent = from_tensor(state)
         if self._opened is not None:
             assert self._table is not None, "the owner of a store restores it"
             self._stack.close()
             self._opened = self._store = None
-        self._saved, self.num_steps = saved, saved.step
-        self._recent.rows, self._recent.last_visit = rows, last_visit
-        self._upcoming.clear()
-        self._before.clear()
-        self._current = None
-
-
-class AnnouncedBatches:
-    """The batches of a loader, announced to a head some steps ahead; see `ClassifierHead.announced`."""
-
-    def __init__(
-        self,
-        head: ClassifierHead,
-        loader: Iterable[Any],
-        ids_of: Callable[[Any], Any],
-        batches_per_step: int,
-    ) -> None:
-        self._head = head
-        self._loader = loader
-        self._ids_of = ids_of
-        self._batches_per_step = batches_per_step
-
-    def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        self._head.forget_announced()
-        sampler = self._head.sampler_of(self._loader)
-        return self._by_loading() if sampler is None else self._by_sampler(sampler)
-
-    def _by_sampler(self, sampler: WindowSampler) -> Iterator[Any]:
-        first, parts = self._head.num_steps, sampler.batches_per_step
-        steps = range(first, first + len(sampler) // parts)
-        try:
-            with closing(self._head.announcements(sampler, steps)) as announcements:
-                for number, batch in enumerate(self._loader):
-                    if number % parts == 0:
-                        next(announcements)
-                    yield batch
-        finally:
-            self._head.forget_announced()
-
-    def _by_loading(self) -> Iterator[Any]:
-        batches, loaded = iter(self._loader), deque[list[Any]]()
-        try:
-            while True:
-                while len(loaded) <= _AHEAD and (step := self._next_step(batches)):
-                    self._head.announce(*map(self._ids_of, step))
-                    loaded.append(step)
-                if not loaded:
-                    return
-                yield from loaded.popleft()
-        finally:
-            self._head.forget_announced()
-
-    def _next_step(self, batches: Iterator[Any]) -> list[Any]:
-        """The batches of the next step; none if the loader has too few left."""
-        step = list(itertools.islice(batches, self._batches_per_step))
-        return step if len(step) == self._batches_per_step else []
+        self._coming.forget()
+        self._coming.recent = recent
+        self._saved, self.num_steps, self._current = saved, saved.step, None
 
 
 def _ranks(device: torch.device) -> Ranks:
@@ -759,21 +631,3 @@ def _ranks(device: torch.device) -> Ranks:
         device=device,
         control=None if has_gloo else dist.new_group(backend="gloo"),
     )
-
-
-def _first(ids: Int64Array) -> str:
-    return ", ".join(map(str, ids[:4].tolist())) + (", ..." if len(ids) > 4 else "")
-
-
-def _packed(saved: SavedRows, recent: MostRecent) -> Tensor:
-    """uint8 [n]: the length of the text, the text, then rows and last visits as int64."""
-    text = saved.to_bytes()
-    arrays = np.stack([recent.rows, recent.last_visit]).astype("<i8").tobytes()
-    return torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text + arrays), dtype=torch.uint8)
-
-
-def _unpacked(state: Tensor) -> tuple[SavedRows, Int64Array, Int64Array]:
-    content = state.cpu().numpy().tobytes()
-    end = 8 + int.from_bytes(content[:8], "little")
-    rows, last_visit = np.frombuffer(content[end:], "<i8").reshape(2, -1).astype(np.int64)
-    return SavedRows.from_bytes(content[8:end]), rows, last_visit

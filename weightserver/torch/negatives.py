@@ -129,17 +129,18 @@ class NegativeSampler:
             return 0
         return self.num_active - (self.num_recent or min(num_visits, self._num_rows))
 
-    def resident_rows(self, visits: Visits, num_visits: int, prefetch_steps: int) -> tuple[int, int]:
+    def resident_rows(self, schedule: VisitSchedule | None, num_visits: int, prefetch_steps: int) -> tuple[int, int]:
         """The fewest resident rows for steps of `num_visits` visits that are prefetched, and a good number of them.
 
-        Sampled rows stay only until their step; the good number also holds the rows of the window, see `windows`.
+        The good number also holds the rows of the windows of `schedule`; None if images share classes, whose recent
+        rows may be far outside the window. Sampled rows are needed for their step only.
         """
         if self._takes_all:
             return self._num_rows, self._num_rows
         ahead, recent = prefetch_steps * num_visits, self.num_recent or num_visits
-        if isinstance(visits, VisitSchedule):
-            needed, good = resident_rows(visits, num_active=recent, visits_ahead=ahead)
-        else:  # recent classes may be far outside the window
+        if schedule is not None:
+            needed, good = resident_rows(schedule, num_active=recent, visits_ahead=ahead)
+        else:
             needed, good = recent + ahead, 2 * (recent + ahead)
         sampled = (prefetch_steps + 1) * self.num_sampled(num_visits)
         return min(self._num_rows, needed + sampled), min(self._num_rows, good + sampled)

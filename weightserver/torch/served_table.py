@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -14,40 +13,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from weightserver import Checkpoint, LocalCluster, NoTableError, TableSpec, WeightClient
+from weightserver import LocalCluster, NoTableError, TableSpec, WeightClient
 from weightserver.core.arrays import Float32Array
 from weightserver.core.sharding import Sharding
 from weightserver.torch.ranks import Ranks
 from weightserver.torch.rates import LearningRates, PublishedRates
 from weightserver.torch.rows import DenseRows, RemoteRows, ResidentRows, RowStore
+from weightserver.torch.saved_rows import SavedRows
 from weightserver.torch.shared_session import SharedSession, share_session
-
-
-@dataclass(frozen=True)
-class SavedRows:
-    """What identifies a checkpoint of the rows: the contents of a head's state_dict."""
-
-    name: str
-    checkpoint_id: str
-    """Hexadecimal."""
-    step: int
-    """Number of finished updates."""
-    table: str
-    """Identity of the table, hexadecimal."""
-
-    @classmethod
-    def of(cls, kept: Checkpoint, table: bytes) -> SavedRows:
-        return cls(kept.name, kept.checkpoint_id.hex(), kept.step, table.hex())
-
-    def to_bytes(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_bytes(cls, content: bytes) -> SavedRows:
-        try:
-            return cls(**json.loads(content))
-        except (ValueError, TypeError):
-            raise ValueError("the head's state is damaged, or not one of a ClassifierHead") from None
 
 
 @dataclass(frozen=True)
@@ -146,7 +119,7 @@ class ServedTable:
             client.create_table(self.spec)
             epoch = client.open_session(self.run)
         else:
-            check_saved(client, saved)
+            saved.check_held(client)
             client.create_table(self.spec)
             epoch = client.open_session(self.run, force=True)
             client.rollback(saved.name)
@@ -163,21 +136,6 @@ def refuse_used_table(client: WeightClient, remedy: str) -> None:
         return
     if info.clock > 0 or info.rows_stored > 0 or client.checkpoints():
         raise ValueError(f"the weight servers hold the rows of run {info.run!r} up to step {info.clock}: {remedy}")
-
-
-def check_saved(client: WeightClient, saved: SavedRows) -> None:
-    """Raises ValueError unless the servers retain the checkpoint that `saved` identifies."""
-    try:
-        found = {kept.name: kept.checkpoint_id.hex() for kept in client.checkpoints()}
-        same_table = client.table_identity().hex() == saved.table
-    except NoTableError:
-        found, same_table = {}, False
-    if not same_table or found.get(saved.name) != saved.checkpoint_id:
-        raise ValueError(
-            f"the weight servers do not hold checkpoint {saved.name!r} (step {saved.step}) of this state"
-            + (", they hold another of that name" if saved.name in found else f", only {sorted(found)}")
-            + ": give the servers or the directory that the state was saved with, or restore their backup"
-        )
 
 
 def share_of_capacity(rows: int, spec: TableSpec, ranks: Ranks) -> int:

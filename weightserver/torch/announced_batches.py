@@ -1,0 +1,67 @@
+"""The batches of a loader, announced to a head some steps ahead."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+from weightserver.torch.sampler import WindowSampler
+
+if TYPE_CHECKING:
+    from weightserver.torch.head import ClassifierHead
+
+AHEAD = 2
+"""Steps whose batches are loaded in advance if no sampler knows them."""
+
+
+class AnnouncedBatches:
+    """An iterable over a loader's batches; see `ClassifierHead.announced`."""
+
+    def __init__(
+        self, head: ClassifierHead, loader: Iterable[Any], ids_of: Callable[[Any], Any], batches_per_step: int
+    ) -> None:
+        self._head = head
+        self._loader = loader
+        self._ids_of = ids_of
+        self._batches_per_step = batches_per_step
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        self._head.forget_announced()
+        sampler = self._head.sampler_of(self._loader)
+        return self._by_loading() if sampler is None else self._by_sampler(sampler)
+
+    def _by_sampler(self, sampler: WindowSampler) -> Iterator[Any]:
+        first, parts = self._head.num_steps, sampler.batches_per_step
+        steps = range(first, first + len(sampler) // parts)
+        try:
+            with closing(self._head.announcements(sampler, steps)) as announcements:
+                for number, batch in enumerate(self._loader):
+                    if number % parts == 0:
+                        next(announcements)
+                    yield batch
+        finally:
+            self._head.forget_announced()
+
+    def _by_loading(self) -> Iterator[Any]:
+        batches, loaded = iter(self._loader), deque[list[Any]]()
+        try:
+            while True:
+                while len(loaded) <= AHEAD and (step := self._next_step(batches)):
+                    self._head.announce(*map(self._ids_of, step))
+                    loaded.append(step)
+                if not loaded:
+                    return
+                yield from loaded.popleft()
+        finally:
+            self._head.forget_announced()
+
+    def _next_step(self, batches: Iterator[Any]) -> list[Any]:
+        """The batches of the next step; none if the loader has too few left."""
+        step = list(itertools.islice(batches, self._batches_per_step))
+        return step if len(step) == self._batches_per_step else []

@@ -1,0 +1,77 @@
+"""Checks of what a training loop gives a head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weightserver.core.arrays import Int64Array
+from weightserver.torch.ranks import Ranks, gathered
+
+
+def checked_ids(ids: Any, num_classes: int) -> Int64Array:
+    """Classes as int64 (b,), or (b, P) for several classes of an image.
+
+    Raises:
+        TypeError: they are not integers.
+        ValueError: another shape, or classes outside 0..num_classes−1; of several, -1 stands for none, but not alone.
+    """
+    array = ids.cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"classes must be integers, got {array.dtype}")
+    if array.ndim not in (1, 2) or not array.size:
+        raise ValueError(f"classes must have shape (b,), or (b, P) for several of an image, got {tuple(array.shape)}")
+    least = 0 if array.ndim == 1 else -1
+    if array.min() < least or array.max() >= num_classes:
+        bad = array[(array < least) | (array >= num_classes)][0]
+        raise ValueError(f"class {bad} does not exist: the head has classes 0..{num_classes - 1}")
+    if array.ndim == 2 and len(without := np.flatnonzero(array.max(axis=1) < 0)):
+        raise ValueError(f"image {without[0]} of the batch has no class: give each at least one")
+    return array.astype(np.int64, copy=False)
+
+
+def check_embeddings(embeddings: Tensor, num_ids: int, dim: int, device: torch.device) -> None:
+    """Raises ValueError unless embeddings are (num_ids, dim) on `device`, and their gradient can be computed."""
+    if tuple(embeddings.shape) != (num_ids, dim):
+        raise ValueError(
+            f"embeddings must have shape ({num_ids}, {dim}), one row for each class given, got "
+            f"{tuple(embeddings.shape)}"
+        )
+    if embeddings.device != device:
+        raise ValueError(
+            f"embeddings are on {embeddings.device}, the head is on {device}: call head.to() before its first use"
+        )
+    if not torch.is_grad_enabled():
+        raise ValueError("the head computes the loss of a training step: call it with gradients enabled")
+
+
+def ids_of_all_ranks(batches: list[Int64Array], ranks: Ranks) -> Int64Array:
+    """The classes of every rank, in order: A times int64 (b,) or (b, P) to (A, B) or (A, B, P). All ranks call it.
+
+    Raises:
+        ValueError: batches of several sizes, or not of one size on all ranks.
+    """
+    sizes = [(len(batch), batch.size // len(batch)) for batch in batches]  # b, P
+    most, most_places = map(max, zip(*sizes, strict=True))
+    least, least_places = map(min, zip(*sizes, strict=True))
+    most, least, most_places, least_places = ranks.max_over_ranks([most, -least, most_places, -least_places])
+    if most != -least:
+        raise ValueError(
+            f"the batches of a step must be equally large, on every rank, got {-least:.0f} to {most:.0f} classes: "
+            "leave out the last batch (drop_last=True)"
+        )
+    if most_places != -least_places or len({batch.ndim for batch in batches}) > 1:
+        raise ValueError(
+            "the batches of a step must have places for as many classes an image, on every rank, got "
+            f"{-least_places:.0f} to {most_places:.0f}: fill with -1"
+        )
+    ids = torch.from_numpy(np.stack(batches))
+    return gathered(ids, ids.shape[1] * ranks.world_size, ranks, dim=1).numpy()
+
+
+def first_of(ids: Int64Array) -> str:
+    """The first classes, for a message."""
+    return ", ".join(map(str, ids[:4].tolist())) + (", ..." if len(ids) > 4 else "")
