@@ -39,6 +39,7 @@ from weightserver.torch import (
     RangesOrder,
     Ranks,
     WindowSampler,
+    beginning_norm,
     to_device,
 )
 
@@ -89,7 +90,7 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
     num_classes = order.num_classes if isinstance(order, ClassOrder) else num_images
     spec = _table_spec(config, num_classes)
     sampler = _sampler(config, order, ranks)
-    negatives = config.negative_sampler(num_classes, config.rows_per_block)
+    negatives = config.negative_sampler(num_classes)
     negatives.check(config.batch_size)
     model = _model(config, ranks.device)
     encoder = averaged_over_ranks(model, ranks)
@@ -127,6 +128,7 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
         loss=config.loss_function(),
         order=order if isinstance(order, RangesOrder) else RangesOrder([num_classes], config.order_seed),
         ranks=ranks,
+        init_norm=beginning_norm(spec, None) if config.init == "embedding" else None,
         first_step=start_step,
     )
     return Run(

@@ -163,7 +163,7 @@ def _update(run: Run, step: int, classes: Announced) -> Update:
             with stage("forward"):
                 embeddings = run.encoder(images)  # (b, D)
             with stage("rows"):  # after the encoder's work was queued: the rows may still be in flight
-                weight = run.head.active_rows()  # (K, D), corrected
+                run.head.active_rows()  # (K, D), corrected
             with stage("forward"):  # Equation (1): cross entropy of softmax(cos(weight, embedding) / τ), (b, K) logits
                 part_loss = run.head(embeddings, ids[part], update_rows=view < run.config.views)  # not by small crops
                 part_loss /= len(run.parts)
@@ -172,14 +172,14 @@ def _update(run: Run, step: int, classes: Announced) -> Update:
         loss += part_loss.detach()
         embedded.append(embeddings.detach())
 
-    labels = run.head.labels  # (B,), own class among the K
+    weight, labels = run.head.active_rows().detach(), run.head.labels  # (K, D); (B,), own class among the K
     with stage("rows"):
         run.head.step()  # by the gradient (K, D) of the active rows
     with stage("optimizer"):
         run.optimizer.param_groups[0]["lr"] = run.rates.of_step(step)
         run.optimizer.step()
     first_views = embedded[:: len(run.parts) // run.config.accumulate]
-    return Update(loss, torch.stack(first_views), weight.detach(), labels)
+    return Update(loss, torch.stack(first_views), weight, labels)
 
 
 def _observe(run: Run, step: int, update: Update, num_active: int, *, last: bool) -> dict[str, Any]:

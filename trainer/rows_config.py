@@ -29,8 +29,11 @@ class RowsConfig(Settings):
     """How inactive rows follow momentum and weight decay. exact: with the learning rate of each step. paper: with one
     learning rate for all steps since the row was active. none, or --no-correction: they do not move (compared in
     Table 2). From Python, True and False mean exact and none."""
+    init: Literal["random", "embedding"] = "random"
+    """How rows begin. random: normally distributed. embedding: a class that is met for the first time begins at the
+    direction of its own image's embedding, and only classes that were met are active."""
     init_std: float = 0.01
-    """Standard deviation of a row's initial values."""
+    """Standard deviation of a random row's values; a row that begins at an embedding has the same length."""
     rows_per_block: int = resumable(63)
     """Rows that the weight servers store together in one block."""
 
@@ -39,6 +42,9 @@ class RowsConfig(Settings):
 
     def check(self) -> None:
         check_choice(self, "correction", "exact", "paper", "none")
+        check_choice(self, "init", "random", "embedding")
+        if self.init == "embedding" and self.rows == "remote":
+            raise ValueError("--rows remote begin on the servers, which see no embeddings: use --rows resident")
         check_at_least(self, 0, "prefetch_steps")
         if self.rows == "dense" and self.correction == "paper":
             raise ValueError(

@@ -12,7 +12,7 @@ from trainer.settings import Settings, check_choice, resumable
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.double_double import cosine
 from weightserver.core.initial import derive_seed, splitmix64
-from weightserver.torch import NEGATIVES, Negatives, NegativeSampler, VisitSchedule
+from weightserver.torch import NEGATIVES, Negatives, VisitSchedule
 
 _AUGMENTATION, _FORWARD, _FURTHER = 3, 5, 6
 """Purposes of a seed's numbers (`derive_seed`); 1, 2 and 4 are those of `weightserver.torch`."""
@@ -55,17 +55,6 @@ class SamplingConfig(Settings):
 
     def unused_settings(self) -> dict[str, str]:
         return {} if self.negatives == "both" else {"recent_share": "--negatives both"}
-
-    def negative_sampler(self, num_rows: int, rows_per_block: int) -> NegativeSampler:
-        """The choice of a step's classes among `num_rows`."""
-        return NegativeSampler(
-            self.num_negatives,
-            num_rows=num_rows,
-            rows_per_block=rows_per_block,
-            kind=self.negatives,
-            recent_share=self.recent_share,
-            seed=self.seed,
-        )
 
     def visit_schedule(self, num_images: int) -> VisitSchedule:
         """The stream of visits to `num_images` images. Raises ValueError if the window does not fit."""

@@ -39,12 +39,16 @@ class PaperRows(TableModel):
     def __init__(self, spec: TableSpec, learning_rates: npt.NDArray[np.float32]) -> None:
         super().__init__(spec, learning_rates)
         self.counters = RowCounters()
+        self.fresh = np.zeros(0, bool)
 
     def prefetch(self, rows: npt.NDArray[np.int64], *, step: int) -> None:
         pass
 
     def weights(self, rows: npt.NDArray[np.int64], *, step: int) -> Tensor:
         return torch.from_numpy(self.at(rows, step)[0].astype(np.float32))
+
+    def begin(self, positions: npt.NDArray[np.int64], weight: Tensor) -> None:
+        raise NotImplementedError
 
     def apply_gradients(self, rows: npt.NDArray[np.int64], gradients: Tensor, *, step: int) -> None:
         self.update(rows, gradients.double().numpy(), step)

@@ -146,8 +146,7 @@ def test_statistics_can_be_calibrated_on_them(dataset: Dataset) -> None:
         ("synthetic", {"num_images": BILLION + 1}, r"num_images must lie in 1\.\.1,000,000,000, got 1000000001"),
         ("synthetic", {"num_images": 5, "image_size": 0}, r"image_size must lie in 1\.\.1024, got 0"),
         ("synthetic", {"num_images": 5, "directory": Path("/data")}, "is generated: omit --data-dir /data"),
-        ("fashion-mnist", {"num_images": 5}, "'fashion-mnist' has its own number of images: omit --num-images"),
-        ("idx", {"num_images": 5, "directory": Path("/data")}, "'idx' has its own number of images"),
+        ("packed", {"num_images": 5, "directory": Path("/data")}, "'packed' is used whole: omit --num-images"),
         (
             "imagenet",
             {"num_images": 5},

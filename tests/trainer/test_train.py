@@ -314,7 +314,7 @@ BAD_COMMAND_LINES = {
     "capacity of others": (["--capacity", "99", "--rows", "dense"], r"--capacity is for --rows resident, not dense"),
     "prefetching": (["--prefetch-steps", "-1"], r"--prefetch-steps must not be negative, got -1"),
     "metrics port": (["--metrics-port", "65536"], r"--metrics-port must lie in 0\.\.65535, got 65536"),
-    "number of images": (["--num-images", "5"], r"'idx' has its own number of images: omit --num-images"),
+    "number of images": (["--num-images", "161"], r"--num-images must lie in 1\.\.160, .* got 161"),
     "no number of images": (
         ["--dataset", "synthetic", "--data-dir", "None"],
         r"needs a number of images: give --num-images",

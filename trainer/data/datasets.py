@@ -164,11 +164,11 @@ def load_dataset(
 
     fashion-mnist: `directory`; otherwise the system's copy, the cache of an earlier download, or torchvision's
     download. The checksums are verified. idx: any four files named like MNIST's in `directory` (required), without
-    checksums. synthetic: `num_images` (required, for this data set only) colour images of `image_size` pixels,
-    generated from `seed` (used by this data set only), without labels. folder: images in `directory`, a folder or a
-    list of them, or in its train/ with test images in test/ or val/. packed: the output of `python -m trainer.data
-    pack` in `directory`, with test images packed in its test/. inaturalist-2018: train2018.json, val2018.json and the
-    images that they name in `directory`.
+    checksums; of both, the first `num_images` training images. synthetic: `num_images` (required) colour images of
+    `image_size` pixels, generated from `seed` (used by this data set only), without labels. folder: images in
+    `directory`, a folder or a list of them, or in its train/ with test images in test/ or val/. packed: the output of
+    `python -m trainer.data pack` in `directory`, with test images packed in its test/. inaturalist-2018:
+    train2018.json, val2018.json and the images that they name in `directory`.
 
     Images of the last three are decoded in colour for each use: crops of the whole image for training, centres for
     evaluation; by `decode_threads`, or this rank's share of the cores (`trainer.cores`). Test images whose classes are
@@ -183,13 +183,24 @@ def load_dataset(
     if name not in DATASETS and name not in DECODED:
         known = sorted([*DATASETS, *DECODED, SYNTHETIC])
         raise ValueError(f"unknown data set {name!r}: choose one of {', '.join(known)}")
-    if num_images is not None:
-        raise ValueError(f"data set {name!r} has its own number of images: omit --num-images")
     if name in DECODED:
+        if num_images is not None:
+            raise ValueError(f"data set {name!r} is used whole: omit --num-images, or pack fewer images")
         if directory is None:
             raise DataNotFoundError(f"data set {name!r} needs a folder: give --data-dir with the images")
         return DECODED[name](directory, image_size, decode_threads)
-    return DATASETS[name](directory)
+    whole = DATASETS[name](directory)
+    return whole if num_images is None else _first_images(whole, num_images)
+
+
+def _first_images(whole: Dataset, num_images: int) -> Dataset:
+    """The first training images of a data set in memory, and all of its test images."""
+    num_all = len(whole.train_images)
+    if not 1 <= num_images <= num_all:
+        raise ValueError(f"--num-images must lie in 1..{num_all}, the number of training images, got {num_images}")
+    images, labels = whole.train_images, whole.train_labels
+    assert isinstance(images, Tensor)
+    return replace(whole, train_images=images[:num_images], train_labels=labels[:num_images])
 
 
 def _make_synthetic(directory: Path | None, num_images: int | None, image_size: int, seed: int) -> Dataset:

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 if find_spec("torch") is None:
     raise ModuleNotFoundError("weightserver.torch needs torch: pip install 'pic-weightserver[torch]'", name=__name__)
 
+from weightserver.torch.beginnings import beginning_norm
 from weightserver.torch.class_order import ClassOrder, ClassVisits, read_labels
 from weightserver.torch.coming_steps import Announced
 from weightserver.torch.head import ClassifierHead
@@ -55,6 +56,7 @@ __all__ = [
     "Visits",
     "WindowSampler",
     "announced",
+    "beginning_norm",
     "check_num_active",
     "cosine_softmax_loss",
     "gathered",

@@ -32,6 +32,7 @@ from weightserver.core.arrays import Int64Array
 from weightserver.core.sharding import Sharding
 from weightserver.torch.announced_batches import AHEAD, AnnouncedBatches
 from weightserver.torch.arguments import check_embeddings, checked_ids, first_of, ids_of_all_ranks
+from weightserver.torch.beginnings import Beginnings, beginning_norm
 from weightserver.torch.class_order import ClassOrder, Labels
 from weightserver.torch.coming_steps import Announced, ComingSteps
 from weightserver.torch.loss import cosine_softmax_loss, padded, padded_rows, softmax_loss
@@ -58,6 +59,7 @@ class _Step:
     announced: Announced
     labels: Sequence[Tensor]  # A times (B,), on the device
     weight: Tensor | None = None  # (K of this rank, D), padded: a leaf that collects the gradients
+    beginnings: Beginnings | None = None
 
 
 class ClassifierHead(nn.Module):
@@ -84,6 +86,9 @@ class ClassifierHead(nn.Module):
         momentum, weight_decay: of the rows' SGD.
         correction: how inactive rows move, see `TableSpec`.
         init_std, seed: of the initial rows.
+        init: "random", or "embedding": a class that is met for the first time begins at the direction of its own
+            image's embedding, and only classes that were met are active.
+        init_norm: length of a row that begins at an embedding; by default the mean length of the random rows.
         order_seed: seed of the random order in which rows are stored, and of the sampler's order.
         temperature: τ, which divides cosines.
         negatives: which classes are active besides a step's own: the most "recent" ones, "uniform" ones sampled in
@@ -119,6 +124,8 @@ class ClassifierHead(nn.Module):
         correction: bool | Literal["exact", "paper", "none"] = True,
         init_std: float = 0.01,
         seed: int = 0,
+        init: Literal["random", "embedding"] = "random",
+        init_norm: float | None = None,
         order_seed: int = 0,
         rows_per_block: int = 63,
         temperature: float = 0.2,
@@ -151,6 +158,10 @@ class ClassifierHead(nn.Module):
             raise ValueError(f"softmax must be 'cosine' or 'plain', got {softmax!r}")
         if not 0 < temperature < math.inf:
             raise ValueError(f"temperature must be positive, got {temperature}")
+        if init not in ("random", "embedding"):
+            raise ValueError(f"init must be 'random' or 'embedding', got {init!r}")
+        if init == "embedding" and rows == "remote":
+            raise ValueError("rows='remote' begin on the servers, which see no embeddings: use rows='resident'")
         if rows == "dense" and servers:
             raise ValueError("rows='dense' keeps the rows in this process: omit servers, or use rows='resident'")
         addresses = servers.split(",") if isinstance(servers, str) else list(servers or [])
@@ -182,10 +193,12 @@ class ClassifierHead(nn.Module):
             rows_per_block=rows_per_block,
             kind=negatives,
             recent_share=recent_share,
+            only_met=init == "embedding",
             seed=seed,
         )
         order = RangesOrder([num_classes], order_seed)
-        self._set_up(spec, negatives=sampled, loss=loss, order=order, table=table, capacity=capacity)
+        norm = beginning_norm(spec, init_norm) if init == "embedding" else None
+        self._set_up(spec, negatives=sampled, loss=loss, order=order, init_norm=norm, table=table, capacity=capacity)
 
     @classmethod
     def over(
@@ -198,6 +211,7 @@ class ClassifierHead(nn.Module):
         loss: Callable[..., Tensor],
         order: RangesOrder,
         ranks: Ranks,
+        init_norm: float | None = None,
         first_step: int = 0,
     ) -> Self:
         """A head over a store that the caller opened and closes, for training loops that manage their own sessions.
@@ -207,9 +221,10 @@ class ClassifierHead(nn.Module):
             negatives: the classes of a step.
             loss: `cosine_softmax_loss` or `softmax_loss`, with their settings.
             order: the row of each class.
+            init_norm: length of rows that begin at their image's embedding; None if rows begin at random.
         """
         head = cls.__new__(cls)
-        head._set_up(spec, negatives=negatives, loss=loss, order=order)
+        head._set_up(spec, negatives=negatives, loss=loss, order=order, init_norm=init_norm)
         head.to(ranks.device)
         head._use(OpenTable(lambda _: store, rates, first_step=first_step), ranks)
         head._store = store
@@ -222,6 +237,7 @@ class ClassifierHead(nn.Module):
         negatives: NegativeSampler,
         loss: Callable[..., Tensor],
         order: RangesOrder,
+        init_norm: float | None,
         table: ServedTable | None = None,
         capacity: int | None = None,
     ) -> None:
@@ -233,6 +249,7 @@ class ClassifierHead(nn.Module):
         self.num_steps = 0
         self.register_buffer("_where", torch.zeros(0), persistent=False)  # follows `to(device)`
         self._loss = loss
+        self._init_norm = init_norm
         self._table = table
         self._capacity = capacity
         self._stack = ExitStack()
@@ -431,12 +448,16 @@ class ClassifierHead(nn.Module):
         checked = checked_ids(ids, self.spec.num_rows)
         check_embeddings(embeddings, len(checked), self.spec.dim, self.device)
         step = self._begin(checked)
-        labels = step.labels[self._part(step.announced, checked)]
+        part = self._part(step.announced, checked)
         weight = self.active_rows()
+        if step.beginnings is not None and step.weight is not None:
+            labels = step.announced.labels.reshape(step.announced.ids.shape)[part]
+            step.beginnings.add(embeddings.detach(), step.weight, labels, self._ranks)
+            weight = step.beginnings.begun(step.weight)
         loss: Tensor = self._loss(
             embeddings,
             weight if update_rows else weight.detach(),
-            labels,
+            step.labels[part],
             ranks=self._ranks,
             num_rows=len(step.announced.rows),
         )
@@ -451,7 +472,9 @@ class ClassifierHead(nn.Module):
             with self._naming_classes():
                 weight = self._store.weights(step.announced.rows, step=self.num_steps)
             step.weight = padded(weight, self._padded_rows).requires_grad_()
-        return step.weight
+            if self._init_norm is not None:
+                step.beginnings = Beginnings(self._store.fresh, self._init_norm)
+        return step.weight if step.beginnings is None else step.beginnings.begun(step.weight)
 
     @property
     def counters(self) -> RowCounters:
@@ -482,6 +505,8 @@ class ClassifierHead(nn.Module):
             raise ValueError(f"the learning rate of step {self.num_steps} is not known: give step(learning_rate=...)")
         rows = step.announced.rows
         assert self._store is not None
+        if step.beginnings is not None:
+            self._store.begin(*step.beginnings.of(step.weight.detach()))
         with self._naming_classes():
             self._store.apply_gradients(rows, step.weight.grad[: len(rows)], step=self.num_steps)
         self._current = None

@@ -81,10 +81,12 @@ class NegativeSampler:
     sampled blocks. both: the round(recent_share · K) most recent rows, the batch's own included, and sampled blocks. If
     K is all rows, every row is active in every step.
 
+    With `only_met`, only rows that were visited since step 0 are active: recent ones, fewer than K at first.
+
     A row that is own, recent and sampled counts once, so there are slightly fewer than K rows with uniform and both.
 
     Raises:
-        ValueError: an unknown kind, or a share that is not between 0 and 1.
+        ValueError: an unknown kind, a share that is not between 0 and 1, or sampled rows with `only_met`.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class NegativeSampler:
         rows_per_block: int,
         kind: Negatives = "recent",
         recent_share: float = 0.5,
+        only_met: bool = False,
         seed: int = 0,
     ) -> None:
         if kind not in NEGATIVES:
@@ -104,7 +107,13 @@ class NegativeSampler:
                 f"recent_share must lie between 0 and 1, got {recent_share:g}: for one kind only, choose negatives "
                 "recent or uniform"
             )
+        if only_met and kind != "recent":
+            raise ValueError(
+                f"negatives {kind} would include classes that were not met, which init embedding leaves out: choose "
+                "negatives recent or init random"
+            )
         self.num_active = num_active
+        self.only_met = only_met
         self.num_recent = {"recent": num_active, "uniform": 0, "both": round(recent_share * num_active)}[kind]
         """Number of most recent rows that are active; 0 for the batch's own only."""
         self._num_rows = num_rows
@@ -114,7 +123,7 @@ class NegativeSampler:
     def check(self, num_visits: int) -> None:
         """Raises ValueError unless K rows can hold those of `num_visits` visits, and a sampled block besides."""
         check_num_active(self.num_active, self._num_rows, num_visits)
-        if self._takes_all or self.num_recent == self.num_active:
+        if self.takes_all or self.num_recent == self.num_active:
             return
         if 0 < self.num_recent < min(num_visits, self._num_rows):
             raise ValueError(
@@ -125,7 +134,7 @@ class NegativeSampler:
 
     def num_sampled(self, num_visits: int) -> int:
         """Most rows that a step of `num_visits` visits samples."""
-        if self._takes_all or self.num_recent == self.num_active:
+        if self.takes_all or self.num_recent == self.num_active:
             return 0
         return self.num_active - (self.num_recent or min(num_visits, self._num_rows))
 
@@ -135,7 +144,7 @@ class NegativeSampler:
         The good number also holds the rows of the windows of `schedule`; None if images share classes, whose recent
         rows may be far outside the window. Sampled rows are needed for their step only.
         """
-        if self._takes_all:
+        if self.takes_all:
             return self._num_rows, self._num_rows
         ahead, recent = prefetch_steps * num_visits, self.num_recent or num_visits
         if schedule is not None:
@@ -150,14 +159,15 @@ class NegativeSampler:
 
         `recent` is None if there are no recent rows to keep (`num_recent` is 0).
         """
-        if self._takes_all:
+        if self.takes_all:
             return ActiveRows(np.arange(self._num_rows), batch)
         own = ActiveRows(*np.unique(batch, return_inverse=True)) if recent is None else recent.active(batch)
         return with_rows(own, self._blocks(len(batch)).rows(step)) if self.num_sampled(len(batch)) else own
 
     @property
-    def _takes_all(self) -> bool:
-        return self.num_active >= self._num_rows
+    def takes_all(self) -> bool:
+        """Whether every row is active in every step."""
+        return self.num_active >= self._num_rows and not self.only_met
 
     def _blocks(self, num_visits: int) -> BlockSampler:
         return BlockSampler(
@@ -180,8 +190,11 @@ class ScheduledRows:
         self._visits = visits
         self._negatives = negatives
         self._batch_size = batch_size
-        keeps = negatives.num_recent if negatives.num_active < visits.num_rows else 0
-        self._recent = RecentRows(visits, num_active=keeps, batch_size=batch_size) if keeps else None
+        self._recent: RecentRows | None = None
+        if negatives.num_recent and not negatives.takes_all:
+            self._recent = RecentRows(
+                visits, num_active=negatives.num_recent, batch_size=batch_size, with_past=not negatives.only_met
+            )
 
     def active(self, step: int) -> ActiveRows:
         """The active rows of a step ≥ 0, and each visit's place among them; in any order of steps."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import closing
@@ -92,16 +93,21 @@ class RecentRows:
     The next step costs about one sort of the rows that enter; any other step is computed from the stream of visits.
     Memory is O(K + W), independent of N. Not thread-safe.
 
+    Args:
+        with_past: whether visits before visit 0 count as if they had been made; otherwise there are fewer than K rows
+            until as many were visited.
+
     Raises:
         ValueError: K exceeds N, or is smaller than the distinct rows that a batch may hold.
     """
 
-    def __init__(self, schedule: Visits, *, num_active: int, batch_size: int) -> None:
+    def __init__(self, schedule: Visits, *, num_active: int, batch_size: int, with_past: bool = True) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         check_num_active(num_active, schedule.num_rows, batch_size)
         self._schedule = schedule
         self._batch_size = batch_size
+        self._first_visit = -math.inf if with_past else 0
         self._step: int | None = None
         self.most_recent = MostRecent(num_active)
         """The rows of the step whose `active` was called last."""
@@ -119,15 +125,15 @@ class RecentRows:
     def _look_back(self, stop: int) -> None:
         """Walks back from visit `stop` to the K-th distinct row, piece by piece: small strides make it a long walk."""
         num_active, rows, last_visit = self.most_recent.num_active, np.zeros(0, np.int64), np.zeros(0, np.int64)
-        while len(rows) < num_active:
-            start = stop - 2 * num_active
+        while len(rows) < num_active and stop > self._first_visit:
+            start = int(max(stop - 2 * num_active, self._first_visit))
             met, ago = np.unique(
                 self._schedule.visits(start, stop)[::-1], return_index=True
             )  # the first occurrence is the latest
             new = ~np.isin(met, rows)
             rows, last_visit = np.append(rows, met[new]), np.append(last_visit, stop - 1 - ago[new])
             stop = start
-        newest = np.argpartition(-last_visit, num_active - 1)[:num_active]
+        newest = np.argsort(-last_visit)[:num_active]
         newest = newest[np.argsort(rows[newest])]
         self.most_recent.rows, self.most_recent.last_visit = rows[newest], last_visit[newest]
 

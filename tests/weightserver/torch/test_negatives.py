@@ -122,6 +122,14 @@ def test_blocks_keep_the_expectation_of_the_sum_and_its_variance_if_rows_are_in_
     assert variance(similar, rows_per_block, num_blocks) > 0.9 * rows_per_block * singly
 
 
+def test_only_classes_that_were_met() -> None:
+    schedule = VisitSchedule(num_rows=30, window_size=30, window_stride=30, seed=0)
+    met = ScheduledRows(schedule, NegativeSampler(30, num_rows=30, rows_per_block=5, only_met=True), batch_size=8)
+    assert [len(met.active(step).rows) for step in range(5)] == [8, 16, 24, 30, 30]
+    with pytest.raises(ValueError, match="negatives both would include classes that were not met"):
+        NegativeSampler(30, num_rows=30, rows_per_block=5, kind="both", only_met=True)
+
+
 @pytest.mark.parametrize(
     ("negatives", "num_active", "share", "message"),
     [

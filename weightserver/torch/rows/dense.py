@@ -48,6 +48,8 @@ class DenseRows:
         self._weight = torch.nn.Parameter(weight)
         self._weight.grad = torch.zeros_like(weight)
         self._momentum_buffer = torch.zeros_like(weight)  # only used without correction
+        self.fresh = np.zeros(0, bool)
+        self._is_fresh = np.ones(len(held), bool)  # of each held row
         self._active = (np.zeros(0, np.int64), torch.zeros(0, dtype=torch.int64))  # rows, and their positions
         self._optimizer = torch.optim.SGD(
             [self._weight], lr=0.0, momentum=spec.momentum, weight_decay=spec.weight_decay
@@ -57,6 +59,7 @@ class DenseRows:
         """Does nothing: the rows are in memory."""
 
     def weights(self, rows: Int64Array, *, step: int) -> Tensor:
+        self.fresh = self._is_fresh[self._sharding.local(rows)]
         return self._weight.detach()[self._positions(rows)]
 
     def _positions(self, rows: Int64Array) -> Tensor:
@@ -65,8 +68,17 @@ class DenseRows:
             self._active = rows, to_device(self._sharding.local(rows), self._weight.device)
         return self._active[1]
 
+    @torch.no_grad()
+    def begin(self, positions: Int64Array, weight: Tensor) -> None:
+        chosen = self._active[1][to_device(positions, self._weight.device)]
+        self._weight[chosen] = weight
+        for momentum_buffer in (self._momentum_buffer, self._optimizer.state[self._weight].get("momentum_buffer")):
+            if momentum_buffer is not None:
+                momentum_buffer[chosen] = 0
+
     def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int) -> None:
         learning_rate = self._rates.of_step(step)
+        self._is_fresh[self._sharding.local(rows)] = False
         active = self._positions(rows)
         if not self._spec.correction:
             self._update_active(active, gradients, learning_rate)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,6 +38,7 @@ class RemoteRows:
         self._client = client
         self._device = device
         self._published = published
+        self.fresh = np.zeros(0, bool)  # a fetch of weights alone does not tell
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="remote-rows")
         self._fetched: tuple[int, Future[Tensor]] | None = None
         self._pushed: Future[None] | None = None
@@ -52,6 +54,9 @@ class RemoteRows:
         with self.counters.waiting():
             self._raise_push_error()
             return fetched.result()
+
+    def begin(self, positions: Int64Array, weight: Tensor) -> None:
+        raise NotImplementedError("rows on the servers begin as the table says")
 
     def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int) -> None:
         self._raise_push_error()

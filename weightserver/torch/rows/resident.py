@@ -66,6 +66,7 @@ class ResidentRows:
         self._next_step = 0  # the first step whose gradients were not applied
         self._announced: dict[int, Int64Array] = {}  # step -> slots of its rows
         self._active = np.zeros(0, np.int64)  # slots of the current step's rows
+        self.fresh = np.zeros(0, bool)
         self._active_on_device = torch.zeros(0, dtype=torch.int64, device=device)  # the same
         self._arriving = ArrivingRows(client, gathered_steps=prefetch_steps // 2, counters=self.counters)
         self._write_back = WriteBack(
@@ -116,9 +117,13 @@ class ResidentRows:
         for slots, state in self._arriving.receive(step):
             self._values.place(slots, state)
         self._active = self._announced.pop(step)
+        self.fresh = self._values.last_step[self._active] == 0
         self._values.correct(self._active, step, rows=rows)
         self._active_on_device = to_device(self._active, self._device)
         return self._values.weight[self._active_on_device]
+
+    def begin(self, positions: Int64Array, weight: Tensor) -> None:
+        self._values.begin(self._active[positions], weight)
 
     def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int) -> None:
         self._values.update(self._active, self._active_on_device, gradients, step)

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from weightserver import RowState
@@ -70,12 +72,18 @@ class RowStore(Protocol):
 
     counters: RowCounters
     prefetch_steps: int
+    fresh: npt.NDArray[np.bool_]
+    """Which of the rows that `weights` returned last no update has reached: bool (K,)."""
 
     def prefetch(self, rows: Int64Array, *, step: int) -> None:
         """Announces the rows that `weights` will return for `step`; returns immediately."""
 
     def weights(self, rows: Int64Array, *, step: int) -> Tensor:
         """The rows before update `step`: float32 (K, D)."""
+
+    def begin(self, positions: Int64Array, weight: Tensor) -> None:
+        """Replaces the rows at these positions (int64 (n,)) among those that `weights` returned last, before their
+        update: float32 (n, D). Their momentum is zero."""
 
     def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int) -> None:
         """Applies update `step` with gradients float32 (K, D); may return before it is done."""

@@ -79,6 +79,13 @@ class SlotValues:
         self.weight[chosen], self.momentum_buffer[chosen] = self._tensor(weight), self._tensor(momentum_buffer)
 
     @torch.no_grad()
+    def begin(self, slots: Int64Array, weight: Tensor) -> None:
+        """Puts new rows, float32 (n, D), in place of corrected ones in slots, int64 (n,), without momentum."""
+        chosen = self._tensor(slots)
+        self.weight[chosen] = weight
+        self.momentum_buffer[chosen] = 0
+
+    @torch.no_grad()
     def update(self, slots: Int64Array, on_device: Tensor, gradients: Tensor, step: int) -> None:
         """One step of SGD (Equation 2) on the rows in slots, int64 (n,), also given as a tensor on the device."""
         weight, momentum_buffer = self.weight[on_device], self.momentum_buffer[on_device]
