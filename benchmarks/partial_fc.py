@@ -236,7 +236,8 @@ def draw(file: Path, results: dict[str, Any], sizes: list[int]) -> None:
             if losses:
                 axes.plot(np.convolve(losses, np.ones(width) / width, mode="valid"), label=method)
         axes.set(title=f"{num_classes:,} classes", xlabel="step", ylabel="loss")
-        axes.legend()
+        if axes.lines:
+            axes.legend()
     figure.savefig(file, dpi=120, bbox_inches="tight")
 
 
