@@ -138,7 +138,7 @@ def where(depth: int = 5) -> str:
     lines: list[str] = []  # such as loop.py:12 < ...
     frame = sys._getframe(1)
     while frame is not None and len(lines) < depth:
-        for root in ("/trainer/", "/benchmarks/"):
+        for root in ("/trainer/", "/benchmarks/", "/weightserver/"):
             if root in frame.f_code.co_filename:
                 file = frame.f_code.co_filename.rpartition(root)[2]
                 lines.append(f"{root.strip('/')}/{file}:{frame.f_lineno}")

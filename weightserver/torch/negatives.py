@@ -203,6 +203,10 @@ class ScheduledRows:
         batch = self._visits.visits(step * self._batch_size, (step + 1) * self._batch_size)
         return self._negatives.active(step, batch, self._recent.most_recent if self._recent else None)
 
+    def visited(self, step: int) -> tuple[Int64Array, Int64Array]:
+        """The recent rows of a step, and the number of the last visit of each; none if none are kept."""
+        return (np.zeros(0, np.int64),) * 2 if self._recent is None else self._recent.visited(step)
+
 
 def with_rows(active: ActiveRows, more: Int64Array) -> ActiveRows:
     """Adds rows (strictly increasing int64 [n]) as negatives; those that are active already count once."""
