@@ -54,7 +54,8 @@ def ids_of_all_ranks(batches: list[Int64Array], ranks: Ranks) -> Int64Array:
     Raises:
         ValueError: the batches are of several sizes, or not as many and of one size on all ranks.
     """
-    number, sizes, places = len(batches), [len(batch) for batch in batches], [b.size // len(b) for b in batches]  # A, b, P
+    number, sizes = len(batches), [len(batch) for batch in batches]  # A, b
+    places = [batch.size // len(batch) for batch in batches]  # P
     most, least, most_batches, least_batches, most_places, least_places = ranks.max_over_ranks(
         [max(sizes), -min(sizes), number, -number, max(places), -min(places)]
     )
