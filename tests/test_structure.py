@@ -229,6 +229,7 @@ def test_the_documented_statuses_are_the_errors_own() -> None:
         ("open_session", "name, *, join"),
         ("fetch", "rows, *, step"),
         ("fetch_state", "rows, *, step"),
+        ("nearest", "vectors, k, *, step, checkpoint, metric"),
         ("push_gradients", "rows, gradients, *, step"),
         ("write_state", "rows, weight, momentum_buffer, last_step"),
         ("describe", ""),
@@ -253,6 +254,7 @@ def test_the_public_names_stay() -> None:
         "FencedError",
         "InvalidRequestError",
         "LocalCluster",
+        "Neighbours",
         "NoTableError",
         "OverloadedError",
         "RowState",
@@ -288,6 +290,7 @@ def test_the_public_classes_stay() -> None:
         "seed": 0,
         "rows_per_block": 63,
         "correction": True,
+        "dtype": "float32",
     }
     assert list(inspect.signature(weightserver.LocalCluster).parameters)[:2] == ["num_shards", "directory"]
     assert list(inspect.signature(weightserver.LocalCluster.restart).parameters) == ["self", "shard"]

@@ -21,6 +21,7 @@ from trainer.data import Dataset, datasets
 from trainer.data.augment import AugmentationConfig
 from trainer.loop import train
 from trainer.model import EncoderConfig, load_encoder
+from trainer.run.history import ImageHistory
 from trainer.stopping import Interrupted
 from weightserver import LocalCluster, WeightClient
 from weightserver.torch import NEGATIVES, ClassOrder, RowOrder
@@ -37,9 +38,8 @@ def labels(tmp_path: Path) -> Path:
     return tmp_path / "labels.npy"
 
 
-@pytest.mark.parametrize(
-    "negatives", [pytest.param(kind, marks=[] if kind == "both" else pytest.mark.guard) for kind in NEGATIVES]
-)
+@pytest.mark.guard
+@pytest.mark.parametrize("negatives", NEGATIVES)
 def test_all_stores_train_alike(negatives: str, labels: Path, tmp_path: Path) -> None:
     found = {}
     for rows in ("dense", "resident", "remote"):
@@ -58,7 +58,7 @@ def test_all_stores_train_alike(negatives: str, labels: Path, tmp_path: Path) ->
 
 @pytest.mark.guard
 def test_a_supervised_run_resumes_bit_for_bit_with_its_class_map(labels: Path, tmp_path: Path) -> None:
-    changes = {"labels": str(labels), "negatives": "both", "num_negatives": 40, "learning_rate": 0.1}
+    changes = {"labels": str(labels), "negatives": "both", "num_negatives": 40, "steps": 26}
     whole = small_run(tmp_path / "whole", **changes)
     train(whole)
 
@@ -90,10 +90,28 @@ def test_a_supervised_run_resumes_bit_for_bit_with_its_class_map(labels: Path, t
 
     exported = ["rows", str(whole.output), "--output", str(tmp_path / "rows"), "--format", "npz"]
     subprocess.run([sys.executable, "-m", "trainer.export", *exported], check=True, timeout=60)
+    command = [sys.executable, "-m", "trainer", "duplicates", str(whole.output)]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "the run's rows are classes that images share (--labels): give a run of single images" in refused.stderr
     with np.load(next((tmp_path / "rows").iterdir())) as file:
         assert np.array_equal(file["class"], RowOrder(NUM_CLASSES, 0).images(np.arange(NUM_CLASSES)))
 
 
+def test_the_history_knows_the_class_map() -> None:
+    history = ImageHistory(((0, 10),), ("a",), "b")
+    assert ImageHistory.from_json(history.to_json()) == history
+    assert "classes" not in json.loads(ImageHistory(((0, 10),)).to_json())  # as earlier versions wrote it
+    history.check_classes("b")
+    for had, given, message in (
+        ("b", "", "the run has classes that images share: give --labels with its class map"),
+        ("b", "c", "the class map is not that of the run, to which its rows belong: give --labels with the run's"),
+        ("", "b", "the run has a class for each image: omit --labels, or start another run"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ImageHistory(((0, 10),), (), had).check_classes(given)
+
+
+@pytest.mark.guard
 def test_a_run_of_images_cannot_become_one_of_classes(labels: Path, tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         train(small_run(tmp_path / "run", num_negatives=50), on_step=_interrupt)

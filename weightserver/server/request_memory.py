@@ -8,13 +8,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from weightserver.core.errors import InvalidRequestError, OverloadedError
+from weightserver.core.similarity import MAX_PAIRS
 from weightserver.core.spec import TableSpec
 from weightserver.protocol.codec import CHUNK_BYTES
 from weightserver.server.lanes import LANES
+from weightserver.shard.search import rows_per_chunk
 
 _PAGE = 4096
 _BYTES_PER_ROW_NAMED = 48
 """A row's number, and the arrays that checking it and assigning it to blocks takes meanwhile."""
+_BYTES_PER_PAIR = 128
+"""A query and a row that are compared: in float32, in float64, and as a candidate that is sorted."""
 _SHARE_KEPT = 8
 """One part in this many of the memory is kept for other lanes than the one that holds the rest."""
 
@@ -93,19 +97,28 @@ class Reservation:
 
 def fetch_bytes(spec: TableSpec, num_rows: int) -> int:
     """Upper bound of a fetch: its rows' numbers, and one chunk as it is read, corrected, framed and sent."""
-    rows_per_chunk = max(1, CHUNK_BYTES // (4 * spec.dim)) + spec.rows_per_block
+    rows_per_chunk = max(1, CHUNK_BYTES // (spec.value_bytes * spec.dim)) + spec.rows_per_block
     return _BYTES_PER_ROW_NAMED * num_rows + 4 * min(num_rows, rows_per_chunk) * (8 + 8 * spec.dim)
 
 
 def write_bytes(spec: TableSpec, num_rows: int, values_per_row: int) -> int:
-    """Bytes of a write in memory: its rows' numbers, and float32 values with a flag each whether it is finite."""
-    return num_rows * (_BYTES_PER_ROW_NAMED + 5 * values_per_row)
+    """Bytes of a write in memory: its rows' numbers, and values with a flag each whether it is finite."""
+    return num_rows * (_BYTES_PER_ROW_NAMED + (spec.value_bytes + 1) * values_per_row)
 
 
 def blocks_bytes(spec: TableSpec, num_blocks: int) -> int:
     """Bytes of blocks in a transaction until it is on disk: whole pages, and one more for the key of each."""
-    block_bytes = 64 + spec.rows_per_block * (9 + 8 * spec.dim)
+    block_bytes = 64 + spec.rows_per_block * (9 + 2 * spec.value_bytes * spec.dim)
     return num_blocks * (-(-block_bytes // _PAGE) + 1) * _PAGE
+
+
+def search_bytes(spec: TableSpec, num_queries: int, k: int) -> int:
+    """Upper bound of a search: its queries, a chunk of rows, their similarities, and what was found."""
+    num_rows = rows_per_chunk(spec)
+    queries_at_a_time = min(num_queries, max(1, MAX_PAIRS // num_rows))
+    vectors = 4 * spec.dim * (8 * num_queries + 12 * num_rows)
+    candidates = _BYTES_PER_PAIR * queries_at_a_time * (num_rows + k)
+    return vectors + candidates + 12 * num_queries * k + answer_bytes(12 * num_queries * k)
 
 
 def answer_bytes(num_bytes: int) -> int:
