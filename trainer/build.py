@@ -116,6 +116,7 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
     recorder.follow(opened.store.counters, start_step)
     signals = stack.enter_context(stop_signals())
     if ranks.is_first:
+        _warn_of_few_classes(config, num_images, num_classes)
         started = {"step": start_step, "num_steps": num_steps, "ranks": ranks.world_size, "rows": config.rows}
         _log.info("training begins", extra=started | {"epoch": opened.epoch})
 
@@ -152,6 +153,21 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
         signals=signals,
         leaves_checkpoints=opened.client is not None,
     )
+
+
+def _warn_of_few_classes(config: TrainConfig, num_images: int, num_classes: int) -> None:
+    """Warns if batches would have few classes: the window slides over neighbouring ones."""
+    in_window = num_classes * config.window_size / num_images
+    if config.labels is not None and in_window < min(config.batch_size, num_classes):
+        _log.warning(
+            "the window of %d images has about %d of %d classes at a time, fewer than a batch has images: "
+            "--window-size %d --window-stride %d visits all at random",
+            config.window_size,
+            round(in_window),
+            num_classes,
+            num_images,
+            num_images,
+        )
 
 
 def _checkpoints(

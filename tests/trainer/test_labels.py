@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from tests.helpers.small_run import NUM_IMAGES, ONLY_ROWS, losses, small_run
+from trainer.build import _warn_of_few_classes
 from trainer.classes import order_of
 from trainer.config import TrainConfig, parse_config
 from trainer.data import Dataset, datasets
@@ -57,10 +59,13 @@ def test_all_stores_train_alike(negatives: str, labels: Path, tmp_path: Path) ->
 
 
 @pytest.mark.guard
-def test_a_supervised_run_resumes_bit_for_bit_with_its_class_map(labels: Path, tmp_path: Path) -> None:
+def test_a_supervised_run_resumes_bit_for_bit_with_its_class_map(
+    labels: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     changes = {"labels": str(labels), "negatives": "both", "num_negatives": 40, "steps": 26}
     whole = small_run(tmp_path / "whole", **changes)
     train(whole)
+    assert "has about" not in caplog.text, "19 of 60 classes, more than the 16 images of a batch"
 
     class PowerLoss(Exception):
         pass
@@ -200,3 +205,15 @@ def test_bad_classes_are_refused(changes: dict[str, Any], message: str, labels: 
     assert isinstance(config, TrainConfig)
     with pytest.raises(ValueError, match=message):
         train(config)
+
+
+def test_a_window_of_few_classes_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    few = small_run(tmp_path / "run", labels="labels.npy")
+    _warn_of_few_classes(few, NUM_IMAGES, 30)  # 96 of 300 images
+    assert "the window of 96 images has about 10 of 30 classes at a time" in caplog.text
+    assert "--window-size 300 --window-stride 300 visits all at random" in caplog.text
+    caplog.clear()
+    _warn_of_few_classes(few, NUM_IMAGES, 60)
+    _warn_of_few_classes(replace(few, window_size=300), NUM_IMAGES, 5)
+    _warn_of_few_classes(replace(few, labels=None, window_size=10), NUM_IMAGES, NUM_IMAGES)
+    assert not caplog.text
