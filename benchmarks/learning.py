@@ -49,6 +49,15 @@ EXPERIMENTS = {
             for init in ("random", "embedding")
         },
     ),
+    "row_precision": Experiment(
+        "Rows stored in float32 or bfloat16 (--row-precision), in the demo's run",
+        {"checkpoint_every": 500},
+        {
+            f"{rows}, {precision}": {"rows": rows, "row_precision": precision}
+            for rows in ("resident", "remote")
+            for precision in ("float32", "bfloat16")
+        },
+    ),
 }
 
 

@@ -290,6 +290,7 @@ def test_the_public_classes_stay() -> None:
         "seed": 0,
         "rows_per_block": 63,
         "correction": True,
+        "dtype": "float32",
     }
     assert list(inspect.signature(weightserver.LocalCluster).parameters)[:2] == ["num_shards", "directory"]
     assert list(inspect.signature(weightserver.LocalCluster.restart).parameters) == ["self", "shard"]

@@ -260,4 +260,5 @@ def _table_spec(config: TrainConfig, num_images: int) -> TableSpec:
         seed=config.seed,
         rows_per_block=config.rows_per_block,
         correction=config.correction,
+        dtype=config.row_precision,
     )

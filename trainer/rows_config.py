@@ -37,12 +37,22 @@ class RowsConfig(Settings):
     rows_per_block: int = resumable(63)
     """Rows that the weight servers store together in one block."""
 
+    row_precision: Literal["float32", "bfloat16"] = "float32"
+    """Numbers in which the weight servers store and send rows and gradients. bfloat16 takes half the disk and network;
+    a row is rounded, stochastically, whenever it is written to them. Training computes in float32 either way."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "correction", _CORRECTION_OF_FLAG.get(self.correction, self.correction))
 
     def check(self) -> None:
         check_choice(self, "correction", "exact", "paper", "none")
         check_choice(self, "init", "random", "embedding")
+        check_choice(self, "row_precision", "float32", "bfloat16")
+        if self.rows == "dense" and self.row_precision != "float32":
+            raise ValueError(
+                f"--row-precision {self.row_precision} is for rows on weight servers, but --rows dense keeps them in "
+                "the trainers' memory as float32: omit it, or use --rows resident or --rows remote"
+            )
         if self.init == "embedding" and self.rows == "remote":
             raise ValueError("--rows remote begin on the servers, which see no embeddings: use --rows resident")
         check_at_least(self, 0, "prefetch_steps")

@@ -12,8 +12,10 @@ import numpy.typing as npt
 import xxhash
 
 from trainer.schedule import forward_seed, learning_rates, visit_uniforms
+from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.correction import Schedule, apply_push, correct
 from weightserver.core.initial import initial_rows
+from weightserver.core.precision import GRADIENT, MOMENTUM_BUFFER, WEIGHT, BFloat16
 from weightserver.core.spec import TableSpec
 from weightserver.torch import RangesOrder, RowOrder, VisitSchedule
 
@@ -42,6 +44,7 @@ def _parts() -> list[tuple[str, list[npt.NDArray[np.generic]]]]:
         ("orders", [order.images(rows[:300]), order.rows(rows[:300]), ranges.images(np.arange(5_173))]),
         ("visits", [visits.visits(-900, 3_000)]),
         ("uniforms of visits", [visit_uniforms(7, np.arange(2_000) * 10**9, 13)]),
+        ("rows in bfloat16", _rounded(weight, rows)),
         ("forward seeds", [np.array([forward_seed(3, step, rank) for step in range(9) for rank in range(3)], "<u8")]),
         ("learning rates", list(rates.values())),
     ]
@@ -65,6 +68,16 @@ def _moved(schedule: Schedule, weight: npt.NDArray[np.float32]) -> list[npt.NDAr
     last_step[::3] = 41_000  # as if a third had been written later
     correct(weight, momentum_buffer, schedule.coefficients(last_step, 45_000))
     return [weight, momentum_buffer]
+
+
+def _rounded(weight: Float32Array, rows: Int64Array) -> list[npt.NDArray[np.generic]]:
+    """Values rounded to bfloat16, also very large and subnormal ones."""
+    precision = BFloat16(5)
+    spread = np.ldexp(weight, np.where(rows % 2, 108, -130)[:, None] + np.arange(-16, 17))
+    return [
+        initial_rows(TableSpec(num_rows=2**40, dim=33, seed=5, dtype="bfloat16"), rows),
+        *(precision.rounded(spread, rows, rows % 1_000, array) for array in (WEIGHT, MOMENTUM_BUFFER, GRADIENT)),
+    ]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import grpc
 import numpy as np
@@ -372,12 +373,30 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
     "table: one learning rate in a call that an older shard takes": (
         lambda s: s.create(SINGLE_RATE),
         INVALID,
-        "CreateSingleRateTable is for specs with single_rate, CreateTable for all others",
+        "CreateTable is not for this spec: call CreateSingleRateTable",
     ),
     "table: each learning rate in the other": (
         lambda s: s.stub.CreateSingleRateTable(pb.CreateTableRequest(spec=spec_to_proto(SPEC)), timeout=10),
         INVALID,
-        "CreateSingleRateTable is for specs with single_rate, CreateTable for all others",
+        "CreateSingleRateTable is not for this spec: call CreateTable",
+    ),
+    "table: bfloat16 in a call that an older shard takes": (
+        lambda s: s.create(replace(SPEC, dtype="bfloat16")),
+        INVALID,
+        "CreateTable is not for this spec: call CreateBfloat16Table",
+    ),
+    "table: float32 in the call of bfloat16": (
+        lambda s: s.stub.CreateBfloat16Table(pb.CreateTableRequest(spec=spec_to_proto(SPEC)), timeout=10),
+        INVALID,
+        "CreateBfloat16Table is not for this spec: call CreateTable",
+    ),
+    "table: a dtype of the future": (
+        lambda s: s.stub.CreateBfloat16Table(
+            pb.CreateTableRequest(spec=pb.TableSpec(num_rows=40, dim=2, rows_per_block=5, dtype=cast(pb.RowDtype, 2))),
+            timeout=10,
+        ),
+        INVALID,
+        "dtype 2 of the table is unknown",
     ),
     "table: one learning rate, and no correction": (
         lambda s: s.stub.CreateSingleRateTable(

@@ -25,11 +25,13 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_tools import protoc
 
+from tests.helpers.comparing import same
 from weightserver import (
     ClusterError,
     LocalCluster,
     NoTableError,
     StepError,
+    TableMismatchError,
     TableSpec,
     WeightClient,
     __version__,
@@ -42,7 +44,15 @@ SERVICE = "pic.weightserver.v1.WeightServer"
 SPEC = TableSpec(num_rows=500, dim=8, rows_per_block=6)
 ROWS = np.arange(SPEC.num_rows)
 METHODS = list(pb.DESCRIPTOR.services_by_name["WeightServer"].methods)
-LATER_METHODS = {"CopyCheckpoint", "ReadBlocks", "ReadSchedule", "ExtendTable", "CreateSingleRateTable", "Search"}
+LATER_METHODS = {
+    "CopyCheckpoint",
+    "ReadBlocks",
+    "ReadSchedule",
+    "ExtendTable",
+    "CreateSingleRateTable",
+    "CreateBfloat16Table",
+    "Search",
+}
 
 
 def in_pool(file: FileDescriptorProto) -> FileDescriptor:
@@ -219,8 +229,9 @@ def test_an_older_shard_without_a_call_is_named(
         assert skewed.describe().spec == SPEC
     client.drop_table()
     with between(cluster, lacking, forget) as addresses, WeightClient(addresses, retry_seconds=1) as skewed:
-        with pytest.raises(ClusterError, match=r"does not know this call: it runs an older version"):
-            skewed.create_table(replace(SPEC, correction="paper"))
+        for unknown in (replace(SPEC, correction="paper"), replace(SPEC, dtype="bfloat16")):
+            with pytest.raises(ClusterError, match=r"does not know this call: it runs an older version"):
+                skewed.create_table(unknown)
         with pytest.raises(NoTableError):  # nor was another made
             skewed.describe()
     everything(client)
@@ -228,6 +239,43 @@ def test_an_older_shard_without_a_call_is_named(
     with pytest.raises(SystemExit) as stopped:  # when the shards are updated, the same command resumes
         main(["backup", *cluster.addresses, "--output", str(tmp_path / "backup")])
     assert stopped.value.code == 0
+
+
+def test_a_side_that_overlooks_the_dtype_is_refused(
+    older: FileDescriptor,
+    client: WeightClient,
+    cluster: LocalCluster,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The digest of the table differs: no side takes bfloat16 for float32, or reads half of the rows."""
+    client.create_table(replace(SPEC, dtype="bfloat16"))
+    client.extend_schedule(0, [0.1, 0.1])
+    client.open_session("one")
+    client.push_gradients(ROWS, np.ones((500, 8), np.float32), step=0)
+    client.checkpoint("kept", step=1)
+    before = client.fetch_state(ROWS)
+    with between(cluster, older, forget) as addresses, WeightClient(addresses, retry_seconds=1) as skewed:
+        assert skewed.describe().spec == SPEC, "an older client"
+        skewed.open_session("two")
+        values = np.ones((500, 8), np.float32)
+        calls: list[Callable[[], object]] = [
+            lambda: skewed.fetch(ROWS, step=1),
+            lambda: skewed.fetch_state(ROWS),
+            lambda: skewed.push_gradients(ROWS, values, step=1),
+            lambda: skewed.write_state(ROWS, values, values, 2),
+            lambda: skewed.extend_schedule(0, [0.1, 0.2]),
+            lambda: skewed.checkpoint("none", step=1),
+        ]
+        for call in calls:
+            with pytest.raises(TableMismatchError, match=r"the table was replaced, it is now .*dtype='bfloat16'"):
+                call()
+        with pytest.raises(TableMismatchError, match="another table exists, dtype bfloat16 there and float32 here"):
+            skewed.create_table(SPEC)
+        with pytest.raises(SystemExit):
+            main(["backup", *addresses, "--output", str(tmp_path / "backup")])
+        assert "dtype='bfloat16'" in capsys.readouterr().err
+    assert same(client.fetch_state(ROWS), before)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)

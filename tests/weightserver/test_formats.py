@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import InvalidRequestError, StorageError
 from weightserver.core.exactly_once import WINDOW, WriterState
 from weightserver.core.initial import initial_rows
+from weightserver.core.precision import MOMENTUM_BUFFER, WEIGHT, BFloat16
 from weightserver.core.sharding import Sharding, from_ranges, to_ranges
 from weightserver.core.spec import TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
@@ -34,15 +35,17 @@ from weightserver.protocol.codec import (
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "block.json"
 SPEC = TableSpec(num_rows=50, dim=3, rows_per_block=10, seed=7)
+HALVED = replace(SPEC, dtype="bfloat16")
 
 
-def sealed_block(*, largest: float = 29 / 8) -> bytearray:
-    codec = BlockCodec(SPEC)
+def sealed_block(spec: TableSpec = SPEC, *, largest: float = 29 / 8) -> bytearray:
+    codec = BlockCodec(spec)
     block = codec.initial(2)
     views = codec.views(block)
     views.last_step[:] = np.arange(10) * 1_000_000_007
-    views.momentum_buffer[:] = np.arange(30).reshape(10, 3) / 8
-    views.momentum_buffer[9, 2] = largest
+    momentum_buffer = (np.arange(30).reshape(10, 3) / 8).astype(np.float32)
+    momentum_buffer[9, 2] = largest
+    views.momentum_buffer[:] = codec.precision.rounded(momentum_buffer, np.arange(20, 30), 0, MOMENTUM_BUFFER)
     assert codec.mark_written(block, np.array([0, 3, 9])) == 3
     assert codec.mark_written(block, np.array([3, 4])) == 1
     codec.seal(2, block)
@@ -80,10 +83,46 @@ def test_blocks_record_large_values() -> None:
         assert codec.problem(2, block) == "is damaged (checksum)"
 
 
+def test_layout_of_blocks_of_bfloat16() -> None:
+    block = bytes(sealed_block(HALVED))
+    assert block.hex() == json.loads(GOLDEN.read_text())["block of bfloat16"]
+    assert struct.unpack_from("<HHI", block) == (4, 10, 3)
+    assert struct.unpack_from("<Q", block, 8)[0] == xxhash.xxh3_64_intdigest(block[16:], seed=2 + 2**63)
+    assert block[16:104] == bytes(sealed_block())[16:104], "only values have other bytes"
+    weight, momentum_buffer = (np.frombuffer(block, "<u2", 30, start) for start in (104, 164))
+    initial = BFloat16(SPEC.seed).rounded(initial_rows(SPEC, np.arange(20, 30)), np.arange(20, 30), 0, WEIGHT)
+    assert np.array_equal(weight, initial.reshape(-1))
+    assert np.array_equal(momentum_buffer, (np.arange(30, dtype=np.float32) / 8).view(np.uint32) >> 16)
+    assert len(block) == 224
+    codec = BlockCodec(HALVED)
+    for largest, small in ((2.0**32, True), (-(2.0**32), True), (2.0**33, False), (-3e38, False)):
+        codec.check(2, other := sealed_block(HALVED, largest=largest))
+        assert codec.is_small(other) is small
+        other[0] ^= 7  # the other format
+        assert codec.problem(2, other) == "is damaged (checksum)"
+
+
+def test_a_block_of_another_dtype_is_refused() -> None:
+    """Even if it is as long: its format is another."""
+    wide, halved = replace(SPEC, rows_per_block=2, dim=2), replace(SPEC, rows_per_block=2, dim=4, dtype="bfloat16")
+    blocks = [BlockCodec(spec).initial(0) for spec in (wide, halved)]
+    assert len(blocks[0]) == len(blocks[1])
+    for spec, block in zip((wide, halved), blocks, strict=True):
+        BlockCodec(spec).seal(0, block)
+    with pytest.raises(StorageError, match="has format 4, this version reads 1 and 2 in tables of float32"):
+        BlockCodec(wide).check(0, blocks[1])
+    with pytest.raises(StorageError, match="has format 2, this version reads 3 and 4 in tables of bfloat16"):
+        BlockCodec(halved).check(0, blocks[0])
+
+
 def test_the_default_block_fits_sixteen_pages() -> None:
     """Including the 16-byte header of the first overflow page."""
     assert BlockCodec(TableSpec(num_rows=1, dim=128)).num_bytes == 65_040
     assert 15 * 4096 < 65_040 + 16 <= 16 * 4096
+    for rows, pages in ((62, 8), (125, 16)):  # what docs/operations.md recommends for bfloat16
+        halved = TableSpec(num_rows=1, dim=128, rows_per_block=rows, dtype="bfloat16")
+        assert (pages - 1) * 4096 < BlockCodec(halved).num_bytes + 16 <= pages * 4096
+        assert BlockCodec(replace(halved, rows_per_block=rows + 1)).num_bytes + 16 > pages * 4096
 
 
 @pytest.mark.parametrize("position", [0, 2, 4, 8, 15, 16, 23, 24, 103, 104, 223, 224, 343])
@@ -109,7 +148,7 @@ def test_a_block_of_another_table_or_format_is_not_reported_as_damaged() -> None
     with pytest.raises(StorageError, match=r"block 2 \(rows 16\.\.23\) holds 10 rows of 3: it belongs"):
         BlockCodec(other).check(2, block)
     block[0] = 3
-    with pytest.raises(StorageError, match=r"block 2 \(rows 20\.\.29\) has format 3, this version reads 1 and 2"):
+    with pytest.raises(StorageError, match=r"block 2 \(rows 20\.\.29\) has format 3, this version reads 1 and 2 in"):
         BlockCodec(SPEC).check(2, block)
 
 
@@ -207,7 +246,8 @@ def test_specs_survive_the_wire() -> None:
         spec = TableSpec(
             num_rows=10**12, dim=7, momentum=0.123, weight_decay=0.0, seed=2**64 - 1, correction=correction
         )
-        assert spec_from_proto(pb.TableSpec.FromString(spec_to_proto(spec).SerializeToString())) == spec
+        for kept in (spec, replace(spec, dtype="bfloat16")):
+            assert spec_from_proto(pb.TableSpec.FromString(spec_to_proto(kept).SerializeToString())) == kept
     impossible = spec_to_proto(replace(spec, correction=False))
     impossible.single_rate = True
     with pytest.raises(ValueError, match="single_rate is a kind of correction: set correction too"):
@@ -215,14 +255,17 @@ def test_specs_survive_the_wire() -> None:
 
 
 def test_digests_and_stored_specs_match_version_0_1() -> None:
-    """Version 0.1 can serve a newer shard's directory, except with a correction that it does not know."""
+    """Version 0.1 can serve a newer shard's directory, except with a correction or dtype that it does not know."""
     spec = TableSpec(num_rows=500, dim=8, rows_per_block=6)
     assert table_digest(spec, b"") == table_digest(replace(spec, correction="exact"), b"") == 3540172461242493746
     assert table_digest(replace(spec, correction=False), b"") == 7089296013916876613
     assert table_digest(replace(spec, correction="paper"), b"") not in (3540172461242493746, 7089296013916876613)
     assert table_digest(spec, b"i" * 16) != table_digest(spec, b"j" * 16)
-    stored = [json.dumps(asdict(replace(spec, correction=how))) for how in ("exact", "none", "paper")]
+    stored = [json.dumps(replace(spec, correction=how).as_stored()) for how in ("exact", "none", "paper")]
     assert [text.rpartition(": ")[2] for text in stored] == ["true}", "false}", '"paper"}']
+    halved = replace(spec, dtype="bfloat16")
+    assert table_digest(halved, b"") == 2558880930211486951
+    assert json.dumps(halved.as_stored()).endswith('"correction": true, "dtype": "bfloat16"}')
     assert TableSpec(**json.loads(stored[2])) == replace(spec, correction="paper")
 
 

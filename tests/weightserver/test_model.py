@@ -199,7 +199,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
         (chunk,) = self.shard.fetch(np.arange(len(self.rows)), step=step, state=True, checkpoint=checkpoint)
         assert chunk.momentum_buffer is not None
         assert chunk.last_step is not None
-        return chunk.weight, chunk.momentum_buffer, chunk.last_step
+        return chunk.weight.astype(np.float32), chunk.momentum_buffer.astype(np.float32), chunk.last_step
 
     @invariant()
     def same(self) -> None:

@@ -25,7 +25,7 @@ def planned(part: str, name: str, **load: Any) -> float:
     return value
 
 
-IMAGENET = {
+IMAGENET: dict[str, Any] = {
     "num_rows": 1_281_167,
     "num_negatives": 65_536,
     "batch_size": 512,
@@ -63,6 +63,19 @@ def test_bytes_on_disk_are_as_measured() -> None:
         assert stored == pytest.approx(max(runs[name]["disk_bytes"]), rel=0.05)
         most = planned("rows on disk, all shards", "all N rows, at most", **load, checkpoint_every=checkpoint_every)
         assert most > max(runs[name]["disk_bytes"])
+
+
+def test_bfloat16_halves_disk_and_wire() -> None:
+    for part, name in (
+        ("rows on disk, all shards", "all N rows, expected"),
+        ("on the wire", "resident: bytes both ways"),
+        ("on the wire", "remote: bytes both ways"),
+        ("a shard's work", "memory: page cache for the window"),
+    ):
+        whole, halved = planned(part, name, **IMAGENET), {"dtype": "bfloat16", "rows_per_block": 125}
+        assert planned(part, name, **IMAGENET, **halved) / whole == pytest.approx(0.5, abs=0.01)
+    wide = planned("rows on disk, all shards", "all N rows, expected", **IMAGENET, dtype="bfloat16")
+    assert wide / planned("rows on disk, all shards", "all N rows, expected", **IMAGENET) == pytest.approx(9 / 16)
 
 
 def test_bytes_of_the_head_are_as_measured() -> None:

@@ -111,7 +111,7 @@ class Served:
 
     def fetch(self, step: int | None, schedule: int = 0) -> Float32Array:
         (rows,) = self.shard.fetch(np.arange(20), step=step, state=False, schedule=schedule)
-        return rows.weight
+        return np.asarray(rows.weight, np.float32)
 
     def rates(self) -> Float32Array:
         return self.shard.learning_rates(0)

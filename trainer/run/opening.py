@@ -100,7 +100,7 @@ def open_rows(
         held = _as_held(_learning_rates(config, history, ranks), client)  # the same on every rank
         rates = LearningRates(spec, held)
         store = (
-            RemoteRows(client, device)
+            RemoteRows(client, device, value_bytes=spec.value_bytes)
             if config.rows == "remote"
             else _resident(config, spec, rates, ranks, device, client)
         )

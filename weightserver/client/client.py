@@ -41,9 +41,10 @@ from weightserver.client.session import Session
 from weightserver.client.table_cache import TableCache
 from weightserver.client.transfer import RowWrite, fetch_rows, write_rows
 from weightserver.common.closing import Closing
-from weightserver.core.arrays import Float32Array, Int64Array
+from weightserver.core.arrays import Float32Array, Int64Array, StoredArray
 from weightserver.core.checkpoints import Checkpoint
 from weightserver.core.errors import DataLossError, FencedError, NoTableError
+from weightserver.core.precision import GRADIENT, MOMENTUM_BUFFER, WEIGHT
 from weightserver.core.sharding import Sharding
 from weightserver.core.spec import TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
@@ -288,7 +289,7 @@ class WeightClient(Closing):
         """Fetches into `out`, and all state of the rows if it has room for the momentum buffer."""
         request = pb.FetchRequest(state=out[1] is not None)
         self._set_state(request, step, checkpoint)
-        fetch_rows(self._shards, self._sharding(), request, rows, out)
+        fetch_rows(self._shards, self._sharding(), request, rows, out, self._cache.table.precision)
 
     def _set_state(
         self, request: pb.FetchRequest | pb.SearchRequest, step: int | None, checkpoint: str | Checkpoint
@@ -350,7 +351,8 @@ class WeightClient(Closing):
         gradients = arguments.checked_values(gradients, (len(rows), self._cache.table.spec.dim), "gradients")
         if not arguments.is_strictly_increasing(rows):
             rows, gradients = arguments.sum_repeats(rows, gradients)
-        self._write(RowWrite("PushGradients", pb.PushGradientsRequest, step, step + 1, rows, {"gradients": gradients}))
+        sent = self._cache.table.precision.rounded(gradients, rows, step, GRADIENT)
+        self._write(RowWrite("PushGradients", pb.PushGradientsRequest, step, step + 1, rows, {"gradients": sent}))
 
     def write_state(
         self,
@@ -374,10 +376,10 @@ class WeightClient(Closing):
         if not arguments.is_strictly_increasing(rows):
             order = arguments.distinct_order(rows)
             rows, weight, momentum_buffer, steps = rows[order], weight[order], momentum_buffer[order], steps[order]
-        last = int(steps.max(initial=0))
-        arrays: dict[str, Float32Array | Int64Array] = {
-            "weight": weight,
-            "momentum_buffer": momentum_buffer,
+        last, precision = int(steps.max(initial=0)), self._cache.table.precision
+        arrays: dict[str, StoredArray | Int64Array] = {
+            "weight": precision.rounded(weight, rows, steps, WEIGHT),
+            "momentum_buffer": precision.rounded(momentum_buffer, rows, steps, MOMENTUM_BUFFER),
             "last_step": steps,
         }
         self._write(RowWrite("WriteState", pb.WriteStateRequest, last, last, rows, arrays))

@@ -9,6 +9,7 @@ import numpy as np
 
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.errors import ClusterError
+from weightserver.core.precision import Precision
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import MAX_ROWS, decode_fetch_response, rows_to_proto
 
@@ -23,6 +24,7 @@ class FetchedRows:
         rows: all rows that the caller asked for, strictly increasing, int64 [n].
         positions: positions of this shard's rows among them.
         out: receives the rows.
+        precision: how values are sent.
         in_use: the context in which `out` may be written; raises CancelledError once the caller has left.
     """
 
@@ -31,11 +33,14 @@ class FetchedRows:
         rows: Int64Array,
         positions: slice | Int64Array,
         out: Output,
+        precision: Precision,
         in_use: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._rows = rows[positions]
         self._positions = positions
         self._out = out
+        self._precision = precision
+        self._row_bytes = precision.dtype.itemsize * out[0].shape[1]
         self._in_use = in_use
         self.num_rows = len(self._rows)
         self.num_asked = 0
@@ -58,13 +63,15 @@ class FetchedRows:
             InvalidRequestError: it is not a FetchResponse.
         """
         parts = decode_fetch_response(message)
-        start, end = self.num_arrived, self.num_arrived + len(parts[0]) // (4 * self._out[0].shape[1])
+        start, end = self.num_arrived, self.num_arrived + len(parts[0]) // self._row_bytes
         if end > self.num_asked:
             raise ClusterError(f"a shard answered {end} of {self.num_asked} rows: is it of the same version?")
         where = slice(start, end) if isinstance(self._positions, slice) else self._positions[start:end]
         with self._in_use():
-            for array, data in zip(self._out, parts, strict=True):
+            for array, data in zip(self._out[:2], parts[:2], strict=True):
                 if array is not None:
-                    values = np.frombuffer(data, array.dtype.newbyteorder("<"))
-                    array[where] = values.reshape(-1, *array.shape[1:])
+                    values = self._precision.widened(np.frombuffer(data, self._precision.dtype))
+                    array[where] = values.reshape(-1, array.shape[1])
+            if (last_step := self._out[2]) is not None:
+                last_step[where] = np.frombuffer(parts[2], "<i8")
         self.num_arrived = end

@@ -14,6 +14,7 @@ from weightserver.client.fan_out import Shards
 from weightserver.client.schedule_caller import KnownSchedule, common_schedule
 from weightserver.core.arrays import Float32Array
 from weightserver.core.errors import ClusterError, StepError, TableMismatchError
+from weightserver.core.precision import Precision, precision_of
 from weightserver.core.spec import TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import ScheduleHash, float32_from_bytes, table_digest
@@ -33,6 +34,11 @@ class KnownTable:
     def digest(self) -> int:
         """Names the table in requests."""
         return table_digest(self.spec, self.identity)
+
+    @cached_property
+    def precision(self) -> Precision:
+        """How values of rows are sent."""
+        return precision_of(self.spec)
 
 
 class TableCache:

@@ -10,16 +10,14 @@ from weightserver.client.fan_out import Shards
 from weightserver.client.table_cache import KnownTable
 from weightserver.core.spec import TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol.codec import spec_to_proto, table_digest
+from weightserver.protocol.codec import creating_method, spec_to_proto, table_digest
 
 
 def create_table(shards: Shards, spec: TableSpec) -> KnownTable:
     """Creates the table on every shard, or finds the same one there; see `WeightClient.create_table`."""
     answers = shards.describe()
     agreement.require_creatable(answers, spec)
-    # A shard of an earlier version does not know tables of a single learning rate. It refuses a call of this name, but
-    # would ignore a field that it does not know.
-    method = "CreateSingleRateTable" if spec.correction == "paper" else "CreateTable"
+    method = creating_method(spec)
 
     def create(connection: ShardConnection, answer: pb.DescribeResponse, identity: bytes) -> bytes:
         request = pb.CreateTableRequest(spec=spec_to_proto(spec), epoch=answer.epoch, identity=identity)

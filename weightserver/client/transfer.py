@@ -21,7 +21,8 @@ from weightserver.client.connection import ShardFetch
 from weightserver.client.fan_out import Shards, is_not_applied, raise_first
 from weightserver.client.fetched_rows import FetchedRows, Output
 from weightserver.client.session import Session, Write
-from weightserver.core.arrays import Float32Array, Int64Array
+from weightserver.core.arrays import Int64Array, StoredArray
+from weightserver.core.precision import Precision
 from weightserver.core.sharding import Sharding
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import CHUNK_BYTES, MAX_WRITE_BYTES, MAX_WRITE_ROWS, rows_to_proto, to_bytes
@@ -55,10 +56,17 @@ class BorrowedArrays:
             self._returned = True
 
 
-def fetch_rows(shards: Shards, sharding: Sharding, request: pb.FetchRequest, rows: Int64Array, out: Output) -> None:
+def fetch_rows(
+    shards: Shards,
+    sharding: Sharding,
+    request: pb.FetchRequest,
+    rows: Int64Array,
+    out: Output,
+    precision: Precision,
+) -> None:
     """Fetches each distinct row once, and fills the arrays in the order of `rows` (int64 [n])."""
     if is_strictly_increasing(rows):
-        _fetch_distinct(shards, sharding, request, rows, out)
+        _fetch_distinct(shards, sharding, request, rows, out, precision)
         return
     distinct, inverse = np.unique(rows, return_inverse=True)
 
@@ -71,20 +79,25 @@ def fetch_rows(shards: Shards, sharding: Sharding, request: pb.FetchRequest, row
         None if momentum_buffer is None else distinct_like(momentum_buffer),
         None if last_step is None else distinct_like(last_step),
     )
-    _fetch_distinct(shards, sharding, request, distinct, fetched)
+    _fetch_distinct(shards, sharding, request, distinct, fetched, precision)
     for whole, part in zip(out, fetched, strict=True):
         if whole is not None and part is not None:
             whole[:] = part[inverse]
 
 
 def _fetch_distinct(
-    shards: Shards, sharding: Sharding, request: pb.FetchRequest, rows: Int64Array, out: Output
+    shards: Shards,
+    sharding: Sharding,
+    request: pb.FetchRequest,
+    rows: Int64Array,
+    out: Output,
+    precision: Precision,
 ) -> None:
     """Fetches strictly increasing rows (int64 [n])."""
     connections = shards.connections()
     with BorrowedArrays() as borrowed:
         fetches = [
-            connections[shard].fetch(request, FetchedRows(rows, positions, out, borrowed.in_use))
+            connections[shard].fetch(request, FetchedRows(rows, positions, out, precision, borrowed.in_use))
             for shard, positions in sharding.positions_by_shard(rows).items()
         ]
         if sum(array.nbytes for array in out if array is not None) <= CHUNK_BYTES:
@@ -103,7 +116,7 @@ class RowWrite:
     num_steps: int
     """It uses the learning rates of the first so many steps."""
     rows: Int64Array  # (n,), strictly increasing
-    arrays: Mapping[str, Float32Array | Int64Array]  # (n, ...) each, by the name of their field
+    arrays: Mapping[str, StoredArray | Int64Array]  # (n, ...) each, by the name of their field
 
     @property
     def array_bytes_per_row(self) -> int:

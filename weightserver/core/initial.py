@@ -1,8 +1,7 @@
 """Initial rows as a pure function of (seed, row), the same bits on every processor and with every NumPy version.
 
-Random bits come from SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), whose n-th output can be computed alone. Each
-32-bit half of an output gives one normal: two quantiles of N(0, 1) are looked up with 16 bits each and their sum is
-scaled, so only exactly rounded operations touch the result.
+Random bits come from SplitMix64. Each 32-bit half of an output gives one normal: two quantiles of N(0, 1) are looked up
+with 16 bits each and their sum is scaled, so only exactly rounded operations touch the result.
 """
 
 from __future__ import annotations
@@ -14,40 +13,15 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from weightserver.core.precision import WEIGHT, as_if_stored, precision_of
 from weightserver.core.spec import TableSpec
+from weightserver.core.splitmix import derive_seed, splitmix64
 
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
+__all__ = ["derive_seed", "initial_rows", "splitmix64"]
+
 _QUANTILES_XXH3 = 0x9DB855DD62EEDC28
 _CHUNK_WORDS = 1 << 15
 """Words per chunk, so that the work stays in the cache."""
-
-
-def splitmix64(seed: int, index: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Output number `index` of the SplitMix64 stream that starts at a mixed `seed`; any shape, uint64 in and out."""
-    z = index * _GAMMA  # wraps modulo 2^64, as the generator does
-    z += _mix_seed(seed)
-    z ^= z >> np.uint64(30)
-    z *= _MIX_1
-    z ^= z >> np.uint64(27)
-    z *= _MIX_2
-    z ^= z >> np.uint64(31)
-    return z
-
-
-def derive_seed(seed: int, purpose: int) -> int:
-    """A seed of its own for each purpose, so that no two uses share a number."""
-    return int(splitmix64(seed % 2**64, np.array([purpose], np.uint64))[0])
-
-
-def _mix_seed(seed: int) -> np.uint64:
-    """Spreads nearby seeds over the whole state, so that their streams do not overlap."""
-    mask = 2**64 - 1
-    z = (seed + int(_GAMMA)) & mask
-    z = ((z ^ (z >> 30)) * int(_MIX_1)) & mask
-    z = ((z ^ (z >> 27)) * int(_MIX_2)) & mask
-    return np.uint64(z ^ (z >> 31))
 
 
 @functools.cache
@@ -62,7 +36,7 @@ def _quantiles() -> npt.NDArray[np.float32]:
 
 
 def initial_rows(spec: TableSpec, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Initial weights of `rows` (int64 [n], any order): float32 [n, dim], N(0, init_std²)."""
+    """Initial weights of `rows` (int64 [n], any order): float32 [n, dim], N(0, init_std²), rounded to `dtype`."""
     words_per_row = -(-spec.dim // 2)
     quantiles = _quantiles()
     std = np.float32(spec.init_std)
@@ -75,4 +49,4 @@ def initial_rows(spec: TableSpec, rows: npt.NDArray[np.int64]) -> npt.NDArray[np
         normals = quantiles[halves[:, 0::2]]
         normals += quantiles[halves[:, 1::2]]
         np.multiply(normals[:, : spec.dim], std, out=weight[start : start + chunk])
-    return weight
+    return as_if_stored(precision_of(spec), weight, rows, 0, WEIGHT)

@@ -167,7 +167,7 @@ def _copy(client: WeightClient, directory: Path, begun: _Begun) -> None:
     )
     for shard in range(len(shards)):
         block_files(directory, made, shard)  # raises if a file is missing
-    _write_json(directory / MANIFEST, {"format": FORMAT, "sha256": made.digest, "backup": asdict(made)})
+    _write_json(directory / MANIFEST, {"format": FORMAT, "sha256": made.digest, "backup": made.as_stored()})
 
 
 def _copy_shard(client: WeightClient, directory: Path, shard: int, info: TableInfo, name: str) -> dict[str, Any]:

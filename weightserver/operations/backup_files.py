@@ -53,6 +53,10 @@ class Backup:
     table_identity: str = ""
     """Hexadecimal; empty in backups of version 0.1."""
 
+    def as_stored(self) -> dict[str, Any]:
+        """The values by name, as the manifest holds them."""
+        return asdict(self) | {"spec": self.spec.as_stored()}
+
     @property
     def num_bytes(self) -> int:
         return sum(file["bytes"] for shard in self.shards for file in shard["files"].values())
@@ -64,7 +68,7 @@ class Backup:
     @property
     def digest(self) -> str:
         """SHA-256 of the manifest, without the fields that a backup of version 0.1 lacks."""
-        fields = {name: value for name, value in asdict(self).items() if value or name != "table_identity"}
+        fields = {name: value for name, value in self.as_stored().items() if value or name != "table_identity"}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 

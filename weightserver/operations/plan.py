@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.spec import TableSpec
@@ -48,6 +49,7 @@ class Workload:
     steps: int | None = None
     """Steps of the whole run; None for one pass over all rows."""
     rows_per_block: int = 63
+    dtype: Literal["float32", "bfloat16"] = "float32"
     num_shards: int = 1
     num_ranks: int = 1
     checkpoint_every: int = 1_000
@@ -73,7 +75,7 @@ class Workload:
 
     @property
     def spec(self) -> TableSpec:
-        return TableSpec(num_rows=self.num_rows, dim=self.dim, rows_per_block=self.rows_per_block)
+        return TableSpec(num_rows=self.num_rows, dim=self.dim, rows_per_block=self.rows_per_block, dtype=self.dtype)
 
     @property
     def block_bytes(self) -> int:
@@ -149,7 +151,7 @@ def _disk(load: Workload) -> list[Figure]:
     expected = (1 + more_versions) * rows_bytes + freed_bytes
     versions_formula = "1 + min(c, 1 + stay/E): c checkpoints kept, one every E steps"
     return [
-        Figure("a block", block_bytes, "B", f"header + r·(8 + 8·D), r = {r} rows"),
+        Figure("a block", block_bytes, "B", f"header + r·(8 + 2·{load.spec.value_bytes}·D), r = {r} rows"),
         Figure("- in LMDB", stored_bytes, "B", "whole pages of 4,096 B, 16 of them LMDB's"),
         Figure("all N rows, without checkpoints", rows_bytes, "B", "ceil(N/r) · pages"),
         Figure("a backup of all N rows", num_blocks * block_bytes, "B", "ceil(N/r) · block; only rows ever written"),
@@ -162,14 +164,14 @@ def _disk(load: Workload) -> list[Figure]:
 
 
 def _wire(load: Workload) -> list[Figure]:
-    d, k, rate = load.dim, load.num_negatives, load.steps_per_second
-    resident_bytes = 2 * load.moved_rows * (8 * d + 8)
-    remote_bytes = 2 * k * (4 * d + 8)
+    k, rate, value = load.num_negatives, load.steps_per_second, load.spec.value_bytes
+    resident_bytes = 2 * load.moved_rows * (2 * value * load.dim + 8)
+    remote_bytes = 2 * k * (value * load.dim + 8)
     return [
         Figure("resident: rows fetched, and as many written", load.moved_rows, "rows/step", "B·S/W"),
-        Figure("resident: bytes both ways", resident_bytes, "B/step", "2 · B·S/W · (8·D + 8)"),
+        Figure("resident: bytes both ways", resident_bytes, "B/step", f"2 · B·S/W · (2·{value}·D + 8)"),
         Figure("resident: in a second", resident_bytes * rate, "B/s", f"· {rate:g} steps/s"),
-        Figure("remote: bytes both ways", remote_bytes, "B/step", "2 · K · (4·D + 8)"),
+        Figure("remote: bytes both ways", remote_bytes, "B/step", f"2 · K · ({value}·D + 8)"),
         Figure("remote: in a second", remote_bytes * rate, "B/s", f"· {rate:g} steps/s"),
     ]
 
@@ -256,6 +258,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         default = Workload.__dataclass_fields__[name.replace("-", "_")].default
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default {default})")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="stored numbers (default float32)"
+    )
     parser.add_argument("--steps-per-second", type=float, default=1.0, help="speed of the trainer (default 1)")
     parser.add_argument("--steps", type=int, help="steps of the whole run (default one pass over all rows)")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -119,8 +119,8 @@ def _wrong_counts(state: State, stored: Counter[str]) -> Iterator[str]:
 
 
 def _problems(codec: BlockCodec, value: memoryview, horizon: int) -> Iterator[str]:
-    rows = codec.views(value)
-    if not (np.isfinite(rows.weight).all() and np.isfinite(rows.momentum_buffer).all()):
+    rows, precision = codec.views(value), codec.precision
+    if not (precision.all_finite(rows.weight) and precision.all_finite(rows.momentum_buffer)):
         yield "it holds NaN or infinite values"
     if not 0 <= rows.last_step.min() <= rows.last_step.max() <= horizon:
         yield f"a last_step lies outside the schedule's 0..{horizon}"

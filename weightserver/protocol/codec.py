@@ -7,13 +7,13 @@ compares them) with one copy instead of three. Decoding makes none.
 
 from __future__ import annotations
 
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
-from weightserver.core.arrays import Float32Array, Int64Array, all_finite
+from weightserver.core.arrays import Float32Array, Int64Array, StoredArray, all_finite
 from weightserver.core.errors import InvalidRequestError
 from weightserver.core.sharding import from_ranges, to_ranges
 from weightserver.core.spec import TableSpec
@@ -48,6 +48,8 @@ SIMILARITY_NAMES = {pb.SIMILARITY_COSINE: "cosine", pb.SIMILARITY_INNER_PRODUCT:
 """Measures of similarity on the wire, and in `core.similarity`."""
 MAX_NAME_CHARACTERS = 256
 """Length of a run's name: error messages quote it, and gRPC sends those in headers of at most 8 KiB."""
+_DTYPES: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
+"""By their number in the contract's RowDtype."""
 _VARINT, _LENGTH_DELIMITED = 0, 2
 _FIXED_BYTES = {1: 8, 5: 4}
 
@@ -59,13 +61,22 @@ def is_understood(version: str) -> bool:
 
 
 def spec_to_proto(spec: TableSpec) -> pb.TableSpec:
-    named = asdict(spec)
-    return pb.TableSpec(**named | {"correction": bool(spec.correction), "single_rate": spec.correction == "paper"})
+    return pb.TableSpec(
+        **vars(spec)
+        | {
+            "correction": bool(spec.correction),
+            "single_rate": spec.correction == "paper",
+            "dtype": _DTYPES.index(spec.dtype),
+        }
+    )
 
 
 def table_digest(spec: TableSpec, identity: bytes) -> int:
-    """Identifies a table: XXH3-64 of the spec's values in the order of its fields, and of its identity; never 0."""
-    return xxhash.xxh3_64_intdigest(repr(astuple(spec)).encode() + identity) or 1
+    """Identifies a table: XXH3-64 of the spec's values in the order of its fields, and of its identity; never 0.
+
+    A version that does not know a spec's dtype computes another digest, so that no shard takes it for float32.
+    """
+    return xxhash.xxh3_64_intdigest(repr(tuple(spec.as_stored().values())).encode() + identity) or 1
 
 
 class ScheduleHash:
@@ -99,7 +110,18 @@ def spec_from_proto(spec: pb.TableSpec) -> TableSpec:
         if not spec.correction:
             raise ValueError("single_rate is a kind of correction: set correction too")
         named["correction"] = "paper"
+    if not 0 <= named["dtype"] < len(_DTYPES):
+        raise ValueError(f"dtype {named['dtype']} of the table is unknown: is the other side of a newer version?")
+    named["dtype"] = _DTYPES[named["dtype"]]
     return TableSpec(**named)
+
+
+def creating_method(spec: TableSpec) -> str:
+    """The call that creates the table: those of older versions would ignore fields that they do not know, and create
+    another table; they refuse an unknown call."""
+    if spec.dtype != "float32":
+        return "CreateBfloat16Table"
+    return "CreateSingleRateTable" if spec.correction == "paper" else "CreateTable"
 
 
 def rows_to_proto(rows: Int64Array) -> pb.Rows:
@@ -148,7 +170,7 @@ def named_rows(rows: pb.Rows) -> NamedRows:
     return NamedRows(int(counts.sum()), ranges, True)
 
 
-def to_bytes(array: npt.NDArray[np.float32] | Int64Array) -> bytes:
+def to_bytes(array: StoredArray | Int64Array) -> bytes:
     return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
@@ -170,7 +192,7 @@ def float32_from_bytes(data: bytes, name: str) -> Float32Array:
 
 
 def encode_fetch_response(
-    weight: Float32Array, momentum_buffer: Float32Array | None, last_step: Int64Array | None
+    weight: StoredArray, momentum_buffer: StoredArray | None, last_step: Int64Array | None
 ) -> bytes:
     """A serialized FetchResponse."""
     parts: list[bytes | memoryview] = []

@@ -97,18 +97,18 @@ class Reservation:
 
 def fetch_bytes(spec: TableSpec, num_rows: int) -> int:
     """Upper bound of a fetch: its rows' numbers, and one chunk as it is read, corrected, framed and sent."""
-    rows_per_chunk = max(1, CHUNK_BYTES // (4 * spec.dim)) + spec.rows_per_block
+    rows_per_chunk = max(1, CHUNK_BYTES // (spec.value_bytes * spec.dim)) + spec.rows_per_block
     return _BYTES_PER_ROW_NAMED * num_rows + 4 * min(num_rows, rows_per_chunk) * (8 + 8 * spec.dim)
 
 
 def write_bytes(spec: TableSpec, num_rows: int, values_per_row: int) -> int:
-    """Bytes of a write in memory: its rows' numbers, and float32 values with a flag each whether it is finite."""
-    return num_rows * (_BYTES_PER_ROW_NAMED + 5 * values_per_row)
+    """Bytes of a write in memory: its rows' numbers, and values with a flag each whether it is finite."""
+    return num_rows * (_BYTES_PER_ROW_NAMED + (spec.value_bytes + 1) * values_per_row)
 
 
 def blocks_bytes(spec: TableSpec, num_blocks: int) -> int:
     """Bytes of blocks in a transaction until it is on disk: whole pages, and one more for the key of each."""
-    block_bytes = 64 + spec.rows_per_block * (9 + 8 * spec.dim)
+    block_bytes = 64 + spec.rows_per_block * (9 + 2 * spec.value_bytes * spec.dim)
     return num_blocks * (-(-block_bytes // _PAGE) + 1) * _PAGE
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightserver.core.arrays import Float32Array, Int64Array, all_finite
+from weightserver.core.arrays import Int64Array, StoredArray
 from weightserver.core.errors import InvalidRequestError
+from weightserver.core.precision import precision_of
 from weightserver.core.spec import TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import MAX_WRITE_BYTES, MAX_WRITE_ROWS, named_rows
@@ -25,7 +26,7 @@ def receive(
     shard: Shard,
     reserved: Reservation,
 ) -> ReceivedWrite:
-    """Receives all messages of one write, whose float32 fields are `names`.
+    """Receives all messages of one write, whose fields of values are `names`.
 
     Reserves memory for twice as many rows as have arrived: little is received in vain, and a caller that announces
     many rows and sends few holds little.
@@ -58,7 +59,7 @@ def _begin(header: pb.WriteHeader, names: tuple[str, ...], shard: Shard, reserve
     shard.check_table(header.table)
     spec = shard.require_table().spec
     require(
-        header.num_rows * (8 + 4 * len(names) * spec.dim) <= MAX_WRITE_BYTES,
+        header.num_rows * (8 + spec.value_bytes * len(names) * spec.dim) <= MAX_WRITE_BYTES,
         f"more than {MAX_WRITE_BYTES} bytes in one write: split it",
     )
     reserved.require(received_bytes(spec, header.num_rows, header.num_rows, len(names)))
@@ -78,7 +79,7 @@ def write_header(header: pb.WriteHeader) -> WriteHeader:
 
 
 class ReceivedWrite:
-    """A write of `header.num_rows` rows, whose float32 [n, dim] fields are `names`.
+    """A write of `header.num_rows` rows, whose fields `names` are [n, dim] in the table's dtype.
 
     Raises:
         InvalidRequestError: by every method, if the messages do not fit the header.
@@ -88,14 +89,17 @@ class ReceivedWrite:
         self.header = write_header(header)
         self.spec = spec
         self.num_rows, self._dim = header.num_rows, spec.dim
+        self._precision = precision_of(spec)
         self._num_messages = 0
         self._rows = _Array("rows", np.empty(header.num_rows, np.int64))
-        self._values = [_Array(name, np.empty(header.num_rows * spec.dim, np.float32)) for name in names]
+        self._values = [_Array(name, np.empty(header.num_rows * spec.dim, self._precision.dtype)) for name in names]
         self._steps = _Array("last_step", np.empty(header.num_rows, np.int64))
 
     def rows_with(self, message: pb.PushGradientsRequest | pb.WriteStateRequest) -> tuple[int, int]:
         """Numbers of rows named and of rows with values, once `message` is added."""
-        num_values = max(values.filled + len(getattr(message, values.name)) // 4 for values in self._values)
+        num_values = max(
+            values.filled + len(getattr(message, values.name)) // self.spec.value_bytes for values in self._values
+        )
         return self._rows.filled + named_rows(message.rows).count, -(-num_values // self._dim)
 
     def add(self, message: pb.PushGradientsRequest | pb.WriteStateRequest) -> None:
@@ -119,12 +123,12 @@ class ReceivedWrite:
         rows: Int64Array = self._rows.array
         return rows
 
-    def values(self) -> list[Float32Array]:
-        """float32 [n, dim] of each name, finite."""
+    def values(self) -> list[StoredArray]:
+        """[n, dim] of each name, in the table's dtype, finite."""
         for values in self._values:
             if values.filled != len(values.array):
                 raise values.wrong_length(values.filled, self.num_rows, self._dim)
-            if not all_finite(values.array):
+            if not self._precision.all_finite(values.array):
                 raise InvalidRequestError(f"{values.name} holds NaN or infinite values: nothing was written")
         return [values.array.reshape(self.num_rows, self._dim) for values in self._values]
 

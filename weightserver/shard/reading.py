@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from weightserver.core.arrays import Float32Array, Int64Array
+from weightserver.core.arrays import Int64Array, StoredArray
 from weightserver.core.blocks import SMALL, RowBuffer
 from weightserver.core.correction import bring_to
 from weightserver.core.errors import StepError
-from weightserver.core.initial import initial_rows
+from weightserver.core.precision import MOMENTUM_BUFFER, WEIGHT
 from weightserver.core.sharding import BlockRun, block_runs
 from weightserver.protocol.codec import CHUNK_BYTES
 from weightserver.shard.table import Table
@@ -27,10 +27,10 @@ _MAX_SEEN_BLOCKS = 50_000
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows as a fetch answers them; momentum_buffer and last_step only if they were asked for."""
+    """Rows as a fetch answers them, in the table's dtype; momentum_buffer and last_step only if they were asked for."""
 
-    weight: Float32Array  # (n, D)
-    momentum_buffer: Float32Array | None = None  # (n, D)
+    weight: StoredArray  # (n, D)
+    momentum_buffer: StoredArray | None = None  # (n, D)
     last_step: Int64Array | None = None  # (n,)
 
 
@@ -64,7 +64,7 @@ class RawRows:
 
 def chunks(rows: Int64Array, table: Table) -> Iterator[list[BlockRun]]:
     """The blocks that `rows` (int64 [n]) touch, in lists of about 1 MiB of weights."""
-    rows_per_chunk = max(1, CHUNK_BYTES // (4 * table.spec.dim))
+    rows_per_chunk = max(1, CHUNK_BYTES // (table.spec.value_bytes * table.spec.dim))
     runs: list[BlockRun] = []
     for run in block_runs(rows, table.spec.rows_per_block):
         runs.append(run)
@@ -103,13 +103,13 @@ def read_rows(
                 all_small &= table.codec.is_small(stored)
                 found.copy(part, stored, slots)
     for part in absent:
-        found.weight[part] = initial_rows(table.spec, rows[part])
+        found.weight[part] = table.codec.initial_weight(rows[part])
         found.momentum_buffer[part] = 0
     return RawRows(found, all_small)
 
 
 def correct_rows(table: Table, step: int, rows: Int64Array, found: RawRows, *, weight_only: bool) -> None:
-    """Brings raw rows to their state before update `step`, in place.
+    """Brings raw rows to their state before update `step`, in place, rounded as that state would be stored.
 
     Raises:
         StepError: a row has seen that update, or SGD makes it infinite or NaN before it.
@@ -122,16 +122,21 @@ def correct_rows(table: Table, step: int, rows: Int64Array, found: RawRows, *, w
             f"fetch it for step {buffer.last_step[first]} or later"
         )
     if table.spec.correction:
+        precision = table.codec.precision
+        weight, momentum_buffer = precision.widened(buffer.weight), precision.widened(buffer.momentum_buffer)
         bring_to(
             table.schedule,
             step,
             buffer.last_step,
-            buffer.weight,
-            buffer.momentum_buffer,
+            weight,
+            momentum_buffer,
             weight_only=weight_only,
             rows=rows,
             largest=SMALL if found.all_small else math.inf,
         )
+        buffer.weight = precision.rounded(weight, rows, step, WEIGHT)
+        if not weight_only:
+            buffer.momentum_buffer = precision.rounded(momentum_buffer, rows, step, MOMENTUM_BUFFER)
     buffer.last_step[:] = step
 
 

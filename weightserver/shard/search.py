@@ -71,7 +71,7 @@ def search(
     nearest, next_block = NearestRows(query.vectors, query.k, query.similarity), None
     for chunk in chunks:
         correct(chunk)
-        nearest.add(chunk.rows, chunk.found.buffer.weight)
+        nearest.add(chunk.rows, chunk.found.buffer.widened_weight())
         next_block = chunk.next_block
         if not may_continue():
             break

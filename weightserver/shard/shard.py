@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from weightserver.common.stages import StageClock
-from weightserver.core.arrays import Float32Array, Int64Array
+from weightserver.core.arrays import Float32Array, Int64Array, StoredArray
 from weightserver.core.errors import (
     DataLossError,
     InvalidRequestError,
@@ -397,9 +397,9 @@ class Shard:
         return schedule_operations.give_up(batch, change)
 
     def push_gradients(
-        self, batch: WriteTransaction, header: WriteHeader, rows: Int64Array, gradients: Float32Array
+        self, batch: WriteTransaction, header: WriteHeader, rows: Int64Array, gradients: StoredArray
     ) -> bool:
-        """Applies update `header.step` with `gradients` (float32 [n, D]); returns False for a duplicate."""
+        """Applies update `header.step` with `gradients` ([n, D] of the table's dtype); False means a duplicate."""
         table = self.require_table()
         batch.schedule.require_settled(header.step + 1)
         if not 0 <= header.step < table.schedule.horizon:
@@ -414,11 +414,11 @@ class Shard:
         batch: WriteTransaction,
         header: WriteHeader,
         rows: Int64Array,
-        weight: Float32Array,
-        momentum_buffer: Float32Array,
+        weight: StoredArray,
+        momentum_buffer: StoredArray,
         last_step: Int64Array,
     ) -> bool:
-        """Replaces rows by raw state (float32 [n, D], float32 [n, D], int64 [n]); returns False for a duplicate."""
+        """Replaces rows by raw state ([n, D] of the table's dtype, int64 [n]); returns False for a duplicate."""
         table = self.require_table()
         last = int(last_step.max(initial=0))
         batch.schedule.require_settled(last)

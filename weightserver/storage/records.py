@@ -156,7 +156,7 @@ def earlier_identity(spec: dict[str, Any]) -> bytes:
 def write_spec(
     txn: Transaction, spec: TableSpec | None, identity: bytes = b"", earlier_sizes: tuple[int, ...] = ()
 ) -> None:
-    table = {"table": spec and asdict(spec), "identity": identity.hex(), "earlier_sizes": earlier_sizes}
+    table = {"table": spec and spec.as_stored(), "identity": identity.hex(), "earlier_sizes": earlier_sizes}
     put_json(txn, "spec", table)
 
 

@@ -101,6 +101,7 @@ class ClassifierHead(nn.Module):
         learning_rates: float32 [n], those of the first n steps if they are known in advance: `step` then needs none.
         capacity: number of resident rows on all ranks together; by default as many as the steps need.
         timeout_seconds, retry_seconds, credentials, token, insecure: see `WeightClient`.
+        dtype: of the stored rows, see `TableSpec`; they are float32 while they are resident.
 
     Raises:
         ValueError: settings that are out of range or contradict each other.
@@ -138,6 +139,7 @@ class ClassifierHead(nn.Module):
         credentials: grpc.ChannelCredentials | None = None,
         token: str | None = None,
         insecure: bool = False,
+        dtype: Literal["float32", "bfloat16"] = "float32",
     ) -> None:
         spec = TableSpec(
             num_rows=num_classes,
@@ -148,6 +150,7 @@ class ClassifierHead(nn.Module):
             seed=seed,
             rows_per_block=rows_per_block,
             correction=correction,
+            dtype=dtype,
         )
         if rows not in ("resident", "remote", "dense"):
             raise ValueError(f"rows must be 'resident', 'remote' or 'dense', got {rows!r}")
@@ -161,6 +164,8 @@ class ClassifierHead(nn.Module):
             raise ValueError(f"init must be 'random' or 'embedding', got {init!r}")
         if init == "embedding" and rows == "remote":
             raise ValueError("rows='remote' begin on the servers, which see no embeddings: use rows='resident'")
+        if rows == "dense" and dtype != "float32":
+            raise ValueError(f"rows='dense' are float32, not {dtype}: omit dtype, or use rows='resident'")
         if rows == "dense" and servers:
             raise ValueError("rows='dense' keeps the rows in this process: omit servers, or use rows='resident'")
         addresses = servers.split(",") if isinstance(servers, str) else list(servers or [])

@@ -87,7 +87,7 @@ class ServedTable:
         def make_store(sizes: StoreSizes) -> RowStore:
             store: RowStore
             if self.rows == "remote":
-                store = RemoteRows(client, device, published=published)
+                store = RemoteRows(client, device, published=published, value_bytes=self.spec.value_bytes)
             else:
                 store = ResidentRows(
                     client,

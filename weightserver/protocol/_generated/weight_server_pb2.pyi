@@ -7,6 +7,11 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class RowDtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROW_DTYPE_FLOAT32: _ClassVar[RowDtype]
+    ROW_DTYPE_BFLOAT16: _ClassVar[RowDtype]
+
 class Similarity(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     SIMILARITY_UNSPECIFIED: _ClassVar[Similarity]
@@ -19,6 +24,8 @@ class SchedulePhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SCHEDULE_PHASE_PREPARE: _ClassVar[SchedulePhase]
     SCHEDULE_PHASE_COMMIT: _ClassVar[SchedulePhase]
     SCHEDULE_PHASE_GIVE_UP: _ClassVar[SchedulePhase]
+ROW_DTYPE_FLOAT32: RowDtype
+ROW_DTYPE_BFLOAT16: RowDtype
 SIMILARITY_UNSPECIFIED: Similarity
 SIMILARITY_COSINE: Similarity
 SIMILARITY_INNER_PRODUCT: Similarity
@@ -28,7 +35,7 @@ SCHEDULE_PHASE_COMMIT: SchedulePhase
 SCHEDULE_PHASE_GIVE_UP: SchedulePhase
 
 class TableSpec(_message.Message):
-    __slots__ = ("num_rows", "dim", "momentum", "weight_decay", "init_std", "seed", "rows_per_block", "correction", "single_rate")
+    __slots__ = ("num_rows", "dim", "momentum", "weight_decay", "init_std", "seed", "rows_per_block", "correction", "single_rate", "dtype")
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     DIM_FIELD_NUMBER: _ClassVar[int]
     MOMENTUM_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +45,7 @@ class TableSpec(_message.Message):
     ROWS_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
     CORRECTION_FIELD_NUMBER: _ClassVar[int]
     SINGLE_RATE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
     num_rows: int
     dim: int
     momentum: float
@@ -47,7 +55,8 @@ class TableSpec(_message.Message):
     rows_per_block: int
     correction: bool
     single_rate: bool
-    def __init__(self, num_rows: _Optional[int] = ..., dim: _Optional[int] = ..., momentum: _Optional[float] = ..., weight_decay: _Optional[float] = ..., init_std: _Optional[float] = ..., seed: _Optional[int] = ..., rows_per_block: _Optional[int] = ..., correction: _Optional[bool] = ..., single_rate: _Optional[bool] = ...) -> None: ...
+    dtype: RowDtype
+    def __init__(self, num_rows: _Optional[int] = ..., dim: _Optional[int] = ..., momentum: _Optional[float] = ..., weight_decay: _Optional[float] = ..., init_std: _Optional[float] = ..., seed: _Optional[int] = ..., rows_per_block: _Optional[int] = ..., correction: _Optional[bool] = ..., single_rate: _Optional[bool] = ..., dtype: _Optional[_Union[RowDtype, str]] = ...) -> None: ...
 
 class Rows(_message.Message):
     __slots__ = ("ids", "ranges")

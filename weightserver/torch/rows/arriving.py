@@ -50,7 +50,7 @@ class ArrivingRows:
                 state = fetch.result()
             self._fetches.popleft()
             yield slots, state
-            self._counters.fetched(len(slots), _num_bytes(state))
+            self._counters.fetched(len(slots), 2 * state.weight.size, len(state.last_step))
             self._counters.prefetch_pending_rows -= len(slots)
 
     def close(self) -> None:
@@ -68,7 +68,3 @@ class ArrivingRows:
     def _fetch(self, rows: Int64Array) -> RowState:
         with self._counters.fetching():
             return self._client.fetch_state(rows)
-
-
-def _num_bytes(state: RowState) -> int:
-    return state.weight.nbytes + state.momentum_buffer.nbytes + state.last_step.nbytes

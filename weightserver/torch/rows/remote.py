@@ -26,15 +26,21 @@ class RemoteRows:
         client: has a table, its schedule and an open session; its owner closes it.
         device: device of `weights`.
         published: makes the servers know learning rates before gradients are pushed, unless they know all.
+        value_bytes: bytes of a value on the wire, for the counters.
     """
 
     prefetch_steps = 0
     """A step's rows can only be fetched after the previous step's push."""
 
     def __init__(
-        self, client: WeightClient, device: torch.device = _CPU, *, published: PublishedRates | None = None
+        self,
+        client: WeightClient,
+        device: torch.device = _CPU,
+        *,
+        published: PublishedRates | None = None,
+        value_bytes: int = 4,
     ) -> None:
-        self.counters = RowCounters()
+        self.counters = RowCounters(value_bytes=value_bytes)
         self._client = client
         self._device = device
         self._published = published
@@ -81,7 +87,7 @@ class RemoteRows:
     def _fetch(self, rows: Int64Array, step: int) -> Tensor:
         with self.counters.fetching():
             weight = self._client.fetch(rows, step=step)
-        self.counters.fetched(len(rows), weight.nbytes)
+        self.counters.fetched(len(rows), weight.size)
         return to_device(weight, self._device)
 
     def _push(self, rows: Int64Array, copied: HostCopy, step: int) -> None:
@@ -89,7 +95,7 @@ class RemoteRows:
         if self._published is not None:
             self._published.require(step + 1)
         self._client.push_gradients(rows, gradients.numpy(), step=step)
-        self.counters.pushed(len(rows), gradients.nbytes)
+        self.counters.pushed(len(rows), gradients.numel())
 
     def _raise_push_error(self) -> None:
         """Raises the error of a failed push, which may have caused later ones."""

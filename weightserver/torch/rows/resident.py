@@ -36,6 +36,8 @@ class ResidentRows:
     - A row that enters while it is in the write-back queue is taken from there. It is fetched only after the servers
       acknowledged its last write; writes are sent in the order in which rows left.
     - Which rows enter and leave depends only on the announced steps, never on what has arrived.
+    - In a table of bfloat16, a row is rounded when it leaves, and all rows are at a `flush`: then the resident rows are
+      those that the servers hold, as in a run that resumes there. In between they are float32.
 
     Args:
         client: has a table, its schedule and an open session; its owner closes it.
@@ -58,10 +60,11 @@ class ResidentRows:
         device: torch.device,
         published: PublishedRates | None = None,
     ) -> None:
-        self.counters = RowCounters()
+        self.counters = RowCounters(value_bytes=spec.value_bytes)
         self.prefetch_steps = prefetch_steps
         self._client = client
         self._device = device
+        self._is_rounded = spec.dtype != "float32"
         self._slots = SlotMap(capacity)
         self._values = SlotValues(spec, as_learning_rates(spec, learning_rates), capacity, device)
         self._changed = np.zeros(capacity, bool)  # since it arrived or was last written back
@@ -107,11 +110,15 @@ class ResidentRows:
             self._arriving.want(rows[elsewhere], slots[elsewhere], step)
         return slots
 
-    def _leave(self, slots: Int64Array) -> None:
-        """Enqueues rows for writing back in their present state."""
+    def _leave(self, slots: Int64Array, *, keep: bool = False) -> None:
+        """Enqueues rows for writing back in their present state; with `keep` their slots then hold them as written."""
         for start in range(0, len(slots), _ROWS_PER_PART):
             part = slots[start : start + _ROWS_PER_PART]
-            self._write_back.add(self._slots.row[part], self._values.leaving(part))
+            rows = self._slots.row[part]
+            leaving = self._values.leaving(part, rows)
+            self._write_back.add(rows, leaving)
+            if keep and self._is_rounded:
+                self._values.place(part, leaving.state())
 
     def forget_announced(self, *, in_progress: bool) -> None:
         for slots, state in self._arriving.receive(sys.maxsize):  # their slots may be given to other rows then
@@ -144,7 +151,7 @@ class ResidentRows:
     def flush(self) -> None:
         held = self._slots.held()
         changed = held[self._changed[held]]
-        self._leave(changed)
+        self._leave(changed, keep=True)
         self._write_back.flush()
         self._changed[changed] = False
 

@@ -33,16 +33,18 @@ class RowCounters:
     resident_rows: int = 0
     prefetch_pending_rows: int = 0
     write_back_pending_rows: int = 0
+    value_bytes: int = 4
+    """Bytes of a value on the wire."""
     fetch_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_FETCHES))
     """Duration of each fetch since `take_fetch_seconds` was last called, of the last ones if there were many."""
 
-    def fetched(self, num_rows: int, num_bytes: int) -> None:
+    def fetched(self, num_rows: int, num_values: int, num_steps: int = 0) -> None:
         self.fetched_rows += num_rows
-        self.fetched_bytes += num_bytes
+        self.fetched_bytes += self.value_bytes * num_values + 8 * num_steps
 
-    def pushed(self, num_rows: int, num_bytes: int) -> None:
+    def pushed(self, num_rows: int, num_values: int, num_steps: int = 0) -> None:
         self.pushed_rows += num_rows
-        self.pushed_bytes += num_bytes
+        self.pushed_bytes += self.value_bytes * num_values + 8 * num_steps
 
     def take_fetch_seconds(self) -> list[float]:
         """Removes and returns the durations of the fetches so far."""

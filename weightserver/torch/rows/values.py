@@ -9,6 +9,7 @@ from torch import Tensor
 from weightserver import RowState, TableSpec
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.correction import bring_to
+from weightserver.core.precision import precision_of
 from weightserver.torch.rates import LearningRates
 from weightserver.torch.rows.write_back import LeavingRows
 from weightserver.torch.transfer import HostCopy, to_device
@@ -29,6 +30,7 @@ class SlotValues:
         self.last_step = np.zeros(capacity, np.int64)
         self.fresh = np.zeros(capacity, bool)  # no update has reached the row, although it may have been corrected
         self._spec = spec
+        self._precision = precision_of(spec)
         self._rates = rates
         self._device = device
         self._largest = torch.zeros((), device=device)  # |value| of all rows that were corrected
@@ -41,11 +43,17 @@ class SlotValues:
         self.last_step[slots] = state.last_step
         self.fresh[slots] = state.last_step == 0
 
-    def leaving(self, slots: Int64Array) -> LeavingRows:
-        """A copy of the raw state in slots, int64 (n,); a GPU makes it while training continues."""
+    def leaving(self, slots: Int64Array, rows: Int64Array) -> LeavingRows:
+        """A copy of the raw state of rows in slots, int64 (n,) each; a GPU makes it while training continues."""
         chosen = self._tensor(slots)
         values = HostCopy([self.weight[chosen], self.momentum_buffer[chosen], self._largest])
-        return LeavingRows(values, self.last_step[slots], largest_safe=self._rates.schedule().safe_size)
+        return LeavingRows(
+            rows,
+            values,
+            self.last_step[slots],
+            largest_safe=self._rates.schedule().safe_size,
+            precision=self._precision,
+        )
 
     def correct(self, slots: Int64Array, step: int, *, rows: Int64Array) -> None:
         """Corrects `rows` in `slots` up to `step`; on a CPU with the same bits as the servers' correction.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property, partial
 
 import numpy as np
 
 from weightserver import RowState, WeightClient
 from weightserver.core.arrays import Int64Array
+from weightserver.core.precision import MOMENTUM_BUFFER, WEIGHT, Precision, as_if_stored
 from weightserver.torch.rates import PublishedRates
 from weightserver.torch.rows.store import RowCounters
 from weightserver.torch.transfer import HostCopy
@@ -17,16 +19,29 @@ from weightserver.torch.transfer import HostCopy
 class LeavingRows:
     """The raw state of n rows that leave; its copy from a GPU to the host may still be in progress.
 
+    It is rounded as the servers store it, so that a row is the same whether it is taken from the queue or fetched.
+
     Args:
+        rows: int64 [n].
         values: weight and momentum_buffer, float32 [n, dim] each, and the largest |value| of any row corrected so far,
             a scalar.
         largest_safe: values up to this size cannot have become infinite or NaN while rows were corrected.
     """
 
-    def __init__(self, values: HostCopy, last_step: Int64Array, *, largest_safe: float) -> None:
+    def __init__(
+        self,
+        rows: Int64Array,
+        values: HostCopy,
+        last_step: Int64Array,
+        *,
+        largest_safe: float,
+        precision: Precision,
+    ) -> None:
+        self._rows = rows
         self._values = values
         self._last_step = last_step
         self._largest_safe = largest_safe
+        self._precision = precision
 
     def state(self) -> RowState:
         """Waits for the copy; any thread may call it.
@@ -34,13 +49,23 @@ class LeavingRows:
         Raises:
             ValueError: a corrected row was too large.
         """
-        weight, momentum_buffer, largest = self._values.wait()
+        *_, largest = self._values.wait()
         if not float(largest) <= self._largest_safe:
             raise ValueError(
                 f"by step {self._last_step.max()} a row has grown to {float(largest):.2g}, too large to be corrected "
                 f"(up to {self._largest_safe:.2g}): try a lower --learning-rate"
             )
-        return RowState(weight=weight.numpy(), momentum_buffer=momentum_buffer.numpy(), last_step=self._last_step)
+        return self._rounded
+
+    @cached_property
+    def _rounded(self) -> RowState:
+        weight, momentum_buffer, _ = self._values.wait()
+        as_stored = partial(as_if_stored, self._precision)
+        return RowState(
+            weight=as_stored(weight.numpy(), self._rows, self._last_step, WEIGHT),
+            momentum_buffer=as_stored(momentum_buffer.numpy(), self._rows, self._last_step, MOMENTUM_BUFFER),
+            last_step=self._last_step,
+        )
 
 
 class WriteBack:
@@ -137,7 +162,7 @@ class WriteBack:
         if self._published is not None:
             self._published.require(int(last_step.max()))
         self._client.write_state(distinct, weight, momentum_buffer, last_step)
-        self._counters.pushed(len(distinct), weight.nbytes + momentum_buffer.nbytes + last_step.nbytes)
+        self._counters.pushed(len(distinct), 2 * weight.size, len(last_step))
 
     def _forget_oldest(self) -> None:
         """Waits for the oldest write and removes its rows from the queue: the servers have them now."""

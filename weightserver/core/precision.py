@@ -1,0 +1,135 @@
+"""Stored values: float32 as it is, or bfloat16, the upper half of a float32, rounded stochastically.
+
+A table computes in float32 and stores, and sends, the numbers of its `dtype`. bfloat16 has 8 bits of mantissa: rounded
+to the nearest one, every update below 2^-9 of a weight would be lost, which most updates and all weight decay are. A
+value is therefore rounded up or down at random, so that its expectation is the value itself. The random bits are a
+function of (seed, row, number of updates that the row has seen, array, column), from SplitMix64: a repeated write, a
+replay after a crash, any number of shards, and client and shard round alike. A value that bfloat16 holds is never
+changed, so raw state may be read and written back any number of times.
+
+Only integer operations round, so the result is the same on every processor. Subnormal numbers are rounded like all
+others. A finite value never becomes infinite: beyond the largest bfloat16 (3.39e38) it becomes that. NaN and infinite
+values are refused before they get here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from weightserver.core.arrays import BFloat16Array, Float32Array, Int64Array, StoredArray, all_finite
+from weightserver.core.correction import all_within
+from weightserver.core.spec import TableSpec
+from weightserver.core.splitmix import splitmix64
+
+WEIGHT, MOMENTUM_BUFFER, GRADIENT = range(3)
+"""Which array of a row is rounded: each has random bits of its own."""
+ROUNDING_ERROR = 2.0**-7
+"""The largest relative error of a rounded value; of subnormal ones, 2^-133 in all."""
+
+_LARGEST = np.uint32(0x7F7F0000).view(np.float32)
+_INFINITE = 0x7F80
+_SIGN = 0x8000
+_PURPOSE = 0x8F1BBCDCBFA53E0B
+"""Separates the random bits of rounding from those of initial weights."""
+_CHUNK_VALUES = 1 << 16
+"""Values per chunk, so that the work stays in the cache."""
+
+
+class Precision(Protocol):
+    """How a table's values are stored."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the stored arrays, little-endian."""
+
+    def widened(self, stored: StoredArray) -> Float32Array:
+        """The values as float32; float32 ones are not copied."""
+
+    def rounded(self, values: Float32Array, rows: Int64Array, steps: Int64Array | int, array: int) -> StoredArray:
+        """Finite values, float32 [n, D], as they are stored; float32 ones are not copied.
+
+        Args:
+            rows: whose they are, int64 [n].
+            steps: number of updates that the rows have seen, int64 [n] or one for all.
+            array: WEIGHT, MOMENTUM_BUFFER or GRADIENT.
+        """
+
+    def all_finite(self, stored: StoredArray) -> bool:
+        """Whether no value is NaN or infinite."""
+
+    def all_within(self, size: float, stored: StoredArray) -> bool:
+        """Whether no |value| is beyond `size`, a power of two; False does not prove that one is."""
+
+
+def precision_of(spec: TableSpec) -> Precision:
+    return BFloat16(spec.seed) if spec.dtype == "bfloat16" else Float32()
+
+
+def as_if_stored(
+    precision: Precision, values: Float32Array, rows: Int64Array, steps: Int64Array | int, array: int
+) -> Float32Array:
+    """Values float32 [n, D] as they come back after they were stored; see `Precision.rounded`."""
+    return precision.widened(precision.rounded(values, rows, steps, array))
+
+
+class Float32:
+    """Values stored as they are."""
+
+    dtype = np.dtype("<f4")
+
+    def widened(self, stored: StoredArray) -> Float32Array:
+        values: Float32Array = stored  # type: ignore[assignment]
+        return values
+
+    def rounded(self, values: Float32Array, rows: Int64Array, steps: Int64Array | int, array: int) -> StoredArray:
+        return values
+
+    def all_finite(self, stored: StoredArray) -> bool:
+        return all_finite(self.widened(stored))
+
+    def all_within(self, size: float, stored: StoredArray) -> bool:
+        return all_within(size, self.widened(stored))
+
+
+class BFloat16:
+    """Values rounded stochastically, by random bits that `seed` determines."""
+
+    dtype = np.dtype("<u2")
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed ^ _PURPOSE
+
+    def widened(self, stored: StoredArray) -> Float32Array:
+        bits = stored.astype(np.uint32)
+        bits <<= np.uint32(16)
+        return bits.view(np.float32)
+
+    def rounded(self, values: Float32Array, rows: Int64Array, steps: Int64Array | int, array: int) -> BFloat16Array:
+        dim = values.shape[1]
+        num_words = -(-dim // 4)  # each has the random bits of four values
+        words = np.arange(array * num_words, (array + 1) * num_words, dtype=np.uint64)
+        streams = splitmix64(self._seed, rows.astype(np.uint64))
+        streams = splitmix64(self._seed, streams + np.asarray(steps, np.int64).astype(np.uint64))
+        stored = np.empty(values.shape, self.dtype)
+        rows_per_chunk = max(1, _CHUNK_VALUES // dim)
+        for start in range(0, len(values), rows_per_chunk):
+            chunk = slice(start, start + rows_per_chunk)
+            random = splitmix64(self._seed, streams[chunk, None] + words).astype("<u8", copy=False).view("<u2")
+            bits = np.clip(values[chunk], -_LARGEST, _LARGEST).view(np.uint32)
+            bits += random[:, :dim]
+            bits >>= np.uint32(16)
+            stored[chunk] = bits
+        return stored
+
+    def all_finite(self, stored: StoredArray) -> bool:
+        return self._all_below(_INFINITE, stored)
+
+    def all_within(self, size: float, stored: StoredArray) -> bool:
+        return self._all_below((int(np.float32(size).view(np.uint32)) >> 16) + 1, stored)
+
+    def _all_below(self, magnitude: int, stored: StoredArray) -> bool:
+        """Whether all bits but the sign's are below `magnitude`: by the largest of all and of the positive values."""
+        largest = int(stored.max(initial=0))
+        return largest < (_SIGN | magnitude) and int(stored.view("<i2").max(initial=0)) < magnitude
