@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +67,12 @@ def test_the_rows_found_are_those_of_a_dense_computation(client: WeightClient, m
     corrected = client.fetch(STORED, step=20)
     check(client.nearest(QUERIES, 40, metric=metric, step=20), corrected, STORED, 40, metric)
     assert not np.array_equal(corrected, weight)
+
+
+def test_rows_in_bfloat16_are_searched_as_they_are_stored(client: WeightClient) -> None:
+    fill(client, replace(SPEC, dtype="bfloat16"))
+    check(client.nearest(QUERIES, 40), client.fetch_state(STORED).weight, STORED, 40)
+    check(client.nearest(QUERIES, 40, step=20), client.fetch(STORED, step=20), STORED, 40)
 
 
 def test_fewer_rows_than_asked_for(client: WeightClient) -> None:
