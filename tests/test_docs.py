@@ -22,6 +22,7 @@ import yaml
 import trainer.data.__main__
 import trainer.export.__main__
 import trainer.report.__main__
+import trainer.report.duplicates
 import weightserver.cli
 from benchmarks.readme_figure import figures
 from docs.hooks import on_page_markdown
@@ -38,6 +39,7 @@ PARSERS = {
     "python -m trainer.export ": trainer.export.__main__._parser,
     "python -m trainer.data ": trainer.data.__main__._parser,
     "python -m trainer report ": trainer.report.__main__._parser,
+    "python -m trainer duplicates ": trainer.report.duplicates.parser,
 }
 COMMANDS = [
     (document, line.strip())

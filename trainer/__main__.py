@@ -4,6 +4,7 @@
     python -m trainer fashion-mnist --rows dense --epochs 5            # all rows in this process
     torchrun -m trainer fashion-mnist --servers 127.0.0.1:50051,127.0.0.1:50052 --output runs/a
     python -m trainer report runs/a                                    # writes an HTML report
+    python -m trainer duplicates runs/a                                # finds images that are nearly the same
 
 `python -m trainer fashion-mnist --help` lists every setting.
 """
@@ -28,11 +29,20 @@ def report(arguments: list[str]) -> NoReturn:
     write_report(arguments)
 
 
+def duplicates(arguments: list[str]) -> NoReturn:
+    """Finds near-duplicates among a run's images: see `trainer.report.duplicates`."""
+    from trainer.report.duplicates import main as write_duplicates
+
+    write_duplicates(arguments)
+
+
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs the command line. Exit status 0; 2 for invalid arguments; otherwise as `exit_on_error`."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["report"]:
         report(arguments[1:])
+    if arguments[:1] == ["duplicates"]:
+        duplicates(arguments[1:])
     keep_large_buffers()
     with exit_on_error("trainer"):
         config = parse_config(arguments)

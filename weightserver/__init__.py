@@ -10,7 +10,7 @@ import os
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 from weightserver.client.client import WeightClient
-from weightserver.client.results import RowState, TableInfo
+from weightserver.client.results import Neighbours, RowState, TableInfo
 from weightserver.client.security import ClientSecurity
 from weightserver.common.version import __version__ as __version__
 from weightserver.core.checkpoints import Checkpoint
@@ -40,6 +40,7 @@ __all__ = [
     "FencedError",
     "InvalidRequestError",
     "LocalCluster",
+    "Neighbours",
     "NoTableError",
     "OverloadedError",
     "RowState",

@@ -53,7 +53,7 @@ from weightserver.shard.transaction import WriteTransaction
 
 RETRY_SECONDS = 5.0
 """Retry budget of the clients, on the simulated clock."""
-READS = ("Describe", "Fetch", "ReadBlocks", "ReadSchedule")
+READS = ("Describe", "Fetch", "ReadBlocks", "ReadSchedule", "Search")
 _MAX_MESSAGES = 40
 
 
@@ -298,6 +298,11 @@ class _Context:
 
     def trailing_metadata(self) -> Sequence[tuple[str, str]]:
         return self._trailing
+
+    def time_remaining(self) -> None: ...
+
+    def is_active(self) -> bool:
+        return True
 
     def add_callback(self, callback: Callable[[], object]) -> bool:
         return True

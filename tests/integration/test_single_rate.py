@@ -47,6 +47,9 @@ class PaperRows(TableModel):
     def weights(self, rows: npt.NDArray[np.int64], *, step: int) -> Tensor:
         return torch.from_numpy(self.at(rows, step)[0].astype(np.float32))
 
+    def forget_announced(self, *, in_progress: bool = False) -> None:
+        pass
+
     def begin(self, positions: npt.NDArray[np.int64], weight: Tensor) -> None:
         raise NotImplementedError
 

@@ -15,23 +15,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from trainer.data.packed import PackedImages
 from trainer.export.encoders import LIBRARIES, export_encoder
 from trainer.export.importing import ImportOptions, import_encoder
 from trainer.model import save_encoder
-from trainer.run.checkpoint_file import newest_history, saved_steps
-from trainer.run.directory import read_config
-from trainer.run.resume import check_descent
+from trainer.run.stored_rows import add_run_arguments, open_stored_rows
 from trainer.stopping import exit_on_error
-from weightserver import ClientSecurity, LocalCluster, WeightClient
 from weightserver.common.atomic_files import make_directory, to_path
-from weightserver.operations.arguments import add_security_arguments, client_security
 from weightserver.operations.export import add_export_options, export_rows
-from weightserver.torch import RangesOrder
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -46,9 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainer.export", description=(__doc__ or "").splitlines()[0])
     what = parser.add_subparsers(dest="what", required=True)
     rows = what.add_parser("rows", help="export rows, current or of a checkpoint, with their images")
-    rows.add_argument("run", type=to_path, help="the run's directory")
-    rows.add_argument("--servers", help="host:port,host:port of all weight servers (default: the run's)")
-    add_security_arguments(rows)
+    add_run_arguments(rows)
     add_export_options(rows)
     rows.set_defaults(export=_export_rows)
     encoder = what.add_parser("encoder", help="export the encoder under another library's names, with a model card")
@@ -106,67 +97,22 @@ def _number_written(files: list[Path], directory: Path) -> str:
 
 
 def _export_rows(options: argparse.Namespace) -> str:
-    config = read_config(options.run)
-    with ExitStack() as stack:
-        servers = options.servers or config.get("servers")
-        security: dict[str, Any] = {}
-        if servers:
-            security = _security(options, config).client_arguments()
-            addresses = [address.strip() for address in servers.split(",")]
-        else:
-            directory = options.run / "servers"
-            if not directory.exists():
-                raise ValueError(f"{options.run} has no local weight servers (dense rows?): give --servers")
-            addresses = stack.enter_context(LocalCluster(len(list(directory.glob("shard-*/"))), directory)).addresses
-        client = stack.enter_context(WeightClient(addresses, retry_seconds=10, **security))
-        spec = client.describe().spec
-        if (spec.dim, spec.seed) != (config["dim"], config["seed"]):
+    with open_stored_rows(options) as stored:
+        rows = options.rows or range(stored.num_images)
+        if rows.stop > stored.num_images:
             raise ValueError(
-                f"the weight servers hold another table than {options.run}, {spec}: give the run's --servers"
+                f"rows {rows.start}:{rows.stop} have no images: {options.run} has rows 0:{stored.num_images}"
             )
-        steps = saved_steps(options.run / "checkpoints")
-        if steps and not options.checkpoint:
-            check_descent(options.run / "checkpoints", steps[-1], client, otherwise=", or give --checkpoint")
-        order, num_images = _order(options.run, spec.num_rows, config)
-        rows = options.rows or range(num_images)
-        if rows.stop > num_images:
-            raise ValueError(f"rows {rows.start}:{rows.stop} have no images: {options.run} has rows 0:{num_images}")
         written = export_rows(
-            client,
+            stored.client,
             options.output,
             rows=rows,
             checkpoint=options.checkpoint,
             step=options.step,
             file_format=options.format,
-            more_columns=lambda rows: {"image": order.images(rows)},
+            more_columns=lambda rows: {"image": stored.order.images(rows)},
         )
         return _number_written(written, options.output)
-
-
-def _order(run: Path, num_rows: int, config: dict[str, Any]) -> tuple[RangesOrder, int]:
-    """The order of the run's images, and their number, which may be less than the table's number of rows.
-
-    Packed images store their order, which later ranges extend.
-    """
-    history = newest_history(run / "checkpoints")
-    num_images = history.num_images if history else num_rows
-    if config.get("dataset") != "packed":
-        return RangesOrder((num_images,), config["order_seed"]), num_images
-    order = PackedImages(Path(config["data_dir"])).order
-    if order.num_rows < num_images:
-        raise ValueError(
-            f"{run} has {num_images} images, but {config['data_dir']} only {order.num_rows}: restore the others"
-        )
-    return order, num_images
-
-
-def _security(options: argparse.Namespace, config: dict[str, Any]) -> ClientSecurity:
-    """The security options of this command, or the run's if it has none."""
-    own = client_security(options)
-    if own != ClientSecurity():
-        return own
-    files = {name: config[name] for name in ("tls_ca", "tls_cert", "tls_key", "token_file") if config.get(name)}
-    return ClientSecurity(**{name: Path(file) for name, file in files.items()}, insecure=bool(config.get("insecure")))
 
 
 if __name__ == "__main__":

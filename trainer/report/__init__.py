@@ -1,5 +1,5 @@
-"""The HTML report of a run: its curves, results and settings, nearest neighbours and saliency.
+"""The HTML report of a run: its curves, results and settings, nearest neighbours, saliency and near-duplicates.
 
-Import from it: `__main__`, by the command `python -m trainer report`.
+Import from it: `__main__` and `duplicates`, by the commands `python -m trainer report` and `duplicates`.
 It may import: `data`, `evaluate` and `run`.
 """

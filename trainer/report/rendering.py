@@ -1,12 +1,15 @@
 """Renders a run's report as one self-contained HTML page.
 
 It shows curves of metrics.jsonl, results and settings, and for a dozen training images their nearest neighbours by
-cosine of the features, and saliency. For a run that has not ended it shows what is available, with the encoder of the
-newest checkpoint. The page loads nothing from elsewhere; its content security policy forbids it.
+cosine of the features, and saliency; and near-duplicates, if `python -m trainer duplicates` found them. For a run that
+has not ended it shows what is available, with the encoder of the newest checkpoint. The page loads nothing from
+elsewhere; its content security policy forbids it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from trainer.data import Dataset, load_dataset
 from trainer.report.charts import charts
-from trainer.report.inspection import Inspection, inspect_encoder
+from trainer.report.duplicates import Duplicates, read_duplicates
+from trainer.report.inspection import Inspection, Pair, inspect_encoder, show_pairs
 from trainer.run.checkpoint_file import checkpoint_name, saved_steps
 from trainer.run.directory import ENCODER_FILE, flat, number, read_config, read_encoder, read_summary
 from trainer.run.plot import read_metrics
 
+_NUM_PAIRS = 24
+"""Number of near-duplicates that are shown."""
 _TEMPLATES = Environment(
     loader=PackageLoader("trainer.report", "."),
     autoescape=True,
@@ -38,7 +44,10 @@ def render_report(run: Path, *, data_dir: Path | None = None, bank: int = 10_000
     records = [record for record in read_metrics(run / "metrics.jsonl") if "step" in record and "loss" in record]
     if not records:
         raise ValueError(f"{run / 'metrics.jsonl'} has no records yet: wait for the run's first one")
-    inspection, source, reason = _inspection(run, config, data_dir, bank)
+    load = cache(lambda: _dataset(config, data_dir))
+    inspection, source, reason = _inspection(run, load, bank)
+    duplicates = read_duplicates(run)
+    pairs, pairs_reason = _pairs(duplicates, load)
     done, last = records[-1]["step"] + 1, records[-1]
     results = summary or {"steps": done, "loss": last["loss"]}
     if not summary and (accuracies := [record["knn_top1"] for record in records if "knn_top1" in record]):
@@ -54,12 +63,23 @@ def render_report(run: Path, *, data_dir: Path | None = None, bank: int = 10_000
         inspection=inspection,
         source=source,
         reason=reason,
+        duplicates=duplicates,
+        pairs=pairs,
+        pairs_reason=pairs_reason,
     )
 
 
-def _inspection(
-    run: Path, config: dict[str, Any], data_dir: Path | None, bank: int
-) -> tuple[Inspection | None, str, str]:
+def _pairs(duplicates: Duplicates | None, load: Callable[[], Dataset]) -> tuple[list[Pair], str]:
+    """Pictures of the most similar pairs of images; or none and the reason."""
+    if duplicates is None:
+        return [], ""
+    try:
+        return show_pairs(load(), duplicates.pairs[:_NUM_PAIRS]), ""
+    except (ValueError, OSError, KeyError) as error:
+        return [], f"the training images are not available here ({error})"
+
+
+def _inspection(run: Path, load: Callable[[], Dataset], bank: int) -> tuple[Inspection | None, str, str]:
     """Neighbours and saliency, and the description of their encoder; or None and the reason."""
     checkpoint, source = "", "the encoder at the end of the run"
     if not (run / ENCODER_FILE).exists():
@@ -70,7 +90,7 @@ def _inspection(
         source = f"the encoder after {steps[-1]:,} steps (the newest checkpoint)"
     encoder, encoder_config = read_encoder(run, checkpoint)
     try:
-        images = _dataset(config, data_dir)
+        images = load()
     except (ValueError, OSError, KeyError) as error:
         return None, "", f"the training images are not available here ({error})"
     return inspect_encoder(encoder, encoder_config, images, bank=bank), source, ""

@@ -14,7 +14,8 @@ from weightserver.common.addresses import is_loopback
 from weightserver.common.security import MAX_TOKEN_CHARACTERS
 from weightserver.core.arrays import Float32Array, Int64Array, all_finite
 from weightserver.core.spec import MAX_ROWS
-from weightserver.protocol.codec import MAX_NAME_CHARACTERS
+from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.protocol.codec import MAX_NAME_CHARACTERS, MAX_NEIGHBOURS, SIMILARITY_NAMES
 
 _MAX_SECONDS = 86_400
 
@@ -84,6 +85,21 @@ def checked_learning_rates(learning_rates: npt.ArrayLike) -> Float32Array:
     return converted
 
 
+def checked_k(value: int) -> int:
+    k = _integer(value, "k")
+    if not 1 <= k <= MAX_NEIGHBOURS:
+        raise ValueError(f"k must lie in 1..{MAX_NEIGHBOURS}, got {k}")
+    return k
+
+
+def similarity_of(metric: str) -> pb.Similarity:
+    """The measure of similarity of that name."""
+    for number, name in SIMILARITY_NAMES.items():
+        if name == metric:
+            return number
+    raise ValueError(f"metric must be {' or '.join(map(repr, SIMILARITY_NAMES.values()))}, got {metric!r}")
+
+
 # ---- rows and their values
 
 
@@ -101,8 +117,23 @@ def check_rows_exist(rows: Int64Array, num_rows: int) -> None:
         raise ValueError(f"row {bad} does not exist: the table has rows 0..{num_rows - 1}")
 
 
+def checked_vectors(vectors: npt.ArrayLike, dim: int) -> Float32Array:
+    """Finite vectors, float32 [q, D]. An array or tensor must be float32 already."""
+    array = _float32(vectors, "vectors")
+    if array.ndim != 2 or array.shape[1] != dim:
+        raise ValueError(f"vectors must have shape [q, {dim}], got {list(array.shape)}")
+    return _finite(array, "vectors")
+
+
 def checked_values(values: npt.ArrayLike, shape: tuple[int, int], name: str) -> Float32Array:
     """Finite values of the given shape, float32 [n, D]. An array or tensor must be float32 already."""
+    array = _float32(values, name)
+    if array.shape != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(array.shape)}")
+    return _finite(array, name)
+
+
+def _float32(values: npt.ArrayLike, name: str) -> Float32Array:
     if not hasattr(values, "dtype"):
         values = np.asarray(values, np.float32)
     try:
@@ -111,8 +142,10 @@ def checked_values(values: npt.ArrayLike, shape: tuple[int, int], name: str) -> 
         raise TypeError(f"{name} cannot be read as a NumPy array: {error}") from None
     if array.dtype != np.float32:
         raise TypeError(f"{name} must be float32, got {array.dtype}: convert it first")
-    if array.shape != shape:
-        raise ValueError(f"{name} must have shape {list(shape)}, got {list(array.shape)}")
+    return array
+
+
+def _finite(array: Float32Array, name: str) -> Float32Array:
     if not all_finite(array):
         row, column = np.argwhere(~np.isfinite(array))[0]
         raise ValueError(f"{name} must be finite, got {array[row, column]} at [{row}, {column}]: nothing was sent")

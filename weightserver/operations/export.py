@@ -1,10 +1,10 @@
-"""Writes rows to files that other programs read: safetensors, or NumPy's .npz."""
+"""Writes rows to files that other programs read: safetensors, NumPy's .npz, or an index of faiss."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,14 @@ from safetensors.numpy import save_file
 from weightserver.client.client import WeightClient
 from weightserver.client.results import TableInfo
 from weightserver.common.atomic_files import atomic_directory, atomic_write, to_path
-from weightserver.core.arrays import Int64Array
+from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.checkpoints import Checkpoint, chosen_checkpoint
 from weightserver.operations.arguments import add_cluster_arguments, connect, non_empty_name
+from weightserver.operations.faiss_index import import_faiss, write_index
 
 _BYTES_PER_FILE = 1 << 30
+_BYTES_PER_PART = 64 << 20
+"""Weights that are added to an index at a time."""
 Columns = dict[str, npt.NDArray[Any]]
 
 
@@ -85,6 +88,35 @@ def export_rows(
     return written
 
 
+def export_index(
+    client: WeightClient,
+    path: Path,
+    *,
+    rows: range | None = None,
+    checkpoint: str | None = None,
+    step: int | None = None,
+) -> int:
+    """Writes `rows` as an index of faiss to a new file; returns its number of rows. See `write_index`.
+
+    The arguments and the state of the rows are those of `export_rows`.
+
+    Raises:
+        ValueError, NoTableError, StepError, DataLossError, ClusterError, OSError: as `export_rows`.
+        ValueError: faiss is not installed, or the file exists.
+    """
+    import_faiss()  # before anything is read
+    selection = _select(client, rows, checkpoint, step)
+    dim = selection.info.spec.dim
+
+    def parts() -> Iterator[tuple[Int64Array, Float32Array]]:
+        rows_per_part = max(1, _BYTES_PER_PART // (4 * dim))
+        for first in range(selection.rows.start, selection.rows.stop, rows_per_part):
+            ids = np.arange(first, min(first + rows_per_part, selection.rows.stop))
+            yield ids, client.fetch(ids, step=selection.step, checkpoint=selection.checkpoint or "")
+
+    return write_index(path, dim, parts())
+
+
 @dataclass(frozen=True)
 class _Selection:
     """The rows to export and the state they are in."""
@@ -122,12 +154,13 @@ def _select(client: WeightClient, rows: range | None, checkpoint: str | None, st
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cluster_arguments(parser)
-    add_export_options(parser)
+    add_export_options(parser, output_required=False)
+    parser.add_argument("--faiss", type=to_path, metavar="FILE", help="a new file, for an index of faiss (cosine)")
 
 
-def add_export_options(parser: argparse.ArgumentParser) -> None:
+def add_export_options(parser: argparse.ArgumentParser, *, output_required: bool = True) -> None:
     """Adds the options of rows and files, which the trainer's own export shares."""
-    parser.add_argument("--output", type=to_path, required=True, help="a new directory")
+    parser.add_argument("--output", type=to_path, required=output_required, help="a new directory")
     parser.add_argument("--rows", type=_range, help="FIRST:END, the rows FIRST to END-1 (default all)")
     parser.add_argument(
         "--checkpoint", type=non_empty_name, help="export the rows of this checkpoint (default the current rows)"
@@ -141,16 +174,16 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    if arguments.output is None and arguments.faiss is None:
+        raise ValueError("nothing to write: give --output DIRECTORY, --faiss FILE, or both")
+    state: dict[str, Any] = {"rows": arguments.rows, "checkpoint": arguments.checkpoint, "step": arguments.step}
     with connect(arguments) as client:
-        written = export_rows(
-            client,
-            arguments.output,
-            rows=arguments.rows,
-            checkpoint=arguments.checkpoint,
-            step=arguments.step,
-            file_format=arguments.format,
-        )
-    print(f"wrote {len(written)} files to {arguments.output}")
+        if arguments.output is not None:
+            written = export_rows(client, arguments.output, file_format=arguments.format, **state)
+            print(f"wrote {len(written)} files to {arguments.output}")
+        if arguments.faiss is not None:
+            num_rows = export_index(client, arguments.faiss, **state)
+            print(f"wrote {num_rows} rows to {arguments.faiss}")
 
 
 def _range(text: str) -> range:

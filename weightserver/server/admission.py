@@ -13,7 +13,7 @@ A shard's memory stays below
     BASE_BYTES + limit of `RequestMemory` + MAX_CALLS · MAX_REQUEST_BYTES + SCHEDULE_BYTES_PER_STEP · horizon
 
 where the third term is messages that have not arrived completely. This project's own clients send messages of 1 MiB,
-which makes it 72 MiB; only callers that begin the largest message and never finish it reach its 2.3 GiB.
+which makes it 73 MiB; only callers that begin the largest message and never finish it reach its 2.3 GiB.
 """
 
 from __future__ import annotations

@@ -26,8 +26,9 @@ from weightserver.core.lineage import Lineage
 from weightserver.core.spec import TableSpec
 from weightserver.protocol.codec import CHUNK_BYTES
 from weightserver.shard import checkpoints, reading, schedule_operations, sessions, table_operations, writing
-from weightserver.shard.reading import ReadAt, Rows
+from weightserver.shard.reading import RawRows, ReadAt, Rows
 from weightserver.shard.schedule_change import Part, ScheduleState, read_schedule_state, write_schedule_state
+from weightserver.shard.search import Chunk, Found, Query, read_chunks, search
 from weightserver.shard.sessions import check_epoch
 from weightserver.shard.table import Table
 from weightserver.shard.transaction import WriteHeader, WriteTransaction
@@ -197,28 +198,78 @@ class Shard:
         """
         table, at, clock = self.require_table(), ReadAt(checkpoint, checkpoint_id), clock or StageClock("read")
         schedule = schedule or self._schedule.digest
-        if step is not None:
-            self._schedule.require_settled(step)
-            if not 0 <= step <= table.schedule.horizon:
-                raise StepError(
-                    f"step {step} is outside the schedule's 0..{table.schedule.horizon}: extend the schedule first"
-                )
-            self._schedule.require_known(schedule, step)
+        self._check_step(table, step, schedule)
         for runs in reading.chunks(rows, table):
             clock.start("read")
             part = rows[runs[0].part.start : runs[-1].part.stop]
             found = reading.read_rows(self._storage, table, at, part, runs, verify=self._verify_reads)
-            if self._table is None or self._table.schedule is not table.schedule:
-                raise TableMismatchError(
-                    "the table was dropped while its rows were read: call describe() and start over"
-                )
+            self._check_still(table)
             clock.start("correct")
             self._on_gaps((self._state.clock if step is None else step) - found.buffer.last_step)
-            if step is not None:
-                reading.correct_rows(table, step, part, found, weight_only=not state)
-                self._schedule.require_settled(step)  # rows and learning rates were read before this
-                self._schedule.require_known(schedule, step)
+            self._correct(table, step, schedule, part, found, weight_only=not state)
             yield found.answer(state=state)
+
+    def search(
+        self,
+        query: Query,
+        first_block: int,
+        *,
+        step: int | None,
+        at: ReadAt,
+        schedule: int,
+        may_continue: Callable[[], bool],
+    ) -> Found:
+        """The stored rows most similar to each query, among the blocks from number `first_block` on; see `search`.
+
+        The rows are raw, or corrected for `step`. Each chunk of them is a snapshot of its own, as for `fetch`.
+
+        Raises:
+            StepError, NoTableError, OverloadedError, TableMismatchError: as for `fetch`.
+            StorageError: a block is damaged.
+        """
+        table = self.require_table()
+        schedule = schedule or self._schedule.digest
+        self._check_step(table, step, schedule)
+
+        def correct(chunk: Chunk) -> None:
+            self._check_still(table)
+            self._correct(table, step, schedule, chunk.rows, chunk.found, weight_only=True)
+
+        chunks = read_chunks(
+            self._storage,
+            table,
+            at,
+            first_block,
+            num_shards=self.num_shards,
+            verify=self._verify_reads,
+            weight_only=step is None,
+        )
+        return search(chunks, query, correct, may_continue)
+
+    def _check_step(self, table: Table, step: int | None, schedule: int) -> None:
+        """Raises unless rows may be corrected for `step` by the learning rates of digest `schedule`."""
+        if step is None:
+            return
+        self._schedule.require_settled(step)
+        if not 0 <= step <= table.schedule.horizon:
+            raise StepError(
+                f"step {step} is outside the schedule's 0..{table.schedule.horizon}: extend the schedule first"
+            )
+        self._schedule.require_known(schedule, step)
+
+    def _check_still(self, table: Table) -> None:
+        """Raises TableMismatchError if the table was dropped since it was looked up."""
+        if self._table is None or self._table.schedule is not table.schedule:
+            raise TableMismatchError("the table was dropped while its rows were read: call describe() and start over")
+
+    def _correct(
+        self, table: Table, step: int | None, schedule: int, rows: Int64Array, found: RawRows, *, weight_only: bool
+    ) -> None:
+        """Brings raw rows to their state before update `step`, in place, unless it is None."""
+        if step is not None:
+            reading.correct_rows(table, step, rows, found, weight_only=weight_only)
+            self._schedule.require_settled(step)  # rows and learning rates were read before this
+            self._schedule.require_known(schedule, step)
 
     def read_blocks(self, first: int, *, checkpoint: str) -> tuple[list[tuple[int, bytes]], int | None]:
         """A checkpoint's stored blocks from number `first` on, and the number to continue at; see `reading`."""

@@ -29,10 +29,14 @@ class AnnouncedBatches:
         self._batches_per_step = batches_per_step
 
     def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]
+        num_batches = len(self._loader)  # type: ignore[arg-type]
+        return num_batches if self._head.sampler_of(self._loader) else self._whole_steps(num_batches)
+
+    def _whole_steps(self, num_batches: int) -> int:
+        return num_batches // self._batches_per_step * self._batches_per_step
 
     def __iter__(self) -> Iterator[Any]:
-        self._head.forget_announced()
+        self._head.forget_announced(in_progress=True)
         sampler = self._head.sampler_of(self._loader)
         return self._by_loading() if sampler is None else self._by_sampler(sampler)
 
@@ -49,11 +53,10 @@ class AnnouncedBatches:
             self._head.forget_announced()
 
     def _by_loading(self) -> Iterator[Any]:
-        batches, loaded = iter(self._loader), deque[list[Any]]()
+        steps, loaded = self._announced_steps(), deque[list[Any]]()
         try:
             while True:
-                while len(loaded) <= AHEAD and (step := self._next_step(batches)):
-                    self._head.announce(*map(self._ids_of, step))
+                while len(loaded) <= AHEAD and (step := next(steps, None)):
                     loaded.append(step)
                 if not loaded:
                     return
@@ -61,7 +64,10 @@ class AnnouncedBatches:
         finally:
             self._head.forget_announced()
 
-    def _next_step(self, batches: Iterator[Any]) -> list[Any]:
-        """The batches of the next step; none if the loader has too few left."""
-        step = list(itertools.islice(batches, self._batches_per_step))
-        return step if len(step) == self._batches_per_step else []
+    def _announced_steps(self) -> Iterator[list[Any]]:
+        """The batches of each step, announced."""
+        batches = iter(self._loader)
+        while len(step := list(itertools.islice(batches, self._batches_per_step))) == self._batches_per_step:
+            self._head.announce(*map(self._ids_of, step))
+            yield step
+        self._head.announce_end()

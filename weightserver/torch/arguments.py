@@ -44,17 +44,32 @@ def ids_of_all_ranks(batches: list[Int64Array], ranks: Ranks) -> Int64Array:
     """The classes of every rank, in order: A times int64 (b,) to (A, B). All ranks call it.
 
     Raises:
-        ValueError: batches of several sizes, or not of one size on all ranks.
+        ValueError: the batches are of several sizes, or not as many and of one size on all ranks.
     """
-    sizes = {len(batch) for batch in batches}
-    most, least = ranks.max_over_ranks([max(sizes), -min(sizes)])
+    sizes, number = {len(batch) for batch in batches}, len(batches)
+    most, least, most_batches, least_batches = ranks.max_over_ranks([max(sizes), -min(sizes), number, -number])
     if most != -least:
         raise ValueError(
             f"the batches of a step must be equally large, on every rank, got {-least:.0f} to {most:.0f} classes: "
-            "leave out the last batch (drop_last=True)"
+            "leave out the last batch (drop_last=True), also on the rank whose loader has the fewest"
+        )
+    if most_batches != -least_batches:
+        raise ValueError(
+            f"a step must have as many batches on every rank, got {-least_batches:.0f} to {most_batches:.0f}: give "
+            "every rank the same batches_per_step"
         )
     ids = torch.from_numpy(np.stack(batches))
     return gathered(ids, ids.shape[1] * ranks.world_size, ranks, dim=1).numpy()
+
+
+def check_ended_everywhere(ranks: Ranks) -> None:
+    """Raises ValueError unless all other ranks call this too, and none calls `ids_of_all_ranks` instead."""
+    most, *_ = ranks.max_over_ranks([0, 0, 0, 0])
+    if most:
+        raise ValueError(
+            "the batches of this rank have ended before those of another: give every rank as many (drop_last=True in "
+            "the DataLoader and in its DistributedSampler)"
+        )
 
 
 def first_of(ids: Int64Array) -> str:

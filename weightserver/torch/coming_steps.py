@@ -23,6 +23,24 @@ class Announced(ActiveRows):
     ids: Int64Array  # (A, B), the classes of each batch of the step, on all ranks together
 
 
+@dataclass(frozen=True)
+class Visited:
+    """The recently visited rows before a step."""
+
+    rows: Int64Array  # (≤ K,)
+    last_visit: Int64Array  # the same shape
+    sampler: WindowSampler | None = None
+    """It drew the step before: then the rows are a function of it, and the arrays are older."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A step in the queue."""
+
+    announced: Announced
+    before: Visited
+
+
 class ComingSteps:
     """A queue of announced steps, with the K most recently visited rows of each.
 
@@ -39,7 +57,8 @@ class ComingSteps:
         self._ranks, self._sharding = Ranks(), Sharding(1, 1)
         self._recent = MostRecent(num_active)
         self._sampled: tuple[WindowSampler, RecentRows] | None = None
-        self._steps: deque[tuple[Announced, tuple[Int64Array, Int64Array]]] = deque()  # with what was recent before
+        self._drawn_by: WindowSampler | None = None  # the sampler of the last step in the queue, or before it
+        self._steps: deque[_Entry] = deque()
 
     def use(self, ranks: Ranks, sharding: Sharding) -> None:
         """Sets the ranks that share the rows, and how."""
@@ -58,14 +77,25 @@ class ComingSteps:
             sampler.schedule, num_active=self._num_active, batch_size=sampler.step_size, with_past=self._with_past
         )
 
-    @property
-    def recent(self) -> tuple[Int64Array, Int64Array]:
-        """Rows (≤ K,) and their last visits, as after all steps that were announced without a sampler."""
-        return self._recent.rows, self._recent.last_visit
+    def visited_before(self, step: int) -> tuple[Int64Array, Int64Array]:
+        """Rows (≤ K,) and their last visits before `step`, the next one that begins."""
+        visited = self._steps[0].before if self._steps else self._visited()
+        if visited.sampler is None:
+            return visited.rows, visited.last_visit
+        return self._recent_rows(visited.sampler).visited(step - 1)
 
-    @recent.setter
-    def recent(self, recent: tuple[Int64Array, Int64Array]) -> None:
-        self._recent.rows, self._recent.last_visit = recent
+    def restore(self, visited: tuple[Int64Array, Int64Array]) -> None:
+        """Forgets all steps, and sets what `visited_before` returned."""
+        self._steps.clear()
+        self._set(Visited(*visited))
+
+    def _visited(self) -> Visited:
+        """What was recently visited after the last step in the queue."""
+        return Visited(self._recent.rows, self._recent.last_visit, self._drawn_by)
+
+    def _set(self, visited: Visited) -> None:
+        self._recent.rows, self._recent.last_visit = visited.rows, visited.last_visit
+        self._drawn_by = visited.sampler
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -80,30 +110,45 @@ class ComingSteps:
 
         return announced
 
-    def of_batches(self, step: int, ids: Int64Array) -> Announced:
-        """The next step, of these classes: int64 (A, B)."""
-        if self._sampled is not None:
-            sampler, recent = self._sampled
-            if np.array_equal(sampler.images_of_step(step), ids.ravel()):
-                return self._shared(recent.active(step), ids)
-        rows, (_, last_visit) = self._order.rows(ids.ravel()), self.recent
-        self._recent.add(rows, int(last_visit.max(initial=-1)) + 1)
-        return self._shared(self._recent.active(rows), ids)
+    def add_batches(self, step: int, ids: Int64Array) -> Announced:
+        """Adds the next step, of these classes: int64 (A, B); returns it."""
+        before, drawn_by = self._visited(), None
+        if self._sampled is not None and np.array_equal(self._sampled[0].images_of_step(step), ids.ravel()):
+            drawn_by, recent = self._sampled
+            active = recent.active(step)
+        else:
+            if before.sampler is not None:
+                self._recent.rows, self._recent.last_visit = self._recent_rows(before.sampler).visited(step - 1)
+            rows = self._order.rows(ids.ravel())
+            self._recent.add(rows, int(self._recent.last_visit.max(initial=-1)) + 1)
+            active = self._recent.active(rows)
+        self._drawn_by = drawn_by
+        announced = self._shared(active, ids)
+        self._steps.append(_Entry(announced, before))
+        return announced
+
+    def add_sampled(self, announced: Announced, sampler: WindowSampler) -> None:
+        """Adds the next step, drawn by a sampler."""
+        self._steps.append(_Entry(announced, self._visited()))
+        self._drawn_by = sampler
+
+    def remove_last(self) -> None:
+        """Removes the step that was added last."""
+        self._set(self._steps.pop().before)
+
+    def take(self) -> tuple[Announced, Visited]:
+        """Removes and returns the next step, and what was recently visited before it."""
+        entry = self._steps.popleft()
+        return entry.announced, entry.before
+
+    def forget(self, before: Visited | None = None) -> None:
+        """Forgets all steps; with `before`, also the one that was taken last."""
+        if self._steps:
+            before = before or self._steps[0].before
+        self._steps.clear()
+        if before is not None:
+            self._set(before)
 
     def _shared(self, active: ActiveRows, ids: Int64Array) -> Announced:
         mine = active.share(self._sharding, self._ranks.rank)
         return Announced(mine.rows, mine.labels, ids)
-
-    def append(self, announced: Announced, before: tuple[Int64Array, Int64Array] | None = None) -> None:
-        """Adds a step; `before` is what was `recent` before it."""
-        self._steps.append((announced, before or self.recent))
-
-    def take(self) -> Announced:
-        """Removes and returns the next step."""
-        return self._steps.popleft()[0]
-
-    def forget(self) -> None:
-        """Forgets all steps: what is recent is what was before them."""
-        if self._steps:
-            self.recent = self._steps[0][1]
-        self._steps.clear()

@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 import os
 import re
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
@@ -31,9 +32,15 @@ from weightserver import Checkpoint, TableSpec, WeightClient, WeightServerError
 from weightserver.core.arrays import Int64Array
 from weightserver.core.sharding import Sharding
 from weightserver.torch.announced_batches import AHEAD, AnnouncedBatches
-from weightserver.torch.arguments import check_embeddings, checked_ids, first_of, ids_of_all_ranks
+from weightserver.torch.arguments import (
+    check_embeddings,
+    check_ended_everywhere,
+    checked_ids,
+    first_of,
+    ids_of_all_ranks,
+)
 from weightserver.torch.beginnings import Beginnings, beginning_norm
-from weightserver.torch.coming_steps import Announced, ComingSteps
+from weightserver.torch.coming_steps import Announced, ComingSteps, Visited
 from weightserver.torch.loss import cosine_softmax_loss, padded, padded_rows, softmax_loss
 from weightserver.torch.ranks import Ranks
 from weightserver.torch.rates import LearningRates
@@ -54,7 +61,9 @@ class _Step:
     """The step in progress."""
 
     announced: Announced
+    before: Visited  # what was recently visited
     labels: Sequence[Tensor]  # A times (B,), on the device
+    begun: set[int] = field(default_factory=set)  # numbers of the batches that had a forward pass
     weight: Tensor | None = None  # (K of this rank, D), padded: a leaf that collects the gradients
     beginnings: Beginnings | None = None
 
@@ -149,6 +158,8 @@ class ClassifierHead(nn.Module):
             raise ValueError(f"softmax must be 'cosine' or 'plain', got {softmax!r}")
         if not 0 < temperature < math.inf:
             raise ValueError(f"temperature must be positive, got {temperature}")
+        if rows == "dense" and correction == "paper":
+            raise ValueError("rows='dense' leave no gap to correct: use correction=True, or rows='resident'")
         if init not in ("random", "embedding"):
             raise ValueError(f"init must be 'random' or 'embedding', got {init!r}")
         if init == "embedding" and rows == "remote":
@@ -239,6 +250,7 @@ class ClassifierHead(nn.Module):
         self._table = table
         self._capacity = capacity
         self._stack = ExitStack()
+        weakref.finalize(self, _close_in_process, self._stack, os.getpid())
         self._opened: OpenTable | None = None
         self._opened_on = self.device
         self._store: RowStore | None = None
@@ -247,6 +259,7 @@ class ClassifierHead(nn.Module):
         self._saved: SavedRows | None = None
         self._coming = ComingSteps(num_negatives, order, with_past=init_norm is None)
         self._current: _Step | None = None
+        self._announced_in_vain = False  # the store may hold rows ready for steps that were forgotten
 
     # ---- opening
 
@@ -267,7 +280,12 @@ class ClassifierHead(nn.Module):
             if self._table is None:
                 raise ValueError("the head is closed: make another one and load_state_dict() what checkpoint() left")
             ranks = self._own_ranks()
-            self._use(self._table.open(ranks, self.device, self._saved, self._stack), ranks)
+            try:
+                opened = self._table.open(ranks, self.device, self._saved, self._stack)
+            except BaseException:
+                self._stack.close()
+                raise
+            self._use(opened, ranks)
         if self._opened_on != self.device:
             raise ValueError(f"the head's rows are on {self._opened_on}: move the head before its first use")
         assert self._opened is not None
@@ -290,8 +308,12 @@ class ClassifierHead(nn.Module):
         """The store; makes it for steps of `step_size` images at the first use."""
         opened = self._open()
         if self._store is None:
+            check_num_active(self.num_negatives, self.spec.num_rows, step_size)
             self._store = opened.make_store(self._sizes(step_size))
-        check_num_active(self.num_negatives, self.spec.num_rows, step_size)
+        if self._announced_in_vain:
+            in_progress = self._current is not None and self._current.weight is not None
+            self._store.forget_announced(in_progress=in_progress)
+            self._announced_in_vain = False
         return self._store
 
     def _sizes(self, step_size: int) -> StoreSizes:
@@ -306,9 +328,10 @@ class ClassifierHead(nn.Module):
 
     def close(self) -> None:
         """Ends the threads, and the servers if the module started them; updates since the last checkpoint or `flush`
-        may be lost. Safe to repeat."""
+        may be lost. Safe to repeat. A head that is garbage-collected closes itself."""
         self._stack.close()
-        self._opened = self._table = self._store = None
+        self._opened = self._table = self._store = self._current = None
+        self._coming.forget()
 
     def __enter__(self) -> Self:
         return self
@@ -316,8 +339,11 @@ class ClassifierHead(nn.Module):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise TypeError("a ClassifierHead holds a session of the weight servers and cannot be copied: copy the encoder")
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a ClassifierHead holds a session of the weight servers and cannot be copied or pickled: copy the encoder, "
+            "and save its state_dict()"
+        )
 
     # ---- what comes
 
@@ -377,39 +403,60 @@ class ClassifierHead(nn.Module):
         Raises:
             ValueError: classes that do not exist, or not as many on every rank.
         """
+        if not batches:
+            raise ValueError("a step needs at least one batch: call announce(ids)")
         checked = [checked_ids(batch, self.spec.num_rows) for batch in batches]
         self._open()
         ids = ids_of_all_ranks(checked, self._ranks)  # (A, B)
+        check_num_active(self.num_negatives, self.spec.num_rows, ids.size)
         store, pending = self._open_store(ids.size), len(self._coming) + (self._current is not None)
-        step, before = self.num_steps + pending, self._coming.recent
-        announced = self._coming.of_batches(step, ids)
-        self._coming.append(announced, before)
+        step = self.num_steps + pending
+        announced = self._coming.add_batches(step, ids)
         if pending <= store.prefetch_steps:
-            with self._naming_classes():
-                store.prefetch(announced.rows, step=step)
+            try:
+                with self._naming_classes():
+                    store.prefetch(announced.rows, step=step)
+            except BaseException:
+                self._coming.remove_last()
+                raise
 
-    def forget_announced(self) -> None:
-        """Forgets the steps that were announced and not begun, as when the iteration of a loader is left early."""
-        self._coming.forget()
+    def announce_end(self) -> None:
+        """Tells the other ranks that this one announces no more steps of its loader. Every rank calls it.
+
+        Raises:
+            ValueError: another rank announces one.
+        """
+        check_ended_everywhere(self._ranks)
+
+    def forget_announced(self, *, in_progress: bool = False) -> None:
+        """Forgets the steps that were announced and not begun, as when the iteration of a loader is left early; with
+        `in_progress` also the one in progress, with its gradients."""
+        current = self._current if in_progress else None
+        self._coming.forget(current.before if current else None)
+        if in_progress:
+            self._current = None
+        self._announced_in_vain = True
 
     def announcements(self, sampler: WindowSampler, steps: range) -> Generator[Announced, None, None]:
         """Announces a sampler's steps, some of them ahead, and yields each in its turn. Close the generator to end its
         thread."""
+        self._open()
+        check_num_active(self.num_negatives, self.spec.num_rows, sampler.step_size)
         store = self._open_store(sampler.step_size)
         with closing(announced(self._coming.of_sampler(sampler), store, steps)) as coming:
             for _ in steps:
                 with self._naming_classes():
                     step = next(coming)
-                self._coming.append(step)
+                self._coming.add_sampled(step, sampler)
                 yield step
 
     # ---- a step
 
     def forward(self, embeddings: Tensor, ids: Any, *, update_rows: bool = True) -> Tensor:
-        """The mean loss of a batch over the active classes (Equation 1), a scalar.
+        """The mean loss of a batch over the active classes (Equation 1): a scalar, float32, also under autocast.
 
         Args:
-            embeddings: float (b, D), of this rank's images.
+            embeddings: float (b, D) of any precision, of this rank's images.
             ids: integers (b,), the class of each; best on the CPU, since reading them from a GPU waits for it.
             update_rows: whether the loss's gradient updates the rows too.
 
@@ -420,14 +467,15 @@ class ClassifierHead(nn.Module):
         checked = checked_ids(ids, self.spec.num_rows)
         check_embeddings(embeddings, len(checked), self.spec.dim, self.device)
         step = self._begin(checked)
-        part = self._part(step.announced, checked)
+        part = self._part(step, checked)
         weight = self.active_rows()
+        step.begun.add(part)
         if step.beginnings is not None and step.weight is not None:
             labels = step.announced.labels.reshape(step.announced.ids.shape)[part]
             step.beginnings.add(embeddings.detach(), step.weight, labels, self._ranks)
             weight = step.beginnings.begun(step.weight)
         loss: Tensor = self._loss(
-            embeddings,
+            embeddings.float(),
             weight if update_rows else weight.detach(),
             step.labels[part],
             ranks=self._ranks,
@@ -459,30 +507,73 @@ class ClassifierHead(nn.Module):
         other ranks."""
         return torch.cat(list(self._current.labels)) if self._current else torch.zeros(0, dtype=torch.int64)
 
-    def step(self, learning_rate: float | None = None) -> None:
+    def step(self, learning_rate: float | None = None, *, gradient_scale: float = 1.0) -> None:
         """Updates the rows by the gradients since the last step; may return before it is done.
 
+        Args:
+            learning_rate: of this update, on every rank the same; may be omitted if it was given in advance.
+            gradient_scale: what the loss was multiplied by, as `torch.amp.GradScaler.get_scale()` returns it before the
+                scaler's update(). If then a gradient overflowed, the step is one without gradients, as in `skip`.
+
         Raises:
-            ValueError: no forward and backward pass precedes, or no learning rate is known.
+            ValueError: no forward and backward pass of each of the step's batches precedes, no learning rate is known,
+                or (without a scale, on a CPU) a gradient is infinite or NaN.
             WeightServerError: an earlier update could not be stored.
         """
         if (step := self._current) is None or step.weight is None:
             raise ValueError("step() without a forward pass: call head(embeddings, ids) first")
         if step.weight.grad is None:
             raise ValueError("step() without a backward pass: call loss.backward() first")
+        if len(step.begun) < len(step.announced.ids):
+            raise ValueError(
+                f"step() after {len(step.begun)} of the {len(step.announced.ids)} batches that were announced for step "
+                f"{self.num_steps}: call it after the last one, or skip()"
+            )
+        gradients = step.weight.grad[: len(step.announced.rows)]
+        if gradient_scale == 1:
+            self._require_finite(step.announced, gradients)
+        else:
+            gradients = self._unscaled(gradients, gradient_scale)
+        self._finish(step, gradients, learning_rate)
+
+    def skip(self, learning_rate: float | None = None) -> None:
+        """Ends the step in progress, or the next one that was announced, without gradients: its rows move by their
+        momentum and weight decay, like those of all other classes. For batches that failed or are left out."""
+        weight = self.active_rows()
+        assert self._current is not None
+        gradients = torch.zeros_like(weight, requires_grad=False)[: len(self._current.announced.rows)]
+        self._finish(self._current, gradients, learning_rate)
+
+    def _finish(self, step: _Step, gradients: Tensor, learning_rate: float | None) -> None:
         rates = self._open().rates
         if learning_rate is not None:
             rates.tell(self.num_steps, float(learning_rate))
         elif self.num_steps >= len(rates):
             raise ValueError(f"the learning rate of step {self.num_steps} is not known: give step(learning_rate=...)")
-        rows = step.announced.rows
         assert self._store is not None
-        if step.beginnings is not None:
+        if step.beginnings is not None and step.weight is not None:
             self._store.begin(*step.beginnings.of(step.weight.detach()))
         with self._naming_classes():
-            self._store.apply_gradients(rows, step.weight.grad[: len(rows)], step=self.num_steps)
+            self._store.apply_gradients(step.announced.rows, gradients, step=self.num_steps)
         self._current = None
         self.num_steps += 1
+
+    def _require_finite(self, announced: Announced, gradients: Tensor) -> None:
+        """Raises ValueError if a gradient is infinite or NaN; on a GPU it would have to wait to find out."""
+        if gradients.device.type != "cpu" or math.isfinite(gradients.sum()):
+            return
+        if len(bad := (~gradients.isfinite().all(dim=1)).nonzero()):
+            (named,) = self.order.images(announced.rows[bad[0].numpy()])
+            raise ValueError(
+                f"the gradient of class {named} is infinite or NaN in step {self.num_steps}, nothing was updated: "
+                "skip() the step, or lower the learning rate"
+            )
+
+    def _unscaled(self, gradients: Tensor, scale: float) -> Tensor:
+        """Gradients divided by a scale; zeros on all ranks if those of one are infinite or NaN."""
+        overflowed = not bool(gradients.isfinite().all())
+        (overflowed_somewhere,) = self._ranks.max_over_ranks([overflowed])
+        return torch.zeros_like(gradients) if overflowed_somewhere else gradients / scale
 
     def _begin(self, ids: Int64Array | None) -> _Step:
         """The step in progress; starts the next one that was announced, or one of these classes."""
@@ -491,21 +582,22 @@ class ClassifierHead(nn.Module):
                 if ids is None:
                     raise ValueError("no step was announced: call head(embeddings, ids), or announce(ids)")
                 self.announce(ids)
-            announced = self._coming.take()
+            announced, before = self._coming.take()
             labels = to_device(announced.labels, self.device)
-            self._current = _Step(announced, torch.split(labels, announced.ids.shape[1]))
+            self._current = _Step(announced, before, torch.split(labels, announced.ids.shape[1]))
         return self._current
 
-    def _part(self, announced: Announced, ids: Int64Array) -> int:
-        """The number of the step's batch that has these classes on this rank, int64 (b,)."""
-        share = self._ranks.share(announced.ids.shape[1])
-        for part, of_all in enumerate(announced.ids):
-            if np.array_equal(of_all[share], ids):
-                return part
+    def _part(self, step: _Step, ids: Int64Array) -> int:
+        """The number of the step's batch that has these classes on this rank, int64 (b,); of several that have them,
+        the first without a forward pass."""
+        announced, share = step.announced, self._ranks.share(step.announced.ids.shape[1])
+        same = [part for part, of_all in enumerate(announced.ids) if np.array_equal(of_all[share], ids)]
+        if same:
+            return next((part for part in same if part not in step.begun), same[-1])
         raise ValueError(
             f"the classes {first_of(ids)} are not those that were announced for step {self.num_steps} "
             f"({first_of(announced.ids[0, share])}): give each batch in the order of its announcement, call step() "
-            "after the last batch of a step, and announce the batches of one step together"
+            "after the last batch of a step (skip() if it failed), and announce the batches of one step together"
         )
 
     @contextmanager
@@ -543,6 +635,7 @@ class ClassifierHead(nn.Module):
             state = self._open_store(1).read_state(distinct, step=self.num_steps)
         else:
             state = opened.client.fetch_state(distinct, step=self.num_steps)
+        self._ranks.barrier()  # before it no rank writes rows of later steps, or stops the servers
         return torch.from_numpy(state.weight[inverse])
 
     def _make_durable(self, opened: OpenTable) -> None:
@@ -575,7 +668,8 @@ class ClassifierHead(nn.Module):
             client.checkpoint(name, step=self.num_steps)
         self._ranks.barrier()  # before it no rank writes rows of later steps
         (kept,) = (known for known in client.checkpoints() if known.name == name)
-        self._saved = SavedRows.of(kept, client.table_identity())
+        self._saved = SavedRows.of(kept, client.table_identity(), self.order.order_seed)
+        self._ranks.barrier()  # before it rank 0 does not stop the servers
         return kept
 
     def get_extra_state(self) -> Tensor:
@@ -596,20 +690,30 @@ class ClassifierHead(nn.Module):
                 )
             self.checkpoint()
         assert self._saved is not None
-        return to_tensor(self._saved, self._coming.recent)
+        return to_tensor(self._saved, self._coming.visited_before(self.num_steps))
 
     def set_extra_state(self, state: Tensor) -> None:
         """Rolls the rows back to the checkpoint of a `state_dict`; an unused head's state changes nothing."""
         if not len(state):
             return
         saved, recent = from_tensor(state)
+        if saved.order_seed != self.order.order_seed:
+            raise ValueError(
+                f"the state's rows have the order of order_seed={saved.order_seed}, the head that of "
+                f"{self.order.order_seed}: give it the same order_seed"
+            )
         if self._opened is not None:
             assert self._table is not None, "the owner of a store restores it"
             self._stack.close()
             self._opened = self._store = None
-        self._coming.forget()
-        self._coming.recent = recent
+        self._coming.restore(recent)
         self._saved, self.num_steps, self._current = saved, saved.step, None
+
+
+def _close_in_process(stack: ExitStack, process_id: int) -> None:
+    """Closes the stack, except in a process that was forked from its owner."""
+    if os.getpid() == process_id:
+        stack.close()
 
 
 def _ranks(device: torch.device) -> Ranks:

@@ -16,12 +16,15 @@ from weightserver.torch.ranks import Ranks
 
 _FIRST_WAIT_SECONDS = 0.01
 _LONGEST_WAIT_SECONDS = 0.5
+_LEAST_ROOM = 1024
+_REPEATED_STEPS = 1024
+"""Further updates for which the servers get a learning rate that stays the same: a change takes two commits."""
 
 
 class LearningRates:
     """The learning rate of each update so far, and of later ones as far as they were given.
 
-    One thread tells and uses them; any thread may call `known`.
+    One thread tells and uses them; any thread may call `known`, and reads all that were told before.
 
     Args:
         given: float32 [n], those of the first n updates.
@@ -29,11 +32,11 @@ class LearningRates:
 
     def __init__(self, spec: TableSpec, given: npt.ArrayLike = ()) -> None:
         self._schedule = Schedule.of_table(spec, given)
-        self._told: list[float] = []  # those of the updates from the schedule's horizon on
-        self._lock = threading.Lock()
+        self._rates = self._schedule.learning_rates  # float32, with room for more
+        self._num_known = len(self._rates)
 
     def __len__(self) -> int:
-        return self._schedule.horizon + len(self._told)
+        return self._num_known
 
     def tell(self, step: int, learning_rate: float) -> None:
         """Sets the learning rate of update `step`, the first that is not known.
@@ -41,35 +44,36 @@ class LearningRates:
         Raises:
             ValueError: the learning rate of `step` is known and differs, or it is negative, infinite or NaN.
         """
-        if not (isinstance(learning_rate, int | float) and 0 <= learning_rate < math.inf):
+        with np.errstate(over="ignore"):
+            rate = np.float32(learning_rate)
+        if not 0 <= rate < math.inf:
             raise ValueError(f"the learning rate of step {step} must be a finite number ≥ 0, got {learning_rate!r}")
-        if step < len(self):
-            if np.float32(learning_rate) != np.float32(self.of_step(step)):
+        if step < self._num_known:
+            if rate != self._rates[step]:
                 raise ValueError(
                     f"the learning rate of step {step} was given as {self.of_step(step):g}, got {learning_rate:g}: "
                     "omit it, or give no learning_rates in advance"
                 )
             return
-        assert step == len(self), "updates are told in order"
-        self._told.append(learning_rate)
+        assert step == self._num_known, "updates are told in order"
+        if step == len(self._rates):  # a new array, so that slices of the former one stay valid
+            self._rates = np.concatenate([self._rates, np.zeros(max(_LEAST_ROOM, step), np.float32)])
+        self._rates[step] = rate
+        self._num_known += 1
 
     def of_step(self, step: int) -> float:
         """The learning rate of update `step`, as the float32 that rows are updated with."""
-        horizon = self._schedule.horizon
-        return float(self._schedule.learning_rates[step] if step < horizon else np.float32(self._told[step - horizon]))
+        return float(self._rates[step])
 
     def schedule(self, num_steps: int = 0) -> Schedule:
         """The transfer products of at least the first `num_steps` updates."""
         if num_steps > self._schedule.horizon:
-            with self._lock:
-                self._schedule.extend(self._schedule.horizon, np.array(self._told, np.float32))
-                self._told = []
+            self._schedule.extend(self._schedule.horizon, self.known()[self._schedule.horizon :])
         return self._schedule
 
     def known(self) -> Float32Array:
-        """All known learning rates, float32 [n]."""
-        with self._lock:
-            return np.concatenate([self._schedule.learning_rates, np.array(self._told, np.float32)])
+        """All known learning rates, float32 [n]; they never change."""
+        return self._rates[: self._num_known]
 
 
 def as_learning_rates(spec: TableSpec, learning_rates: LearningRates | npt.ArrayLike) -> LearningRates:
@@ -80,7 +84,8 @@ def as_learning_rates(spec: TableSpec, learning_rates: LearningRates | npt.Array
 class PublishedRates:
     """Makes the weight servers know learning rates before a write needs them. Any thread may call it.
 
-    Rank 0 extends the servers' schedule, and the other ranks wait until it has.
+    Rank 0 extends the servers' schedule, and the other ranks wait until it has. While the learning rate stays the same,
+    rank 0 repeats it for later updates too, and rewrites those when it changes: no write has reached them.
 
     Args:
         num_published: number of learning rates that the servers know.
@@ -100,6 +105,7 @@ class PublishedRates:
         self._client = client
         self._is_first = ranks.is_first
         self._num_published = num_published
+        self._ahead = np.zeros(0, np.float32)  # what the servers have for the updates from num_published on
         self._timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
 
@@ -110,23 +116,41 @@ class PublishedRates:
             StepError: rank 0 did not make them known in time.
         """
         with self._lock:
+            self._compare()
             if num_steps <= self._num_published:
                 return
             if self._is_first:
-                known = self._rates.known()
-                self._client.extend_schedule(self._num_published, known[self._num_published :])
-                self._num_published = len(known)
+                self._publish()
             else:
-                self._num_published = self._wait_for(num_steps)
+                self._wait_for(num_steps)
 
-    def _wait_for(self, num_steps: int) -> int:
+    def _compare(self) -> None:
+        """Notes which of the servers' learning rates ahead turned out to be right."""
+        known = self._rates.known()[self._num_published :]
+        ahead = self._ahead[: len(known)]
+        differ = np.flatnonzero(ahead != known[: len(ahead)])
+        num_right = int(differ[0]) if len(differ) else len(ahead)
+        self._num_published += num_right
+        self._ahead = self._ahead[num_right:]
+
+    def _publish(self) -> None:
+        known = self._rates.known()
+        repeated = _REPEATED_STEPS if len(known) > 1 and known[-1] == known[-2] else 0
+        ahead = np.full(repeated, known[-1], np.float32)
+        self._client.extend_schedule(self._num_published, np.concatenate([known[self._num_published :], ahead]))
+        self._num_published, self._ahead = len(known), ahead
+
+    def _wait_for(self, num_steps: int) -> None:
         deadline, wait = time.monotonic() + self._timeout_seconds, _FIRST_WAIT_SECONDS
-        while (horizon := self._client.describe().horizon) < num_steps:
+        while True:
+            self._ahead = self._client.learning_rates()[self._num_published :]
+            self._compare()
+            if self._num_published >= num_steps and self._client.describe().horizon >= num_steps:
+                return
             if time.monotonic() > deadline:
                 raise StepError(
-                    f"the weight servers know the learning rates of {horizon} updates, this rank writes rows after "
-                    f"{num_steps}: rank 0 has not told them for {self._timeout_seconds:g} s"
+                    f"this rank writes rows after {num_steps} updates, the weight servers have its learning rates of "
+                    f"{self._num_published}: rank 0 has not given the same ones for {self._timeout_seconds:g} s"
                 )
             time.sleep(wait)
             wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
-        return horizon

@@ -121,6 +121,11 @@ class RecentRows:
         self._step = step
         return self._recent.active(batch)
 
+    def visited(self, step: int) -> tuple[Int64Array, Int64Array]:
+        """The active rows of a step (K,), and the number of the last visit of each."""
+        self.active(step)
+        return self._recent.rows, self._recent.last_visit
+
     def _look_back(self, stop: int) -> None:
         """Walks back from visit `stop` to the K-th distinct row, piece by piece: small strides make it a long walk."""
         num_active, rows, last_visit = self._recent.num_active, np.zeros(0, np.int64), np.zeros(0, np.int64)

@@ -24,10 +24,12 @@ class SavedRows:
     """Number of finished updates."""
     table: str
     """Identity of the table, hexadecimal."""
+    order_seed: int
+    """Seed of the order of the rows, by which each class has its row."""
 
     @classmethod
-    def of(cls, kept: Checkpoint, table: bytes) -> SavedRows:
-        return cls(kept.name, kept.checkpoint_id.hex(), kept.step, table.hex())
+    def of(cls, kept: Checkpoint, table: bytes, order_seed: int) -> SavedRows:
+        return cls(kept.name, kept.checkpoint_id.hex(), kept.step, table.hex(), order_seed)
 
     def check_held(self, client: WeightClient) -> None:
         """Raises ValueError unless the servers retain this checkpoint."""

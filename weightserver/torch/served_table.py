@@ -61,7 +61,8 @@ class ServedTable:
     client_options: Mapping[str, Any] = field(default_factory=dict)
 
     def open(self, ranks: Ranks, device: torch.device, saved: SavedRows | None, stack: ExitStack) -> OpenTable:
-        """Opens the table, as it was when `saved` was taken or for a new run; `stack` closes what was opened.
+        """Opens the table, as it was when `saved` was taken or for a new run; `stack` closes what was opened, also if
+        opening it failed.
 
         Raises:
             ValueError: the servers hold the rows of another run, or not the checkpoint `saved`.
@@ -99,6 +100,7 @@ class ServedTable:
                     published=published,
                 )
             stack.callback(store.close)
+            stack.callback(client.close)  # before the store, so that its threads do not wait for servers that are gone
             return store
 
         return OpenTable(make_store, rates, client, published, first_step)
@@ -115,7 +117,10 @@ class ServedTable:
             addresses = stack.enter_context(LocalCluster(self.num_shards, self.directory)).addresses
         client = stack.enter_context(self._make_client(addresses))
         if saved is None:
-            refuse_used_table(client, "load_state_dict() of a state that head.checkpoint() left, or use other servers")
+            remedy = "call load_state_dict() with a state of them, or use other servers" + " or another directory" * (
+                not self.servers
+            )
+            refuse_used_table(client, remedy)
             client.create_table(self.spec)
             epoch = client.open_session(self.run)
         else:

@@ -78,6 +78,7 @@ class RangesOrder:
         if not sizes:
             raise ValueError("an order needs at least one range of images")
         self.num_rows = sum(sizes)
+        self.order_seed = order_seed
         self._firsts = np.cumsum([0, *sizes[:-1]])
         seeds = (
             derive_seed(derive_seed(order_seed, _RANGES), int(first)) if first else order_seed for first in self._firsts

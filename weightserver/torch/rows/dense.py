@@ -58,6 +58,9 @@ class DenseRows:
     def prefetch(self, rows: Int64Array, *, step: int) -> None:
         """Does nothing: the rows are in memory."""
 
+    def forget_announced(self, *, in_progress: bool) -> None:
+        """Does nothing."""
+
     def weights(self, rows: Int64Array, *, step: int) -> Tensor:
         self.fresh = self._is_fresh[self._sharding.local(rows)]
         return self._weight.detach()[self._positions(rows)]

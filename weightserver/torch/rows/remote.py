@@ -48,15 +48,21 @@ class RemoteRows:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="remote-rows")
         self._fetched: tuple[int, Future[Tensor]] | None = None
         self._pushed: Future[None] | None = None
+        self._in_progress = False  # between `weights` and `apply_gradients`
 
     def prefetch(self, rows: Int64Array, *, step: int) -> None:
-        self._fetched = step, self._thread.submit(self._fetch, rows, step)
+        if not self._in_progress:  # otherwise the rows would lack the update in progress
+            self._fetched = step, self._thread.submit(self._fetch, rows, step)
+
+    def forget_announced(self, *, in_progress: bool) -> None:
+        self._fetched, self._in_progress = None, in_progress
 
     def weights(self, rows: Int64Array, *, step: int) -> Tensor:
-        if self._fetched is None or self._fetched[0] != step:
-            self.prefetch(rows, step=step)
-        assert self._fetched is not None
-        fetched, self._fetched = self._fetched[1], None
+        if self._fetched is not None and self._fetched[0] == step:
+            fetched = self._fetched[1]
+        else:
+            fetched = self._thread.submit(self._fetch, rows, step)
+        self._fetched, self._in_progress = None, True
         with self.counters.waiting():
             self._raise_push_error()
             return fetched.result()
@@ -66,6 +72,7 @@ class RemoteRows:
 
     def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int) -> None:
         self._raise_push_error()
+        self._in_progress = False
         self._pushed = self._thread.submit(self._push, rows, HostCopy([gradients.detach()]), step)
 
     def read_state(self, rows: Int64Array, *, step: int) -> RowState:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -118,13 +120,22 @@ class ResidentRows:
             if keep and self._is_rounded:
                 self._values.place(part, leaving.state())
 
+    def forget_announced(self, *, in_progress: bool) -> None:
+        for slots, state in self._arriving.receive(sys.maxsize):  # their slots may be given to other rows then
+            self._values.place(slots, state)
+        self._announced.clear()
+        last_announced = self._slots.last_announced
+        np.minimum(last_announced, self._next_step - 1, out=last_announced)
+        if in_progress:
+            last_announced[self._active] = self._next_step
+
     def weights(self, rows: Int64Array, *, step: int) -> Tensor:
         if step not in self._announced:
             self.prefetch(rows, step=step)
         for slots, state in self._arriving.receive(step):
             self._values.place(slots, state)
-        self._active = self._announced.pop(step)
-        self.fresh = self._values.last_step[self._active] == 0
+        self._active, self._next_step = self._announced.pop(step), step
+        self.fresh = self._values.fresh[self._active]
         self._values.correct(self._active, step, rows=rows)
         self._active_on_device = to_device(self._active, self._device)
         return self._values.weight[self._active_on_device]

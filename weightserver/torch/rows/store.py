@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from weightserver import RowState
 from weightserver.core.arrays import Int64Array
+
+_KEPT_FETCHES = 1 << 14
 
 
 @dataclass
@@ -32,8 +35,8 @@ class RowCounters:
     write_back_pending_rows: int = 0
     value_bytes: int = 4
     """Bytes of a value on the wire."""
-    fetch_seconds: list[float] = field(default_factory=list)
-    """Duration of each fetch since `take_fetch_seconds` was last called."""
+    fetch_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_FETCHES))
+    """Duration of each fetch since `take_fetch_seconds` was last called, of the last ones if there were many."""
 
     def fetched(self, num_rows: int, num_values: int, num_steps: int = 0) -> None:
         self.fetched_rows += num_rows
@@ -45,9 +48,7 @@ class RowCounters:
 
     def take_fetch_seconds(self) -> list[float]:
         """Removes and returns the durations of the fetches so far."""
-        taken = self.fetch_seconds[:]
-        del self.fetch_seconds[: len(taken)]  # another thread may have added more
-        return taken
+        return [self.fetch_seconds.popleft() for _ in range(len(self.fetch_seconds))]  # others may be added meanwhile
 
     @contextmanager
     def fetching(self) -> Iterator[None]:
@@ -79,6 +80,10 @@ class RowStore(Protocol):
 
     def prefetch(self, rows: Int64Array, *, step: int) -> None:
         """Announces the rows that `weights` will return for `step`; returns immediately."""
+
+    def forget_announced(self, *, in_progress: bool) -> None:
+        """Forgets the steps that were announced: other rows may be announced for them. If a step is `in_progress`,
+        between `weights` and `apply_gradients`, that one is kept."""
 
     def weights(self, rows: Int64Array, *, step: int) -> Tensor:
         """The rows before update `step`: float32 (K, D)."""

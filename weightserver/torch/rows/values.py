@@ -28,6 +28,7 @@ class SlotValues:
         self.weight = torch.zeros(capacity, spec.dim, device=device)
         self.momentum_buffer = torch.zeros_like(self.weight)
         self.last_step = np.zeros(capacity, np.int64)
+        self.fresh = np.zeros(capacity, bool)  # no update has reached the row, although it may have been corrected
         self._spec = spec
         self._precision = precision_of(spec)
         self._rates = rates
@@ -40,6 +41,7 @@ class SlotValues:
         self.weight[chosen] = self._tensor(state.weight)
         self.momentum_buffer[chosen] = self._tensor(state.momentum_buffer)
         self.last_step[slots] = state.last_step
+        self.fresh[slots] = state.last_step == 0
 
     def leaving(self, slots: Int64Array, rows: Int64Array) -> LeavingRows:
         """A copy of the raw state of rows in slots, int64 (n,) each; a GPU makes it while training continues."""
@@ -101,7 +103,7 @@ class SlotValues:
         momentum_buffer += weight * self._spec.weight_decay + gradients
         weight -= momentum_buffer * self._rates.of_step(step)
         self.weight[on_device], self.momentum_buffer[on_device] = weight, momentum_buffer
-        self.last_step[slots] = step + 1
+        self.last_step[slots], self.fresh[slots] = step + 1, False
 
     def _tensor(self, array: Int64Array | Float32Array) -> Tensor:
         return to_device(array, self._device)

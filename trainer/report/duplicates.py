@@ -1,0 +1,190 @@
+"""Finds pairs of training images that are nearly the same: python -m trainer duplicates RUN.
+
+Two images are compared by their rows of the classifier, which the weight servers search exactly: each image is a class
+of its own, and images that look alike under every augmentation get rows of the same direction. Rows average the
+features of all views of an image, so after a training of usual length they tell copies from merely similar images
+better than the features do (docs/images.md). The pairs are written to duplicates.json in the run's directory, and the
+run's report shows them. No image is read and no encoder is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from trainer.run.stored_rows import StoredRows, add_run_arguments, open_stored_rows
+from trainer.stopping import exit_on_error
+from weightserver import Checkpoint
+from weightserver.common.atomic_files import atomic_write
+from weightserver.core.arrays import Float32Array, Int64Array
+from weightserver.core.checkpoints import chosen_checkpoint
+
+FILE = "duplicates.json"
+_ROWS_AT_A_TIME = 1_024
+
+
+@dataclass(frozen=True)
+class Duplicates:
+    """The contents of duplicates.json."""
+
+    checkpoint: str
+    """Whose rows were compared; empty for the newest rows."""
+    step: int
+    threshold: float
+    neighbours: int
+    """Number of neighbours of each image that were looked at."""
+    images_at_limit: int
+    """Images that may have more pairs, because all of these neighbours reached the threshold."""
+    num_pairs: int
+    """Number of pairs found."""
+    pairs: list[tuple[int, int, float]]
+    """The most similar of them, in falling order: two images, as positions in the data set, and their rows' cosine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DuplicateOptions:
+    """What counts as a near-duplicate.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    threshold: float = 0.98
+    neighbours: int = 8
+    most_pairs: int = 10_000
+
+    def __post_init__(self) -> None:
+        if not -1 < self.threshold <= 1:
+            raise ValueError(f"--threshold must lie above -1 and not above 1, got {self.threshold}")
+        if not 1 <= self.neighbours < 4_096:
+            raise ValueError(f"--neighbours must lie in 1..4095, got {self.neighbours}")
+        if self.most_pairs < 1:
+            raise ValueError(f"--most-pairs must be at least 1, got {self.most_pairs}")
+
+
+def find_duplicates(
+    stored: StoredRows,
+    options: DuplicateOptions,
+    checkpoint: str | None = None,
+    on_rows: Callable[[int], object] = lambda count: None,
+) -> Duplicates:
+    """Compares all rows of a run, in their state at a checkpoint or now.
+
+    Args:
+        on_rows: called with the number of rows that were compared since the last call.
+
+    Raises:
+        NoTableError: there is no such checkpoint.
+        DataLossError, ClusterError: without `checkpoint`, the shards hold rows of different times.
+    """
+    kept, step = _state(stored, checkpoint)
+    found, num_at_limit = dict[tuple[int, int], float](), 0
+    for first in range(0, stored.num_images, _ROWS_AT_A_TIME):
+        rows = np.arange(first, min(first + _ROWS_AT_A_TIME, stored.num_images))
+        vectors = stored.client.fetch(rows, step=step, checkpoint=kept or "")
+        near = stored.client.nearest(vectors, options.neighbours + 1, step=step, checkpoint=kept or "")
+        reached = (near.similarity >= options.threshold) & (near.rows != rows[:, None])
+        num_at_limit += int((reached.sum(axis=1) >= options.neighbours).sum())
+        found |= _pairs(rows, near.rows, near.similarity, reached)
+        on_rows(len(rows))
+    most_similar = sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))[: options.most_pairs]
+    images = stored.order.images(np.array([pair for pair, _ in most_similar], np.int64).reshape(-1))
+    pairs = zip(np.sort(images.reshape(-1, 2), axis=1).tolist(), most_similar, strict=True)
+    return Duplicates(
+        checkpoint=kept.name if kept else "",
+        step=step,
+        threshold=options.threshold,
+        neighbours=options.neighbours,
+        images_at_limit=num_at_limit,
+        num_pairs=len(found),
+        pairs=[(one, other, round(cosine, 6)) for (one, other), (_, cosine) in pairs],
+    )
+
+
+def _state(stored: StoredRows, checkpoint: str | None) -> tuple[Checkpoint | None, int]:
+    """The checkpoint to read, None for the newest rows, and the step that rows are corrected to."""
+    if checkpoint is None:
+        stored.client.require_common_state()
+        return None, stored.client.describe().clock
+    kept = chosen_checkpoint(checkpoint, stored.client.checkpoints())
+    return kept, kept.step
+
+
+def _pairs(
+    rows: Int64Array, near: Int64Array, similarity: Float32Array, reached: np.ndarray
+) -> dict[tuple[int, int], float]:
+    """The cosine of each pair of rows, the lower number first, that reached the threshold."""
+    query, column = np.nonzero(reached)
+    ends = np.sort(np.stack([rows[query], near[query, column]], axis=1), axis=1)
+    return {
+        (one, other): cosine for (one, other), cosine in zip(ends.tolist(), similarity[reached].tolist(), strict=True)
+    }
+
+
+def read_duplicates(run: Path) -> Duplicates | None:
+    """The pairs that were found in a run, None before the command. Raises ValueError for a damaged file."""
+    path = run / FILE
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text())
+        return Duplicates(**content | {"pairs": [(int(a), int(b), float(cosine)) for a, b, cosine in content["pairs"]]})
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"{path} is not one that 'python -m trainer duplicates' wrote: remove it") from None
+
+
+# ---- the command
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Runs the command line. Exit status 0; 1 with one line on stderr on failure; 2 for invalid arguments."""
+    options = parser().parse_args(arguments)
+    with exit_on_error("trainer duplicates"):
+        wanted = DuplicateOptions(
+            threshold=options.threshold, neighbours=options.neighbours, most_pairs=options.most_pairs
+        )
+        with open_stored_rows(options) as stored, Progress(console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("rows", total=stored.num_images)
+            found = find_duplicates(stored, wanted, options.checkpoint, lambda count: progress.advance(task, count))
+        path = options.run / FILE
+        text = json.dumps(asdict(found)) + "\n"
+        atomic_write(path, lambda partial: partial.write_text(text))
+    print(f"{found.num_pairs} pairs with a cosine of at least {found.threshold:g}: wrote {path}")
+    sys.exit(0)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m trainer duplicates", description=(__doc__ or "").splitlines()[0])
+    add_run_arguments(parser)
+    parser.add_argument("--checkpoint", help="compare the rows of this checkpoint (default the newest rows)")
+    defaults = DuplicateOptions()
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        default=defaults.threshold,
+        help=f"smallest cosine of two rows that makes a pair (default {defaults.threshold})",
+    )
+    parser.add_argument(
+        "--neighbours",
+        type=int,
+        default=defaults.neighbours,
+        metavar="K",
+        help=f"neighbours of each image to look at (default {defaults.neighbours})",
+    )
+    parser.add_argument(
+        "--most-pairs",
+        type=int,
+        default=defaults.most_pairs,
+        metavar="N",
+        help=f"number of pairs to write (default {defaults.most_pairs})",
+    )
+    return parser

@@ -1,0 +1,94 @@
+"""The rows of a run on its weight servers, for commands that read them after or during the run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.data.packed import PackedImages
+from trainer.run.checkpoint_file import newest_history, saved_steps
+from trainer.run.directory import read_config
+from trainer.run.resume import check_descent
+from weightserver import ClientSecurity, LocalCluster, WeightClient
+from weightserver.common.atomic_files import to_path
+from weightserver.operations.arguments import add_security_arguments, client_security
+from weightserver.torch import RangesOrder
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """The rows of a run, and the images that they belong to."""
+
+    client: WeightClient
+    order: RangesOrder
+    """Row <-> image."""
+    num_images: int
+    """Number of the run's images; the table may have more rows."""
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the run's directory, and where its weight servers are."""
+    parser.add_argument("run", type=to_path, help="the run's directory")
+    parser.add_argument("--servers", help="host:port,host:port of all weight servers (default: the run's)")
+    add_security_arguments(parser)
+
+
+@contextmanager
+def open_stored_rows(options: argparse.Namespace) -> Iterator[StoredRows]:
+    """Connects to the weight servers of `options.run`: those of --servers, else the run's, else its local ones, which
+    are started. The options are those of `add_run_arguments`, and `checkpoint`.
+
+    Raises:
+        ValueError: the directory holds no run, or has no local weight servers, or they hold another table.
+        WeightServerError: weight servers that are unreachable or refuse, or hold older rows than the run's.
+    """
+    run, config = options.run, read_config(options.run)
+    with ExitStack() as stack:
+        servers = options.servers or config.get("servers")
+        security: dict[str, Any] = {}
+        if servers:
+            security = _security(options, config).client_arguments()
+            addresses = [address.strip() for address in servers.split(",")]
+        else:
+            directory = run / "servers"
+            if not directory.exists():
+                raise ValueError(f"{run} has no local weight servers (dense rows?): give --servers")
+            addresses = stack.enter_context(LocalCluster(len(list(directory.glob("shard-*/"))), directory)).addresses
+        client = stack.enter_context(WeightClient(addresses, retry_seconds=10, **security))
+        spec = client.describe().spec
+        if (spec.dim, spec.seed) != (config["dim"], config["seed"]):
+            raise ValueError(f"the weight servers hold another table than {run}, {spec}: give the run's --servers")
+        steps = saved_steps(run / "checkpoints")
+        if steps and not options.checkpoint:
+            check_descent(run / "checkpoints", steps[-1], client, otherwise=", or give --checkpoint")
+        yield StoredRows(client, *_order(run, spec.num_rows, config))
+
+
+def _order(run: Path, num_rows: int, config: dict[str, Any]) -> tuple[RangesOrder, int]:
+    """The order of the run's images, and their number, which may be less than the table's number of rows.
+
+    Packed images store their order, which later ranges extend.
+    """
+    history = newest_history(run / "checkpoints")
+    num_images = history.num_images if history else num_rows
+    if config.get("dataset") != "packed":
+        return RangesOrder((num_images,), config["order_seed"]), num_images
+    order = PackedImages(Path(config["data_dir"])).order
+    if order.num_rows < num_images:
+        raise ValueError(
+            f"{run} has {num_images} images, but {config['data_dir']} only {order.num_rows}: restore the others"
+        )
+    return order, num_images
+
+
+def _security(options: argparse.Namespace, config: dict[str, Any]) -> ClientSecurity:
+    """The security options of this command, or the run's if it has none."""
+    own = client_security(options)
+    if own != ClientSecurity():
+        return own
+    files = {name: config[name] for name in ("tls_ca", "tls_cert", "tls_key", "token_file") if config.get(name)}
+    return ClientSecurity(**{name: Path(file) for name, file in files.items()}, insecure=bool(config.get("insecure")))

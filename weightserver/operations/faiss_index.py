@@ -1,0 +1,53 @@
+"""Writes rows as an index of faiss, which other programs search by cosine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from weightserver.common.atomic_files import atomic_write
+from weightserver.core.arrays import Float32Array, Int64Array
+from weightserver.core.similarity import unit_rows
+
+
+def import_faiss() -> ModuleType:
+    """faiss. Raises ValueError if it is not installed."""
+    try:
+        import faiss
+    except ImportError:
+        raise ValueError("--faiss needs faiss: pip install 'pic-weightserver[faiss]'") from None
+    module: ModuleType = faiss
+    return module
+
+
+def write_index(path: Path, dim: int, parts: Iterable[tuple[Int64Array, Float32Array]]) -> int:
+    """Writes an IndexIDMap2 of an IndexFlatIP to `path`; returns its number of rows.
+
+    It holds each row divided by its norm, so that inner products with unit vectors are cosines, under its number. faiss
+    keeps the whole index in memory, 4·D + 8 bytes a row; the parts are added one after another.
+
+    Args:
+        parts: row numbers (int64 [n]) and weights (float32 [n, D]).
+
+    Raises:
+        ValueError: faiss is not installed, or the file exists.
+        OSError: the file cannot be written.
+    """
+    faiss = import_faiss()
+    if path.exists():
+        raise ValueError(f"{path} exists: give another file")
+    index = faiss.IndexIDMap2(faiss.IndexFlatIP(dim))
+    for rows, weight in parts:
+        index.add_with_ids(np.ascontiguousarray(unit_rows(weight)), rows)
+
+    def write(partial: Path) -> None:
+        try:
+            faiss.write_index(index, str(partial))
+        except RuntimeError as error:  # faiss's errors have several lines
+            raise OSError(f"{path} cannot be written ({str(error).splitlines()[-1]})") from None
+
+    atomic_write(path, write)
+    return int(index.ntotal)

@@ -1,0 +1,139 @@
+"""Search of a shard's stored rows: reads them chunk by chunk, each in a snapshot of its own, and keeps the k best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from weightserver.core.arrays import Float32Array, Int64Array
+from weightserver.core.blocks import RowBuffer
+from weightserver.core.similarity import NearestRows
+from weightserver.core.spec import TableSpec
+from weightserver.shard.reading import RawRows, ReadAt
+from weightserver.shard.table import Table
+from weightserver.storage.interface import NEWEST, Storage, Transaction
+from weightserver.storage.records import read_state
+
+_CHUNK_BYTES = 2 << 20
+"""Bytes of the weights that are compared together."""
+_MAX_CHUNK_ROWS = 4_096
+_MAX_SEEN_BLOCKS = 10_000
+"""Number of blocks inspected in one snapshot: 20 ms."""
+
+
+@dataclass(frozen=True)
+class Query:
+    """What is searched for."""
+
+    vectors: Float32Array  # (q, D), finite
+    k: int
+    similarity: str
+    """One of `SIMILARITIES`."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a search of some blocks."""
+
+    rows: Int64Array  # (q, n)
+    similarity: Float32Array  # (q, n)
+    next_block: int | None
+    """The block to continue at; None after the last one."""
+    num_rows: int
+    """Number of rows searched."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Stored rows that were read in one snapshot."""
+
+    rows: Int64Array  # (n,), ascending
+    found: RawRows
+    next_block: int | None
+
+
+def rows_per_chunk(spec: TableSpec) -> int:
+    """The most rows of a chunk."""
+    return max(spec.rows_per_block, min(_MAX_CHUNK_ROWS, _CHUNK_BYTES // (4 * spec.dim)))
+
+
+def search(
+    chunks: Iterator[Chunk], query: Query, correct: Callable[[Chunk], None], may_continue: Callable[[], bool]
+) -> Found:
+    """Searches at least one chunk, and further ones while `may_continue`, asked after each.
+
+    Args:
+        correct: brings the rows of a chunk to the wanted step, in place.
+    """
+    nearest, next_block = NearestRows(query.vectors, query.k, query.similarity), None
+    for chunk in chunks:
+        correct(chunk)
+        nearest.add(chunk.rows, chunk.found.buffer.widened_weight())
+        next_block = chunk.next_block
+        if not may_continue():
+            break
+    return Found(*nearest.found(), next_block, nearest.num_rows)
+
+
+def read_chunks(
+    storage: Storage, table: Table, at: ReadAt, first: int, *, num_shards: int, verify: bool, weight_only: bool
+) -> Iterator[Chunk]:
+    """The stored rows of the blocks from number `first` on, ascending; at least one chunk, which may be empty.
+
+    Args:
+        verify: whether to check the checksums of the blocks.
+        weight_only: whether momentum buffers and last steps are left out; their values are undefined then.
+
+    Raises:
+        NoTableError: there is no such checkpoint.
+        StorageError: a block is damaged.
+    """
+    block: int | None = first
+    while block is not None:
+        with storage.read() as txn:
+            chunk = _read_chunk(txn, table, at, block, num_shards=num_shards, verify=verify, weight_only=weight_only)
+        yield chunk
+        block = chunk.next_block
+
+
+def _read_chunk(
+    txn: Transaction, table: Table, at: ReadAt, first: int, *, num_shards: int, verify: bool, weight_only: bool
+) -> Chunk:
+    codec, rows_per_block = table.codec, table.spec.rows_per_block
+    up_to, end = _limits(txn, table, at)
+    num_wanted = rows_per_chunk(table.spec) // rows_per_block
+    found: list[tuple[int, memoryview, Int64Array]] = []
+    block = txn.next_block(first)
+    if block is not None:
+        txn.prefetch(range(block, block + num_wanted * num_shards, num_shards), up_to=up_to)
+    for _ in range(_MAX_SEEN_BLOCKS):  # includes blocks that are newer than the checkpoint
+        if block is not None and block >= end:
+            block = None
+        if block is None or len(found) == num_wanted:
+            break
+        stored = txn.newest_block(block, up_to=up_to)
+        if stored is not None:
+            if verify:
+                codec.check(block, stored)
+            found.append((block, stored, codec.written(stored)))
+        block = txn.next_block(block + 1)
+    buffer, start = RowBuffer(codec, sum(len(slots) for _, _, slots in found)), 0
+    for _, stored, slots in found:
+        part = slice(start, start + len(slots))
+        copy = buffer.copy_weight if weight_only else buffer.copy
+        copy(part, stored, slice(0, rows_per_block) if len(slots) == rows_per_block else slots)
+        start = part.stop
+    rows = [number * rows_per_block + slots for number, _, slots in found]
+    all_small = all(codec.is_small(stored) for _, stored, _ in found)
+    return Chunk(np.concatenate(rows) if rows else np.zeros(0, np.int64), RawRows(buffer, all_small), block)
+
+
+def _limits(txn: Transaction, table: Table, at: ReadAt) -> tuple[int, float]:
+    """The newest generation to read, and the end of its blocks. Raises NoTableError if there is no such checkpoint."""
+    if at.checkpoint is None:
+        return NEWEST, math.inf
+    kept = read_state(txn).checkpoint(at.checkpoint, at.checkpoint_id)
+    return kept.generation, replace(table.spec, num_rows=kept.num_rows or table.spec.num_rows).num_blocks
