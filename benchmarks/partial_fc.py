@@ -8,8 +8,9 @@ the classes.
 
 - Partial FC (An et al., 2021): weight and momentum of all classes in one process; each step takes the batch's classes
   and uniformly sampled others, K together, computes the softmax over them and applies SGD with momentum to them alone.
-- Rows on weight servers: `ClassifierHead` with two embedded shards; uniform negatives in whole blocks, then recent
-  ones. Classes that are not active follow momentum and weight decay exactly.
+- Rows on weight servers: `ClassifierHead` with two embedded shards. First with uniform negatives in whole blocks and
+  rows that stand still while they are not active, which differs from Partial FC in the blocks alone; then, with uniform
+  and with recent negatives, rows that follow momentum and weight decay exactly.
 
 Every measurement runs in a process of its own, whose peak of resident memory is reported; that of the shards apart. A
 measurement that exists in results/partial_fc.json is not repeated: after an interruption the same command continues. A
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,9 @@ from weightserver.core.initial import initial_rows
 from weightserver.torch import ClassifierHead, cosine_softmax_loss
 
 DIM, INPUT_DIM, HIDDEN_DIM, IMAGES_PER_CLASS, NOISE = 128, 64, 256, 8, 0.7
-TEMPERATURE, RATE, MOMENTUM, WEIGHT_DECAY = 0.05, 0.1, 0.9, 1e-4
-METHODS = ("partial-fc", "uniform", "recent")
-"""The peer, and the head with two kinds of negatives."""
+TEMPERATURE, RATE, MOMENTUM, WEIGHT_DECAY = 0.05, 0.02, 0.9, 1e-4
+METHODS = ("partial-fc", "uniform-uncorrected", "uniform", "recent")
+"""The peer, and the head: with inactive rows that stand still as the peer's do; exact, with two kinds of negatives."""
 WARM_UP = 20
 """Steps before those that are timed."""
 
@@ -60,7 +61,7 @@ class Task:
     num_negatives: int
     batch_size: int
     window: int
-    """Images in the window, which moves by a quarter of them."""
+    """Images in the window, which moves by a quarter of them; 0 for all images at random."""
     steps: int
 
     @property
@@ -137,50 +138,61 @@ def run(task: Task, directory: Path) -> dict[str, Any]:
     encoder = nn.Sequential(nn.Linear(INPUT_DIM, HIDDEN_DIM), nn.ReLU(), nn.Linear(HIDDEN_DIM, DIM))
     optimizer = torch.optim.SGD(encoder.parameters(), lr=RATE, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
     labels = np.random.default_rng(1).permutation(np.arange(IMAGES_PER_CLASS * task.num_classes) % task.num_classes)
-    head = ClassifierHead(
-        task.num_classes,
-        DIM,
-        num_negatives=task.num_negatives,
-        negatives="recent" if task.method == "recent" else "uniform",
-        directory=directory,
-        num_shards=2,
-        momentum=MOMENTUM,
-        weight_decay=WEIGHT_DECAY,
-        temperature=TEMPERATURE,
-    )
-    peer: PartialFC | None = None
-    sampler = head.sampler(
-        batch_size=task.batch_size, window_size=task.window, window_stride=task.window // 4, classes=labels
-    )
-    loader = DataLoader(Images(labels), batch_sampler=sampler, collate_fn=lambda batch: batch)
-    if task.method == "partial-fc":
-        peer = PartialFC(task.spec, num_active=task.num_negatives, temperature=TEMPERATURE, seed=2)
-    losses, seconds = [], []
-    with head:
-        coming = iter(repeated(loader) if peer else repeated(head.announced(loader)))
+    with head_of(task, directory) as head:
+        peer: PartialFC | None = None
+        if task.method == "partial-fc":
+            peer = PartialFC(task.spec, num_active=task.num_negatives, temperature=TEMPERATURE, seed=2)
+        loader = loader_of(task, head, labels)
+        coming, losses, seconds = repeated(loader if peer else head.announced(loader)), [], []
         started = time.perf_counter()
         for step in range(task.steps):
             classes, images = next(coming)
-            model: Callable[[Tensor, Tensor], Tensor] = peer or head
-            loss = model(encoder(images), rows_of(head, classes) if peer else classes)
+            loss = peer(encoder(images), rows_of(head, classes)) if peer else head(encoder(images), classes)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             (peer or head).step(learning_rate=RATE)
             head.num_steps = step + 1  # where the sampler continues, also for the peer
             losses.append(loss.item())
-            now = time.perf_counter()
-            if step >= WARM_UP:
-                seconds.append(now - started)
-            started = now
-        shards = [child for child in psutil.Process().children(recursive=True) if "weightserver" in child.cmdline()]
-        return {
-            "losses": losses,
-            "step": timing(seconds),
-            "trainer_peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-            "shards_bytes": sum(shard.memory_full_info().uss for shard in shards),
-            "disk_bytes": sum(512 * file.stat().st_blocks for file in directory.rglob("*") if file.is_file()),
-        }
+            seconds.append(time.perf_counter() - started)
+            started += seconds[-1]
+        return {"losses": losses, "step": timing(seconds[WARM_UP:]), **memory(directory)}
+
+
+def head_of(task: Task, directory: Path) -> ClassifierHead:
+    """The head; it starts its shards at its first use, and none for the peer."""
+    return ClassifierHead(
+        task.num_classes,
+        DIM,
+        num_negatives=task.num_negatives,
+        negatives="recent" if task.method == "recent" else "uniform",
+        correction="none" if task.method == "uniform-uncorrected" else "exact",
+        directory=directory,
+        num_shards=2,
+        momentum=MOMENTUM,
+        weight_decay=WEIGHT_DECAY,
+        temperature=TEMPERATURE,
+    )
+
+
+def loader_of(task: Task, head: ClassifierHead, labels: Int64Array) -> DataLoader[Any]:
+    sampler = head.sampler(
+        batch_size=task.batch_size,
+        window_size=task.window or None,
+        window_stride=task.window // 4 or None,
+        classes=labels,
+    )
+    return DataLoader(Images(labels), batch_sampler=sampler, collate_fn=lambda batch: batch)
+
+
+def memory(directory: Path) -> dict[str, int]:
+    """Bytes of the trainer at its peak, of its shards now, and of their files."""
+    shards = [child for child in psutil.Process().children(recursive=True) if "weightserver" in child.cmdline()]
+    return {
+        "trainer_peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "shards_bytes": sum(shard.memory_full_info().uss for shard in shards),
+        "disk_bytes": sum(512 * file.stat().st_blocks for file in directory.rglob("*") if file.is_file()),
+    }
 
 
 def rows_of(head: ClassifierHead, classes: Tensor) -> Tensor:
@@ -247,7 +259,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2_000)
     parser.add_argument("--num-negatives", type=int, default=8_192)
     parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument("--window", type=int, default=65_536)
+    parser.add_argument("--window", type=int, default=65_536, help="images in the window; 0 visits all at random")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--task", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

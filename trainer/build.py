@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.classes import order_of
+from trainer.classes import RunClasses, classes_of
 from trainer.config import TrainConfig
 from trainer.data import Dataset
 from trainer.data.augment import Augmentation
@@ -34,9 +34,7 @@ from weightserver.common.background import computed_ahead
 from weightserver.torch import (
     Announced,
     ClassifierHead,
-    ClassOrder,
     LearningRates,
-    RangesOrder,
     Ranks,
     WindowSampler,
     beginning_norm,
@@ -86,11 +84,10 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
     config.configure_torch()
     num_images = len(dataset.train_images)
     num_steps = config.num_steps(num_images)
-    order = order_of(config, dataset)
-    num_classes = order.num_classes if isinstance(order, ClassOrder) else num_images
-    spec = _table_spec(config, num_classes)
-    sampler = _sampler(config, order, ranks)
-    negatives = config.negative_sampler(num_classes)
+    classes = classes_of(config, dataset)
+    spec = _table_spec(config, classes.number)
+    sampler = _sampler(config, classes, ranks)
+    negatives = config.negative_sampler(classes.number)
     negatives.check(config.batch_size)
     model = _model(config, ranks.device)
     encoder = averaged_over_ranks(model, ranks)
@@ -105,7 +102,7 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
             spec,
             dataset.ranges,
             dataset.digests,
-            classes=order.digest if isinstance(order, ClassOrder) else "",
+            classes=classes.digest,
             ranks=ranks,
             device=ranks.device,
         )
@@ -116,7 +113,7 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
     recorder.follow(opened.store.counters, start_step)
     signals = stack.enter_context(stop_signals())
     if ranks.is_first:
-        _warn_of_few_classes(config, num_images, num_classes)
+        _warn_of_few_classes(config, num_images, classes.number)
         started = {"step": start_step, "num_steps": num_steps, "ranks": ranks.world_size, "rows": config.rows}
         _log.info("training begins", extra=started | {"epoch": opened.epoch})
 
@@ -127,7 +124,7 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
         opened.rates,
         negatives=negatives,
         loss=config.loss_function(),
-        order=order if isinstance(order, RangesOrder) else RangesOrder([num_classes], config.order_seed),
+        order=classes.rows,
         ranks=ranks,
         init_norm=beginning_norm(spec, None) if config.init == "embedding" else None,
         first_step=start_step,
@@ -203,10 +200,10 @@ def _restore(
     return opened.checkpoint_step
 
 
-def _sampler(config: TrainConfig, order: RangesOrder | ClassOrder, ranks: Ranks) -> WindowSampler:
+def _sampler(config: TrainConfig, classes: RunClasses, ranks: Ranks) -> WindowSampler:
     """The visits of a run; a batch of the sampler is one of the parts that --accumulate makes of the run's batch."""
     return WindowSampler(
-        order,
+        classes.order,
         window_size=config.window_size,
         window_stride=config.window_stride,
         batch_size=config.part_size,

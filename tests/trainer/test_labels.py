@@ -17,7 +17,7 @@ import torch
 
 from tests.helpers.small_run import NUM_IMAGES, ONLY_ROWS, losses, small_run
 from trainer.build import _warn_of_few_classes
-from trainer.classes import order_of
+from trainer.classes import classes_of
 from trainer.config import TrainConfig, parse_config
 from trainer.data import Dataset, datasets
 from trainer.data.augment import AugmentationConfig
@@ -26,7 +26,7 @@ from trainer.model import EncoderConfig, load_encoder
 from trainer.run.history import ImageHistory
 from trainer.stopping import Interrupted
 from weightserver import LocalCluster, WeightClient
-from weightserver.torch import NEGATIVES, ClassOrder, RowOrder
+from weightserver.torch import NEGATIVES, RowOrder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_CLASSES = 60
@@ -153,9 +153,7 @@ def test_the_data_sets_own_labels_are_learned(tmp_path: Path, monkeypatch: pytes
         augmentation=AugmentationConfig(min_scale=0.5, jitter_probability=0.0, blur_probability=0.0),
         encoder=EncoderConfig(in_channels=1, image_size=16, width=8, stem_stride=2, blocks=(1, 1)),
     )
-    order = order_of(config, dataset)
-    assert isinstance(order, ClassOrder)
-    assert order.num_classes == 4
+    assert classes_of(config, dataset).number == 4
     result = train(config)
     assert np.mean(losses(config.output)[-10:]) < 0.7 * np.log(4) < losses(config.output)[0]
     assert result.summary["knn_top1"] > 90

@@ -7,8 +7,9 @@ what neighbouring rows cost. Of M blocks, n are drawn without replacement, all s
   of exp(logit) over the sampled rows is an unbiased estimate of the sum over all rows, as if rows were drawn singly.
 - The estimate's variance is M²/n · (1 − n/M) · s², s² being the variance of the blocks' sums. Compared with single rows
   it is larger by Kish's design effect 1 + (R−1)·ρ, R being the rows of a block and ρ the correlation of exp(logit)
-  within blocks (Kish, Survey Sampling, 1965). Rows in a random order (`RowOrder`, `ClassOrder`) have ρ ≈ 0; rows sorted
-  by similarity would have ρ near 1, and R times the variance.
+  within blocks (Kish, Survey Sampling, 1965). Rows in a random order (`RowOrder`, `ClassOrder`) that are visited at
+  random have ρ ≈ 0; rows sorted by similarity would have ρ near 1, and R times the variance. A sliding window visits
+  the rows of a block at about the same time, so that they may have more in common: smaller blocks help there.
 
 The uniform scheme is Partial FC's (An et al., 2021), whose rows are sampled singly.
 """
