@@ -77,7 +77,7 @@ def softmax_loss(
     with torch.autocast(features.device.type, enabled=False):
         own = distinct(labels) if labels.dim() == 2 else labels[:, None]  # (B, P)
         if ranks is None or ranks.world_size == 1:
-            logits = with_margin(features @ weight.T, own, margin) / temperature  # (B, K)
+            logits = _only_first(with_margin(features @ weight.T, own, margin) / temperature, num_rows)  # (B, K)
             if own.shape[1] == 1:
                 return F.cross_entropy(logits, own[:, 0])
             values, is_own = own_values(logits, own)
@@ -85,8 +85,7 @@ def softmax_loss(
 
         whole: Tensor = _WholeBatch.apply(features, len(labels), ranks)  # type: ignore[no-untyped-call]
         logits = with_margin(whole @ weight.T, own, margin) / temperature  # (B, D) times (D, K of this rank)
-        if num_rows is not None and num_rows < len(weight):
-            logits = logits.masked_fill(torch.arange(len(weight), device=logits.device) >= num_rows, -math.inf)
+        logits = _only_first(logits, num_rows)
         # Subtracting a constant keeps the softmax unchanged and exp in range.
         logits = logits - (_largest_of_each(logits) if largest_logit is None else largest_logit)
         values, is_own = own_values(logits, own)  # of other ranks' rows 0
@@ -94,6 +93,13 @@ def softmax_loss(
         total, positive, count = _SumOverRanks.apply(parts)  # type: ignore[no-untyped-call]
         loss: Tensor = (total.log() - positive / count).mean()
         return loss
+
+
+def _only_first(logits: Tensor, num_rows: int | None) -> Tensor:
+    """Logits (B, K) with -inf for all but the first `num_rows` classes; for all of them if None."""
+    if num_rows is None or num_rows >= logits.shape[1]:
+        return logits
+    return logits.masked_fill(torch.arange(logits.shape[1], device=logits.device) >= num_rows, -math.inf)
 
 
 def _largest_of_each(logits: Tensor) -> Tensor:

@@ -121,6 +121,23 @@ def test_impossible_margins_are_refused(kind: MarginKind, size: float, message: 
         Margin(kind, size)
 
 
+@pytest.mark.parametrize(("kind", "labels"), CASES, ids=IDS)
+def test_padding_is_no_class_on_one_rank_either(kind: MarginKind, labels: Tensor) -> None:
+    """A GPU has fewer than K active classes with sampled negatives, and before K classes were met."""
+    features, weight = inputs()
+    padded = torch.cat([weight.detach(), torch.zeros(4, 5)]).requires_grad_()
+    loss_of = partial(cosine_softmax_loss, labels=labels, temperature=0.2, margin=margin_of(kind, None))
+    expected = loss_of(features.detach(), weight)
+    loss = loss_of(features, padded, num_rows=9)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    loss.backward()
+    expected.backward()
+    assert padded.grad is not None
+    assert weight.grad is not None
+    torch.testing.assert_close(padded.grad[:9], weight.grad)
+    assert not padded.grad[9:].any()
+
+
 def compute(rank: int, world_size: int, port: int, out: str) -> None:
     """Losses and gradients of all cases on one of several ranks: rows are dealt in turn, images in slices.
 
@@ -138,11 +155,7 @@ def compute(rank: int, world_size: int, port: int, out: str) -> None:
         for num_padded, temperature in ((0, 0.2), (3, 1 / 64)):
             features, weight = inputs(torch.float32)
             part = features[ranks.share(len(labels))].detach().requires_grad_()
-            rows = (
-                torch.nn.functional.pad(weight[mine], (0, 0, 0, num_padded if world_size > 1 else 0))
-                .detach()
-                .requires_grad_()
-            )
+            rows = torch.nn.functional.pad(weight[mine], (0, 0, 0, num_padded)).detach().requires_grad_()
             loss = cosine_softmax_loss(
                 part,
                 rows,
