@@ -14,9 +14,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 import trainer.data.__main__
@@ -179,8 +181,8 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_the_reference_has_every_public_name() -> None:
-    documented = re.findall(r"^::: weightserver\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
-    assert sorted(documented) == sorted(weightserver.__all__)
+    documented = re.findall(r"^::: weightserver\.([\w.]+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    assert sorted(documented) == sorted([*weightserver.__all__, "torch.ClassifierHead", "torch.WindowSampler"])
 
 
 # ---- the blocks of the first pages
@@ -194,7 +196,7 @@ def blocks_of(document: str) -> list[str]:
     return [*fenced, *(re.sub("^    ", "", block, flags=re.MULTILINE) for block in indented)]
 
 
-BLOCKS = {document: blocks_of(document) for document in ("README.md", "docs/start-here.md")}
+BLOCKS = {document: blocks_of(document) for document in ("README.md", "docs/start-here.md", "docs/own-loop.md")}
 NAMED: list[str] = []
 
 
@@ -210,10 +212,23 @@ TABLE = block("README.md", "Top-1 on the test images")
 IMAGES = block("README.md", "python -m trainer.data pack")
 SERVERS = block("README.md", "weightserver serve")
 PYTHON = block("README.md", "import numpy")
+HEAD = block("README.md", "from torch.utils.data import DataLoader")
 LAYOUT = block("README.md", "weightserver/")
 START_MAKE = block("docs/start-here.md", "make demo")
 START_TABLE = block("docs/start-here.md", "Top-1 on the test images")
 START_LOOK = block("docs/start-here.md", "ls runs/demo-1")
+OWN_INSTALL = block("docs/own-loop.md", "pip install 'pic-weightserver[torch]'")
+OWN_LOOPS = [
+    block("docs/own-loop.md", beginning)
+    for beginning in (
+        "import torch",
+        "for ids, images in batches",
+        "(first_ids, first)",
+        "scaler = ",
+        "model = ",
+        "rows = ",
+    )
+]
 SHORT_RUN = (
     "--steps 3 --batch-size 4 --num-negatives 8 --window-size 12 --window-stride 4 --dim 8 --precision float32 "
     "--encoder.name torchvision:resnet18 --encoder.image-size 32"
@@ -336,6 +351,50 @@ def test_the_python_example() -> None:
     weight = namespace["weight"]
     assert isinstance(weight, np.ndarray)
     assert weight.shape == (2, 128)
+
+
+SMALL_HEAD = [
+    ('servers="ws0:50051,ws1:50051"', "directory=directory"),
+    ("10_000_000", "64"),
+    ("65_536", "16"),
+    ("131_072", "32"),
+    ("16_384", "8"),
+    ("batch_size=512", "batch_size=8"),
+]
+
+
+def own_loop(directory: Path) -> dict[str, Any]:
+    """What the blocks take for granted."""
+    encoder = torch.nn.Linear(5, 128)
+    dataset = [(number, torch.randn(5)) for number in range(64)]
+    return {
+        "directory": directory,
+        "dataset": dataset,
+        "batches": list(torch.utils.data.DataLoader(dataset, batch_size=8)),
+        "encoder": encoder,
+        "optimizer": torch.optim.SGD(encoder.parameters(), lr=0.1),
+        "device": torch.device("cpu"),
+    }
+
+
+def test_the_head_in_your_own_loop(tmp_path: Path) -> None:
+    """The README's loop, as it is printed but for the sizes and the servers."""
+    namespace = own_loop(tmp_path / "rows")
+    exec(shortened(HEAD, *SMALL_HEAD), namespace)
+    assert namespace["head"].num_steps == 8
+    namespace["head"].close()
+
+
+@pytest.mark.guard
+def test_the_page_on_your_own_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks, one after the other."""
+    assert OWN_INSTALL.strip() in HEAD
+    monkeypatch.chdir(tmp_path)
+    namespace = own_loop(tmp_path / "rows")
+    exec(shortened(OWN_LOOPS[0], *SMALL_HEAD), namespace)
+    for block in OWN_LOOPS[1:]:
+        exec(block, namespace)
+    assert namespace["rows"].shape == (3, 128)
 
 
 def test_the_layout_names_what_is_there() -> None:

@@ -61,12 +61,12 @@ def ids_of_all_ranks(batches: list[Int64Array], ranks: Ranks) -> Int64Array:
     )
     if most != -least:
         raise ValueError(
-            f"the batches of a step must be equally large, on every rank, got {-least:.0f} to {most:.0f} classes: "
+            f"the batches of a step must be equally large, on every rank, got {abs(least):.0f} to {most:.0f} classes: "
             "leave out the last batch (drop_last=True), also on the rank whose loader has the fewest"
         )
     if most_batches != -least_batches:
         raise ValueError(
-            f"a step must have as many batches on every rank, got {-least_batches:.0f} to {most_batches:.0f}: give "
+            f"a step must have as many batches on every rank, got {abs(least_batches):.0f} to {most_batches:.0f}: give "
             "every rank the same batches_per_step"
         )
     if most_places != -least_places or len({batch.ndim for batch in batches}) > 1:

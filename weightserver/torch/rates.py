@@ -18,7 +18,37 @@ _FIRST_WAIT_SECONDS = 0.01
 _LONGEST_WAIT_SECONDS = 0.5
 _LEAST_ROOM = 1024
 _REPEATED_STEPS = 1024
-"""Further updates for which the servers get a learning rate that stays the same: a change takes two commits."""
+"""Updates ahead for which a learning rate is assumed that stays the same: telling the servers takes two commits."""
+
+
+class _Copy:
+    """What another place holds of the learning rates: the first ones, and some ahead that may turn out to be wrong.
+
+    Rates that are told one by one are copied one by one if they differ; while they stay the same, they are repeated for
+    later updates, since a copy costs more than a number.
+    """
+
+    def __init__(self, num_right: int) -> None:
+        self.num_right = num_right
+        self._ahead = np.zeros(0, np.float32)  # what it holds from num_right on
+
+    def compare(self, known: Float32Array, ahead: Float32Array | None = None) -> None:
+        """Notes what is right by now; `ahead` is what the place holds from `num_right` on, if that was read."""
+        ahead, known = self._ahead if ahead is None else ahead, known[self.num_right :]
+        differ = np.flatnonzero(ahead[: len(known)] != known[: len(ahead)])
+        num_right = int(differ[0]) if len(differ) else min(len(ahead), len(known))
+        self.num_right += num_right
+        self._ahead = ahead[num_right:]
+
+    def missing(self, known: Float32Array) -> Float32Array:
+        """What to write there from `num_right` on."""
+        repeated = _REPEATED_STEPS if len(known) > 1 and known[-1] == known[-2] else 0
+        return np.concatenate([known[self.num_right :], np.full(repeated, known[-1], np.float32)])
+
+    def written(self, known: Float32Array, rates: Float32Array) -> None:
+        """Notes that `missing` was written."""
+        self._ahead = rates[len(known) - self.num_right :]
+        self.num_right = len(known)
 
 
 class LearningRates:
@@ -34,6 +64,7 @@ class LearningRates:
         self._schedule = Schedule.of_table(spec, given)
         self._rates = self._schedule.learning_rates  # float32, with room for more
         self._num_known = len(self._rates)
+        self._in_schedule = _Copy(self._num_known)
 
     def __len__(self) -> int:
         return self._num_known
@@ -66,9 +97,14 @@ class LearningRates:
         return float(self._rates[step])
 
     def schedule(self, num_steps: int = 0) -> Schedule:
-        """The transfer products of at least the first `num_steps` updates."""
-        if num_steps > self._schedule.horizon:
-            self._schedule.extend(self._schedule.horizon, self.known()[self._schedule.horizon :])
+        """The transfer products of at least the first `num_steps` updates; those of later ones may be wrong."""
+        copy, known = self._in_schedule, self.known()
+        if num_steps > copy.num_right:
+            copy.compare(known)
+        if num_steps > copy.num_right:
+            missing = copy.missing(known)
+            self._schedule.extend(copy.num_right, missing)
+            copy.written(known, missing)
         return self._schedule
 
     def known(self) -> Float32Array:
@@ -84,8 +120,8 @@ def as_learning_rates(spec: TableSpec, learning_rates: LearningRates | npt.Array
 class PublishedRates:
     """Makes the weight servers know learning rates before a write needs them. Any thread may call it.
 
-    Rank 0 extends the servers' schedule, and the other ranks wait until it has. While the learning rate stays the same,
-    rank 0 repeats it for later updates too, and rewrites those when it changes: no write has reached them.
+    Rank 0 extends the servers' schedule, and the other ranks wait until it has. Rates ahead that turn out to be wrong
+    are rewritten: no write has reached them.
 
     Args:
         num_published: number of learning rates that the servers know.
@@ -104,8 +140,7 @@ class PublishedRates:
         self._rates = rates
         self._client = client
         self._is_first = ranks.is_first
-        self._num_published = num_published
-        self._ahead = np.zeros(0, np.float32)  # what the servers have for the updates from num_published on
+        self._servers = _Copy(num_published)
         self._timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
 
@@ -116,41 +151,27 @@ class PublishedRates:
             StepError: rank 0 did not make them known in time.
         """
         with self._lock:
-            self._compare()
-            if num_steps <= self._num_published:
+            self._servers.compare(known := self._rates.known())
+            if num_steps <= self._servers.num_right:
                 return
             if self._is_first:
-                self._publish()
+                missing = self._servers.missing(known)
+                self._client.extend_schedule(self._servers.num_right, missing)
+                self._servers.written(known, missing)
             else:
-                self._wait_for(num_steps)
+                self._wait_for(num_steps, known)
 
-    def _compare(self) -> None:
-        """Notes which of the servers' learning rates ahead turned out to be right."""
-        known = self._rates.known()[self._num_published :]
-        ahead = self._ahead[: len(known)]
-        differ = np.flatnonzero(ahead != known[: len(ahead)])
-        num_right = int(differ[0]) if len(differ) else len(ahead)
-        self._num_published += num_right
-        self._ahead = self._ahead[num_right:]
-
-    def _publish(self) -> None:
-        known = self._rates.known()
-        repeated = _REPEATED_STEPS if len(known) > 1 and known[-1] == known[-2] else 0
-        ahead = np.full(repeated, known[-1], np.float32)
-        self._client.extend_schedule(self._num_published, np.concatenate([known[self._num_published :], ahead]))
-        self._num_published, self._ahead = len(known), ahead
-
-    def _wait_for(self, num_steps: int) -> None:
+    def _wait_for(self, num_steps: int, known: Float32Array) -> None:
         deadline, wait = time.monotonic() + self._timeout_seconds, _FIRST_WAIT_SECONDS
         while True:
-            self._ahead = self._client.learning_rates()[self._num_published :]
-            self._compare()
-            if self._num_published >= num_steps and self._client.describe().horizon >= num_steps:
+            self._servers.compare(known, self._client.learning_rates()[self._servers.num_right :])
+            if self._servers.num_right >= num_steps and self._client.describe().horizon >= num_steps:
                 return
             if time.monotonic() > deadline:
                 raise StepError(
-                    f"this rank writes rows after {num_steps} updates, the weight servers have its learning rates of "
-                    f"{self._num_published}: rank 0 has not given the same ones for {self._timeout_seconds:g} s"
+                    f"this rank writes rows after {num_steps} updates, but the weight servers have its learning rates "
+                    f"of {self._servers.num_right}: rank 0 was given no learning rate, or another one, for "
+                    f"{self._timeout_seconds:g} s"
                 )
             time.sleep(wait)
             wait = min(2 * wait, _LONGEST_WAIT_SECONDS)

@@ -50,7 +50,7 @@ class SlotMap:
         if len(idle) < num_leaving:
             raise ValueError(
                 f"{len(self.row)} resident rows are too few: step {step} needs {num_leaving - len(idle)} more; "
-                "raise --capacity or lower --prefetch-steps"
+                "raise --capacity (a head's `capacity`) or lower --prefetch-steps"
             )
         oldest = np.argpartition(self.last_announced[idle], num_leaving - 1)[:num_leaving]
         return idle[oldest]

@@ -1,0 +1,201 @@
+"""What a head refuses: one clear line each, and the next correct call continues."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.head.conftest import MakeHead
+from tests.helpers.own_loop import DIM, NUM_CLASSES, Dense, Encoder, loaded, shuffled, trained
+from weightserver import WeightClient, WeightServerError
+from weightserver.torch import ClassifierHead, WindowSampler
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "match"),
+    [
+        ([1, 2, 3, 40], ValueError, r"class 40 does not exist: the head has classes 0..39"),
+        ([1, 2, 3, -1], ValueError, r"class -1 does not exist: the head has classes 0..39"),
+        ([1.0, 2.0, 3.0, 4.0], TypeError, "classes must be integers, got float64"),
+        (torch.ones(4, dtype=torch.bool), TypeError, "classes must be integers, got bool"),
+        (["a"] * 4, TypeError, "classes must be integers, got <U1"),
+        (np.zeros((4, 1), int), ValueError, r"classes must have shape \(b,\), got \(4, 1\)"),
+        ([], TypeError, "classes must be integers, got float64"),
+        (np.zeros(0, int), ValueError, r"classes must have shape \(b,\), got \(0,\)"),
+        ([1, 2, 3], ValueError, r"embeddings must have shape \(3, 6\), one row for each class given, got \(4, 6\)"),
+        (np.array([1, 2, 3, 2**64 - 1], np.uint64), ValueError, "class 18446744073709551615 does not exist"),
+    ],
+)
+def test_classes(embeddings: torch.Tensor, ids: Any, error: type[Exception], match: str) -> None:
+    """Refused before the step begins: other classes may follow."""
+    with ClassifierHead(NUM_CLASSES, DIM, num_negatives=12, rows="dense") as head:
+        with pytest.raises(error, match=match) as raised:
+            head(embeddings, ids)
+        assert "\n" not in str(raised.value)
+        head(embeddings, [1, 2, 3, 4]).backward()
+        head.step(0.1)
+
+
+def test_embeddings(embeddings: torch.Tensor) -> None:
+    with ClassifierHead(NUM_CLASSES, DIM, num_negatives=12, rows="dense") as head:
+        with pytest.raises(ValueError, match=r"embeddings must have shape \(4, 6\), .*, got \(4, 5\)"):
+            head(embeddings[:, :5], [1, 2, 3, 4])
+        with pytest.raises(ValueError, match=r"embeddings are on meta, the head is on cpu: call head.to\(\) before"):
+            head(embeddings.to("meta"), [1, 2, 3, 4])
+        with pytest.raises(ValueError, match="the loss of a training step: call it with gradients"), torch.no_grad():
+            head(embeddings, [1, 2, 3, 4])
+        head(embeddings, [1, 2, 3, 4]).backward()
+        head.step(0.1)
+        with pytest.raises(ValueError, match="the head's rows are on cpu: move the head before its first use"):
+            head.to("meta")(embeddings.to("meta"), [1, 2, 3, 4])
+
+
+def test_the_order_of_calls(embeddings: torch.Tensor) -> None:
+    """A step needs forward, backward and a learning rate; each error leaves the step as it was."""
+    with ClassifierHead(NUM_CLASSES, DIM, num_negatives=12, rows="dense") as head:
+        with pytest.raises(ValueError, match=r"step\(\) without a forward pass: call head\(embeddings, ids\) first"):
+            head.step(0.1)
+        with pytest.raises(ValueError, match=r"no step was announced: call head\(embeddings, ids\), or announce\(ids"):
+            head.skip(0.1)
+        loss = head(embeddings, [1, 2, 3, 4])
+        with pytest.raises(ValueError, match=r"step\(\) without a backward pass: call loss.backward\(\) first"):
+            head.step(0.1)
+        loss.backward()
+        with pytest.raises(ValueError, match=r"learning rate of step 0 is not known: give step\(learning_rate=...\)"):
+            head.step()
+        for bad in (-0.1, float("nan"), float("inf"), 1e39):
+            with pytest.raises(ValueError, match=r"the learning rate of step 0 must be a finite number ≥ 0, got "):
+                head.step(bad)
+        head.step(torch.tensor(0.1))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="without a forward pass"):
+            head.step(0.1)
+        assert head.num_steps == 1
+
+
+def test_rates_that_contradict_those_given_in_advance(embeddings: torch.Tensor) -> None:
+    with ClassifierHead(NUM_CLASSES, DIM, num_negatives=12, rows="dense", learning_rates=[0.1]) as head:
+        head(embeddings, [1, 2, 3, 4]).backward()
+        with pytest.raises(ValueError, match=r"rate of step 0 was given as 0.1, got 0.2: omit it, or give no learning"):
+            head.step(0.2)
+        head.step(0.1)
+        head(embeddings, [1, 2, 3, 4]).backward()
+        head.step(0.2)  # beyond those that were given
+
+
+@pytest.mark.parametrize("rows", ["dense", "resident", "remote"])
+def test_other_classes_than_were_announced(make_head: MakeHead, rows: str) -> None:
+    """The announced ones may still follow, and nothing is lost."""
+    head, encoder, batches = make_head(rows), Encoder(), shuffled(0, 14)
+    for ids, batch in head.announced(loaded(batches[:1])):
+        others = (ids + 1) % NUM_CLASSES
+        with pytest.raises(
+            ValueError, match=r"the classes .* are not those that were announced for step 0 \(.*call st"
+        ):
+            head(encoder.module(batch), others)
+        head(encoder.module(batch), ids).backward()
+        head.step(0.4)
+        encoder.update(0.4)
+    result = trained(head, [head.announced(loaded(batches[1:]))], encoder=encoder)
+    torch.testing.assert_close(result.rows, Dense(head).trained(batches).rows, rtol=0, atol=2e-5)
+
+
+def test_step_before_all_announced_batches(make_head: MakeHead) -> None:
+    head, encoder = make_head("dense"), Encoder()
+    first, second = loaded(shuffled(1, 2))
+    head.announce(first[0], second[0])
+    head(encoder.module(first[1]), first[0]).backward()
+    with pytest.raises(
+        ValueError, match=r"step\(\) after 1 of the 2 batches that were announced for step 0: call it a"
+    ):
+        head.step(0.1)
+    head(encoder.module(second[1]), second[0]).backward()
+    head.step(0.1)
+
+
+def test_batches_of_a_step(make_head: MakeHead) -> None:
+    head = make_head("dense")
+    with pytest.raises(ValueError, match=r"batches of a step must be equally large, on every rank, got 3 to 4 classes"):
+        head.announce([1, 2, 3], [1, 2, 3, 4])
+    with pytest.raises(ValueError, match="a step needs at least one batch"):
+        head.announce()
+    with pytest.raises(ValueError, match="num_negatives is 12, but a batch may contain 13 classes: choose at least as"):
+        head.announce(range(13))
+    head.announce(range(12))
+
+
+def test_a_capacity_that_is_too_small(make_head: MakeHead) -> None:
+    head = make_head(capacity=14)
+    with pytest.raises(
+        ValueError, match=r"14 resident rows are too few: step 2 needs 1 more; raise --capacity \(a head"
+    ):
+        trained(head, [head.announced(loaded(shuffled(0, 14)))])
+    other = make_head(capacity=14)
+    sampler = other.sampler(batch_size=4)
+    with pytest.raises(ValueError, match="capacity is 14, the steps that are prefetched need 40: raise it"):
+        next(other.announcements(sampler, range(4)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"rows": "sparse"}, "rows must be 'resident', 'remote' or 'dense', got 'sparse'"),
+        ({"softmax": "arc"}, "softmax must be 'cosine' or 'plain', got 'arc'"),
+        ({"temperature": 0}, "temperature must be positive, got 0"),
+        ({"num_negatives": 41}, "num_negatives is 41, but there are only 40 classes: choose fewer"),
+        ({"rows": "dense", "servers": "ws0:1"}, "rows='dense' keeps the rows in this process: omit servers"),
+        ({"rows": "dense", "correction": "paper"}, "rows='dense' leave no gap to correct: use correction=True"),
+        ({"servers": "ws0"}, "ws0"),
+    ],
+)
+def test_settings(settings: dict[str, Any], match: str) -> None:
+    given: dict[str, Any] = {"num_negatives": 12} | settings
+    with pytest.raises(ValueError, match=match), ClassifierHead(NUM_CLASSES, DIM, **given) as head:
+        head.rows([0])
+
+
+@pytest.mark.parametrize("given", [[[0.1]], [-0.1], [float("nan")]])
+def test_learning_rates_given_in_advance(make_head: MakeHead, given: Any) -> None:
+    with pytest.raises(ValueError, match=r"learning.rates"), make_head("dense", learning_rates=given) as head:
+        head.rows([0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"batch_size": 0}, "batch_size must be at least 1 on each of 1 ranks, got 0"),
+        ({"batch_size": 4, "batches_per_step": 0}, "batches_per_step must be at least 1, got 0"),
+        ({"batch_size": 4, "window_size": 41}, r"window_size must lie in 1..40, the number of images, got 41"),
+        ({"batch_size": 4, "window_size": 8, "window_stride": 9}, r"window_stride must lie in 1..8, the window size"),
+    ],
+)
+def test_samplers(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        WindowSampler(NUM_CLASSES, **settings)
+
+
+def test_two_heads_on_one_table(make_head: MakeHead, client: WeightClient) -> None:
+    """A head on a table that was used is refused; one on a table that has just begun fences the first."""
+    first, second, encoder = make_head(), make_head(), Encoder()
+    first.rows([0])
+    second.rows([0])
+    with pytest.raises(WeightServerError, match="superseded"):
+        trained(first, [loaded(shuffled(0, 14))], encoder=encoder)
+    first.close()
+    trained(second, [loaded(shuffled(0, 14))], encoder=encoder)
+    second.flush()
+    with pytest.raises(
+        ValueError, match=r"hold the rows of run 'head' up to step 14: call load_state_dict\(\) with a s"
+    ):
+        make_head().rows([0])
+    assert client.describe().clock == 14
+    second.checkpoint()  # the refused head has not disturbed it
+
+
+def test_dense_rows_have_no_servers(make_head: MakeHead) -> None:
+    head = make_head("dense")
+    assert head.client is None
+    with pytest.raises(ValueError, match="rows='dense' leave no checkpoints"):
+        head.checkpoint()

@@ -1,0 +1,274 @@
+"""Iterations that are left early, steps that fail or are skipped, errors in the background, and what close() ends."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.head.conftest import MakeHead
+from tests.head.test_exact import WINDOW, drawn, expected_of_windows, windows
+from tests.helpers.own_loop import (
+    NUM_CLASSES,
+    STEPS,
+    Dense,
+    Encoder,
+    Images,
+    Result,
+    learning_rate,
+    loaded,
+    shuffled,
+    trained,
+)
+from weightserver import WeightClient, WeightServerError
+from weightserver.torch import ClassifierHead
+
+STORES = pytest.mark.parametrize("rows", ["dense", "resident", "remote"])
+
+
+@STORES
+def test_an_iteration_of_windows_that_is_left_continues_with_the_next_step(make_head: MakeHead, rows: str) -> None:
+    head, encoder = make_head(rows), Encoder()
+    loader = windows(head)
+    losses = []
+    for stop in (3, 4, 9, STEPS):
+        result = trained(head, itertools.repeat(head.announced(loader)), steps=stop, encoder=encoder)
+        losses += result.losses
+    expected = expected_of_windows(head, loader.batch_sampler)  # type: ignore[arg-type]
+    Result(losses, result.rows, result.encoder).assert_close(expected)
+
+
+@STORES
+def test_an_iteration_of_any_classes_that_is_left(make_head: MakeHead, rows: str) -> None:
+    """The batches that were announced, and then not used, are not recent."""
+    head, encoder, batches = make_head(rows), Encoder(), shuffled(0, 2 * STEPS)
+    first = trained(head, [head.announced(loaded(batches[:STEPS]))], steps=5, encoder=encoder)
+    second = trained(head, [head.announced(loaded(batches[STEPS:]))], steps=11, encoder=encoder)
+    expected = Dense(head).trained(batches[:5] + batches[STEPS : STEPS + 6], steps=11)
+    Result(first.losses + second.losses, second.rows, second.encoder).assert_close(expected)
+
+
+@STORES
+@pytest.mark.parametrize("sampler", [True, False])
+def test_a_step_that_was_begun_is_discarded_by_a_new_iteration(make_head: MakeHead, rows: str, sampler: bool) -> None:
+    """Its gradients are not added to those of the new first step."""
+    head, encoder, batches = make_head(rows), Encoder(), shuffled(3, STEPS)
+    loader = windows(head) if sampler else None
+    first = trained(head, [head.announced(loader or loaded(batches))], steps=3, encoder=encoder)
+    for ids, batch in head.announced(loader or loaded(shuffled(4, 3))):
+        head(encoder.module(batch), ids).backward()
+        encoder.optimizer.zero_grad()
+        break
+    rest = loader or loaded(batches[3:])
+    second = trained(head, itertools.repeat(head.announced(rest)), steps=STEPS, encoder=encoder)
+    drawn_by: Any = loader.batch_sampler if loader else None
+    expected = expected_of_windows(head, drawn_by) if loader else Dense(head).trained(batches)
+    Result(first.losses + second.losses, second.rows, second.encoder).assert_close(expected)
+
+
+def test_many_iterations_that_are_left_fit_into_the_capacity(make_head: MakeHead) -> None:
+    """The rows that were announced in vain leave."""
+    head, encoder, visits = make_head(capacity=36), Encoder(), []
+    for seed in range(12):
+        batches = shuffled(seed, 6)
+        trained(head, [head.announced(loaded(batches))], steps=seed + 1, encoder=encoder)
+        visits.append(batches[0])
+    expected = Dense(head).trained(visits, steps=12)
+    torch.testing.assert_close(head.rows(range(NUM_CLASSES)), expected.rows, rtol=0, atol=1e-5)
+
+
+@STORES
+def test_a_consumer_that_is_one_batch_ahead(make_head: MakeHead, rows: str) -> None:
+    """As one that has to know whether a batch is the last one: no row lacks the update in progress."""
+    head = make_head(rows)
+    loader = windows(head)
+
+    def ahead() -> Iterator[Any]:
+        batches = iter(head.announced(loader))
+        batch = next(batches)
+        for following in batches:
+            yield batch
+            batch = following
+        yield batch
+
+    expected = expected_of_windows(head, loader.batch_sampler, steps=10)  # type: ignore[arg-type]
+    trained(head, [ahead()], steps=10).assert_close(expected)
+
+
+@STORES
+def test_a_step_is_skipped(make_head: MakeHead, rows: str) -> None:
+    """One after its forward pass failed, and one whose batch is left out: its classes count as visited."""
+    head, encoder, batches = make_head(rows), Encoder(), shuffled(5, STEPS)
+    dense, other = Dense(head), Encoder()
+    for step, (ids, batch) in enumerate(head.announced(loaded(batches))):
+        dense.visits += ids.tolist()
+        if step in (2, 5):
+            if step == 2:
+                head(encoder.module(batch), ids).backward()
+                encoder.optimizer.zero_grad()
+            head.skip(learning_rate(step))
+        else:
+            head(encoder.module(batch), ids).backward()
+            head.step(learning_rate(step))
+            encoder.update(learning_rate(step))
+            dense.loss(other.module(batch), ids.tolist()).backward()
+            other.update(learning_rate(step))
+        dense.update(learning_rate(step))
+    torch.testing.assert_close(head.rows(range(NUM_CLASSES)), dense.weight.detach(), rtol=0, atol=1e-5)
+
+
+def test_a_gradient_scaler(make_head: MakeHead, embeddings: torch.Tensor) -> None:
+    """A scaled loss trains the same; a step whose gradients overflow is one without gradients."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    head, dense = make_head("dense"), Dense(make_head("dense"))
+    for ids in shuffled(6, 3):
+        dense.visits += ids
+        scaler.scale(head(embeddings, ids)).backward()
+        if head.num_steps == 1:
+            assert head._current is not None
+            assert head._current.weight is not None
+            assert head._current.weight.grad is not None
+            head._current.weight.grad[0, 0] = float("inf")
+        else:
+            dense.loss(embeddings, ids).backward()
+        head.step(0.1, gradient_scale=scaler.get_scale())
+        dense.update(0.1)
+    torch.testing.assert_close(head.rows(range(NUM_CLASSES)), dense.weight.detach(), rtol=0, atol=1e-6)
+
+
+def test_a_gradient_that_is_infinite_names_its_class(make_head: MakeHead, embeddings: torch.Tensor) -> None:
+    """Nothing is updated, and the step can be skipped."""
+    head = make_head()
+    before = head.rows(range(NUM_CLASSES))
+    (head(embeddings, [3, 3, 3, 3]) * float("inf")).backward()
+    with pytest.raises(ValueError, match=r"the gradient of class 3 is infinite or NaN in step 0, nothing was updated"):
+        head.step(0.0)
+    head.skip(0.0)
+    assert torch.equal(head.rows(range(NUM_CLASSES)), before)
+
+
+def test_an_error_of_the_loader_is_raised(make_head: MakeHead) -> None:
+    """What was announced before is forgotten."""
+    head, encoder = make_head(), Encoder()
+
+    def failing() -> Iterator[Any]:
+        yield from loaded(shuffled(7, 5))
+        raise OSError("cannot read an image")
+
+    with pytest.raises(OSError, match="cannot read an image"):
+        trained(head, [head.announced(failing())], encoder=encoder)
+    done, batches = head.num_steps, shuffled(7, STEPS)
+    assert done >= 2
+    result = trained(head, [head.announced(loaded(batches[done:]))], encoder=encoder)
+    expected = Dense(head).trained(batches)
+    torch.testing.assert_close(result.rows, expected.rows, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("rows", ["resident", "remote"])
+def test_an_error_in_the_background_is_raised_by_the_next_calls(
+    make_head: MakeHead, client: WeightClient, rows: str
+) -> None:
+    """Another session has begun meanwhile; nothing is pretended to be stored."""
+    head, encoder = make_head(rows), Encoder()
+    trained(head, [loaded(shuffled(8, 3))], steps=3, encoder=encoder)
+    client.open_session("another run")
+    with pytest.raises(WeightServerError, match="another run"):
+        trained(head, [loaded(shuffled(9, STEPS))], encoder=encoder)
+    with pytest.raises(WeightServerError, match="another run"):
+        head.flush()
+
+
+def test_an_error_that_names_a_row_names_its_class(make_head: MakeHead, embeddings: torch.Tensor) -> None:
+    """A learning rate at which rows explode, found by the servers."""
+    head = make_head("remote")
+
+    def explode() -> None:
+        for _ in range(40):
+            head(embeddings, [1, 2, 3, 4]).backward()
+            head.step(1e38)
+
+    with pytest.raises(WeightServerError, match=r"row \d+ would become infinite .* \(row \d+ is class \d+\)") as raised:
+        explode()
+    words = str(raised.value).split()
+    row, named = int(words[words.index("row") + 1]), int(words[-1].rstrip(")"))
+    assert head.order.images(np.array([row])).tolist() == [named]
+
+
+def own_threads() -> set[str]:
+    names = ("prefetch", "write-back", "remote-rows", "active-rows")
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith(names)}
+
+
+def await_end(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert not alive
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("how", ["close", "collected", "in vain"])
+def test_nothing_outlives_the_head(tmp_path: Path, how: str) -> None:
+    """Neither threads nor shards: after close(), without it, and if opening failed."""
+    directory = tmp_path / "rows"
+    if how == "in vain":
+        with ClassifierHead(NUM_CLASSES, 6, num_negatives=12, directory=directory) as head:
+            trained(head, [loaded(shuffled(0, 3))], steps=3)
+            head.checkpoint()
+    before = set(psutil.Process().children())
+    head = ClassifierHead(NUM_CLASSES, 6, num_negatives=12, directory=directory)
+    if how == "in vain":
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"hold the rows of run 'head' up to step 3: .* or another directory"):
+                head.rows([0])
+        assert set(psutil.Process().children()) == before
+        return
+    loader = DataLoader(Images(), batch_sampler=head.sampler(**WINDOW))
+    for ids, batch in head.announced(loader):
+        head(Encoder().module(batch), ids).backward()
+        break
+    shards = list(set(psutil.Process().children()) - before)
+    assert shards
+    assert own_threads()
+    if how == "close":
+        head.close()
+        with pytest.raises(ValueError, match="the head is closed: make another one"):
+            head.rows([0])
+        head.close()
+    else:
+        del head, loader
+        gc.collect()
+    await_end(shards)
+    assert not own_threads()
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("rows", ["resident", "remote"])
+def test_close_does_not_wait_for_servers_that_are_gone(tmp_path: Path, rows: Any) -> None:
+    """Calls of the background threads would otherwise be retried for minutes."""
+    head = ClassifierHead(NUM_CLASSES, 6, num_negatives=12, directory=tmp_path / "rows", rows=rows)
+    encoder = Encoder()
+    trained(head, [loaded(shuffled(0, 3))], steps=3, encoder=encoder)
+    for shard in psutil.Process().children():
+        if "weightserver" in " ".join(shard.cmdline()) and str(tmp_path) in " ".join(shard.cmdline()):
+            shard.kill()
+            shard.wait()
+    head.forget_announced()
+    head.announce([0, 1, 2, 3])
+    started = time.monotonic()
+    head.close()
+    assert time.monotonic() - started < 20
+
+
+def test_without_a_window_each_image_is_visited_once_in_an_epoch() -> None:
+    with ClassifierHead(NUM_CLASSES, 6, num_negatives=12, rows="dense") as head:
+        visited = np.concatenate(drawn(head.sampler(batch_size=4), steps=10))
+    assert sorted(visited.tolist()) == list(range(NUM_CLASSES))

@@ -1,0 +1,205 @@
+"""A head's state_dict rolls back its rows and what was recently visited, in this process or a new one."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tests.head.conftest import MakeHead
+from tests.helpers.own_loop import NUM_CLASSES, STEPS, Encoder, Images, Result, learning_rate, loaded, shuffled, trained
+from weightserver import WeightClient
+from weightserver.torch import ClassifierHead
+
+BATCHES = loaded(shuffled(0, STEPS))
+HALF = STEPS // 2
+WINDOW = {"window_size": 16, "window_stride": 4, "batch_size": 4}
+
+
+def continued(head: ClassifierHead, encoder: Encoder, *, sampler: bool = False) -> Result:
+    """The second half of the steps."""
+    if sampler:
+        loader = DataLoader(Images(), batch_sampler=head.sampler(**WINDOW))
+        return trained(head, [head.announced(loader)] * 2, encoder=encoder)
+    return trained(head, [head.announced(BATCHES[HALF:])], encoder=encoder)
+
+
+def first_half(head: ClassifierHead, *, sampler: bool = False) -> tuple[Encoder, Any, Any]:
+    """Trains half of the steps; returns the encoder, its state and the head's state there."""
+    encoder = Encoder()
+    loader = DataLoader(Images(), batch_sampler=head.sampler(**WINDOW)) if sampler else BATCHES
+    trained(head, [head.announced(loader)], steps=HALF, encoder=encoder)
+    return encoder, copy.deepcopy((encoder.module.state_dict(), encoder.optimizer.state_dict())), head.state_dict()
+
+
+def restored(state: Any) -> Encoder:
+    encoder, state = Encoder(), copy.deepcopy(state)  # torch's optimizer keeps the tensors that it is given
+    encoder.module.load_state_dict(state[0])
+    encoder.optimizer.load_state_dict(state[1])
+    return encoder
+
+
+@pytest.mark.parametrize("rows", ["resident", "remote"])
+@pytest.mark.parametrize("sampler", [False, True])
+def test_a_state_rolls_back(make_head: MakeHead, rows: str, sampler: bool) -> None:
+    """In the same head, then in another one: the same steps again are the same to the last bit."""
+    head = make_head(rows)
+    encoder, at_half, state = first_half(head, sampler=sampler)
+    undisturbed = continued(head, encoder, sampler=sampler)
+    head.load_state_dict(state)
+    assert head.num_steps == HALF
+    continued(head, restored(at_half), sampler=sampler).assert_same(undisturbed)
+    head.close()
+    other = make_head(rows)
+    other.load_state_dict(state)
+    continued(other, restored(at_half), sampler=sampler).assert_same(undisturbed)
+
+
+@pytest.mark.parametrize("how", ["torch", "safetensors"])
+def test_a_state_is_saved_with_the_model(make_head: MakeHead, tmp_path: Path, how: str) -> None:
+    head = make_head()
+    encoder, at_half, _ = first_half(head)
+    model = nn.ModuleDict({"encoder": encoder.module, "head": head})
+    if how == "torch":
+        torch.save(model.state_dict(), tmp_path / "model")
+    else:
+        safetensors.torch.save_file(model.state_dict(), tmp_path / "model")
+    undisturbed = continued(head, encoder)
+    head.close()
+    loaded_state = (
+        torch.load(tmp_path / "model", weights_only=True)
+        if how == "torch"
+        else safetensors.torch.load_file(tmp_path / "model")
+    )
+    other, encoder = make_head(), restored(at_half)
+    nn.ModuleDict({"encoder": encoder.module, "head": other}).load_state_dict(loaded_state)
+    continued(other, encoder).assert_same(undisturbed)
+
+
+def test_a_state_taken_while_steps_are_announced_is_that_of_the_finished_steps(make_head: MakeHead) -> None:
+    """What was announced is not recent yet."""
+    head, encoder = make_head(), Encoder()
+    batches = iter(head.announced(BATCHES))
+    trained(head, [(next(batches) for _ in range(HALF))], steps=HALF, encoder=encoder)
+    at_half, state = copy.deepcopy((encoder.module.state_dict(), encoder.optimizer.state_dict())), head.state_dict()
+    undisturbed = trained(head, [batches], encoder=encoder)
+    head.load_state_dict(state)
+    continued(head, restored(at_half)).assert_same(undisturbed)
+
+
+def test_a_state_after_windows_keeps_what_they_visited(make_head: MakeHead) -> None:
+    """For batches that no sampler draws."""
+    head = make_head()
+    encoder, at_half, state = first_half(head, sampler=True)
+    undisturbed = continued(head, encoder)
+    head.load_state_dict(state)
+    continued(head, restored(at_half)).assert_same(undisturbed)
+
+
+def test_an_unused_heads_state(make_head: MakeHead) -> None:
+    head = make_head()
+    state = head.state_dict()
+    head.load_state_dict(state)
+    assert trained(head, [BATCHES]).losses
+
+
+def test_each_step_has_one_checkpoint(make_head: MakeHead, client: WeightClient) -> None:
+    head = make_head()
+    first_half(head)
+    head.state_dict()
+    kept = head.checkpoint("mine")
+    assert (kept.name, kept.step) == ("mine", HALF)
+    head.state_dict()
+    assert {known.name for known in client.checkpoints()} == {f"step-{HALF:012d}", "mine"}
+
+
+def test_a_checkpoint_needs_a_finished_step(make_head: MakeHead) -> None:
+    """In the middle of a step nothing is saved, and the step can still be finished."""
+    head, encoder = make_head(), Encoder()
+    ids, batch = BATCHES[0]
+    head(encoder.module(batch), ids).backward()
+    for call in (head.checkpoint, head.state_dict):
+        with pytest.raises(ValueError, match=r"a step is in progress: call checkpoint\(\) after step\(\)"):
+            call()
+    head.step(0.1)
+    assert head.checkpoint().step == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (b"", r"the weight servers do not hold checkpoint 'step-.*' \(step 7\) of this state, only \[\]: give the"),
+        (b"\xff" * 40, "the head's state is damaged, or not one of a ClassifierHead"),
+    ],
+)
+def test_states_that_do_not_fit(make_head: MakeHead, client: WeightClient, change: bytes, match: str) -> None:
+    head = make_head()
+    _, _, state = first_half(head)
+    head.close()
+    client.drop_table()
+    other = make_head()
+    if change:
+        state["_extra_state"] = torch.tensor(list(change), dtype=torch.uint8)
+
+    def load() -> None:
+        other.load_state_dict(state)
+        other.rows([0])
+
+    with pytest.raises(ValueError, match=match):
+        load()
+
+
+def test_another_order_of_the_rows_is_refused(make_head: MakeHead) -> None:
+    head = make_head()
+    _, _, state = first_half(head)
+    head.close()
+    with pytest.raises(ValueError, match="order of order_seed=0, the head that of 5: give it the same order_seed"):
+        make_head(order_seed=5).load_state_dict(state)
+
+
+def test_dense_rows_have_no_state(make_head: MakeHead) -> None:
+    head = make_head("dense")
+    trained(head, [BATCHES])
+    with pytest.raises(ValueError, match="rows='dense' leave no checkpoints: use rows='resident'"):
+        head.state_dict()
+
+
+def test_heads_are_neither_copied_nor_pickled(make_head: MakeHead) -> None:
+    for make_copy in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"cannot be copied or pickled: copy the encoder, and save its state_dict"):
+            make_copy(make_head())
+
+
+@pytest.mark.guard
+def test_a_state_in_a_new_process(tmp_path: Path) -> None:
+    """Embedded shards in a directory: their process ends with the head, and the next one serves it again."""
+    settings: dict[str, Any] = {"num_negatives": 12, "directory": tmp_path / "rows", "num_shards": 2}
+    with ClassifierHead(NUM_CLASSES, 6, **settings) as head:
+        encoder, at_half, state = first_half(head)
+        torch.save(state, tmp_path / "state")
+        undisturbed = continued(head, encoder)
+    with ClassifierHead(NUM_CLASSES, 6, **settings) as head:
+        head.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+        continued(head, restored(at_half)).assert_same(undisturbed)
+    with (
+        ClassifierHead(NUM_CLASSES, 6, **settings) as head,
+        pytest.raises(ValueError, match=r"hold the rows of run 'head' up to step 14: call load_state_dict\(\) with a "),
+    ):
+        head.rows([0])
+
+
+def test_learning_rates_of_steps_that_were_rolled_back_may_change(make_head: MakeHead) -> None:
+    """The servers still have the former ones."""
+    head = make_head()
+    _, at_half, state = first_half(head)
+    continued(head, restored(at_half))
+    head.load_state_dict(state)
+    half = trained(head, [BATCHES[HALF:]], encoder=restored(at_half), rate=lambda step: learning_rate(step) / 2)
+    assert len(half.losses) == STEPS - HALF
