@@ -59,7 +59,7 @@ protos: $(INSTALLED)
 
 # Compares with peers; writes the tables in benchmarks/results.
 bench: $(INSTALLED) fashion-mnist
-	for name in rows wire steps head scale checkpoints checksums measuring augment; do $(BIN)/python -m benchmarks.$$name || exit 1; done
+	for name in rows blocks rounding wire steps head scale checkpoints checksums measuring augment; do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 # Measures a machine with GPUs, in half an hour; BENCH_FLAGS="--quick" measures every section in 9 minutes.
 bench-gpu: $(INSTALLED) fashion-mnist

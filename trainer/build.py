@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer.classes import RunClasses, classes_of
 from trainer.config import TrainConfig
 from trainer.data import Dataset
 from trainer.data.augment import Augmentation
@@ -37,7 +38,6 @@ from weightserver.torch import (
     Ranks,
     WindowSampler,
     beginning_norm,
-    check_num_active,
     to_device,
 )
 
@@ -84,9 +84,11 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
     config.configure_torch()
     num_images = len(dataset.train_images)
     num_steps = config.num_steps(num_images)
-    spec = _table_spec(config, num_images)
-    sampler = _sampler(config, dataset, ranks)
-    check_num_active(config.num_negatives, num_images, config.batch_size)
+    classes = classes_of(config, dataset)
+    spec = _table_spec(config, classes.number)
+    sampler = _sampler(config, classes, ranks)
+    negatives = config.negative_sampler(classes.number)
+    negatives.check(config.batch_size)
     model = _model(config, ranks.device)
     encoder = averaged_over_ranks(model, ranks)
     optimizer = config.optimizer(model, ranks.device)
@@ -95,7 +97,15 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
     claim = stack.enter_context(DirectoryClaim(config, is_first=ranks.is_first))
     recorder = stack.enter_context(Recorder(config, num_steps, ranks))
     opened = stack.enter_context(
-        open_rows(config, spec, dataset.ranges, dataset.digests, ranks=ranks, device=ranks.device)
+        open_rows(
+            config,
+            spec,
+            dataset.ranges,
+            dataset.digests,
+            classes=classes.digest,
+            ranks=ranks,
+            device=ranks.device,
+        )
     )
     checkpoints = _checkpoints(config, ranks, opened, claim, recorder, probe)
     start_step = _restore(config, opened, checkpoints, model, optimizer, probe)
@@ -103,6 +113,7 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
     recorder.follow(opened.store.counters, start_step)
     signals = stack.enter_context(stop_signals())
     if ranks.is_first:
+        _warn_of_few_classes(config, num_images, classes.number)
         started = {"step": start_step, "num_steps": num_steps, "ranks": ranks.world_size, "rows": config.rows}
         _log.info("training begins", extra=started | {"epoch": opened.epoch})
 
@@ -111,9 +122,9 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
         opened.store,
         spec,
         opened.rates,
-        num_negatives=config.num_negatives,
+        negatives=negatives,
         loss=config.loss_function(),
-        order=dataset.order(config.order_seed),
+        order=classes.rows,
         ranks=ranks,
         init_norm=beginning_norm(spec, None) if config.init == "embedding" else None,
         first_step=start_step,
@@ -139,6 +150,21 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
         signals=signals,
         leaves_checkpoints=opened.client is not None,
     )
+
+
+def _warn_of_few_classes(config: TrainConfig, num_images: int, num_classes: int) -> None:
+    """Warns if batches would have few classes: the window slides over neighbouring ones."""
+    in_window = num_classes * config.window_size / num_images
+    if config.labels is not None and in_window < min(config.batch_size, num_classes):
+        _log.warning(
+            "the window of %d images has about %d of %d classes at a time, fewer than a batch has images: "
+            "--window-size %d --window-stride %d visits all at random",
+            config.window_size,
+            round(in_window),
+            num_classes,
+            num_images,
+            num_images,
+        )
 
 
 def _checkpoints(
@@ -174,10 +200,10 @@ def _restore(
     return opened.checkpoint_step
 
 
-def _sampler(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> WindowSampler:
+def _sampler(config: TrainConfig, classes: RunClasses, ranks: Ranks) -> WindowSampler:
     """The visits of a run; a batch of the sampler is one of the parts that --accumulate makes of the run's batch."""
     return WindowSampler(
-        dataset.order(config.order_seed),
+        classes.order,
         window_size=config.window_size,
         window_stride=config.window_stride,
         batch_size=config.part_size,
@@ -250,9 +276,9 @@ def _model(config: TrainConfig, device: torch.device) -> PICModel:
     return model
 
 
-def _table_spec(config: TrainConfig, num_images: int) -> TableSpec:
+def _table_spec(config: TrainConfig, num_classes: int) -> TableSpec:
     return TableSpec(
-        num_rows=num_images,
+        num_rows=num_classes,
         dim=config.dim,
         momentum=config.momentum,
         weight_decay=config.weight_decay,

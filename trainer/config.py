@@ -27,7 +27,7 @@ from trainer.schedule import SamplingConfig
 from trainer.settings import Settings, flag, set_help_texts
 from weightserver.common.atomic_files import EMPTY_PATH
 from weightserver.common.logs import print_error
-from weightserver.torch import resident_rows
+from weightserver.torch import NegativeSampler
 
 PARTS: tuple[type[Settings], ...] = (
     DataConfig,
@@ -74,6 +74,13 @@ class TrainConfig(
             raise ValueError("--rows dense saves no checkpoints: omit --resume")
         if self.rows == "dense" and self.servers:
             raise ValueError("--rows dense keeps the rows in the trainer: omit --servers, or use --rows resident")
+        if self.init == "embedding" and self.negatives != "recent":
+            raise ValueError(
+                f"--negatives {self.negatives} would include classes that were not met, which --init embedding leaves "
+                "out: choose --negatives recent, or --init random"
+            )
+        if self.labels is not None and self.extend:
+            raise ValueError("--extend adds images, but --labels has no rows for new classes: omit --extend")
         if self.small_crops and self.small_crop_size >= self.side_of_views:
             raise ValueError(
                 f"--small-crop-size {self.small_crop_size} is not below the {self.side_of_views} px of a view: "
@@ -106,23 +113,34 @@ class TrainConfig(
         """
         return self.augmentations_of(self.encoder, compiled=self.compile)
 
-    def resident_rows(self, num_images: int) -> int:
-        """Number of rows to keep resident, on all ranks together.
+    def negative_sampler(self, num_rows: int) -> NegativeSampler:
+        """The choice of a step's classes among `num_rows`."""
+        return NegativeSampler(
+            self.num_negatives,
+            num_rows=num_rows,
+            rows_per_block=self.rows_per_block,
+            kind=self.negatives,
+            recent_share=self.recent_share,
+            only_met=self.init == "embedding",
+            seed=self.seed,
+        )
+
+    def resident_rows(self, num_images: int, num_classes: int | None = None) -> int:
+        """Number of rows to keep resident, on all ranks together. Without `num_classes` each image is its own class.
 
         Raises:
             ValueError: --capacity is too small for these steps.
         """
-        needed, default = resident_rows(
-            self.visit_schedule(num_images),
-            num_active=self.num_negatives,
-            visits_ahead=self.prefetch_steps * self.batch_size,
+        num_rows = num_images if num_classes is None else num_classes
+        needed, default = self.negative_sampler(num_rows).resident_rows(
+            self.visit_schedule(num_images) if num_classes is None else None, self.batch_size, self.prefetch_steps
         )
         if self.capacity is not None and self.capacity < needed:
             raise ValueError(
                 f"--capacity {self.capacity} is too small for {self.num_negatives} active rows and "
                 f"{self.prefetch_steps} steps of prefetching: give at least {needed}, or fewer --prefetch-steps"
             )
-        return min(num_images, default if self.capacity is None else self.capacity)
+        return min(num_rows, default if self.capacity is None else self.capacity)
 
     def to_json(self) -> str:
         """The text of the run's config.json."""

@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from trainer.settings import Settings, check_choice, check_positive
-from weightserver.torch import cosine_softmax_loss, softmax_loss
+from weightserver.torch import MARGINS, MarginKind, cosine_softmax_loss, margin_of, softmax_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,14 +21,27 @@ class LossConfig(Settings):
     """Logits: cosines of row and embedding, or their inner products (plain: compared in Table 1)."""
     temperature: float = 0.2
     """τ, which divides cosines but not inner products."""
+    margin: MarginKind = "none"
+    """Margin on the cosine θ of an image and its own class: cosface subtracts it, arcface adds it to the angle."""
+    margin_size: float | None = None
+    """The margin, in radians for arcface. Without it: 0.35 for cosface, 0.5 for arcface."""
 
     def check(self) -> None:
         check_choice(self, "softmax", "cosine", "plain")
         check_positive(self, "temperature")
+        check_choice(self, "margin", *MARGINS)
+        if self.margin != "none":
+            margin_of(self.margin, self.margin_size)
 
     def unused_settings(self) -> dict[str, str]:
-        return {} if self.softmax == "cosine" else {"temperature": "--softmax cosine"}
+        needed = {} if self.margin != "none" else {"margin_size": "--margin cosface or --margin arcface"}
+        if self.softmax == "plain":
+            needed |= {"temperature": "--softmax cosine", "margin": "--softmax cosine"}
+        return needed
 
     def loss_function(self) -> Callable[..., Tensor]:
         """The loss of features, weights and labels: `softmax_loss` or `cosine_softmax_loss`."""
-        return softmax_loss if self.softmax == "plain" else partial(cosine_softmax_loss, temperature=self.temperature)
+        if self.softmax == "plain":
+            return softmax_loss
+        margin = margin_of(self.margin, self.margin_size if self.margin != "none" else None)
+        return partial(cosine_softmax_loss, temperature=self.temperature, margin=margin)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trainer.settings import Settings
+from trainer.settings import Settings, check_choice, resumable
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.double_double import cosine
 from weightserver.core.initial import derive_seed, splitmix64
-from weightserver.torch import VisitSchedule
+from weightserver.torch import NEGATIVES, Negatives, VisitSchedule
 
 _AUGMENTATION, _FORWARD, _FURTHER = 3, 5, 6
 """Purposes of a seed's numbers (`derive_seed`); 1, 2 and 4 are those of `weightserver.torch`."""
@@ -25,7 +25,16 @@ class SamplingConfig(Settings):
     """The sliding window, the number of classes of a step, and the seeds."""
 
     num_negatives: int = 1024
-    """K, the number of classes of a step: the most recently visited rows, the batch's own included."""
+    """K, the number of classes of a step, the batch's own included."""
+    negatives: Negatives = "recent"
+    """Which classes a step has besides its own: the most recently visited ones (recent), ones sampled uniformly in
+    whole blocks of rows (uniform), or both."""
+    recent_share: float = 0.5
+    """With --negatives both: the share of --num-negatives that the most recent classes have."""
+    labels: str | None = resumable(None)
+    """Classes that many images share, instead of one for each image. classes: the data set's labels. Otherwise a file
+    with the class of each image, 0 to C−1: .npy of integers, or text of one integer a line. The window then slides
+    over neighbouring classes."""
     window_size: int = 1024
     """W, images in the sliding window."""
     window_stride: int = 128
@@ -38,6 +47,14 @@ class SamplingConfig(Settings):
     def check(self) -> None:
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"--seed must lie in 0..2^64-1, got {self.seed}")
+        check_choice(self, "negatives", *NEGATIVES)
+        if not 0 < self.recent_share < 1:
+            raise ValueError(f"--recent-share must lie between 0 and 1, got {self.recent_share:g}")
+        if self.labels == "":
+            raise ValueError("--labels is empty: give 'classes', or a file")
+
+    def unused_settings(self) -> dict[str, str]:
+        return {} if self.negatives == "both" else {"recent_share": "--negatives both"}
 
     def visit_schedule(self, num_images: int) -> VisitSchedule:
         """The stream of visits to `num_images` images. Raises ValueError if the window does not fit."""

@@ -54,10 +54,16 @@ class Aarch64:
     def run(self, script: Path, *, processor: str) -> str:
         """Returns what the script prints. `qemu-aarch64 -cpu help` lists the processors."""
         environment = {"PYTHONPATH": f"{self._packages}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
-        # The package `trainer` asks for torch, which is not there; the modules that the script uses do without.
+        # The packages `trainer` and `weightserver.torch` ask for torch, which is not there; the modules that the script
+        # uses do without.
         begin = (
-            "import runpy, sys, types; trainer = sys.modules['trainer'] = types.ModuleType('trainer'); "
-            f"trainer.__path__ = [{str(ROOT / 'trainer')!r}]; runpy.run_path({str(script)!r}, run_name='__main__')"
+            "import runpy, sys, types\n"
+            "for name in ('trainer', 'weightserver.torch'):\n"
+            "    package = sys.modules[name] = types.ModuleType(name)\n"
+            f"    package.__path__ = [{str(ROOT)!r} + '/' + name.replace('.', '/')]\n"
+            "import weightserver.torch.windows as windows\n"
+            "package.__dict__.update({name: found for name, found in vars(windows).items() if name[0] != '_'})\n"
+            f"runpy.run_path({str(script)!r}, run_name='__main__')"
         )
         command = ["qemu-aarch64", "-cpu", processor, "-L", str(self._root), str(self._python), "-c", begin]
         return _run(command, self._root, **environment)

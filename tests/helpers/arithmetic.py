@@ -17,7 +17,7 @@ from weightserver.core.correction import Schedule, apply_push, correct
 from weightserver.core.initial import initial_rows
 from weightserver.core.precision import GRADIENT, MOMENTUM_BUFFER, WEIGHT, BFloat16
 from weightserver.core.spec import TableSpec
-from weightserver.torch import RangesOrder, RowOrder, VisitSchedule
+from weightserver.torch.windows import RangesOrder, RowOrder, VisitSchedule
 
 PRESETS = {"long": (50_000, 0.03, 1_250), "demo": (3_000, 0.1, 100), "no warm-up": (777, 1.7, 0)}
 """num_steps, base and warmup_steps of a schedule."""

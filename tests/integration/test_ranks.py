@@ -330,3 +330,17 @@ def test_a_whole_run_is_the_same_on_any_number_of_ranks(
     one, many = losses
     assert one[-5:].mean() < one[:5].mean() - 0.05, "nothing was learned: this shows nothing"
     assert np.abs(many / one - 1).max() <= 1e-4
+
+
+@pytest.mark.slow
+def test_a_run_of_shared_classes_is_the_same_on_two_ranks(tmp_path: Path) -> None:
+    """With recent and sampled negatives, and a margin."""
+    np.save(tmp_path / "labels.npy", np.random.default_rng(0).permutation(np.arange(500) % 80))
+    options = ["--labels", str(tmp_path / "labels.npy"), "--negatives", "both", "--margin", "arcface"]
+    losses = []
+    for num_ranks in (1, 2):
+        launch(num_ranks, tmp_path / str(num_ranks), *options)
+        records = (tmp_path / str(num_ranks) / "metrics.jsonl").read_text().splitlines()
+        losses.append(np.array([json.loads(record)["loss"] for record in records]))
+    assert len(losses[0]) == 50
+    assert np.abs(losses[1] / losses[0] - 1).max() <= 1e-4

@@ -15,6 +15,7 @@ import pytest
 from tests.helpers.comparing import same
 from tests.helpers.rounding_model import RoundedRows
 from tests.helpers.row_model import schedule
+from tests.helpers.watching import page
 from weightserver import LocalCluster, StepError, TableMismatchError, TableSpec, WeightClient
 from weightserver.core.initial import initial_rows
 from weightserver.core.precision import ROUNDING_ERROR
@@ -190,6 +191,23 @@ def test_operations_on_tables_of_bfloat16(tmp_path: Path) -> None:
         with LocalCluster(2, place) as cluster, WeightClient(cluster.addresses) as client:
             assert client.describe().spec == replace(SPEC, num_rows=150)
             assert same(client.fetch_state(ROWS), kept)
+
+
+def test_messages_take_half_the_bytes(client: WeightClient, cluster: LocalCluster) -> None:
+    def moved() -> float:
+        lines = "\n".join(map(page, cluster.metrics_addresses)).splitlines()
+        return sum(float(line.split()[1]) for line in lines if line.startswith("weightserver_row_bytes_total"))
+
+    values, num_bytes = np.ones((SPEC.num_rows, 64), np.float32), []
+    for dtype in ("float32", "bfloat16"):
+        begin(client, TableSpec(num_rows=SPEC.num_rows, dim=64, dtype=dtype))
+        before = moved()
+        client.push_gradients(ROWS, values, step=0)
+        client.write_state(ROWS, values, values, 3)
+        client.fetch(ROWS, step=9)
+        num_bytes.append(moved() - before)
+        client.drop_table()
+    assert num_bytes == pytest.approx([4 * values.nbytes, 2 * values.nbytes], rel=1e-3)
 
 
 def test_a_table_of_another_dtype_is_another_table(client: WeightClient) -> None:

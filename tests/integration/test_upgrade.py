@@ -205,7 +205,7 @@ def test_a_restored_shard_next_to_an_upgraded_one(old: Path, seen: dict[str, Any
     assert made == read_backup(old / "backup")
     with LocalCluster(2, old) as cluster, WeightClient(cluster.addresses) as client:
         identity = client.describe().identity
-        assert identity == earlier_identity({"num_rows": 1, **json.loads(json.dumps(vars(made.spec)))})
+        assert identity == earlier_identity({"num_rows": 1, **json.loads(json.dumps(made.spec.as_stored()))})
         with pytest.raises(ClusterError, match="shard 1 was not rolled back or restored together with shard 0"):
             client.open_session("third")
         client.open_session("third", force=True)

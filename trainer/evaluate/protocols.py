@@ -13,6 +13,7 @@ from trainer.evaluate.fine_tune import FineTuneConfig, fine_tune
 from trainer.evaluate.knn import KnnConfig, knn
 from trainer.evaluate.linear import LinearConfig, linear
 from trainer.evaluate.linear_cached import LinearCachedConfig, linear_cached
+from trainer.evaluate.partition import PartitionConfig, partition
 from trainer.evaluate.saliency import MappedEncoder, SaliencyConfig, saliency
 from trainer.evaluate.segment import SegmentConfig, segment
 from trainer.evaluate.semi_supervised import SemiSupervisedConfig, semi_supervised
@@ -113,6 +114,13 @@ PROTOCOLS = {
     ),
     "saliency": Protocol(
         SaliencyConfig, _saliency, "Draw saliency maps and compare them with another encoder's.", labelled=False
+    ),
+    "partition": Protocol(
+        PartitionConfig,
+        partition,
+        "Divide the labelled classes into more by clustering features, for the trainer's --labels.",
+        pixels=True,
+        labelled=False,
     ),
 }
 """Every protocol by its name on the command line."""

@@ -110,7 +110,7 @@ def _export_rows(options: argparse.Namespace) -> str:
             checkpoint=options.checkpoint,
             step=options.step,
             file_format=options.format,
-            more_columns=lambda rows: {"image": stored.order.images(rows)},
+            more_columns=lambda rows: {stored.unit: stored.order.images(rows)},
         )
         return _number_written(written, options.output)
 

@@ -83,9 +83,12 @@ def find_duplicates(
         on_rows: called with the number of rows that were compared since the last call.
 
     Raises:
+        ValueError: the rows are those of classes that images share.
         NoTableError: there is no such checkpoint.
         DataLossError, ClusterError: without `checkpoint`, the shards hold rows of different times.
     """
+    if stored.unit != "image":
+        raise ValueError("the run's rows are classes that images share (--labels): give a run of single images")
     kept, step = _state(stored, checkpoint)
     found, num_at_limit = dict[tuple[int, int], float](), 0
     for first in range(0, stored.num_images, _ROWS_AT_A_TIME):

@@ -16,13 +16,16 @@ from weightserver.core.arrays import Float32Array
 
 @dataclass(frozen=True)
 class ImageHistory:
-    """The ranges of images that a run had, and from which step on; neither settings nor data set record it."""
+    """The ranges of images that a run had, and from which step on, and their classes; neither settings nor data set
+    record it."""
 
     parts: tuple[tuple[int, int], ...]
     """(first step, number of images from that step on), ascending, the first at step 0."""
     digests: tuple[str, ...] = ()
     """One for each range of images, in the order in which they were added; empty if the settings alone identify the
     images."""
+    classes: str = ""
+    """Digest of the class of each image (--labels); empty if each image is its own class."""
 
     @property
     def num_images(self) -> int:
@@ -53,7 +56,20 @@ class ImageHistory:
                 "the earlier images"
             )
         self._check_known(digests)
-        return ImageHistory((*(part for part in self.parts if part[0] < step), (step, now)), tuple(digests))
+        parts = (*(part for part in self.parts if part[0] < step), (step, now))
+        return replace(self, parts=parts, digests=tuple(digests))
+
+    def check_classes(self, classes: str) -> None:
+        """Raises ValueError unless the run had the class map of digest `classes`, to which its rows belong."""
+        if classes == self.classes:
+            return
+        if not self.classes:
+            raise ValueError("the run has a class for each image: omit --labels, or start another run")
+        if not classes:
+            raise ValueError("the run has classes that images share: give --labels with its class map")
+        raise ValueError(
+            "the class map is not that of the run, to which its rows belong: give --labels with the run's, unchanged"
+        )
 
     def _check_known(self, digests: Sequence[str]) -> None:
         if tuple(digests[: len(self.digests)]) != self.digests:
@@ -79,7 +95,8 @@ class ImageHistory:
         return rates
 
     def to_json(self) -> str:
-        return json.dumps({"parts": self.parts, "digests": self.digests})
+        classes = {"classes": self.classes} if self.classes else {}
+        return json.dumps({"parts": self.parts, "digests": self.digests, **classes})
 
     @classmethod
     def from_json(cls, text: str) -> ImageHistory:
@@ -87,4 +104,4 @@ class ImageHistory:
         if isinstance(content, list):  # written by an older version
             content = {"parts": content, "digests": []}
         parts = tuple((first_step, num_images) for first_step, num_images in content["parts"])
-        return cls(parts, tuple(content["digests"]))
+        return cls(parts, tuple(content["digests"]), content.get("classes", ""))

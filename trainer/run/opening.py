@@ -76,25 +76,28 @@ def open_rows(
     range_sizes: Sequence[int],
     digests: Sequence[str] = (),
     *,
+    classes: str = "",
     ranks: Ranks,
     device: torch.device,
 ) -> Iterator[OpenRows]:
     """Opens the store of this rank's share of the rows: the blocks that `Sharding` assigns to it.
 
     A resumed run finds its rows as they were at the newest checkpoint; with --extend there are also new rows for the
-    images that were added since. `range_sizes` and `digests` describe the ranges in which all images were added.
+    images that were added since. `range_sizes` and `digests` describe the ranges in which all images were added,
+    `classes` is the digest of the class map if images share classes.
 
     Raises:
         ValueError: settings or images that do not match, or weight servers that another run used.
         WeightServerError: weight servers that are unreachable or refuse.
     """
+    history = ImageHistory(((0, sum(range_sizes)),), tuple(digests), classes)
     if config.rows == "dense":
-        sharding, history = Sharding(spec.rows_per_block, ranks.world_size), ImageHistory(((0, spec.num_rows),))
+        sharding = Sharding(spec.rows_per_block, ranks.world_size)
         rates = LearningRates(spec, _learning_rates(config, history, ranks))
         yield OpenRows(DenseRows(spec, rates, device=device, sharding=sharding, shard=ranks.rank), history, rates)
         return
     with ExitStack() as stack:
-        open_first = partial(_open_session, config, spec, range_sizes, digests, ranks, stack)
+        open_first = partial(_open_session, config, spec, range_sizes, history, ranks, stack)
         session = share_session(config.output.name, ranks, stack, open_first, partial(_client, config))
         client, history = session.client, ImageHistory.from_json(session.content["history"])
         held = _as_held(_learning_rates(config, history, ranks), client)  # the same on every rank
@@ -102,7 +105,7 @@ def open_rows(
         store = (
             RemoteRows(client, device, value_bytes=spec.value_bytes)
             if config.rows == "remote"
-            else _resident(config, spec, rates, ranks, device, client)
+            else _resident(config, spec, rates, history, ranks, device, client)
         )
         stack.callback(store.close)
         yield OpenRows(store, history, rates, client, session.epoch, session.content["checkpoint_step"])
@@ -122,13 +125,20 @@ def _learning_rates(config: TrainConfig, history: ImageHistory, ranks: Ranks) ->
 
 
 def _resident(
-    config: TrainConfig, spec: TableSpec, rates: LearningRates, ranks: Ranks, device: torch.device, client: WeightClient
+    config: TrainConfig,
+    spec: TableSpec,
+    rates: LearningRates,
+    history: ImageHistory,
+    ranks: Ranks,
+    device: torch.device,
+    client: WeightClient,
 ) -> ResidentRows:
+    capacity = config.resident_rows(history.num_images, spec.num_rows if history.classes else None)
     return ResidentRows(
         client,
         spec,
         rates,
-        capacity=share_of_capacity(config.resident_rows(spec.num_rows), spec, ranks),
+        capacity=share_of_capacity(capacity, spec, ranks),
         prefetch_steps=config.prefetch_steps,
         write_back_rows=min(config.window_stride, 1 << 14) // ranks.world_size + 1,
         device=device,
@@ -139,18 +149,17 @@ def _open_session(
     config: TrainConfig,
     spec: TableSpec,
     range_sizes: Sequence[int],
-    digests: Sequence[str],
+    history: ImageHistory,
     ranks: Ranks,
     stack: ExitStack,
 ) -> SharedSession:
     """Creates or resumes the table, opens a session on it, and extends its schedule; rank 0 only.
 
-    The weight servers are started if none are given.
+    The weight servers are started if none are given. `history` is that of a new run with the same images.
     """
     addresses = config.server_addresses or start_servers(config, ranks, stack)
     client = stack.enter_context(_client(config, addresses))
     step: int | None = None
-    history = ImageHistory(((0, spec.num_rows),), tuple(digests))
     if config.resume:
         epoch, step, history = _resume_table(client, config, spec, range_sizes, history)
     else:
@@ -171,9 +180,12 @@ def _resume_table(
     """
     files = config.output / "checkpoints"
     step = step_to_resume(files, client, config.resume_step)
-    before = saved_history(files, step or 0) or _history_of_table(client) or history
+    before = saved_history(files, step or 0)
+    if before is None:  # of an older version, or it died before its first checkpoint
+        before = history if history.classes else _history_of_table(client) or history
+    before.check_classes(history.classes)
     history = before.extended(step or 0, range_sizes, history.digests, extend=config.extend)
-    _open_table(client, replace(spec, num_rows=before.num_images))
+    _open_table(client, spec if history.classes else replace(spec, num_rows=before.num_images))
     epoch = client.open_session(config.output.name, force=step is not None)
     if step is not None:
         client.rollback(checkpoint_name(step))  # all shards, whatever they held before

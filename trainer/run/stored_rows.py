@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trainer.data.packed import PackedImages
 from trainer.run.checkpoint_file import newest_history, saved_steps
@@ -25,9 +25,11 @@ class StoredRows:
 
     client: WeightClient
     order: RangesOrder
-    """Row <-> image."""
+    """Row <-> image, or class."""
     num_images: int
-    """Number of the run's images; the table may have more rows."""
+    """Number of the run's images, or classes; the table may have more rows."""
+    unit: Literal["image", "class"] = "image"
+    """What a row belongs to: an image, or a class that images share."""
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,21 +70,24 @@ def open_stored_rows(options: argparse.Namespace) -> Iterator[StoredRows]:
         yield StoredRows(client, *_order(run, spec.num_rows, config))
 
 
-def _order(run: Path, num_rows: int, config: dict[str, Any]) -> tuple[RangesOrder, int]:
-    """The order of the run's images, and their number, which may be less than the table's number of rows.
+def _order(run: Path, num_rows: int, config: dict[str, Any]) -> tuple[RangesOrder, int, Literal["image", "class"]]:
+    """The order of the run's images, and their number, which may be less than the table's number of rows; or the same
+    of its classes, if images share them.
 
     Packed images store their order, which later ranges extend.
     """
     history = newest_history(run / "checkpoints")
+    if history and history.classes:
+        return RangesOrder((num_rows,), config["order_seed"]), num_rows, "class"
     num_images = history.num_images if history else num_rows
     if config.get("dataset") != "packed":
-        return RangesOrder((num_images,), config["order_seed"]), num_images
+        return RangesOrder((num_images,), config["order_seed"]), num_images, "image"
     order = PackedImages(Path(config["data_dir"])).order
     if order.num_rows < num_images:
         raise ValueError(
             f"{run} has {num_images} images, but {config['data_dir']} only {order.num_rows}: restore the others"
         )
-    return order, num_images
+    return order, num_images, "image"
 
 
 def _security(options: argparse.Namespace, config: dict[str, Any]) -> ClientSecurity:

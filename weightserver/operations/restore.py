@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from pathlib import Path
 
 from safetensors.numpy import load_file
@@ -62,7 +61,7 @@ def _table_state(made: Backup, shard: int, learning_rates: Float32Array) -> Tabl
         clock=copied["clock"],
         schedule_version=copied["schedule_version"] + 1,
         checkpoint=Checkpoint(made.checkpoint, made.step, bytes.fromhex(made.identity)),
-        identity=bytes.fromhex(made.table_identity) or earlier_identity(asdict(made.spec)),
+        identity=bytes.fromhex(made.table_identity) or earlier_identity(made.spec.as_stored()),
         timeline=made.identity,
         lineage=Lineage().joined(copied.get("lineage", ())),
     )

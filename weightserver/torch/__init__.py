@@ -11,9 +11,12 @@ if find_spec("torch") is None:
     raise ModuleNotFoundError("weightserver.torch needs torch: pip install 'pic-weightserver[torch]'", name=__name__)
 
 from weightserver.torch.beginnings import beginning_norm
+from weightserver.torch.class_order import ClassOrder, ClassVisits, read_labels
 from weightserver.torch.coming_steps import Announced
 from weightserver.torch.head import ClassifierHead
 from weightserver.torch.loss import cosine_softmax_loss, padded, padded_rows, softmax_loss
+from weightserver.torch.margins import MARGINS, NO_MARGIN, Margin, MarginKind, margin_of
+from weightserver.torch.negatives import NEGATIVES, Negatives, NegativeSampler
 from weightserver.torch.ranks import Ranks, gathered
 from weightserver.torch.rates import LearningRates
 from weightserver.torch.recency import ActiveRows, RecentRows, announced, check_num_active
@@ -22,15 +25,24 @@ from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.served_table import refuse_used_table, share_of_capacity
 from weightserver.torch.shared_session import SharedSession, share_session
 from weightserver.torch.transfer import HostCopy, to_device
-from weightserver.torch.windows import RangesOrder, RowOrder, VisitSchedule, resident_rows
+from weightserver.torch.windows import RangesOrder, RowOrder, Visits, VisitSchedule, resident_rows
 
 __all__ = [
+    "MARGINS",
+    "NEGATIVES",
+    "NO_MARGIN",
     "ActiveRows",
     "Announced",
+    "ClassOrder",
+    "ClassVisits",
     "ClassifierHead",
     "DenseRows",
     "HostCopy",
     "LearningRates",
+    "Margin",
+    "MarginKind",
+    "NegativeSampler",
+    "Negatives",
     "RangesOrder",
     "Ranks",
     "RecentRows",
@@ -41,14 +53,17 @@ __all__ = [
     "RowStore",
     "SharedSession",
     "VisitSchedule",
+    "Visits",
     "WindowSampler",
     "announced",
     "beginning_norm",
     "check_num_active",
     "cosine_softmax_loss",
     "gathered",
+    "margin_of",
     "padded",
     "padded_rows",
+    "read_labels",
     "refuse_used_table",
     "resident_rows",
     "share_of_capacity",

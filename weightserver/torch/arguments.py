@@ -13,15 +13,23 @@ from weightserver.torch.ranks import Ranks, gathered
 
 
 def checked_ids(ids: Any, num_classes: int) -> Int64Array:
-    """Classes as int64 (b,). Raises TypeError or ValueError unless they are integers in 0..num_classes−1."""
+    """Classes as int64 (b,), or (b, P) for several classes of an image.
+
+    Raises:
+        TypeError: they are not integers.
+        ValueError: another shape, or classes outside 0..num_classes−1; of several, -1 stands for none, but not alone.
+    """
     array = ids.cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)
     if array.dtype.kind not in "iu":
         raise TypeError(f"classes must be integers, got {array.dtype}")
-    if array.ndim != 1 or not len(array):
-        raise ValueError(f"classes must have shape (b,), got {tuple(array.shape)}")
-    if array.min() < 0 or array.max() >= num_classes:
-        bad = array[(array < 0) | (array >= num_classes)][0]
+    if array.ndim not in (1, 2) or not array.size:
+        raise ValueError(f"classes must have shape (b,), or (b, P) for several of an image, got {tuple(array.shape)}")
+    least = 0 if array.ndim == 1 else -1
+    if array.min() < least or array.max() >= num_classes:
+        bad = array[(array < least) | (array >= num_classes)][0]
         raise ValueError(f"class {bad} does not exist: the head has classes 0..{num_classes - 1}")
+    if array.ndim == 2 and len(without := np.flatnonzero(array.max(axis=1) < 0)):
+        raise ValueError(f"image {without[0]} of the batch has no class: give each at least one")
     return array.astype(np.int64, copy=False)
 
 
@@ -41,13 +49,16 @@ def check_embeddings(embeddings: Tensor, num_ids: int, dim: int, device: torch.d
 
 
 def ids_of_all_ranks(batches: list[Int64Array], ranks: Ranks) -> Int64Array:
-    """The classes of every rank, in order: A times int64 (b,) to (A, B). All ranks call it.
+    """The classes of every rank, in order: A times int64 (b,) or (b, P) to (A, B) or (A, B, P). All ranks call it.
 
     Raises:
         ValueError: the batches are of several sizes, or not as many and of one size on all ranks.
     """
-    sizes, number = {len(batch) for batch in batches}, len(batches)
-    most, least, most_batches, least_batches = ranks.max_over_ranks([max(sizes), -min(sizes), number, -number])
+    number, sizes = len(batches), [len(batch) for batch in batches]  # A, b
+    places = [batch.size // len(batch) for batch in batches]  # P
+    most, least, most_batches, least_batches, most_places, least_places = ranks.max_over_ranks(
+        [max(sizes), -min(sizes), number, -number, max(places), -min(places)]
+    )
     if most != -least:
         raise ValueError(
             f"the batches of a step must be equally large, on every rank, got {abs(least):.0f} to {most:.0f} classes: "
@@ -58,13 +69,18 @@ def ids_of_all_ranks(batches: list[Int64Array], ranks: Ranks) -> Int64Array:
             f"a step must have as many batches on every rank, got {abs(least_batches):.0f} to {most_batches:.0f}: give "
             "every rank the same batches_per_step"
         )
+    if most_places != -least_places or len({batch.ndim for batch in batches}) > 1:
+        raise ValueError(
+            "the batches of a step must have places for as many classes an image, on every rank, got "
+            f"{-least_places:.0f} to {most_places:.0f}: fill with -1"
+        )
     ids = torch.from_numpy(np.stack(batches))
     return gathered(ids, ids.shape[1] * ranks.world_size, ranks, dim=1).numpy()
 
 
 def check_ended_everywhere(ranks: Ranks) -> None:
     """Raises ValueError unless all other ranks call this too, and none calls `ids_of_all_ranks` instead."""
-    most, *_ = ranks.max_over_ranks([0, 0, 0, 0])
+    most, *_ = ranks.max_over_ranks([0] * 6)
     if most:
         raise ValueError(
             "the batches of this rank have ended before those of another: give every rank as many (drop_last=True in "

@@ -35,11 +35,12 @@ class Beginnings:
         Args:
             embeddings: float (b, D), of this rank's images.
             weight: float32 (K of this rank, D), the active rows as they are without a beginning.
-            labels: int64 (B,), of all ranks' images, positions in `weight`; -1 for classes of other ranks.
+            labels: int64 (B,) or (B, P), of all ranks' images, positions in `weight`; -1 for classes of other ranks.
         """
         whole = gathered(embeddings.float(), len(labels), ranks)  # (B, D); all ranks call it
         known = np.isin(np.arange(len(self._fresh)), self._positions)
         positions, first = np.unique(labels, return_index=True)
+        first //= labels.size // len(labels)  # the image
         begins = (positions >= 0) & (self._fresh & ~known)[positions]
         if not begins.any():
             return

@@ -10,8 +10,9 @@ import numpy as np
 
 from weightserver.core.arrays import Int64Array
 from weightserver.core.sharding import Sharding
+from weightserver.torch.negatives import NegativeSampler, ScheduledRows
 from weightserver.torch.ranks import Ranks
-from weightserver.torch.recency import ActiveRows, MostRecent, RecentRows
+from weightserver.torch.recency import ActiveRows, MostRecent
 from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.windows import RangesOrder
 
@@ -20,7 +21,7 @@ from weightserver.torch.windows import RangesOrder
 class Announced(ActiveRows):
     """The classes of one step that was announced. Rows are those of this rank."""
 
-    ids: Int64Array  # (A, B), the classes of each batch of the step, on all ranks together
+    ids: Int64Array  # (A, B) or (A, B, P), the classes of each batch of the step, on all ranks together
 
 
 @dataclass(frozen=True)
@@ -42,21 +43,17 @@ class _Entry:
 
 
 class ComingSteps:
-    """A queue of announced steps, with the K most recently visited rows of each.
+    """A queue of announced steps, with the active rows of each.
 
     Steps that the sampler draws are a function of their number; of others, the recently visited rows are kept.
-
-    Args:
-        with_past: whether a sampler's visits before step 0 count, see `RecentRows`.
     """
 
-    def __init__(self, num_active: int, order: RangesOrder, *, with_past: bool = True) -> None:
-        self._num_active = num_active
+    def __init__(self, negatives: NegativeSampler, order: RangesOrder) -> None:
+        self._negatives = negatives
         self._order = order
-        self._with_past = with_past
         self._ranks, self._sharding = Ranks(), Sharding(1, 1)
-        self._recent = MostRecent(num_active)
-        self._sampled: tuple[WindowSampler, RecentRows] | None = None
+        self._recent = MostRecent(negatives.num_recent)
+        self._sampled: tuple[WindowSampler, ScheduledRows] | None = None
         self._drawn_by: WindowSampler | None = None  # the sampler of the last step in the queue, or before it
         self._steps: deque[_Entry] = deque()
 
@@ -70,19 +67,17 @@ class ComingSteps:
 
     @sampler.setter
     def sampler(self, sampler: WindowSampler) -> None:
-        self._sampled = sampler, self._recent_rows(sampler)
+        self._sampled = sampler, self._scheduled(sampler)
 
-    def _recent_rows(self, sampler: WindowSampler) -> RecentRows:
-        return RecentRows(
-            sampler.schedule, num_active=self._num_active, batch_size=sampler.step_size, with_past=self._with_past
-        )
+    def _scheduled(self, sampler: WindowSampler) -> ScheduledRows:
+        return ScheduledRows(sampler.row_visits, self._negatives, batch_size=sampler.step_size)
 
     def visited_before(self, step: int) -> tuple[Int64Array, Int64Array]:
         """Rows (≤ K,) and their last visits before `step`, the next one that begins."""
         visited = self._steps[0].before if self._steps else self._visited()
         if visited.sampler is None:
             return visited.rows, visited.last_visit
-        return self._recent_rows(visited.sampler).visited(step - 1)
+        return self._scheduled(visited.sampler).visited(step - 1)
 
     def restore(self, visited: tuple[Int64Array, Int64Array]) -> None:
         """Forgets all steps, and sets what `visited_before` returned."""
@@ -102,30 +97,42 @@ class ComingSteps:
 
     def of_sampler(self, sampler: WindowSampler) -> Callable[[int], Announced]:
         """A function from a step to its classes, for one thread that asks for the steps in order."""
-        recent = self._recent_rows(sampler)
+        scheduled = self._scheduled(sampler)
 
         def announced(step: int) -> Announced:
-            ids = sampler.images_of_step(step).reshape(sampler.batches_per_step, -1)
-            return self._shared(recent.active(step), ids)
+            ids = sampler.classes_of_step(step).reshape(sampler.batches_per_step, -1)
+            return self._shared(scheduled.active(step), ids)
 
         return announced
 
     def add_batches(self, step: int, ids: Int64Array) -> Announced:
-        """Adds the next step, of these classes: int64 (A, B); returns it."""
+        """Adds the next step, of these classes: int64 (A, B), or (A, B, P) with -1 for none; returns it."""
         before, drawn_by = self._visited(), None
-        if self._sampled is not None and np.array_equal(self._sampled[0].images_of_step(step), ids.ravel()):
-            drawn_by, recent = self._sampled
-            active = recent.active(step)
+        if self._sampled is not None and self._is_drawn(self._sampled[0], step, ids):
+            drawn_by, scheduled = self._sampled
+            active = scheduled.active(step)
         else:
             if before.sampler is not None:
-                self._recent.rows, self._recent.last_visit = self._recent_rows(before.sampler).visited(step - 1)
-            rows = self._order.rows(ids.ravel())
-            self._recent.add(rows, int(self._recent.last_visit.max(initial=-1)) + 1)
-            active = self._recent.active(rows)
+                self._recent.rows, self._recent.last_visit = self._scheduled(before.sampler).visited(step - 1)
+            active = self._active(step, ids)
         self._drawn_by = drawn_by
         announced = self._shared(active, ids)
         self._steps.append(_Entry(announced, before))
         return announced
+
+    @staticmethod
+    def _is_drawn(sampler: WindowSampler, step: int, ids: Int64Array) -> bool:
+        return np.array_equal(sampler.classes_of_step(step), ids.reshape(-1, *ids.shape[2:]))
+
+    def _active(self, step: int, ids: Int64Array) -> ActiveRows:
+        """The active rows of a step that no sampler has drawn, and the positions of its classes: (A·B,) or (A·B, P)."""
+        rows, recent = self._order.rows(ids[ids >= 0]), self._recent if self._negatives.num_recent else None
+        if recent is not None:
+            recent.add(rows, int(recent.last_visit.max(initial=-1)) + 1)
+        active = self._negatives.active(step, rows, recent)
+        labels = np.full(ids.shape, -1)
+        labels[ids >= 0] = active.labels
+        return ActiveRows(active.rows, labels.reshape(-1, *ids.shape[2:]))
 
     def add_sampled(self, announced: Announced, sampler: WindowSampler) -> None:
         """Adds the next step, drawn by a sampler."""

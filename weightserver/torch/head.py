@@ -40,8 +40,11 @@ from weightserver.torch.arguments import (
     ids_of_all_ranks,
 )
 from weightserver.torch.beginnings import Beginnings, beginning_norm
+from weightserver.torch.class_order import ClassOrder, Labels
 from weightserver.torch.coming_steps import Announced, ComingSteps, Visited
 from weightserver.torch.loss import cosine_softmax_loss, padded, padded_rows, softmax_loss
+from weightserver.torch.margins import MarginKind, margin_of
+from weightserver.torch.negatives import Negatives, NegativeSampler
 from weightserver.torch.ranks import Ranks
 from weightserver.torch.rates import LearningRates
 from weightserver.torch.recency import announced, check_num_active
@@ -50,7 +53,7 @@ from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.saved_rows import SavedRows, from_tensor, to_tensor
 from weightserver.torch.served_table import OpenTable, ServedTable, StoreSizes, float32_rates
 from weightserver.torch.transfer import to_device
-from weightserver.torch.windows import RangesOrder, resident_rows
+from weightserver.torch.windows import RangesOrder
 
 _MAX_PREFETCH_STEPS = 8
 """Steps in advance at which rows are requested if a sampler knows the classes to come."""
@@ -97,6 +100,11 @@ class ClassifierHead(nn.Module):
         init_norm: length of a row that begins at an embedding; by default the mean length of the random rows.
         order_seed: seed of the random order in which rows are stored, and of the sampler's order.
         temperature: τ, which divides cosines.
+        negatives: which classes are active besides a step's own: the most "recent" ones, "uniform" ones sampled in
+            whole blocks of rows, or "both"; see `NegativeSampler`.
+        recent_share: with "both", the share of K that recent classes have.
+        margin: on the cosine of an image's own class: "none", "cosface" or "arcface"; see `Margin`.
+        margin_size: m; by default the usual one.
         softmax: "cosine", or "plain" for inner products.
         learning_rates: float32 [n], those of the first n steps if they are known in advance: `step` then needs none.
         capacity: number of resident rows on all ranks together; by default as many as the steps need.
@@ -132,6 +140,10 @@ class ClassifierHead(nn.Module):
         rows_per_block: int = 63,
         temperature: float = 0.2,
         softmax: Literal["cosine", "plain"] = "cosine",
+        negatives: Negatives = "recent",
+        recent_share: float = 0.5,
+        margin: MarginKind = "none",
+        margin_size: float | None = None,
         learning_rates: npt.ArrayLike | None = None,
         capacity: int | None = None,
         timeout_seconds: float = 30,
@@ -185,18 +197,24 @@ class ClassifierHead(nn.Module):
                 "insecure": insecure,
             },
         )
-        loss = softmax_loss if softmax == "plain" else partial(cosine_softmax_loss, temperature=temperature)
+        chosen_margin = margin_of(margin, margin_size)
+        if softmax == "plain" and margin != "none":
+            raise ValueError(f"margin {margin!r} is for cosines: choose softmax='cosine', or no margin")
+        loss: Callable[..., Tensor] = softmax_loss
+        if softmax == "cosine":
+            loss = partial(cosine_softmax_loss, temperature=temperature, margin=chosen_margin)
+        sampled = NegativeSampler(
+            num_negatives,
+            num_rows=num_classes,
+            rows_per_block=rows_per_block,
+            kind=negatives,
+            recent_share=recent_share,
+            only_met=init == "embedding",
+            seed=seed,
+        )
         order = RangesOrder([num_classes], order_seed)
         norm = beginning_norm(spec, init_norm) if init == "embedding" else None
-        self._set_up(
-            spec,
-            num_negatives=num_negatives,
-            loss=loss,
-            order=order,
-            init_norm=norm,
-            table=table,
-            capacity=capacity,
-        )
+        self._set_up(spec, negatives=sampled, loss=loss, order=order, init_norm=norm, table=table, capacity=capacity)
 
     @classmethod
     def over(
@@ -205,7 +223,7 @@ class ClassifierHead(nn.Module):
         spec: TableSpec,
         rates: LearningRates,
         *,
-        num_negatives: int,
+        negatives: NegativeSampler,
         loss: Callable[..., Tensor],
         order: RangesOrder,
         ranks: Ranks,
@@ -216,12 +234,13 @@ class ClassifierHead(nn.Module):
 
         Args:
             rates: those of the store, which its servers know.
+            negatives: the classes of a step.
             loss: `cosine_softmax_loss` or `softmax_loss`, with their settings.
             order: the row of each class.
             init_norm: length of rows that begin at their image's embedding; None if rows begin at random.
         """
         head = cls.__new__(cls)
-        head._set_up(spec, num_negatives=num_negatives, loss=loss, order=order, init_norm=init_norm)
+        head._set_up(spec, negatives=negatives, loss=loss, order=order, init_norm=init_norm)
         head.to(ranks.device)
         head._use(OpenTable(lambda _: store, rates, first_step=first_step), ranks)
         head._store = store
@@ -231,7 +250,7 @@ class ClassifierHead(nn.Module):
         self,
         spec: TableSpec,
         *,
-        num_negatives: int,
+        negatives: NegativeSampler,
         loss: Callable[..., Tensor],
         order: RangesOrder,
         init_norm: float | None,
@@ -239,10 +258,10 @@ class ClassifierHead(nn.Module):
         capacity: int | None = None,
     ) -> None:
         super().__init__()
-        check_num_active(num_negatives, spec.num_rows, 1)
+        check_num_active(negatives.num_active, spec.num_rows, 1)
         self.spec = spec
         self.order = order
-        self.num_negatives = num_negatives
+        self.negatives = negatives
         self.num_steps = 0
         self.register_buffer("_where", torch.zeros(0), persistent=False)  # follows `to(device)`
         self._loss = loss
@@ -259,7 +278,7 @@ class ClassifierHead(nn.Module):
         self._ranks = Ranks()
         self._known_ranks: Ranks | None = None
         self._saved: SavedRows | None = None
-        self._coming = ComingSteps(num_negatives, order, with_past=init_norm is None)
+        self._coming = ComingSteps(negatives, order)
         self._current: _Step | None = None
         self._announced_in_vain = False  # the store may hold rows ready for steps that were forgotten
 
@@ -304,13 +323,13 @@ class ClassifierHead(nn.Module):
         self.num_steps = opened.first_step
         self._coming.use(ranks, Sharding(self.spec.rows_per_block, ranks.world_size))
         on_gpu = self.device.type == "cuda"
-        self._padded_rows = padded_rows(self.num_negatives, self.spec.rows_per_block, ranks) if on_gpu else 0
+        self._padded_rows = padded_rows(self.negatives.num_active, self.spec.rows_per_block, ranks) if on_gpu else 0
 
     def _open_store(self, step_size: int) -> RowStore:
         """The store; makes it for steps of `step_size` images at the first use."""
         opened = self._open()
         if self._store is None:
-            check_num_active(self.num_negatives, self.spec.num_rows, step_size)
+            self.negatives.check(step_size)
             self._store = opened.make_store(self._sizes(step_size))
         if self._announced_in_vain:
             in_progress = self._current is not None and self._current.weight is not None
@@ -320,10 +339,14 @@ class ClassifierHead(nn.Module):
 
     def _sizes(self, step_size: int) -> StoreSizes:
         if (sampler := self._coming.sampler) is None:
-            capacity = min(self.spec.num_rows, self.num_negatives + 2 * (AHEAD + 1) * step_size)
+            sampled = (AHEAD + 1) * self.negatives.num_sampled(step_size)
+            capacity = self.negatives.num_active + sampled + 2 * (AHEAD + 1) * step_size
+            capacity = min(self.spec.num_rows, capacity)
             return StoreSizes(self._capacity or capacity, AHEAD, max(step_size, self.spec.rows_per_block))
-        schedule, visits_ahead = sampler.schedule, _MAX_PREFETCH_STEPS * step_size
-        needed, capacity = resident_rows(schedule, num_active=self.num_negatives, visits_ahead=visits_ahead)
+        schedule = sampler.schedule
+        needed, capacity = self.negatives.resident_rows(
+            None if isinstance(sampler.order, ClassOrder) else schedule, step_size, _MAX_PREFETCH_STEPS
+        )
         if self._capacity is not None and self._capacity < needed:
             raise ValueError(f"capacity is {self._capacity}, the steps that are prefetched need {needed}: raise it")
         return StoreSizes(self._capacity or capacity, _MAX_PREFETCH_STEPS, min(schedule.window_stride, 1 << 14))
@@ -357,13 +380,21 @@ class ClassifierHead(nn.Module):
         window_stride: int | None = None,
         batches_per_step: int = 1,
         seed: int = 0,
+        classes: Labels | None = None,
     ) -> WindowSampler:
-        """A `batch_sampler` over all N images, one a class, that continues after the head's finished steps.
+        """A `batch_sampler` over all images that continues after the head's finished steps.
 
-        The arguments are those of `WindowSampler`.
+        The other arguments are those of `WindowSampler`.
+
+        Args:
+            classes: class of each image, integers [number of images], for classes that images share: the window then
+                slides over neighbouring classes, see `ClassOrder`. Without it each image is its own class.
+
+        Raises:
+            ValueError: a window that does not fit, or a class map of other classes.
         """
         sampler = WindowSampler(
-            self.order,
+            self.order if classes is None else ClassOrder(classes, self.order),
             batch_size=batch_size,
             window_size=window_size,
             window_stride=window_stride,
@@ -399,8 +430,8 @@ class ClassifierHead(nn.Module):
         return AnnouncedBatches(self, loader, ids_of, batches_per_step)
 
     def announce(self, *batches: Any) -> None:
-        """Announces the classes of the next step that was not announced, integers (b,) for each of its batches; their
-        rows are requested. Without it a step's first forward pass announces its own classes.
+        """Announces the classes of the next step that was not announced, those of `forward` for each of its batches;
+        their rows are requested. Without it a step's first forward pass announces its own classes.
 
         Raises:
             ValueError: classes that do not exist, or not as many on every rank.
@@ -409,8 +440,8 @@ class ClassifierHead(nn.Module):
             raise ValueError("a step needs at least one batch: call announce(ids)")
         checked = [checked_ids(batch, self.spec.num_rows) for batch in batches]
         self._open()
-        ids = ids_of_all_ranks(checked, self._ranks)  # (A, B)
-        check_num_active(self.num_negatives, self.spec.num_rows, ids.size)
+        ids = ids_of_all_ranks(checked, self._ranks)  # (A, B) or (A, B, P)
+        self.negatives.check(ids.size)
         store, pending = self._open_store(ids.size), len(self._coming) + (self._current is not None)
         step = self.num_steps + pending
         announced = self._coming.add_batches(step, ids)
@@ -443,7 +474,7 @@ class ClassifierHead(nn.Module):
         """Announces a sampler's steps, some of them ahead, and yields each in its turn. Close the generator to end its
         thread."""
         self._open()
-        check_num_active(self.num_negatives, self.spec.num_rows, sampler.step_size)
+        self.negatives.check(sampler.step_size)
         store = self._open_store(sampler.step_size)
         with closing(announced(self._coming.of_sampler(sampler), store, steps)) as coming:
             for _ in steps:
@@ -459,7 +490,9 @@ class ClassifierHead(nn.Module):
 
         Args:
             embeddings: float (b, D) of any precision, of this rank's images.
-            ids: integers (b,), the class of each; best on the CPU, since reading them from a GPU waits for it.
+            ids: integers (b,), the class of each, or (b, P), up to P classes of each, -1 for fewer: the target
+                distribution is then uniform over an image's classes (see `softmax_loss`). Best on the CPU, since
+                reading them from a GPU waits for it.
             update_rows: whether the loss's gradient updates the rows too.
 
         Raises:
@@ -628,6 +661,8 @@ class ClassifierHead(nn.Module):
         All ranks call it, with any classes; it makes every rank's updates durable.
         """
         wanted = checked_ids(ids, self.spec.num_rows)
+        if wanted.ndim != 1:
+            raise ValueError(f"classes must have shape (n,), got {wanted.shape}")
         opened = self._open()
         distinct, inverse = np.unique(self.order.rows(wanted), return_inverse=True)
         self._make_durable(opened)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from weightserver.torch.margins import NO_MARGIN, Margin, distinct, own_values, with_margin
 from weightserver.torch.ranks import Ranks
 
 _LARGEST_SPREAD = 80.0
@@ -22,10 +23,15 @@ def cosine_softmax_loss(
     labels: Tensor,
     *,
     temperature: float,
+    margin: Margin = NO_MARGIN,
     ranks: Ranks | None = None,
     num_rows: int | None = None,
 ) -> Tensor:
-    """`softmax_loss` of logits cos(w_j, z_i)/τ (Equation 1); features and weight are L2-normalised here, in float32."""
+    """`softmax_loss` of logits cos(w_j, z_i)/τ (Equation 1); features and weight are L2-normalised here, in float32.
+
+    A margin changes the cosines of an image's own classes before they are divided by τ; papers about margins call
+    1/τ the scale s.
+    """
     with torch.autocast(features.device.type, enabled=False):
         return softmax_loss(
             F.normalize(features),
@@ -34,7 +40,8 @@ def cosine_softmax_loss(
             temperature=temperature,
             ranks=ranks,
             num_rows=num_rows,
-            largest_logit=1 / temperature if 2 / temperature < _LARGEST_SPREAD else None,
+            largest_logit=1 / temperature if (1 - margin.lowest_cosine) / temperature < _LARGEST_SPREAD else None,
+            margin=margin,
         )
 
 
@@ -47,11 +54,16 @@ def softmax_loss(
     ranks: Ranks | None = None,
     num_rows: int | None = None,
     largest_logit: float | None = None,
+    margin: Margin = NO_MARGIN,
 ) -> Tensor:
     """Mean cross-entropy of logits w_j·z_i/τ over the whole batch, a scalar.
 
     Features (B, D) and weight (K, D) are float32; labels int64 (B,) index the rows of weight. Logits are float32 even
     under autocast.
+
+    Labels (B, P) give an image up to P own classes, -1 for fewer, at least one; a class given twice counts once. The
+    target distribution is uniform over an image's own classes C_i, as in Mahajan et al. (ECCV 2018):
+    −1/|C_i| · Σ_{c ∈ C_i} log softmax(l_i)_c = log Σ_j exp(l_ij) − mean of l_ic over c ∈ C_i.
 
     With `ranks`, features are those of this rank's share of the batch (`Ranks.share`) and weight is this rank's share
     of the K rows, of any size; labels are those of the whole batch, -1 if another rank has the row. All ranks call it,
@@ -63,21 +75,31 @@ def softmax_loss(
     small enough to be subtracted from all of them; otherwise the ranks exchange each image's largest logit.
     """
     with torch.autocast(features.device.type, enabled=False):
+        own = distinct(labels) if labels.dim() == 2 else labels[:, None]  # (B, P)
         if ranks is None or ranks.world_size == 1:
-            logits = features @ weight.T / temperature  # (B, K)
-            return F.cross_entropy(logits, labels)
+            logits = _only_first(with_margin(features @ weight.T, own, margin) / temperature, num_rows)  # (B, K)
+            if own.shape[1] == 1:
+                return F.cross_entropy(logits, own[:, 0])
+            values, is_own = own_values(logits, own)
+            return (logits.logsumexp(dim=1) - values.sum(dim=1) / is_own.sum(dim=1)).mean()
 
         whole: Tensor = _WholeBatch.apply(features, len(labels), ranks)  # type: ignore[no-untyped-call]
-        logits = whole @ weight.T / temperature  # (B, D) times (D, K of this rank)
-        if num_rows is not None and num_rows < len(weight):
-            logits = logits.masked_fill(torch.arange(len(weight), device=logits.device) >= num_rows, -math.inf)
+        logits = with_margin(whole @ weight.T, own, margin) / temperature  # (B, D) times (D, K of this rank)
+        logits = _only_first(logits, num_rows)
         # Subtracting a constant keeps the softmax unchanged and exp in range.
         logits = logits - (_largest_of_each(logits) if largest_logit is None else largest_logit)
-        positive = -F.nll_loss(logits, labels, reduction="none", ignore_index=-1)  # (B,), 0 if another rank has it
-        parts = torch.stack([logits.exp().sum(dim=1), positive])  # (2, B)
-        total, positive = _SumOverRanks.apply(parts)  # type: ignore[no-untyped-call]
-        loss: Tensor = (total.log() - positive).mean()
+        values, is_own = own_values(logits, own)  # of other ranks' rows 0
+        parts = torch.stack([logits.exp().sum(dim=1), values.sum(dim=1), is_own.sum(dim=1)])  # (3, B)
+        total, positive, count = _SumOverRanks.apply(parts)  # type: ignore[no-untyped-call]
+        loss: Tensor = (total.log() - positive / count).mean()
         return loss
+
+
+def _only_first(logits: Tensor, num_rows: int | None) -> Tensor:
+    """Logits (B, K) with -inf for all but the first `num_rows` classes; for all of them if None."""
+    if num_rows is None or num_rows >= logits.shape[1]:
+        return logits
+    return logits.masked_fill(torch.arange(logits.shape[1], device=logits.device) >= num_rows, -math.inf)
 
 
 def _largest_of_each(logits: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from weightserver.common.background import computed_ahead
 from weightserver.core.arrays import Int64Array
 from weightserver.core.sharding import Sharding
 from weightserver.torch.rows.store import RowStore
-from weightserver.torch.windows import VisitSchedule
+from weightserver.torch.windows import Visits
 
 _COMPUTED_AHEAD = 2
 """Steps whose active rows are computed before they are announced to the store."""
@@ -26,13 +26,13 @@ class ActiveRows:
     """The classes of one step: a pure function of the step."""
 
     rows: Int64Array  # (K,), strictly increasing
-    labels: Int64Array  # (B,), position in `rows` of each visit of the batch
+    labels: Int64Array  # (B,) or (B, P), position in `rows` of each visit of the batch; -1 for none
 
     def share(self, sharding: Sharding, shard: int) -> ActiveRows:
         """The rows that one shard (a rank) holds; the label of a visit is -1 if another shard holds its row."""
         mine = sharding.shard_of(self.rows) == shard
         position = np.where(mine, np.cumsum(mine) - 1, -1)
-        return ActiveRows(self.rows[mine], position[self.labels])
+        return ActiveRows(self.rows[mine], np.where(self.labels < 0, -1, position[self.labels]))
 
 
 Active = TypeVar("Active", bound=ActiveRows)
@@ -101,7 +101,7 @@ class RecentRows:
         ValueError: K exceeds N, or is smaller than the distinct rows that a batch may hold.
     """
 
-    def __init__(self, schedule: VisitSchedule, *, num_active: int, batch_size: int, with_past: bool = True) -> None:
+    def __init__(self, schedule: Visits, *, num_active: int, batch_size: int, with_past: bool = True) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         check_num_active(num_active, schedule.num_rows, batch_size)
@@ -109,26 +109,27 @@ class RecentRows:
         self._batch_size = batch_size
         self._first_visit = -math.inf if with_past else 0
         self._step: int | None = None
-        self._recent = MostRecent(num_active)
+        self.most_recent = MostRecent(num_active)
+        """The rows of the step whose `active` was called last."""
 
     def active(self, step: int) -> ActiveRows:
         """The active rows of a step ≥ 0, in any order of steps."""
         batch = self._schedule.visits(step * self._batch_size, (step + 1) * self._batch_size)
         if self._step is not None and step == self._step + 1:
-            self._recent.add(batch, step * self._batch_size)
+            self.most_recent.add(batch, step * self._batch_size)
         elif step != self._step:
             self._look_back((step + 1) * self._batch_size)
         self._step = step
-        return self._recent.active(batch)
+        return self.most_recent.active(batch)
 
     def visited(self, step: int) -> tuple[Int64Array, Int64Array]:
         """The active rows of a step (K,), and the number of the last visit of each."""
         self.active(step)
-        return self._recent.rows, self._recent.last_visit
+        return self.most_recent.rows, self.most_recent.last_visit
 
     def _look_back(self, stop: int) -> None:
         """Walks back from visit `stop` to the K-th distinct row, piece by piece: small strides make it a long walk."""
-        num_active, rows, last_visit = self._recent.num_active, np.zeros(0, np.int64), np.zeros(0, np.int64)
+        num_active, rows, last_visit = self.most_recent.num_active, np.zeros(0, np.int64), np.zeros(0, np.int64)
         while len(rows) < num_active and stop > self._first_visit:
             start = int(max(stop - 2 * num_active, self._first_visit))
             met, ago = np.unique(
@@ -139,7 +140,7 @@ class RecentRows:
             stop = start
         newest = np.argsort(-last_visit)[:num_active]
         newest = newest[np.argsort(rows[newest])]
-        self._recent.rows, self._recent.last_visit = rows[newest], last_visit[newest]
+        self.most_recent.rows, self.most_recent.last_visit = rows[newest], last_visit[newest]
 
 
 def check_num_active(num_active: int, num_rows: int, batch_size: int) -> None:

@@ -9,14 +9,17 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from weightserver.core.arrays import Int64Array
+from weightserver.torch.class_order import ClassOrder, ClassVisits
 from weightserver.torch.ranks import Ranks
-from weightserver.torch.windows import RangesOrder, VisitSchedule
+from weightserver.torch.windows import RangesOrder, Visits, VisitSchedule
 
 
 class Order(Protocol):
     """A bijection of N images and their positions, over which the window slides."""
 
-    num_rows: int
+    @property
+    def num_rows(self) -> int:
+        """N."""
 
     def images(self, rows: Int64Array) -> Int64Array:
         """The image at each position: int64 [n] to int64 [n]."""
@@ -30,7 +33,8 @@ class WindowSampler(Sampler[list[int]]):
     its share of every batch.
 
     Args:
-        order: number of images, or their order; a number means the random order of seed `order_seed`.
+        order: number of images, or their order; a number means the random order of seed `order_seed`. Images that share
+            classes have a `ClassOrder`, in which the window slides over neighbouring classes.
         window_size: W, number of images in the window; all images by default.
         window_stride: S; W by default. Without both, every image is visited once in each epoch.
         batch_size: B, images of a batch on all ranks together.
@@ -65,6 +69,10 @@ class WindowSampler(Sampler[list[int]]):
             window_stride=window_size if window_stride is None else window_stride,
             seed=seed,
         )
+        self.row_visits: Visits = self.schedule
+        """The rows of the visits' classes."""
+        if isinstance(self.order, ClassOrder):
+            self.row_visits = ClassVisits(self.schedule, self.order)
         self.ranks = ranks or Ranks()
         if batch_size < self.ranks.world_size:
             raise ValueError(
@@ -91,9 +99,15 @@ class WindowSampler(Sampler[list[int]]):
         visits = self.visits(step, part)
         return self.order.images(self.schedule.visits(visits[0], visits[-1] + 1))
 
-    def images_of_step(self, step: int) -> Int64Array:
-        """The images of a whole step, those of other ranks included: int64 (batches_per_step · B,)."""
-        return self.order.images(self.schedule.visits(step * self.step_size, (step + 1) * self.step_size))
+    def classes_of_step(self, step: int) -> Int64Array:
+        """The classes of a whole step's images, those of other ranks included: int64 (batches_per_step · B,).
+
+        Without a `ClassOrder` each image is its own class.
+        """
+        visits = step * self.step_size, (step + 1) * self.step_size
+        if isinstance(self.order, ClassOrder):
+            return self.order.class_of_row(self.row_visits.visits(*visits))
+        return self.order.images(self.schedule.visits(*visits))
 
     def __len__(self) -> int:
         """Number of batches of an iteration, a multiple of `batches_per_step`."""

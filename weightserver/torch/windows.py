@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from weightserver.core.initial import derive_seed, splitmix64
 _NUM_ROUNDS = 6
 _KEPT_WINDOWS = 8
 _ORDER, _WINDOWS, _RANGES = 1, 2, 4
-"""Purposes of a seed's numbers (`derive_seed`); 3, 5 and 6 are the trainer's."""
+"""Purposes of a seed's numbers (`derive_seed`); 3, 5 and 6 are the trainer's, 7 that of `negatives`."""
 
 
 class RowOrder:
@@ -100,6 +101,15 @@ class RangesOrder:
             chosen, first = ranges == number, self._firsts[number]
             result[chosen] = method(self._orders[number], values[chosen] - first) + first
         return result
+
+
+class Visits(Protocol):
+    """A stream of visited rows: `VisitSchedule`, or `ClassVisits` where images share classes."""
+
+    num_rows: int
+
+    def visits(self, start: int, stop: int) -> Int64Array:
+        """Rows visited by visits start … stop−1, which may be negative: int64 [stop − start]."""
 
 
 class VisitSchedule:

@@ -1,0 +1,217 @@
+"""Runs whose images share classes: --labels, --negatives and --margin."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.small_run import NUM_IMAGES, ONLY_ROWS, losses, small_run
+from trainer.build import _warn_of_few_classes
+from trainer.classes import classes_of
+from trainer.config import TrainConfig, parse_config
+from trainer.data import Dataset, datasets
+from trainer.data.augment import AugmentationConfig
+from trainer.loop import train
+from trainer.model import EncoderConfig, load_encoder
+from trainer.run.history import ImageHistory
+from trainer.stopping import Interrupted
+from weightserver import LocalCluster, WeightClient
+from weightserver.torch import NEGATIVES, RowOrder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NUM_CLASSES = 60
+SUPERVISED: dict[str, Any] = {"num_negatives": 40, "margin": "arcface", "temperature": 0.1}
+
+
+@pytest.fixture
+def labels(tmp_path: Path) -> Path:
+    """A class map of 60 classes of 5 images each."""
+    np.save(tmp_path / "labels.npy", np.random.default_rng(0).permutation(np.arange(NUM_IMAGES) % NUM_CLASSES))
+    return tmp_path / "labels.npy"
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("negatives", NEGATIVES)
+def test_all_stores_train_alike(negatives: str, labels: Path, tmp_path: Path) -> None:
+    found = {}
+    for rows in ("dense", "resident", "remote"):
+        changes = SUPERVISED | {"labels": str(labels), "negatives": negatives, "rows": rows}
+        changes |= {"steps": 10, "encoder": ONLY_ROWS}
+        config = small_run(tmp_path / rows, **changes)
+        config.check()
+        summary = train(config).summary
+        found[rows] = np.array(losses(tmp_path / rows))
+        assert summary["epochs"] == pytest.approx(10 * 16 / NUM_IMAGES)
+    assert np.abs(found["resident"] / found["dense"] - 1).max() <= 1e-5
+    assert np.abs(found["remote"] / found["dense"] - 1).max() <= 1e-5
+    with LocalCluster(2, tmp_path / "resident" / "servers") as cluster, WeightClient(cluster.addresses) as client:
+        assert client.describe().spec.num_rows == NUM_CLASSES
+
+
+@pytest.mark.guard
+def test_a_supervised_run_resumes_bit_for_bit_with_its_class_map(
+    labels: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes = {"labels": str(labels), "negatives": "both", "num_negatives": 40, "steps": 26}
+    whole = small_run(tmp_path / "whole", **changes)
+    train(whole)
+    assert "has about" not in caplog.text, "19 of 60 classes, more than the 16 images of a batch"
+
+    class PowerLoss(Exception):
+        pass
+
+    def stop(step: int) -> None:
+        if step == 20:
+            raise PowerLoss
+
+    with pytest.raises(PowerLoss):
+        train(small_run(tmp_path / "run", **changes), on_step=stop)
+    moved = tmp_path / "moved.csv"
+    moved.write_text("\n".join(map(str, np.load(labels))))
+    np.save(tmp_path / "other.npy", np.load(labels)[::-1])
+    np.save(tmp_path / "fewer.npy", np.load(labels)[:-1])
+    for other, message in (
+        (None, "the run has classes that images share: give --labels with its class map"),
+        ("other.npy", "the class map is not that of the run"),
+        ("fewer.npy", "--labels .* has 299 labels for 300 images: give one label for each image"),
+    ):
+        changed = changes | {"labels": other and str(tmp_path / other)}
+        with pytest.raises(ValueError, match=message):
+            train(small_run(tmp_path / "run", **changed, resume=True))
+    train(small_run(tmp_path / "run", **changes | {"labels": str(moved)}, resume=True))
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    ours, theirs = (load_encoder(tmp_path / n / "encoder.safetensors")[0].state_dict() for n in ("run", "whole"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+    exported = ["rows", str(whole.output), "--output", str(tmp_path / "rows"), "--format", "npz"]
+    subprocess.run([sys.executable, "-m", "trainer.export", *exported], check=True, timeout=60)
+    command = [sys.executable, "-m", "trainer", "duplicates", str(whole.output)]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "the run's rows are classes that images share (--labels): give a run of single images" in refused.stderr
+    with np.load(next((tmp_path / "rows").iterdir())) as file:
+        assert np.array_equal(file["class"], RowOrder(NUM_CLASSES, 0).images(np.arange(NUM_CLASSES)))
+
+
+def test_the_history_knows_the_class_map() -> None:
+    history = ImageHistory(((0, 10),), ("a",), "b")
+    assert ImageHistory.from_json(history.to_json()) == history
+    assert "classes" not in json.loads(ImageHistory(((0, 10),)).to_json())  # as earlier versions wrote it
+    history.check_classes("b")
+    for had, given, message in (
+        ("b", "", "the run has classes that images share: give --labels with its class map"),
+        ("b", "c", "the class map is not that of the run, to which its rows belong: give --labels with the run's"),
+        ("", "b", "the run has a class for each image: omit --labels, or start another run"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ImageHistory(((0, 10),), (), had).check_classes(given)
+
+
+@pytest.mark.guard
+def test_a_run_of_images_cannot_become_one_of_classes(labels: Path, tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        train(small_run(tmp_path / "run", num_negatives=50), on_step=_interrupt)
+    with pytest.raises(ValueError, match="the run has a class for each image: omit --labels"):
+        train(small_run(tmp_path / "run", resume=True, labels=str(labels), num_negatives=50))
+
+
+def _interrupt(step: int) -> None:
+    if step == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_the_data_sets_own_labels_are_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four textures, numbered 0, 1, 2 and 4: the loss falls far below chance, kNN finds them."""
+    noise = torch.randint(0, 60, (400, 1, 16, 16), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    rows, columns = torch.meshgrid(torch.arange(16) // 2 % 2, torch.arange(16) // 2 % 2, indexing="ij")
+    textures = torch.stack([rows, columns, rows ^ columns, torch.zeros_like(rows)]).to(torch.uint8)
+    kinds = torch.arange(400) % 4
+    images, found = noise + 150 * textures[kinds][:, None], torch.where(kinds == 3, 4, kinds)
+    dataset = Dataset(train_images=images, train_labels=found, test_images=images[:80], test_labels=found[:80])
+    monkeypatch.setitem(datasets.DATASETS, "idx", lambda _: dataset)
+    config = small_run(
+        tmp_path / "run",
+        dataset="idx",
+        num_images=None,
+        labels="classes",
+        num_negatives=4,
+        window_size=400,
+        window_stride=400,
+        steps=60,
+        evaluate=True,
+        margin="cosface",
+        margin_size=0.05,
+        augmentation=AugmentationConfig(min_scale=0.5, jitter_probability=0.0, blur_probability=0.0),
+        encoder=EncoderConfig(in_channels=1, image_size=16, width=8, stem_stride=2, blocks=(1, 1)),
+    )
+    assert classes_of(config, dataset).number == 4
+    result = train(config)
+    assert np.mean(losses(config.output)[-10:]) < 0.7 * np.log(4) < losses(config.output)[0]
+    assert result.summary["knn_top1"] > 90
+    assert json.loads((config.output / "config.json").read_text())["labels"] == "classes"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--margin-size", "0.3"], "--margin-size 0.3 is for --margin cosface or --margin arcface: omit it"),
+        (["--margin", "cosface", "--margin-size", "3"], "margin_size of cosface must lie between 0 and 1, got 3"),
+        (["--softmax", "plain", "--margin", "arcface"], "--margin arcface is for --softmax cosine: omit it"),
+        (["--recent-share", "0.7"], "--recent-share 0.7 is for --negatives both: omit it"),
+        (["--negatives", "both", "--recent-share", "1.5"], "--recent-share must lie between 0 and 1, got 1.5"),
+        (["--negatives", "both", "--init", "embedding"], "--negatives both would include classes that were not met"),
+        (["--labels", ""], "--labels is empty: give 'classes', or a file"),
+        (["--labels", "classes", "--resume", "--extend"], "--extend adds images, but --labels has no rows"),
+    ],
+)
+def test_options_without_effect_are_refused(options: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_config(["fashion-mnist", *options]).check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"labels": "classes"}, "--labels classes: these images have no labels: give a file"),
+        (
+            {"labels": "/no/such/labels.npy"},
+            "--labels /no/such/labels.npy: cannot read .*: give a .npy file",
+        ),
+        ({"num_negatives": 61}, "num_negatives is 61, but there are only 60 classes: choose fewer"),
+        ({"negatives": "uniform", "num_negatives": 18}, "leaves 2 rows to sample, less than a block of 5"),
+        (
+            {"negatives": "both", "num_negatives": 20},
+            "10 of num_negatives 20 are recent ones, but a batch",
+        ),
+        (
+            {"capacity": 50},
+            "--capacity 50 is too small for 40 active rows .* give at least 60",
+        ),
+    ],
+)
+def test_bad_classes_are_refused(changes: dict[str, Any], message: str, labels: Path, tmp_path: Path) -> None:
+    config = small_run(tmp_path / "run", **{"labels": str(labels), "num_negatives": 40} | changes)
+    assert isinstance(config, TrainConfig)
+    with pytest.raises(ValueError, match=message):
+        train(config)
+
+
+def test_a_window_of_few_classes_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    few = small_run(tmp_path / "run", labels="labels.npy")
+    _warn_of_few_classes(few, NUM_IMAGES, 30)  # 96 of 300 images
+    assert "the window of 96 images has about 10 of 30 classes at a time" in caplog.text
+    assert "--window-size 300 --window-stride 300 visits all at random" in caplog.text
+    caplog.clear()
+    _warn_of_few_classes(few, NUM_IMAGES, 60)
+    _warn_of_few_classes(replace(few, window_size=300), NUM_IMAGES, 5)
+    _warn_of_few_classes(replace(few, labels=None, window_size=10), NUM_IMAGES, NUM_IMAGES)
+    assert not caplog.text

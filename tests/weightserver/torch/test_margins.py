@@ -1,0 +1,202 @@
+"""Margins and several own classes: the loss against formulas in float64, finite differences, and over ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor
+
+from weightserver.core.arrays import Float64Array
+from weightserver.torch import MARGINS, Margin, MarginKind, Ranks, cosine_softmax_loss, margin_of
+from weightserver.torch.margins import DEFAULT_SIZES
+
+SINGLE = torch.tensor([0, 8, 3, 3, 5, 1])
+SEVERAL = torch.tensor([[0, 4, 7], [8, -1, -1], [3, 3, -1], [-1, 5, 2], [5, -1, 5], [1, 0, 8]])  # some given twice
+CASES = [(kind, labels) for kind in MARGINS for labels in (SINGLE, SEVERAL)]
+IDS = [f"{kind}, {labels.dim()}-d labels" for kind, labels in CASES]
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Features (6, 5), weight (9, 5)."""
+    generator = torch.Generator().manual_seed(0)
+    features, weight = torch.randn(6, 5, generator=generator), torch.randn(9, 5, generator=generator) * 0.01
+    weight[8] = -0.02 * features[1]  # the own class of an image is opposite: θ + m exceeds π
+    weight[5] = 0.03 * features[4]  # and that of another one equal to its embedding
+    return features.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+
+
+def formula(features: Tensor, weight: Tensor, labels: Tensor, kind: MarginKind, temperature: float) -> float:
+    """The loss by angles, image by image and class by class."""
+    cosines = torch.nn.functional.cosine_similarity(features[:, None], weight[None], dim=2).tolist()
+    size, losses = DEFAULT_SIZES[kind], []
+    for image, own in enumerate(labels.reshape(len(labels), -1).tolist()):
+        classes = {label for label in own if label >= 0}
+        logits = []
+        for label, cosine in enumerate(cosines[image]):
+            angle = math.acos(max(-1.0, min(1.0, cosine)))
+            if label not in classes or kind == "none":
+                value = cosine
+            elif kind == "cosface":
+                value = cosine - size
+            elif angle + size < math.pi:
+                value = math.cos(angle + size)
+            else:
+                value = cosine - size * math.sin(size)
+            logits.append(value / temperature)
+        total = math.fsum(map(math.exp, logits))
+        losses.append(-math.fsum(math.log(math.exp(logits[label]) / total) for label in classes) / len(classes))
+    return math.fsum(losses) / len(losses)
+
+
+@pytest.mark.parametrize(("kind", "labels"), CASES, ids=IDS)
+@pytest.mark.parametrize("temperature", [0.2, 1 / 30])
+def test_the_loss_equals_the_formula(kind: MarginKind, labels: Tensor, temperature: float) -> None:
+    """At θ = 0 the sine is 3.2e-4 instead of 0: ArcFace's logit there differs by sin(0.5) · 3.2e-4 / τ."""
+    expected = formula(*inputs(), labels, kind, temperature)
+    for dtype, relative in ((torch.float64, 1e-12), (torch.float32, 3e-6)):
+        features, weight = inputs(dtype)
+        loss = cosine_softmax_loss(features, weight, labels, temperature=temperature, margin=margin_of(kind, None))
+        clamped = 1.6e-4 / temperature / len(labels) if kind == "arcface" else 0
+        assert abs(loss.item() - expected) <= relative * (expected + 1 / temperature) + clamped, dtype
+
+
+@pytest.mark.parametrize(("kind", "labels"), CASES, ids=IDS)
+def test_gradients_equal_finite_differences(kind: MarginKind, labels: Tensor) -> None:
+    features, weight = inputs()
+    with torch.no_grad():  # θ = 0 and π have no derivative
+        weight[8, 0] += 0.01
+        weight[5, 0] += 0.01
+    loss = partial(cosine_softmax_loss, labels=labels, temperature=0.2, margin=margin_of(kind, None))
+    assert torch.autograd.gradcheck(lambda z, w: loss(z, w), (features, weight), eps=1e-7, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", MARGINS)
+def test_gradients_are_finite_at_the_ends(kind: MarginKind, dtype: torch.dtype) -> None:
+    """Also for cosines that rounding brings beyond ±1."""
+    ends = torch.tensor([1.0, -1.0, 1 + 1e-7, -1 - 1e-7, 1 - 6e-8, 0.0], dtype=dtype).requires_grad_()
+    margin_of(kind, None).of(ends).sum().backward()
+    assert ends.grad is not None
+    assert ends.grad.isfinite().all()
+    assert ends.grad.abs().max() < 2e3
+    features, weight = inputs(dtype)
+    cosine_softmax_loss(features, weight, SINGLE, temperature=0.2, margin=margin_of(kind, None)).backward()
+    for gradient in (features.grad, weight.grad):
+        assert gradient is not None
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["cosface", "arcface"])
+def test_a_margin_decreases_with_the_angle_and_never_helps(kind: MarginKind) -> None:
+    cosines = torch.linspace(1, -1, 20_001, dtype=torch.float64)
+    margin = margin_of(kind, None)
+    with_margin = margin.of(cosines)
+    assert (with_margin.diff() < 0).all()
+    assert (with_margin <= cosines).all()
+    assert with_margin.min() >= margin.lowest_cosine - 1e-12
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "message"),
+    [
+        ("cosface", 1.5, "margin_size of cosface must lie between 0 and 1, got 1.5: the usual one is 0.35"),
+        ("arcface", 0.0, r"margin_size of arcface must lie between 0 and 1.571, got 0: the usual one is 0.5"),
+        ("arcface", math.nan, "got nan"),
+        ("none", 0.3, "margin_size 0.3 is for margin cosface or arcface: omit it"),
+        ("sphere", 0.3, "margin must be none, cosface or arcface, got sphere"),
+    ],
+)
+def test_impossible_margins_are_refused(kind: MarginKind, size: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Margin(kind, size)
+
+
+@pytest.mark.parametrize(("kind", "labels"), CASES, ids=IDS)
+def test_padding_is_no_class_on_one_rank_either(kind: MarginKind, labels: Tensor) -> None:
+    """A GPU has fewer than K active classes with sampled negatives, and before K classes were met."""
+    features, weight = inputs()
+    padded = torch.cat([weight.detach(), torch.zeros(4, 5)]).requires_grad_()
+    loss_of = partial(cosine_softmax_loss, labels=labels, temperature=0.2, margin=margin_of(kind, None))
+    expected = loss_of(features.detach(), weight)
+    loss = loss_of(features, padded, num_rows=9)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    loss.backward()
+    expected.backward()
+    assert padded.grad is not None
+    assert weight.grad is not None
+    torch.testing.assert_close(padded.grad[:9], weight.grad)
+    assert not padded.grad[9:].any()
+
+
+def compute(rank: int, world_size: int, port: int, out: str) -> None:
+    """Losses and gradients of all cases on one of several ranks: rows are dealt in turn, images in slices.
+
+    The last rank holds no rows, or only padding.
+    """
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", timedelta(seconds=60), rank=rank, world_size=world_size)
+    ranks, found = Ranks(rank=rank, world_size=world_size), {}
+    holders = max(1, world_size - 1)
+    mine = np.flatnonzero(np.arange(9) % holders == rank) if rank < holders else np.zeros(0, int)
+    local = torch.full((10,), -1)  # label to place among this rank's rows; the last is that of -1
+    local[mine] = torch.arange(len(mine))
+    for number, (kind, labels) in enumerate(CASES):
+        for num_padded, temperature in ((0, 0.2), (3, 1 / 64)):
+            features, weight = inputs(torch.float32)
+            part = features[ranks.share(len(labels))].detach().requires_grad_()
+            rows = torch.nn.functional.pad(weight[mine], (0, 0, 0, num_padded)).detach().requires_grad_()
+            loss = cosine_softmax_loss(
+                part,
+                rows,
+                local[labels],
+                temperature=temperature,
+                margin=margin_of(kind, None),
+                ranks=ranks,
+                num_rows=len(mine),
+            )
+            loss.backward()
+            assert part.grad is not None
+            assert rows.grad is not None
+            whole = np.zeros((9, 5))
+            whole[mine] = rows.grad[: len(mine)].numpy()
+            assert not rows.grad[len(mine) :].any()
+            found[f"{number}-{num_padded}"] = np.concatenate([[loss.item()], whole.ravel()])
+            found[f"{number}-{num_padded}-features"] = part.grad.numpy() / world_size
+    np.savez(f"{out}-{rank}.npz", **found)  # type: ignore[arg-type]
+    dist.destroy_process_group()
+
+
+def gradients_over_ranks(world_size: int, directory: Path) -> dict[str, Float64Array]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    out = str(directory / f"of-{world_size}")
+    torch.multiprocessing.spawn(compute, (world_size, port, out), nprocs=world_size)  # type: ignore[attr-defined]
+    parts = [dict(np.load(f"{out}-{rank}.npz")) for rank in range(world_size)]
+    result = {}
+    for name in parts[0]:
+        values = [part[name] for part in parts]
+        if name.endswith("features"):
+            result[name] = np.concatenate(values)
+        else:
+            assert len({value[0] for value in values}) == 1, "ranks saw different losses"
+            result[name] = np.append(values[0][0], sum(value[1:] for value in values))
+    return result
+
+
+@pytest.mark.guard
+def test_three_ranks_compute_what_one_does(tmp_path: Path) -> None:
+    one, three = (gradients_over_ranks(world_size, tmp_path) for world_size in (1, 3))
+    assert one.keys() == three.keys()
+    for name, expected in one.items():
+        assert np.abs(three[name] - expected).max() <= 1e-5 * np.abs(expected).max(), name

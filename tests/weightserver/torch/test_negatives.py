@@ -1,0 +1,158 @@
+"""The classes of a step, compared with sets; and the statistics of sampling rows in blocks."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightserver.core.arrays import Float64Array
+from weightserver.torch.negatives import NEGATIVES, BlockSampler, Negatives, NegativeSampler, ScheduledRows
+from weightserver.torch.recency import RecentRows
+from weightserver.torch.windows import VisitSchedule
+
+SIGMAS = 4.5
+"""Bound of a test statistic in standard deviations: a right sampler exceeds it once in 150,000 times."""
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_active_rows_are_own_recent_and_sampled_ones(data: st.DataObject) -> None:
+    num_rows = data.draw(st.integers(10, 60), label="N")
+    rows_per_block = data.draw(st.integers(1, 7), label="R")
+    batch_size = data.draw(st.integers(1, 5), label="B")
+    num_active = data.draw(st.integers(2 * (batch_size + rows_per_block), 40), label="K")
+    negatives = data.draw(st.sampled_from(NEGATIVES))
+    schedule = VisitSchedule(num_rows=num_rows, window_size=num_rows, window_stride=3, seed=1)
+    num_active = min(num_active, num_rows)
+
+    def scheduled() -> ScheduledRows:
+        sampler = NegativeSampler(num_active, num_rows=num_rows, rows_per_block=rows_per_block, kind=negatives, seed=5)
+        return ScheduledRows(schedule, sampler, batch_size=batch_size)
+
+    source, again = scheduled(), scheduled()
+    whole = set(range(num_rows))
+    for step in (0, 1, 2, 30, 4):
+        active, batch = source.active(step), schedule.visits(step * batch_size, (step + 1) * batch_size)
+        assert np.array_equal(active.rows[active.labels], batch)
+        assert (np.diff(active.rows) > 0).all()  # a row that is positive and sampled counts once
+        assert set(active.rows.tolist()) <= whole
+        assert np.array_equal(again.active(step).rows, active.rows), "not a function of the step"
+        if num_active >= num_rows:
+            assert len(active.rows) == num_rows
+            continue
+        assert len(active.rows) <= num_active
+        num_recent = {"recent": num_active, "uniform": 0, "both": round(num_active / 2)}[negatives]
+        own = set(batch.tolist())
+        if num_recent:
+            recent = RecentRows(schedule, num_active=num_recent, batch_size=batch_size)
+            own = set(recent.active(step).rows.tolist())
+        sampled = set(active.rows.tolist()) - own
+        assert own <= set(active.rows.tolist())
+        blocks = {row // rows_per_block for row in sampled}
+        of_blocks = {row for row in whole if row // rows_per_block in blocks}
+        assert of_blocks <= sampled | own, "blocks are sampled whole"
+        assert len(blocks) <= (num_active - (num_recent or min(batch_size, num_rows))) // rows_per_block
+
+
+def sampled_sums(values: Float64Array, rows_per_block: int, num_blocks: int, steps: int) -> Float64Array:
+    """Estimates of the sum of all values from sampled rows: float64 [steps]."""
+    sampler = BlockSampler(
+        num_rows=len(values), rows_per_block=rows_per_block, num_sampled=num_blocks * rows_per_block, seed=11
+    )
+    scale = sampler.num_blocks / sampler.num_sampled_blocks
+    return np.array([scale * values[sampler.rows(step)].sum() for step in range(steps)])
+
+
+def assert_mean_and_variance(estimates: Float64Array, mean: float, variance: float) -> None:
+    """Compares moments with their exact values; the errors of both are those of the central limit theorem."""
+    count, centred = len(estimates), estimates - mean
+    assert abs(centred.mean()) <= SIGMAS * math.sqrt(variance / count), "biased"
+    squares = centred**2
+    error = math.sqrt((np.mean(squares**2) - variance**2) / count)  # of the mean square
+    assert abs(squares.mean() - variance) <= SIGMAS * error, f"variance {squares.mean():.4g}, not {variance:.4g}"
+
+
+@pytest.mark.parametrize("num_blocks", [300, 4_500])  # fewer and more than are sorted
+def test_every_row_and_pair_of_blocks_is_sampled_equally_often(num_blocks: int) -> None:
+    """Inclusion is Bernoulli(n/M), and two blocks are included together with n(n−1)/(M(M−1)): sums of squares."""
+    steps, share = 600, num_blocks // 10
+    sampler = BlockSampler(num_rows=3 * num_blocks - 1, rows_per_block=3, num_sampled=3 * share + 2, seed=2)
+    counts, pairs = np.zeros(3 * num_blocks - 1), np.zeros(num_blocks - 1)
+    for step in range(steps):
+        rows = sampler.rows(step)
+        assert len(rows) in (3 * share, 3 * share - 1)
+        counts[rows] += 1
+        blocks = np.unique(rows // 3)
+        pairs[blocks[:-1][np.diff(blocks) == 1]] += 1  # neighbours
+    probability = share / num_blocks
+    z = (counts[::3] - steps * probability) / math.sqrt(steps * probability * (1 - probability))
+    degrees = num_blocks - 1  # the counts add up
+    assert abs((z**2).sum() * degrees / num_blocks - degrees) <= SIGMAS * math.sqrt(2 * degrees)
+    assert np.array_equal(counts[::3][:-1], counts[2::3])
+    together = share * (share - 1) / (num_blocks * (num_blocks - 1))
+    expected = steps * together * len(pairs)
+    assert abs(pairs.sum() - expected) <= SIGMAS * math.sqrt(expected)
+
+
+def test_blocks_keep_the_expectation_of_the_sum_and_its_variance_if_rows_are_in_random_order() -> None:
+    """x = exp(logit) of 6,400 rows, a lognormal. The design effect 1 + (R−1)ρ is that of the very values."""
+    rows_per_block, num_blocks, steps = 16, 40, 800
+    similar = np.sort(np.exp(np.random.default_rng(0).standard_normal(6_400)))  # similar rows in each block
+    mixed = np.random.default_rng(1).permutation(similar)
+    total, count = similar.sum(), len(similar)
+
+    def variance(values: Float64Array, rows_per_block: int, num_blocks: int) -> float:
+        """M²/n · (1 − n/M) · s² of the blocks' sums."""
+        blocks = values.reshape(-1, rows_per_block).sum(axis=1)
+        return float(len(blocks) ** 2 / num_blocks * (1 - num_blocks / len(blocks)) * blocks.var(ddof=1))
+
+    singly = variance(mixed, 1, rows_per_block * num_blocks)
+    assert_mean_and_variance(sampled_sums(mixed, 1, rows_per_block * num_blocks, steps), total, singly)
+    for values in (mixed, similar):
+        expected = variance(values, rows_per_block, num_blocks)
+        assert_mean_and_variance(sampled_sums(values, rows_per_block, num_blocks, steps), total, expected)
+    # Over random orders ρ has mean −1/(N−1) and the effect a standard deviation of about √(2/M) (blocks' sums).
+    assert abs(variance(mixed, rows_per_block, num_blocks) / singly - 1) <= SIGMAS * math.sqrt(
+        2 / (count / rows_per_block)
+    )
+    assert variance(similar, rows_per_block, num_blocks) > 0.9 * rows_per_block * singly
+
+
+def test_only_classes_that_were_met() -> None:
+    schedule = VisitSchedule(num_rows=30, window_size=30, window_stride=30, seed=0)
+    met = ScheduledRows(schedule, NegativeSampler(30, num_rows=30, rows_per_block=5, only_met=True), batch_size=8)
+    assert [len(met.active(step).rows) for step in range(5)] == [8, 16, 24, 30, 30]
+    with pytest.raises(ValueError, match="negatives both would include classes that were not met"):
+        NegativeSampler(30, num_rows=30, rows_per_block=5, kind="both", only_met=True)
+
+
+@pytest.mark.parametrize(
+    ("negatives", "num_active", "share", "message"),
+    [
+        ("uniform", 10, 0.5, "leaves 2 rows to sample, less than a block of 5: choose more, or smaller rows_per_block"),
+        (
+            "both",
+            14,
+            0.5,
+            "7 of num_negatives 14 are recent ones, but a batch may contain 8 classes: choose more",
+        ),
+        ("both", 20, 0.9, "leaves 2 rows to sample"),
+        ("both", 20, 1.0, "recent_share must lie between 0 and 1, got 1: .* choose negatives recent or uniform"),
+        ("recent", 101, 0.5, "only 100"),
+        ("uniform", 101, 0.5, "only 100"),
+        ("hard", 50, 0.5, "negatives must be recent, uniform or both, got hard"),
+    ],
+)
+def test_impossible_sizes_are_refused(negatives: Negatives, num_active: int, share: float, message: str) -> None:
+    schedule = VisitSchedule(num_rows=100, window_size=50, window_stride=10, seed=0)
+
+    def scheduled() -> ScheduledRows:
+        sampler = NegativeSampler(num_active, num_rows=100, rows_per_block=5, kind=negatives, recent_share=share)
+        return ScheduledRows(schedule, sampler, batch_size=8)
+
+    with pytest.raises(ValueError, match=message):
+        scheduled()

@@ -1,0 +1,193 @@
+"""Divides labelled classes into more, by clustering features (appendix, "Compared to Supervised Classification")."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sklearn.cluster import MiniBatchKMeans
+
+from trainer.evaluate.evaluation import Evaluation, Outcome
+from trainer.evaluate.frozen import Frozen
+from trainer.evaluate.stored_features import StoredFeatures, store_features
+from trainer.settings import Settings
+from weightserver.common.atomic_files import atomic_write
+from weightserver.core.arrays import Float32Array, Int64Array
+
+_GROUP_BYTES = 1 << 30
+"""Features of classes that are clustered in one pass over the stored features, in float16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionConfig(Settings):
+    """Settings of the partition."""
+
+    classes: tuple[int, ...] = ()
+    """Numbers of classes of the partitions to make, at least that of the labelled classes and at most that of the
+    images, as --classes 2000 4000 16000. Each is written as partition-NUMBER.npy, for the trainer's --labels."""
+    balanced: bool = True
+    """Whether the classes that a labelled class is divided into have as many images each, give or take one."""
+    seed: int = 0
+    """Seed of k-means."""
+
+    def check(self) -> None:
+        if not self.classes or min(self.classes) < 1:
+            raise ValueError(f"--classes is {self.classes}: give one or more numbers of classes")
+
+
+def partition(evaluation: Evaluation, config: PartitionConfig) -> Outcome:
+    """Writes a class for each training image: images of different labelled classes never share one.
+
+    Each labelled class is divided in proportion to its images, by k-means of its features of length 1 (Euclidean
+    distance). Memory for features is bounded; the stored ones are read once for about 1 GiB of them.
+
+    Raises:
+        ValueError: images without labels, or a number of classes out of range.
+    """
+    dataset = evaluation.load()
+    dataset.check_labelled()
+    labels = dataset.train_labels.numpy()
+    if labels.min() < 0:
+        raise ValueError("some of these images have no labels: label or remove them, or choose another --dataset")
+    images_of_class = np.bincount(labels)
+    for num_classes in config.classes:
+        _check(num_classes, int(np.count_nonzero(images_of_class)), len(labels))
+    subject, ranks = evaluation.subject, evaluation.ranks
+    frozen = Frozen(subject.network, subject.pixels, ranks.device, bfloat16=evaluation.bfloat16)
+    with evaluation.progress("features", len(labels)) as advance:
+        features = store_features(
+            frozen, dataset.train_images, dataset.evaluated_side, evaluation.state / "train", ranks, advance
+        )
+    frozen.check()
+    made: list[dict[str, Any]] = []
+    if ranks.is_first:
+        made = [_write_partition(evaluation, config, features, labels, num_classes) for num_classes in config.classes]
+    return Outcome(results={}, details={"by_setting": made})
+
+
+def _check(num_classes: int, labelled: int, images: int) -> None:
+    if not labelled <= num_classes <= images:
+        raise ValueError(
+            f"--classes {num_classes} must lie in {labelled}..{images}, from the number of labelled classes to that of "
+            "the images"
+        )
+
+
+def _write_partition(
+    evaluation: Evaluation, config: PartitionConfig, features: StoredFeatures, labels: Int64Array, num_classes: int
+) -> dict[str, Any]:
+    """Writes one partition; returns a line about it."""
+    images_of_class = np.bincount(labels)
+    parts = proportional_parts(images_of_class, num_classes)
+    first = np.cumsum(parts) - parts  # the first new class of each labelled one
+    assigned = np.empty(len(labels), np.int32 if num_classes < 2**31 else np.int64)
+    within, total = 0.0, 0.0  # squared distances from the centres of new and of labelled classes
+    with evaluation.progress(f"{num_classes} classes", len(labels)) as advance:
+        for label, images, values in _classes(features, labels):
+            clusters = divided(values, int(parts[label]), balanced=config.balanced, seed=config.seed)
+            assigned[images] = first[label] + clusters
+            within += _squared_distances(values, clusters)
+            total += _squared_distances(values, np.zeros(len(values), np.int64))
+            advance(len(images))
+    file = evaluation.state.parent / f"partition-{num_classes}.npy"
+    atomic_write(file, lambda path: _save(path, assigned))
+    sizes = np.bincount(assigned)
+    return {
+        "classes": num_classes,
+        "smallest": int(sizes.min()),
+        "largest": int(sizes.max()),
+        "explained": round(100 * (1 - within / total), 3) if total else 0.0,
+        "labels": str(file),
+    }
+
+
+def _save(path: Path, array: npt.NDArray[Any]) -> None:
+    with path.open("wb") as file:  # np.save would add a suffix to the name
+        np.save(file, array)
+
+
+def proportional_parts(images_of_class: Int64Array, num_classes: int) -> Int64Array:
+    """How many of `num_classes` each class gets: in proportion to its images, at least 1 (0 without images), int64 [C].
+
+    Largest remainders are rounded up; nothing exceeds a class's images.
+    """
+    spare = images_of_class - (images_of_class > 0)  # images beyond the first
+    more = num_classes - np.count_nonzero(images_of_class)
+    shares = more * spare / max(1, spare.sum())
+    parts = np.floor(shares).astype(np.int64)
+    rounded_up = np.argsort(parts - shares, kind="stable")[: more - parts.sum()]
+    parts[rounded_up] += 1
+    result: Int64Array = parts + (images_of_class > 0)
+    return result
+
+
+def _classes(features: StoredFeatures, labels: Int64Array) -> Iterator[tuple[int, Int64Array, Float32Array]]:
+    """Each labelled class: its label, its images int64 [n] and their features float32 [n, d]."""
+    order = np.argsort(labels, kind="stable")
+    starts = np.flatnonzero(np.diff(labels[order], prepend=-1))
+    ends = np.append(starts[1:], len(order))
+    rows = max(1, _GROUP_BYTES // (2 * features[:1].shape[1]))
+    group = 0
+    while group < len(starts):
+        stop = max(group + 1, int(np.searchsorted(ends, starts[group] + rows, side="right")))
+        images = order[starts[group] : ends[stop - 1]]
+        values = features.take(torch.from_numpy(images))
+        for number in range(group, stop):
+            part = slice(starts[number] - starts[group], ends[number] - starts[group])
+            yield int(labels[images[part.start]]), images[part], values[part].float().numpy()
+        group = stop
+
+
+def divided(values: Float32Array, num_clusters: int, *, balanced: bool, seed: int) -> Int64Array:
+    """The cluster of each of n vectors: float32 [n, d] to int64 [n]; none of 0..num_clusters−1 stays empty.
+
+    Balanced clusters approximate constrained k-means (Bradley et al., 2000): vectors that would lose most by another
+    cluster choose theirs first, among those with room.
+    """
+    if num_clusters == len(values):
+        return np.arange(len(values))
+    if num_clusters == 1:
+        return np.zeros(len(values), np.int64)
+    means = MiniBatchKMeans(num_clusters, random_state=seed, n_init=1, batch_size=max(1024, num_clusters)).fit(values)
+    distances: Float32Array = means.transform(values)
+    return _balanced(distances) if balanced else _nearest(distances)
+
+
+def _balanced(distances: Float32Array) -> Int64Array:
+    """Clusters of as many vectors each, give or take one: of distances (n, k), int64 [n]."""
+    size, num_larger = divmod(len(distances), distances.shape[1])
+    sizes = np.zeros(distances.shape[1], np.int64)
+    clusters = np.empty(len(distances), np.int64)
+    nearest = np.partition(distances, 1, axis=1)
+    for vector in np.argsort(nearest[:, 0] - nearest[:, 1], kind="stable"):
+        has_room = sizes < size + (num_larger > 0)
+        cluster = int(np.where(has_room, distances[vector], np.inf).argmin())
+        num_larger -= int(sizes[cluster] == size)
+        sizes[cluster] += 1
+        clusters[vector] = cluster
+    return clusters
+
+
+def _nearest(distances: Float32Array) -> Int64Array:
+    """The nearest cluster of each vector, int64 [n]; an empty cluster takes the farthest vector of one with several."""
+    clusters: Int64Array = distances.argmin(axis=1)
+    sizes = np.bincount(clusters, minlength=distances.shape[1])
+    farthest = iter(np.argsort(-distances.min(axis=1), kind="stable"))
+    for empty in np.flatnonzero(sizes == 0):
+        vector = next(vector for vector in farthest if sizes[clusters[vector]] > 1)
+        sizes[clusters[vector]] -= 1
+        clusters[vector] = empty
+    return clusters
+
+
+def _squared_distances(values: Float32Array, clusters: Int64Array) -> float:
+    """The sum of squared distances of vectors float32 [n, d] from the means of their clusters."""
+    sums = np.zeros((int(clusters.max()) + 1, values.shape[1]))
+    np.add.at(sums, clusters, values)
+    sizes = np.bincount(clusters)[:, None]
+    return float(np.square(values, dtype=np.float64).sum() - (sums**2 / np.maximum(sizes, 1)).sum())

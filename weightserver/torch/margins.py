@@ -1,0 +1,95 @@
+"""Margins of a cosine softmax: an image's own classes must win by more than a hair."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+MarginKind = Literal["none", "cosface", "arcface"]
+MARGINS: tuple[MarginKind, ...] = ("none", "cosface", "arcface")
+DEFAULT_SIZES: dict[MarginKind, float] = {"none": 0.0, "cosface": 0.35, "arcface": 0.5}
+"""Margins of the papers' large experiments."""
+
+_SMALLEST_SQUARED_SINE = 1e-7
+"""Below it, within 0.02° of 0 or π, sin θ is constant: its slope −cos θ / sin θ would be infinite at cos θ = ±1."""
+
+
+@dataclass(frozen=True)
+class Margin:
+    """A margin m on the cosines of an image's own classes; other classes keep theirs.
+
+    cosface: cos θ − m (Wang et al., CVPR 2018, Equation 4). arcface: cos(θ + m) (Deng et al., CVPR 2019, Equation 3);
+    where θ + m would exceed π, cos θ − m·sin m, which decreases in θ as well, as in the authors' implementation.
+
+    Raises:
+        ValueError: an unknown kind, or a size outside 0 < m < 1 (cosface) or 0 < m < π/2 (arcface).
+    """
+
+    kind: MarginKind
+    size: float
+    """m: of the cosine (cosface), or of the angle in radians (arcface)."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in MARGINS:
+            raise ValueError(f"margin must be {', '.join(MARGINS[:-1])} or {MARGINS[-1]}, got {self.kind}")
+        largest = {"none": 0.0, "cosface": 1.0, "arcface": math.pi / 2}[self.kind]
+        if self.kind != "none" and not 0 < self.size < largest:
+            raise ValueError(
+                f"margin_size of {self.kind} must lie between 0 and {largest:.4g}, got {self.size:g}: "
+                f"the usual one is {DEFAULT_SIZES[self.kind]}"
+            )
+        if self.kind == "none" and self.size:
+            raise ValueError(f"margin_size {self.size:g} is for margin cosface or arcface: omit it, or choose one")
+
+    @property
+    def lowest_cosine(self) -> float:
+        """The least value that a cosine can become."""
+        return -1.0 - (self.size * math.sin(self.size) if self.kind == "arcface" else self.size)
+
+    def of(self, cosines: Tensor) -> Tensor:
+        """Cosines of own classes with the margin, of the same shape; at most the cosines themselves."""
+        if self.kind == "none":
+            return cosines
+        if self.kind == "cosface":
+            return cosines - self.size
+        squared_sines = (1 - cosines) * (1 + cosines)  # accurate near ±1
+        sines = squared_sines.clamp(min=_SMALLEST_SQUARED_SINE).sqrt()
+        added = cosines * math.cos(self.size) - sines * math.sin(self.size)
+        beyond = cosines <= math.cos(math.pi - self.size)
+        return torch.where(beyond, cosines - self.size * math.sin(self.size), added)
+
+
+NO_MARGIN = Margin("none", 0.0)
+
+
+def margin_of(kind: MarginKind, size: float | None) -> Margin:
+    """The margin of a kind and a size; without a size, the kind's usual one."""
+    return Margin(kind, DEFAULT_SIZES.get(kind, 0.0) if size is None else size)
+
+
+def with_margin(cosines: Tensor, labels: Tensor, margin: Margin) -> Tensor:
+    """Replaces the cosines of own classes: (B, K), of labels int64 (B, P) with -1 for none, distinct."""
+    if margin.kind == "none" or not cosines.shape[1]:
+        return cosines
+    own, is_own = own_values(cosines, labels)
+    return cosines.scatter_add(1, labels.clamp(min=0), torch.where(is_own, margin.of(own) - own, 0.0))
+
+
+def own_values(values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Each image's values at its labels, 0 for none, and where there are any: of (B, K) and (B, P), twice (B, P)."""
+    is_own = labels >= 0
+    if not values.shape[1]:
+        return values.sum(dim=1, keepdim=True).expand(labels.shape), is_own
+    return torch.where(is_own, values.gather(1, labels.clamp(min=0)), 0.0), is_own
+
+
+def distinct(labels: Tensor) -> Tensor:
+    """Labels (B, P) with -1 for those that an image has already, in ascending order."""
+    ordered = labels.sort(dim=1).values
+    repeated = torch.zeros_like(ordered, dtype=torch.bool)
+    repeated[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+    return ordered.masked_fill(repeated, -1)

@@ -1,0 +1,215 @@
+"""The classes of a step: the batch's own, recent ones, and uniformly sampled ones.
+
+Uniform negatives are sampled in whole blocks of rows, as the weight servers store them, so that scattered rows cost
+what neighbouring rows cost. Of M blocks, n are drawn without replacement, all subsets equally likely. Then
+
+- a row that is not in the batch is active with probability n/M, whatever its block and the batch. So M/n times the sum
+  of exp(logit) over the sampled rows is an unbiased estimate of the sum over all rows, as if rows were drawn singly.
+- The estimate's variance is M²/n · (1 − n/M) · s², s² being the variance of the blocks' sums. Compared with single rows
+  it is larger by Kish's design effect 1 + (R−1)·ρ, R being the rows of a block and ρ the correlation of exp(logit)
+  within blocks (Kish, Survey Sampling, 1965). Rows in a random order (`RowOrder`, `ClassOrder`) that are visited at
+  random have ρ ≈ 0; rows sorted by similarity would have ρ near 1, and R times the variance. A sliding window visits
+  the rows of a block at about the same time, so that they may have more in common: smaller blocks help there.
+
+The uniform scheme is Partial FC's (An et al., 2021), whose rows are sampled singly.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from weightserver.core.arrays import Int64Array
+from weightserver.core.initial import derive_seed, splitmix64
+from weightserver.torch.recency import ActiveRows, MostRecent, RecentRows, check_num_active
+from weightserver.torch.windows import RowOrder, Visits, VisitSchedule, resident_rows
+
+Negatives = Literal["recent", "uniform", "both"]
+NEGATIVES: tuple[Negatives, ...] = ("recent", "uniform", "both")
+
+_NEGATIVES = 7
+"""The purpose of a seed's numbers (see `windows`)."""
+_SORTED_BLOCKS = 1 << 12
+"""Up to so many blocks, those with the smallest hashes are drawn: `RowOrder` is slightly biased for few numbers."""
+
+
+class BlockSampler:
+    """Samples whole blocks of rows uniformly without replacement, each step anew: a pure function of (seed, step).
+
+    The blocks of a step are the first of a keyed permutation of all blocks, so memory does not grow with the table.
+
+    Args:
+        num_rows: rows of the table; the last block may be smaller than the others.
+        num_sampled: most rows to sample in a step, at least one block.
+
+    Raises:
+        ValueError: fewer rows to sample than a block has.
+    """
+
+    def __init__(self, *, num_rows: int, rows_per_block: int, num_sampled: int, seed: int) -> None:
+        self._num_rows = num_rows
+        self._rows_per_block = rows_per_block
+        self._seed = derive_seed(seed, _NEGATIVES)
+        self.num_blocks = -(-num_rows // rows_per_block)
+        """M, the blocks of the table."""
+        self.num_sampled_blocks = min(self.num_blocks, num_sampled // rows_per_block)
+        """n, the blocks of a step."""
+        if self.num_sampled_blocks < 1:
+            raise ValueError(
+                f"num_negatives leaves {num_sampled} rows to sample, less than a block of {rows_per_block}: "
+                "choose more, or smaller rows_per_block"
+            )
+
+    def rows(self, step: int) -> Int64Array:
+        """The sampled rows of a step, strictly increasing int64 [n·R or less]."""
+        blocks = np.sort(self._blocks(derive_seed(self._seed, step)))
+        rows = (blocks[:, None] * self._rows_per_block + np.arange(self._rows_per_block)).reshape(-1)
+        return rows[: np.searchsorted(rows, self._num_rows)]
+
+    def _blocks(self, seed: int) -> Int64Array:
+        """n of the M blocks, in any order."""
+        if self.num_blocks > _SORTED_BLOCKS:
+            return RowOrder(self.num_blocks, seed).images(np.arange(self.num_sampled_blocks))
+        hashes = splitmix64(seed, np.arange(self.num_blocks, dtype=np.uint64))
+        return np.argsort(hashes)[: self.num_sampled_blocks]
+
+
+class NegativeSampler:
+    """Which rows a step has besides those of its own batch: at most K together. A pure function of (seed, step).
+
+    recent: the K most recently visited rows, the batch's own included. uniform: the batch's own rows and uniformly
+    sampled blocks. both: the round(recent_share · K) most recent rows, the batch's own included, and sampled blocks. If
+    K is all rows, every row is active in every step.
+
+    With `only_met`, only rows that were visited since step 0 are active: recent ones, fewer than K at first.
+
+    A row that is own, recent and sampled counts once, so there are slightly fewer than K rows with uniform and both.
+
+    Raises:
+        ValueError: an unknown kind, a share that is not between 0 and 1, or sampled rows with `only_met`.
+    """
+
+    def __init__(
+        self,
+        num_active: int,
+        *,
+        num_rows: int,
+        rows_per_block: int,
+        kind: Negatives = "recent",
+        recent_share: float = 0.5,
+        only_met: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if kind not in NEGATIVES:
+            raise ValueError(f"negatives must be {', '.join(NEGATIVES[:-1])} or {NEGATIVES[-1]}, got {kind}")
+        if kind == "both" and not 0 < recent_share < 1:
+            raise ValueError(
+                f"recent_share must lie between 0 and 1, got {recent_share:g}: for one kind only, choose negatives "
+                "recent or uniform"
+            )
+        if only_met and kind != "recent":
+            raise ValueError(
+                f"negatives {kind} would include classes that were not met, which init embedding leaves out: choose "
+                "negatives recent or init random"
+            )
+        self.num_active = num_active
+        self.only_met = only_met
+        self.num_recent = {"recent": num_active, "uniform": 0, "both": round(recent_share * num_active)}[kind]
+        """Number of most recent rows that are active; 0 for the batch's own only."""
+        self._num_rows = num_rows
+        self._rows_per_block = rows_per_block
+        self._seed = seed
+
+    def check(self, num_visits: int) -> None:
+        """Raises ValueError unless K rows can hold those of `num_visits` visits, and a sampled block besides."""
+        check_num_active(self.num_active, self._num_rows, num_visits)
+        if self.takes_all or self.num_recent == self.num_active:
+            return
+        if 0 < self.num_recent < min(num_visits, self._num_rows):
+            raise ValueError(
+                f"{self.num_recent} of num_negatives {self.num_active} are recent ones, but a batch may contain "
+                f"{num_visits} classes: choose more of either"
+            )
+        self._blocks(num_visits)
+
+    def num_sampled(self, num_visits: int) -> int:
+        """Most rows that a step of `num_visits` visits samples."""
+        if self.takes_all or self.num_recent == self.num_active:
+            return 0
+        return self.num_active - (self.num_recent or min(num_visits, self._num_rows))
+
+    def resident_rows(self, schedule: VisitSchedule | None, num_visits: int, prefetch_steps: int) -> tuple[int, int]:
+        """The fewest resident rows for steps of `num_visits` visits that are prefetched, and a good number of them.
+
+        The good number also holds the rows of the windows of `schedule`; None if images share classes, whose recent
+        rows may be far outside the window. Sampled rows are needed for their step only.
+        """
+        if self.takes_all:
+            return self._num_rows, self._num_rows
+        ahead, recent = prefetch_steps * num_visits, self.num_recent or num_visits
+        if schedule is not None:
+            needed, good = resident_rows(schedule, num_active=recent, visits_ahead=ahead)
+        else:
+            needed, good = recent + ahead, 2 * (recent + ahead)
+        sampled = (prefetch_steps + 1) * self.num_sampled(num_visits)
+        return min(self._num_rows, needed + sampled), min(self._num_rows, good + sampled)
+
+    def active(self, step: int, batch: Int64Array, recent: MostRecent | None) -> ActiveRows:
+        """The active rows of a step with visits to the rows `batch`, int64 [n], which were added to `recent` last.
+
+        `recent` is None if there are no recent rows to keep (`num_recent` is 0).
+        """
+        if self.takes_all:
+            return ActiveRows(np.arange(self._num_rows), batch)
+        own = ActiveRows(*np.unique(batch, return_inverse=True)) if recent is None else recent.active(batch)
+        return with_rows(own, self._blocks(len(batch)).rows(step)) if self.num_sampled(len(batch)) else own
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether every row is active in every step."""
+        return self.num_active >= self._num_rows and not self.only_met
+
+    def _blocks(self, num_visits: int) -> BlockSampler:
+        return BlockSampler(
+            num_rows=self._num_rows,
+            rows_per_block=self._rows_per_block,
+            num_sampled=self.num_sampled(num_visits),
+            seed=self._seed,
+        )
+
+
+class ScheduledRows:
+    """The active rows of the steps of a schedule: batch t is visits t·B … t·B+B−1. Not thread-safe.
+
+    Raises:
+        ValueError: K exceeds the number of rows, or is too small for a batch.
+    """
+
+    def __init__(self, visits: Visits, negatives: NegativeSampler, *, batch_size: int) -> None:
+        negatives.check(batch_size)
+        self._visits = visits
+        self._negatives = negatives
+        self._batch_size = batch_size
+        self._recent: RecentRows | None = None
+        if negatives.num_recent and not negatives.takes_all:
+            self._recent = RecentRows(
+                visits, num_active=negatives.num_recent, batch_size=batch_size, with_past=not negatives.only_met
+            )
+
+    def active(self, step: int) -> ActiveRows:
+        """The active rows of a step ≥ 0, and each visit's place among them; in any order of steps."""
+        if self._recent is not None:
+            self._recent.active(step)
+        batch = self._visits.visits(step * self._batch_size, (step + 1) * self._batch_size)
+        return self._negatives.active(step, batch, self._recent.most_recent if self._recent else None)
+
+    def visited(self, step: int) -> tuple[Int64Array, Int64Array]:
+        """The recent rows of a step, and the number of the last visit of each; none if none are kept."""
+        return (np.zeros(0, np.int64),) * 2 if self._recent is None else self._recent.visited(step)
+
+
+def with_rows(active: ActiveRows, more: Int64Array) -> ActiveRows:
+    """Adds rows (strictly increasing int64 [n]) as negatives; those that are active already count once."""
+    rows = np.union1d(active.rows, more)
+    return ActiveRows(rows, np.searchsorted(rows, active.rows)[active.labels])
