@@ -81,7 +81,7 @@ def test_a_step_that_was_begun_is_discarded_by_a_new_iteration(make_head: MakeHe
 
 def test_many_iterations_that_are_left_fit_into_the_capacity(make_head: MakeHead) -> None:
     """The rows that were announced in vain leave."""
-    head, encoder, visits = make_head(capacity=36), Encoder(), []
+    head, encoder, visits = make_head(capacity=22), Encoder(), []
     for seed in range(12):
         batches = shuffled(seed, 6)
         trained(head, [head.announced(loaded(batches))], steps=seed + 1, encoder=encoder)
@@ -106,6 +106,24 @@ def test_a_consumer_that_is_one_batch_ahead(make_head: MakeHead, rows: str) -> N
 
     expected = expected_of_windows(head, loader.batch_sampler, steps=10)  # type: ignore[arg-type]
     trained(head, [ahead()], steps=10).assert_close(expected)
+
+
+@STORES
+def test_the_next_batch_is_taken_before_a_step_ends(make_head: MakeHead, rows: str) -> None:
+    """As a loop does that copies it to a GPU meanwhile: its rows lack no update."""
+    head, encoder, losses = make_head(rows), Encoder(), []
+    loader = windows(head)
+    batches = iter(head.announced(loader))
+    ids, batch = next(batches)
+    for step in range(8):
+        loss = head(encoder.module(batch), ids)
+        loss.backward()
+        losses.append(loss.item())
+        ids, batch = next(batches)
+        head.step(learning_rate(step))
+        encoder.update(learning_rate(step))
+    expected = expected_of_windows(head, loader.batch_sampler, steps=8)  # type: ignore[arg-type]
+    Result(losses, head.rows(range(NUM_CLASSES)), encoder.weight()).assert_close(expected)
 
 
 @STORES
