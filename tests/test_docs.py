@@ -366,7 +366,7 @@ SMALL_HEAD = [
 def own_loop(directory: Path) -> dict[str, Any]:
     """What the blocks take for granted."""
     encoder = torch.nn.Linear(5, 128)
-    dataset = [(number, torch.randn(5)) for number in range(64)]
+    dataset: Any = [(number, torch.randn(5)) for number in range(64)]
     return {
         "directory": directory,
         "dataset": dataset,

@@ -39,7 +39,7 @@ SETTINGS: dict[str, Any] = {
     "num_shards": 2,
 }
 BATCHES = shuffled(0, STEPS)
-WINDOW = {"window_size": 16, "window_stride": 4, "batch_size": BATCH_SIZE, "seed": 3}
+WINDOW: dict[str, Any] = {"window_size": 16, "window_stride": 4, "batch_size": BATCH_SIZE, "seed": 3}
 
 
 def batches_of(head: ClassifierHead, kind: str) -> Any:

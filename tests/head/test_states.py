@@ -20,7 +20,7 @@ from weightserver.torch import ClassifierHead
 
 BATCHES = loaded(shuffled(0, STEPS))
 HALF = STEPS // 2
-WINDOW = {"window_size": 16, "window_stride": 4, "batch_size": 4}
+WINDOW: dict[str, Any] = {"window_size": 16, "window_stride": 4, "batch_size": 4}
 
 
 def continued(head: ClassifierHead, encoder: Encoder, *, sampler: bool = False) -> Result:

@@ -137,7 +137,7 @@ class Dense:
 
     def begin_with(self, sampler: WindowSampler) -> None:
         """The visits that the sampler would have made before step 0."""
-        self.visits = [image for step in range(-20, 0) for image in sampler.images_of_step(step).tolist()]
+        self.visits = [image for step in range(-20, 0) for image in sampler.classes_of_step(step).tolist()]
 
     def active(self) -> list[int]:
         """The K classes with the latest visits."""
