@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -30,9 +32,10 @@ from tests.helpers.own_loop import (
     shuffled,
     trained,
 )
-from weightserver import WeightClient, WeightServerError
+from weightserver import LocalCluster, WeightClient, WeightServerError
 from weightserver.torch import ClassifierHead
 
+ROOT = Path(__file__).parents[2]
 STORES = pytest.mark.parametrize("rows", ["dense", "resident", "remote"])
 
 
@@ -248,6 +251,50 @@ def test_nothing_outlives_the_head(tmp_path: Path, how: str) -> None:
         gc.collect()
     await_end(shards)
     assert not own_threads()
+
+
+_WITHOUT_CLOSE = """
+import os, sys, torch
+from weightserver.torch import ClassifierHead
+head = ClassifierHead(40, 6, num_negatives=12, rows=sys.argv[1], directory=sys.argv[2])
+embeddings = torch.randn(4, 6, requires_grad=True)
+for step in range(3):
+    head(embeddings, [1, 2, 3, 4]).backward()
+    head.step(0.1)
+    if (child := os.fork()) == 0:  # as a DataLoader's worker, which must not stop the parent's shards
+        del head
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("rows", ["resident", "remote"])
+def test_a_script_that_does_not_close_its_head_ends_quietly(tmp_path: Path, rows: str) -> None:
+    """Its shards end with it."""
+    command = [sys.executable, "-c", _WITHOUT_CLOSE, rows, str(tmp_path / "rows")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    lines = [line for line in done.stderr.splitlines() if "fork" not in line]  # gRPC and Python warn of threads
+    assert (done.returncode, lines) == (0, [])
+    with LocalCluster(1, tmp_path / "rows") as cluster:  # nothing else serves the directory
+        assert cluster.addresses
+
+
+@pytest.mark.slow
+def test_many_steps_take_no_memory(make_head: MakeHead, embeddings: torch.Tensor) -> None:
+    """Of classes that no sampler announces, with a new learning rate in each step: 16 bytes a step or less."""
+    head, process = make_head(), psutil.Process()
+    generator = np.random.default_rng(0)
+
+    def train(steps: int) -> int:
+        for _ in range(steps):
+            head(embeddings, generator.integers(NUM_CLASSES, size=4)).backward()
+            head.step(0.1 / (1 + head.num_steps))
+        gc.collect()
+        return process.memory_info().rss
+
+    before = train(500)
+    assert train(3000) - before < 8 << 20
 
 
 @pytest.mark.guard

@@ -23,7 +23,7 @@ def checked_ids(ids: Any, num_classes: int) -> Int64Array:
     if array.dtype.kind not in "iu":
         raise TypeError(f"classes must be integers, got {array.dtype}")
     if array.ndim not in (1, 2) or not array.size:
-        raise ValueError(f"classes must have shape (b,) or (b, P), got {tuple(array.shape)}")
+        raise ValueError(f"classes must have shape (b,), or (b, P) for several of an image, got {tuple(array.shape)}")
     least = 0 if array.ndim == 1 else -1
     if array.min() < least or array.max() >= num_classes:
         bad = array[(array < least) | (array >= num_classes)][0]

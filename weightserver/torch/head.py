@@ -269,7 +269,8 @@ class ClassifierHead(nn.Module):
         self._table = table
         self._capacity = capacity
         self._stack = ExitStack()
-        weakref.finalize(self, _close_in_process, self._stack, os.getpid())
+        finalizer = weakref.finalize(self, _close_in_process, self._stack, os.getpid())
+        finalizer.atexit = False  # the shards end with the process
         self._opened: OpenTable | None = None
         self._opened_on = self.device
         self._store: RowStore | None = None
