@@ -92,9 +92,11 @@ class ClassifierHead(nn.Module):
         directory: by default rows/RUN in the current directory.
         rows: "resident" keeps the rows around the active ones on the module's device; "remote" fetches and pushes them
             in each step; "dense" keeps all rows in memory, without servers.
-        momentum, weight_decay: of the rows' SGD.
+        momentum: m of the rows' SGD.
+        weight_decay: λ of the rows' SGD.
         correction: how inactive rows move, see `TableSpec`.
-        init_std, seed: of the initial rows.
+        init_std: standard deviation of random initial rows.
+        seed: of the initial rows and of sampled negatives.
         init: "random", or "embedding": a class that is met for the first time begins at the direction of its own
             image's embedding, and only classes that were met are active.
         init_norm: length of a row that begins at an embedding; by default the mean length of the random rows.
@@ -108,7 +110,11 @@ class ClassifierHead(nn.Module):
         softmax: "cosine", or "plain" for inner products.
         learning_rates: float32 [n], those of the first n steps if they are known in advance: `step` then needs none.
         capacity: number of resident rows on all ranks together; by default as many as the steps need.
-        timeout_seconds, retry_seconds, credentials, token, insecure: see `WeightClient`.
+        timeout_seconds: deadline of a call, see `WeightClient`.
+        retry_seconds: how long calls of an unreachable weight server are retried.
+        credentials: gRPC channel credentials (TLS) for servers on other machines.
+        token: bearer token sent with every call.
+        insecure: whether servers on other machines may be called without credentials.
         dtype: of the stored rows, see `TableSpec`; they are float32 while they are resident.
 
     Raises:
