@@ -48,6 +48,7 @@ def restored(state: Any) -> Encoder:
 
 @pytest.mark.parametrize("rows", ["resident", "remote"])
 @pytest.mark.parametrize("sampler", [False, True])
+@pytest.mark.guard  # seconds
 def test_a_state_rolls_back(make_head: MakeHead, rows: str, sampler: bool) -> None:
     """In the same head, then in another one: the same steps again are the same to the last bit."""
     head = make_head(rows)

@@ -230,6 +230,7 @@ def test_learning_rates_before_a_checkpoint_stay(writer: WeightClient) -> None:
     writer.extend_schedule(60, [0.5])
 
 
+@pytest.mark.guard  # seconds
 def test_writes_that_every_shard_refused_are_forgotten(writer: WeightClient) -> None:
     """More failed calls than a shard remembers: each may be repeated once it is valid."""
     for step in range(100, 170):

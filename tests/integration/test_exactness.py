@@ -212,6 +212,7 @@ def test_a_failed_call_can_be_repeated_without_adding_twice(own_cluster: LocalCl
         assert np.array_equal(client.fetch(rows, step=1), expected - np.float32(0.5))
 
 
+@pytest.mark.guard  # seconds
 def test_a_push_survives_a_kill_on_its_way(own_cluster: LocalCluster) -> None:
     """A stopped shard swallows the first attempt; it is killed and restarted; the push arrives exactly once."""
     spec = TableSpec(num_rows=40, dim=4, rows_per_block=10)

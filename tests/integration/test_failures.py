@@ -98,6 +98,7 @@ def assert_same(one: RowState, other: RowState) -> None:
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["reply lost", "reply lost, then killed"])
+@pytest.mark.guard  # seconds
 def test_a_write_whose_reply_is_lost_is_applied_once(killed: bool) -> None:
     """Shard 0 makes the push durable, but its answer never arrives; the client's next attempt must be recognised,
     by a shard that has forgotten everything that was only in its memory too."""

@@ -44,6 +44,7 @@ def pushes(num_steps: int, seed: int = 0) -> Iterator[tuple[npt.NDArray[np.int64
         yield rows, generator.standard_normal((len(rows), SPEC.dim)).astype(np.float32), step
 
 
+@pytest.mark.guard  # seconds
 def test_rows_follow_sgd_within_the_error_model(client: WeightClient) -> None:
     """No error beyond the sum of all roundings, and, rounded fairly, none that grows faster than their square root."""
     model = RoundedRows(SPEC, begin(client))

@@ -240,6 +240,7 @@ def test_the_memory_of_a_search_is_bounded(tmp_path: Path) -> None:
         assert peak[0] - before < search_bytes(LARGE, 1_024, 256)
 
 
+@pytest.mark.guard  # seconds
 def test_a_shard_with_too_little_memory_refuses_in_one_line(tmp_path: Path) -> None:
     with large_table(tmp_path, "--request-memory-mib", "64") as (_, client):
         assert client.nearest(LARGE_QUERIES[:1], 3).rows.shape == (1, 3)
@@ -247,6 +248,7 @@ def test_a_shard_with_too_little_memory_refuses_in_one_line(tmp_path: Path) -> N
             client.nearest(LARGE_QUERIES, 256)
 
 
+@pytest.mark.guard  # seconds
 def test_searches_take_turns(client: WeightClient) -> None:
     """Each shard works on one search at a time."""
     weight = fill(client)

@@ -204,6 +204,7 @@ def test_neighbouring_versions_understand_one_another(
             skewed.fetch([1], step=99)
 
 
+@pytest.mark.guard  # seconds
 def test_an_older_shard_without_a_call_is_named(
     lacking: FileDescriptor,
     client: WeightClient,

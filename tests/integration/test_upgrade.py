@@ -98,6 +98,7 @@ def formats(directory: Path) -> list[int]:
     return [inspect_directory(directory / shard)["format"] for shard in SHARDS]
 
 
+@pytest.mark.guard  # seconds
 def test_the_first_start_loses_nothing(old: Path, seen: dict[str, Any]) -> None:
     assert formats(old) == [2, 2]
     with LocalCluster(2, old) as cluster, WeightClient(cluster.addresses) as client:
@@ -232,6 +233,7 @@ def test_the_old_directory_put_back_is_refused(old: Path, tmp_path: Path) -> Non
             another.open_session("fourth")
 
 
+@pytest.mark.guard  # seconds
 def test_version_0_2_is_served(tmp_path: Path) -> None:
     """Its format is the present one: nothing is upgraded, and marks that its client kept still hold."""
     seen, old = answers("0.2"), unpacked("0.2", tmp_path)

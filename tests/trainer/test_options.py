@@ -158,6 +158,7 @@ def test_the_encoder_alone_computes_in_bfloat16() -> None:
     torch.testing.assert_close(rounded, exact, rtol=0.05, atol=0.01)
 
 
+@pytest.mark.guard  # seconds
 def test_init_encoder(plain: npt.NDArray[np.float64], tmp_path: Path) -> None:
     run(tmp_path / "first", steps=5, learning_rate=0.0)  # nothing moves: its encoder is what every run begins with
     path = tmp_path / "first" / "encoder.safetensors"
@@ -170,6 +171,7 @@ def test_init_encoder(plain: npt.NDArray[np.float64], tmp_path: Path) -> None:
         run(tmp_path / "none", init_encoder=tmp_path / "none.safetensors")
 
 
+@pytest.mark.guard  # seconds
 def test_overflowed_weights_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two logged steps, where the loss is not read."""
     step, count = torch.optim.SGD.step, iter(range(1, 1000))

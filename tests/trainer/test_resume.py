@@ -134,6 +134,7 @@ def test_a_shard_that_is_killed_during_a_checkpoint_changes_nothing(
     assert_same(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.guard  # seconds
 def test_a_signal_ends_a_run_after_a_checkpoint(tmp_path: Path, undisturbed: Path) -> None:
     output = tmp_path / "run"
     killer = threading.Thread(target=signal_after, args=(output / "metrics.jsonl", 20))
@@ -218,6 +219,7 @@ def test_an_encoder_with_dropout_is_resumed_exactly(tmp_path: Path) -> None:
     assert losses(run.output) == before
 
 
+@pytest.mark.guard  # seconds
 def test_a_resumed_run_has_not_ended(tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is killed before its first step, and resumed to the same end."""
     output = shutil.copytree(undisturbed, tmp_path / "run")
@@ -431,6 +433,7 @@ def test_resume_auto_overwrites_nothing(tmp_path: Path, undisturbed: Path) -> No
     assert not (output / "config.json").exists()
 
 
+@pytest.mark.guard  # seconds
 def test_servers_of_another_run_are_refused_untouched(tmp_path: Path, undisturbed: Path) -> None:
     """The other run has the same settings, and checkpoints of the same names."""
     with LocalCluster(2) as cluster, WeightClient(cluster.addresses) as client:
@@ -476,6 +479,7 @@ def test_a_run_that_was_rolled_back_keeps_its_own_checkpoints(
     assert not list((output / "checkpoints").glob("*.partial"))
 
 
+@pytest.mark.guard  # seconds
 def test_a_run_that_fails_before_its_first_file_can_be_started_again(
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

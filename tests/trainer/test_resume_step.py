@@ -212,6 +212,7 @@ def test_a_copy_made_during_a_checkpoint_is_refused_if_the_run_continued(
         train(run(older, resume=True))
 
 
+@pytest.mark.guard  # seconds
 def test_files_that_are_not_the_runs_stay(ended: Path, tmp_path: Path) -> None:
     """Files of an older and a newer step, of a step that the run reaches, and unreadable ones are ignored and kept."""
     output, theirs = shutil.copytree(ended, tmp_path / "run"), {}

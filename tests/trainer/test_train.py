@@ -192,6 +192,7 @@ def test_a_run_that_never_started_can_be_repeated(data_dir: Path, tmp_path: Path
         train(config(data_dir, output, servers=servers, steps=1))
 
 
+@pytest.mark.guard  # seconds
 def test_an_unavailable_shard_stops_the_run(data_dir: Path, tmp_path: Path) -> None:
     with LocalCluster(2) as cluster:
         run = config(data_dir, tmp_path / "run", servers=",".join(cluster.addresses), steps=100_000, retry_seconds=1)

@@ -195,6 +195,7 @@ def test_a_backup_with_missing_rows_is_refused(
         backup(client, tmp_path / "backup")
 
 
+@pytest.mark.guard  # seconds
 def test_a_backup_of_a_large_table_is_small_and_ends(tmp_path: Path) -> None:
     """Neither rows never written nor rows written after the checkpoint take space or time."""
     spec = TableSpec(num_rows=10**9, dim=16)

@@ -209,6 +209,7 @@ def test_tells_a_good_encoder_from_a_broken_one(tmp_path: Path) -> None:
     assert detect(broken, RESNET, devkit, config).ap50 < 20
 
 
+@pytest.mark.guard  # seconds
 def test_leaves_the_encoder_as_it_is(devkit: Path) -> None:
     given = encoder()
     before = {name: value.clone() for name, value in given.state_dict().items()}

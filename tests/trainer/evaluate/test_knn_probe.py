@@ -118,6 +118,7 @@ def test_evaluations_that_would_take_too_long_are_skipped(
     assert all("knn_top1" in record for record in records)
 
 
+@pytest.mark.guard  # seconds
 def test_their_time_is_that_of_no_step(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(features: Tensor, labels: Tensor) -> float:
         time.sleep(0.25)

@@ -118,6 +118,7 @@ def test_saliency(run_dir: Path, data_dir: Path, capsys: pytest.CaptureFixture[s
     assert found == ["saliency-maps.png", "saliency-similarity.png", "saliency.json"]
 
 
+@pytest.mark.guard  # seconds
 def test_segment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = ["--output", str(tmp_path / "results"), "--data-dir", str(make_cityscapes(tmp_path, num_val=1))]
     subject = ["--model", "resnet18", "--image-size", "64"]
@@ -131,6 +132,7 @@ def test_segment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+@pytest.mark.guard  # seconds
 def test_detect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = ["--output", str(tmp_path / "results"), "--data-dir", str(voc_tree.tree(tmp_path / "voc"))]
     short = ["--iterations=1", "--batch-size=2", "--train-sides=64", "--test-side=64", "--max-side=80"]
