@@ -42,7 +42,7 @@ print(weightserver.__file__)
 IMPORT_ALL = """
 import importlib, pkgutil, weightserver
 for module in pkgutil.walk_packages(weightserver.__path__, "weightserver."):
-    if not module.name.endswith("__main__"):
+    if not module.name.endswith("__main__") and not module.name.startswith("weightserver.torch"):
         importlib.import_module(module.name)
 """
 
@@ -118,6 +118,8 @@ def check_weight_server(programs: Path, elsewhere: Path) -> None:
     used = run(programs / "python", "-W", "error", "-c", USE, cwd=elsewhere).stdout
     assert Path(used.strip()).is_relative_to(programs.parent), used
     assert "serve" in run(programs / "weightserver", "--help", cwd=elsewhere).stdout
+    *_, last = run(programs / "python", "-c", "import weightserver.torch", ok=False, cwd=elsewhere).stderr.splitlines()
+    assert last == "ModuleNotFoundError: weightserver.torch needs torch: pip install 'pic-weightserver[torch]'"
     message = "pip install 'pic-weightserver[trainer]'"
     commands: list[list[object]] = [[programs / name] for name in ("pic-train", "pic-evaluate", "pic-data")]
     commands += [[programs / "python", "-m", name] for name in ("trainer", "trainer.evaluate", "trainer.data")]

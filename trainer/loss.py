@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 from torch import Tensor
 
 from trainer.settings import Settings, check_choice, check_positive
-from weightserver.torch import MARGINS, MarginKind, cosine_softmax_loss, margin_of, softmax_loss
+from weightserver.torch import MARGINS, MarginKind, loss_of, margin_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +40,5 @@ class LossConfig(Settings):
 
     def loss_function(self) -> Callable[..., Tensor]:
         """The loss of features, weights and labels: `softmax_loss` or `cosine_softmax_loss`."""
-        if self.softmax == "plain":
-            return softmax_loss
         margin = margin_of(self.margin, self.margin_size if self.margin != "none" else None)
-        return partial(cosine_softmax_loss, temperature=self.temperature, margin=margin)
+        return loss_of(self.softmax, self.temperature, margin)

@@ -14,7 +14,7 @@ from weightserver.torch.beginnings import beginning_norm
 from weightserver.torch.class_order import ClassOrder, ClassVisits, read_labels
 from weightserver.torch.coming_steps import Announced
 from weightserver.torch.head import ClassifierHead
-from weightserver.torch.loss import cosine_softmax_loss, padded, padded_rows, softmax_loss
+from weightserver.torch.loss import cosine_softmax_loss, loss_of, padded, padded_rows, softmax_loss
 from weightserver.torch.margins import MARGINS, NO_MARGIN, Margin, MarginKind, margin_of
 from weightserver.torch.negatives import NEGATIVES, Negatives, NegativeSampler
 from weightserver.torch.ranks import Ranks, gathered
@@ -60,6 +60,7 @@ __all__ = [
     "check_num_active",
     "cosine_softmax_loss",
     "gathered",
+    "loss_of",
     "margin_of",
     "padded",
     "padded_rows",

@@ -73,3 +73,18 @@ def beginning_norm(spec: TableSpec, init_norm: float | None) -> float:
     if not 0 < norm < math.inf:
         raise ValueError(f"a row cannot begin at an embedding with length {norm}: give a positive init_norm")
     return norm
+
+
+def norm_of(init: str, spec: TableSpec, init_norm: float | None, rows: str) -> float | None:
+    """The length of rows that begin at embeddings; None if they begin at random.
+
+    Raises:
+        ValueError: an unknown `init`, or a length or a row store that it cannot have.
+    """
+    if init not in ("random", "embedding"):
+        raise ValueError(f"init must be 'random' or 'embedding', got {init!r}")
+    if init == "random":
+        return None
+    if rows == "remote":
+        raise ValueError("rows='remote' begin on the servers, which see no embeddings: use rows='resident'")
+    return beginning_norm(spec, init_norm)

@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
@@ -39,10 +38,10 @@ from weightserver.torch.arguments import (
     first_of,
     ids_of_all_ranks,
 )
-from weightserver.torch.beginnings import Beginnings, beginning_norm
+from weightserver.torch.beginnings import Beginnings, norm_of
 from weightserver.torch.class_order import ClassOrder, Labels
 from weightserver.torch.coming_steps import Announced, ComingSteps, Visited
-from weightserver.torch.loss import cosine_softmax_loss, padded, padded_rows, softmax_loss
+from weightserver.torch.loss import loss_of, padded, padded_rows
 from weightserver.torch.margins import MarginKind, margin_of
 from weightserver.torch.negatives import Negatives, NegativeSampler
 from weightserver.torch.ranks import Ranks
@@ -170,22 +169,6 @@ class ClassifierHead(nn.Module):
             correction=correction,
             dtype=dtype,
         )
-        if rows not in ("resident", "remote", "dense"):
-            raise ValueError(f"rows must be 'resident', 'remote' or 'dense', got {rows!r}")
-        if softmax not in ("cosine", "plain"):
-            raise ValueError(f"softmax must be 'cosine' or 'plain', got {softmax!r}")
-        if not 0 < temperature < math.inf:
-            raise ValueError(f"temperature must be positive, got {temperature}")
-        if rows == "dense" and correction == "paper":
-            raise ValueError("rows='dense' leave no gap to correct: use correction=True, or rows='resident'")
-        if init not in ("random", "embedding"):
-            raise ValueError(f"init must be 'random' or 'embedding', got {init!r}")
-        if init == "embedding" and rows == "remote":
-            raise ValueError("rows='remote' begin on the servers, which see no embeddings: use rows='resident'")
-        if rows == "dense" and dtype != "float32":
-            raise ValueError(f"rows='dense' are float32, not {dtype}: omit dtype, or use rows='resident'")
-        if rows == "dense" and servers:
-            raise ValueError("rows='dense' keeps the rows in this process: omit servers, or use rows='resident'")
         addresses = servers.split(",") if isinstance(servers, str) else list(servers or [])
         table = ServedTable(
             spec=spec,
@@ -203,12 +186,6 @@ class ClassifierHead(nn.Module):
                 "insecure": insecure,
             },
         )
-        chosen_margin = margin_of(margin, margin_size)
-        if softmax == "plain" and margin != "none":
-            raise ValueError(f"margin {margin!r} is for cosines: choose softmax='cosine', or no margin")
-        loss: Callable[..., Tensor] = softmax_loss
-        if softmax == "cosine":
-            loss = partial(cosine_softmax_loss, temperature=temperature, margin=chosen_margin)
         sampled = NegativeSampler(
             num_negatives,
             num_rows=num_classes,
@@ -218,9 +195,15 @@ class ClassifierHead(nn.Module):
             only_met=init == "embedding",
             seed=seed,
         )
-        order = RangesOrder([num_classes], order_seed)
-        norm = beginning_norm(spec, init_norm) if init == "embedding" else None
-        self._set_up(spec, negatives=sampled, loss=loss, order=order, init_norm=norm, table=table, capacity=capacity)
+        self._set_up(
+            spec,
+            negatives=sampled,
+            loss=loss_of(softmax, temperature, margin_of(margin, margin_size)),
+            order=RangesOrder([num_classes], order_seed),
+            init_norm=norm_of(init, spec, init_norm, rows),
+            table=table,
+            capacity=capacity,
+        )
 
     @classmethod
     def over(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,23 @@ from weightserver.torch.ranks import Ranks
 
 _LARGEST_SPREAD = 80.0
 """If logits differ by less than this, no maximum need be subtracted: e⁻⁸⁰ is a normal float32, 1.8e-35."""
+
+
+def loss_of(softmax: str, temperature: float, margin: Margin) -> Callable[..., Tensor]:
+    """`softmax_loss` for "plain", or `cosine_softmax_loss` for "cosine", with these settings.
+
+    Raises:
+        ValueError: settings out of range, or a margin on products that are no cosines.
+    """
+    if softmax not in ("cosine", "plain"):
+        raise ValueError(f"softmax must be 'cosine' or 'plain', got {softmax!r}")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    if softmax == "cosine":
+        return partial(cosine_softmax_loss, temperature=temperature, margin=margin)
+    if margin.kind != "none":
+        raise ValueError(f"margin {margin.kind!r} is for cosines: choose softmax='cosine', or no margin")
+    return softmax_loss
 
 
 def cosine_softmax_loss(

@@ -60,6 +60,18 @@ class ServedTable:
     learning_rates: Float32Array
     client_options: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.rows not in ("resident", "remote", "dense"):
+            raise ValueError(f"rows must be 'resident', 'remote' or 'dense', got {self.rows!r}")
+        if self.rows != "dense":
+            return
+        if self.spec.correction == "paper":
+            raise ValueError("rows='dense' leave no gap to correct: use correction=True, or rows='resident'")
+        if self.spec.dtype != "float32":
+            raise ValueError(f"rows='dense' are float32, not {self.spec.dtype}: omit dtype, or use rows='resident'")
+        if self.servers:
+            raise ValueError("rows='dense' keeps the rows in this process: omit servers, or use rows='resident'")
+
     def open(self, ranks: Ranks, device: torch.device, saved: SavedRows | None, stack: ExitStack) -> OpenTable:
         """Opens the table, as it was when `saved` was taken or for a new run; `stack` closes what was opened, also if
         opening it failed.
