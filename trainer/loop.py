@@ -83,7 +83,7 @@ def train(config: TrainConfig, *, on_step: Callable[[int], None] = lambda step: 
     if ranks.is_first:
         save_encoder(model.encoder, config.encoder, config.output / ENCODER_FILE)
         if config.evaluate:
-            results = evaluate_features(encoder_features(model.encoder, dataset, config.encoder.pixels))
+            results = evaluate_features(encoder_features(model.encoder, dataset.evaluated, config.encoder.pixels))
         summary |= {f"{protocol}_top1": result.top1 for protocol, result in results.items()}
         summary["seconds"] = time.perf_counter() - started
         text = json.dumps(summary, indent=2) + "\n"
