@@ -24,7 +24,8 @@ from weightserver.torch import ClassifierHead, WindowSampler
         (["a"] * 4, TypeError, "classes must be integers, got <U1"),
         (np.zeros((4, 1, 1), int), ValueError, r"classes must have shape \(b,\), or \(b, P\) .*, got \(4, 1, 1\)"),
         (np.full((4, 2), -1), ValueError, "image 0 of the batch has no class: give each at least one"),
-        ([], TypeError, "classes must be integers, got float64"),
+        ([], ValueError, r"classes must have shape \(b,\), or \(b, P\) .*, got \(0,\)"),
+        (torch.ones(4, dtype=torch.bfloat16), TypeError, "classes must be integers, got torch.bfloat16"),
         (np.zeros(0, int), ValueError, r"classes must have shape \(b,\), or \(b, P\) .*, got \(0,\)"),
         ([1, 2, 3], ValueError, r"embeddings must have shape \(3, 6\), one row for each class given, got \(4, 6\)"),
         (np.array([1, 2, 3, 2**64 - 1], np.uint64), ValueError, "class 18446744073709551615 does not exist"),
@@ -44,6 +45,9 @@ def test_embeddings(embeddings: torch.Tensor) -> None:
     with ClassifierHead(NUM_CLASSES, DIM, num_negatives=12, rows="dense") as head:
         with pytest.raises(ValueError, match=r"embeddings must have shape \(4, 6\), .*, got \(4, 5\)"):
             head(embeddings[:, :5], [1, 2, 3, 4])
+        for bad in (embeddings.detach().numpy(), embeddings.long(), embeddings.to(torch.complex64)):
+            with pytest.raises(TypeError, match=r"embeddings must be a tensor of floats, got (float32|torch\.\w+)$"):
+                head(bad, [1, 2, 3, 4])
         with pytest.raises(ValueError, match=r"embeddings are on meta, the head is on cpu: call head.to\(\) before"):
             head(embeddings.to("meta"), [1, 2, 3, 4])
         with pytest.raises(ValueError, match="the loss of a training step: call it with gradients"), torch.no_grad():
@@ -157,7 +161,7 @@ def test_settings(settings: dict[str, Any], match: str) -> None:
         head.rows([0])
 
 
-@pytest.mark.parametrize("given", [[[0.1]], [-0.1], [float("nan")]])
+@pytest.mark.parametrize("given", [0.1, [[0.1]], [-0.1], [float("nan")]])
 def test_learning_rates_given_in_advance(make_head: MakeHead, given: Any) -> None:
     with pytest.raises(ValueError, match=r"learning.rates"), make_head("dense", learning_rates=given) as head:
         head.rows([0])

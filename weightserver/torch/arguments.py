@@ -19,11 +19,13 @@ def checked_ids(ids: Any, num_classes: int) -> Int64Array:
         TypeError: they are not integers.
         ValueError: another shape, or classes outside 0..num_classes−1; of several, -1 stands for none, but not alone.
     """
+    if isinstance(ids, Tensor) and ids.is_floating_point():  # NumPy has no bfloat16
+        raise TypeError(f"classes must be integers, got {ids.dtype}")
     array = ids.cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"classes must be integers, got {array.dtype}")
     if array.ndim not in (1, 2) or not array.size:
         raise ValueError(f"classes must have shape (b,), or (b, P) for several of an image, got {tuple(array.shape)}")
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"classes must be integers, got {array.dtype}")
     least = 0 if array.ndim == 1 else -1
     if array.min() < least or array.max() >= num_classes:
         bad = array[(array < least) | (array >= num_classes)][0]
@@ -33,8 +35,17 @@ def checked_ids(ids: Any, num_classes: int) -> Int64Array:
     return array.astype(np.int64, copy=False)
 
 
-def check_embeddings(embeddings: Tensor, num_ids: int, dim: int, device: torch.device) -> None:
-    """Raises ValueError unless embeddings are (num_ids, dim) on `device`, and their gradient can be computed."""
+def check_embeddings(embeddings: Any, num_ids: int, dim: int, device: torch.device) -> None:
+    """Raises unless embeddings are floats (num_ids, dim) on `device`, and their gradient can be computed.
+
+    Raises:
+        TypeError: they are no tensor of floats.
+        ValueError: another shape or device, or gradients are disabled.
+    """
+    if not isinstance(embeddings, Tensor) or not embeddings.is_floating_point():
+        raise TypeError(
+            f"embeddings must be a tensor of floats, got {getattr(embeddings, 'dtype', type(embeddings).__name__)}"
+        )
     if tuple(embeddings.shape) != (num_ids, dim):
         raise ValueError(
             f"embeddings must have shape ({num_ids}, {dim}), one row for each class given, got "

@@ -33,7 +33,8 @@ class ClassOrder:
     bytes an image.
 
     Args:
-        labels: class of each image, integers [N], each class 0..C−1 with at least one image; may be memory-mapped.
+        labels: class of each image, integers [N] (an array, a list or a CPU tensor), each class 0..C−1 with at least
+            one image; may be memory-mapped.
         order: the order of the classes, or its seed.
         num_images: N, if it is known otherwise.
 
@@ -42,7 +43,10 @@ class ClassOrder:
             of another number of classes.
     """
 
-    def __init__(self, labels: Labels, order: int | RowOrder | RangesOrder, *, num_images: int | None = None) -> None:
+    def __init__(
+        self, labels: npt.ArrayLike, order: int | RowOrder | RangesOrder, *, num_images: int | None = None
+    ) -> None:
+        labels = np.asarray(labels)  # of a list or a CPU tensor too; a memory-mapped array stays on disk
         images_of_class = _checked_counts(labels, num_images)
         self.num_images = len(labels)
         self.num_classes = len(images_of_class)

@@ -167,5 +167,8 @@ def share_of_capacity(rows: int, spec: TableSpec, ranks: Ranks) -> int:
 
 
 def float32_rates(learning_rates: Any) -> Float32Array:
-    """Learning rates given in advance, float32 [n]; none if None."""
-    return np.zeros(0, np.float32) if learning_rates is None else np.asarray(learning_rates, np.float32)
+    """Learning rates given in advance, float32 [n]; none if None. Raises ValueError for another shape."""
+    rates = np.zeros(0, np.float32) if learning_rates is None else np.asarray(learning_rates, np.float32)
+    if rates.ndim != 1:
+        raise ValueError(f"learning_rates must have shape (n,), one for each step, got {rates.shape}")
+    return rates

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,6 +51,15 @@ def test_a_window_visits_few_classes() -> None:
         assert np.count_nonzero(np.diff(rows) != 1) <= 1  # at the end of the table the window continues at its start
     with pytest.raises(ValueError, match="visits 4000 images, the class map has 5000"):
         ClassVisits(VisitSchedule(num_rows=4_000, window_size=500, window_stride=100, seed=1), order)
+
+
+@pytest.mark.parametrize("made_by", [list, tuple, torch.tensor])
+def test_a_data_sets_targets_are_a_class_map(given: Callable[[list[int]], Any]) -> None:
+    """Lists and tensors, as torchvision's data sets have them."""
+    targets = [0, 2, 1, 0, 2]
+    order, same = ClassOrder(made_by(targets), 3), ClassOrder(np.array(targets), 3)
+    assert order.digest == same.digest
+    assert np.array_equal(order.images(np.arange(5)), same.images(np.arange(5)))
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint8, ">i8"])
