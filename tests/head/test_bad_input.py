@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from tests.head.conftest import MakeHead
-from tests.helpers.own_loop import DIM, NUM_CLASSES, Dense, Encoder, loaded, shuffled, trained
+from tests.helpers.own_loop import DIM, NUM_CLASSES, Dense, Encoder, Images, loaded, shuffled, trained
 from weightserver import WeightClient, WeightServerError
 from weightserver.torch import ClassifierHead, WindowSampler
 
@@ -204,3 +205,24 @@ def test_dense_rows_have_no_servers(make_head: MakeHead) -> None:
     assert head.client is None
     with pytest.raises(ValueError, match="rows='dense' leave no checkpoints"):
         head.checkpoint()
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_scale_that_would_spoil_the_rows(embeddings: torch.Tensor, scale: float) -> None:
+    with ClassifierHead(NUM_CLASSES, DIM, num_negatives=12, rows="dense") as head:
+        head(embeddings, [1, 2, 3, 4]).backward()
+        with pytest.raises(ValueError, match=rf"gradient_scale must be a positive number, got {scale:g}: give scaler"):
+            head.step(0.1, gradient_scale=scale)
+        head.step(0.1)
+        assert head.rows(range(NUM_CLASSES)).isfinite().all()
+
+
+def test_batches_of_a_step_that_the_sampler_does_not_draw(make_head: MakeHead) -> None:
+    head = make_head("dense")
+    loader = DataLoader(Images(), batch_sampler=head.sampler(batch_size=4))
+    with pytest.raises(
+        ValueError, match=r"batches_per_step is 2, that of the loader's sampler 1: give it to sampler\("
+    ):
+        head.announced(loader, batches_per_step=2)
+    with pytest.raises(ValueError, match="batches_per_step must be at least 1, got 0"):
+        head.announced(loaded(shuffled(0, 4)), batches_per_step=0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
+import re
 import subprocess
 import sys
 import threading
@@ -88,6 +90,109 @@ def test_many_iterations_that_are_left_fit_into_the_capacity(make_head: MakeHead
         visits.append(batches[0])
     expected = Dense(head).trained(visits, steps=12)
     torch.testing.assert_close(head.rows(range(NUM_CLASSES)), expected.rows, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("sampler", [True, False])
+def test_an_iteration_that_ended_does_not_disturb_a_newer_one(make_head: MakeHead, sampler: bool) -> None:
+    """As the iterator of a loop that failed, which its traceback keeps: closed later, it forgets nothing."""
+    head, batches = make_head(), shuffled(2, STEPS)
+    announced = head.announced(windows(head) if sampler else loaded(batches))
+    former = iter(announced)
+    next(former)
+    trained(head, [announced], steps=3)
+    newer = iter(announced)
+    next(newer)
+    former.close()  # type: ignore[attr-defined]
+    assert head._coming
+    ids, batch = next(newer)
+    with pytest.raises(ValueError, match="another one began, or the head was closed or loaded a state: begin a new on"):
+        next(iter_that_ended(announced, newer))
+    assert len(ids) == len(batch)
+    iter(announced)
+    with pytest.raises(ValueError, match="another one began, or the head was closed or loaded a state: begin a new on"):
+        next(newer)
+
+
+@pytest.mark.parametrize("sampler", [True, False])
+@pytest.mark.parametrize("how", ["close", "load"])
+def test_an_iteration_ends_when_the_head_closes_or_loads_a_state(make_head: MakeHead, sampler: bool, how: str) -> None:
+    head, encoder = make_head(), Encoder()
+    announced = head.announced(windows(head) if sampler else loaded(shuffled(2, STEPS)))
+
+    def interrupted() -> None:
+        state = {}
+        for ids, batch in announced:
+            head(encoder.module(batch), ids).backward()
+            head.step(0.1)
+            if head.num_steps == 2:
+                state = head.state_dict()
+            if head.num_steps == 4:
+                head.close() if how == "close" else head.load_state_dict(state)
+
+    with pytest.raises(ValueError, match="the head was closed or loaded a state: begin a new one"):
+        interrupted()
+    if how == "load":
+        trained(head, [announced], steps=5, encoder=encoder)
+
+
+@pytest.mark.parametrize("rows", ["dense", "resident", "remote"])
+def test_evaluation_in_inference_mode_before_and_between_steps(make_head: MakeHead, rows: str) -> None:
+    """What it opens or begins is trained as usual."""
+    head, encoder, batches = make_head(rows), Encoder(), shuffled(3, STEPS)
+    with torch.inference_mode():
+        head.rows([1, 2])
+        head.announce(batches[0])
+        head.active_rows()
+    first = trained(head, [loaded(batches[:5])], steps=5, encoder=encoder)
+    with torch.inference_mode():
+        head.announce(batches[5])
+        head.rows([1, 2])
+    rest = trained(head, [loaded(batches[5:])], encoder=encoder)
+    Result(first.losses + rest.losses, rest.rows, rest.encoder).assert_close(Dense(head).trained(batches))
+
+
+@pytest.mark.guard
+def test_a_compiled_model(make_head: MakeHead) -> None:
+    """torch.compile leaves the head as it is: tracing its calls of the servers would fail or take minutes."""
+    head, encoder, batches = make_head(), Encoder(), shuffled(3, STEPS)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.head = encoder.module, head
+
+        def forward(self, batch: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = self.head(self.encoder(batch), ids)
+            return loss
+
+    model = torch.compile(Model(), backend="eager")
+    for ids, batch in loaded(batches):
+        model(batch, ids).backward()
+        encoder.update(learning_rate(head.num_steps))
+        head.step(learning_rate(head.num_steps))
+    torch.testing.assert_close(head.rows(range(NUM_CLASSES)), Dense(head).trained(batches).rows, rtol=0, atol=2e-5)
+
+
+def test_a_forked_process_neither_uses_nor_closes_the_head(make_head: MakeHead, embeddings: torch.Tensor) -> None:
+    """Without the wait for servers that gRPC, which does not survive a fork, would cause; the parent goes on."""
+    head = make_head()
+    head(embeddings, [1, 2, 3, 4]).backward()
+    head.step(0.1)
+    reader, writer = os.pipe()
+    if not (process_id := os.fork()):
+        try:
+            head.rows([1])
+        except ValueError as error:
+            os.write(writer, str(error).encode())
+        head.close()
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        assert re.match(r"the head is that of process \d+ and cannot be used in \d+, which was forked", answer.read())
+    assert os.waitpid(process_id, 0)[1] == 0
+    head(embeddings, [1, 2, 3, 4]).backward()
+    head.step(0.1)
+    head.rows([1])
 
 
 @STORES

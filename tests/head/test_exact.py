@@ -189,3 +189,19 @@ def test_ids_of_many_types(make_head: MakeHead, embeddings: torch.Tensor) -> Non
         head(embeddings, ids).backward()
     head.step(0.1)
     assert head.num_steps == 1
+
+
+@pytest.mark.parametrize("negatives", ["recent", "both"])
+def test_steps_that_grow(make_head: MakeHead, negatives: str) -> None:
+    """The first step, of one image as in a dry run, does not limit later ones, whether a sampler draws them or not."""
+    settings = {"num_negatives": 20, "negatives": negatives}
+    rows = []
+    for store in ("dense", "resident"):
+        head, encoder = make_head(store, **settings), Encoder()
+        trained(head, [loaded([[3]])], steps=1, encoder=encoder)
+        large = shuffled(1, 5, batch_size=9)
+        trained(head, [head.announced(loaded(large))], steps=6, encoder=encoder)
+        loader = DataLoader(Images(), batch_sampler=head.sampler(batch_size=10))
+        trained(head, [head.announced(loader)] * 2, steps=12, encoder=encoder)
+        rows.append(head.rows(range(NUM_CLASSES)))
+    torch.testing.assert_close(rows[0], rows[1], rtol=0, atol=2e-5)

@@ -204,3 +204,15 @@ def test_learning_rates_of_steps_that_were_rolled_back_may_change(make_head: Mak
     head.load_state_dict(state)
     half = trained(head, [BATCHES[HALF:]], encoder=restored(at_half), rate=lambda step: learning_rate(step) / 2)
     assert len(half.losses) == STEPS - HALF
+
+
+def test_a_state_after_close_is_not_left_empty(make_head: MakeHead) -> None:
+    """It would be saved with the model, without what names the rows."""
+    head = make_head()
+    trained(head, [loaded(shuffled(0, 3))], steps=3)
+    head.close()
+    with pytest.raises(ValueError, match=r"the head is closed: make another one and load_state_dict\(\)"):
+        head.state_dict()
+    other = make_head("dense")
+    other.close()
+    assert not len(other.state_dict()["_extra_state"])

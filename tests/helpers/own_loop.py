@@ -174,10 +174,10 @@ class Dense:
         return result
 
 
-def shuffled(seed: int, num_batches: int, *, repeated: bool = False) -> list[list[int]]:
+def shuffled(seed: int, num_batches: int, *, repeated: bool = False, batch_size: int = BATCH_SIZE) -> list[list[int]]:
     """Batches of classes in any order; with repetitions, some twice in a batch."""
     generator = np.random.default_rng(seed)
-    return [generator.choice(NUM_CLASSES, BATCH_SIZE, replace=repeated).tolist() for _ in range(num_batches)]
+    return [generator.choice(NUM_CLASSES, batch_size, replace=repeated).tolist() for _ in range(num_batches)]
 
 
 def loaded(batches: Iterable[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:

@@ -44,6 +44,9 @@ class PaperRows(TableModel):
     def prefetch(self, rows: npt.NDArray[np.int64], *, step: int) -> None:
         pass
 
+    def reserve(self, capacity: int) -> None:
+        pass
+
     def weights(self, rows: npt.NDArray[np.int64], *, step: int) -> Tensor:
         return torch.from_numpy(self.at(rows, step)[0].astype(np.float32))
 

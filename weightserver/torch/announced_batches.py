@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -36,33 +36,41 @@ class AnnouncedBatches:
         return num_batches // self._batches_per_step * self._batches_per_step
 
     def __iter__(self) -> Iterator[Any]:
-        self._head.forget_announced(in_progress=True)
-        sampler = self._head.sampler_of(self._loader)
-        return self._by_loading() if sampler is None else self._by_sampler(sampler)
+        iteration, sampler = self._head.begin_iteration(), self._head.sampler_of(self._loader)
+        batches = self._by_loading() if sampler is None else self._by_sampler(sampler)
+        return self._while_current(iteration, batches)
 
-    def _by_sampler(self, sampler: WindowSampler) -> Iterator[Any]:
-        first, parts = self._head.num_steps, sampler.batches_per_step
-        steps = range(first, first + len(sampler) // parts)
+    def _while_current(self, iteration: int, batches: Generator[Any, None, None]) -> Iterator[Any]:
+        """The batches; ends the iteration with them, unless it ended before."""
         try:
-            with closing(self._head.announcements(sampler, steps)) as announcements:
-                for number, batch in enumerate(self._loader):
-                    if number % parts == 0:
-                        next(announcements)
+            with closing(batches):
+                while True:
+                    self._head.check_iteration(iteration)
+                    try:
+                        batch = next(batches)
+                    except StopIteration:
+                        return
                     yield batch
         finally:
-            self._head.forget_announced()
+            self._head.end_iteration(iteration)
 
-    def _by_loading(self) -> Iterator[Any]:
+    def _by_sampler(self, sampler: WindowSampler) -> Generator[Any, None, None]:
+        first, parts = self._head.num_steps, sampler.batches_per_step
+        steps = range(first, first + len(sampler) // parts)
+        with closing(self._head.announcements(sampler, steps)) as announcements:
+            for number, batch in enumerate(self._loader):
+                if number % parts == 0:
+                    next(announcements)
+                yield batch
+
+    def _by_loading(self) -> Generator[Any, None, None]:
         steps, loaded = self._announced_steps(), deque[list[Any]]()
-        try:
-            while True:
-                while len(loaded) <= AHEAD and (step := next(steps, None)):
-                    loaded.append(step)
-                if not loaded:
-                    return
-                yield from loaded.popleft()
-        finally:
-            self._head.forget_announced()
+        while True:
+            while len(loaded) <= AHEAD and (step := next(steps, None)):
+                loaded.append(step)
+            if not loaded:
+                return
+            yield from loaded.popleft()
 
     def _announced_steps(self) -> Iterator[list[Any]]:
         """The batches of each step, announced."""

@@ -217,7 +217,8 @@ class ClassifierHead(SampledSoftmax):
         self._capacity = capacity
         self._saved: SavedRows | None = None
         self._stack = ExitStack()
-        finalizer = weakref.finalize(self, _close_in_process, self._stack, os.getpid())
+        self._process_id = os.getpid()
+        finalizer = weakref.finalize(self, _close_in_process, self._stack, self._process_id)
         finalizer.atexit = False  # the shards end with the process
 
     # ---- opening
@@ -228,6 +229,11 @@ class ClassifierHead(SampledSoftmax):
         return self._opened.table.client if self._opened else None
 
     def _open(self) -> OpenedRows:
+        if os.getpid() != self._process_id:
+            raise ValueError(
+                f"the head is that of process {self._process_id} and cannot be used in {os.getpid()}, which was forked "
+                "from it: let DataLoader workers return images and classes, and call the head where it was made"
+            )
         if self._opened is None:
             if self._table is None:
                 raise ValueError("the head is closed: make another one and load_state_dict() what checkpoint() left")
@@ -256,9 +262,10 @@ class ClassifierHead(SampledSoftmax):
     def close(self) -> None:
         """Ends the threads, and the servers if the module started them; updates since the last checkpoint or `flush`
         may be lost. Safe to repeat. A head that is garbage-collected closes itself."""
-        self._stack.close()
+        _close_in_process(self._stack, self._process_id)
         self._opened = self._table = self._current = None
         self._coming.forget()
+        self._iteration += 1
 
     def __enter__(self) -> Self:
         return self
@@ -312,9 +319,9 @@ class ClassifierHead(SampledSoftmax):
         A single rank takes a checkpoint for it if none was taken after the last step.
 
         Raises:
-            ValueError: on several ranks, `checkpoint` was not called after the last step.
+            ValueError: `checkpoint` was not called after the last step, on several ranks or before `close`.
         """
-        if self._opened is None and self._saved is None:
+        if self._opened is None and self._saved is None and not self.num_steps:
             return torch.zeros(0, dtype=torch.uint8)
         if self._saved is None or self._saved.step != self.num_steps:
             if self._ranks.world_size > 1:
@@ -341,6 +348,7 @@ class ClassifierHead(SampledSoftmax):
             self._stack.close()
             self._opened = None
         self._coming.restore(recent)
+        self._iteration += 1
         self._saved, self.num_steps, self._current = saved, saved.step, None
 
 

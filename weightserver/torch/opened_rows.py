@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from weightserver.torch.ranks import Ranks
 from weightserver.torch.rows import RowStore
 from weightserver.torch.saved_rows import SavedRows
 from weightserver.torch.served_table import OpenTable
-from weightserver.torch.store_sizes import StoreSizes
+from weightserver.torch.store_sizes import StoreSizes, share_of_capacity
 from weightserver.torch.windows import RangesOrder
 
 
@@ -30,7 +31,7 @@ class OpenedRows:
         ranks: those that share the rows.
         device: where the rows of a step are.
         sizes: those of the store, given the number of images of a step.
-        store: by default made at its first use.
+        store: of a size that its owner chose; by default made at its first use.
     """
 
     def __init__(
@@ -51,11 +52,16 @@ class OpenedRows:
         self._spec = spec
         self._order = order
         self._sizes = sizes
+        self._largest_step = 0 if store is None else math.inf  # images of a step that the store is large enough for
 
+    @torch.inference_mode(mode=False)
     def open_store(self, step_size: int) -> RowStore:
-        """The store; makes it for steps of `step_size` images at the first use."""
+        """The store, for steps of up to `step_size` images; made at the first use, larger for larger steps."""
         if self.store is None:
             self.store = self.table.make_store(self._sizes(step_size))
+        elif step_size > self._largest_step:
+            self.store.reserve(share_of_capacity(self._sizes(step_size).capacity, self._spec, self.ranks))
+        self._largest_step = max(self._largest_step, step_size)
         return self.store
 
     def class_of(self, row: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +16,7 @@ from weightserver.core.arrays import Int64Array
 from weightserver.core.sharding import Sharding
 from weightserver.torch.announced_batches import AnnouncedBatches
 from weightserver.torch.arguments import check_embeddings, check_ended_everywhere, checked_ids, ids_of_all_ranks
-from weightserver.torch.class_order import ClassOrder, Labels
+from weightserver.torch.class_order import ClassOrder
 from weightserver.torch.coming_steps import Announced, ComingSteps
 from weightserver.torch.loss import padded_rows
 from weightserver.torch.negatives import NegativeSampler
@@ -65,6 +66,7 @@ class SampledSoftmax(nn.Module, ABC):
         self._known_ranks: Ranks | None = None
         self._coming = ComingSteps(negatives, order)
         self._current: StepInProgress | None = None
+        self._iteration = 0  # number of the current iteration over announced batches
         self._announced_in_vain = False  # the store may hold rows ready for steps that were forgotten
 
     # ---- rows
@@ -109,15 +111,16 @@ class SampledSoftmax(nn.Module, ABC):
         window_stride: int | None = None,
         batches_per_step: int = 1,
         seed: int = 0,
-        classes: Labels | None = None,
+        classes: npt.ArrayLike | None = None,
     ) -> WindowSampler:
         """A `batch_sampler` over all images that continues after the head's finished steps.
 
         The other arguments are those of `WindowSampler`.
 
         Args:
-            classes: class of each image, integers [number of images], for classes that images share: the window then
-                slides over neighbouring classes, see `ClassOrder`. Without it each image is its own class.
+            classes: class of each image, integers [number of images] (an array, list or tensor), for classes that
+                images share: the window then slides over neighbouring classes, see `ClassOrder`. Without it each image
+                is its own class.
 
         Raises:
             ValueError: a window that does not fit, or a class map of other classes.
@@ -155,8 +158,39 @@ class SampledSoftmax(nn.Module, ABC):
             ids_of: returns the classes of a batch, integers (b,); by default its first element.
             batches_per_step: number of batches whose gradients are accumulated in one step; batches at the end of the
                 loader that make no whole step are left out.
+
+        Raises:
+            ValueError: `batches_per_step` is not positive, or not that of the sampler.
         """
+        if batches_per_step < 1:
+            raise ValueError(f"batches_per_step must be at least 1, got {batches_per_step}")
+        sampler = self.sampler_of(loader)
+        if sampler is not None and batches_per_step not in (1, sampler.batches_per_step):
+            raise ValueError(
+                f"batches_per_step is {batches_per_step}, that of the loader's sampler {sampler.batches_per_step}: give "
+                "it to sampler() alone"
+            )
         return AnnouncedBatches(self, loader, ids_of, batches_per_step)
+
+    def begin_iteration(self) -> int:
+        """Returns the number of a new iteration over announced batches. It ends the iteration before, whose steps are
+        forgotten, those in progress too."""
+        self.forget_announced(in_progress=True)
+        self._iteration += 1
+        return self._iteration
+
+    def check_iteration(self, number: int) -> None:
+        """Raises ValueError if an iteration has ended."""
+        if number != self._iteration:
+            raise ValueError(
+                "the iteration over announced(...) has ended, since another one began, or the head was closed or "
+                "loaded a state: begin a new one"
+            )
+
+    def end_iteration(self, number: int) -> None:
+        """Forgets what an iteration announced in vain; one that has ended before changes nothing."""
+        if number == self._iteration:
+            self.forget_announced()
 
     def announce(self, *batches: Any) -> None:
         """Announces the classes of the next step that was not announced, those of `forward` for each of its batches;
@@ -214,6 +248,7 @@ class SampledSoftmax(nn.Module, ABC):
 
     # ---- a step
 
+    @torch.compiler.disable
     def forward(self, embeddings: Tensor, ids: Any, *, update_rows: bool = True) -> Tensor:
         """The mean loss of a batch over the active classes (Equation 1): a scalar, float32, also under autocast.
 
@@ -242,6 +277,7 @@ class SampledSoftmax(nn.Module, ABC):
         )
         return loss
 
+    @torch.inference_mode(mode=False)  # its tensors are used in training also if evaluation begins the step
     def _begin(self, ids: Int64Array | None = None) -> StepInProgress:
         """The step in progress; starts the next one that was announced, or one of these classes."""
         if self._current is None:

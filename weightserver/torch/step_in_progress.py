@@ -70,6 +70,7 @@ class StepInProgress:
             "after the last batch of a step (skip() if it failed), and announce the batches of one step together"
         )
 
+    @torch.inference_mode(mode=False)
     def active_rows(self) -> Tensor:
         """The rows before the step's update, with those that have begun: float32 (K of this rank, D), padded with
         zeros. Waits for them at the first call."""
@@ -97,9 +98,11 @@ class StepInProgress:
         """The rows' gradients divided by the loss's scale: float32 (K of this rank, D); zeros if they overflowed.
 
         Raises:
-            ValueError: a batch without a forward pass, no backward pass, or (without a scale, on a CPU) a gradient that
-                is infinite or NaN.
+            ValueError: a batch without a forward pass, no backward pass, a scale that is not positive, or (without a
+                scale, on a CPU) a gradient that is infinite or NaN.
         """
+        if not 0 < scale < math.inf:
+            raise ValueError(f"gradient_scale must be a positive number, got {scale:g}: give scaler.get_scale()")
         if self.weight is None:
             raise ValueError("step() without a forward pass: call head(embeddings, ids) first")
         if self.weight.grad is None:

@@ -54,7 +54,7 @@ def test_a_window_visits_few_classes() -> None:
 
 
 @pytest.mark.parametrize("made_by", [list, tuple, torch.tensor])
-def test_a_data_sets_targets_are_a_class_map(given: Callable[[list[int]], Any]) -> None:
+def test_a_data_sets_targets_are_a_class_map(made_by: Callable[[list[int]], Any]) -> None:
     """Lists and tensors, as torchvision's data sets have them."""
     targets = [0, 2, 1, 0, 2]
     order, same = ClassOrder(made_by(targets), 3), ClassOrder(np.array(targets), 3)

@@ -55,6 +55,9 @@ class DenseRows:
             [self._weight], lr=0.0, momentum=spec.momentum, weight_decay=spec.weight_decay
         )
 
+    def reserve(self, capacity: int) -> None:
+        """Does nothing: there is no limit."""
+
     def prefetch(self, rows: Int64Array, *, step: int) -> None:
         """Does nothing: the rows are in memory."""
 

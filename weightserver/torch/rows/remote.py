@@ -50,6 +50,9 @@ class RemoteRows:
         self._pushed: Future[None] | None = None
         self._in_progress = False  # between `weights` and `apply_gradients`
 
+    def reserve(self, capacity: int) -> None:
+        """Does nothing: there is no limit."""
+
     def prefetch(self, rows: Int64Array, *, step: int) -> None:
         if not self._in_progress:  # otherwise the rows would lack the update in progress
             self._fetched = step, self._thread.submit(self._fetch, rows, step)

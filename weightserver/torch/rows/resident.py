@@ -82,6 +82,13 @@ class ResidentRows:
             published=published,
         )
 
+    def reserve(self, capacity: int) -> None:
+        """Adds slots up to `capacity`."""
+        if (added := capacity - len(self._changed)) > 0:
+            self._slots.extend(added)
+            self._values.extend(added)
+            self._changed = np.append(self._changed, np.zeros(added, bool))
+
     def prefetch(self, rows: Int64Array, *, step: int) -> None:
         self._write_back.raise_error()
         slots = self._slots.find(rows)

@@ -25,6 +25,12 @@ class SlotMap:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def extend(self, added: int) -> None:
+        """Adds free slots."""
+        empty, capacity = np.full(added, _EMPTY, np.int64), len(self.row)
+        self.row, self.last_announced = np.append(self.row, empty), np.append(self.last_announced, empty)
+        self._free = np.append(np.arange(capacity, capacity + added)[::-1], self._free)
+
     def held(self) -> Int64Array:
         """The slots of all rows, in the order of the rows."""
         return self._slots

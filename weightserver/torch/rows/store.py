@@ -89,6 +89,9 @@ class RowStore(Protocol):
     fresh: npt.NDArray[np.bool_]
     """Which of the rows that `weights` returned last no update has reached: bool (K,)."""
 
+    def reserve(self, capacity: int) -> None:
+        """Makes room for at least `capacity` rows, if the store has a capacity."""
+
     def prefetch(self, rows: Int64Array, *, step: int) -> None:
         """Announces the rows that `weights` will return for `step`; returns immediately."""
 

@@ -35,6 +35,13 @@ class SlotValues:
         self._device = device
         self._largest = torch.zeros((), device=device)  # |value| of all rows that were corrected
 
+    def extend(self, added: int) -> None:
+        """Adds slots."""
+        zeros = self.weight.new_zeros(added, self._spec.dim)
+        self.weight, self.momentum_buffer = (torch.cat([held, zeros]) for held in (self.weight, self.momentum_buffer))
+        self.last_step = np.append(self.last_step, np.zeros(added, np.int64))
+        self.fresh = np.append(self.fresh, np.zeros(added, bool))
+
     def place(self, slots: Int64Array, state: RowState) -> None:
         """Puts the raw state of rows into slots, int64 (n,)."""
         chosen = self._tensor(slots)
