@@ -105,8 +105,6 @@ def test_an_iteration_that_ended_does_not_disturb_a_newer_one(make_head: MakeHea
     former.close()  # type: ignore[attr-defined]
     assert head._coming
     ids, batch = next(newer)
-    with pytest.raises(ValueError, match="another one began, or the head was closed or loaded a state: begin a new on"):
-        next(iter_that_ended(announced, newer))
     assert len(ids) == len(batch)
     iter(announced)
     with pytest.raises(ValueError, match="another one began, or the head was closed or loaded a state: begin a new on"):
@@ -152,6 +150,7 @@ def test_evaluation_in_inference_mode_before_and_between_steps(make_head: MakeHe
 
 
 @pytest.mark.guard
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo reads of all tensors
 def test_a_compiled_model(make_head: MakeHead) -> None:
     """torch.compile leaves the head as it is: tracing its calls of the servers would fail or take minutes."""
     head, encoder, batches = make_head(), Encoder(), shuffled(3, STEPS)

@@ -110,8 +110,20 @@ def other_classes(out: Path, rank: int) -> None:
         head(torch.randn(2, DIM, requires_grad=True), [5, 6])
 
 
-FAILURES = {"sizes": other_sizes, "numbers": other_numbers, "classes": other_classes}
+def other_settings(out: Path, rank: int) -> None:
+    """They would train different classes, or rows in another order, without an error."""
+    settings = SETTINGS | {"num_negatives": NUM_NEGATIVES + rank}
+    with ClassifierHead(NUM_CLASSES, DIM, directory=out / "rows", order_seed=rank, **settings) as head:
+        head.announce([1, 2])
+
+
+FAILURES = {"settings": other_settings, "sizes": other_sizes, "numbers": other_numbers, "classes": other_classes}
 ERRORS = {
+    "settings": [
+        "rank 0: every rank must make the head with the same arguments, got other settings on another rank",
+        "rank 1: every rank must make the head with the same arguments, got num_negatives=13 (rank 0: 12), "
+        "order_seed=1 (rank 0: 0)",
+    ],
     "sizes": ["the batches of a step must be equally large, on every rank, got 2 to 3 classes"] * 2,
     "numbers": [
         "the batches of this rank have ended before those of another: give every rank as many",

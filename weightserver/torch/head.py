@@ -14,6 +14,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
@@ -30,7 +31,7 @@ from weightserver.torch.loss import loss_of
 from weightserver.torch.margins import MarginKind, margin_of
 from weightserver.torch.negatives import Negatives, NegativeSampler
 from weightserver.torch.opened_rows import OpenedRows
-from weightserver.torch.ranks import Ranks
+from weightserver.torch.ranks import Ranks, check_same_on_all_ranks
 from weightserver.torch.rates import LearningRates
 from weightserver.torch.rows import RowStore
 from weightserver.torch.sampled_softmax import SampledSoftmax
@@ -171,6 +172,9 @@ class ClassifierHead(SampledSoftmax):
             table=table,
             capacity=capacity,
         )
+        loss = {"softmax": softmax, "temperature": temperature, "margin": margin, "margin_size": margin_size}
+        active = {"num_negatives": num_negatives, "negatives": negatives, "recent_share": recent_share, "init": init}
+        self._settings = asdict(spec) | loss | active | {"order_seed": order_seed, "rows": rows, "init_norm": init_norm}
 
     @classmethod
     def over(
@@ -238,6 +242,7 @@ class ClassifierHead(SampledSoftmax):
             if self._table is None:
                 raise ValueError("the head is closed: make another one and load_state_dict() what checkpoint() left")
             ranks = self._own_ranks()
+            check_same_on_all_ranks(self._settings, ranks)
             try:
                 table = self._table.open(ranks, self.device, self._saved, self._stack)
             except BaseException:

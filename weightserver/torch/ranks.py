@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -84,6 +85,16 @@ def ranks_of_process(device: torch.device) -> Ranks:
         device=device,
         control=None if has_gloo else dist.new_group(backend="gloo"),
     )
+
+
+def check_same_on_all_ranks(settings: Mapping[str, object], ranks: Ranks) -> None:
+    """Raises ValueError on every rank unless all have the same settings as rank 0. All ranks call it."""
+    own = {name: str(value) for name, value in settings.items()}
+    first = json.loads(ranks.broadcast_text(json.dumps(own)))
+    other = [f"{name}={own[name]} (rank 0: {first[name]})" for name in own if own[name] != first[name]]
+    if ranks.max_over_ranks([len(other)]) != [0]:
+        found = ", ".join(other) or "other settings on another rank"
+        raise ValueError(f"rank {ranks.rank}: every rank must make the head with the same arguments, got {found}")
 
 
 def gathered(part: Tensor, total: int, ranks: Ranks, *, dim: int = 0) -> Tensor:

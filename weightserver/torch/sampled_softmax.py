@@ -167,8 +167,8 @@ class SampledSoftmax(nn.Module, ABC):
         sampler = self.sampler_of(loader)
         if sampler is not None and batches_per_step not in (1, sampler.batches_per_step):
             raise ValueError(
-                f"batches_per_step is {batches_per_step}, that of the loader's sampler {sampler.batches_per_step}: give "
-                "it to sampler() alone"
+                f"batches_per_step is {batches_per_step}, that of the loader's sampler {sampler.batches_per_step}: "
+                "give it to sampler() alone"
             )
         return AnnouncedBatches(self, loader, ids_of, batches_per_step)
 
@@ -248,7 +248,7 @@ class SampledSoftmax(nn.Module, ABC):
 
     # ---- a step
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # dynamo would trace the calls of the servers
     def forward(self, embeddings: Tensor, ids: Any, *, update_rows: bool = True) -> Tensor:
         """The mean loss of a batch over the active classes (Equation 1): a scalar, float32, also under autocast.
 
