@@ -137,7 +137,7 @@ class Schedule:
         0 ≤ start ≤ stop ≤ horizon. Beyond float64's range a product is 0 or its largest number, silently.
         """
         with np.errstate(over="ignore", under="ignore"):
-            return self._tables.transfer(start, stop)[0]
+            return self._tables.transfer(start, stop)
 
     def products(self, last_step: Int64Array, stop: int) -> Float64Array:
         """The products that move rows of last_step (int64 [n]) to `stop`, before rounding: float64 [n, 2, 2]."""
@@ -156,7 +156,7 @@ class Schedule:
         if self.single_rate:
             return to_float32(self.products(last_step, stop))
         with np.errstate(over="ignore", under="ignore"):
-            return self._tables.transfer(last_step, stop)[1]
+            return self._tables.coefficients(last_step, stop)
 
     def _single_rate(self, stop: int) -> float:
         return float(self.learning_rates[stop - 1]) if stop else 0.0

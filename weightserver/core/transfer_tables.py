@@ -11,16 +11,17 @@ import numpy as np
 
 from weightserver.core.arrays import Float32Array, Float64Array, Int64Array
 from weightserver.core.double_double import Pair, matmul
+from weightserver.core.known_products import LEAF, NOTHING_KNOWN, KnownProducts, distinct
 from weightserver.core.step_matrices import LIMIT, Steps, clip, power_of_two, product_of, to_float32
 
-LEAF = 16
-"""Number of steps in the smallest stored product; shorter ones are computed when needed. Bounds the tables' size."""
 _CHUNK = 256
 """Number of products computed at a time, so that they stay in the cache."""
-_RECENT_PRODUCTS = 131_072
-"""Number of results that are remembered, 56 bytes each."""
-_RECENT_OVERHEAD = 128
-"""Results that each remembered stop counts for in addition, which limits stops to about a thousand."""
+_RECENT_BYTES = 7 << 20
+"""Memory of the results that are remembered."""
+_MOST_LEAVES = 8_192
+"""Number of leaves whose results are remembered for one stop, 776 bytes each."""
+_RECENT_OVERHEAD = 7 << 10
+"""Bytes that each remembered stop counts for in addition, which limits stops to about a thousand."""
 _OVERFLOW = 2.0**128 - 2.0**103
 """The smallest number that rounds to an infinite float32."""
 _HARMLESS_LOG = 126
@@ -91,9 +92,8 @@ class TransferTables:
         self._firsts: list[int] = []  # the beginning of each level in `_nodes`
         self._nodes = _IDENTITY  # node j of level k: product of the leaves [j·2^k, (j+1)·2^k); at last the identity
         self._growth = np.zeros((3, 1), np.float32)  # of each node, see `_joined`
-        # stop -> starts in ascending order, their products, the same rounded to float32. A fetch of many rows asks for
-        # a few hundred distinct (start, stop) thousands of times, block by block.
-        self._recent: dict[int, tuple[Int64Array, Float64Array, Float32Array]] = {}
+        self._recent: dict[int, KnownProducts] = {}  # by stop
+        """A fetch of many rows asks for a few hundred distinct (start, stop) thousands of times, chunk by chunk."""
 
     @property
     def learning_rates(self) -> Float32Array:
@@ -241,50 +241,80 @@ class TransferTables:
                 return level, place
         return None
 
-    def transfer(self, start: Int64Array, stop: int) -> tuple[Float64Array, Float32Array]:
-        """As `Schedule.transfer`, computing each distinct start once; and the same rounded to float32."""
-        nothing = np.array([stop]), np.eye(2)[None], np.eye(2, dtype=np.float32)[None]
-        starts, products, coefficients = self._recent.get(stop) or nothing
-        position = np.searchsorted(starts, start)
-        if (starts.take(position, mode="clip") != start).any():
-            missing = np.setdiff1d(start, starts)
-            assert 0 <= missing[0] <= missing[-1] < stop <= self.horizon, "0 ≤ start ≤ stop ≤ horizon"
-            starts = np.concatenate([starts, missing])
-            order = np.argsort(starts)
-            starts, products = starts[order], np.concatenate([products, self._products(missing, stop)])[order]
-            coefficients = to_float32(products)
-            self._remember(stop, (starts, products, coefficients))
-            position = np.searchsorted(starts, start)
-        return products.take(position, axis=0), coefficients.take(position, axis=0)
+    def transfer(self, start: Int64Array, stop: int) -> Float64Array:
+        """As `Schedule.transfer`; the products of some thousand leaves are computed once."""
+        found = self._remembered(start, stop)
+        return self._products(start, stop) if found is None else found[0].products.take(found[1], axis=0)
 
-    def _remember(self, stop: int, newest: tuple[Int64Array, Float64Array, Float32Array]) -> None:
+    def coefficients(self, start: Int64Array, stop: int) -> Float32Array:
+        """The same rounded to float32."""
+        found = self._remembered(start, stop)
+        return (
+            to_float32(self._products(start, stop)) if found is None else found[0].coefficients.take(found[1], axis=0)
+        )
+
+    def _remembered(self, start: Int64Array, stop: int) -> tuple[KnownProducts, Int64Array] | None:
+        """Products to `stop`, and the places of those from `start` (int64 [n]) among them, [n].
+
+        None if these are too many to remember: rows whose gaps differ that much hardly share one.
+        """
+        known = self._recent.get(stop, NOTHING_KNOWN)
+        place, missing = known.find(start)
+        if missing.any():
+            wanted = start[missing]
+            assert 0 <= wanted.min() <= wanted.max() <= stop <= self.horizon, "0 ≤ start ≤ stop ≤ horizon"
+            leaves = known.leaves_to_add(wanted, stop // LEAF)
+            if len(known) + len(leaves) > _MOST_LEAVES:
+                return None
+            known = known.joined(KnownProducts.of(leaves, self._products_of_leaves(leaves, stop)))
+            self._remember(stop, known)
+            place, _ = known.find(start)
+        return known, place
+
+    def _remember(self, stop: int, newest: KnownProducts) -> None:
         """Caches the newest results, as many as there is room for."""
-        room = _RECENT_PRODUCTS
-        recent: dict[int, tuple[Int64Array, Float64Array, Float32Array]] = {}
+        room = _RECENT_BYTES
+        recent: dict[int, KnownProducts] = {}
         for key, known in [(stop, newest), *self._recent.items()]:
-            room -= len(known[0]) + _RECENT_OVERHEAD
+            room -= known.num_bytes + _RECENT_OVERHEAD
             if room < 0:
                 break
             recent.setdefault(key, known)
         self._recent = recent
 
     def _products(self, start: Int64Array, stop: int) -> Float64Array:
-        """transfer(start, stop) for distinct starts (int64 [n], ascending): [n, 2, 2].
+        """transfer(start, stop) for each start (int64 [n]): [n, 2, 2]."""
+        leaf = start // LEAF
+        leaves = distinct(leaf)
+        place = leaves.searchsorted(leaf)
+        ends, to_stop, exponent = self._parts(leaves, stop)
+        product = product_of(to_stop[..., place], ends[:, :, start % LEAF, place])
+        return self._in_u(product, exponent[place]).transpose(2, 0, 1)
 
-        Each goes from the start to the end of its leaf, over whole leaves, then from the beginning of stop's leaf to
-        stop.
+    def _products_of_leaves(self, leaves: Int64Array, stop: int) -> Float64Array:
+        """The same from every step of `leaves` (int64 [n], ascending): [16·n, 2, 2]; identities from stop on."""
+        ends, to_stop, exponent = self._parts(leaves, stop)
+        return self._in_u(product_of(to_stop[:, :, None], ends), exponent).transpose(3, 2, 0, 1).reshape(-1, 2, 2)
+
+    def _in_u(self, product: Float64Array, exponent: Int64Array) -> Float64Array:
+        """Products in (w, z) that are divided by 2^exponent, in (w, u) and as they are."""
+        return clip(np.ldexp(self._steps.in_u(product), exponent), np.finfo(np.float64).max)
+
+    def _parts(self, leaves: Int64Array, stop: int) -> tuple[Float64Array, Float64Array, Int64Array]:
+        """Products from each step of `leaves` (int64 [n], ascending) to the leaf's end or to stop, [2, 2, 16, n]; those
+        from there to stop, [2, 2, n]; and their exponents, [n].
+
+        The latter go over whole leaves, then from the beginning of stop's leaf to stop.
         """
-        leaf, last_leaf = start // LEAF, stop // LEAF
-        leaves = np.unique(np.append(leaf, last_leaf))
-        ends = self._to_end_of_leaf(leaves, stop)
+        last_leaf = stop // LEAF
+        earlier = leaves if leaves[-1] < last_leaf else leaves[:-1]
+        ends = self._to_end_of_leaf(np.append(earlier, last_leaf), stop)
         to_stop, exponent = np.empty((2, 2, len(leaves))), np.zeros(len(leaves), np.int64)
-        between, exponent[:-1] = self._between(leaves[:-1] + 1, last_leaf)
-        to_stop[..., :-1] = product_of(ends[:, :, 0, -1:], between)
-        to_stop[..., -1] = np.eye(2)  # products in stop's leaf have reached stop already
-        place = np.searchsorted(leaves, leaf)
-        product = self._steps.in_u(product_of(to_stop[..., place], ends[:, :, start % LEAF, place]))
-        product = clip(np.ldexp(product, exponent[place]), np.finfo(np.float64).max)
-        return np.ascontiguousarray(np.moveaxis(product, -1, 0))
+        to_stop[..., len(earlier) :] = np.eye(2)[..., None]  # products in stop's leaf have reached stop already
+        if len(earlier):
+            between, exponent[: len(earlier)] = self._between(earlier + 1, last_leaf)
+            to_stop[..., : len(earlier)] = product_of(ends[:, :, 0, -1:], between)
+        return ends[..., : len(leaves)], to_stop, exponent
 
     def _to_end_of_leaf(self, leaf: Int64Array, stop: int) -> Float64Array:
         """Products from each step of leaves (int64 [n]) to the leaf's end or to stop: [2, 2, 16, n]."""
@@ -302,29 +332,40 @@ class TransferTables:
     def _between(self, leaf: Int64Array, last_leaf: int) -> tuple[Float64Array, Int64Array]:
         """Products of the leaves from each (int64 [n], ≤ last_leaf) to last_leaf − 1, [2, 2, n], and exponents, [n].
 
-        Climbs to ever larger nodes up to the highest bit in which the two differ, then descends.
+        Climbs to ever larger nodes up to the highest bit in which the two differ, then descends. Leaves of one such bit
+        share the descent.
         """
         highest = np.maximum(np.frexp((leaf ^ last_leaf).astype(np.float64))[1] - 1, 0)
-        summit = last_leaf >> highest << highest
-        ahead, beyond = summit - leaf, last_leaf - summit
-        num_levels = int((ahead | beyond).max(initial=1)).bit_length()
+        ahead = (last_leaf >> highest << highest) - leaf
+        tops = distinct(highest.astype(np.int64))
+        beyond = last_leaf - (last_leaf >> tops << tops)
+        num_levels = max(int(ahead.max()), int(beyond.max()), 1).bit_length()
         level = np.arange(1 << (num_levels - 1).bit_length())[:, None]
         first, identity = np.zeros_like(level), len(self._nodes) - 1
         firsts = self._firsts[:num_levels]  # empty if not even one leaf is complete
         first[: len(firsts), 0] = firsts
         climb = np.where(ahead >> level & 1, first + (leaf + (ahead & (1 << level) - 1) >> level), identity)
         descent = np.where(beyond >> level & 1, first + (last_leaf >> level) - 1, identity)
-        chosen = np.concatenate([climb, descent], axis=1)
+        climbed, up = self._product_of_levels(climb, upwards=True)
+        descended, down = self._product_of_levels(descent, upwards=False)
+        top = tops.searchsorted(highest)
+        return product_of(descended[..., top], climbed), up + down[top]
+
+    def _product_of_levels(self, chosen: Int64Array, *, upwards: bool) -> tuple[Float64Array, Int64Array]:
+        """Products of the nodes `chosen` from each level (int64 [levels, n]), [2, 2, n], and exponents, [n].
+
+        Pairs of levels, then pairs of those: the result depends on the nodes alone, not on the number of levels.
+
+        Args:
+            upwards: whether the nodes of higher levels are later ones.
+        """
         products, exponent = self._nodes.high[:, :, chosen], self._nodes.exponent[chosen]
-        # Pairs of levels, then pairs of those: the result depends on the levels alone, not on their number. The climb
-        # is in the order of the levels; the descent in the opposite order, hence transposed.
-        products[..., len(leaf) :] = products[..., len(leaf) :].swapaxes(0, 1).copy()
         while products.shape[2] > 1:
-            products = product_of(products[:, :, 1::2], products[:, :, 0::2])
+            lower, higher = products[:, :, 0::2], products[:, :, 1::2]
+            products = product_of(higher, lower) if upwards else product_of(lower, higher)
             more = power_of_two(products)
             products, exponent = np.ldexp(products, -more), exponent[1::2] + exponent[0::2] + more
-        climbed, descended = products[:, :, 0, : len(leaf)], products[:, :, 0, len(leaf) :].swapaxes(0, 1)
-        return product_of(descended, climbed), exponent[0, : len(leaf)] + exponent[0, len(leaf) :]
+        return products[:, :, 0], exponent[0]
 
 
 def _joined(growth: Float64Array | Float32Array, norm: Float64Array) -> Float64Array:
