@@ -177,10 +177,11 @@ class RowBuffer:
             weight[start:stop] = block[weight_at + first : weight_at + first + num_bytes]
             momentum_buffer[start:stop] = block[momentum_at + first : momentum_at + first + num_bytes]
         else:
+            # With "clip", which never happens, NumPy takes straight into `out`: half the time of an assignment.
             stored = self._codec.views(block)
-            self.last_step[part] = stored.last_step[slots]
-            self.weight[part] = stored.weight[slots]
-            self.momentum_buffer[part] = stored.momentum_buffer[slots]
+            stored.last_step.take(slots, 0, self.last_step[part], "clip")
+            stored.weight.take(slots, 0, self.weight[part], "clip")
+            stored.momentum_buffer.take(slots, 0, self.momentum_buffer[part], "clip")
 
     def copy_weight(self, part: slice, block: memoryview, slots: slice | npt.NDArray[np.int64]) -> None:
         """Fills only the weights of the rows of `part`."""

@@ -346,26 +346,18 @@ class TransferTables:
         first[: len(firsts), 0] = firsts
         climb = np.where(ahead >> level & 1, first + (leaf + (ahead & (1 << level) - 1) >> level), identity)
         descent = np.where(beyond >> level & 1, first + (last_leaf >> level) - 1, identity)
-        climbed, up = self._product_of_levels(climb, upwards=True)
-        descended, down = self._product_of_levels(descent, upwards=False)
-        top = tops.searchsorted(highest)
-        return product_of(descended[..., top], climbed), up + down[top]
-
-    def _product_of_levels(self, chosen: Int64Array, *, upwards: bool) -> tuple[Float64Array, Int64Array]:
-        """Products of the nodes `chosen` from each level (int64 [levels, n]), [2, 2, n], and exponents, [n].
-
-        Pairs of levels, then pairs of those: the result depends on the nodes alone, not on the number of levels.
-
-        Args:
-            upwards: whether the nodes of higher levels are later ones.
-        """
+        chosen = np.concatenate([climb, descent], axis=1)
         products, exponent = self._nodes.high[:, :, chosen], self._nodes.exponent[chosen]
+        # Pairs of levels, then pairs of those: the result depends on the levels alone, not on their number. The climb
+        # is in the order of the levels; the descent in the opposite order, hence transposed.
+        products[..., len(leaf) :] = products[..., len(leaf) :].swapaxes(0, 1).copy()
         while products.shape[2] > 1:
-            lower, higher = products[:, :, 0::2], products[:, :, 1::2]
-            products = product_of(higher, lower) if upwards else product_of(lower, higher)
+            products = product_of(products[:, :, 1::2], products[:, :, 0::2])
             more = power_of_two(products)
             products, exponent = np.ldexp(products, -more), exponent[1::2] + exponent[0::2] + more
-        return products[:, :, 0], exponent[0]
+        climbed, descended = products[:, :, 0, : len(leaf)], products[:, :, 0, len(leaf) :].swapaxes(0, 1)
+        top = tops.searchsorted(highest)
+        return product_of(descended[..., top], climbed), exponent[0, : len(leaf)] + exponent[0, len(leaf) + top]
 
 
 def _joined(growth: Float64Array | Float32Array, norm: Float64Array) -> Float64Array:
