@@ -22,6 +22,7 @@ from weightserver.core import transfer_tables
 from weightserver.core.arrays import Float32Array, Float64Array, Int64Array
 from weightserver.core.correction import Schedule, apply_push, bring_to, correct, single_rate_products
 from weightserver.core.errors import StepError
+from weightserver.core.known_products import RecentProducts
 from weightserver.core.transfer_tables import TransferTables
 
 Run = tuple[float, float, str, float, int]
@@ -248,7 +249,7 @@ def test_chunks_of_a_fetch_have_the_bits_of_a_single_row(
     coefficients = np.concatenate([schedule.coefficients(chunk, stop) for chunk in chunks])
     for number in range(0, len(starts), 40):
         one = starts[number : number + 1]
-        alone._tables._recent.clear()
+        alone._tables._recent = RecentProducts({}, 0)
         assert alone.transfer(one, stop).tobytes() == products[number].tobytes()
         assert alone.coefficients(one, stop).tobytes() == coefficients[number].tobytes()
 
@@ -301,7 +302,7 @@ def test_tables_stay_small() -> None:
         schedule.transfer(many[many <= stop][-300:], stop)
     for chunk in np.random.default_rng(0).integers(0, 1_400_000, (4, 2_000)):
         schedule.coefficients(chunk, 1_400_000)
-    remembered = schedule._tables._recent.values()
+    remembered = schedule._tables._recent.by_stop.values()
     assert 1 <= len(remembered) <= 1_000
     assert sum(known.num_bytes for known in remembered) <= 8 << 20
 

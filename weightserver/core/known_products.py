@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,11 @@ _PAGE = 64
 """Number of adjacent leaves that are computed together once several calls ask for products to one step."""
 _DENSE = 4
 """Pages are computed whole if that is at most so many times the work of the leaves that are needed now."""
+_RECENT_BYTES = 7 << 20
+"""Memory of the results that are remembered."""
+_OVERHEAD_BYTES = 7 << 10
+"""Bytes that each remembered stop counts for in addition, which limits stops to about a thousand."""
+_TRUE = np.ones(1, bool)
 
 
 class KnownProducts:
@@ -34,6 +39,7 @@ class KnownProducts:
         self._first = first - 1
         self._slots = np.full(last - first + 3, -1, np.int32)  # of each leaf; -1 for the one before and after these too
         self._slots[leaves - self._first] = np.arange(len(leaves), dtype=np.int32)
+        self.num_bytes = sum(array.nbytes for array in (leaves, products, coefficients, self._slots))
 
     @classmethod
     def of(cls, leaves: Int64Array, products: Float64Array) -> KnownProducts:
@@ -41,11 +47,6 @@ class KnownProducts:
 
     def __len__(self) -> int:
         return len(self.leaves)
-
-    @property
-    def num_bytes(self) -> int:
-        arrays = self.leaves, self.products, self.coefficients, self._slots
-        return sum(array.nbytes for array in arrays)
 
     def find(self, start: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
         """Where the products from `start` (int64 [n]) are, and which of them are missing: [n] each."""
@@ -87,8 +88,28 @@ class KnownProducts:
 NOTHING_KNOWN = KnownProducts.of(np.zeros(0, np.int64), np.zeros((0, 2, 2)))
 
 
+class RecentProducts(NamedTuple):
+    """Products to the steps that were asked for last. Never changes either."""
+
+    by_stop: dict[int, KnownProducts]
+    """The newest is the last."""
+    num_bytes: int
+
+    def with_newest(self, stop: int, known: KnownProducts) -> RecentProducts:
+        """These and `known`, or as many of them as there is room for."""
+        by_stop, num_bytes = self.by_stop.copy(), self.num_bytes
+        if (before := by_stop.pop(stop, None)) is not None:
+            num_bytes -= before.num_bytes + _OVERHEAD_BYTES
+        by_stop[stop] = known
+        num_bytes += known.num_bytes + _OVERHEAD_BYTES
+        while num_bytes > _RECENT_BYTES:
+            num_bytes -= by_stop.pop(next(iter(by_stop))).num_bytes + _OVERHEAD_BYTES
+        return RecentProducts(by_stop, num_bytes)
+
+
 def distinct(values: Int64Array) -> Int64Array:
     """The values (int64 [n]) without repeats, ascending; faster than NumPy's for a few thousand."""
     ordered = np.sort(values)
-    without_repeats: Int64Array = ordered[np.diff(ordered, prepend=ordered[:1] - 1) != 0]
-    return without_repeats
+    if len(ordered) > 1:
+        ordered = ordered[np.concatenate([_TRUE, ordered[1:] != ordered[:-1]])]
+    return ordered

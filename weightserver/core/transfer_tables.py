@@ -11,17 +11,13 @@ import numpy as np
 
 from weightserver.core.arrays import Float32Array, Float64Array, Int64Array
 from weightserver.core.double_double import Pair, matmul
-from weightserver.core.known_products import LEAF, NOTHING_KNOWN, KnownProducts, distinct
+from weightserver.core.known_products import LEAF, NOTHING_KNOWN, KnownProducts, RecentProducts, distinct
 from weightserver.core.step_matrices import LIMIT, Steps, clip, power_of_two, product_of, to_float32
 
 _CHUNK = 256
 """Number of products computed at a time, so that they stay in the cache."""
-_RECENT_BYTES = 7 << 20
-"""Memory of the results that are remembered."""
 _MOST_LEAVES = 8_192
 """Number of leaves whose results are remembered for one stop, 776 bytes each."""
-_RECENT_OVERHEAD = 7 << 10
-"""Bytes that each remembered stop counts for in addition, which limits stops to about a thousand."""
 _OVERFLOW = 2.0**128 - 2.0**103
 """The smallest number that rounds to an infinite float32."""
 _HARMLESS_LOG = 126
@@ -92,7 +88,7 @@ class TransferTables:
         self._firsts: list[int] = []  # the beginning of each level in `_nodes`
         self._nodes = _IDENTITY  # node j of level k: product of the leaves [j·2^k, (j+1)·2^k); at last the identity
         self._growth = np.zeros((3, 1), np.float32)  # of each node, see `_joined`
-        self._recent: dict[int, KnownProducts] = {}  # by stop
+        self._recent = RecentProducts({}, 0)
         """A fetch of many rows asks for a few hundred distinct (start, stop) thousands of times, chunk by chunk."""
 
     @property
@@ -110,7 +106,7 @@ class TransferTables:
         """Tables with `rates` from step `start` on; products of other segments are copied."""
         stop = start + len(rates)
         tables = copy(self)
-        tables._recent = {}
+        tables._recent = RecentProducts({}, 0)
         tables.horizon = horizon = max(self.horizon, stop)
         tables._rates = np.zeros((horizon // LEAF + 1) * LEAF, np.float32)
         tables._rates[: self.horizon] = self._rates[: self.horizon]
@@ -258,7 +254,7 @@ class TransferTables:
 
         None if these are too many to remember: rows whose gaps differ that much hardly share one.
         """
-        known = self._recent.get(stop, NOTHING_KNOWN)
+        known = self._recent.by_stop.get(stop, NOTHING_KNOWN)
         place, missing = known.find(start)
         if missing.any():
             wanted = start[missing]
@@ -267,20 +263,9 @@ class TransferTables:
             if len(known) + len(leaves) > _MOST_LEAVES:
                 return None
             known = known.joined(KnownProducts.of(leaves, self._products_of_leaves(leaves, stop)))
-            self._remember(stop, known)
+            self._recent = self._recent.with_newest(stop, known)
             place, _ = known.find(start)
         return known, place
-
-    def _remember(self, stop: int, newest: KnownProducts) -> None:
-        """Caches the newest results, as many as there is room for."""
-        room = _RECENT_BYTES
-        recent: dict[int, KnownProducts] = {}
-        for key, known in [(stop, newest), *self._recent.items()]:
-            room -= known.num_bytes + _RECENT_OVERHEAD
-            if room < 0:
-                break
-            recent.setdefault(key, known)
-        self._recent = recent
 
     def _products(self, start: Int64Array, stop: int) -> Float64Array:
         """transfer(start, stop) for each start (int64 [n]): [n, 2, 2]."""
