@@ -3,14 +3,17 @@
 python -m benchmarks.rows [--rounds 30] [--output benchmarks/results]
 
 Three patterns of rows, D = 128: contiguous (a window's shift), a random half of a window (what the K most recent rows
-of a window are), and scattered over a table of a million stored rows. Fetches of stored and of never-written rows, and
-durable pushes. The peer is the fastest bare stream or call of the same bytes, with the same allocator settings, in the
-same process tree, timed in turn; a push has a second floor, LMDB committing the same blocks with no network.
+of a window are), and scattered over a table of a million stored rows. Fetches of stored and of never-written rows, each
+for a step that was not asked for before, as in training; of neighbours also with 9,000 distinct gaps, as in epoch
+order; and durable pushes. The peer is the fastest bare stream or call of the same bytes, with the same allocator
+settings, in the same process tree, timed in turn; a push has a second floor, LMDB committing the same blocks with no
+network.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import subprocess
 import sys
 import tempfile
@@ -29,7 +32,7 @@ from benchmarks.bare import CHANNEL_OPTIONS
 from benchmarks.measure import Timing, in_turn, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
-from weightserver.core.arrays import Int64Array
+from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.correction import Schedule
 from weightserver.protocol.codec import CHUNK_BYTES
@@ -42,6 +45,9 @@ SPEC = TableSpec(num_rows=10**9, dim=DIM)
 NUM_STEPS = 100_000
 GAP = 18_000
 """Steps between a stored row's last update and the step it is fetched for, as over an epoch of ImageNet-11K."""
+MANY_GAPS = 9_000
+FIRST_OF_MANY_GAPS = 1 << 21
+"""The first of 2^17 stored rows whose last updates are any of the first 9,000 steps."""
 
 
 def patterns(num_rows: int) -> dict[str, Int64Array]:
@@ -69,26 +75,37 @@ def bare_server() -> Iterator[grpc.Channel]:
 
 
 def fill(client: WeightClient) -> None:
-    """Stores NUM_STORED rows whose last updates spread over the first 300 steps."""
+    """Stores NUM_STORED rows whose last updates spread over the first 300 steps, and 2^17 rows over 9,000 steps."""
     generator = np.random.default_rng(1)
-    for first in range(0, NUM_STORED, 1 << 15):
-        rows = np.arange(first, first + (1 << 15), dtype=np.int64)
-        values = generator.standard_normal((2, len(rows), DIM), dtype=np.float32)
-        client.write_state(rows, values[0], values[1], rows // 512 % 300)
+
+    def write(first: int, num_rows: int, last_step: Callable[[Int64Array], Int64Array]) -> None:
+        for start in range(first, first + num_rows, 1 << 15):
+            rows = np.arange(start, start + (1 << 15), dtype=np.int64)
+            values = generator.standard_normal((2, len(rows), DIM), dtype=np.float32)
+            client.write_state(rows, values[0], values[1], last_step(rows))
+
+    write(0, NUM_STORED, lambda rows: rows // 512 % 300)
+    write(FIRST_OF_MANY_GAPS, 1 << 17, lambda rows: generator.integers(0, MANY_GAPS, len(rows)))
 
 
 def fetches(client: WeightClient, channel: grpc.Channel, rounds: int) -> dict[str, dict[str, Timing]]:
     send_stream, send_call = channel.unary_stream("/Bare/SendStream"), channel.unary_unary("/Bare/SendCall")
-    results = {}
+    results, steps = {}, itertools.count(GAP)
+
+    def fetch(rows: Int64Array, out: Float32Array) -> None:
+        client.fetch(rows, step=next(steps), out=out)
+
     for num_rows in (65_536, 512):
         request = str(num_rows * DIM * 4).encode()
         out = np.empty((num_rows, DIM), np.float32)
         for name, rows in patterns(num_rows).items():
             calls: dict[str, Callable[[], object]] = {
                 "bare stream": partial(_drain, send_stream, request),
-                "stored": partial(client.fetch, rows, step=GAP, out=out),
-                "never written": partial(client.fetch, rows + NEVER_WRITTEN, step=GAP, out=out),
+                "stored": partial(fetch, rows, out),
+                "never written": partial(fetch, rows + NEVER_WRITTEN, out),
             }
+            if name == "contiguous":
+                calls["stored, 9,000 distinct gaps"] = partial(fetch, rows + FIRST_OF_MANY_GAPS, out)
             if num_rows == 512:
                 calls["bare call"] = partial(send_call, request)
             results[f"fetch of {num_rows:,} rows, {name}"] = in_turn(calls, rounds=rounds)

@@ -63,6 +63,32 @@ def test_health_and_metrics(client: WeightClient, cluster: LocalCluster) -> None
     assert after["weightserver_disk_bytes"] > 0
 
 
+COUNT_OBJECTS = """
+import gc, os, signal, sys
+from pathlib import Path
+from weightserver.server import process
+from weightserver.server.config import ServerConfig
+
+def count(**addresses):
+    print(len(gc.get_objects()), gc.get_freeze_count())
+    os.kill(os.getpid(), signal.SIGTERM)
+
+process._announce = count
+process.serve(
+    ServerConfig(data_dir=Path(sys.argv[1]), init=True, shard=0, num_shards=1, listen="127.0.0.1:0", announce=True)
+)
+"""
+
+
+def test_garbage_collections_do_not_walk_what_a_shard_imported(tmp_path: Path) -> None:
+    """47,000 objects, which would stop a fetch for 15 ms."""
+    command = [sys.executable, "-c", COUNT_OBJECTS, str(tmp_path / "shard")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    walked, frozen = map(int, done.stdout.split())
+    assert frozen > 20_000
+    assert walked < frozen / 10
+
+
 @pytest.mark.guard
 def test_sigterm_lets_a_running_fetch_end(tmp_path: Path) -> None:
     """A fetch of 25 messages of which one was read completes; new calls are refused; then the shard ends."""

@@ -18,9 +18,12 @@ from hypothesis import strategies as st
 
 from tests.helpers.numerics import Rounded, sgd_update
 from weightserver import TableSpec
+from weightserver.core import transfer_tables
 from weightserver.core.arrays import Float32Array, Float64Array, Int64Array
 from weightserver.core.correction import Schedule, apply_push, bring_to, correct, single_rate_products
 from weightserver.core.errors import StepError
+from weightserver.core.known_products import RecentProducts
+from weightserver.core.transfer_tables import TransferTables
 
 Run = tuple[float, float, str, float, int]
 """momentum, weight decay, kind of schedule, highest learning rate, seed"""
@@ -230,6 +233,46 @@ def test_extending_in_pieces_equals_building_at_once(writes: list[tuple[float, i
             assert schedule.transfer(below, stop).tobytes() == at_once.transfer(below, stop).tobytes()
 
 
+@pytest.mark.parametrize("most_leaves", [8_192, 3])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_chunks_of_a_fetch_have_the_bits_of_a_single_row(
+    monkeypatch: pytest.MonkeyPatch, most_leaves: int, ordered: bool
+) -> None:
+    """Whichever neighbours are computed with a row's product, and whether it is remembered."""
+    monkeypatch.setattr(transfer_tables, "_MOST_LEAVES", most_leaves)
+    stop, starts = 9_011, np.random.default_rng(0).integers(0, 9_012, 4_000)
+    if ordered:
+        starts.sort()
+    schedule, alone = realistic(10_000), realistic(10_000)
+    chunks = np.array_split(starts, 7)
+    products = np.concatenate([schedule.transfer(chunk, stop) for chunk in chunks])
+    coefficients = np.concatenate([schedule.coefficients(chunk, stop) for chunk in chunks])
+    for number in range(0, len(starts), 40):
+        one = starts[number : number + 1]
+        alone._tables._recent = RecentProducts({}, 0)
+        assert alone.transfer(one, stop).tobytes() == products[number].tobytes()
+        assert alone.coefficients(one, stop).tobytes() == coefficients[number].tobytes()
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_fetch_computes_the_products_of_a_leaf_once(monkeypatch: pytest.MonkeyPatch, ordered: bool) -> None:
+    """Of 9,000 distinct gaps in 32 chunks, no matter in which order they come: few computations, hardly in vain."""
+    computed: list[int] = []
+    compute = TransferTables._products_of_leaves
+
+    def counted(self: TransferTables, leaves: Int64Array, stop: int) -> Float64Array:
+        computed.append(len(leaves))
+        return compute(self, leaves, stop)
+
+    monkeypatch.setattr(TransferTables, "_products_of_leaves", counted)
+    starts = np.arange(65_536) // 7 if ordered else np.random.default_rng(0).integers(0, 9_000, 65_536)
+    schedule = realistic(20_000)
+    for chunk in np.array_split(starts, 32):
+        schedule.coefficients(chunk, 18_000)
+    assert 9_000 / 16 <= sum(computed) <= 1.2 * starts.max() / 16
+    assert len(computed) <= 12
+
+
 def test_readers_run_while_the_schedule_grows() -> None:
     rates = rates_of("warm-up and cosine", 0.06, 4_000, 0)
     expected = Schedule(momentum=0.9, weight_decay=1e-4, learning_rates=rates).transfer(np.arange(100), 100)
@@ -257,8 +300,11 @@ def test_tables_stay_small() -> None:
     many = np.arange(0, 1_400_000, 10)
     for stop in range(1_399_000, 1_400_001, 10):  # results that are remembered stay bounded too
         schedule.transfer(many[many <= stop][-300:], stop)
-    remembered = sum(len(starts) for starts, _, _ in schedule._tables._recent.values())
-    assert 56 * remembered <= 8 << 20
+    for chunk in np.random.default_rng(0).integers(0, 1_400_000, (4, 2_000)):
+        schedule.coefficients(chunk, 1_400_000)
+    remembered = schedule._tables._recent.by_stop.values()
+    assert 1 <= len(remembered) <= 1_000
+    assert sum(known.num_bytes for known in remembered) <= 8 << 20
 
 
 def test_rejects_invalid_learning_rates_without_effect() -> None:

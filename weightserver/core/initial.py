@@ -20,7 +20,7 @@ from weightserver.core.splitmix import derive_seed, splitmix64
 __all__ = ["derive_seed", "initial_rows", "splitmix64"]
 
 _QUANTILES_XXH3 = 0x9DB855DD62EEDC28
-_CHUNK_WORDS = 1 << 15
+_CHUNK_WORDS = 1 << 13
 """Words per chunk, so that the work stays in the cache."""
 
 
@@ -46,7 +46,8 @@ def initial_rows(spec: TableSpec, rows: npt.NDArray[np.int64]) -> npt.NDArray[np
     for start in range(0, len(rows), chunk):
         first_word = rows[start : start + chunk].astype(np.uint64) * np.uint64(words_per_row)
         halves = splitmix64(spec.seed, first_word[:, None] + columns).astype("<u8", copy=False).view("<u2")
-        normals = quantiles[halves[:, 0::2]]
-        normals += quantiles[halves[:, 1::2]]
-        np.multiply(normals[:, : spec.dim], std, out=weight[start : start + chunk])
+        found = quantiles.take(halves, mode="wrap")  # every index is valid; "raise" looks for one that is not
+        normals = weight[start : start + chunk]
+        np.add(found[:, 0 : 2 * spec.dim : 2], found[:, 1 : 2 * spec.dim : 2], out=normals)
+        normals *= std
     return as_if_stored(precision_of(spec), weight, rows, 0, WEIGHT)

@@ -74,18 +74,14 @@ def _some_runs(rows: Int64Array, rows_per_block: int, offset: int) -> Iterator[B
     """The runs of `rows`, whose first is number `offset` of the request."""
     blocks = rows // rows_per_block
     slots = rows - blocks * rows_per_block
-    starts = np.flatnonzero(np.diff(blocks, prepend=-1))
+    starts = np.flatnonzero(np.concatenate([[True], blocks[1:] != blocks[:-1]]))
     ends = np.append(starts[1:], len(rows))
-    for start, end, block, low, high in zip(
-        starts.tolist(),
-        ends.tolist(),
-        blocks[starts].tolist(),
-        slots[starts].tolist(),
-        slots[ends - 1].tolist(),
-        strict=True,
+    first = slots[starts]
+    adjacent = slots[ends - 1] - first == ends - starts - 1
+    for block, start, end, low, is_adjacent in zip(
+        blocks[starts].tolist(), starts.tolist(), ends.tolist(), first.tolist(), adjacent.tolist(), strict=True
     ):
-        adjacent = high - low == end - start - 1
-        where = slice(low, high + 1) if adjacent else slots[start:end]
+        where = slice(low, low + end - start) if is_adjacent else slots[start:end]
         yield BlockRun(block, where, slice(start + offset, end + offset))
 
 

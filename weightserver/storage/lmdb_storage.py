@@ -118,9 +118,8 @@ class _LmdbTransaction:
         """The block's newest version of a generation ≤ `up_to`."""
         if not self._blocks.set_range(_BLOCK_KEY.pack(block, NEWEST - up_to)):
             return None
-        if self._blocks.key()[:8] != _BLOCK.pack(block):
-            return None
-        return memoryview(self._blocks.value())
+        key, value = self._blocks.item()
+        return memoryview(value) if key[:8] == _BLOCK.pack(block) else None
 
     def prefetch(self, blocks: Sequence[int], *, up_to: int = NEWEST) -> None:
         """Begins to read the blocks' newest versions from disk, all at once, unless they are in memory.
