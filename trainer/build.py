@@ -216,7 +216,7 @@ def _sampler(config: TrainConfig, classes: RunClasses, ranks: Ranks) -> WindowSa
 def _knn_probe(config: TrainConfig, dataset: Dataset, model: PICModel, ranks: Ranks) -> KnnProbe | None:
     if not config.knn_every:
         return None
-    return KnnProbe(model, dataset, ranks, seed=config.seed, fraction=config.knn_fraction)
+    return KnnProbe(model, dataset.evaluated, ranks, seed=config.seed, fraction=config.knn_fraction)
 
 
 def _online_probe(
