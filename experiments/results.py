@@ -18,6 +18,7 @@ Run = Mapping[str, Any]
 """One run's record: its "id", its "measures", and where and when it ran."""
 _STANDARD_ERRORS = 2.0
 """Standard errors from which an effect counts as shown."""
+_REPRODUCES = "reproduces"
 _LEAST_FREEDOM = 4
 """Degrees of freedom from which a table's own spread is used."""
 _CLEAR_SPREADS = 3.0
@@ -149,6 +150,10 @@ class Verdict:
     word: str
     """What follows from effect and error: "reproduces", "is reversed", ..."""
 
+    @property
+    def reproduces(self) -> bool:
+        return self.word == _REPRODUCES
+
 
 def verdict(claim: Claim, results: Results, everything: Sequence[Results]) -> Verdict | None:
     """The effect of a claim, and whether it reproduces; None while a cell has no run.
@@ -176,9 +181,9 @@ def _word(effect: float, error: float, *, not_below: bool) -> str:
     if math.isnan(error):
         return "is not judged, as no cell has two seeds"
     if not_below:
-        return "reproduces" if effect >= -_STANDARD_ERRORS * error else "does not reproduce"
+        return _REPRODUCES if effect >= -_STANDARD_ERRORS * error else "does not reproduce"
     if effect > _STANDARD_ERRORS * error:
-        return "reproduces"
+        return _REPRODUCES
     return "is reversed" if effect < -_STANDARD_ERRORS * error else "does not show beyond the spread"
 
 
