@@ -7,7 +7,6 @@ process at the other end of stdin, stops it after a checkpoint.
 from __future__ import annotations
 
 import fcntl
-import importlib
 import json
 import os
 import resource
@@ -23,18 +22,29 @@ from typing import Any
 
 import torch
 
+from experiments.baselines import METHODS, train_baseline
 from experiments.cells import AFTER, PIC, Cell, Evaluation
 from experiments.files import CELL_FILE, CPU_FILE, EVALUATIONS, RESULT_FILE
 from trainer.config import TrainConfig
+from trainer.evaluate import (
+    FeatureSet,
+    encoder_features,
+    evaluate_features,
+    pixel_features,
+    untrained_encoder,
+)
 from trainer.evaluate import evaluation as evaluations
 from trainer.evaluate.command import parse
 from trainer.evaluate.protocols import PROTOCOLS
 from trainer.evaluate.subjects import load_subject
 from trainer.loop import dataset_of, train
+from trainer.model import load_encoder
 from trainer.run.directory import ENCODER_FILE
+from trainer.run.resume import with_pixel_scale
 from trainer.stopping import exit_on_error
 from weightserver.common.atomic_files import atomic_write
 from weightserver.common.malloc import keep_large_buffers
+from weightserver.torch import Ranks
 
 _NICENESS = 10
 _CHECKPOINT_STEPS = 200
@@ -74,8 +84,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _plain(config: TrainConfig) -> TrainConfig:
-    """Settings that change no number: one process of weight servers, and often a checkpoint."""
-    return replace(config, num_shards=1, checkpoint_every=_CHECKPOINT_STEPS, keep_checkpoints=1, resume="auto")
+    """Settings that change no number: one process of weight servers, checkpoints, evaluation by this module."""
+    return replace(
+        config,
+        num_shards=1,
+        checkpoint_every=_CHECKPOINT_STEPS,
+        keep_checkpoints=1,
+        resume="auto",
+        evaluate=False,
+    )
 
 
 def _after(directory: Path) -> str:
@@ -85,16 +102,30 @@ def _after(directory: Path) -> str:
 
 def _trained(cell: Cell, config: TrainConfig) -> dict[str, Any]:
     """Trains and evaluates by kNN and linear probe; returns the measures and where they were taken."""
+    summary: dict[str, Any] = {}
     if cell.method == PIC:
-        measured = train(config).summary
-    else:
-        measured = importlib.import_module("experiments.baselines").train_baseline(cell.method, config, config.output)
+        summary = train(config).summary
+    elif cell.method in METHODS:
+        summary = train_baseline(cell.method, config, config.output)
+    probes = evaluate_features(_features(cell.method, config))
     return {
-        "measures": measured,
+        "measures": summary | {f"{protocol}_top1": result.top1 for protocol, result in probes.items()},
         "processor": _processor(),
         "date": date.today().isoformat(),
         "commit": evaluations.source_commit(),
     }
+
+
+def _features(method: str, config: TrainConfig) -> FeatureSet:
+    """Features of the images that the encoder was trained on: probes have no other labels, as in the paper."""
+    images = dataset_of(config)
+    if method == "pixels":
+        return pixel_features(images)
+    if method == "untrained":
+        scaled = with_pixel_scale(config, images, Ranks()).encoder
+        return encoder_features(untrained_encoder(scaled, images, config.seed), images, scaled.pixels)
+    encoder, encoder_config = load_encoder(config.output / ENCODER_FILE)
+    return encoder_features(encoder, images, encoder_config.pixels)
 
 
 def _evaluate(evaluation: Evaluation, config: TrainConfig) -> None:
