@@ -24,7 +24,7 @@ INSTALL_FASHION_MNIST = { $(APT_INSTALL) || { apt-get update -q && $(APT_INSTALL
 APT_INSTALL = DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends dataset-fashion-mnist
 
 # The paper's tables: runs the cells that have not finished, one a core, and writes docs/results.md. TABLES_FLAGS="--tables
-# negatives,lengths --seeds 1" runs a part; the whole takes about a day of one core for each seed.
+# negatives,lengths --seeds 1" runs a part; the whole takes about half a day of one core for each seed.
 tables: $(EXPERIMENTS) fashion-mnist
 	$(BIN)/python -m experiments run $(TABLES_FLAGS)
 	$(BIN)/python -m experiments page

@@ -27,8 +27,13 @@ on the 10,000 test images, mean ± standard deviation over seeds: of a linear pr
 (kNN) in the features of the images that the encoder was trained on; loss is that of the last batch. The paper's numbers
 are its linear accuracies on ImageNet, with ResNet-50: effects can be compared, levels cannot.
 
-    make tables         # runs what has not finished, one process a core, and writes this page
+    make tables # runs what has not finished, one process a core, and writes this page
+    make tables TABLES_FLAGS="--tables negatives,lengths --seeds 1"   # a part of it
     make tables-quick   # the same for tiny cells, in ten minutes: shows that everything works
+
+Each cell is a run's directory in runs/tables, with its settings, records and encoder; what the cells measured is in
+[experiments/results](../experiments/results). A repeated command resumes what was interrupted. To take over runs that
+were trained elsewhere with the settings of a cell, give `python -m experiments import` their folder.
 
 **What is kept equal.** A row that is not active moves by momentum and weight decay alone, so what its correction is
 worth depends on how far weight decay moves it in a run, not on λ; the other settings are compared by their proportions.
