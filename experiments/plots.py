@@ -6,6 +6,7 @@ import json
 import re
 import statistics
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 
@@ -18,7 +19,7 @@ from experiments.results import Results
 
 Series = dict[str, dict[str, list[float]]]
 """Row to column to values; a table without columns has one, ""."""
-_STYLE = {
+_STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "tables",
     "font.size": 9,
