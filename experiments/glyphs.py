@@ -6,8 +6,8 @@
 
 The label is the character: the 47 classes of EMNIST's "balanced" split (Cohen et al., 1702.05373), in which letters
 whose capitals look the same share a class. Colours, gradient, place, size and slant are random and say nothing about
-it. The fonts of 20 of 98 packages are held out: test images have no font of the training images. Fonts whose small letters are
-capitals are left out.
+it. The fonts of 20 of 98 packages are held out: test images have no font of the training images. Fonts whose small
+letters are capitals are left out.
 
 The fonts are those of Debian 12, as listed with their SHA-256 in glyph_fonts.json; apt-get downloads them without
 installing them. OUTPUT/glyphs.json has the SHA-256 of all pixels, which for the default settings is compared with
