@@ -14,7 +14,7 @@ from torch import Tensor
 
 from experiments.baselines.methods import Method, Task
 from experiments.baselines.state import Checkpoints
-from trainer.build import knn_probe_of, model_of, views_of_steps
+from trainer.build import model_of, views_of_steps
 from trainer.config import TrainConfig
 from trainer.data import Dataset
 from trainer.evaluate.knn_probe import KnnProbe
