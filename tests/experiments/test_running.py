@@ -38,6 +38,7 @@ SECOND = Cell(
     evaluations=(Evaluation(name="maps", arguments=("saliency", "--other", f"{AFTER}/encoder.safetensors")),),
     after=FIRST,
 )
+LONG = Cell(row="long", settings=TINY | {"epochs": 10_000.0})
 MADE = Table(name="made", title="Made", cells=(SECOND, FIRST))
 WHOLE = Table(name="whole", title="Whole", cells=(FIRST,))
 
@@ -99,19 +100,16 @@ def test_killed_cells_are_resumed_and_finish_with_the_same_numbers(tmp_path: Pat
 
 @pytest.mark.guard
 def test_a_cell_stops_after_a_checkpoint_when_its_runner_ends(tmp_path: Path) -> None:
-    path, process = start(tmp_path, FIRST)
+    path, process = start(tmp_path, LONG)
     assert process.stdin is not None
-    wait_until(lambda: (path / "metrics.jsonl").exists(), seconds=120)
-    other = subprocess.run(
-        [sys.executable, "-m", "experiments.run_cell", str(path)],
-        stdin=process.stdout,
-        capture_output=True,
-        check=False,
-    )
+    wait_until((path / "metrics.jsonl").exists, seconds=120)
+    command = [sys.executable, "-m", "experiments.run_cell", str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as other:
+        assert other.stderr is not None
+        assert b"another process runs the cell" in other.stderr.read()
     assert other.returncode == 1
-    assert b"another process runs the cell" in other.stderr
     process.stdin.close()
-    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert process.wait(timeout=120) == 128 + signal.SIGTERM
     assert "stopped by a signal" in (path / LOG_FILE).read_text()
     assert float((path / "cpu_seconds.json").read_text()) > 0
 
