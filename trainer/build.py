@@ -217,7 +217,7 @@ def knn_probe_of(config: TrainConfig, dataset: Dataset, model: PICModel, ranks: 
     """The kNN evaluations of --knn-every during a run, if any."""
     if not config.knn_every:
         return None
-    return KnnProbe(model, dataset, ranks, seed=config.seed, fraction=config.knn_fraction)
+    return KnnProbe(model, dataset.evaluated, ranks, seed=config.seed, fraction=config.knn_fraction)
 
 
 def _online_probe(

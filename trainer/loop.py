@@ -83,7 +83,7 @@ def train(config: TrainConfig, *, on_step: Callable[[int], None] = lambda step: 
     if ranks.is_first:
         save_encoder(model.encoder, config.encoder, config.output / ENCODER_FILE)
         if config.evaluate:
-            results = evaluate_features(encoder_features(model.encoder, dataset, config.encoder.pixels))
+            results = evaluate_features(encoder_features(model.encoder, dataset.evaluated, config.encoder.pixels))
         summary |= {f"{protocol}_top1": result.top1 for protocol, result in results.items()}
         summary["seconds"] = time.perf_counter() - started
         text = json.dumps(summary, indent=2) + "\n"
@@ -133,14 +133,17 @@ def _train_rank(
         (signalled,) = ranks.max_over_ranks([max(run.signals, default=0)])
         if signalled:
             raise Interrupted(int(signalled), "stopped by a signal after its last step: --resume ends the run")
-        moved = ranks.sum_over_ranks([run.head.counters.fetched_rows, run.head.counters.pushed_rows])
+        counters = run.head.counters
+        summed = ("fetched_rows", "pushed_rows", "corrected_rows", "missed_steps")
+        sums = ranks.sum_over_ranks([getattr(counters, name) for name in summed])
+        (largest_gap,) = ranks.max_over_ranks([counters.largest_gap])
         ranks.barrier()  # before it no rank stops the servers
     return run.model, {
         "steps": run.steps.stop,
         "epochs": run.steps.stop * config.batch_size / len(dataset.train_images),
         "loss": record["loss"],
-        "fetched_rows": round(moved[0]),
-        "pushed_rows": round(moved[1]),
+        **{name: round(value) for name, value in zip(summed, sums, strict=True)},
+        "largest_gap": round(largest_gap),
         "peak_memory_bytes": _peak_memory_bytes(ranks.device),
     }
 

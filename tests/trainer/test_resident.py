@@ -153,6 +153,16 @@ def test_a_prefetched_row_that_returns_is_fetched_once(watched: WatchedClient, m
     assert torch.allclose(learned(store, 9, 4), alone({1: 2, 3: 4}, 4), atol=1e-6)
 
 
+def test_rows_that_return_are_counted_with_their_gaps(make_store: Any) -> None:
+    store = make_store(capacity=2, prefetch_steps=0)
+    for step, active in enumerate([rows(1, 2), rows(2, 9), rows(1, 2), rows(8, 9), rows(2, 9)]):
+        step_with(store, step, active)
+    counters = store.counters  # step 2: row 1 missed 1; step 3: row 9 missed 1, row 8 is new; step 4: row 2 missed 1
+    assert (counters.corrected_rows, counters.missed_steps, counters.largest_gap) == (3, 3, 1)
+    step_with(store, 9, rows(1, 9))  # updates 3 to 8, and 5 to 8
+    assert (counters.corrected_rows, counters.missed_steps, counters.largest_gap) == (5, 3 + 6 + 4, 6)
+
+
 def test_a_row_that_a_prefetch_wants_does_not_leave(watched: WatchedClient, make_store: Any) -> None:
     """Row 1 was active for the longest past step, but is announced again: row 2 makes room."""
     store = make_store(capacity=3, prefetch_steps=2)

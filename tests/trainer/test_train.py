@@ -22,7 +22,9 @@ from tests.helpers.secure_shards import served
 from tests.helpers.small_run import ONLY_ROWS, losses, small_run
 from trainer.__main__ import main
 from trainer.config import TrainConfig
+from trainer.data import load_dataset
 from trainer.data.augment import AugmentationConfig
+from trainer.evaluate import encoder_features, evaluate_features
 from trainer.loop import train
 from trainer.model import EncoderConfig, load_encoder
 from weightserver import (
@@ -75,6 +77,15 @@ def test_training_is_the_same_with_any_row_store(data_dir: Path, tmp_path: Path)
     )
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.guard
+def test_a_run_on_some_images_is_evaluated_on_all(data_dir: Path, tmp_path: Path) -> None:
+    result = train(config(data_dir, tmp_path / "run", num_images=64, rows="dense", steps=2, evaluate=True))
+    whole = load_dataset("idx", data_dir)
+    features = encoder_features(result.model.encoder, whole, result.model.config.pixels)
+    assert len(features.train) == NUM_IMAGES
+    assert result.results == evaluate_features(features)
 
 
 @pytest.mark.guard

@@ -21,7 +21,8 @@ class DataConfig(Settings):
     dataset: str = "fashion-mnist"
     """Name of the data set: fashion-mnist, idx, folder, packed, inaturalist-2018 or synthetic."""
     num_images: int | None = None
-    """N: the number of images of the synthetic data set, up to 10⁹; the first so many of fashion-mnist or idx."""
+    """N: the number of images of the synthetic data set, up to 10⁹; the first so many of fashion-mnist or
+    idx, whose evaluation uses all images and labels."""
     data_dir: Path | None = resumable(None)
     """Folder with the data set's files. Without it the usual places are searched, then the files are downloaded."""
     decode_threads: int | None = resumable(None)

@@ -84,6 +84,8 @@ class Dataset:
     """Side of the centre square that evaluation uses; None for the whole image."""
     untested: str = "this data set has no test images"
     """The reason why there are no test images."""
+    whole: "Dataset | None" = None
+    """The data set whose first images are trained on; None if all are."""
 
     @property
     def ranges(self) -> tuple[int, ...]:
@@ -96,6 +98,11 @@ class Dataset:
         if isinstance(self.train_images, Tensor):
             return measured(self.train_images)
         return MINUS_ONE_TO_ONE if isinstance(self.train_images, SyntheticImages) else IMAGENET
+
+    @property
+    def evaluated(self) -> "Dataset":
+        """The images and labels that evaluation uses: all, also if only the first ones are trained on."""
+        return self.whole or self
 
     @property
     def labelled(self) -> bool:
@@ -164,11 +171,11 @@ def load_dataset(
 
     fashion-mnist: `directory`; otherwise the system's copy, the cache of an earlier download, or torchvision's
     download. The checksums are verified. idx: any four files named like MNIST's in `directory` (required), without
-    checksums; of both, the first `num_images` training images. synthetic: `num_images` (required) colour images of
-    `image_size` pixels, generated from `seed` (used by this data set only), without labels. folder: images in
-    `directory`, a folder or a list of them, or in its train/ with test images in test/ or val/. packed: the output of
-    `python -m trainer.data pack` in `directory`, with test images packed in its test/. inaturalist-2018:
-    train2018.json, val2018.json and the images that they name in `directory`.
+    checksums; of both, the first `num_images` training images, and all for evaluation. synthetic: `num_images`
+    (required) colour images of `image_size` pixels, generated from `seed` (used by this data set only), without labels.
+    folder: images in `directory`, a folder or a list of them, or in its train/ with test images in test/ or val/.
+    packed: the output of `python -m trainer.data pack` in `directory`, with test images packed in its test/.
+    inaturalist-2018: train2018.json, val2018.json and the images that they name in `directory`.
 
     Images of the last three are decoded in colour for each use: crops of the whole image for training, centres for
     evaluation; by `decode_threads`, or this rank's share of the cores (`trainer.cores`). Test images whose classes are
@@ -200,7 +207,7 @@ def _first_images(whole: Dataset, num_images: int) -> Dataset:
         raise ValueError(f"--num-images must lie in 1..{num_all}, the number of training images, got {num_images}")
     images, labels = whole.train_images, whole.train_labels
     assert isinstance(images, Tensor)
-    return replace(whole, train_images=images[:num_images], train_labels=labels[:num_images])
+    return replace(whole, train_images=images[:num_images], train_labels=labels[:num_images], whole=whole)
 
 
 def _make_synthetic(directory: Path | None, num_images: int | None, image_size: int, seed: int) -> Dataset:

@@ -90,15 +90,7 @@ def find_duplicates(
     if stored.unit != "image":
         raise ValueError("the run's rows are classes that images share (--labels): give a run of single images")
     kept, step = _state(stored, checkpoint)
-    found, num_at_limit = dict[tuple[int, int], float](), 0
-    for first in range(0, stored.num_images, _ROWS_AT_A_TIME):
-        rows = np.arange(first, min(first + _ROWS_AT_A_TIME, stored.num_images))
-        vectors = stored.client.fetch(rows, step=step, checkpoint=kept or "")
-        near = stored.client.nearest(vectors, options.neighbours + 1, step=step, checkpoint=kept or "")
-        reached = (near.similarity >= options.threshold) & (near.rows != rows[:, None])
-        num_at_limit += int((reached.sum(axis=1) >= options.neighbours).sum())
-        found |= _pairs(rows, near.rows, near.similarity, reached)
-        on_rows(len(rows))
+    found, num_at_limit = _all_pairs(stored, options, kept, step, on_rows)
     most_similar = sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))[: options.most_pairs]
     images = stored.order.images(np.array([pair for pair, _ in most_similar], np.int64).reshape(-1))
     pairs = zip(np.sort(images.reshape(-1, 2), axis=1).tolist(), most_similar, strict=True)
@@ -111,6 +103,26 @@ def find_duplicates(
         num_pairs=len(found),
         pairs=[(one, other, round(cosine, 6)) for (one, other), (_, cosine) in pairs],
     )
+
+
+def _all_pairs(
+    stored: StoredRows,
+    options: DuplicateOptions,
+    kept: Checkpoint | None,
+    step: int,
+    on_rows: Callable[[int], object],
+) -> tuple[dict[tuple[int, int], float], int]:
+    """The cosine of each pair of rows that reached the threshold, and the number of rows that may have more pairs."""
+    found, num_at_limit = dict[tuple[int, int], float](), 0
+    for first in range(0, stored.num_images, _ROWS_AT_A_TIME):
+        rows = np.arange(first, min(first + _ROWS_AT_A_TIME, stored.num_images))
+        vectors = stored.client.fetch(rows, step=step, checkpoint=kept or "")
+        near = stored.client.nearest(vectors, options.neighbours + 1, step=step, checkpoint=kept or "")
+        reached = (near.similarity >= options.threshold) & (near.rows != rows[:, None])
+        num_at_limit += int((reached.sum(axis=1) >= options.neighbours).sum())
+        found |= _pairs(rows, near.rows, near.similarity, reached)
+        on_rows(len(rows))
+    return found, num_at_limit
 
 
 def _state(stored: StoredRows, checkpoint: str | None) -> tuple[Checkpoint | None, int]:

@@ -20,7 +20,7 @@ from trainer.run.weights_and_biases import weights_and_biases
 from weightserver.common.stages import StageClock
 from weightserver.torch import Ranks, RowCounters
 
-_SUMMED = ("fetched_rows", "fetched_bytes", "pushed_rows", "pushed_bytes")
+_SUMMED = ("fetched_rows", "fetched_bytes", "pushed_rows", "pushed_bytes", "corrected_rows", "missed_steps")
 _HELD = ("resident_rows", "prefetch_pending_rows", "write_back_pending_rows")
 """Counters of the row store: those whose increase a record has, and those whose value it has."""
 _PAUSE = "pause"
@@ -40,10 +40,12 @@ class _Interval:
     def seconds(self) -> float:
         return time.perf_counter() - self._started - self.clock.seconds.get(_PAUSE, 0.0)
 
-    def waits(self) -> dict[str, float]:
-        """Seconds of each stage, and seconds of waiting for rows."""
+    def largest(self) -> dict[str, float]:
+        """What a record has of the rank with the largest value: seconds of each stage and of waiting for rows, and the
+        run's largest gap."""
         waits = {f"{name}_seconds": self.clock.seconds.get(name, 0.0) for name in STAGES}
-        return waits | {"row_wait_seconds": self._counters.wait_seconds - self._row_wait_before}
+        waits |= {"row_wait_seconds": self._counters.wait_seconds - self._row_wait_before}
+        return waits | {"largest_gap": self._counters.largest_gap}
 
     def rows(self) -> dict[str, int]:
         moved = {name: getattr(self._counters, name) - self._before[name] for name in _SUMMED}
@@ -145,16 +147,16 @@ class Recorder:
             "images_per_second": num_steps * self._config.batch_size / seconds,
             "seconds": seconds,
         } | monitored
-        waits, rows = interval.waits(), interval.rows() | {"active_rows": active_rows}
+        own, rows = interval.largest(), interval.rows() | {"active_rows": active_rows}
         fetches = self._counters.take_fetch_seconds()
-        self._metrics.observe(common | waits | rows | {"num_steps": num_steps}, fetch_seconds=fetches)
+        self._metrics.observe(common | own | rows | {"num_steps": num_steps}, fetch_seconds=fetches)
         sums = ranks.sum_over_ranks([float(value) for value in rows.values()])
         total = dict(zip(rows, map(round, sums), strict=True))
-        *longest, largest = ranks.max_over_ranks([*waits.values(), float(active_rows)])
+        *longest, largest = ranks.max_over_ranks([*own.values(), float(active_rows)])
         self._next_step = step + 1
         self._interval = _Interval(self._counters)
         share = largest * ranks.world_size / max(1, total["active_rows"])
-        return common | dict(zip(waits, longest, strict=True)) | total | {"active_rows_share": share}
+        return common | dict(zip(own, longest, strict=True)) | total | {"active_rows_share": share}
 
     def write(self, record: dict[str, Any]) -> None:
         """Writes a record on rank 0; does nothing on other ranks."""

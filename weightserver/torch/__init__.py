@@ -22,8 +22,9 @@ from weightserver.torch.rates import LearningRates
 from weightserver.torch.recency import ActiveRows, RecentRows, announced, check_num_active
 from weightserver.torch.rows import DenseRows, RemoteRows, ResidentRows, RowCounters, RowStore
 from weightserver.torch.sampler import WindowSampler
-from weightserver.torch.served_table import refuse_used_table, share_of_capacity
+from weightserver.torch.served_table import refuse_used_table
 from weightserver.torch.shared_session import SharedSession, share_session
+from weightserver.torch.store_sizes import share_of_capacity
 from weightserver.torch.transfer import HostCopy, to_device
 from weightserver.torch.windows import RangesOrder, RowOrder, Visits, VisitSchedule, resident_rows
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weightserver.torch.sampler import WindowSampler
 
 if TYPE_CHECKING:
-    from weightserver.torch.head import ClassifierHead
+    from weightserver.torch.sampled_softmax import SampledSoftmax
 
 AHEAD = 2
 """Steps whose batches are loaded in advance if no sampler knows them."""
@@ -21,7 +21,7 @@ class AnnouncedBatches:
     """An iterable over a loader's batches; see `ClassifierHead.announced`."""
 
     def __init__(
-        self, head: ClassifierHead, loader: Iterable[Any], ids_of: Callable[[Any], Any], batches_per_step: int
+        self, head: SampledSoftmax, loader: Iterable[Any], ids_of: Callable[[Any], Any], batches_per_step: int
     ) -> None:
         self._head = head
         self._loader = loader

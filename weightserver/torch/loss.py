@@ -96,22 +96,30 @@ def softmax_loss(
     with torch.autocast(features.device.type, enabled=False):
         own = distinct(labels) if labels.dim() == 2 else labels[:, None]  # (B, P)
         if ranks is None or ranks.world_size == 1:
-            logits = _only_first(with_margin(features @ weight.T, own, margin) / temperature, num_rows)  # (B, K)
-            if own.shape[1] == 1:
-                return F.cross_entropy(logits, own[:, 0])
-            values, is_own = own_values(logits, own)
-            return (logits.logsumexp(dim=1) - values.sum(dim=1) / is_own.sum(dim=1)).mean()
-
+            logits = with_margin(features @ weight.T, own, margin) / temperature  # (B, K)
+            return _loss_of_logits(_only_first(logits, num_rows), own)
         whole: Tensor = _WholeBatch.apply(features, len(labels), ranks)  # type: ignore[no-untyped-call]
         logits = with_margin(whole @ weight.T, own, margin) / temperature  # (B, D) times (D, K of this rank)
-        logits = _only_first(logits, num_rows)
-        # Subtracting a constant keeps the softmax unchanged and exp in range.
-        logits = logits - (_largest_of_each(logits) if largest_logit is None else largest_logit)
-        values, is_own = own_values(logits, own)  # of other ranks' rows 0
-        parts = torch.stack([logits.exp().sum(dim=1), values.sum(dim=1), is_own.sum(dim=1)])  # (3, B)
-        total, positive, count = _SumOverRanks.apply(parts)  # type: ignore[no-untyped-call]
-        loss: Tensor = (total.log() - positive / count).mean()
-        return loss
+        return _loss_over_ranks(_only_first(logits, num_rows), own, largest_logit)
+
+
+def _loss_of_logits(logits: Tensor, own: Tensor) -> Tensor:
+    """The loss of logits (B, K) of all classes, whose columns `own` (B, P) are each image's own."""
+    if own.shape[1] == 1:
+        return F.cross_entropy(logits, own[:, 0])
+    values, is_own = own_values(logits, own)
+    return (logits.logsumexp(dim=1) - values.sum(dim=1) / is_own.sum(dim=1)).mean()
+
+
+def _loss_over_ranks(logits: Tensor, own: Tensor, largest_logit: float | None) -> Tensor:
+    """`_loss_of_logits` where each rank has the logits (B, K of this rank) of its classes."""
+    # Subtracting a constant keeps the softmax unchanged and exp in range.
+    logits = logits - (_largest_of_each(logits) if largest_logit is None else largest_logit)
+    values, is_own = own_values(logits, own)  # of other ranks' rows 0
+    parts = torch.stack([logits.exp().sum(dim=1), values.sum(dim=1), is_own.sum(dim=1)])  # (3, B)
+    total, positive, count = _SumOverRanks.apply(parts)  # type: ignore[no-untyped-call]
+    loss: Tensor = (total.log() - positive / count).mean()
+    return loss
 
 
 def _only_first(logits: Tensor, num_rows: int | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -67,6 +68,22 @@ class Ranks:
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, operation, group=self.control)
         return [float(value) for value in tensor.tolist()]
+
+
+def ranks_of_process(device: torch.device) -> Ranks:
+    """This process among those of torch.distributed, if that is initialised; all call it, since it may make a group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return Ranks(device=device)
+    world_size = dist.get_world_size()
+    has_gloo = "gloo" in dist.get_backend_config(dist.group.WORLD)
+    return Ranks(
+        rank=dist.get_rank(),
+        world_size=world_size,
+        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+        device=device,
+        control=None if has_gloo else dist.new_group(backend="gloo"),
+    )
 
 
 def gathered(part: Tensor, total: int, ranks: Ranks, *, dim: int = 0) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,16 +20,7 @@ from weightserver.torch.rates import LearningRates, PublishedRates
 from weightserver.torch.rows import DenseRows, RemoteRows, ResidentRows, RowStore
 from weightserver.torch.saved_rows import SavedRows
 from weightserver.torch.shared_session import SharedSession, share_session
-
-
-@dataclass(frozen=True)
-class StoreSizes:
-    """What a resident store is sized by."""
-
-    capacity: int
-    """Rows held on all ranks together."""
-    prefetch_steps: int
-    write_back_rows: int
+from weightserver.torch.store_sizes import StoreSizes, share_of_capacity
 
 
 @dataclass(frozen=True)
@@ -153,17 +143,6 @@ def refuse_used_table(client: WeightClient, remedy: str) -> None:
         return
     if info.clock > 0 or info.rows_stored > 0 or client.checkpoints():
         raise ValueError(f"the weight servers hold the rows of run {info.run!r} up to step {info.clock}: {remedy}")
-
-
-def share_of_capacity(rows: int, spec: TableSpec, ranks: Ranks) -> int:
-    """A rank's part of `rows` resident rows.
-
-    Blocks are assigned evenly, active ones randomly: room for two blocks and 8 standard deviations more.
-    """
-    if ranks.world_size == 1:
-        return rows
-    mean = -(-rows // ranks.world_size)
-    return min(rows, mean + 2 * spec.rows_per_block + round(8 * math.sqrt(rows / ranks.world_size)))
 
 
 def float32_rates(learning_rates: Any) -> Float32Array:

@@ -49,6 +49,14 @@ def test_idx_files_are_read_plain_and_gzipped(idx_directory: Path) -> None:
     assert dataset.test_labels.dtype == torch.int64
 
 
+def test_a_part_is_trained_on_and_all_images_are_evaluated(idx_directory: Path) -> None:
+    whole, part = load_dataset("idx", idx_directory), load_dataset("idx", idx_directory, num_images=7)
+    assert torch.equal(part.train_images[:], whole.train_images[:7])
+    assert torch.equal(part.evaluated.train_images[:], whole.train_images[:])
+    assert torch.equal(part.evaluated.train_labels, whole.train_labels)
+    assert whole.evaluated is whole
+
+
 @pytest.mark.skipif(not datasets.SYSTEM_DIRECTORY.is_dir(), reason="no system copy of Fashion-MNIST")
 def test_the_system_copy_of_fashion_mnist() -> None:
     dataset = load_dataset("fashion-mnist")

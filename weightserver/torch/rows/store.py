@@ -35,6 +35,12 @@ class RowCounters:
     write_back_pending_rows: int = 0
     value_bytes: int = 4
     """Bytes of a value on the wire."""
+    corrected_rows: int = 0
+    """Rows, once for each return, that became active again after steps without an update: in all stores but "remote",
+    whose rows the servers correct."""
+    missed_steps: int = 0
+    """Sum of the steps that these rows had missed, their gaps."""
+    largest_gap: int = 0
     fetch_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_FETCHES))
     """Duration of each fetch since `take_fetch_seconds` was last called, of the last ones if there were many."""
 
@@ -45,6 +51,11 @@ class RowCounters:
     def pushed(self, num_rows: int, num_values: int, num_steps: int = 0) -> None:
         self.pushed_rows += num_rows
         self.pushed_bytes += self.value_bytes * num_values + 8 * num_steps
+
+    def corrected(self, gaps: Int64Array) -> None:
+        self.corrected_rows += len(gaps)
+        self.missed_steps += int(gaps.sum())
+        self.largest_gap = max(self.largest_gap, int(gaps.max(initial=0)))
 
     def take_fetch_seconds(self) -> list[float]:
         """Removes and returns the durations of the fetches so far."""

@@ -55,8 +55,10 @@ class SlotValues:
             precision=self._precision,
         )
 
-    def correct(self, slots: Int64Array, step: int, *, rows: Int64Array) -> None:
+    def correct(self, slots: Int64Array, step: int, *, rows: Int64Array) -> Int64Array:
         """Corrects `rows` in `slots` up to `step`; on a CPU with the same bits as the servers' correction.
+
+        Returns the gaps of the rows that an update had reached before: the steps that each had missed, int64 (m,).
 
         Rows that the correction made infinite or NaN never return to the servers (`LeavingRows`). If the learning rates
         could do so to rows of any size, rows are corrected on the host, which raises StepError. Without
@@ -64,13 +66,15 @@ class SlotValues:
         """
         idle = self.last_step[slots] < step
         if not self._spec.correction or not idle.any():
-            return
+            return np.zeros(0, np.int64)
         slots, rows = slots[idle], rows[idle]
+        gaps = step - self.last_step[slots[~self.fresh[slots]]]
         if self._rates.schedule(step).safe_size < _SAFE_SIZE:
             self._correct_on_host(slots, step, rows)
         else:
             self._correct_on_device(slots, step)
         self.last_step[slots] = step
+        return gaps
 
     def _correct_on_device(self, slots: Int64Array, step: int) -> None:
         coefficients = self._tensor(self._rates.schedule(step).coefficients(self.last_step[slots], step))

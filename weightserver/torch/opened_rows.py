@@ -1,0 +1,120 @@
+"""The rows of a head after its table was opened."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weightserver import Checkpoint, TableSpec, WeightServerError
+from weightserver.core.arrays import Int64Array
+from weightserver.torch.ranks import Ranks
+from weightserver.torch.rows import RowStore
+from weightserver.torch.saved_rows import SavedRows
+from weightserver.torch.served_table import OpenTable
+from weightserver.torch.store_sizes import StoreSizes
+from weightserver.torch.windows import RangesOrder
+
+
+class OpenedRows:
+    """The rows of an open table, of which this rank holds a share; all ranks call `read` and `checkpoint`.
+
+    Args:
+        table: the open table.
+        spec: of the table.
+        order: the row of each class.
+        ranks: those that share the rows.
+        device: where the rows of a step are.
+        sizes: those of the store, given the number of images of a step.
+        store: by default made at its first use.
+    """
+
+    def __init__(
+        self,
+        table: OpenTable,
+        spec: TableSpec,
+        order: RangesOrder,
+        *,
+        ranks: Ranks,
+        device: torch.device,
+        sizes: Callable[[int], StoreSizes],
+        store: RowStore | None = None,
+    ) -> None:
+        self.table = table
+        self.ranks = ranks
+        self.device = device
+        self.store = store
+        self._spec = spec
+        self._order = order
+        self._sizes = sizes
+
+    def open_store(self, step_size: int) -> RowStore:
+        """The store; makes it for steps of `step_size` images at the first use."""
+        if self.store is None:
+            self.store = self.table.make_store(self._sizes(step_size))
+        return self.store
+
+    def class_of(self, row: int) -> int:
+        """The class whose row this is."""
+        return int(self._order.images(np.array([row]))[0])
+
+    @contextmanager
+    def naming_classes(self) -> Iterator[None]:
+        """Adds the class to an error that names a row."""
+        try:
+            yield
+        except (WeightServerError, ValueError) as error:
+            found = re.search(r"\brow (\d+)\b", str(error))
+            if found is None or int(found[1]) >= self._spec.num_rows:
+                raise
+            raise type(error)(f"{error} (row {found[1]} is class {self.class_of(int(found[1]))})") from error
+
+    def flush(self) -> None:
+        """Returns once this rank's updates are durable on the servers; dense rows are not stored."""
+        if self.store is not None:
+            with self.naming_classes():
+                self.store.flush()
+
+    def read(self, classes: Int64Array, *, step: int) -> Tensor:
+        """The rows of classes (n,) before update `step`: float32 (n, D), on the CPU. Makes all updates durable."""
+        distinct, inverse = np.unique(self._order.rows(classes), return_inverse=True)
+        self._make_durable(step)
+        if self.table.client is None:
+            if self.ranks.world_size > 1:
+                raise ValueError("rows='dense' are spread over the ranks: use rows='resident'")
+            state = self.open_store(1).read_state(distinct, step=step)
+        else:
+            state = self.table.client.fetch_state(distinct, step=step)
+        self.ranks.barrier()  # before it no rank writes rows of later steps, or stops the servers
+        return torch.from_numpy(state.weight[inverse])
+
+    def checkpoint(self, name: str | None, *, step: int) -> tuple[Checkpoint, SavedRows]:
+        """Keeps the rows as they are before update `step` on the servers; also returns what identifies them.
+
+        Raises:
+            ValueError: dense rows.
+            InvalidRequestError: the name was used for another state.
+        """
+        if (client := self.table.client) is None:
+            raise ValueError("rows='dense' leave no checkpoints: use rows='resident'")
+        name = f"step-{step:012d}" if name is None else name
+        self._make_durable(step)
+        if self.ranks.is_first:
+            client.checkpoint(name, step=step)
+        self.ranks.barrier()  # before it no rank writes rows of later steps
+        (kept,) = (known for known in client.checkpoints() if known.name == name)
+        saved = SavedRows.of(kept, client.table_identity(), self._order.order_seed)
+        self.ranks.barrier()  # before it rank 0 does not stop the servers
+        return kept, saved
+
+    def _make_durable(self, step: int) -> None:
+        """Returns once the updates of all ranks before `step` are durable, and the servers know their learning
+        rates."""
+        self.flush()
+        if self.table.published is not None:
+            self.table.published.require(step)
+        self.ranks.barrier()

@@ -1,0 +1,318 @@
+"""The softmax over the active classes of each step, whichever way their rows are opened and stored."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weightserver import TableSpec
+from weightserver.core.arrays import Int64Array
+from weightserver.core.sharding import Sharding
+from weightserver.torch.announced_batches import AnnouncedBatches
+from weightserver.torch.arguments import check_embeddings, check_ended_everywhere, checked_ids, ids_of_all_ranks
+from weightserver.torch.class_order import ClassOrder, Labels
+from weightserver.torch.coming_steps import Announced, ComingSteps
+from weightserver.torch.loss import padded_rows
+from weightserver.torch.negatives import NegativeSampler
+from weightserver.torch.opened_rows import OpenedRows
+from weightserver.torch.ranks import Ranks, ranks_of_process
+from weightserver.torch.recency import announced, check_num_active
+from weightserver.torch.rows import RowCounters, RowStore
+from weightserver.torch.sampler import WindowSampler
+from weightserver.torch.step_in_progress import StepInProgress
+from weightserver.torch.windows import RangesOrder
+
+
+class SampledSoftmax(nn.Module, ABC):
+    """The steps of a training loop, from their announcement to the update of their rows. Subclasses open the rows.
+
+    Args:
+        spec: of the rows.
+        negatives: the classes of a step.
+        loss: `cosine_softmax_loss` or `softmax_loss`, with their settings.
+        order: the row of each class.
+        init_norm: length of rows that begin at their image's embedding; None if rows begin at random.
+    """
+
+    num_steps: int
+    """Number of finished updates."""
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        *,
+        negatives: NegativeSampler,
+        loss: Callable[..., Tensor],
+        order: RangesOrder,
+        init_norm: float | None,
+    ) -> None:
+        super().__init__()
+        check_num_active(negatives.num_active, spec.num_rows, 1)
+        self.spec = spec
+        self.order = order
+        self.negatives = negatives
+        self.num_steps = 0
+        self.register_buffer("_where", torch.zeros(0), persistent=False)  # follows `to(device)`
+        self._loss = loss
+        self._init_norm = init_norm
+        self._opened: OpenedRows | None = None
+        self._ranks = Ranks()  # those of the rows that were opened last
+        self._known_ranks: Ranks | None = None
+        self._coming = ComingSteps(negatives, order)
+        self._current: StepInProgress | None = None
+        self._announced_in_vain = False  # the store may hold rows ready for steps that were forgotten
+
+    # ---- rows
+
+    @property
+    def device(self) -> torch.device:
+        """The device of embeddings and rows."""
+        where: Tensor = self._where  # type: ignore[assignment]
+        return where.device
+
+    @abstractmethod
+    def _open(self) -> OpenedRows:
+        """The rows; opens them at the first use and then calls `_use`."""
+
+    def _use(self, opened: OpenedRows) -> None:
+        self._opened, self._ranks = opened, opened.ranks
+        self.num_steps = opened.table.first_step
+        self._coming.use(opened.ranks, Sharding(self.spec.rows_per_block, opened.ranks.world_size))
+
+    def _own_ranks(self) -> Ranks:
+        """This process among those of torch.distributed; asked for once, since it may make a process group."""
+        if self._known_ranks is None or self._known_ranks.device != self.device:
+            self._known_ranks = ranks_of_process(self.device)
+        return self._known_ranks
+
+    def _open_store(self, step_size: int) -> RowStore:
+        """The store; makes it for steps of `step_size` images at the first use."""
+        store = self._open().open_store(step_size)
+        if self._announced_in_vain:
+            in_progress = self._current is not None and self._current.weight is not None
+            store.forget_announced(in_progress=in_progress)
+            self._announced_in_vain = False
+        return store
+
+    # ---- what comes
+
+    def sampler(
+        self,
+        *,
+        batch_size: int,
+        window_size: int | None = None,
+        window_stride: int | None = None,
+        batches_per_step: int = 1,
+        seed: int = 0,
+        classes: Labels | None = None,
+    ) -> WindowSampler:
+        """A `batch_sampler` over all images that continues after the head's finished steps.
+
+        The other arguments are those of `WindowSampler`.
+
+        Args:
+            classes: class of each image, integers [number of images], for classes that images share: the window then
+                slides over neighbouring classes, see `ClassOrder`. Without it each image is its own class.
+
+        Raises:
+            ValueError: a window that does not fit, or a class map of other classes.
+        """
+        sampler = WindowSampler(
+            self.order if classes is None else ClassOrder(classes, self.order),
+            batch_size=batch_size,
+            window_size=window_size,
+            window_stride=window_stride,
+            batches_per_step=batches_per_step,
+            seed=seed,
+            next_step=lambda: self.num_steps,
+            ranks=self._own_ranks(),
+        )
+        self._coming.sampler = sampler
+        return sampler
+
+    def sampler_of(self, loader: object) -> WindowSampler | None:
+        """The sampler that `sampler` made, if the loader uses it."""
+        return self._coming.sampler if getattr(loader, "batch_sampler", self) is self._coming.sampler else None
+
+    def announced(
+        self,
+        loader: Iterable[Any],
+        *,
+        ids_of: Callable[[Any], Any] = lambda batch: batch[0],
+        batches_per_step: int = 1,
+    ) -> AnnouncedBatches:
+        """The batches of a loader, whose rows are requested before they are needed; may be iterated repeatedly.
+
+        If the loader's batch_sampler is that of `sampler`, the classes to come are known; otherwise the batches of two
+        further steps are loaded in advance.
+
+        Args:
+            ids_of: returns the classes of a batch, integers (b,); by default its first element.
+            batches_per_step: number of batches whose gradients are accumulated in one step; batches at the end of the
+                loader that make no whole step are left out.
+        """
+        return AnnouncedBatches(self, loader, ids_of, batches_per_step)
+
+    def announce(self, *batches: Any) -> None:
+        """Announces the classes of the next step that was not announced, those of `forward` for each of its batches;
+        their rows are requested. Without it a step's first forward pass announces its own classes.
+
+        Raises:
+            ValueError: classes that do not exist, or not as many on every rank.
+        """
+        if not batches:
+            raise ValueError("a step needs at least one batch: call announce(ids)")
+        checked = [checked_ids(batch, self.spec.num_rows) for batch in batches]
+        opened = self._open()
+        ids = ids_of_all_ranks(checked, opened.ranks)  # (A, B) or (A, B, P)
+        self.negatives.check(ids.size)
+        store, pending = self._open_store(ids.size), len(self._coming) + (self._current is not None)
+        step = self.num_steps + pending
+        announced = self._coming.add_batches(step, ids)
+        if pending <= store.prefetch_steps:
+            try:
+                with opened.naming_classes():
+                    store.prefetch(announced.rows, step=step)
+            except BaseException:
+                self._coming.remove_last()
+                raise
+
+    def announce_end(self) -> None:
+        """Tells the other ranks that this one announces no more steps of its loader. Every rank calls it.
+
+        Raises:
+            ValueError: another rank announces one.
+        """
+        check_ended_everywhere(self._ranks)
+
+    def forget_announced(self, *, in_progress: bool = False) -> None:
+        """Forgets the steps that were announced and not begun, as when the iteration of a loader is left early; with
+        `in_progress` also the one in progress, with its gradients."""
+        current = self._current if in_progress else None
+        self._coming.forget(current.before if current else None)
+        if in_progress:
+            self._current = None
+        self._announced_in_vain = True
+
+    def announcements(self, sampler: WindowSampler, steps: range) -> Generator[Announced, None, None]:
+        """Announces a sampler's steps, some of them ahead, and yields each in its turn. Close the generator to end its
+        thread."""
+        opened = self._open()
+        self.negatives.check(sampler.step_size)
+        store = self._open_store(sampler.step_size)
+        with closing(announced(self._coming.of_sampler(sampler), store, steps)) as coming:
+            for _ in steps:
+                with opened.naming_classes():
+                    step = next(coming)
+                self._coming.add_sampled(step, sampler)
+                yield step
+
+    # ---- a step
+
+    def forward(self, embeddings: Tensor, ids: Any, *, update_rows: bool = True) -> Tensor:
+        """The mean loss of a batch over the active classes (Equation 1): a scalar, float32, also under autocast.
+
+        Args:
+            embeddings: float (b, D) of any precision, of this rank's images.
+            ids: integers (b,), the class of each, or (b, P), up to P classes of each, -1 for fewer: the target
+                distribution is then uniform over an image's classes (see `softmax_loss`). Best on the CPU, since
+                reading them from a GPU waits for it.
+            update_rows: whether the loss's gradient updates the rows too.
+
+        Raises:
+            ValueError: shapes, devices or classes that do not fit, or not the classes that were announced.
+            WeightServerError: rows could not be fetched, or an earlier update could not be stored.
+        """
+        checked = checked_ids(ids, self.spec.num_rows)
+        check_embeddings(embeddings, len(checked), self.spec.dim, self.device)
+        step = self._begin(checked)
+        part = step.part_of(checked)
+        weight = step.rows_for(part, embeddings)
+        loss: Tensor = self._loss(
+            embeddings.float(),
+            weight if update_rows else weight.detach(),
+            step.labels[part],
+            ranks=self._ranks,
+            num_rows=len(step.announced.rows),
+        )
+        return loss
+
+    def _begin(self, ids: Int64Array | None = None) -> StepInProgress:
+        """The step in progress; starts the next one that was announced, or one of these classes."""
+        if self._current is None:
+            if not self._coming:
+                if ids is None:
+                    raise ValueError("no step was announced: call head(embeddings, ids), or announce(ids)")
+                self.announce(ids)
+            assert self._opened is not None
+            announced, before = self._coming.take()
+            self._current = StepInProgress(
+                self._opened,
+                announced,
+                before,
+                number=self.num_steps,
+                num_padded=self._num_padded(),
+                init_norm=self._init_norm,
+            )
+        return self._current
+
+    def _num_padded(self) -> int:
+        """Number of rows that a rank's active rows are padded to; only a GPU needs them."""
+        if self.device.type != "cuda":
+            return 0
+        return padded_rows(self.negatives.num_active, self.spec.rows_per_block, self._ranks)
+
+    def active_rows(self) -> Tensor:
+        """The rows of the step in progress, or of the next one that was announced, before its update: float32
+        (K of this rank, D), padded with zeros on several GPUs. Waits for them."""
+        return self._begin().active_rows()
+
+    @property
+    def counters(self) -> RowCounters:
+        """What the row store has done so far."""
+        store = self._opened.store if self._opened else None
+        return store.counters if store else RowCounters()
+
+    @property
+    def labels(self) -> Tensor:
+        """The positions of the classes of all ranks' images among `active_rows`, int64 (A · B,); -1 for classes of
+        other ranks."""
+        return torch.cat(list(self._current.labels)) if self._current else torch.zeros(0, dtype=torch.int64)
+
+    def step(self, learning_rate: float | None = None, *, gradient_scale: float = 1.0) -> None:
+        """Updates the rows by the gradients since the last step; may return before it is done.
+
+        Args:
+            learning_rate: of this update, on every rank the same; may be omitted if it was given in advance.
+            gradient_scale: what the loss was multiplied by, as `torch.amp.GradScaler.get_scale()` returns it before the
+                scaler's update(). If then a gradient overflowed, the step is one without gradients, as in `skip`.
+
+        Raises:
+            ValueError: no forward and backward pass of each of the step's batches precedes, no learning rate is known,
+                or (without a scale, on a CPU) a gradient is infinite or NaN.
+            WeightServerError: an earlier update could not be stored.
+        """
+        if (step := self._current) is None:
+            raise ValueError("step() without a forward pass: call head(embeddings, ids) first")
+        self._finish(step, step.gradients(gradient_scale), learning_rate)
+
+    def skip(self, learning_rate: float | None = None) -> None:
+        """Ends the step in progress, or the next one that was announced, without gradients: its rows move by their
+        momentum and weight decay, like those of all other classes. For batches that failed or are left out."""
+        step = self._begin()
+        self._finish(step, step.no_gradients(), learning_rate)
+
+    def _finish(self, step: StepInProgress, gradients: Tensor, learning_rate: float | None) -> None:
+        rates = self._open().table.rates
+        if learning_rate is not None:
+            rates.tell(self.num_steps, float(learning_rate))
+        elif self.num_steps >= len(rates):
+            raise ValueError(f"the learning rate of step {self.num_steps} is not known: give step(learning_rate=...)")
+        step.update(gradients)
+        self._current = None
+        self.num_steps += 1

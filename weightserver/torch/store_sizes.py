@@ -1,0 +1,62 @@
+"""How many rows a resident store holds, and how far ahead it fetches them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from weightserver import TableSpec
+from weightserver.torch.announced_batches import AHEAD
+from weightserver.torch.class_order import ClassOrder
+from weightserver.torch.coming_steps import ComingSteps
+from weightserver.torch.negatives import NegativeSampler
+from weightserver.torch.ranks import Ranks
+
+_MAX_PREFETCH_STEPS = 8
+"""Steps in advance at which rows are requested if a sampler knows the classes to come."""
+
+
+@dataclass(frozen=True)
+class StoreSizes:
+    """What a resident store is sized by."""
+
+    capacity: int
+    """Rows held on all ranks together."""
+    prefetch_steps: int
+    write_back_rows: int
+
+
+def sizes_for_steps(
+    step_size: int, *, spec: TableSpec, negatives: NegativeSampler, coming: ComingSteps, capacity: int | None
+) -> StoreSizes:
+    """The sizes for steps of `step_size` images, of the sampler that draws the coming steps if there is one.
+
+    Args:
+        capacity: by default as many rows as the steps need.
+
+    Raises:
+        ValueError: the active rows cannot hold a step's classes, or the capacity is too small for the sampler's steps.
+    """
+    negatives.check(step_size)
+    if (sampler := coming.sampler) is None:
+        sampled = (AHEAD + 1) * negatives.num_sampled(step_size)
+        good = min(spec.num_rows, negatives.num_active + sampled + 2 * (AHEAD + 1) * step_size)
+        return StoreSizes(capacity or good, AHEAD, max(step_size, spec.rows_per_block))
+    schedule = sampler.schedule
+    needed, good = negatives.resident_rows(
+        None if isinstance(sampler.order, ClassOrder) else schedule, step_size, _MAX_PREFETCH_STEPS
+    )
+    if capacity is not None and capacity < needed:
+        raise ValueError(f"capacity is {capacity}, the steps that are prefetched need {needed}: raise it")
+    return StoreSizes(capacity or good, _MAX_PREFETCH_STEPS, min(schedule.window_stride, 1 << 14))
+
+
+def share_of_capacity(rows: int, spec: TableSpec, ranks: Ranks) -> int:
+    """A rank's part of `rows` resident rows.
+
+    Blocks are assigned evenly, active ones randomly: room for two blocks and 8 standard deviations more.
+    """
+    if ranks.world_size == 1:
+        return rows
+    mean = -(-rows // ranks.world_size)
+    return min(rows, mean + 2 * spec.rows_per_block + round(8 * math.sqrt(rows / ranks.world_size)))
