@@ -26,7 +26,14 @@ from tests.helpers.image_tree import plain_tree
 from tests.helpers.small_run import NUM_STEPS, losses, small_run
 from trainer.config import TrainConfig
 from trainer.data import Dataset, load_dataset
-from trainer.evaluate import encoder_features, evaluate_features, pixel_features, untrained_encoder
+from trainer.evaluate import (
+    FeatureSet,
+    ProbeResult,
+    encoder_features,
+    evaluate_features,
+    pixel_features,
+    untrained_encoder,
+)
 from trainer.model import EncoderConfig, PICModel, build_model
 
 ROOT = Path(__file__).parents[2]
@@ -228,6 +235,27 @@ def test_references_are_evaluated_as_runs_are(tmp_path: Path) -> None:
         expected = {f"{protocol}_top1": result.top1 for protocol, result in evaluate_features(found).items()}
         assert {key: summary[key] for key in expected} == expected
         assert summary["seconds"] > 0
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("method", ["pixels", "memory-bank"])
+def test_a_part_of_the_images_is_evaluated_with_all_labels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """As in runs of PIC with --num-images."""
+    config = labelled(tmp_path, steps=2)
+    whole = load_dataset("folder", config.data_dir, image_size=16)
+    few = replace(whole, train_images=whole.train_images[:32], train_labels=whole.train_labels[:32], whole=whole)
+    sizes: list[int] = []
+
+    def noted(features: FeatureSet) -> dict[str, ProbeResult]:
+        sizes.append(len(features.train))
+        return evaluate_features(features)
+
+    monkeypatch.setattr("experiments.baselines.training.dataset_of", lambda config: few)
+    monkeypatch.setattr("experiments.baselines.training.evaluate_features", noted)
+    train_baseline(method, config, tmp_path / method)
+    assert sizes == [60]
 
 
 @pytest.mark.guard
