@@ -102,7 +102,7 @@ def _train_and_evaluate(method: str, settings: dict[str, Any], config: TrainConf
             model, summary = train_method(METHODS[method], settings, config, dataset, claim)
             summary["train_seconds"] = time.perf_counter() - started
             save_encoder(model.encoder, config.encoder, config.output / ENCODER_FILE)
-            features = partial(encoder_features, model.encoder, dataset, config.encoder.pixels)
+            features = partial(encoder_features, model.encoder, dataset.evaluated, config.encoder.pixels)
         else:
             features = partial(_reference_features, method, config, dataset)
         if config.evaluate:
@@ -116,5 +116,6 @@ def _train_and_evaluate(method: str, settings: dict[str, Any], config: TrainConf
 
 def _reference_features(reference: str, config: TrainConfig, dataset: Dataset) -> FeatureSet:
     if reference == "pixels":
-        return pixel_features(dataset)
-    return encoder_features(untrained_encoder(config.encoder, dataset, config.seed), dataset, config.encoder.pixels)
+        return pixel_features(dataset.evaluated)
+    encoder = untrained_encoder(config.encoder, dataset, config.seed)
+    return encoder_features(encoder, dataset.evaluated, config.encoder.pixels)
