@@ -36,15 +36,16 @@ def draw(results: Results, path: Path) -> None:
     panels = [("here", measured)] + ([("paper", paper)] if paper else [])
     with mpl.rc_context(_STYLE):
         height = 2.8 if results.table.is_grid else 0.9 + 0.3 * len(measured)
-        figure, axes = plt.subplots(1, len(panels), figsize=(4.4 * len(panels), height), squeeze=False)
+        figure, axes = plt.subplots(
+            1, len(panels), figsize=(4.4 * len(panels), height), squeeze=False, layout="constrained"
+        )
         for axis, (title, panel) in zip(axes[0], panels, strict=True):
             _draw_lines(axis, panel, results.table) if results.table.is_grid else _draw_points(axis, panel)
             axis.set_title(title, loc="left", fontsize=9)
         axes[0][0].set_xlabel("" if results.table.is_grid else _heading(results.table))
         axes[0][0].set_ylabel(_heading(results.table) if results.table.is_grid else "")
         if results.table.is_grid and len(measured) > 1:
-            axes[0][0].legend(frameon=False)
-        figure.tight_layout()
+            figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False)
         metadata = {"Date": None, "Creator": None, "Description": json.dumps([measured, paper])}
         figure.savefig(path, format="svg", transparent=True, metadata=metadata)
         plt.close(figure)

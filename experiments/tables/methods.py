@@ -25,7 +25,7 @@ VIEWS = Table(
     source="Table 5",
     text=(
         "Views of an image in a step × epochs; an epoch stands for five of the paper's. Equal numbers of views are "
-        "equal numbers of images seen by the encoder. The two last rows of baselines have λ = 0.0001."
+        "equal numbers of images seen by the encoder. Two lines show the baselines with a weaker weight decay."
     ),
     cells=(
         _other("SimCLR, 2 × 20", "simclr", 2, 20.0),
