@@ -156,7 +156,7 @@ def _grid(results: Results) -> Iterator[str]:
         for measure, heading in _papers_measures(table).items():
             numbers = [table.paper.get(name or "", {}).get(measure) for name in names]
             if any(numbers):
-                yield f"| | {heading} | {' | '.join('' if n is None else f'{n:g}' for n in numbers)} |"
+                yield f"| | {heading} | {' | '.join(map(_quoted, numbers))} |"
 
 
 def _rows(results: Results) -> Iterator[str]:
@@ -167,8 +167,13 @@ def _rows(results: Results) -> Iterator[str]:
     for cell in table.cells:
         values = [shown(results, cell.name, measure) for measure in table.measures]
         numbers = [table.paper.get(cell.name, {}).get(measure) for measure in papers]
-        quoted = ["" if number is None else f"{number:g}" for number in numbers]
-        yield f"| {' | '.join([cell.name, *values, str(len(results.runs.get(cell.name, {}))), *quoted])} |"
+        seeds = str(len(results.runs.get(cell.name, {})))
+        yield f"| {' | '.join([cell.name, *values, seeds, *map(_quoted, numbers)])} |"
+
+
+def _quoted(number: float | None) -> str:
+    """The paper's number, with at least one decimal; empty without one."""
+    return "" if number is None else f"{number:.1f}" if number == round(number, 1) else f"{number:g}"
 
 
 def _papers_measures(table: Table) -> dict[str, str]:
