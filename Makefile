@@ -4,10 +4,11 @@ VENV ?= .venv
 PIP_FLAGS ?=
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
+EXPERIMENTS = $(VENV)/.experiments
 
 FASHION_MNIST = /usr/share/datasets/fashion-mnist
 
-.PHONY: fashion-mnist demo test test-guard test-all test-gpu lint docs dashboards protos bench bench-gpu clean
+.PHONY: fashion-mnist demo tables tables-quick test test-guard test-all test-gpu lint docs dashboards protos bench bench-gpu clean
 
 # Trains on real images, with weight servers of its own. Optional: EPOCHS, DATA_DIR (Fashion-MNIST's files), OUTPUT.
 demo: $(INSTALLED) $(if $(DATA_DIR),,fashion-mnist)
@@ -21,6 +22,18 @@ fashion-mnist: $(INSTALLED)
 
 INSTALL_FASHION_MNIST = { $(APT_INSTALL) || { apt-get update -q && $(APT_INSTALL); }; } > /dev/null 2>&1
 APT_INSTALL = DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends dataset-fashion-mnist
+
+# The paper's tables: runs the cells that have not finished, one a core, and writes docs/results.md. TABLES_FLAGS="--tables
+# negatives,lengths --seeds 1" runs a part; the whole takes about half a day of one core for each seed.
+tables: $(EXPERIMENTS) fashion-mnist
+	$(BIN)/python -m experiments run $(TABLES_FLAGS)
+	$(BIN)/python -m experiments page
+
+# The same with tiny cells, in build/tables-quick: shows in ten minutes of two cores that every table runs.
+tables-quick: $(EXPERIMENTS) fashion-mnist
+	rm -rf build/tables-quick
+	$(BIN)/python -m experiments run --quick --seeds 1 --directory build/tables-quick/runs --results build/tables-quick/results $(TABLES_FLAGS)
+	$(BIN)/python -m experiments page --quick --results build/tables-quick/results --docs build/tables-quick
 
 # Two tests at a time, with one thread each: most wait for a disk or a process longer than they compute.
 test: $(INSTALLED) fashion-mnist
@@ -69,6 +82,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[trainer,dev]'
+	@touch $@
+
+$(EXPERIMENTS): $(INSTALLED)
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[experiments]'
 	@touch $@
 
 clean:

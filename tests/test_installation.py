@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = ("weightserver", "trainer")
 OTHER_PYTHONS = [version for version in ("3.11", "3.12", "3.13", "3.14") if not sys.version.startswith(f"{version}.")]
-NEEDS_TRAINER = {"torch", "torchvision", "trainer", "benchmarks"}
+NEEDS_TRAINER = {"torch", "torchvision", "trainer", "benchmarks", "experiments"}
 USE = """
 import numpy as np, weightserver
 from weightserver import LocalCluster, TableSpec, WeightClient
@@ -75,7 +75,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("built")
     sources, tools, built = directory / "sources", directory / "tools", directory / "dist"
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*", "runs", "data-*", "build")
-    for name in ("weightserver", "trainer", "tests", "benchmarks", "deploy", "docs", "protos"):
+    for name in ("weightserver", "trainer", "tests", "benchmarks", "experiments", "deploy", "docs", "protos"):
         shutil.copytree(ROOT / name, sources / name, ignore=ignore)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, sources / name)

@@ -15,7 +15,18 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MUTATIONS: dict[str, dict[str, str]] = tomllib.loads((Path(__file__).parent / "mutations.toml").read_text())
-COPIED = ("weightserver", "trainer", "tests", "protos", "deploy", "benchmarks", "docs", "pyproject.toml", "README.md")
+COPIED = (
+    "weightserver",
+    "trainer",
+    "tests",
+    "protos",
+    "deploy",
+    "benchmarks",
+    "experiments",
+    "docs",
+    "pyproject.toml",
+    "README.md",
+)
 OUTCOME = {0: "passed", 1: "failed"}
 
 

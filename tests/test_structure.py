@@ -141,7 +141,7 @@ def test_the_trainer_takes_public_names_only() -> None:
 
 
 def test_types_of_arrays_are_defined_once() -> None:
-    for top in ("weightserver", "trainer", "tests", "benchmarks", "deploy"):
+    for top in ("weightserver", "trainer", "tests", "benchmarks", "experiments", "deploy"):
         for path in (ROOT / top).rglob("*.py"):
             if path != ROOT / "weightserver/core/arrays.py":
                 assert not re.search(r"^\w+Array = npt\.NDArray", path.read_text(), re.MULTILINE), path

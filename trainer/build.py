@@ -89,7 +89,7 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
     sampler = _sampler(config, classes, ranks)
     negatives = config.negative_sampler(classes.number)
     negatives.check(config.batch_size)
-    model = _model(config, ranks.device)
+    model = model_of(config, ranks.device)
     encoder = averaged_over_ranks(model, ranks)
     optimizer = config.optimizer(model, ranks.device)
     probe = _online_probe(config, dataset, model, sampler, ranks)
@@ -140,12 +140,12 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
         rates=opened.rates,
         steps=steps,
         announcements=stack.enter_context(closing(head.announcements(sampler, steps))),
-        views=_views(config, dataset, sampler, ranks, steps, stack),
+        views=views_of_steps(config, dataset, sampler, ranks, steps, stack),
         parts=list(itertools.product(range(config.accumulate), range(len(config.augmentations())))),
         recorder=recorder,
         monitors=Monitors(model.encoder, config, ranks, batch_size=config.batch_size),
         probe=probe,
-        knn=_knn_probe(config, dataset, model, ranks),
+        knn=knn_probe_of(config, dataset, model, ranks),
         checkpoints=checkpoints,
         signals=signals,
         leaves_checkpoints=opened.client is not None,
@@ -213,7 +213,8 @@ def _sampler(config: TrainConfig, classes: RunClasses, ranks: Ranks) -> WindowSa
     )
 
 
-def _knn_probe(config: TrainConfig, dataset: Dataset, model: PICModel, ranks: Ranks) -> KnnProbe | None:
+def knn_probe_of(config: TrainConfig, dataset: Dataset, model: PICModel, ranks: Ranks) -> KnnProbe | None:
+    """The kNN evaluations of --knn-every during a run, if any."""
     if not config.knn_every:
         return None
     return KnnProbe(model, dataset.evaluated, ranks, seed=config.seed, fraction=config.knn_fraction)
@@ -241,7 +242,7 @@ def _online_probe(
     )
 
 
-def _views(
+def views_of_steps(
     config: TrainConfig, dataset: Dataset, sampler: WindowSampler, ranks: Ranks, steps: range, stack: ExitStack
 ) -> Iterator[Tensor]:
     """This rank's views of each step's images, computed ahead on its device."""
@@ -257,7 +258,12 @@ def _views(
     return stack.enter_context(closing(views_ahead(images, visits_ahead, augmentations, ranks.device)))
 
 
-def _model(config: TrainConfig, device: torch.device) -> PICModel:
+def model_of(config: TrainConfig, device: torch.device) -> PICModel:
+    """The encoder and the projection head that a run starts with, on its device.
+
+    Raises:
+        ValueError: an encoder that cannot take these views, or does not match --init-encoder.
+    """
     model = build_model(config.encoder, config.dim, seed=config.seed, head_layers=config.head_layers)
     for side in {augmentation.image_size for augmentation in config.augmentations()}:
         check_image_size(model.encoder, config.encoder, side)

@@ -154,7 +154,7 @@ def _update(run: Run, step: int, classes: Announced) -> Update:
     On one rank b is B / A, the images in one part of the batch; several ranks share these images and the K rows.
     """
     stage, device = run.recorder.stage, run.ranks.device
-    _seed_generators(forward_seed(run.config.seed, step, run.ranks.rank), device)
+    seed_generators(forward_seed(run.config.seed, step, run.ranks.rank), device)
     run.optimizer.zero_grad()
     ids = classes.ids[:, run.ranks.share(run.config.part_size)]  # (A, b)
     embedded: list[Tensor] = []
@@ -202,7 +202,7 @@ def _observe(run: Run, step: int, update: Update, num_active: int, *, last: bool
     if run.knn is not None:
         knn_steps = config.knn_every * len(run.dataset.train_images) / config.batch_size
         with run.recorder.paused():
-            record |= run.knn.observe(record["seconds"], due=_is_due(knn_steps, step, every, last), last=last)
+            record |= run.knn.observe(record["seconds"], due=is_due(knn_steps, step, every, last), last=last)
     run.recorder.write(record)
     return record
 
@@ -221,7 +221,7 @@ def _save_if_due(run: Run, step: int, *, last: bool) -> None:
         run.checkpoints.save(step + 1, run.model, run.optimizer)
 
 
-def _seed_generators(seed: int, device: torch.device) -> None:
+def seed_generators(seed: int, device: torch.device) -> None:
     """Seeds the generators that the encoder may draw from, of the CPU and of `device`; torch.manual_seed seeds all."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -229,7 +229,7 @@ def _seed_generators(seed: int, device: torch.device) -> None:
             torch.cuda.manual_seed(seed)
 
 
-def _is_due(every_steps: float, step: int, log_every: int, last: bool) -> bool:
+def is_due(every_steps: float, step: int, log_every: int, last: bool) -> bool:
     """Whether a multiple of `every_steps` lies between this logged step and the previous one."""
     return last or (step + 1) // every_steps > max(0, step + 1 - log_every) // every_steps
 

@@ -108,7 +108,7 @@ class Checkpoints:
         path = file_path(self._directory, kept.step)
         partial = path.with_suffix(f".{kept.checkpoint_id.hex()}.partial")
         probe = {} if self._probe is None else self._probe.tensors()
-        tensors, metadata = _tensors_to_save(model, optimizer, probe), self._metadata(kept, self._client)
+        tensors, metadata = tensors_to_save(model, optimizer, probe), self._metadata(kept, self._client)
         try:
             write_synced(partial, lambda new: save_file(tensors, new, metadata=metadata))
         except OSError as error:
@@ -146,7 +146,7 @@ class Checkpoints:
                 self._client.release(name)
 
 
-def _tensors_to_save(model: nn.Module, optimizer: torch.optim.Optimizer, probe: dict[str, Tensor]) -> dict[str, Tensor]:
+def tensors_to_save(model: nn.Module, optimizer: torch.optim.Optimizer, probe: dict[str, Tensor]) -> dict[str, Tensor]:
     """Weights, momentum and the online probe under their names in the file, copied to the host."""
     tensors = {PROBE + name: tensor for name, tensor in probe.items()}
     tensors |= {MODEL + name: tensor.detach() for name, tensor in model.state_dict().items()}

@@ -1,0 +1,99 @@
+"""The tables' command line: run cells, import finished runs, write the page.
+
+python -m experiments run [--tables a,b] [--seeds 3] [--directory runs/tables] [--jobs N] [--quick]
+python -m experiments import RUNS [--directory runs/tables]
+python -m experiments page
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+from experiments import page
+from experiments.cells import Table
+from experiments.importing import import_runs
+from experiments.quick import quick
+from experiments.runner import Runner
+from experiments.tables import TABLES
+from trainer.cores import usable_cores
+from weightserver.common.logs import print_error
+
+RESULTS = Path(__file__).parent / "results"
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command; returns 0, or 1 if a cell failed."""
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.command(options)
+    except ValueError as error:
+        print_error(f"experiments: {error}")
+        return 1
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m experiments", description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(required=True, metavar="{run,import,page}")
+    run = commands.add_parser("run", help="run the cells that have not finished, and write what they measured")
+    run.add_argument("--tables", help=f"names, separated by commas (default: all): {', '.join(TABLES)}")
+    run.add_argument("--seeds", type=int, default=3, help="most seeds, for effects that one does not show (default 3)")
+    run.add_argument("--jobs", type=int, default=usable_cores(), help="cells at a time, one core each (default: cores)")
+    run.add_argument("--quick", action="store_true", help="tiny cells that show only that everything works")
+    run.set_defaults(command=_run)
+    importing = commands.add_parser("import", help="take over finished runs of the same settings")
+    importing.add_argument("runs", type=Path, help="folder of run directories")
+    importing.set_defaults(command=_import)
+    writing = commands.add_parser("page", help="write docs/results.md and its plots from the results")
+    writing.add_argument("--docs", type=Path, default=DOCS, help="folder of the page (default: docs)")
+    writing.add_argument("--quick", action="store_true", help="results of tiny cells")
+    writing.set_defaults(command=_page)
+    for command in (run, importing):
+        command.add_argument("--directory", type=Path, default=Path("runs/tables"), help="where the runs are kept")
+    for command in (run, writing):
+        command.add_argument("--results", type=Path, default=RESULTS, help="folder of NAME.json of each table")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    if min(options.seeds, options.jobs) < 1:
+        raise ValueError(f"--seeds is {options.seeds} and --jobs is {options.jobs}: give at least 1")
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    runner = Runner(
+        tables=_tables(options.tables, is_quick=options.quick),
+        most_seeds=options.seeds,
+        directory=options.directory,
+        results=options.results,
+        num_jobs=options.jobs,
+    )
+    runner.run()
+    for log in runner.failed.values():
+        print_error(f"experiments: a run failed, repeat the command to resume it: {log}")
+    return 1 if runner.failed else 0
+
+
+def _tables(names: str | None, *, is_quick: bool) -> list[Table]:
+    chosen = list(TABLES) if names is None else names.split(",")
+    if unknown := [name for name in chosen if name not in TABLES]:
+        raise ValueError(f"--tables has {unknown[0]!r}: give names among {', '.join(TABLES)}")
+    tables = [TABLES[name] for name in chosen]
+    return [quick(table) for table in tables] if is_quick else tables
+
+
+def _import(options: argparse.Namespace) -> int:
+    for name in import_runs(options.runs, options.directory, list(TABLES.values())):
+        print(name)
+    return 0
+
+
+def _page(options: argparse.Namespace) -> int:
+    page.write(_tables(None, is_quick=options.quick), options.results, options.docs)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

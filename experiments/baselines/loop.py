@@ -1,0 +1,176 @@
+"""The training loop of baselines: the trainer's, with a method's loss in place of the rows."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.baselines.methods import Method, Task
+from experiments.baselines.state import Checkpoints
+from trainer.build import model_of, views_of_steps
+from trainer.config import TrainConfig
+from trainer.data import Dataset
+from trainer.evaluate.knn_probe import KnnProbe
+from trainer.loop import is_due, seed_generators
+from trainer.model import PICModel
+from trainer.run.claim import DirectoryClaim
+from trainer.run.directory import METRICS_FILE
+from trainer.run.recorder import Recorder
+from trainer.schedule import forward_seed, learning_rates
+from trainer.stopping import Interrupted, stop_signals
+from weightserver.core.arrays import Float32Array
+from weightserver.torch import Ranks, RowCounters, WindowSampler, to_device
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a baseline trains with."""
+
+    config: TrainConfig
+    """Its --views are the method's."""
+    ranks: Ranks
+    """The single one, with its device."""
+    method: Method
+    optimizer: torch.optim.Optimizer
+    rates: Float32Array
+    """The learning rate of each update."""
+    steps: range
+    sampler: WindowSampler
+    views: Iterator[Tensor]
+    """V views for each step, (B, C, side, side) each."""
+    recorder: Recorder
+    knn: KnnProbe | None
+    knn_steps: float
+    """Updates between kNN evaluations."""
+    checkpoints: Checkpoints
+    signals: list[int]
+
+
+def train_method(
+    build: Callable[..., Method], settings: dict[str, Any], config: TrainConfig, dataset: Dataset, claim: DirectoryClaim
+) -> tuple[PICModel, dict[str, float]]:
+    """Trains a method, from its newest checkpoint if there is one; returns its model and a summary."""
+    with ExitStack() as stack:
+        training = _build(build, settings, config, dataset, claim, stack)
+        for step in training.steps:
+            loss = _update(training, step)
+            last = step + 1 == training.steps.stop
+            _observe(training, step, loss, last=last)
+            _save_if_due(training, step, last=last)
+    num_views = training.steps.stop * config.batch_size * training.method.num_views
+    return training.method.model, {
+        "steps": training.steps.stop,
+        "epochs": training.steps.stop * config.batch_size / len(dataset.train_images),
+        "views": num_views,
+        "loss": json.loads((config.output / METRICS_FILE).read_text().splitlines()[-1])["loss"],
+    }
+
+
+def _build(
+    build: Callable[..., Method],
+    settings: dict[str, Any],
+    config: TrainConfig,
+    dataset: Dataset,
+    claim: DirectoryClaim,
+    stack: ExitStack,
+) -> Training:
+    config.configure_torch()
+    ranks = Ranks(device=config.torch_device())
+    model, num_images = model_of(config, ranks.device), len(dataset.train_images)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)  # the encoder starts as PIC's; this is for what the method adds
+        method = build(model, Task(dataset, batch_size=config.batch_size, dim=config.dim), **settings)
+    optimizer = config.optimizer(method, ranks.device)
+    num_steps, rates = schedule(config, num_images, method.num_views)
+    checkpoints = Checkpoints(config.output / "checkpoints")
+    start_step = checkpoints.restore(method, optimizer) if config.resume else 0
+    claim.prepare(start_step)
+    recorder = stack.enter_context(Recorder(replace(config, num_negatives=method.num_choices), num_steps, ranks))
+    recorder.follow(RowCounters(), start_step)
+    steps = range(start_step, num_steps)
+    sampler = WindowSampler(dataset.order(config.order_seed), batch_size=config.batch_size, seed=config.seed)
+    own_views = replace(config, views=method.num_views)
+    return Training(
+        config=own_views,
+        ranks=ranks,
+        method=method,
+        optimizer=optimizer,
+        rates=rates,
+        steps=steps,
+        sampler=sampler,
+        views=views_of_steps(own_views, dataset, sampler, ranks, steps, stack),
+        recorder=recorder,
+        knn=KnnProbe(model, dataset, ranks, seed=config.seed, fraction=config.knn_fraction)
+        if config.knn_every
+        else None,
+        knn_steps=config.knn_every * num_images * config.views / (config.batch_size * method.num_views),
+        checkpoints=checkpoints,
+        signals=stack.enter_context(stop_signals()),
+    )
+
+
+def schedule(config: TrainConfig, num_images: int, num_views: int) -> tuple[int, Float32Array]:
+    """Number of updates with `num_views` views of an image each, and their learning rates, float32 [num_steps].
+
+    They see as many views as PIC's updates with these settings, and have the same warm-up, as a share of all.
+    """
+    pic_steps = config.num_steps(num_images)
+    num_steps = max(1, round(pic_steps * config.views / num_views))
+    warmup_steps = round(config.warmup_steps(num_images, pic_steps) * num_steps / pic_steps)
+    rates = learning_rates(
+        num_steps=max(num_steps, warmup_steps), base=config.base_learning_rate, warmup_steps=warmup_steps
+    )
+    return num_steps, rates[:num_steps]
+
+
+def _update(training: Training, step: int) -> Tensor:
+    """One update by the method's loss, which it returns, a scalar."""
+    stage, device = training.recorder.stage, training.ranks.device
+    seed_generators(forward_seed(training.config.seed, step, 0), device)
+    with stage("data"):
+        views = [
+            next(training.views).contiguous(memory_format=training.config.memory_format)
+            for _ in range(training.method.num_views)
+        ]
+        images = to_device(torch.from_numpy(training.sampler.images(step, 0)), device)
+    training.optimizer.zero_grad()
+    with stage("forward"):
+        loss: Tensor = training.method(views, images)
+    with stage("backward"):
+        loss.backward()
+    with stage("optimizer"):
+        training.optimizer.param_groups[0]["lr"] = float(training.rates[step])
+        training.optimizer.step()
+        training.method.finish_update()
+    return loss.detach()
+
+
+def _observe(training: Training, step: int, loss_of_step: Tensor, *, last: bool) -> None:
+    """Records the steps since the last record if one is due."""
+    every, recorder = training.config.log_every, training.recorder
+    if not last and (step + 1) % every:
+        return
+    if not math.isfinite(loss := loss_of_step.item()):
+        raise ValueError(f"the loss is {loss} at step {step}: try a lower --learning-rate")
+    record = recorder.measure(step, loss, float(training.rates[step]), 0, {})
+    if training.knn is not None:
+        with recorder.paused():
+            due = is_due(training.knn_steps, step, every, last)
+            record |= training.knn.observe(record["seconds"], due=due, last=last)
+    recorder.write(record)
+
+
+def _save_if_due(training: Training, step: int, *, last: bool) -> None:
+    """Saves a checkpoint if one is due, and after the last step; after a signal, saves one and ends the run."""
+    every = training.config.checkpoint_every
+    if last or training.signals or (every and (step + 1) % every == 0):
+        training.checkpoints.save(step + 1, training.method, training.optimizer)
+    if training.signals and not last:
+        raise Interrupted(training.signals[0], f"stopped by a signal after {step + 1} steps: repeat the call to resume")

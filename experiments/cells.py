@@ -1,0 +1,120 @@
+"""Cells and tables: what is trained, how it is evaluated, and what the paper claims about it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, is_dataclass, replace
+from typing import Any
+
+from trainer.config import PRESETS, TrainConfig
+
+PIC = "pic"
+"""The method of cells that this trainer trains; other methods are baselines."""
+LINEAR, KNN, LOSS = "linear_top1", "knn_top1", "loss"
+"""Names of the measures in a run's summary."""
+AFTER = "{after}"
+"""In settings and arguments: the directory of the cell that must finish first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """A protocol of `python -m trainer.evaluate`, applied to a cell's encoder."""
+
+    name: str
+    """Of its result; measures are named "NAME.top1"."""
+    arguments: tuple[str, ...]
+    """Protocol and options, without the encoder, the images and the name."""
+    quick: tuple[str, ...] = ()
+    """Further options that make it short."""
+    all_images: bool = False
+    """Whether it has all labelled training images, even if the cell was trained on a part of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One training run, apart from its seed."""
+
+    row: str
+    column: str = ""
+    method: str = PIC
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that differ from the preset's; a mapping changes single fields of a nested setting."""
+    evaluations: tuple[Evaluation, ...] = ()
+    after: Cell | None = None
+    """The cell whose directory `AFTER` stands for."""
+    is_long: bool = False
+    """Whether it is run after the cells of all tables."""
+
+    @property
+    def name(self) -> str:
+        """Unique in a table."""
+        return f"{self.row}, {self.column}" if self.column else self.row
+
+    def identity(self, seed: int) -> str:
+        """Name of the run's directory: equal for cells of several tables with the same method, settings and seed."""
+        text = json.dumps([self.method, self.settings], sort_keys=True)
+        if AFTER in text and self.after is not None:
+            text = text.replace(AFTER, self.after.identity(seed))
+        return f"{self.method}-{hashlib.sha256(text.encode()).hexdigest()[:10]}-{seed}"
+
+    def config(self, seed: int) -> TrainConfig:
+        """The settings of its run with this seed, without a directory. Raises TypeError for an unknown setting."""
+        _, preset = PRESETS["fashion-mnist"]
+        config: TrainConfig = _changed(preset, self.settings)
+        return replace(config, seed=seed, order_seed=seed)
+
+
+def _changed(settings: Any, changes: Mapping[str, Any]) -> Any:
+    """A copy of a dataclass with `changes`, within nested dataclasses too."""
+    nested = {
+        name: _changed(getattr(settings, name), value)
+        for name, value in changes.items()
+        if isinstance(value, Mapping) and is_dataclass(getattr(settings, name))
+    }
+    return replace(settings, **{**changes, **nested})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """An effect that the paper reports: a weighted sum of cells, above zero or not below it."""
+
+    text: str
+    """The effect as a sentence, without its full stop."""
+    weights: Mapping[str, float]
+    """Cell's name to weight."""
+    not_below: bool = False
+    """Whether the claim is that nothing is lost, rather than that something is gained."""
+    measure: str = LINEAR
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Cells that are compared with each other, and with the paper's."""
+
+    name: str
+    title: str
+    source: str = ""
+    """Where in the paper; empty for a comparison that it does not have."""
+    text: str = ""
+    """What corresponds to what, in Markdown."""
+    cells: tuple[Cell, ...]
+    measures: Mapping[str, str] = field(default_factory=lambda: {LINEAR: "linear", KNN: "kNN", LOSS: "loss"})
+    """Measure to heading; the first is drawn."""
+    paper: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Cell's name to measure to the paper's number."""
+    claims: tuple[Claim, ...] = ()
+    seeds: int = 1
+    """Number of seeds to run whatever the effects are."""
+
+    def __post_init__(self) -> None:
+        names = [cell.name for cell in self.cells]
+        named = {*self.paper, *(name for claim in self.claims for name in claim.weights)}
+        if len(set(names)) < len(names) or not named <= set(names):
+            raise ValueError(f"table {self.name}: cells with equal names, or unknown ones: {named - set(names)}")
+
+    @property
+    def is_grid(self) -> bool:
+        """Whether it has columns of cells, with one measure, rather than one row for each cell."""
+        return any(cell.column for cell in self.cells)

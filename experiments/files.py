@@ -1,0 +1,11 @@
+"""Files of a cell's directory, which is also its run's directory."""
+
+CELL_FILE = "cell.json"
+"""What to run."""
+RESULT_FILE = "result.json"
+"""What the run measured, after it has ended."""
+CPU_FILE = "cpu_seconds.json"
+"""Processor time so far, over all its processes."""
+LOG_FILE = "log.txt"
+EVALUATIONS = "evaluation"
+"""Folder of the results of evaluations, NAME.json."""

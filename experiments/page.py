@@ -1,0 +1,202 @@
+"""Writes docs/results.md and its plots from the tables and what their cells have measured."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from experiments.cells import LOSS, Cell, Table
+from experiments.plots import draw
+from experiments.results import Results, Verdict, load, spread, verdict
+from experiments.tables.common import BASE, WINDOW
+from trainer.config import PRESETS, TrainConfig
+from trainer.schedule import learning_rates
+
+PAGE, PICTURES = "results.md", "images/tables"
+_PAPER_IMAGES = 1_281_167
+"""Training images of ImageNet-1K."""
+_HEAD = """\
+<!-- Written by python -m experiments page: change experiments/ instead. -->
+
+# Results
+
+The paper's tables, reproduced on Fashion-MNIST with the preset's small encoder. Numbers are top-1 accuracies in percent
+on the 10,000 test images, mean ± standard deviation over seeds: of a linear probe (linear) and of nearest neighbours
+(kNN) in the features of the images that the encoder was trained on; loss is that of the last batch. The paper's numbers
+are its linear accuracies on ImageNet, with ResNet-50: effects can be compared, levels cannot.
+
+    make tables # runs what has not finished, one process a core, and writes this page
+    make tables TABLES_FLAGS="--tables negatives,lengths --seeds 1"   # a part of it
+    make tables-quick   # the same for tiny cells, in ten minutes: shows that everything works
+
+Each cell is a run's directory in runs/tables, with its settings, records and encoder; what the cells measured is in
+[experiments/results](../experiments/results). A repeated command resumes what was interrupted. To take over runs that
+were trained elsewhere with the settings of a cell, give `python -m experiments import` their folder.
+
+**What is kept equal.** A row that is not active moves by momentum and weight decay alone, so what its correction is
+worth depends on how far weight decay moves it in a run, not on λ; the other settings are compared by their proportions.
+Cells have these settings unless a table says otherwise:
+
+"""
+_RULE = """\
+
+**How effects are judged.** An effect is a difference of means, ± its standard error from the spread between seeds:
+the table's own, or that of all tables if the table has fewer than four degrees of freedom. A gain reproduces if it
+exceeds two standard errors; that nothing is lost reproduces unless a loss exceeds them. Cells have one seed where all
+effects exceed three times the spread, and otherwise up to three.
+"""
+
+
+def write(tables: Sequence[Table], results: Path, docs: Path) -> None:
+    """Writes the page, and a plot of each table that has results."""
+    everything = [load(results / f"{table.name}.json", table) for table in tables]
+    pictures = docs / PICTURES
+    pictures.mkdir(parents=True, exist_ok=True)
+    (docs / PAGE).write_text(text_of(everything))
+    for found in everything:
+        if _has_runs(found):
+            draw(found, pictures / f"{found.table.name}.svg")
+
+
+def text_of(everything: Sequence[Results]) -> str:
+    """The page in Markdown."""
+    parts = [_HEAD, *_proportions(), _RULE]
+    for results in everything:
+        if _has_runs(results):
+            parts.append("\n" + "\n".join(_section(results, everything)) + "\n")
+    if missing := [results.table for results in everything if not _has_runs(results)]:
+        parts.append("\n## Not run yet\n\n" + "".join(f"- {_titled(table)}\n" for table in missing))
+    return "".join(parts) + "\n" + "\n".join(_hours(everything)) + "\n"
+
+
+def _has_runs(results: Results) -> bool:
+    return any(results.runs.values())
+
+
+def _titled(table: Table) -> str:
+    return (
+        f"{table.title} ({table.source} of the paper)" if table.source.startswith(("Table", "Figure")) else table.title
+    )
+
+
+def _proportions() -> Iterator[str]:
+    """The table of dimensionless numbers, of the paper's default run and ours."""
+    _, paper = PRESETS["imagenet-1k"]
+    base = Cell(row="", settings=BASE | WINDOW).config(0)
+    yield "| | the paper, 200 epochs | here |\n|---|---|---|\n"
+    columns = [_numbers(paper, _PAPER_IMAGES), _numbers(base, base.num_images or 0)]
+    for name in columns[0]:
+        yield f"| {name} | {columns[0][name]} | {columns[1][name]} |\n"
+
+
+def _numbers(config: TrainConfig, num_images: int) -> dict[str, str]:
+    steps = config.num_steps(num_images)
+    warmup = config.warmup_steps(num_images, steps)
+    rates = learning_rates(num_steps=steps, base=config.base_learning_rate, warmup_steps=warmup)
+    stride = config.window_stride / config.window_size
+    return {
+        "images N": f"{num_images:,}",
+        "epochs": f"{config.epochs:g}",
+        "batch B": f"{config.batch_size}",
+        "steps": f"{steps:,}",
+        "weight decay in the whole run, λ · Σ η": f"{config.weight_decay * float(rates.sum(dtype=float)):.2f}",
+        "negatives, K / N": f"{config.num_negatives / num_images:.3f}",
+        "K / B": f"{config.num_negatives / config.batch_size:g}",
+        "window, W / N": f"{config.window_size / num_images:.2f}",
+        "stride, S / W": f"{stride:g}",
+        "passes of the window over the images": f"{config.epochs * stride:g}",
+        "temperature τ": f"{config.temperature:g}",
+    }
+
+
+def _section(results: Results, everything: Sequence[Results]) -> Iterator[str]:
+    table = results.table
+    yield f"## {_titled(table)}\n"
+    if table.text:
+        yield f"{table.text}\n"
+    yield from _grid(results) if table.is_grid else _rows(results)
+    yield ""
+    verdicts = [(claim, verdict(claim, results, everything)) for claim in table.claims]
+    judged = [(claim, found) for claim, found in verdicts if found is not None]
+    if judged:
+        reproduced = sum(found.reproduces for _, found in judged)
+        between = spread(results, everything, next(iter(table.measures)))
+        shown = "" if math.isnan(between) else f" The spread between seeds is {between:.2f}."
+        yield f"**{reproduced} of {len(judged)} effects reproduce.**{shown}\n"
+    for claim, found in verdicts:
+        outcome = "not run yet" if found is None else _outcome(found)
+        yield f"- {claim.text[0].upper()}{claim.text[1:]}: {outcome}"
+    if table.claims:
+        yield ""
+    yield f"![{table.title}]({PICTURES}/{table.name}.svg)"
+
+
+def _outcome(found: Verdict) -> str:
+    error = "" if math.isnan(found.error) else f" ± {found.error:.1f}"
+    paper = "" if found.paper is None else f" (the paper {found.paper:+.1f})"
+    return f"**{found.word}**, {found.effect:+.1f}{error}{paper}".replace("-", "−")
+
+
+def _grid(results: Results) -> Iterator[str]:
+    """One line for each row and measure, and for the paper's numbers; one column for each column of cells."""
+    table = results.table
+    columns, rows = (
+        list(dict.fromkeys(names)) for names in zip(*((c.column, c.row) for c in table.cells), strict=True)
+    )
+    cells = {(cell.row, cell.column): cell.name for cell in table.cells}
+    yield f"| | | {' | '.join(columns)} |"
+    yield "|---|---|" + "---|" * len(columns)
+    for row in rows:
+        names = [cells.get((row, column)) for column in columns]
+        for number, (measure, heading) in enumerate(table.measures.items()):
+            values = [shown(results, name, measure) if name else "" for name in names]
+            yield f"| {row if number == 0 else ''} | {heading} | {' | '.join(values)} |"
+        for measure, heading in _papers_measures(table).items():
+            numbers = [table.paper.get(name or "", {}).get(measure) for name in names]
+            if any(numbers):
+                yield f"| | {heading} | {' | '.join(map(_quoted, numbers))} |"
+
+
+def _rows(results: Results) -> Iterator[str]:
+    """One line for each cell, one column for each measure and for the paper's."""
+    table, papers = results.table, _papers_measures(results.table)
+    yield f"| | {' | '.join([*table.measures.values(), 'seeds', *papers.values()])} |"
+    yield "|---|" + "---|" * (len(table.measures) + 1 + len(papers))
+    for cell in table.cells:
+        values = [shown(results, cell.name, measure) for measure in table.measures]
+        numbers = [table.paper.get(cell.name, {}).get(measure) for measure in papers]
+        seeds = str(len(results.runs.get(cell.name, {})))
+        yield f"| {' | '.join([cell.name, *values, seeds, *map(_quoted, numbers)])} |"
+
+
+def _quoted(number: float | None) -> str:
+    """The paper's number, with at least one decimal; empty without one."""
+    return "" if number is None else f"{number:.1f}" if number == round(number, 1) else f"{number:g}"
+
+
+def _papers_measures(table: Table) -> dict[str, str]:
+    """Measures of which the paper has numbers, with headings."""
+    found = [measure for measure in table.measures if any(measure in numbers for numbers in table.paper.values())]
+    return {measure: "paper" if len(found) == 1 else f"paper, {table.measures[measure]}" for measure in found}
+
+
+def shown(results: Results, cell: str, measure: str) -> str:
+    """Mean ± standard deviation; a dash without runs."""
+    values = results.values(cell, measure)
+    digits = 2 if measure == LOSS else 3 if measure.startswith("saliency.") else 1
+    if not values:
+        return "–"
+    mean = f"{statistics.mean(values):.{digits}f}"
+    return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
+
+
+def _hours(everything: Sequence[Results]) -> Iterator[str]:
+    """The time that all runs took."""
+    runs = {run["id"]: run for results in everything for found in results.runs.values() for run in found.values()}
+    hours = sum(run["core_seconds"] for run in runs.values()) / 3600
+    processors = sorted({run.get("processor", "") for run in runs.values()} - {""})
+    yield "## Time\n"
+    on = f" ({', '.join(processors)})" if processors else ""
+    yield f"{len(runs)} runs took {hours:.1f} hours of one core{on}, evaluations included."

@@ -1,0 +1,110 @@
+"""Plots of the tables, for light and for dark pages: what was measured, and the paper's numbers beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from experiments.cells import Table
+from experiments.results import Results
+
+Series = dict[str, dict[str, list[float]]]
+"""Row to column to values; a table without columns has one, ""."""
+_STYLE: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "tables",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#808890"),
+}
+_COLOURS = ("#2f81f7", "#d1690e", "#3fa45b", "#a371f7")
+
+
+def draw(results: Results, path: Path) -> None:
+    """Draws the table's first measure into an SVG file, whose description holds the numbers drawn."""
+    measured, paper = series(results)
+    panels = [("here", measured)] + ([("paper", paper)] if paper else [])
+    with mpl.rc_context(_STYLE):
+        height = 2.8 if results.table.is_grid else 0.9 + 0.3 * len(measured)
+        figure, axes = plt.subplots(
+            1, len(panels), figsize=(4.4 * len(panels), height), squeeze=False, layout="constrained"
+        )
+        for axis, (title, panel) in zip(axes[0], panels, strict=True):
+            _draw_lines(axis, panel, results.table) if results.table.is_grid else _draw_points(axis, panel)
+            axis.set_title(title, loc="left", fontsize=9)
+        axes[0][0].set_xlabel("" if results.table.is_grid else _heading(results.table))
+        axes[0][0].set_ylabel(_heading(results.table) if results.table.is_grid else "")
+        if results.table.is_grid and len(measured) > 1:
+            figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False)
+        metadata = {"Date": None, "Creator": None, "Description": json.dumps([measured, paper])}
+        figure.savefig(path, format="svg", transparent=True, metadata=metadata)
+        plt.close(figure)
+
+
+def drawn(path: Path) -> list[Series]:
+    """The numbers that a plot shows: what was measured, and the paper's."""
+    found = re.search(r"<dc:description>(.*?)</dc:description>", path.read_text(), re.DOTALL)
+    if found is None:
+        raise ValueError(f"{path} is no plot of a table: draw it with python -m experiments page")
+    numbers: list[Series] = json.loads(found.group(1).replace("&quot;", '"').replace("&amp;", "&"))
+    return numbers
+
+
+def series(results: Results) -> tuple[Series, Series]:
+    """What was measured and the paper's numbers, of the table's first measure."""
+    measure = next(iter(results.table.measures))
+    measured: Series = {}
+    paper: Series = {}
+    for cell in results.table.cells:
+        if values := results.values(cell.name, measure):
+            measured.setdefault(cell.row, {})[cell.column] = values
+        if (number := results.table.paper.get(cell.name, {}).get(measure)) is not None:
+            paper.setdefault(cell.row, {})[cell.column] = [number]
+    return measured, paper
+
+
+def _heading(table: Table) -> str:
+    heading = next(iter(table.measures.values()))
+    return {"linear": "linear, top-1 (%)"}.get(heading, heading)
+
+
+def _draw_lines(axis: Axes, panel: Series, table: Table) -> None:
+    """A line for each row over the columns."""
+    columns = list(dict.fromkeys(cell.column for cell in table.cells))
+    rows = list(dict.fromkeys(cell.row for cell in table.cells))
+    for row, values in panel.items():
+        axis.errorbar(
+            [columns.index(column) for column in values],
+            [statistics.mean(found) for found in values.values()],
+            yerr=[_deviation(found) for found in values.values()],
+            marker="o",
+            capsize=3,
+            label=row,
+            color=_COLOURS[rows.index(row) % len(_COLOURS)],
+        )
+    axis.set_xticks(range(len(columns)), columns)
+
+
+def _draw_points(axis: Axes, panel: Series) -> None:
+    """A point for each row, the first at the top."""
+    rows = list(panel)
+    values = [found for row in rows for found in panel[row].values()]
+    means, errors = [statistics.mean(found) for found in values], [_deviation(found) for found in values]
+    axis.errorbar(means, range(len(rows)), xerr=errors, fmt="o", capsize=3, color=_COLOURS[0])
+    axis.set_yticks(range(len(rows)), rows)
+    axis.invert_yaxis()
+    axis.margins(y=0.15)
+
+
+def _deviation(values: list[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0

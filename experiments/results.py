@@ -1,0 +1,197 @@
+"""What the cells have measured: read from their directories, kept as JSON, and summarised over seeds."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.cells import Cell, Claim, Table
+from experiments.files import CPU_FILE, EVALUATIONS, RESULT_FILE
+from weightserver.common.atomic_files import atomic_write
+
+Run = Mapping[str, Any]
+"""One run's record: its "id", its "measures", and where and when it ran."""
+_STANDARD_ERRORS = 2.0
+"""Standard errors from which an effect counts as shown."""
+_REPRODUCES = "reproduces"
+_LEAST_FREEDOM = 4
+"""Degrees of freedom from which a table's own spread is used."""
+_CLEAR_SPREADS = 3.0
+"""Spreads from which an effect needs no further seeds."""
+
+
+def finished(directory: Path, cell: Cell, seed: int) -> bool:
+    """Whether the run and all its evaluations have ended."""
+    run = directory / cell.identity(seed)
+    files = [run / RESULT_FILE, *(run / EVALUATIONS / f"{each.name}.json" for each in cell.evaluations)]
+    return all(file.exists() for file in files)
+
+
+def read_run(directory: Path, cell: Cell, seed: int) -> Run:
+    """The record of a run that has finished."""
+    path = directory / cell.identity(seed)
+    run: dict[str, Any] = json.loads((path / RESULT_FILE).read_text())
+    measures = {name: value for name, value in run["measures"].items() if isinstance(value, int | float)}
+    for evaluation in cell.evaluations:
+        found = json.loads((path / EVALUATIONS / f"{evaluation.name}.json").read_text())
+        measures |= _numbers(found, evaluation.name)
+    cpu = path / CPU_FILE
+    seconds = float(cpu.read_text()) if cpu.exists() else measures.get("seconds", 0.0)
+    return run | {"id": cell.identity(seed), "core_seconds": seconds, "measures": measures}
+
+
+def _numbers(content: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    """The numbers in nested mappings, by dotted names."""
+    numbers: dict[str, float] = {}
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            numbers |= _numbers(value, f"{prefix}.{name}")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            numbers[f"{prefix}.{name}"] = value
+    return numbers
+
+
+class Results:
+    """The records of a table's cells, by cell's name and then seed."""
+
+    def __init__(self, table: Table, runs: Mapping[str, Mapping[int, Run]]) -> None:
+        self.table = table
+        self.runs = runs
+
+    def values(self, cell: str, measure: str) -> list[float]:
+        """What the cell's runs measured, in the order of their seeds."""
+        found = self.runs.get(cell, {})
+        return [found[seed]["measures"][measure] for seed in sorted(found) if measure in found[seed]["measures"]]
+
+    def groups(self, measure: str) -> dict[str, list[float]]:
+        """What each cell's runs measured, by the first run's id: the same for a cell that is in several tables."""
+        found = {cell.name: self.values(cell.name, measure) for cell in self.table.cells}
+        return {min(run["id"] for run in self.runs[name].values()): values for name, values in found.items() if values}
+
+
+def spread(results: Results, everything: Sequence[Results], measure: str) -> float:
+    """Standard deviation between seeds of one cell, pooled over the table's cells; NaN if it is unknown.
+
+    A table with too few seeds has the standard deviation pooled over the cells of all tables.
+    """
+    own, freedom = pooled(results.groups(measure).values())
+    if freedom >= _LEAST_FREEDOM:
+        return own
+    groups: dict[str, list[float]] = {}
+    for each in everything:
+        groups |= each.groups(measure)
+    return pooled(groups.values())[0]
+
+
+def pooled(groups: Iterable[Sequence[float]]) -> tuple[float, int]:
+    """Standard deviation within groups, and its degrees of freedom; NaN and 0 if no group has two values."""
+    several = [group for group in groups if len(group) > 1]
+    freedom = sum(len(group) - 1 for group in several)
+    if not freedom:
+        return math.nan, 0
+    squares = sum(statistics.variance(group) * (len(group) - 1) for group in several)
+    return math.sqrt(squares / freedom), freedom
+
+
+def load(file: Path, table: Table) -> Results:
+    """The records in a table's JSON; those of cells that it no longer has, or has changed, are dropped."""
+    cells = {cell.name: cell for cell in table.cells}
+    stored = json.loads(file.read_text())["cells"] if file.exists() else {}
+    runs = {
+        name: {
+            int(seed): run
+            for seed, run in stored.get(name, {}).items()
+            if run["id"] == cell.identity(int(seed)) and _complete(cell, run)
+        }
+        for name, cell in cells.items()
+    }
+    return Results(table, runs)
+
+
+def _complete(cell: Cell, run: Run) -> bool:
+    return all(any(name.startswith(f"{each.name}.") for name in run["measures"]) for each in cell.evaluations)
+
+
+def collect(directory: Path, file: Path, table: Table, seeds: int) -> Results:
+    """Adds the runs in `directory` that have finished to a table's JSON."""
+    known = load(file, table).runs
+    runs = {
+        cell.name: {
+            **known[cell.name],
+            **{seed: read_run(directory, cell, seed) for seed in range(seeds) if finished(directory, cell, seed)},
+        }
+        for cell in table.cells
+    }
+    content = {
+        "table": table.name,
+        "cells": {name: {str(seed): found[seed] for seed in sorted(found)} for name, found in runs.items()},
+    }
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    if any(runs.values()) and (not file.exists() or file.read_text() != text):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(file, lambda path: path.write_text(text))
+    return Results(table, runs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """A claim's effect as it was measured."""
+
+    effect: float
+    error: float
+    """Standard error; NaN if no spread is known."""
+    paper: float | None
+    """The effect in the paper's numbers; None if it does not have them all."""
+    word: str
+    """What follows from effect and error: "reproduces", "is reversed", ..."""
+
+    @property
+    def reproduces(self) -> bool:
+        return self.word == _REPRODUCES
+
+
+def verdict(claim: Claim, results: Results, everything: Sequence[Results]) -> Verdict | None:
+    """The effect of a claim, and whether it reproduces; None while a cell has no run.
+
+    A gain reproduces if it exceeds two standard errors. That nothing is lost reproduces unless a loss does.
+
+    Args:
+        everything: the results of all tables, for the spread between seeds.
+    """
+    values = {name: results.values(name, claim.measure) for name in claim.weights}
+    if not all(values.values()):
+        return None
+    effect = sum(weight * statistics.mean(values[name]) for name, weight in claim.weights.items())
+    error = spread(results, everything, claim.measure) * math.sqrt(
+        sum(weight**2 / len(values[name]) for name, weight in claim.weights.items())
+    )
+    papers = [results.table.paper.get(name, {}).get(claim.measure) for name in claim.weights]
+    paper = None
+    if None not in papers:
+        paper = sum(weight * (number or 0) for weight, number in zip(claim.weights.values(), papers, strict=True))
+    return Verdict(effect=effect, error=error, paper=paper, word=_word(effect, error, not_below=claim.not_below))
+
+
+def _word(effect: float, error: float, *, not_below: bool) -> str:
+    if math.isnan(error):
+        return "is not judged, as no cell has two seeds"
+    if not_below:
+        return _REPRODUCES if effect >= -_STANDARD_ERRORS * error else "does not reproduce"
+    if effect > _STANDARD_ERRORS * error:
+        return _REPRODUCES
+    return "is reversed" if effect < -_STANDARD_ERRORS * error else "does not show beyond the spread"
+
+
+def settled(results: Results, everything: Sequence[Results]) -> bool:
+    """Whether all claims can be judged without further seeds: effects of at least three spreads."""
+    for claim in results.table.claims:
+        found = verdict(claim, results, everything)
+        clear = _CLEAR_SPREADS * spread(results, everything, claim.measure)
+        if found is None or not abs(found.effect) >= clear:  # also if the spread is not known
+            return False
+    return bool(results.table.claims)

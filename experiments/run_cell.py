@@ -1,0 +1,186 @@
+"""Runs one cell: python -m experiments.run_cell DIRECTORY, whose cell.json says what to run.
+
+A repeated call resumes the training from its newest checkpoint, and skips what has finished. SIGTERM, or the end of the
+process at the other end of stdin, stops it after a checkpoint.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.baselines import METHODS, train_baseline
+from experiments.cells import AFTER, PIC, Cell, Evaluation
+from experiments.files import CELL_FILE, CPU_FILE, EVALUATIONS, RESULT_FILE
+from trainer.config import TrainConfig
+from trainer.evaluate import (
+    FeatureSet,
+    encoder_features,
+    evaluate_features,
+    pixel_features,
+    untrained_encoder,
+)
+from trainer.evaluate import evaluation as evaluations
+from trainer.evaluate.command import parse
+from trainer.evaluate.protocols import PROTOCOLS
+from trainer.evaluate.subjects import load_subject
+from trainer.loop import dataset_of, train
+from trainer.model import load_encoder
+from trainer.run.directory import ENCODER_FILE
+from trainer.run.resume import with_pixel_scale
+from trainer.stopping import exit_on_error
+from weightserver.common.atomic_files import atomic_write
+from weightserver.common.malloc import keep_large_buffers
+from weightserver.torch import Ranks
+
+_NICENESS = 10
+_CHECKPOINT_STEPS = 200
+
+
+def write_cell(directory: Path, cell: Cell, seed: int, after: Path | None) -> None:
+    """Writes the description of a cell's run that this program reads."""
+    content = {
+        "method": cell.method,
+        "settings": cell.settings,
+        "evaluations": [asdict(each) for each in cell.evaluations],
+        "seed": seed,
+        "after": None if after is None else str(after.absolute()),
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(content, indent=2) + "\n"
+    atomic_write(directory / CELL_FILE, lambda path: path.write_text(text))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the cell of the directory that is given; returns 0, or exits with 1 or 128 + a signal's number."""
+    (directory,) = map(Path, sys.argv[1:] if arguments is None else arguments)
+    os.nice(_NICENESS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a terminal's Ctrl-C stops the runner, which stops this
+    torch.set_num_threads(1)
+    keep_large_buffers()
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    with exit_on_error("run_cell"), _alone(directory), _counting_cpu(directory):
+        content = json.loads((directory / CELL_FILE).read_text().replace(AFTER, _after(directory)))
+        cell = Cell(row="", method=content["method"], settings=content["settings"])
+        config = replace(_plain(cell.config(content["seed"])), output=directory)
+        if not (directory / RESULT_FILE).exists():
+            _write(directory / RESULT_FILE, _trained(cell, config))
+        for each in content["evaluations"]:
+            _evaluate(Evaluation(**each), config)
+    return 0
+
+
+def _plain(config: TrainConfig) -> TrainConfig:
+    """Settings that change no number: one process of weight servers, checkpoints, evaluation by this module."""
+    return replace(
+        config,
+        num_shards=1,
+        checkpoint_every=_CHECKPOINT_STEPS,
+        keep_checkpoints=1,
+        resume="auto",
+        evaluate=False,
+    )
+
+
+def _after(directory: Path) -> str:
+    """The directory that `AFTER` stands for."""
+    return str(json.loads((directory / CELL_FILE).read_text())["after"])
+
+
+def _trained(cell: Cell, config: TrainConfig) -> dict[str, Any]:
+    """Trains and evaluates by kNN and linear probe; returns the measures and where they were taken."""
+    summary: dict[str, Any] = {}
+    if cell.method == PIC:
+        summary = train(config).summary
+    elif cell.method in METHODS:
+        summary = train_baseline(cell.method, config, config.output)
+    probes = evaluate_features(_features(cell.method, config))
+    return {
+        "measures": summary | {f"{protocol}_top1": result.top1 for protocol, result in probes.items()},
+        "processor": _processor(),
+        "date": date.today().isoformat(),
+        "commit": evaluations.source_commit(),
+    }
+
+
+def _features(method: str, config: TrainConfig) -> FeatureSet:
+    """Features of the images that the encoder was trained on: probes have no other labels, as in the paper."""
+    images = dataset_of(config)
+    if method == "pixels":
+        return pixel_features(images)
+    if method == "untrained":
+        scaled = with_pixel_scale(config, images, Ranks()).encoder
+        return encoder_features(untrained_encoder(scaled, images, config.seed), images, scaled.pixels)
+    encoder, encoder_config = load_encoder(config.output / ENCODER_FILE)
+    return encoder_features(encoder, images, encoder_config.pixels)
+
+
+def _evaluate(evaluation: Evaluation, config: TrainConfig) -> None:
+    """Evaluates the run's encoder by one protocol, unless that has finished."""
+    file = config.output / EVALUATIONS / f"{evaluation.name}.json"
+    if file.exists():
+        return
+    command = parse([*evaluation.arguments, "--encoder", str(config.output / ENCODER_FILE)])
+    images = dataset_of(replace(config, num_images=None) if evaluation.all_images else config)
+    subject = load_subject(command.subject).subject
+    state = evaluations.state_directory(file.parent, evaluation.name, {"weights": subject.digest})
+    made = evaluations.Evaluation(subject=subject, load=lambda: images, state=state)
+    evaluations.evaluate(made, command.name, PROTOCOLS[command.name].run, command.settings, file)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    text = json.dumps(content, indent=2, default=float) + "\n"
+    atomic_write(path, lambda partial: partial.write_text(text))
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Raises ValueError if another process runs the cell."""
+    with (directory / ".cell-lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process runs the cell in {directory}: wait for its end") from None
+        yield
+
+
+@contextmanager
+def _counting_cpu(directory: Path) -> Iterator[None]:
+    """Adds this process's processor time, and that of its weight servers, to the time of earlier ones."""
+    path = directory / CPU_FILE
+    before = float(json.loads(path.read_text())) if path.exists() else 0.0
+    try:
+        yield
+    finally:
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        total = before + sum(each.ru_utime + each.ru_stime for each in used)
+        atomic_write(path, lambda partial: partial.write_text(f"{total:.1f}\n"))
+
+
+def _follow_parent() -> None:
+    """Stops this process when the one that holds the other end of stdin ends."""
+    while os.read(0, 1024):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

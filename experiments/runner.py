@@ -1,0 +1,152 @@
+"""Runs cells, each as a process of one thread, and writes the results of each as it ends."""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from experiments.cells import Cell, Table
+from experiments.files import LOG_FILE
+from experiments.results import Results, collect, finished, load, settled
+from experiments.run_cell import write_cell
+
+_THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Job:
+    """One run of a cell."""
+
+    cell: Cell
+    seed: int
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What makes it equal to the same run in another table."""
+        return (self.identity, *(evaluation.name for evaluation in self.cell.evaluations))
+
+    @property
+    def identity(self) -> str:
+        return self.cell.identity(self.seed)
+
+
+def plan(everything: Sequence[Results], most_seeds: int) -> list[Job]:
+    """The runs of all tables in the order of their value, finished ones included.
+
+    Seeds come one after another, each over all tables. After the first seed, or the number that a table needs anyway,
+    only tables have further ones whose effects are not clear yet.
+    """
+    jobs: dict[tuple[str, ...], Job] = {}
+    for seed in range(max(most_seeds, *(results.table.seeds for results in everything))):
+        wanted = [
+            results.table
+            for results in everything
+            if seed < results.table.seeds or (seed < most_seeds and (seed == 0 or not settled(results, everything)))
+        ]
+        cells = [cell for table in wanted for cell in table.cells]
+        for cell in sorted(cells, key=lambda cell: cell.is_long):  # stable
+            for job in _with_previous(cell, seed):
+                jobs.setdefault(job.key, job)
+    return list(jobs.values())
+
+
+def _with_previous(cell: Cell, seed: int) -> Iterator[Job]:
+    if cell.after is not None:
+        yield from _with_previous(cell.after, seed)
+    yield Job(cell=cell, seed=seed)
+
+
+@dataclass(kw_only=True)
+class Runner:
+    """Runs the cells of tables; each table's results go to results/NAME.json."""
+
+    tables: Sequence[Table]
+    most_seeds: int
+    directory: Path
+    results: Path
+    num_jobs: int
+    failed: dict[tuple[str, ...], str] = field(default_factory=dict)
+    """Runs that failed: key to the place of the log."""
+    _running: dict[Job, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _ended: queue.SimpleQueue[Job] = field(default_factory=queue.SimpleQueue)
+
+    def run(self) -> None:
+        """Runs until nothing is left; if this process is interrupted, the cells stop after a checkpoint."""
+        try:
+            self._collect()
+            while True:
+                while len(self._running) < self.num_jobs and (job := self._next()) is not None:
+                    self._start(job)
+                if not self._running:
+                    return
+                self._finish(self._ended.get())
+        finally:
+            for process in self._running.values():
+                assert process.stdin is not None
+                process.stdin.close()  # tells the cell to stop
+            for process in self._running.values():
+                process.wait()
+
+    def _seeds(self) -> int:
+        return max(self.most_seeds, *(table.seeds for table in self.tables))
+
+    def _collect(self) -> None:
+        for table in self.tables:
+            collect(self.directory, self._file(table), table, self._seeds())
+
+    def _file(self, table: Table) -> Path:
+        return self.results / f"{table.name}.json"
+
+    def _next(self) -> Job | None:
+        """The first run of the plan that is neither finished nor running, and whose previous cell has finished."""
+        everything = [load(self._file(table), table) for table in self.tables]
+        busy = {job.identity for job in self._running}
+        for job in plan(everything, self.most_seeds):
+            after = job.cell.after
+            ready = after is None or finished(self.directory, after, job.seed)
+            done = finished(self.directory, job.cell, job.seed)
+            if ready and not done and job.key not in self.failed and job.identity not in busy:
+                return job
+        return None
+
+    def _start(self, job: Job) -> None:
+        directory, after = self.directory / job.identity, job.cell.after
+        write_cell(directory, job.cell, job.seed, None if after is None else self.directory / after.identity(job.seed))
+        with (directory / LOG_FILE).open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "experiments.run_cell", str(directory)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=os.environ | _THREADS,
+            )
+        self._running[job] = process
+        threading.Thread(target=self._report_end, args=(job, process), daemon=True).start()
+        print(f"{time.strftime('%H:%M:%S')} started  {self._described(job)}", flush=True)
+
+    def _report_end(self, job: Job, process: subprocess.Popen[bytes]) -> None:
+        process.wait()
+        self._ended.put(job)
+
+    def _finish(self, job: Job) -> None:
+        process = self._running.pop(job)
+        assert process.stdin is not None
+        process.stdin.close()
+        if process.returncode:
+            log = self.directory / job.identity / LOG_FILE
+            self.failed[job.key] = str(log)
+            print(f"{time.strftime('%H:%M:%S')} FAILED   {self._described(job)}: see {log}", flush=True)
+            return
+        self._collect()
+        print(f"{time.strftime('%H:%M:%S')} finished {self._described(job)}", flush=True)
+
+    def _described(self, job: Job) -> str:
+        names = [f"{table.name}: {job.cell.name}" for table in self.tables if job.cell in table.cells]
+        return f"{job.identity}, seed {job.seed} ({'; '.join(names) or 'for another cell'})"

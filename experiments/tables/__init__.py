@@ -1,0 +1,27 @@
+"""All tables as data, in the order in which they are run: those that say most about the paper first."""
+
+from experiments.tables.beyond import BEGINNINGS, ROW_PRECISION
+from experiments.tables.components import COMPONENTS, PARTITION, SALIENCY
+from experiments.tables.methods import METHODS, SEMI_SUPERVISED, VIEWS
+from experiments.tables.sampling import DECAY, NEGATIVES
+from experiments.tables.windows import LARGER, LENGTHS, TRIALS, WINDOWS
+
+TABLES = {
+    table.name: table
+    for table in (
+        NEGATIVES,
+        LENGTHS,
+        WINDOWS,
+        COMPONENTS,
+        TRIALS,
+        VIEWS,
+        METHODS,
+        LARGER,
+        DECAY,
+        SALIENCY,
+        SEMI_SUPERVISED,
+        PARTITION,
+        BEGINNINGS,
+        ROW_PRECISION,
+    )
+}

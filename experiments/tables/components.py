@@ -1,0 +1,104 @@
+"""Tables about components, and about labelled classes instead of instances."""
+
+from __future__ import annotations
+
+from experiments.cells import AFTER, LINEAR, Cell, Claim, Evaluation, Table
+from experiments.tables.common import BASE, EPOCH_ORDER, IMAGES, SUPERVISED, in_epoch_order, in_windows, papers
+
+_ALL = "all three"
+COMPONENTS = Table(
+    name="components",
+    title="Components",
+    source="Table 1",
+    text=(
+        "Without one component each: an inner product instead of the cosine, a linear head instead of two layers, and "
+        "no jitter and grey (images of one channel have no colour to jitter, so this is brightness and contrast)."
+    ),
+    cells=(
+        in_epoch_order(_ALL),
+        in_epoch_order("without cosine softmax", softmax="plain"),
+        in_epoch_order("without two-layer head", head_layers=1),
+        in_epoch_order("without strong augmentation", augmentation={"strong": False}),
+    ),
+    paper=papers(
+        {
+            _ALL: 66.2,
+            "without cosine softmax": 46.5,
+            "without two-layer head": 60.5,
+            "without strong augmentation": 62.3,
+        }
+    ),
+    claims=(
+        *(
+            Claim(text=f"{name} raises accuracy", weights={_ALL: 1, f"without {name}": -1})
+            for name in ("cosine softmax", "two-layer head", "strong augmentation")
+        ),
+        *(
+            Claim(
+                text=f"cosine softmax matters more than {name}",
+                weights={f"without {name}": 1, "without cosine softmax": -1},
+            )
+            for name in ("two-layer head", "strong augmentation")
+        ),
+    ),
+)
+
+_SUPERVISED = Cell(row="supervised", settings=SUPERVISED)
+SALIENCY = Table(
+    name="saliency",
+    title="Similarity of saliency maps",
+    source="Figure 3",
+    text=(
+        "Similarity of the encoder's saliency maps of the test images to those of an encoder trained on the labels, "
+        "and of random maps to the latter."
+    ),
+    cells=(
+        Cell(
+            row="sliding window",
+            settings=in_windows("").settings,
+            evaluations=(
+                Evaluation(name="saliency", arguments=("saliency", "--other", f"{AFTER}/encoder.safetensors")),
+            ),
+            after=_SUPERVISED,
+        ),
+    ),
+    measures={"saliency.similarity": "similarity", "saliency.random": "random maps"},
+    paper={"sliding window": {"saliency.similarity": 0.762, "saliency.random": 0.140}},
+)
+
+_PARTITIONS = (80, 640, 2_500)
+_DIVIDED = Cell(
+    row="10 classes",
+    settings=SUPERVISED,
+    evaluations=(Evaluation(name="partition", arguments=("partition", "--classes", *map(str, _PARTITIONS)), quick=()),),
+)
+PARTITION = Table(
+    name="partition",
+    title="Classes between labels and instances",
+    source="Appendix, Compared to Supervised Classification with Varying Classes",
+    text=(
+        "Each labelled class divided by clustering the features of the encoder trained on the labels. The paper shows "
+        "its numbers as a figure only: the more classes, the lower the linear accuracy."
+    ),
+    cells=(
+        _DIVIDED,
+        *(
+            Cell(
+                row=f"{number:,} classes",
+                settings=BASE
+                | EPOCH_ORDER
+                | {"labels": f"{AFTER}/evaluation/partition-{number}.npy", "num_negatives": min(number, 512)},
+                after=_DIVIDED,
+            )
+            for number in _PARTITIONS
+        ),
+        in_epoch_order(f"{IMAGES:,} classes"),
+    ),
+    claims=tuple(
+        Claim(text=f"{fewer:,} classes are better than {more:,}", weights={_name: 1, _other: -1}, measure=LINEAR)
+        for fewer, more, _name, _other in (
+            (10, 640, "10 classes", "640 classes"),
+            (640, IMAGES, "640 classes", f"{IMAGES:,} classes"),
+        )
+    ),
+)

@@ -1,0 +1,135 @@
+"""Tables that compare with other methods, at equal encoder, images, augmentation and images seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from experiments.cells import Cell, Claim, Table
+from experiments.tables.common import BASE, EPOCH_ORDER, ONE_PERCENT, TEN_PERCENT, WINDOW, in_windows, papers
+
+_MILD: dict[str, Any] = {"weight_decay": 1e-4}
+
+
+def _other(row: str, method: str, views: int, epochs: float, **settings: Any) -> Cell:
+    """A baseline, with so many views of each image in an epoch; it visits images in epoch order."""
+    return Cell(row=row, method=method, settings=BASE | EPOCH_ORDER | {"epochs": epochs, "views": views} | settings)
+
+
+def _views(row: str, views: int, epochs: float) -> Cell:
+    return Cell(row=row, settings=BASE | WINDOW | {"epochs": epochs, "views": views})
+
+
+VIEWS = Table(
+    name="views",
+    title="Views and epochs",
+    source="Table 5",
+    text=(
+        "Views of an image in a step × epochs; an epoch stands for five of the paper's. Equal numbers of views are "
+        "equal numbers of images seen by the encoder. Two lines show the baselines with a weaker weight decay."
+    ),
+    cells=(
+        _other("SimCLR, 2 × 20", "simclr", 2, 20.0),
+        _other("MoCo v2, 2 × 20", "mocov2", 2, 20.0),
+        _views("PIC, 2 × 20", 2, 20.0),
+        in_windows("PIC, 1 × 40"),
+        _other("SimCLR, 2 × 20, λ = 0.0001", "simclr", 2, 20.0, **_MILD),
+        _other("MoCo v2, 2 × 20, λ = 0.0001", "mocov2", 2, 20.0, **_MILD),
+        _other("SimCLR, 2 × 40", "simclr", 2, 40.0),
+        _other("MoCo v2, 2 × 40", "mocov2", 2, 40.0),
+        _views("PIC, 2 × 40", 2, 40.0),
+        in_windows("PIC, 1 × 80", epochs=80.0),
+    ),
+    paper=papers(
+        {
+            "SimCLR, 2 × 20": 64.7,
+            "MoCo v2, 2 × 20": 64.1,
+            "PIC, 2 × 20": 65.0,
+            "PIC, 1 × 40": 67.3,
+            "SimCLR, 2 × 40": 66.6,
+            "MoCo v2, 2 × 40": 67.5,
+            "PIC, 2 × 40": 67.6,
+            "PIC, 1 × 80": 69.0,
+        }
+    ),
+    claims=(
+        Claim(
+            text="PIC with one view is at least as good as SimCLR at equal views",
+            weights={"PIC, 1 × 40": 1, "SimCLR, 2 × 20": -1},
+            not_below=True,
+        ),
+        Claim(
+            text="PIC with one view is at least as good as MoCo v2 at equal views",
+            weights={"PIC, 1 × 40": 1, "MoCo v2, 2 × 20": -1},
+            not_below=True,
+        ),
+        Claim(
+            text="PIC gains from one view and twice the epochs",
+            weights={"PIC, 1 × 40": 1, "PIC, 2 × 20": -1},
+        ),
+    ),
+)
+
+METHODS = Table(
+    name="methods",
+    title="Methods",
+    source="Table 6",
+    text=(
+        "At 40 epochs of one view or 20 of two. The paper compares runs of different lengths on ImageNet; its "
+        "supervised number is that of its section 5."
+    ),
+    cells=(
+        Cell(row="raw pixels", method="pixels", settings=BASE | EPOCH_ORDER),
+        Cell(row="untrained encoder", method="untrained", settings=BASE | EPOCH_ORDER),
+        _other("memory bank", "memory-bank", 1, 40.0),
+        _other("DIET", "diet", 1, 40.0),
+        _other("SimCLR", "simclr", 2, 20.0),
+        _other("MoCo v2", "mocov2", 2, 20.0),
+        in_windows("PIC"),
+        _other("supervised", "supervised", 1, 40.0),
+    ),
+    paper=papers({"memory bank": 54.0, "SimCLR": 69.3, "MoCo v2": 71.1, "PIC": 70.8, "supervised": 77.1}),
+    claims=(
+        Claim(text="PIC is better than a memory bank", weights={"PIC": 1, "memory bank": -1}),
+        Claim(text="PIC is better than an untrained encoder", weights={"PIC": 1, "untrained encoder": -1}),
+        Claim(text="training on the labels is better than PIC", weights={"supervised": 1, "PIC": -1}),
+    ),
+)
+
+_FEW = (ONE_PERCENT, TEN_PERCENT)
+_MEASURES = {f"{evaluation.name}.top1": evaluation.name.replace("labels-", "") + " % labels" for evaluation in _FEW}
+
+
+def _few(cell: Cell) -> Cell:
+    return Cell(row=cell.row, method=cell.method, settings=cell.settings, evaluations=_FEW)
+
+
+def _papers_few(one: float, ten: float) -> dict[str, float]:
+    return dict(zip(_MEASURES, (one, ten), strict=True))
+
+
+SEMI_SUPERVISED = Table(
+    name="semi_supervised",
+    title="Fine-tuned on few labels",
+    source="Table 7",
+    text=(
+        "The encoders of the methods, fine-tuned on 1 % and 10 % of the labels of all 60,000 images. Ours are top-1 "
+        "of ten classes, the paper's top-5 of a thousand."
+    ),
+    cells=(*(_few(cell) for cell in METHODS.cells if cell.row in ("memory bank", "SimCLR", "PIC", "supervised")),),
+    measures=_MEASURES,
+    paper={
+        "memory bank": _papers_few(39.2, 77.4),
+        "SimCLR": _papers_few(75.5, 87.8),
+        "PIC": _papers_few(77.1, 88.7),
+    },
+    claims=tuple(
+        Claim(
+            text=f"PIC is at least as good as {other} with {heading}",
+            weights={"PIC": 1, other: -1},
+            not_below=True,
+            measure=measure,
+        )
+        for measure, heading in _MEASURES.items()
+        for other in ("SimCLR", "memory bank")
+    ),
+)

@@ -1,0 +1,307 @@
+"""Other methods in the trainer's harness: their losses, their settings, and runs that are killed and resumed."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from experiments.baselines import train_baseline
+from experiments.baselines.loop import schedule
+from experiments.baselines.methods import Diet, MemoryBank, Method, MoCoV2, SimCLR, Supervised, Task
+from tests.helpers.image_tree import plain_tree
+from tests.helpers.small_run import NUM_STEPS, losses, small_run
+from trainer.config import TrainConfig
+from trainer.data import Dataset, load_dataset
+from trainer.evaluate import (
+    FeatureSet,
+    ProbeResult,
+    encoder_features,
+    evaluate_features,
+    pixel_features,
+    untrained_encoder,
+)
+from trainer.model import EncoderConfig, PICModel, build_model
+
+ROOT = Path(__file__).parents[2]
+SMALL = EncoderConfig(width=8, stem_stride=2, blocks=(1,), image_size=8)
+N, B, D = 20, 6, 4
+LIGHTLY = pytest.mark.skipif(
+    importlib.util.find_spec("lightly") is None,
+    reason="needs lightly: pip install -c constraints.txt '.[trainer,experiments]'",
+)
+OF_LIGHTLY = ("simclr", "mocov2")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def task() -> Task:
+    """Random images of three classes."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (N, 1, 8, 8), generator=generator, dtype=torch.uint8)
+    labels = torch.arange(N) % 3
+    dataset = Dataset(train_images=images, train_labels=labels, test_images=images, test_labels=labels)
+    return Task(dataset, batch_size=B, dim=D)
+
+
+def model_of() -> PICModel:
+    return build_model(SMALL, D, seed=1)
+
+
+def batch(num_views: int) -> tuple[list[Tensor], Tensor]:
+    """Views of images 3, 4, ..., and these numbers."""
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(B, 1, 8, 8, generator=generator) for _ in range(num_views)], torch.arange(3, 3 + B)
+
+
+def step(method: Method, views: list[Tensor], images: Tensor) -> float:
+    """One update; returns the loss."""
+    optimizer = torch.optim.SGD(method.parameters(), lr=0.1)
+    loss: Tensor = method(views, images)
+    loss.backward()
+    optimizer.step()
+    method.finish_update()
+    return loss.item()
+
+
+def test_the_memory_bank_is_a_softmax_over_all_images(task: Task) -> None:
+    """Only the batch's embeddings move, each to the mean of old and new."""
+    views, images = batch(1)
+    method = MemoryBank(model_of(), task, temperature=0.5)
+    before = method.bank.clone()
+    embeddings = F.normalize(copy.deepcopy(method.model)(views[0])).detach()  # (B, D)
+    logits = embeddings @ before.T / 0.5
+    expected = (logits.logsumexp(dim=1) - logits[torch.arange(B), images]).mean().item()
+    assert step(method, views, images) == pytest.approx(expected, rel=1e-5)
+    assert torch.allclose(method.bank[images], F.normalize(0.5 * (before[images] + embeddings)), atol=1e-6)
+    others = torch.ones(N, dtype=torch.bool).index_fill(0, images, False)
+    assert torch.equal(method.bank[others], before[others])
+    assert method.bank.norm(dim=1).sub(1).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.8])
+def test_diet_is_a_plain_softmax_over_all_images(task: Task, smoothing: float) -> None:
+    """It classifies features, without a projection head, and moves encoder and classifier."""
+    views, images = batch(1)
+    method = Diet(model_of(), task, label_smoothing=smoothing)
+    started = copy.deepcopy(method)
+    features = started.model.encoder(views[0])
+    log_shares = (features @ started.classifier.weight.T).log_softmax(dim=1)  # (B, N)
+    targets = torch.full((B, N), smoothing / N)
+    targets[torch.arange(B), images] += 1 - smoothing
+    expected = -(targets * log_shares).sum(dim=1).mean().item()
+    assert step(method, views, images) == pytest.approx(expected, rel=1e-5)
+    assert "classifier.bias" not in method.state_dict()
+    for name in ("classifier.weight", "model.encoder.stages.0.weight"):
+        assert not torch.equal(method.get_parameter(name), started.get_parameter(name))
+
+
+def test_supervised_learning_takes_the_labels_of_the_images(task: Task) -> None:
+    views, images = batch(1)
+    method = Supervised(model_of(), task)
+    logits = copy.deepcopy(method)
+    expected = F.cross_entropy(logits.classifier(logits.model.encoder(views[0])), images % 3).item()
+    assert step(method, views, images) == pytest.approx(expected, rel=1e-5)
+    assert method.num_choices == 3
+
+
+@LIGHTLY
+@pytest.mark.guard
+def test_simclr_tells_the_other_view_from_those_of_other_images(task: Task) -> None:
+    views, images = batch(2)
+    method = SimCLR(model_of(), task, temperature=0.5)
+    unit = F.normalize(copy.deepcopy(method.model)(torch.cat(views)).detach())  # (2B, D)
+    logits = (unit @ unit.T / 0.5).fill_diagonal_(-torch.inf)
+    other = torch.arange(2 * B).roll(B)
+    assert step(method, views, images) == pytest.approx(F.cross_entropy(logits, other).item(), rel=1e-5)
+
+
+@LIGHTLY
+@pytest.mark.guard
+def test_moco_follows_with_its_key_encoder_and_queues_keys(task: Task) -> None:
+    views, images = batch(2)
+    method = MoCoV2(model_of(), task, queue_size=8, momentum=0.75, batch_norm_size=B)
+    started, queue = copy.deepcopy(method.model), method.state_dict()["queue"].clone()
+    assert queue.shape == (8, D)
+    queries = F.normalize(copy.deepcopy(started)(views[0])).detach()
+    keys = F.normalize(copy.deepcopy(started)(views[1])).detach()  # the key encoder starts as the trained one
+    logits = torch.cat([(queries * keys).sum(dim=1, keepdim=True), queries @ queue.T], dim=1) / 0.2
+    expected = F.cross_entropy(logits, torch.zeros(B, dtype=torch.int64)).item()
+    assert step(method, views, images) == pytest.approx(expected, rel=1e-5)
+    state = method.state_dict()
+    assert torch.allclose(state["queue"][:B], keys, atol=1e-6)
+    assert torch.equal(state["queue"][B:], queue[B:])
+    assert state["queue_position"].item() == B
+    trained = copy.deepcopy(method.model)
+    step(method, views, images)
+    for key, first, second in zip(*(net.parameters() for net in (method.key_model, started, trained)), strict=True):
+        assert key.grad is None
+        assert torch.allclose(key, 0.75 * first + 0.25 * second, atol=1e-6)
+    last = "head.2.weight"
+    assert not torch.allclose(trained.get_parameter(last), started.get_parameter(last))
+
+
+@pytest.mark.parametrize(("views", "expected"), [(1, 20), (2, 40)])
+def test_updates_count_views(views: int, expected: int) -> None:
+    """Two views of each image in an update: half as many updates as PIC with a single view, the same learning rates."""
+    config = small_run(Path("unused"), views=views, warmup_fraction=0.1)
+    num_steps, rates = schedule(config, 300, 2)
+    assert num_steps == len(rates) == expected
+    assert rates.argmax() == round(0.1 * expected)
+    assert rates.max() == pytest.approx(config.base_learning_rate)
+    assert rates[0] == pytest.approx(config.base_learning_rate / 100)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "options", "expected"),
+    [
+        ("byol", {}, {}, "unknown baseline 'byol': choose one of simclr, mocov2, .*, pixels"),
+        ("diet", {}, {"temperature": 1.0}, "diet has no setting 'temperature': it has label_smoothing"),
+        ("pixels", {}, {"temperature": 1.0}, "pixels has no setting 'temperature': it has none"),
+        ("diet", {"accumulate": 2}, {}, "--accumulate 2 would divide the batches"),
+        ("diet", {"small_crops": 1, "small_crop_size": 8}, {}, "omit --small-crops"),
+        ("supervised", {}, {}, "images have no labels"),
+    ],
+)
+def test_bad_input_is_refused(
+    tmp_path: Path, method: str, changes: dict[str, Any], options: dict[str, float], expected: str
+) -> None:
+    with pytest.raises(ValueError, match=expected):
+        train_baseline(method, small_run(tmp_path / "run", **changes), tmp_path / "run", **options)
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="start them without torchrun"):
+        train_baseline("diet", small_run(tmp_path), tmp_path)
+
+
+def in_directory(output: Path, method: str, **options: float) -> dict[str, float]:
+    return train_baseline(method, small_run(output, steps=4), output, **options)
+
+
+def test_a_directory_keeps_its_method(tmp_path: Path) -> None:
+    """A run that has ended returns its summary; another method, other settings of it, or a longer run are refused."""
+    summary = in_directory(tmp_path / "run", "memory-bank")
+    encoder = (tmp_path / "run/encoder.safetensors").read_bytes()
+    assert summary == json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["steps"] == 4
+    assert summary["views"] == 4 * 16
+    assert json.loads((tmp_path / "run/baseline.json").read_text())["settings"] == {"temperature": 0.1, "momentum": 0.5}
+    assert in_directory(tmp_path / "run", "memory-bank") == summary
+    assert (tmp_path / "run/encoder.safetensors").read_bytes() == encoder
+    with pytest.raises(ValueError, match="whose method is memory-bank, not diet"):
+        in_directory(tmp_path / "run", "diet")
+    with pytest.raises(ValueError, match=r"whose settings is .*, not .*0\.3"):
+        in_directory(tmp_path / "run", "memory-bank", temperature=0.3)
+    with pytest.raises(ValueError, match="whose steps is 4, not 5"):
+        train_baseline("memory-bank", small_run(tmp_path / "run", steps=5), tmp_path / "run")
+
+
+def labelled(tmp_path: Path, **changes: Any) -> TrainConfig:
+    """A run on pieces of photographs in three classes, half of them to test on."""
+    plain_tree(tmp_path / "images/train", 60)
+    plain_tree(tmp_path / "images/test", 30, first=60)
+    changes = {"dataset": "folder", "data_dir": tmp_path / "images", "num_images": None, "steps": 12, **changes}
+    return small_run(tmp_path / "run", window_size=32, window_stride=8, num_negatives=16, evaluate=True, **changes)
+
+
+@pytest.mark.guard
+def test_references_are_evaluated_as_runs_are(tmp_path: Path) -> None:
+    config = labelled(tmp_path)
+    dataset = load_dataset("folder", config.data_dir, image_size=16)
+    mean, std = dataset.pixels
+    encoder = replace(config.encoder, pixel_mean=mean, pixel_std=std)
+    features = {
+        "pixels": pixel_features(dataset),
+        "untrained": encoder_features(untrained_encoder(encoder, dataset, config.seed), dataset, encoder.pixels),
+    }
+    for name, found in features.items():
+        summary = train_baseline(name, config, tmp_path / name)
+        expected = {f"{protocol}_top1": result.top1 for protocol, result in evaluate_features(found).items()}
+        assert {key: summary[key] for key in expected} == expected
+        assert summary["seconds"] > 0
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("method", ["pixels", "memory-bank"])
+def test_a_part_of_the_images_is_evaluated_with_all_labels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """As in runs of PIC with --num-images."""
+    config = labelled(tmp_path, steps=2)
+    whole = load_dataset("folder", config.data_dir, image_size=16)
+    few = replace(whole, train_images=whole.train_images[:32], train_labels=whole.train_labels[:32], whole=whole)
+    sizes: list[int] = []
+
+    def noted(features: FeatureSet) -> dict[str, ProbeResult]:
+        sizes.append(len(features.train))
+        return evaluate_features(features)
+
+    monkeypatch.setattr("experiments.baselines.training.dataset_of", lambda config: few)
+    monkeypatch.setattr("experiments.baselines.training.evaluate_features", noted)
+    train_baseline(method, config, tmp_path / method)
+    assert sizes == [60]
+
+
+@pytest.mark.guard
+def test_a_run_has_the_files_of_the_trainers(tmp_path: Path) -> None:
+    """kNN over time in metrics.jsonl, the same number of evaluations for one view and two."""
+    config = labelled(tmp_path, steps=48, knn_every=4.0, knn_fraction=100.0)
+    methods = ["supervised", *(["simclr"] if importlib.util.find_spec("lightly") else [])]
+    for method in methods:
+        summary = train_baseline(method, config, tmp_path / method)
+        assert {"loss", "knn_top1", "linear_top1", "seconds", "train_seconds"} <= summary.keys()
+        records = [json.loads(line) for line in (tmp_path / method / "metrics.jsonl").read_text().splitlines()]
+        assert len(records) == summary["steps"] == (48 if method == "supervised" else 24)
+        assert sum("knn_top1" in record for record in records) == 4  # 12.8 epochs, and the last step
+        assert all(record["seconds"] > 0 for record in records)
+        assert (tmp_path / method / "encoder.safetensors").exists()
+    losses_of = losses(tmp_path / "supervised")
+    assert sum(losses_of[-5:]) < sum(losses_of[:5])
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize(
+    "method", ["memory-bank", "diet", pytest.param("simclr", marks=LIGHTLY), pytest.param("mocov2", marks=LIGHTLY)]
+)
+def test_a_killed_run_ends_with_the_same_weights(tmp_path: Path, method: str) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train_baseline(method, small_run(whole), whole)
+    num_steps = NUM_STEPS // 2 if method in OF_LIGHTLY else NUM_STEPS
+    command = [sys.executable, "-m", "tests.helpers.dying_baseline", method, str(killed), str(num_steps - 3)]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
+    assert [path.name for path in (killed / "checkpoints").iterdir()] == [
+        f"step-{(num_steps - 3) // 13 * 13:012d}.safetensors"
+    ]
+    train_baseline(method, small_run(killed), killed)
+    weights, expected = load_file(killed / "encoder.safetensors"), load_file(whole / "encoder.safetensors")
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert losses(killed) == losses(whole)
+    assert len(losses(whole)) == num_steps
+    if method in ("memory-bank", "simclr"):  # MoCo's queue starts as noise, which is easy; DIET's loss hardly moves yet
+        assert losses(whole)[-1] < losses(whole)[0]

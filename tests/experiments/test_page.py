@@ -1,0 +1,110 @@
+"""docs/results.md and its plots: what the command generates from the results in the tree."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from experiments.__main__ import DOCS, RESULTS
+from experiments.cells import KNN, LINEAR, Cell, Claim, Table
+from experiments.page import PAGE, PICTURES, text_of, write
+from experiments.plots import draw, drawn, series
+from experiments.results import Results, load
+from experiments.tables import TABLES
+
+EVERYTHING = [load(RESULTS / f"{table.name}.json", table) for table in TABLES.values()]
+WITH_RUNS = {results.table.name: results for results in EVERYTHING if any(results.runs.values())}
+
+
+def test_the_page_is_what_the_command_generates() -> None:
+    assert (DOCS / PAGE).read_text() == text_of(EVERYTHING), "python -m experiments page"
+
+
+def test_each_table_with_results_has_a_plot_of_its_numbers() -> None:
+    assert {path.stem for path in (DOCS / PICTURES).iterdir()} == WITH_RUNS.keys(), "python -m experiments page"
+    for name, results in WITH_RUNS.items():
+        assert drawn(DOCS / PICTURES / f"{name}.svg") == list(series(results)), f"{name}: python -m experiments page"
+
+
+def test_results_in_the_tree_are_of_cells_that_exist() -> None:
+    """A changed cell must be run again, or its results removed."""
+    assert {path.stem for path in RESULTS.glob("*.json")} == WITH_RUNS.keys()
+    for name, results in WITH_RUNS.items():
+        stored = re.findall(r'"id": "([^"]+)"', (RESULTS / f"{name}.json").read_text())
+        assert sorted(stored) == sorted(run["id"] for found in results.runs.values() for run in found.values())
+
+
+def run(identity: str, **measures: float) -> dict[str, object]:
+    return {"id": identity, "measures": measures, "core_seconds": 1_800.0, "processor": "A processor"}
+
+
+LIST = Table(
+    name="list",
+    title="A list",
+    source="Table 9",
+    text="What corresponds to what.",
+    cells=(Cell(row="first"), Cell(row="second")),
+    measures={LINEAR: "linear", KNN: "kNN"},
+    paper={"first": {LINEAR: 66.2}, "second": {LINEAR: 60.0}},
+    claims=(
+        Claim(text="the first is better", weights={"first": 1, "second": -1}),
+        Claim(text="nothing is lost", weights={"second": 1, "first": -1}, not_below=True),
+    ),
+)
+LIST_RUNS = {
+    "first": {0: run("a-0", linear_top1=80.0, knn_top1=70.0), 1: run("a-1", linear_top1=82.0, knn_top1=70.0)},
+    "second": {0: run("b-0", linear_top1=70.0, knn_top1=60.0)},
+}
+GRID = Table(
+    name="grid",
+    title="A grid",
+    cells=(Cell(row="with", column="K = 1"), Cell(row="with", column="K = 2"), Cell(row="without", column="K = 1")),
+    measures={LINEAR: "linear"},
+    paper={"with, K = 1": {LINEAR: 65.5}},
+    claims=(Claim(text="K = 2 is better", weights={"with, K = 2": 1, "with, K = 1": -1}),),
+)
+GRID_RUNS = {"with, K = 1": {0: run("a-0", linear_top1=80.0)}, "without, K = 1": {0: run("c-0", linear_top1=79.0)}}
+
+
+def test_a_list_has_a_line_for_each_cell_and_the_papers_number() -> None:
+    text = text_of([Results(LIST, LIST_RUNS)])
+    assert "## A list (Table 9 of the paper)" in text
+    assert "| | linear | kNN | seeds | paper |\n|---|---|---|---|---|\n" in text
+    assert "| first | 81.0 ± 1.4 | 70.0 ± 0.0 | 2 | 66.2 |\n| second | 70.0 | 60.0 | 1 | 60.0 |\n" in text
+    assert "**1 of 2 effects reproduce.** The spread between seeds is 1.41." in text
+    assert "- The first is better: **reproduces**, +11.0 ± 1.7 (the paper +6.2)" in text
+    assert "- Nothing is lost: **does not reproduce**, −11.0 ± 1.7 (the paper −6.2)" in text
+    assert "3 runs took 1.5 hours of one core (A processor), evaluations included." in text
+
+
+def test_a_grid_has_a_column_for_each_column_and_dashes_for_what_has_not_run() -> None:
+    text = text_of([Results(LIST, {}), Results(GRID, GRID_RUNS)])
+    assert "| | | K = 1 | K = 2 |\n|---|---|---|---|\n" in text
+    assert "| with | linear | 80.0 | – |\n| | paper | 65.5 |  |\n| without | linear | 79.0 |  |\n" in text
+    assert "- K = 2 is better: not run yet" in text
+    assert "## Not run yet\n\n- A list (Table 9 of the paper)\n" in text
+    assert "2 runs took 1.0 hours" in text
+
+
+def test_a_run_of_two_tables_is_counted_once() -> None:
+    assert "4 runs took 2.0 hours" in text_of([Results(LIST, LIST_RUNS), Results(GRID, GRID_RUNS)])
+
+
+@pytest.mark.parametrize(("table", "runs"), [(LIST, LIST_RUNS), (GRID, GRID_RUNS)], ids=["list", "grid"])
+def test_a_plot_is_the_same_whenever_it_is_drawn(
+    table: Table, runs: dict[str, dict[int, dict[str, object]]], tmp_path: Path
+) -> None:
+    results = Results(table, runs)
+    for name in ("first.svg", "second.svg"):
+        draw(results, tmp_path / name)
+    assert (tmp_path / "first.svg").read_bytes() == (tmp_path / "second.svg").read_bytes()
+    assert drawn(tmp_path / "first.svg") == list(series(results))
+
+
+def test_a_page_without_results_says_what_is_missing(tmp_path: Path) -> None:
+    write(list(TABLES.values()), tmp_path / "none", tmp_path)
+    text = (tmp_path / PAGE).read_text()
+    assert text.count("\n- ") == len(TABLES)
+    assert list((tmp_path / PICTURES).iterdir()) == []

@@ -1,0 +1,151 @@
+"""Cells that run for real: killed, resumed, evaluated, collected."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.__main__ import main
+from experiments.cells import AFTER, KNN, LINEAR, LOSS, Cell, Evaluation, Table
+from experiments.files import LOG_FILE, RESULT_FILE
+from experiments.results import finished, load
+from experiments.run_cell import write_cell
+from experiments.runner import Runner
+from tests.helpers.watching import wait_until
+from trainer.run.checkpoint_file import checkpoint_name
+
+ROOT = Path(__file__).parent.parent.parent
+TINY: dict[str, Any] = {
+    "num_images": 256,
+    "epochs": 13.0,  # 208 steps, with a checkpoint after 200
+    "batch_size": 16,
+    "num_negatives": 32,
+    "window_size": 64,
+    "window_stride": 16,
+    "encoder": {"width": 4},
+    "dim": 8,
+}
+FIRST = Cell(row="first", settings=TINY)
+SECOND = Cell(
+    row="second",
+    settings=TINY | {"correction": "none", "epochs": 2.0},
+    evaluations=(Evaluation(name="maps", arguments=("saliency", "--other", f"{AFTER}/encoder.safetensors")),),
+    after=FIRST,
+)
+LONG = Cell(row="long", settings=TINY | {"epochs": 10_000.0})
+MADE = Table(name="made", title="Made", cells=(SECOND, FIRST))
+WHOLE = Table(name="whole", title="Whole", cells=(FIRST,))
+
+
+@pytest.fixture(autouse=True)
+def cells_find_this_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def runner(directory: Path, table: Table = MADE) -> Runner:
+    return Runner(tables=[table], most_seeds=1, directory=directory, results=directory / "results", num_jobs=2)
+
+
+def start(directory: Path, cell: Cell) -> tuple[Path, subprocess.Popen[bytes]]:
+    path = directory / cell.identity(0)
+    write_cell(path, cell, 0, None)
+    command = [sys.executable, "-m", "experiments.run_cell", str(path)]
+    with (path / LOG_FILE).open("wb") as log:
+        return path, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
+
+
+def records(path: Path, *, until: int) -> list[dict[str, float]]:
+    """The records of a run's steps before `until`."""
+    lines = [line for line in (path / "metrics.jsonl").read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [record for record in map(json.loads, lines) if record["step"] < until]
+
+
+@pytest.mark.guard
+@pytest.mark.timeout(600)
+def test_killed_cells_are_resumed_and_finish_with_the_same_numbers(tmp_path: Path) -> None:
+    path, process = start(tmp_path / "killed", FIRST)
+    assert process.stdin is not None
+    try:
+        wait_until((path / "checkpoints" / f"{checkpoint_name(200)}.safetensors").exists, seconds=120)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+    assert not finished(tmp_path / "killed", FIRST, 0)
+    before = records(path, until=200)
+
+    for directory, table in ((tmp_path / "killed", MADE), (tmp_path / "whole", WHOLE)):
+        made = runner(directory, table)
+        made.run()
+        assert made.failed == {}
+    killed = load(tmp_path / "killed/results/made.json", MADE)
+    whole = load(tmp_path / "whole/results/whole.json", WHOLE)
+    for measure in (LINEAR, KNN, LOSS):
+        assert len(killed.values("first", measure)) == 1
+        assert killed.values("first", measure) == whole.values("first", measure)
+    assert 0 < killed.values("second", "maps.similarity")[0] <= 1
+    assert len(before) == 20
+    assert records(path, until=200) == before, "these steps were not trained again: their times are the same"
+
+    finished_at = (path / RESULT_FILE).stat().st_mtime_ns
+    runner(tmp_path / "killed").run()
+    assert (path / RESULT_FILE).stat().st_mtime_ns == finished_at, "a finished cell is skipped"
+
+
+@pytest.mark.guard
+def test_a_cell_stops_after_a_checkpoint_when_its_runner_ends(tmp_path: Path) -> None:
+    path, process = start(tmp_path, LONG)
+    assert process.stdin is not None
+    wait_until((path / "metrics.jsonl").exists, seconds=120)
+    command = [sys.executable, "-m", "experiments.run_cell", str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as other:
+        assert other.stderr is not None
+        assert b"another process runs the cell" in other.stderr.read()
+    assert other.returncode == 1
+    process.stdin.close()
+    assert process.wait(timeout=120) == 128 + signal.SIGTERM
+    assert "stopped by a signal" in (path / LOG_FILE).read_text()
+    assert float((path / "cpu_seconds.json").read_text()) > 0
+
+
+@pytest.mark.guard
+def test_a_cell_that_fails_is_reported_and_the_others_run(tmp_path: Path) -> None:
+    broken = Cell(row="broken", settings=TINY | {"window_size": 2_048})
+    after = Cell(row="after", settings=TINY | {"labels": f"{AFTER}/labels.npy"}, after=broken)
+    short = Cell(row="short", settings=TINY | {"epochs": 1.0})
+    table = Table(name="made", title="", cells=(broken, after, short))
+    made = runner(tmp_path, table)
+    made.run()
+    (log,) = made.failed.values()
+    assert "window_size must lie in 1..256" in Path(log).read_text()
+    assert finished(tmp_path, short, 0)
+    assert not (tmp_path / after.identity(0)).exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "--tables", "negatives,lenghts"], "--tables has 'lenghts': give names among negatives, lengths"),
+        (["run", "--jobs", "0"], "--seeds is 3 and --jobs is 0: give at least 1"),
+        (["import", "/does/not/exist"], "/does/not/exist is not a folder"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
