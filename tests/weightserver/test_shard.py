@@ -522,9 +522,14 @@ def test_a_write_names_its_sessions_opener(served: Served) -> None:
 
 
 def test_only_refusals_prove_that_a_write_was_not_applied() -> None:
-    """A disk error, or an unknown error, may occur after a commit."""
+    """Disk errors and unknown ones may follow a commit, and a wrong directory knows nothing of the right one."""
     proofs = {kind for kind in ERROR_OF_STATUS.values() if kind.not_applied}
-    assert set(ERROR_OF_STATUS.values()) - proofs == {WeightServerError, ShardUnavailableError, StorageError}
+    assert set(ERROR_OF_STATUS.values()) - proofs == {
+        WeightServerError,
+        ShardUnavailableError,
+        StorageError,
+        DataLossError,
+    }
 
 
 def test_a_push_does_not_write_the_list_of_checkpoints(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

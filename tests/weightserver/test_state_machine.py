@@ -855,6 +855,20 @@ def test_a_session_opened_during_a_push(machine: Machine, fate: Fate) -> None:
     machine.same()
 
 
+def test_a_write_that_a_wrong_directory_refused_counts_once(machine: Machine) -> None:
+    """Its request arrives a second time when the right directory is back; then the caller repeats the write."""
+    (writer,) = machine.writers
+    machine.serve_a_wrong_directory(0, "empty", [(1, Action("push", (0,)), Plan((), False, (), None))])
+    (push,) = [message for message in machine.cluster.messages if message.method == "PushGradients"]
+    with machine.cluster.running(Run()):
+        machine.cluster.arrive(push)
+    machine.catch_up()
+    machine.perform(writer, Action("open_session"))
+    machine.perform(writer, Action("repeat"))
+    assert not writer.failed
+    machine.same()
+
+
 def test_failed_writes_cannot_be_repeated_after_another_clients_session(machine: Machine) -> None:
     """The shards no longer know whether they applied it."""
     (writer,) = machine.writers

@@ -88,9 +88,8 @@ class StorageError(WeightServerError):
 
 
 class DataLossError(WeightServerError):
-    """The shard's data lacks acknowledged writes: an older copy, or another directory, is in its place."""
-
-    not_applied = True
+    """The shard's data lacks acknowledged writes: an older copy, or another directory, is in its place. It
+    applied nothing, but a copy of the request may still reach the shard's own directory."""
 
 
 class MapGrownError(StorageError):
