@@ -521,7 +521,7 @@ class MemoryCluster:
 
     def _sleep(self, seconds: float) -> None:
         self.threads.wait()
-        self._now += seconds
+        self._now += max(seconds, 1e-6)  # a shorter pause could be lost in rounding, and a real one takes longer
 
     def attempt(self, message: Message) -> tuple[list[bytes], Sequence[tuple[str, str]]]:
         """The outcome of an attempt for the client: the answer, or `CallFailed`."""
