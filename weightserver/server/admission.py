@@ -99,6 +99,9 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
         self._on_cut_off = on_cut_off
         self._lanes = {name: Lane(name, self._refused) for name in LANES}
         self._calls: set[_Call] = set()
+
+    def start(self) -> None:
+        """Starts the thread that cuts silent callers off and returns free memory, for as long as the process lives."""
         threading.Thread(target=self._watch, name="stalls", daemon=True).start()
 
     def num_waiting(self, lane: str) -> int:

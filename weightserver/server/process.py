@@ -210,6 +210,7 @@ def _listening_server(config: ServerConfig) -> _Front:
     limiter = CallLimiter(
         memory, stall_seconds=config.stall_seconds, on_refused=metrics.calls.refused, on_cut_off=metrics.calls.cut_off
     )
+    limiter.start()
     server = grpc.server(
         ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="grpc"),
         interceptors=[*([] if token is None else [TokenInterceptor(token, metrics.calls.unauthenticated)]), limiter],
