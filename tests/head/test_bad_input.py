@@ -154,11 +154,18 @@ def test_a_capacity_that_is_too_small(make_head: MakeHead) -> None:
         ({"rows": "dense", "servers": "ws0:1"}, "rows='dense' keeps the rows in this process: omit servers"),
         ({"rows": "dense", "correction": "paper"}, "rows='dense' leave no gap to correct: use correction=True"),
         ({"servers": "ws0"}, "ws0"),
+        ({"num_negatives": 16.0}, "num_negatives must be an integer, got 16.0"),
+        ({"num_shards": 1.5}, "num_shards must be an integer, got 1.5"),
+        ({"order_seed": "a"}, "order_seed must be an integer, got 'a'"),
+        ({"capacity": 14.0}, "capacity must be an integer, got 14.0"),
+        ({"capacity": 0}, "capacity must be at least 1 row, got 0: omit it"),
+        ({"init_norm": 0.3}, "init_norm is the length of rows that begin at embeddings: omit it, or use"),
+        ({"recent_share": 0.3}, "recent_share is for negatives both, got negatives recent: omit it"),
     ],
 )
 def test_settings(settings: dict[str, Any], match: str) -> None:
     given: dict[str, Any] = {"num_negatives": 12} | settings
-    with pytest.raises(ValueError, match=match), ClassifierHead(NUM_CLASSES, DIM, **given) as head:
+    with pytest.raises((TypeError, ValueError), match=match), ClassifierHead(NUM_CLASSES, DIM, **given) as head:
         head.rows([0])
 
 
@@ -173,13 +180,27 @@ def test_learning_rates_given_in_advance(make_head: MakeHead, given: Any) -> Non
     [
         ({"batch_size": 0}, "batch_size must be at least 1 on each of 1 ranks, got 0"),
         ({"batch_size": 4, "batches_per_step": 0}, "batches_per_step must be at least 1, got 0"),
+        ({"batch_size": 4.0}, "batch_size must be an integer, got 4.0"),
+        ({"batch_size": 4, "batches_per_step": 1.0}, "batches_per_step must be an integer, got 1.0"),
+        ({"batch_size": 4, "window_size": 8.0}, "window_size must be an integer, got 8.0"),
+        ({"batch_size": 4, "window_stride": 8.0}, "window_stride must be an integer, got 8.0"),
         ({"batch_size": 4, "window_size": 41}, r"window_size must lie in 1..40, the number of images, got 41"),
         ({"batch_size": 4, "window_size": 8, "window_stride": 9}, r"window_stride must lie in 1..8, the window size"),
     ],
 )
 def test_samplers(settings: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises((TypeError, ValueError), match=match):
         WindowSampler(NUM_CLASSES, **settings)
+
+
+def test_batches_without_a_first_element(make_head: MakeHead) -> None:
+    batches = [{"ids": torch.arange(4), "images": torch.zeros(4, DIM)}]
+    head = make_head("dense")
+    with pytest.raises(
+        TypeError, match=r"a batch is a dict, not a tuple or list .* ids_of=lambda batch: batch\['ids'\]"
+    ):
+        list(head.announced(batches))
+    assert list(head.announced(batches, ids_of=lambda batch: batch["ids"])) == batches
 
 
 def test_two_heads_on_one_table(make_head: MakeHead, client: WeightClient) -> None:

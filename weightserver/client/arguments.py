@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 
 import grpc
@@ -12,7 +11,7 @@ import numpy.typing as npt
 
 from weightserver.common.addresses import is_loopback
 from weightserver.common.security import MAX_TOKEN_CHARACTERS
-from weightserver.core.arrays import Float32Array, Int64Array, all_finite
+from weightserver.core.arrays import Float32Array, Int64Array, all_finite, checked_integer
 from weightserver.core.spec import MAX_ROWS
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import MAX_NAME_CHARACTERS, MAX_NEIGHBOURS, SIMILARITY_NAMES
@@ -52,23 +51,17 @@ def checked_name(name: str) -> str:
 
 
 def checked_step(value: int, name: str) -> int:
-    step = _integer(value, name)
+    step = checked_integer(value, name)
     if not 0 <= step < 2**63:
         raise ValueError(f"{name} must not be negative, and less than 2⁶³, got {step}")
     return step
 
 
 def checked_num_rows(value: int) -> int:
-    num_rows = _integer(value, "num_rows")
+    num_rows = checked_integer(value, "num_rows")
     if not 1 <= num_rows <= MAX_ROWS:
         raise ValueError(f"num_rows must lie in 1..{MAX_ROWS}, got {num_rows}")
     return num_rows
-
-
-def _integer(value: int, name: str) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    return operator.index(value)
 
 
 def checked_learning_rates(learning_rates: npt.ArrayLike) -> Float32Array:
@@ -86,7 +79,7 @@ def checked_learning_rates(learning_rates: npt.ArrayLike) -> Float32Array:
 
 
 def checked_k(value: int) -> int:
-    k = _integer(value, "k")
+    k = checked_integer(value, "k")
     if not 1 <= k <= MAX_NEIGHBOURS:
         raise ValueError(f"k must lie in 1..{MAX_NEIGHBOURS}, got {k}")
     return k

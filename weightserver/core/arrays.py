@@ -1,6 +1,9 @@
-"""Types of NumPy arrays, and checks of their values."""
+"""Types of NumPy arrays, and checks of values."""
 
 from __future__ import annotations
+
+import operator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,3 +23,14 @@ def all_finite(values: Float32Array) -> bool:
         if np.isfinite(values.sum()):  # one pass; it may overflow though all values are finite
             return True
     return bool(np.isfinite(values).all())
+
+
+def checked_integer(value: Any, name: str) -> int:
+    """The argument `name` as a Python integer.
+
+    Raises:
+        TypeError: it is a bool, or nothing that Python would take as an index.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    return operator.index(value)

@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
+from weightserver.core.arrays import checked_integer
+
 MAX_ROWS = 2**48
 MAX_DIM = 65_536
 MAX_ROWS_PER_BLOCK = 2_048
@@ -63,9 +65,7 @@ class TableSpec:
                 if not isinstance(value, str) or value not in _VALUE_BYTES:
                     raise ValueError(f"dtype must be 'float32' or 'bfloat16', got {value!r}")
             elif field.type == "int":
-                if isinstance(value, bool) or not hasattr(value, "__index__"):
-                    raise TypeError(f"{field.name} must be an integer, got {value!r}")
-                object.__setattr__(self, field.name, int(value))
+                object.__setattr__(self, field.name, checked_integer(value, field.name))
             else:
                 if isinstance(value, bool | str) or not hasattr(value, "__float__"):
                     raise TypeError(f"{field.name} must be a number, got {value!r}")

@@ -13,6 +13,21 @@ from weightserver.torch.sampler import WindowSampler
 if TYPE_CHECKING:
     from weightserver.torch.sampled_softmax import SampledSoftmax
 
+
+def first_element(batch: Any) -> Any:
+    """The classes of a batch that is a tuple or list and begins with them.
+
+    Raises:
+        TypeError: another batch.
+    """
+    if not isinstance(batch, tuple | list):
+        raise TypeError(
+            f"a batch is a {type(batch).__name__}, not a tuple or list that begins with the classes: tell announced() "
+            "where they are, such as ids_of=lambda batch: batch['ids']"
+        )
+    return batch[0]
+
+
 AHEAD = 2
 """Steps whose batches are loaded in advance if no sampler knows them."""
 

@@ -79,11 +79,15 @@ def norm_of(init: str, spec: TableSpec, init_norm: float | None, rows: str) -> f
     """The length of rows that begin at embeddings; None if they begin at random.
 
     Raises:
-        ValueError: an unknown `init`, or a length or a row store that it cannot have.
+        ValueError: an unknown `init`, a length for rows that begin at random, or a row store that it cannot have.
     """
     if init not in ("random", "embedding"):
         raise ValueError(f"init must be 'random' or 'embedding', got {init!r}")
     if init == "random":
+        if init_norm is not None:
+            raise ValueError(
+                "init_norm is the length of rows that begin at embeddings: omit it, or use init='embedding'"
+            )
         return None
     if rows == "remote":
         raise ValueError("rows='remote' begin on the servers, which see no embeddings: use rows='resident'")

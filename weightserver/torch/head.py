@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 
 from weightserver import Checkpoint, TableSpec, WeightClient
+from weightserver.core.arrays import checked_integer
 from weightserver.torch.arguments import checked_ids
 from weightserver.torch.beginnings import norm_of
 from weightserver.torch.loss import loss_of
 from weightserver.torch.margins import MarginKind, margin_of
-from weightserver.torch.negatives import Negatives, NegativeSampler
+from weightserver.torch.negatives import Negatives, NegativeSampler, share_of_recent
 from weightserver.torch.opened_rows import OpenedRows
 from weightserver.torch.ranks import Ranks, check_same_on_all_ranks
 from weightserver.torch.rates import LearningRates
@@ -37,7 +38,7 @@ from weightserver.torch.rows import RowStore
 from weightserver.torch.sampled_softmax import SampledSoftmax
 from weightserver.torch.saved_rows import SavedRows, from_tensor, to_tensor
 from weightserver.torch.served_table import OpenTable, ServedTable, float32_rates
-from weightserver.torch.store_sizes import sizes_for_steps
+from weightserver.torch.store_sizes import checked_capacity, sizes_for_steps
 from weightserver.torch.windows import RangesOrder
 
 
@@ -74,7 +75,7 @@ class ClassifierHead(SampledSoftmax):
         temperature: τ, which divides cosines.
         negatives: which classes are active besides a step's own: the most "recent" ones, "uniform" ones sampled in
             whole blocks of rows, or "both"; see `NegativeSampler`.
-        recent_share: with "both", the share of K that recent classes have.
+        recent_share: with "both", the share of K that recent classes have; by default half.
         margin: on the cosine of an image's own class: "none", "cosface" or "arcface"; see `Margin`.
         margin_size: m; by default the usual one.
         softmax: "cosine", or "plain" for inner products.
@@ -88,6 +89,7 @@ class ClassifierHead(SampledSoftmax):
         dtype: of the stored rows, see `TableSpec`; they are float32 while they are resident.
 
     Raises:
+        TypeError: a setting of the wrong type.
         ValueError: settings that are out of range or contradict each other.
     """
 
@@ -114,7 +116,7 @@ class ClassifierHead(SampledSoftmax):
         temperature: float = 0.2,
         softmax: Literal["cosine", "plain"] = "cosine",
         negatives: Negatives = "recent",
-        recent_share: float = 0.5,
+        recent_share: float | None = None,
         margin: MarginKind = "none",
         margin_size: float | None = None,
         learning_rates: npt.ArrayLike | None = None,
@@ -143,7 +145,7 @@ class ClassifierHead(SampledSoftmax):
             servers=[address.strip() for address in addresses],
             run=run,
             directory=Path("rows") / run if directory is None else Path(directory),
-            num_shards=num_shards,
+            num_shards=checked_integer(num_shards, "num_shards"),
             rows=rows,
             learning_rates=float32_rates(learning_rates),
             client_options={
@@ -155,11 +157,11 @@ class ClassifierHead(SampledSoftmax):
             },
         )
         sampled = NegativeSampler(
-            num_negatives,
+            checked_integer(num_negatives, "num_negatives"),
             num_rows=num_classes,
             rows_per_block=rows_per_block,
             kind=negatives,
-            recent_share=recent_share,
+            recent_share=share_of_recent(negatives, recent_share),
             only_met=init == "embedding",
             seed=seed,
         )
@@ -167,10 +169,10 @@ class ClassifierHead(SampledSoftmax):
             spec,
             negatives=sampled,
             loss=loss_of(softmax, temperature, margin_of(margin, margin_size)),
-            order=RangesOrder([num_classes], order_seed),
+            order=RangesOrder([spec.num_rows], checked_integer(order_seed, "order_seed")),
             init_norm=norm_of(init, spec, init_norm, rows),
             table=table,
-            capacity=capacity,
+            capacity=checked_capacity(capacity),
         )
         loss = {"softmax": softmax, "temperature": temperature, "margin": margin, "margin_size": margin_size}
         active = {"num_negatives": num_negatives, "negatives": negatives, "recent_share": recent_share, "init": init}

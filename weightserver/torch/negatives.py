@@ -179,6 +179,17 @@ class NegativeSampler:
         )
 
 
+def share_of_recent(kind: Negatives, share: float | None) -> float:
+    """The share of K that recent rows have with negatives "both", half by default.
+
+    Raises:
+        ValueError: a share was given with another kind.
+    """
+    if share is not None and kind != "both":
+        raise ValueError(f"recent_share is for negatives both, got negatives {kind}: omit it")
+    return 0.5 if share is None else share
+
+
 class ScheduledRows:
     """The active rows of the steps of a schedule: batch t is visits t·B … t·B+B−1. Not thread-safe.
 

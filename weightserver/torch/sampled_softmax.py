@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from weightserver import TableSpec
 from weightserver.core.arrays import Int64Array
 from weightserver.core.sharding import Sharding
-from weightserver.torch.announced_batches import AnnouncedBatches
+from weightserver.torch.announced_batches import AnnouncedBatches, first_element
 from weightserver.torch.arguments import check_embeddings, check_ended_everywhere, checked_ids, ids_of_all_ranks
 from weightserver.torch.class_order import ClassOrder
 from weightserver.torch.coming_steps import Announced, ComingSteps
@@ -146,7 +146,7 @@ class SampledSoftmax(nn.Module, ABC):
         self,
         loader: Iterable[Any],
         *,
-        ids_of: Callable[[Any], Any] = lambda batch: batch[0],
+        ids_of: Callable[[Any], Any] = first_element,
         batches_per_step: int = 1,
     ) -> AnnouncedBatches:
         """The batches of a loader, whose rows are requested before they are needed; may be iterated repeatedly.
@@ -160,6 +160,7 @@ class SampledSoftmax(nn.Module, ABC):
                 loader that make no whole step are left out.
 
         Raises:
+            TypeError: without `ids_of`, while iterating: a batch is no tuple or list.
             ValueError: `batches_per_step` is not positive, or not that of the sampler.
         """
         if batches_per_step < 1:

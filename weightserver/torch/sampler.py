@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from torch.utils.data import Sampler
 
-from weightserver.core.arrays import Int64Array
+from weightserver.core.arrays import Int64Array, checked_integer
 from weightserver.torch.class_order import ClassOrder, ClassVisits
 from weightserver.torch.ranks import Ranks
 from weightserver.torch.windows import RangesOrder, Visits, VisitSchedule
@@ -44,6 +44,7 @@ class WindowSampler(Sampler[list[int]]):
         ranks: this process's rank among those that share a batch.
 
     Raises:
+        TypeError: a number that is no integer.
         ValueError: unless 1 ≤ S ≤ W ≤ N and B ≥ the number of ranks.
     """
 
@@ -62,11 +63,13 @@ class WindowSampler(Sampler[list[int]]):
     ) -> None:
         self.order = RangesOrder([order], order_seed) if isinstance(order, int) else order
         num_images = self.order.num_rows
-        window_size = num_images if window_size is None else window_size
+        window_size = num_images if window_size is None else checked_integer(window_size, "window_size")
+        batch_size = checked_integer(batch_size, "batch_size")
+        batches_per_step = checked_integer(batches_per_step, "batches_per_step")
         self.schedule = VisitSchedule(
             num_rows=num_images,
             window_size=window_size,
-            window_stride=window_size if window_stride is None else window_stride,
+            window_stride=window_size if window_stride is None else checked_integer(window_stride, "window_stride"),
             seed=seed,
         )
         self.row_visits: Visits = self.schedule

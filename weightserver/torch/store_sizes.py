@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from weightserver import TableSpec
+from weightserver.core.arrays import checked_integer
 from weightserver.torch.announced_batches import AHEAD
 from weightserver.torch.class_order import ClassOrder
 from weightserver.torch.coming_steps import ComingSteps
@@ -49,6 +50,18 @@ def sizes_for_steps(
     if capacity is not None and capacity < needed:
         raise ValueError(f"capacity is {capacity}, the steps that are prefetched need {needed}: raise it")
     return StoreSizes(capacity or good, _MAX_PREFETCH_STEPS, min(schedule.window_stride, 1 << 14))
+
+
+def checked_capacity(capacity: int | None) -> int | None:
+    """The capacity that was asked for, if any.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is not positive.
+    """
+    if capacity is not None and checked_integer(capacity, "capacity") < 1:
+        raise ValueError(f"capacity must be at least 1 row, got {capacity}: omit it for as many as the steps need")
+    return capacity
 
 
 def share_of_capacity(rows: int, spec: TableSpec, ranks: Ranks) -> int:
