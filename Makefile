@@ -8,7 +8,7 @@ EXPERIMENTS = $(VENV)/.experiments
 
 FASHION_MNIST = /usr/share/datasets/fashion-mnist
 
-.PHONY: fashion-mnist demo tables tables-quick test test-guard test-all test-gpu lint docs dashboards protos bench bench-gpu clean
+.PHONY: fashion-mnist demo tables tables-quick test test-guard test-all test-gpu lint docs dashboards protos bench bench-quick bench-gpu clean
 
 # Trains on real images, with weight servers of its own. Optional: EPOCHS, DATA_DIR (Fashion-MNIST's files), OUTPUT.
 demo: $(INSTALLED) $(if $(DATA_DIR),,fashion-mnist)
@@ -73,6 +73,10 @@ protos: $(INSTALLED)
 # Compares with peers; writes the tables in benchmarks/results.
 bench: $(INSTALLED) fashion-mnist
 	for name in rows blocks rounding wire steps head scale checkpoints checksums measuring augment; do $(BIN)/python -m benchmarks.$$name || exit 1; done
+
+# Fetches and pushes in two minutes, beside the ratios of the last release; BENCH_FLAGS=--record keeps them.
+bench-quick: $(INSTALLED)
+	$(BIN)/python -m benchmarks.quick $(BENCH_FLAGS)
 
 # Measures a machine with GPUs, in half an hour; BENCH_FLAGS="--quick" measures every section in 9 minutes.
 bench-gpu: $(INSTALLED) fashion-mnist

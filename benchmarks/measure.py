@@ -35,6 +35,11 @@ class Timing:
 
 def in_turn(calls: dict[str, Callable[[], object]], *, rounds: int, warm_up: int = 3) -> dict[str, Timing]:
     """Runs every call once per round, so that disturbances of the machine affect all alike."""
+    return {name: timing(values) for name, values in seconds_in_turn(calls, rounds=rounds, warm_up=warm_up).items()}
+
+
+def seconds_in_turn(calls: dict[str, Callable[[], object]], *, rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
+    """The seconds of every call in each round."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for round_number in range(warm_up + rounds):
         for name, call in calls.items():
@@ -42,7 +47,7 @@ def in_turn(calls: dict[str, Callable[[], object]], *, rounds: int, warm_up: int
             call()
             if round_number >= warm_up:
                 seconds[name].append(time.perf_counter() - started)
-    return {name: timing(values) for name, values in seconds.items()}
+    return seconds
 
 
 def timing(seconds: list[float]) -> Timing:

@@ -29,7 +29,7 @@ import lmdb
 import numpy as np
 
 from benchmarks.bare import CHANNEL_OPTIONS
-from benchmarks.measure import Timing, in_turn, write_results
+from benchmarks.measure import in_turn, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
 from weightserver.core.arrays import Float32Array, Int64Array
@@ -48,6 +48,9 @@ GAP = 18_000
 MANY_GAPS = 9_000
 FIRST_OF_MANY_GAPS = 1 << 21
 """The first of 2^17 stored rows whose last updates are any of the first 9,000 steps."""
+FLOOR = "bare stream"
+Calls = dict[str, Callable[[], object]]
+"""What is timed, by name; `FLOOR` is the peer."""
 
 
 def patterns(num_rows: int) -> dict[str, Int64Array]:
@@ -88,9 +91,10 @@ def fill(client: WeightClient) -> None:
     write(FIRST_OF_MANY_GAPS, 1 << 17, lambda rows: generator.integers(0, MANY_GAPS, len(rows)))
 
 
-def fetches(client: WeightClient, channel: grpc.Channel, rounds: int) -> dict[str, dict[str, Timing]]:
+def fetches(client: WeightClient, channel: grpc.Channel) -> Iterator[tuple[str, Calls]]:
+    """The cases of fetches: a name, and the calls to compare."""
     send_stream, send_call = channel.unary_stream("/Bare/SendStream"), channel.unary_unary("/Bare/SendCall")
-    results, steps = {}, itertools.count(GAP)
+    steps = itertools.count(GAP)
 
     def fetch(rows: Int64Array, out: Float32Array) -> None:
         client.fetch(rows, step=next(steps), out=out)
@@ -99,8 +103,8 @@ def fetches(client: WeightClient, channel: grpc.Channel, rounds: int) -> dict[st
         request = str(num_rows * DIM * 4).encode()
         out = np.empty((num_rows, DIM), np.float32)
         for name, rows in patterns(num_rows).items():
-            calls: dict[str, Callable[[], object]] = {
-                "bare stream": partial(_drain, send_stream, request),
+            calls: Calls = {
+                FLOOR: partial(_drain, send_stream, request),
                 "stored": partial(fetch, rows, out),
                 "never written": partial(fetch, rows + NEVER_WRITTEN, out),
             }
@@ -108,22 +112,21 @@ def fetches(client: WeightClient, channel: grpc.Channel, rounds: int) -> dict[st
                 calls["stored, 9,000 distinct gaps"] = partial(fetch, rows + FIRST_OF_MANY_GAPS, out)
             if num_rows == 512:
                 calls["bare call"] = partial(send_call, request)
-            results[f"fetch of {num_rows:,} rows, {name}"] = in_turn(calls, rounds=rounds)
-    return results
+            yield f"fetch of {num_rows:,} rows, {name}", calls
 
 
 def _drain(stream: Callable[[bytes], Iterable[bytes]], request: bytes) -> int:
     return sum(len(message) for message in stream(request))
 
 
-def pushes(client: WeightClient, channel: grpc.Channel, rounds: int, directory: Path) -> dict[str, dict[str, Timing]]:
+def pushes(client: WeightClient, channel: grpc.Channel, directory: Path) -> Iterator[tuple[str, Calls]]:
+    """The cases of pushes. Each case's calls are valid until the next one is asked for."""
     take_stream = channel.stream_unary("/Bare/TakeStream")
     num_rows, step = 4_096, 400
     gradients = np.random.default_rng(2).standard_normal((num_rows, DIM), dtype=np.float32)
     data = gradients.tobytes()
     chunks = [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
     block = bytearray(BlockCodec(SPEC).num_bytes)
-    results = {}
     for name, rows in patterns(num_rows).items():
         num_blocks = len(np.unique(rows // SPEC.rows_per_block))
         with lmdb.open(str(directory / name), map_size=1 << 36, lib_version=0) as environment:
@@ -138,13 +141,29 @@ def pushes(client: WeightClient, channel: grpc.Channel, rounds: int, directory: 
                 client.push_gradients(rows, gradients, step=step)
                 step += 1
 
-            calls: dict[str, Callable[[], object]] = {
-                "bare stream": lambda: take_stream(iter(chunks)),
+            calls: Calls = {
+                FLOOR: lambda: take_stream(iter(chunks)),
                 f"LMDB commit of {num_blocks:,} blocks": commit,
                 "push": push,
             }
-            results[f"push to {num_rows:,} rows, {name}"] = in_turn(calls, rounds=rounds)
-    return results
+            yield f"push to {num_rows:,} rows, {name}", calls
+
+
+@contextmanager
+def cases() -> Iterator[Iterator[tuple[str, Calls]]]:
+    """All cases of fetches and pushes, over a shard with stored rows and a bare server."""
+    keep_large_buffers()
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        LocalCluster(1) as cluster,
+        WeightClient(cluster.addresses) as client,
+        bare_server() as channel,
+    ):
+        client.create_table(SPEC)
+        client.extend_schedule(0, np.linspace(0.06, 0, NUM_STEPS, dtype=np.float32))
+        client.open_session("benchmark")
+        fill(client)
+        yield itertools.chain(fetches(client, channel), pushes(client, channel, Path(directory)))
 
 
 def tables(rounds: int) -> dict[str, Any]:
@@ -174,19 +193,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
-    keep_large_buffers()
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        LocalCluster(1) as cluster,
-        WeightClient(cluster.addresses) as client,
-        bare_server() as channel,
-    ):
-        client.create_table(SPEC)
-        client.extend_schedule(0, np.linspace(0.06, 0, NUM_STEPS, dtype=np.float32))
-        client.open_session("benchmark")
-        fill(client)
-        results: dict[str, Any] = fetches(client, channel, arguments.rounds)
-        results |= pushes(client, channel, arguments.rounds, Path(directory))
+    with cases() as all_cases:
+        results: dict[str, Any] = {name: in_turn(calls, rounds=arguments.rounds) for name, calls in all_cases}
     results["tables"] = tables(arguments.rounds)
     write_results(
         arguments.output, "rows", f"python -m benchmarks.rows --rounds {arguments.rounds}", results, as_table(results)
@@ -203,7 +211,7 @@ def as_table(results: dict[str, Any]) -> str:
     for case, timings in results.items():
         if case != "tables":
             for what, value in timings.items():
-                lines.append(f"| {case} | {what} | {value} | {value.p50 / timings['bare stream'].p50:.2f} |")
+                lines.append(f"| {case} | {what} | {value} | {value.p50 / timings[FLOOR].p50:.2f} |")
     table = results["tables"]
     lines += [
         "",
