@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,9 @@ from weightserver import LocalCluster, WeightClient
 if TYPE_CHECKING:
     from tests.helpers.gpus import Gpus
 
+# Programs that a shell starts in the background ignore Ctrl-C, and so would the programs that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # A busy machine must not fail a test.
 settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
