@@ -20,8 +20,9 @@ rows.
 
 from __future__ import annotations
 
+import functools
 import struct
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +30,12 @@ import xxhash
 
 from weightserver.core.arrays import Float32Array, StoredArray
 from weightserver.core.errors import StorageError
-from weightserver.core.initial import initial_rows
+from weightserver.core.initial import initial_rows, source_of
 from weightserver.core.precision import WEIGHT, precision_of
 from weightserver.core.spec import TableSpec
+
+if TYPE_CHECKING:
+    from weightserver.core._kernel import Initial
 
 SMALL = 2.0**32
 """The largest |value| of blocks of small values."""
@@ -73,6 +77,8 @@ class BlockCodec:
         self.offsets = last_step, weight, momentum_buffer
         """Offset of each array in a block, in bytes."""
         self.num_bytes = momentum_buffer + spec.value_bytes * rows * dim
+        self.layout = (rows, dim, spec.value_bytes, *self.offsets, self.num_bytes, *_FORMATS[spec.dtype])
+        """The same for the compiled kernel."""
 
     def initial(self, block: int) -> bytearray:
         """An unsealed block whose rows hold their initial values; none is marked as written."""
@@ -84,6 +90,16 @@ class BlockCodec:
     def initial_weight(self, rows: npt.NDArray[np.int64]) -> StoredArray:
         """Initial weights of `rows` (int64 [n]) as they are stored, [n, D]."""
         return self.precision.rounded(initial_rows(self._spec, rows), rows, 0, WEIGHT)
+
+    def array_bytes(self, num_rows: int) -> tuple[int, int, int]:
+        """Bytes of so many rows' weights, momentum buffers and last steps."""
+        values = self._spec.value_bytes * self.dim * num_rows
+        return values, values, 8 * num_rows
+
+    @functools.cached_property
+    def source(self) -> Initial:
+        """What the compiled kernel draws initial weights from."""
+        return source_of(self._spec)
 
     def num_written(self, buffer: Buffer) -> int:
         """Number of rows that were ever written."""

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from weightserver.core.kernel import compiled
 from weightserver.core.precision import WEIGHT, as_if_stored, precision_of
 from weightserver.core.spec import TableSpec
-from weightserver.core.splitmix import derive_seed, splitmix64
+from weightserver.core.splitmix import derive_seed, mix_seed, splitmix64
 
 __all__ = ["derive_seed", "initial_rows", "splitmix64"]
 
@@ -37,10 +38,24 @@ def _quantiles() -> npt.NDArray[np.float32]:
 
 def initial_rows(spec: TableSpec, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     """Initial weights of `rows` (int64 [n], any order): float32 [n, dim], N(0, init_std²), rounded to `dtype`."""
+    weight = np.empty((len(rows), spec.dim), dtype=np.float32)
+    if (kernel := compiled()) is not None:
+        kernel.initial_rows(source_of(spec), np.ascontiguousarray(rows, np.int64), spec.dim, weight)
+    else:
+        _draw(spec, rows, weight)
+    return as_if_stored(precision_of(spec), weight, rows, 0, WEIGHT)
+
+
+def source_of(spec: TableSpec) -> tuple[int, np.float32, npt.NDArray[np.float32]]:
+    """What the compiled kernel draws initial weights from: a mixed seed, their standard deviation, the quantiles."""
+    return mix_seed(spec.seed), np.float32(spec.init_std), _quantiles()
+
+
+def _draw(spec: TableSpec, rows: npt.NDArray[np.int64], weight: npt.NDArray[np.float32]) -> None:
+    """The definition: fills `weight` (float32 [n, dim]), before it is rounded to the table's dtype."""
     words_per_row = -(-spec.dim // 2)
     quantiles = _quantiles()
     std = np.float32(spec.init_std)
-    weight = np.empty((len(rows), spec.dim), dtype=np.float32)
     columns = np.arange(words_per_row, dtype=np.uint64)
     chunk = max(1, _CHUNK_WORDS // words_per_row)
     for start in range(0, len(rows), chunk):
@@ -50,4 +65,3 @@ def initial_rows(spec: TableSpec, rows: npt.NDArray[np.int64]) -> npt.NDArray[np
         normals = weight[start : start + chunk]
         np.add(found[:, 0 : 2 * spec.dim : 2], found[:, 1 : 2 * spec.dim : 2], out=normals)
         normals *= std
-    return as_if_stored(precision_of(spec), weight, rows, 0, WEIGHT)

@@ -21,7 +21,7 @@ import numpy as np
 from weightserver.core.arrays import BFloat16Array, Float32Array, Int64Array, StoredArray, all_finite
 from weightserver.core.correction import all_within
 from weightserver.core.spec import TableSpec
-from weightserver.core.splitmix import splitmix64
+from weightserver.core.splitmix import mix_seed, splitmix64
 
 WEIGHT, MOMENTUM_BUFFER, GRADIENT = range(3)
 """Which array of a row is rounded: each has random bits of its own."""
@@ -43,6 +43,10 @@ class Precision(Protocol):
     @property
     def dtype(self) -> np.dtype[Any]:
         """Type of the stored arrays, little-endian."""
+
+    @property
+    def mixed_seed(self) -> int:
+        """What the compiled kernel draws the random bits of rounding from."""
 
     def widened(self, stored: StoredArray) -> Float32Array:
         """The values as float32; float32 ones are not copied."""
@@ -78,6 +82,7 @@ class Float32:
     """Values stored as they are."""
 
     dtype = np.dtype("<f4")
+    mixed_seed = 0
 
     def widened(self, stored: StoredArray) -> Float32Array:
         values: Float32Array = stored  # type: ignore[assignment]
@@ -100,6 +105,7 @@ class BFloat16:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed ^ _PURPOSE
+        self.mixed_seed = mix_seed(self._seed)
 
     def widened(self, stored: StoredArray) -> Float32Array:
         bits = stored.astype(np.uint32)

@@ -60,29 +60,45 @@ class BlockRun(NamedTuple):
     part: slice  # their positions in the request
 
 
-def block_runs(rows: Int64Array, rows_per_block: int) -> Iterator[BlockRun]:
-    """One run for each block that strictly increasing `rows` (int64 [n]) touch."""
+class TouchedBlocks(NamedTuple):
+    """Some rows of a request, and the blocks that they lie in."""
+
+    rows: Int64Array  # (n,), strictly increasing
+    slots: Int64Array  # (n,), their positions in their blocks
+    blocks: Int64Array  # (k,), each once, ascending
+    starts: Int64Array  # (k + 1,): block number j of these has the rows from number starts[j] to starts[j + 1]
+
+    def runs(self, offset: int = 0) -> Iterator[BlockRun]:
+        """One run for each block; the first row is number `offset` of the request."""
+        starts, ends = self.starts[:-1], self.starts[1:]
+        first = self.slots[starts]
+        adjacent = self.slots[ends - 1] - first == ends - starts - 1
+        for block, start, end, low, is_adjacent in zip(
+            self.blocks.tolist(), starts.tolist(), ends.tolist(), first.tolist(), adjacent.tolist(), strict=True
+        ):
+            where = slice(low, low + end - start) if is_adjacent else self.slots[start:end]
+            yield BlockRun(block, where, slice(start + offset, end + offset))
+
+
+def touched_blocks(rows: Int64Array, rows_per_block: int, num_rows: int = _ROWS_AT_A_TIME) -> Iterator[TouchedBlocks]:
+    """Strictly increasing `rows` (int64 [n]) in parts of at least `num_rows`, each up to the end of a block."""
     start = 0
     while start < len(rows):
-        last = rows[min(start + _ROWS_AT_A_TIME, len(rows)) - 1]
-        end = int(np.searchsorted(rows, last - last % rows_per_block + rows_per_block))  # at the end of a block
-        yield from _some_runs(rows[start:end], rows_per_block, start)
+        last = rows[min(start + num_rows, len(rows)) - 1]
+        end = int(np.searchsorted(rows, last - last % rows_per_block + rows_per_block))
+        some = rows[start:end]
+        blocks = some // rows_per_block
+        starts = np.flatnonzero(np.concatenate([[True], blocks[1:] != blocks[:-1], [True]]))
+        yield TouchedBlocks(some, some - blocks * rows_per_block, blocks[starts[:-1]], starts)
         start = end
 
 
-def _some_runs(rows: Int64Array, rows_per_block: int, offset: int) -> Iterator[BlockRun]:
-    """The runs of `rows`, whose first is number `offset` of the request."""
-    blocks = rows // rows_per_block
-    slots = rows - blocks * rows_per_block
-    starts = np.flatnonzero(np.concatenate([[True], blocks[1:] != blocks[:-1]]))
-    ends = np.append(starts[1:], len(rows))
-    first = slots[starts]
-    adjacent = slots[ends - 1] - first == ends - starts - 1
-    for block, start, end, low, is_adjacent in zip(
-        blocks[starts].tolist(), starts.tolist(), ends.tolist(), first.tolist(), adjacent.tolist(), strict=True
-    ):
-        where = slice(low, low + end - start) if is_adjacent else slots[start:end]
-        yield BlockRun(block, where, slice(start + offset, end + offset))
+def block_runs(rows: Int64Array, rows_per_block: int) -> Iterator[BlockRun]:
+    """One run for each block that strictly increasing `rows` (int64 [n]) touch."""
+    offset = 0
+    for touched in touched_blocks(rows, rows_per_block):
+        yield from touched.runs(offset)
+        offset += len(touched.rows)
 
 
 def to_ranges(rows: Int64Array) -> Int64Array:

@@ -13,7 +13,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 def splitmix64(seed: int, index: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Output number `index` of the SplitMix64 stream that starts at a mixed `seed`; any shape, uint64 in and out."""
     z = index * _GAMMA  # wraps modulo 2^64, as the generator does
-    z += _mix_seed(seed)
+    z += np.uint64(mix_seed(seed))
     z ^= z >> np.uint64(30)
     z *= _MIX_1
     z ^= z >> np.uint64(27)
@@ -27,10 +27,10 @@ def derive_seed(seed: int, purpose: int) -> int:
     return int(splitmix64(seed % 2**64, np.array([purpose], np.uint64))[0])
 
 
-def _mix_seed(seed: int) -> np.uint64:
-    """Spreads nearby seeds over the whole state, so that their streams do not overlap."""
+def mix_seed(seed: int) -> int:
+    """Spreads nearby seeds over the whole state of 64 bits, so that their streams do not overlap."""
     mask = 2**64 - 1
     z = (seed + int(_GAMMA)) & mask
     z = ((z ^ (z >> 30)) * int(_MIX_1)) & mask
     z = ((z ^ (z >> 27)) * int(_MIX_2)) & mask
-    return np.uint64(z ^ (z >> 31))
+    return z ^ (z >> 31)

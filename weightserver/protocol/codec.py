@@ -199,8 +199,13 @@ def encode_fetch_response(
     for number, array in enumerate((weight, momentum_buffer, last_step), start=1):
         if array is not None and array.size:
             data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data
-            parts += [bytes([number << 3 | _LENGTH_DELIMITED]), _varint(len(data)), data]
+            parts += [field_head(number, len(data)), data]
     return b"".join(parts)
+
+
+def field_head(number: int, num_bytes: int) -> bytes:
+    """What precedes a field of a FetchResponse (1 weight, 2 momentum buffer, 3 last step) of so many bytes."""
+    return bytes([number << 3 | _LENGTH_DELIMITED]) + _varint(num_bytes)
 
 
 def decode_fetch_response(message: bytes) -> tuple[memoryview, memoryview, memoryview]:

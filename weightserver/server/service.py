@@ -18,7 +18,6 @@ from weightserver.protocol.codec import (
     CHUNK_BYTES,
     MAX_NAME_CHARACTERS,
     creating_method,
-    encode_fetch_response,
     float32_from_bytes,
     named_rows,
     spec_from_proto,
@@ -341,7 +340,7 @@ def _encoded(chunks: Iterator[Rows], clock: StageClock) -> Iterator[tuple[int, b
     """Yields (number of rows, serialized FetchResponse) for each chunk."""
     for chunk in chunks:
         clock.start("serialise")
-        yield len(chunk.weight), encode_fetch_response(chunk.weight, chunk.momentum_buffer, chunk.last_step)
+        yield len(chunk.weight), chunk.serialized()
 
 
 def add_to_server(service: WeightServerService, server: grpc.Server) -> None:

@@ -6,13 +6,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from weightserver.core.arrays import Int64Array, StoredArray
+import numpy as np
+
+from weightserver.core import kernel
+from weightserver.core.arrays import Float32Array, Int64Array, StoredArray
 from weightserver.core.blocks import SMALL, RowBuffer
 from weightserver.core.correction import bring_to
-from weightserver.core.errors import StepError
+from weightserver.core.errors import StepError, StorageError
 from weightserver.core.precision import MOMENTUM_BUFFER, WEIGHT
-from weightserver.core.sharding import BlockRun, block_runs
-from weightserver.protocol.codec import CHUNK_BYTES
+from weightserver.core.sharding import TouchedBlocks, touched_blocks
+from weightserver.protocol.codec import CHUNK_BYTES, encode_fetch_response, field_head
 from weightserver.shard.table import Table
 from weightserver.storage.interface import NEWEST, Storage, Transaction
 from weightserver.storage.records import read_state
@@ -32,6 +35,12 @@ class Rows:
     weight: StoredArray  # (n, D)
     momentum_buffer: StoredArray | None = None  # (n, D)
     last_step: Int64Array | None = None  # (n,)
+    message: bytes = b""
+    """The serialized FetchResponse, whose bytes the arrays show, if the kernel made it."""
+
+    def serialized(self) -> bytes:
+        """The FetchResponse."""
+        return self.message or encode_fetch_response(self.weight, self.momentum_buffer, self.last_step)
 
 
 @dataclass(frozen=True)
@@ -56,54 +65,129 @@ class RawRows:
     all_small: bool
     """Whether no value is beyond ±`SMALL`."""
 
-    def answer(self, *, state: bool) -> Rows:
-        """The weights, and with `state` the momentum buffers and last steps too."""
+    @property
+    def last_step(self) -> Int64Array:
+        """int64 [n]."""
+        return self.buffer.last_step
+
+    def answer(self, table: Table, step: int | None, rows: Int64Array, *, state: bool) -> Rows:
+        """The weights before update `step`, or as they are stored; with `state` all of the rows. See `correct_rows`."""
+        if step is not None:
+            correct_rows(table, step, rows, self, weight_only=not state)
         buffer = self.buffer
         return Rows(buffer.weight, buffer.momentum_buffer, buffer.last_step) if state else Rows(buffer.weight)
 
 
-def chunks(rows: Int64Array, table: Table) -> Iterator[list[BlockRun]]:
-    """The blocks that `rows` (int64 [n]) touch, in lists of about 1 MiB of weights."""
-    rows_per_chunk = max(1, CHUNK_BYTES // (table.spec.value_bytes * table.spec.dim))
-    runs: list[BlockRun] = []
-    for run in block_runs(rows, table.spec.rows_per_block):
-        runs.append(run)
-        if run.part.stop - runs[0].part.start >= rows_per_chunk:
-            yield runs
-            runs = []
-    if runs:
-        yield runs
+@dataclass(frozen=True)
+class RowsInBlocks:
+    """Rows in a snapshot's own memory, for the compiled kernel; valid as long as the snapshot."""
+
+    touched: TouchedBlocks
+    blocks: list[memoryview | None]
+    """None for blocks that were never written."""
+    last_step: Int64Array  # (n,)
+    all_small: bool
+    """As in `RawRows`."""
+
+    def answer(self, table: Table, step: int | None, rows: Int64Array, *, state: bool) -> Rows:
+        """As `RawRows.answer`."""
+        last_step, coefficients = self.last_step, None
+        if step is not None:
+            _require_unseen(step, rows, last_step)
+            if table.spec.correction:
+                if not (self.all_small and table.schedule.safe_size >= SMALL):
+                    return _copied(table, self.touched, self.blocks).answer(table, step, rows, state=state)
+                coefficients = table.schedule.coefficients(last_step, step)
+            last_step = np.full_like(last_step, step)
+        return self._message(table, step or 0, coefficients, last_step, state=state)
+
+    def _message(
+        self, table: Table, step: int, coefficients: Float32Array | None, last_step: Int64Array, *, state: bool
+    ) -> Rows:
+        compiled, codec, touched = kernel.compiled(), table.codec, self.touched
+        assert compiled is not None
+        num_rows = len(touched.rows)
+        heads = [field_head(number, size) for number, size in enumerate(codec.array_bytes(num_rows), start=1)]
+        message = compiled.answer(
+            codec.layout,
+            self.blocks,
+            touched.starts,
+            touched.slots,
+            np.ascontiguousarray(touched.rows),
+            coefficients,
+            codec.source,
+            (codec.precision.mixed_seed, step),
+            heads[0],
+            heads[1] if state else None,
+            heads[2] if state else None,
+            last_step,
+        )
+
+        def values(at: int) -> StoredArray:
+            found = np.frombuffer(message, codec.precision.dtype, num_rows * codec.dim, at)
+            return found.reshape(num_rows, codec.dim)
+
+        weight = values(len(heads[0]))
+        if not state:
+            return Rows(weight, message=message)
+        momentum_buffer = values(len(heads[0]) + weight.nbytes + len(heads[1]))
+        return Rows(weight, momentum_buffer, last_step, message)
+
+
+def chunks(rows: Int64Array, table: Table) -> Iterator[TouchedBlocks]:
+    """The blocks that `rows` (int64 [n]) touch, in parts of about 1 MiB of weights."""
+    spec = table.spec
+    return touched_blocks(rows, spec.rows_per_block, max(1, CHUNK_BYTES // (spec.value_bytes * spec.dim)))
 
 
 def read_rows(
-    storage: Storage, table: Table, at: ReadAt, rows: Int64Array, runs: list[BlockRun], *, verify: bool
-) -> RawRows:
-    """Reads the rows of one chunk in one snapshot.
+    txn: Transaction, table: Table, at: ReadAt, touched: TouchedBlocks, *, verify: bool
+) -> RowsInBlocks | RawRows:
+    """Reads the rows of one chunk.
 
     Args:
-        rows: the rows of the chunk, int64 [n].
         verify: whether to check the checksums of the blocks.
     """
-    first = runs[0].part.start
-    found = RowBuffer(table.codec, len(rows))
+    up_to, numbers = at.generation(txn), touched.blocks.tolist()
+    txn.prefetch(numbers, up_to=up_to)
+    blocks = [txn.newest_block(number, up_to=up_to) for number in numbers]
+    compiled, checksum = kernel.compiled(), kernel.checksum_address() if verify else 0
+    if verify and not checksum:
+        for number, block in zip(numbers, blocks, strict=True):
+            if block is not None:
+                table.codec.check(number, block)
+    if compiled is None:
+        return _copied(table, touched, blocks)
+    last_step = np.empty(len(touched.rows), np.int64)
+    bad, all_small = compiled.look(
+        table.codec.layout, blocks, touched.blocks, touched.starts, touched.slots, last_step, checksum
+    )
+    if bad >= 0:
+        block = blocks[bad]
+        assert block is not None
+        table.codec.check(numbers[bad], block)
+        raise StorageError(f"{table.codec.name(numbers[bad])} changed while it was read")
+    return RowsInBlocks(touched, blocks, last_step, all_small and _initial_are_small(table))
+
+
+def _initial_are_small(table: Table) -> bool:
+    return _MOST_STANDARD_DEVIATIONS * table.spec.init_std <= SMALL
+
+
+def _copied(table: Table, touched: TouchedBlocks, blocks: list[memoryview | None]) -> RawRows:
+    """The rows of some blocks, None for those that were never written."""
+    found = RowBuffer(table.codec, len(touched.rows))
     absent: list[slice] = []  # rows that were never written, neighbours together
-    all_small = _MOST_STANDARD_DEVIATIONS * table.spec.init_std <= SMALL
-    with storage.read() as txn:
-        up_to = at.generation(txn)
-        txn.prefetch([run.block for run in runs], up_to=up_to)
-        for block, slots, run in runs:
-            part = slice(run.start - first, run.stop - first)
-            stored = txn.newest_block(block, up_to=up_to)
-            if stored is None:
-                start = absent.pop().start if absent and absent[-1].stop == part.start else part.start
-                absent.append(slice(start, part.stop))
-            else:
-                if verify:
-                    table.codec.check(block, stored)
-                all_small &= table.codec.is_small(stored)
-                found.copy(part, stored, slots)
+    all_small = _initial_are_small(table)
+    for (_, slots, part), stored in zip(touched.runs(), blocks, strict=True):
+        if stored is None:
+            start = absent.pop().start if absent and absent[-1].stop == part.start else part.start
+            absent.append(slice(start, part.stop))
+        else:
+            all_small &= table.codec.is_small(stored)
+            found.copy(part, stored, slots)
     for part in absent:
-        found.weight[part] = table.codec.initial_weight(rows[part])
+        found.weight[part] = table.codec.initial_weight(touched.rows[part])
         found.momentum_buffer[part] = 0
     return RawRows(found, all_small)
 
@@ -115,12 +199,7 @@ def correct_rows(table: Table, step: int, rows: Int64Array, found: RawRows, *, w
         StepError: a row has seen that update, or SGD makes it infinite or NaN before it.
     """
     buffer = found.buffer
-    if buffer.last_step.max(initial=0) > step:
-        first = int((buffer.last_step > step).argmax())
-        raise StepError(
-            f"row {rows[first]} has seen {buffer.last_step[first]} updates, its state before update {step} is gone: "
-            f"fetch it for step {buffer.last_step[first]} or later"
-        )
+    _require_unseen(step, rows, buffer.last_step)
     if table.spec.correction:
         precision = table.codec.precision
         weight, momentum_buffer = precision.widened(buffer.weight), precision.widened(buffer.momentum_buffer)
@@ -138,6 +217,16 @@ def correct_rows(table: Table, step: int, rows: Int64Array, found: RawRows, *, w
         if not weight_only:
             buffer.momentum_buffer = precision.rounded(momentum_buffer, rows, step, MOMENTUM_BUFFER)
     buffer.last_step[:] = step
+
+
+def _require_unseen(step: int, rows: Int64Array, last_step: Int64Array) -> None:
+    """Raises StepError if one of `rows` has seen update `step`."""
+    if last_step.max(initial=0) > step:
+        first = int((last_step > step).argmax())
+        raise StepError(
+            f"row {rows[first]} has seen {last_step[first]} updates, its state before update {step} is gone: "
+            f"fetch it for step {last_step[first]} or later"
+        )
 
 
 def read_blocks(

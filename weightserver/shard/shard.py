@@ -26,7 +26,7 @@ from weightserver.core.lineage import Lineage
 from weightserver.core.spec import TableSpec
 from weightserver.protocol.codec import CHUNK_BYTES
 from weightserver.shard import checkpoints, reading, schedule_operations, sessions, table_operations, writing
-from weightserver.shard.reading import RawRows, ReadAt, Rows
+from weightserver.shard.reading import ReadAt, Rows
 from weightserver.shard.schedule_change import Part, ScheduleState, read_schedule_state, write_schedule_state
 from weightserver.shard.search import Chunk, Found, Query, read_chunks, search
 from weightserver.shard.sessions import check_epoch
@@ -199,15 +199,17 @@ class Shard:
         table, at, clock = self.require_table(), ReadAt(checkpoint, checkpoint_id), clock or StageClock("read")
         schedule = schedule or self._schedule.digest
         self._check_step(table, step, schedule)
-        for runs in reading.chunks(rows, table):
+        for touched in reading.chunks(rows, table):
             clock.start("read")
-            part = rows[runs[0].part.start : runs[-1].part.stop]
-            found = reading.read_rows(self._storage, table, at, part, runs, verify=self._verify_reads)
-            self._check_still(table)
-            clock.start("correct")
-            self._on_gaps((self._state.clock if step is None else step) - found.buffer.last_step)
-            self._correct(table, step, schedule, part, found, weight_only=not state)
-            yield found.answer(state=state)
+            with self._storage.read() as txn:
+                found = reading.read_rows(txn, table, at, touched, verify=self._verify_reads)
+                self._check_still(table)
+                clock.start("correct")
+                self._on_gaps((self._state.clock if step is None else step) - found.last_step)
+                answer = found.answer(table, step, touched.rows, state=state)
+                del found  # its memory is the snapshot's
+            self._check_schedule(step, schedule)  # rows and learning rates were read before this
+            yield answer
 
     def search(
         self,
@@ -233,7 +235,9 @@ class Shard:
 
         def correct(chunk: Chunk) -> None:
             self._check_still(table)
-            self._correct(table, step, schedule, chunk.rows, chunk.found, weight_only=True)
+            if step is not None:
+                reading.correct_rows(table, step, chunk.rows, chunk.found, weight_only=True)
+            self._check_schedule(step, schedule)  # rows and learning rates were read before this
 
         chunks = read_chunks(
             self._storage,
@@ -262,13 +266,10 @@ class Shard:
         if self._table is None or self._table.schedule is not table.schedule:
             raise TableMismatchError("the table was dropped while its rows were read: call describe() and start over")
 
-    def _correct(
-        self, table: Table, step: int | None, schedule: int, rows: Int64Array, found: RawRows, *, weight_only: bool
-    ) -> None:
-        """Brings raw rows to their state before update `step`, in place, unless it is None."""
+    def _check_schedule(self, step: int | None, schedule: int) -> None:
+        """Raises unless the learning rates before `step` are still those of digest `schedule`."""
         if step is not None:
-            reading.correct_rows(table, step, rows, found, weight_only=weight_only)
-            self._schedule.require_settled(step)  # rows and learning rates were read before this
+            self._schedule.require_settled(step)
             self._schedule.require_known(schedule, step)
 
     def read_blocks(self, first: int, *, checkpoint: str) -> tuple[list[tuple[int, bytes]], int | None]:

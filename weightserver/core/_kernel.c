@@ -1,0 +1,537 @@
+/* The inner passes over rows, without the GIL: see kernel.py, which chooses between this and NumPy.
+ *
+ * Every function computes the bits of NumPy's definition in correction.py, initial.py, precision.py and
+ * transfer_tables.py: IEEE float32 and float64, each product and sum rounded by itself. Nothing may be contracted into a
+ * fused multiply-add or reordered, so this file refuses the options that would.
+ *
+ * Buffers come from the network and from files. Their lengths are compared with what the arguments say before anything
+ * is read, and a slot or an index that lies outside is an error; no number in a buffer is trusted. Stored values need
+ * not be aligned.
+ */
+#define Py_LIMITED_API 0x030B0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifdef __FAST_MATH__
+#error "-ffast-math changes the bits of rows"
+#endif
+#if FLT_EVAL_METHOD != 0
+#error "float must be computed in its own precision"
+#endif
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "blocks and messages are little-endian"
+#endif
+#ifdef __clang__ /* gcc takes -ffp-contract=off alone */
+#pragma STDC FP_CONTRACT OFF
+#endif
+
+/* A change of any function's arguments or results; kernel.py takes no other. */
+#define INTERFACE 1
+
+typedef float __attribute__((aligned(1), may_alias)) packed_float;
+typedef uint16_t __attribute__((aligned(1), may_alias)) packed_u16;
+typedef int64_t __attribute__((aligned(1), may_alias)) packed_i64;
+
+/* ---- blocks: see blocks.py */
+
+enum { HEADER_BYTES = 16, START_BYTES = 8 };
+typedef uint64_t (*checksum_function)(const void *, size_t, uint64_t); /* XXH3_64bits_withSeed */
+
+typedef struct {
+    Py_ssize_t rows, dim, value_bytes, last_step_at, weight_at, momentum_at, num_bytes;
+    int any_values, small_values; /* the formats */
+} Layout;
+
+static int parse_layout(PyObject *object, void *out)
+{
+    Layout *layout = out;
+    if (!PyArg_ParseTuple(object, "nnnnnnnii", &layout->rows, &layout->dim, &layout->value_bytes, &layout->last_step_at,
+                          &layout->weight_at, &layout->momentum_at, &layout->num_bytes, &layout->any_values,
+                          &layout->small_values))
+        return 0;
+    Py_ssize_t values = layout->value_bytes * layout->dim;
+    int sound = layout->rows > 0 && layout->rows < 1 << 16 && layout->dim > 0 && layout->dim < 1 << 24
+                && (layout->value_bytes == 2 || layout->value_bytes == 4) && layout->last_step_at >= HEADER_BYTES
+                && layout->weight_at >= layout->last_step_at + 8 * layout->rows
+                && layout->momentum_at >= layout->weight_at + values * layout->rows
+                && layout->num_bytes >= layout->momentum_at + values * layout->rows;
+    if (!sound)
+        PyErr_SetString(PyExc_ValueError, "the layout of a block is inconsistent");
+    return sound;
+}
+
+/* Arrays of int64, float32, ...: contiguous, and of exactly `count` items. */
+static int get_array(PyObject *object, Py_buffer *view, Py_ssize_t count, Py_ssize_t item_bytes, int writable,
+                     const char *name)
+{
+    if (PyObject_GetBuffer(object, view, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0)
+        return -1;
+    if (count >= 0 && view->len / item_bytes == count && view->len % item_bytes == 0)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "%s has %zd bytes, not %zd items of %zd", name, view->len, count, item_bytes);
+    PyBuffer_Release(view);
+    return -1;
+}
+
+/* The blocks that rows lie in, and where. */
+typedef struct {
+    Layout layout;
+    Py_ssize_t num_rows, num_blocks, held;
+    Py_buffer *blocks; /* `obj` is NULL for one that was never written */
+    Py_buffer starts, slots;
+} Touched;
+
+static void release_touched(Touched *touched)
+{
+    for (Py_ssize_t i = 0; i < touched->held; i++)
+        if (touched->blocks[i].obj != NULL)
+            PyBuffer_Release(&touched->blocks[i]);
+    PyMem_Free(touched->blocks);
+    if (touched->starts.obj != NULL)
+        PyBuffer_Release(&touched->starts);
+    if (touched->slots.obj != NULL)
+        PyBuffer_Release(&touched->slots);
+}
+
+/* The rows of block b are number starts[b] to starts[b+1] of all, and lie in these slots of it. */
+static int check_places(const Touched *touched)
+{
+    const packed_i64 *starts = touched->starts.buf, *slots = touched->slots.buf;
+    if (starts[0] != 0 || starts[touched->num_blocks] != touched->num_rows)
+        return -1;
+    for (Py_ssize_t b = 0; b < touched->num_blocks; b++)
+        if (starts[b] > starts[b + 1])
+            return -1;
+    uint64_t rows = (uint64_t)touched->layout.rows;
+    int outside = 0;
+    for (Py_ssize_t i = 0; i < touched->num_rows; i++)
+        outside |= (uint64_t)slots[i] >= rows;
+    return outside ? -1 : 0;
+}
+
+static int get_touched(Touched *touched, PyObject *layout, PyObject *blocks, PyObject *starts, PyObject *slots)
+{
+    memset(touched, 0, sizeof *touched);
+    if (!parse_layout(layout, &touched->layout))
+        return -1;
+    if (!PyList_Check(blocks)) {
+        PyErr_SetString(PyExc_TypeError, "blocks must be a list");
+        return -1;
+    }
+    touched->num_blocks = PyList_Size(blocks);
+    touched->blocks = PyMem_Calloc(touched->num_blocks + 1, sizeof *touched->blocks);
+    if (touched->blocks == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (get_array(starts, &touched->starts, touched->num_blocks + 1, 8, 0, "starts") < 0)
+        goto fail;
+    if (PyObject_GetBuffer(slots, &touched->slots, PyBUF_SIMPLE) < 0)
+        goto fail;
+    touched->num_rows = touched->slots.len / 8;
+    for (Py_ssize_t b = 0; b < touched->num_blocks; b++) {
+        PyObject *block = PyList_GetItem(blocks, b);
+        if (block == NULL)
+            goto fail;
+        if (block != Py_None && PyObject_GetBuffer(block, &touched->blocks[b], PyBUF_SIMPLE) < 0)
+            goto fail;
+        touched->held = b + 1;
+    }
+    if (check_places(touched) < 0) {
+        PyErr_SetString(PyExc_ValueError, "a row lies outside its block");
+        goto fail;
+    }
+    return 0;
+fail:
+    release_touched(touched);
+    return -1;
+}
+
+static int is_sound(const Layout *layout, const Py_buffer *block, uint64_t number, checksum_function checksum)
+{
+    const unsigned char *bytes = block->buf;
+    if (block->len != layout->num_bytes)
+        return 0;
+    if (checksum == NULL)
+        return 1;
+    uint16_t format, rows;
+    uint32_t dim;
+    uint64_t stored, seed = number;
+    memcpy(&format, bytes, 2);
+    memcpy(&rows, bytes + 2, 2);
+    memcpy(&dim, bytes + 4, 4);
+    memcpy(&stored, bytes + START_BYTES, 8);
+    if (rows != layout->rows || dim != (uint64_t)layout->dim)
+        return 0;
+    if (format == layout->small_values)
+        seed += UINT64_C(1) << 63;
+    else if (format != layout->any_values)
+        return 0;
+    return checksum(bytes + HEADER_BYTES, (size_t)(layout->num_bytes - HEADER_BYTES), seed) == stored;
+}
+
+/* Checks blocks, and reads when their rows were last updated. */
+static PyObject *look(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *layout, *blocks, *numbers, *starts, *slots, *last_step;
+    unsigned long long checksum_address;
+    if (!PyArg_ParseTuple(args, "OOOOOOK", &layout, &blocks, &numbers, &starts, &slots, &last_step, &checksum_address))
+        return NULL;
+    Touched touched;
+    if (get_touched(&touched, layout, blocks, starts, slots) < 0)
+        return NULL;
+    Py_buffer number, seen;
+    PyObject *result = NULL;
+    if (get_array(numbers, &number, touched.num_blocks, 8, 0, "numbers") < 0)
+        goto end;
+    if (get_array(last_step, &seen, touched.num_rows, 8, 1, "last_step") < 0) {
+        PyBuffer_Release(&number);
+        goto end;
+    }
+    Py_ssize_t bad = -1;
+    int all_small = 1;
+    Py_BEGIN_ALLOW_THREADS
+    checksum_function checksum = (checksum_function)(uintptr_t)checksum_address;
+    const packed_i64 *start = touched.starts.buf, *slot = touched.slots.buf, *names = number.buf;
+    packed_i64 *out = seen.buf;
+    for (Py_ssize_t b = 0; b < touched.num_blocks; b++) {
+        const Py_buffer *block = &touched.blocks[b];
+        if (block->obj == NULL) {
+            for (Py_ssize_t i = start[b]; i < start[b + 1]; i++)
+                out[i] = 0;
+            continue;
+        }
+        if (!is_sound(&touched.layout, block, (uint64_t)names[b], checksum)) {
+            bad = b;
+            break;
+        }
+        const unsigned char *bytes = block->buf;
+        const packed_i64 *steps = (const packed_i64 *)(bytes + touched.layout.last_step_at);
+        all_small &= bytes[0] == touched.layout.small_values;
+        for (Py_ssize_t i = start[b]; i < start[b + 1]; i++)
+            out[i] = steps[slot[i]];
+    }
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&number);
+    PyBuffer_Release(&seen);
+    result = Py_BuildValue("nO", bad, all_small ? Py_True : Py_False);
+end:
+    release_touched(&touched);
+    return result;
+}
+
+/* ---- random bits: see splitmix.py. Seeds are mixed already. */
+
+static inline uint64_t splitmix64(uint64_t mixed_seed, uint64_t index)
+{
+    uint64_t z = index * UINT64_C(0x9E3779B97F4A7C15) + mixed_seed;
+    z = (z ^ (z >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
+    z = (z ^ (z >> 27)) * UINT64_C(0x94D049BB133111EB);
+    return z ^ (z >> 31);
+}
+
+/* ---- initial rows: see initial.py */
+
+typedef struct {
+    unsigned long long seed;
+    float std;
+    Py_buffer quantiles; /* float32 [65536] */
+} Initial;
+
+static int get_initial(PyObject *object, Initial *initial)
+{
+    PyObject *quantiles;
+    double std;
+    if (!PyArg_ParseTuple(object, "KdO", &initial->seed, &std, &quantiles))
+        return -1;
+    initial->std = (float)std;
+    return get_array(quantiles, &initial->quantiles, 65536, 4, 0, "quantiles");
+}
+
+static void initial_row(const Initial *initial, int64_t row, Py_ssize_t dim, packed_float *restrict out)
+{
+    const packed_float *quantiles = initial->quantiles.buf;
+    uint64_t words = (uint64_t)(dim + 1) / 2, first = (uint64_t)row * words;
+    for (Py_ssize_t j = 0; j + 1 < dim; j += 2) {
+        uint64_t z = splitmix64(initial->seed, first + (uint64_t)j / 2);
+        out[j] = (quantiles[z & 0xFFFF] + quantiles[z >> 16 & 0xFFFF]) * initial->std;
+        out[j + 1] = (quantiles[z >> 32 & 0xFFFF] + quantiles[z >> 48]) * initial->std;
+    }
+    if (dim % 2) {
+        uint64_t z = splitmix64(initial->seed, first + words - 1);
+        out[dim - 1] = (quantiles[z & 0xFFFF] + quantiles[z >> 16 & 0xFFFF]) * initial->std;
+    }
+}
+
+static PyObject *initial_rows(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *source, *rows, *out;
+    Py_ssize_t dim;
+    Initial initial;
+    if (!PyArg_ParseTuple(args, "OOnO", &source, &rows, &dim, &out))
+        return NULL;
+    if (get_initial(source, &initial) < 0)
+        return NULL;
+    Py_buffer row, weight;
+    PyObject *result = NULL;
+    if (PyObject_GetBuffer(rows, &row, PyBUF_SIMPLE) < 0)
+        goto end;
+    Py_ssize_t num_rows = row.len / 8;
+    if (dim < 1 || dim >= 1 << 24 || num_rows > PY_SSIZE_T_MAX / 4 / dim) {
+        PyErr_SetString(PyExc_ValueError, "too many values");
+    } else if (get_array(out, &weight, num_rows * dim, 4, 1, "weight") == 0) {
+        Py_BEGIN_ALLOW_THREADS
+        const packed_i64 *names = row.buf;
+        for (Py_ssize_t i = 0; i < num_rows; i++)
+            initial_row(&initial, names[i], dim, (packed_float *)weight.buf + i * dim);
+        Py_END_ALLOW_THREADS
+        PyBuffer_Release(&weight);
+        result = Py_NewRef(Py_None);
+    }
+    PyBuffer_Release(&row);
+end:
+    PyBuffer_Release(&initial.quantiles);
+    return result;
+}
+
+/* ---- the stored numbers: see precision.py */
+
+enum { WEIGHT, MOMENTUM_BUFFER };
+typedef struct {
+    unsigned long long seed;
+    long long step;
+} Rounding;
+
+static void widen(const packed_u16 *restrict stored, Py_ssize_t dim, packed_float *restrict out)
+{
+    for (Py_ssize_t j = 0; j < dim; j++) {
+        uint32_t bits = (uint32_t)stored[j] << 16;
+        memcpy(out + j, &bits, 4);
+    }
+}
+
+static void round_row(uint64_t seed, int64_t row, int64_t step, int array, const packed_float *restrict values,
+                      Py_ssize_t dim, packed_u16 *restrict out)
+{
+    const uint32_t largest_bits = 0x7F7F0000;
+    float largest;
+    memcpy(&largest, &largest_bits, 4);
+    uint64_t words = (uint64_t)(dim + 3) / 4;
+    uint64_t stream = splitmix64(seed, splitmix64(seed, (uint64_t)row) + (uint64_t)step) + (uint64_t)array * words;
+    for (Py_ssize_t first = 0; first < dim; first += 4) {
+        uint64_t random = splitmix64(seed, stream + (uint64_t)first / 4);
+        Py_ssize_t last = first + 4 < dim ? first + 4 : dim;
+        for (Py_ssize_t j = first; j < last; j++, random >>= 16) {
+            float value = values[j];
+            value = value > largest ? largest : value < -largest ? -largest : value;
+            uint32_t bits;
+            memcpy(&bits, &value, 4);
+            out[j] = (uint16_t)((bits + (uint32_t)(random & 0xFFFF)) >> 16);
+        }
+    }
+}
+
+/* ---- rows as a fetch answers them */
+
+typedef struct {
+    float ww, wu, uw, uu;
+} Coefficients;
+
+/* correction.correct for one row: product, product, sum, each rounded. */
+static void correct_weight(Coefficients c, const packed_float *restrict w, const packed_float *restrict u,
+                           Py_ssize_t dim, packed_float *restrict weight)
+{
+    for (Py_ssize_t j = 0; j < dim; j++) {
+        float by_momentum = c.wu * u[j];
+        weight[j] = w[j] * c.ww + by_momentum;
+    }
+}
+
+static void correct_momentum(Coefficients c, const packed_float *restrict w, const packed_float *restrict u,
+                             Py_ssize_t dim, packed_float *restrict momentum)
+{
+    for (Py_ssize_t j = 0; j < dim; j++) {
+        float by_weight = c.uw * w[j];
+        momentum[j] = u[j] * c.uu + by_weight;
+    }
+}
+
+typedef struct {
+    const Touched *touched;
+    const packed_i64 *rows;
+    const packed_float *coefficients; /* NULL: rows stay as they are */
+    Initial initial;
+    Rounding rounding;
+    unsigned char *weight, *momentum; /* momentum may be NULL */
+    float *scratch;                   /* 4 rows */
+} Answer;
+
+static void answer_row(const Answer *answer, Py_ssize_t i, const unsigned char *weight, const unsigned char *momentum)
+{
+    const Layout *layout = &answer->touched->layout;
+    Py_ssize_t dim = layout->dim, row_bytes = layout->value_bytes * dim;
+    unsigned char *weight_out = answer->weight + i * row_bytes;
+    unsigned char *momentum_out = answer->momentum == NULL ? NULL : answer->momentum + i * row_bytes;
+    int is_bfloat16 = layout->value_bytes == 2;
+    packed_float *w = answer->scratch, *u = answer->scratch + dim;
+    packed_float *w_out = answer->scratch + 2 * dim, *u_out = answer->scratch + 3 * dim;
+    if (answer->coefficients == NULL) {
+        memcpy(weight_out, weight, row_bytes);
+        if (momentum_out != NULL)
+            memcpy(momentum_out, momentum, row_bytes);
+        return;
+    }
+    const packed_float *four = answer->coefficients + 4 * i;
+    Coefficients c = {four[0], four[1], four[2], four[3]};
+    if (!is_bfloat16) {
+        correct_weight(c, (const packed_float *)weight, (const packed_float *)momentum, dim, (packed_float *)weight_out);
+        if (momentum_out != NULL)
+            correct_momentum(c, (const packed_float *)weight, (const packed_float *)momentum, dim,
+                             (packed_float *)momentum_out);
+        return;
+    }
+    const Rounding *rounding = &answer->rounding;
+    widen((const packed_u16 *)weight, dim, w);
+    widen((const packed_u16 *)momentum, dim, u);
+    correct_weight(c, w, u, dim, w_out);
+    round_row(rounding->seed, answer->rows[i], rounding->step, WEIGHT, w_out, dim, (packed_u16 *)weight_out);
+    if (momentum_out != NULL) {
+        correct_momentum(c, w, u, dim, u_out);
+        round_row(rounding->seed, answer->rows[i], rounding->step, MOMENTUM_BUFFER, u_out, dim,
+                  (packed_u16 *)momentum_out);
+    }
+}
+
+static void fill_answer(const Answer *answer, unsigned char *initial_weight, const unsigned char *zeros)
+{
+    const Touched *touched = answer->touched;
+    const Layout *layout = &touched->layout;
+    Py_ssize_t dim = layout->dim, row_bytes = layout->value_bytes * dim;
+    const packed_i64 *start = touched->starts.buf, *slot = touched->slots.buf;
+    for (Py_ssize_t b = 0; b < touched->num_blocks; b++) {
+        const unsigned char *bytes = touched->blocks[b].buf;
+        int is_stored = touched->blocks[b].obj != NULL;
+        for (Py_ssize_t i = start[b]; i < start[b + 1]; i++) {
+            if (is_stored) {
+                answer_row(answer, i, bytes + layout->weight_at + slot[i] * row_bytes,
+                           bytes + layout->momentum_at + slot[i] * row_bytes);
+            } else if (layout->value_bytes == 4) {
+                initial_row(&answer->initial, answer->rows[i], dim, (packed_float *)initial_weight);
+                answer_row(answer, i, initial_weight, zeros);
+            } else {
+                initial_row(&answer->initial, answer->rows[i], dim, answer->scratch);
+                round_row(answer->rounding.seed, answer->rows[i], 0, WEIGHT, answer->scratch, dim,
+                          (packed_u16 *)initial_weight);
+                answer_row(answer, i, initial_weight, zeros);
+            }
+        }
+    }
+}
+
+/* Writes the rows of blocks, corrected, into a new message: each array after its head. */
+static PyObject *answer(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *layout, *blocks, *starts, *slots, *rows, *coefficients, *initial, *result = NULL;
+    const char *heads[3];
+    Py_ssize_t head_bytes[3];
+    Answer made = {0};
+    PyObject *steps;
+    if (!PyArg_ParseTuple(args, "OOOOOOO(KL)z#z#z#O", &layout, &blocks, &starts, &slots, &rows, &coefficients, &initial,
+                          &made.rounding.seed, &made.rounding.step, &heads[0], &head_bytes[0], &heads[1],
+                          &head_bytes[1], &heads[2], &head_bytes[2], &steps))
+        return NULL;
+    Touched touched;
+    if (get_touched(&touched, layout, blocks, starts, slots) < 0)
+        return NULL;
+    made.touched = &touched;
+    Py_buffer row = {0}, factor = {0}, last_step = {0};
+    unsigned char *own = NULL;
+    Py_ssize_t num_rows = touched.num_rows, dim = touched.layout.dim, row_bytes = dim * touched.layout.value_bytes;
+    for (Py_ssize_t b = 0; b < touched.num_blocks; b++)
+        if (touched.blocks[b].obj != NULL && touched.blocks[b].len != touched.layout.num_bytes) {
+            PyErr_SetString(PyExc_ValueError, "a block has another size");
+            goto end;
+        }
+    if (heads[0] == NULL || num_rows > (PY_SSIZE_T_MAX / 4 - 1024) / (row_bytes + 8)) {
+        PyErr_SetString(PyExc_ValueError, "too many rows, or no weights");
+        goto end;
+    }
+    if (get_array(rows, &row, num_rows, 8, 0, "rows") < 0)
+        goto end;
+    if (coefficients != Py_None && get_array(coefficients, &factor, 4 * num_rows, 4, 0, "coefficients") < 0)
+        goto end;
+    if (heads[2] != NULL && get_array(steps, &last_step, num_rows, 8, 0, "last_step") < 0)
+        goto end;
+    if (get_initial(initial, &made.initial) < 0)
+        goto end;
+    own = PyMem_Calloc(4 * dim + 2 * dim, 4); /* scratch, initial weights, zeros */
+    if (own == NULL) {
+        PyErr_NoMemory();
+        goto end;
+    }
+    Py_ssize_t total = head_bytes[0] + num_rows * row_bytes + (heads[1] ? head_bytes[1] + num_rows * row_bytes : 0)
+                       + (heads[2] ? head_bytes[2] + 8 * num_rows : 0);
+    result = PyBytes_FromStringAndSize(NULL, total);
+    if (result == NULL)
+        goto end;
+    unsigned char *next = (unsigned char *)PyBytes_AsString(result);
+    made.rows = row.buf;
+    made.coefficients = coefficients == Py_None ? NULL : factor.buf;
+    made.scratch = (float *)own;
+    memcpy(next, heads[0], head_bytes[0]);
+    made.weight = next + head_bytes[0];
+    next = made.weight + num_rows * row_bytes;
+    if (heads[1] != NULL) {
+        memcpy(next, heads[1], head_bytes[1]);
+        made.momentum = next + head_bytes[1];
+        next = made.momentum + num_rows * row_bytes;
+    }
+    if (heads[2] != NULL) {
+        memcpy(next, heads[2], head_bytes[2]);
+        memcpy(next + head_bytes[2], last_step.buf, 8 * num_rows);
+    }
+    Py_BEGIN_ALLOW_THREADS
+    fill_answer(&made, own + 16 * dim, own + 20 * dim);
+    Py_END_ALLOW_THREADS
+end:
+    PyMem_Free(own);
+    if (made.initial.quantiles.obj != NULL)
+        PyBuffer_Release(&made.initial.quantiles);
+    if (last_step.obj != NULL)
+        PyBuffer_Release(&last_step);
+    if (factor.obj != NULL)
+        PyBuffer_Release(&factor);
+    if (row.obj != NULL)
+        PyBuffer_Release(&row);
+    release_touched(&touched);
+    return result;
+}
+
+static PyMethodDef methods[] = {
+    {"look", look, METH_VARARGS, NULL},
+    {"answer", answer, METH_VARARGS, NULL},
+    {"initial_rows", initial_rows, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static int fill_module(PyObject *module)
+{
+    return PyModule_AddIntConstant(module, "INTERFACE", INTERFACE);
+}
+
+static PyModuleDef_Slot slots_of_module[] = {{Py_mod_exec, fill_module}, {0, NULL}};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, .m_name = "_kernel", .m_methods = methods, .m_slots = slots_of_module};
+
+PyMODINIT_FUNC PyInit__kernel(void)
+{
+    return PyModuleDef_Init(&definition);
+}

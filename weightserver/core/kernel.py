@@ -1,0 +1,78 @@
+"""Chooses how the inner passes over rows are computed: by the compiled kernel, or by NumPy.
+
+`_kernel.c` computes the bits of NumPy's code, which stays their definition, in one pass and without the GIL. It is
+built when the package is installed, if there is a C compiler. Code that has a compiled pass asks `compiled()` for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import os
+from types import ModuleType
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import xxhash
+
+if TYPE_CHECKING:
+    from weightserver.core import _kernel as Kernel
+
+VARIABLE = "WEIGHTSERVER_KERNEL"
+"""Set to "numpy", the compiled kernel is left alone; to "compiled", a process without it does not start."""
+_INTERFACE = 1
+"""What this version expects of the kernel; a build of other sources may lie beside it."""
+_CHECKSUMS = ("XXH3_64bits_withSeed_dispatch", "XXH3_64bits_withSeed")
+"""Functions of the xxhash package's library, the fastest first."""
+
+
+@functools.cache
+def _found() -> Kernel | None:
+    """The kernel that is installed and that this version understands."""
+    try:
+        module: ModuleType = importlib.import_module("weightserver.core._kernel")
+    except ImportError:
+        return None
+    return cast("Kernel", module) if module.INTERFACE == _INTERFACE else None
+
+
+@functools.cache
+def compiled() -> Kernel | None:
+    """The compiled kernel; None if NumPy computes.
+
+    Raises:
+        ValueError: the environment variable WEIGHTSERVER_KERNEL has another value than "numpy" and "compiled".
+        ImportError: it is "compiled", and there is no kernel.
+    """
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted not in ("", "numpy", "compiled"):
+        raise ValueError(f"{VARIABLE} is {wanted!r}: set it to 'numpy' or 'compiled', or to nothing")
+    found = None if wanted == "numpy" else _found()
+    if wanted == "compiled" and found is None:
+        raise ImportError(
+            f"{VARIABLE} is 'compiled', but this installation has no compiled kernel: install a C compiler, and "
+            "pic-weightserver again"
+        )
+    return found
+
+
+def name() -> str:
+    """Which of the two computes, "compiled" or "numpy", for logs and metrics."""
+    return "numpy" if compiled() is None else "compiled"
+
+
+@functools.cache
+def checksum_address() -> int:
+    """The address of XXH3-64 with a seed in the library of the xxhash package; 0 if it does not export it."""
+    try:
+        library = ctypes.CDLL(xxhash._xxhash.__file__)  # type: ignore[attr-defined]
+    except (AttributeError, OSError):
+        return 0
+    data = np.arange(1_000, dtype=np.uint16).tobytes()
+    for function in (getattr(library, name, None) for name in _CHECKSUMS):
+        if function is not None:
+            function.restype, function.argtypes = ctypes.c_uint64, (ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint64)
+            if function(data, len(data), 7) == xxhash.xxh3_64_intdigest(data, seed=7):
+                return ctypes.cast(function, ctypes.c_void_p).value or 0
+    return 0
