@@ -82,7 +82,7 @@ bench-quick: $(INSTALLED)
 bench-gpu: $(INSTALLED) fashion-mnist
 	$(BIN)/python -m benchmarks.gpu $(BENCH_FLAGS)
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt weightserver/core/_kernel.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[trainer,dev]'
@@ -93,4 +93,4 @@ $(EXPERIMENTS): $(INSTALLED)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build *.egg-info weightserver/core/_kernel*.so

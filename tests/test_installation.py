@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = ("weightserver", "trainer")
 OTHER_PYTHONS = [version for version in ("3.11", "3.12", "3.13", "3.14") if not sys.version.startswith(f"{version}.")]
 NEEDS_TRAINER = {"torch", "torchvision", "trainer", "benchmarks", "experiments"}
+KERNEL = "weightserver/core/_kernel.abi3.so"
+HAS_COMPILER = shutil.which("cc") is not None and Path(sysconfig.get_paths()["include"], "Python.h").exists()
 USE = """
 import numpy as np, weightserver
 from weightserver import LocalCluster, TableSpec, WeightClient
@@ -39,6 +42,7 @@ with LocalCluster(2) as cluster, WeightClient(cluster.addresses) as client:
     assert client.describe().rows_stored == len(rows)
 print(weightserver.__file__)
 """
+SHOW_KERNEL = "from weightserver.core import kernel; print(kernel.name())"
 IMPORT_ALL = """
 import importlib, pkgutil, weightserver
 for module in pkgutil.walk_packages(weightserver.__path__, "weightserver."):
@@ -47,9 +51,12 @@ for module in pkgutil.walk_packages(weightserver.__path__, "weightserver."):
 """
 
 
-def run(*command: object, ok: bool = True, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: object, ok: bool = True, cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Without what would lead Python to the sources."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environment |= variables
     done = subprocess.run(
         [str(part) for part in command], capture_output=True, text=True, check=False, cwd=cwd, env=environment
     )
@@ -74,7 +81,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the source archive and, made from it, the wheel."""
     directory = tmp_path_factory.mktemp("built")
     sources, tools, built = directory / "sources", directory / "tools", directory / "dist"
-    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*", "runs", "data-*", "build")
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*", "runs", "data-*", "build", "*.so")
     for name in ("weightserver", "trainer", "tests", "benchmarks", "experiments", "deploy", "docs", "protos"):
         shutil.copytree(ROOT / name, sources / name, ignore=ignore)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -98,6 +105,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wheel(built: Path) -> Path:
     (wheel,) = built.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel_without_kernel(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made from the source archive by a compiler that fails."""
+    directory, (archive,) = tmp_path_factory.mktemp("without-kernel"), built.glob("*.tar.gz")
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    run(*pip, "wheel", "-q", "--no-deps", "-w", directory, archive, CC="/bin/false")
+    (wheel,) = directory.glob("*.whl")
     return wheel
 
 
@@ -185,7 +202,8 @@ def test_the_wheel_holds_the_packages(wheel: Path) -> None:
         for pattern in ("*.py", "*.pyi", "*.html", "py.typed")
         for path in (ROOT / package).rglob(pattern)
     }
-    assert wanted == {name for name in contents if ".dist-info/" not in name}
+    kernel = {KERNEL} if HAS_COMPILER else set()
+    assert wanted | kernel == {name for name in contents if ".dist-info/" not in name}
     (entries,) = [name for name in contents if name.endswith("entry_points.txt")]
     scripts = zipfile.ZipFile(wheel).read(entries).decode()
     for name, target in PROJECT["project"]["scripts"].items():
@@ -194,8 +212,19 @@ def test_the_wheel_holds_the_packages(wheel: Path) -> None:
 
 @pytest.mark.guard
 @pytest.mark.timeout(600)
-def test_a_weight_server_is_installed_without_the_trainer(wheel: Path, tmp_path: Path) -> None:
-    check_weight_server(environment(tmp_path / "venv", Path(sys.executable), wheel), tmp_path)
+def test_a_weight_server_is_installed_without_the_trainer(
+    wheel: Path, wheel_without_kernel: Path, tmp_path: Path
+) -> None:
+    """With the compiled kernel; then the wheel that is made without a compiler, which works as well."""
+    programs = environment(tmp_path / "venv", Path(sys.executable), wheel)
+    check_weight_server(programs, tmp_path)
+    shown = run(programs / "python", "-c", SHOW_KERNEL, cwd=tmp_path)
+    assert shown.stdout == ("compiled\n" if HAS_COMPILER else "numpy\n")
+    assert KERNEL not in zipfile.ZipFile(wheel_without_kernel).namelist()
+    pip = (programs / "python", "-m", "pip", "--disable-pip-version-check")
+    run(*pip, "install", "-q", "--no-deps", "--force-reinstall", wheel_without_kernel)
+    assert run(programs / "python", "-c", SHOW_KERNEL, cwd=tmp_path).stdout == "numpy\n"
+    run(programs / "python", "-W", "error", "-c", USE, cwd=tmp_path)
 
 
 @pytest.fixture(params=OTHER_PYTHONS)
@@ -212,6 +241,8 @@ def test_other_pythons(wheel: Path, other_python: Path, tmp_path: Path) -> None:
     """Installed as above; then the quick tests that need no trainer, from the sources."""
     programs = environment(tmp_path / "venv", other_python, wheel)
     check_weight_server(programs, tmp_path)
+    if HAS_COMPILER:  # one build serves all Pythons
+        assert run(programs / "python", "-c", SHOW_KERNEL, cwd=tmp_path).stdout == "compiled\n"
     needed = ["grpcio-tools", "hypothesis", "psutil", "pytest", "pytest-timeout", "PyYAML", "scipy"]
     run(programs / "python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", *needed)
     chosen = [

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from weightserver.core.kernel import compiled
+from weightserver.core import kernel
 from weightserver.core.precision import WEIGHT, as_if_stored, precision_of
 from weightserver.core.spec import TableSpec
 from weightserver.core.splitmix import derive_seed, mix_seed, splitmix64
@@ -39,8 +39,8 @@ def _quantiles() -> npt.NDArray[np.float32]:
 def initial_rows(spec: TableSpec, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     """Initial weights of `rows` (int64 [n], any order): float32 [n, dim], N(0, init_std²), rounded to `dtype`."""
     weight = np.empty((len(rows), spec.dim), dtype=np.float32)
-    if (kernel := compiled()) is not None:
-        kernel.initial_rows(source_of(spec), np.ascontiguousarray(rows, np.int64), spec.dim, weight)
+    if (compiled := kernel.compiled()) is not None:
+        compiled.initial_rows(source_of(spec), np.ascontiguousarray(rows, np.int64), spec.dim, weight)
     else:
         _draw(spec, rows, weight)
     return as_if_stored(precision_of(spec), weight, rows, 0, WEIGHT)

@@ -42,15 +42,15 @@ def compiled() -> Kernel | None:
     """The compiled kernel; None if NumPy computes.
 
     Raises:
-        ValueError: the environment variable WEIGHTSERVER_KERNEL has another value than "numpy" and "compiled".
-        ImportError: it is "compiled", and there is no kernel.
+        ValueError: the environment variable WEIGHTSERVER_KERNEL is neither "numpy" nor "compiled", or it is "compiled"
+            and there is no kernel.
     """
     wanted = os.environ.get(VARIABLE, "")
     if wanted not in ("", "numpy", "compiled"):
-        raise ValueError(f"{VARIABLE} is {wanted!r}: set it to 'numpy' or 'compiled', or to nothing")
+        raise ValueError(f"{VARIABLE} is {wanted!r}: set it to 'numpy' or 'compiled', or unset it")
     found = None if wanted == "numpy" else _found()
     if wanted == "compiled" and found is None:
-        raise ImportError(
+        raise ValueError(
             f"{VARIABLE} is 'compiled', but this installation has no compiled kernel: install a C compiler, and "
             "pic-weightserver again"
         )

@@ -6,6 +6,7 @@ from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Info, ProcessCollector
 
+from weightserver.core import kernel
 from weightserver.core.arrays import Int64Array
 from weightserver.server.histogram import GapHistogram, Histogram
 from weightserver.server.lanes import LANES
@@ -21,8 +22,8 @@ class ShardMetrics:
 
     def __init__(self, *, shard: int, num_shards: int, version: str) -> None:
         self.registry = CollectorRegistry()
-        Info("weightserver_build", "Version and place of this shard.", registry=self.registry).info(
-            {"version": version, "shard": str(shard), "num_shards": str(num_shards)}
+        Info("weightserver_build", "Version, kernel and place of this shard.", registry=self.registry).info(
+            {"version": version, "kernel": kernel.name(), "shard": str(shard), "num_shards": str(num_shards)}
         )
         ProcessCollector(registry=self.registry)
         self.calls = CallMetrics(self.registry)

@@ -29,6 +29,7 @@ from weightserver.common.malloc import keep_large_buffers
 from weightserver.common.metrics_http import serve_metrics
 from weightserver.common.security import read_token
 from weightserver.common.version import __version__
+from weightserver.core import kernel
 from weightserver.core.errors import StorageError
 from weightserver.protocol.codec import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 from weightserver.server import service
@@ -246,6 +247,7 @@ def _log_start(config: ServerConfig, front: _Front, shard: Shard, metrics_addres
             "address": front.address,
             "metrics_address": metrics_address,
             "version": __version__,
+            "kernel": kernel.name(),
             "stored_rows": shard.state.rows_stored,
         },
     )

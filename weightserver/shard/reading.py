@@ -151,7 +151,8 @@ def read_rows(
     up_to, numbers = at.generation(txn), touched.blocks.tolist()
     txn.prefetch(numbers, up_to=up_to)
     blocks = [txn.newest_block(number, up_to=up_to) for number in numbers]
-    compiled, checksum = kernel.compiled(), kernel.checksum_address() if verify else 0
+    compiled = kernel.compiled()
+    checksum = kernel.checksum_address() if verify and compiled is not None else 0
     if verify and not checksum:
         for number, block in zip(numbers, blocks, strict=True):
             if block is not None:

@@ -1,0 +1,111 @@
+"""Calls the compiled kernel with right and wrong arguments, as no caller passes them.
+
+As a script, python -m tests.helpers.kernel_fuzz LIBRARY, it runs under sanitizers, with as little else as possible.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from weightserver.core import kernel
+from weightserver.core.blocks import BlockCodec
+from weightserver.core.spec import TableSpec
+
+REFUSALS = (ValueError, TypeError, OverflowError, BufferError)
+
+
+class Arguments:
+    """Sound arguments of `look` and `answer` for some rows of a table, and ways to spoil them."""
+
+    def __init__(self, generator: np.random.Generator) -> None:
+        self.generator = generator
+        dtype: Any = generator.choice(["float32", "bfloat16"])
+        spec = TableSpec(
+            num_rows=100,
+            dim=int(generator.choice([1, 2, 3, 5, 8, 17])),
+            rows_per_block=int(generator.choice([1, 3, 8, 30])),
+            dtype=dtype,
+        )
+        codec = BlockCodec(spec)
+        rows = np.flatnonzero(generator.random(100) < generator.random())
+        numbers = np.unique(rows // spec.rows_per_block)
+        blocks: list[Any] = [None if generator.random() < 0.3 else self.block(codec, int(number)) for number in numbers]
+        starts = np.searchsorted(rows, np.append(numbers, 100) * spec.rows_per_block)
+        starts[-1] = len(rows)
+        slots, steps = rows % spec.rows_per_block, np.zeros(len(rows), np.int64)
+        state = bool(generator.random() < 0.5)
+        coefficients = generator.random((len(rows), 2, 2)).astype(np.float32) if generator.random() < 0.7 else None
+        self.look = [codec.layout, blocks, numbers, starts, slots, steps, kernel.checksum_address()]
+        self.answer = [codec.layout, blocks, starts, slots, rows, coefficients, codec.source]
+        self.answer += [(codec.precision.mixed_seed, 7), b"ab", b"c" if state else None, b"" if state else None, steps]
+
+    def block(self, codec: BlockCodec, number: int) -> memoryview:
+        """A sealed block, not aligned."""
+        buffer = codec.initial(number)
+        codec.seal(number, buffer)
+        return memoryview(b"x" + bytes(buffer))[1:]
+
+    def spoil(self, arguments: list[Any]) -> None:
+        """Replaces one argument by a wrong one."""
+        generator, position = self.generator, int(self.generator.integers(len(arguments)))
+        value = arguments[position]
+        if isinstance(value, np.ndarray):
+            arguments[position] = self.spoiled_array(value)
+        elif isinstance(value, tuple):
+            changed = list(value)
+            changed[int(generator.integers(len(value)))] = int(generator.choice([-1, 0, 1, 3, 2**20, 2**31 - 1, 2**62]))
+            arguments[position] = tuple(changed)
+        elif isinstance(value, list) and value:
+            changed, at = list(value), int(generator.integers(len(value)))
+            block = changed[at] if changed[at] is not None else memoryview(bytes(40))
+            changed[at] = [b"", 7, block[: len(block) // 2], bytes(block) + b"x", block[::2]][generator.integers(5)]
+            arguments[position] = changed[: int(generator.integers(len(changed) + 1))] if at % 3 == 0 else changed
+        else:
+            arguments[position] = [None, b"", -1, 2**70, "x"][generator.integers(5)]
+            if len(arguments) == 7 and position == 6:  # the address of a function is trusted
+                arguments[position] = 0
+
+    def spoiled_array(self, value: Any) -> Any:
+        generator = self.generator
+        changed = value.copy()
+        if len(changed) and generator.random() < 0.5 and changed.dtype == np.int64:
+            number = generator.choice([-1, 2**62, -(2**63), 10_000, 1 << 16, 31])
+            changed[int(generator.integers(len(changed)))] = number
+            return changed
+        readonly = value.copy()
+        readonly.flags.writeable = False
+        options = [changed[:-1], np.append(changed, changed), np.repeat(changed, 2)[::2], readonly, value.tolist()]
+        return options[generator.integers(5)]
+
+
+def run(module: ModuleType, seed: int, rounds: int) -> int:
+    """Returns how many calls were refused."""
+    generator, refused = np.random.default_rng(seed), 0
+    for _ in range(rounds):
+        arguments = Arguments(generator)
+        bad, _ = module.look(*arguments.look)
+        assert bad == -1
+        message = module.answer(*arguments.answer)
+        layout, num_rows = arguments.answer[0], len(arguments.answer[4])
+        size = num_rows * layout[1] * layout[2]
+        assert len(message) == 2 + size + (1 + size + 8 * num_rows if arguments.answer[9] is not None else 0)
+        for function, given in ((module.look, arguments.look), (module.answer, arguments.answer)):
+            for _ in range(3):
+                wrong = list(given)
+                arguments.spoil(wrong)
+                try:
+                    function(*wrong)
+                except REFUSALS:
+                    refused += 1
+    return refused
+
+
+if __name__ == "__main__":
+    from tests.helpers.kernels_built import load
+
+    print(f"{run(load(Path(sys.argv[1])), 1, 2_000)} calls were refused")

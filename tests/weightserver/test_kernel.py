@@ -1,0 +1,237 @@
+"""The compiled kernel computes NumPy's bits, reads nothing outside its buffers, and is chosen in one place."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.helpers import kernel_fuzz
+from tests.helpers.kernels_built import NUMPY, ROOT, build, computing_with, load
+from tests.helpers.memory_storage import MemoryStorage
+from tests.helpers.schedules import extend_schedule
+from weightserver.core import kernel
+from weightserver.core.arrays import Float32Array, Int64Array
+from weightserver.core.blocks import BlockCodec
+from weightserver.core.errors import StorageError, WeightServerError
+from weightserver.core.initial import initial_rows
+from weightserver.core.spec import TableSpec
+from weightserver.protocol.codec import encode_fetch_response
+from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteHeader
+
+OPENER = b"o" * 16
+SIZES = (1e-42, 1e-3, 1.0, 1e9, 1e12, 1e37)
+"""Of values: subnormal ones, usual ones, some that a block marks as large, and some that overflow."""
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """Today's source, compiled as an installation compiles it."""
+    return load(build(tmp_path_factory.mktemp("kernel")))
+
+
+@st.composite
+def specs(draw: Callable[..., Any]) -> TableSpec:
+    return TableSpec(
+        num_rows=draw(st.integers(1, 400)),
+        dim=draw(st.sampled_from([1, 2, 3, 4, 5, 7, 8, 9, 31, 33, 64, 128])),
+        rows_per_block=draw(st.sampled_from([1, 2, 3, 7, 8, 9, 63, 64, 500])),
+        momentum=draw(st.sampled_from([0.0, 0.5, 0.9, 0.999])),
+        weight_decay=draw(st.sampled_from([0.0, 1e-4, 0.03, 1.0])),
+        init_std=draw(st.sampled_from([0.0, 0.01, 1.0, 1e12])),
+        seed=draw(st.integers(0, 2**64 - 1)),
+        correction=draw(st.sampled_from(["exact", "paper", "none"])),
+        dtype=draw(st.sampled_from(["float32", "bfloat16"])),
+    )
+
+
+class Filled:
+    """A shard in memory, some of whose rows are stored."""
+
+    def __init__(self, spec: TableSpec, seed: int, size: float) -> None:
+        self.generator = generator = np.random.default_rng(seed)
+        self.spec, self.horizon = spec, int(generator.choice([1, 17, 400]))
+        self.storage = MemoryStorage()
+        self.shard = Shard(self.storage, shard=0, num_shards=1)
+        rates = generator.uniform(0, 0.2, self.horizon).astype(np.float32)
+        with self.shard.batch() as batch:
+            self.shard.create_table(batch, spec)
+        with self.shard.batch() as batch:
+            extend_schedule(self.shard, batch, 0, rates)
+        with self.shard.batch() as batch:
+            self.shard.open_session(batch, "run", 1, OPENER)
+        rows = self.some_rows()
+        values = self.values(2, len(rows), size=size)
+        last_step = generator.integers(0, self.horizon, len(rows), endpoint=True)
+        with self.shard.batch() as batch:
+            self.shard.write_state(batch, self.header(1), rows, *self.stored(rows, values, last_step), last_step)
+
+    def header(self, sequence: int, step: int = 0) -> WriteHeader:
+        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, step)
+
+    def some_rows(self) -> Int64Array:
+        share = self.generator.choice([0.05, 0.5, 1.0])
+        return np.flatnonzero(self.generator.random(self.spec.num_rows) < share)
+
+    def values(self, *shape: int, size: float) -> Float32Array:
+        values = size * self.generator.standard_normal((*shape, self.spec.dim))
+        values[self.generator.random(values.shape) < 0.1] = -0.0
+        return values.astype(np.float32)
+
+    def stored(self, rows: Int64Array, values: Float32Array, steps: Int64Array) -> list[Any]:
+        precision = BlockCodec(self.spec).precision
+        return [precision.rounded(array, rows, steps, number) for number, array in enumerate(values)]
+
+    def fetched(self, rows: Int64Array, step: int | None, *, state: bool) -> list[bytes] | str:
+        """The messages, or the error that ended the fetch."""
+        try:
+            chunks = list(self.shard.fetch(rows, step=step, state=state))
+        except WeightServerError as error:
+            return repr(error)
+        for chunk in chunks:  # the arrays are those of the message
+            again = encode_fetch_response(chunk.weight, chunk.momentum_buffer, chunk.last_step)
+            assert again == chunk.serialized()
+        return [chunk.serialized() for chunk in chunks]
+
+
+def check_fetches(compiled: ModuleType, spec: TableSpec, seed: int, size: float) -> None:
+    filled = Filled(spec, seed, size)
+    for _ in range(4):
+        rows = filled.some_rows()
+        step = None if filled.generator.random() < 0.2 else int(filled.generator.integers(0, filled.horizon + 1))
+        for state in (False, True):
+            with computing_with(NUMPY):
+                expected = filled.fetched(rows, step, state=state)
+            with computing_with(compiled):
+                assert filled.fetched(rows, step, state=state) == expected
+
+
+def test_a_fetch_has_the_same_bits(compiled: ModuleType) -> None:
+    for dtype in ("float32", "bfloat16"):
+        for rows_per_block in (3, 64):
+            spec = TableSpec(num_rows=300, dim=9, rows_per_block=rows_per_block, weight_decay=1e-3, dtype=dtype)
+            check_fetches(compiled, spec, rows_per_block, 1.0)
+
+
+@pytest.mark.guard
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(spec=specs(), seed=st.integers(0, 2**32), size=st.sampled_from(SIZES))
+def test_fetches_of_any_table_have_the_same_bits(compiled: ModuleType, spec: TableSpec, seed: int, size: float) -> None:
+    check_fetches(compiled, spec, seed, size)
+
+
+@pytest.mark.parametrize("without_checksums", [False, True])
+def test_a_damaged_block_is_refused_alike(
+    compiled: ModuleType, without_checksums: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the library of xxhash does not export its function."""
+    if without_checksums:
+        monkeypatch.setattr(kernel, "checksum_address", lambda: 0)
+    else:
+        assert kernel.checksum_address(), "this release of xxhash exports no function: fetches are slower"
+    spec = TableSpec(num_rows=60, dim=5, rows_per_block=7)
+    for at, value in ((0, 9), (2, 8), (4, 6), (8, 1), (20, 3), (200, 7), (-1, 9)):
+        filled = Filled(spec, 0, 1.0)
+        blocks = filled.storage.contents["blocks"]
+        key, block = list(blocks.items())[2]
+        damaged = bytearray(block)
+        damaged[at] ^= value
+        blocks[key] = bytes(damaged)
+        errors = set()
+        for module in (NUMPY, compiled):
+            with computing_with(module):
+                found = filled.fetched(np.arange(60), None, state=False)
+                assert isinstance(found, str), (at, module)
+                assert StorageError.__name__ in found
+                errors.add(found)
+        assert len(errors) == 1
+        blocks[key] = block[:-8]
+        for module in (NUMPY, compiled):
+            with computing_with(module):
+                assert "bytes, not" in str(filled.fetched(np.arange(60), None, state=False))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dim", [1, 2, 3, 7, 128])
+def test_initial_rows_have_the_same_bits(compiled: ModuleType, dim: int, dtype: Any) -> None:
+    spec = TableSpec(num_rows=2**40, dim=dim, seed=2**64 - 3, init_std=0.37, dtype=dtype)
+    rows = np.concatenate([np.arange(50), 2**39 + np.arange(50)])
+    for some in (rows, rows[::3], rows[:0], rows[::-1]):
+        with computing_with(NUMPY):
+            expected = initial_rows(spec, some)
+        with computing_with(compiled):
+            assert initial_rows(spec, some).tobytes() == expected.tobytes()
+
+
+# ---- arguments that are wrong
+
+
+def test_wrong_arguments_are_refused(compiled: ModuleType) -> None:
+    """Nothing outside a buffer is read or written: see also the run with sanitizers."""
+    refused = kernel_fuzz.run(compiled, seed=0, rounds=300)
+    assert refused > 100
+
+
+@pytest.mark.guard
+@pytest.mark.timeout(600)
+def test_sanitizers_find_nothing(tmp_path: Path) -> None:
+    """The same, with checks of every access and of undefined arithmetic."""
+    flags = ("-std=c11", "-O1", "-g", "-ffp-contract=off", "-fsanitize=address,undefined", "-fno-sanitize-recover")
+    library = build(tmp_path, *flags)
+    found = [
+        subprocess.run(["cc", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    if not all(os.path.isabs(path) for path in found):
+        pytest.skip("the compiler has no sanitizers")
+    environment = os.environ | {
+        "LD_PRELOAD": ":".join(found),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, "-m", "tests.helpers.kernel_fuzz", str(library)]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4_000:]
+    assert "refused" in done.stdout
+
+
+# ---- the choice
+
+
+def chosen(value: str | None, code: str = "print(kernel.name())") -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != kernel.VARIABLE}
+    if value is not None:
+        environment[kernel.VARIABLE] = value
+    code = f"from weightserver.core import kernel; {code}"
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.guard  # five processes
+def test_the_environment_chooses() -> None:
+    assert chosen("numpy").stdout == "numpy\n"
+    last = chosen("fast").stderr.strip().splitlines()[-1]
+    assert last == "ValueError: WEIGHTSERVER_KERNEL is 'fast': set it to 'numpy' or 'compiled', or unset it"
+    without = "kernel._found = lambda: None; print(kernel.name())"
+    assert chosen(None, without).stdout == "numpy\n"
+    assert "this installation has no compiled kernel" in chosen("compiled", without).stderr
+
+
+def test_another_builds_kernel_is_not_taken(monkeypatch: pytest.MonkeyPatch, compiled: ModuleType) -> None:
+    monkeypatch.setitem(sys.modules, "weightserver.core._kernel", compiled)
+    kernel._found.cache_clear()
+    assert kernel._found() is compiled
+    monkeypatch.setattr(kernel, "_INTERFACE", kernel._INTERFACE + 1)
+    kernel._found.cache_clear()
+    assert kernel._found() is None
+    kernel._found.cache_clear()
