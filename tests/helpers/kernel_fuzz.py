@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -40,9 +39,10 @@ class Arguments:
         slots, steps = rows % spec.rows_per_block, np.zeros(len(rows), np.int64)
         state = bool(generator.random() < 0.5)
         coefficients = generator.random((len(rows), 2, 2)).astype(np.float32) if generator.random() < 0.7 else None
-        self.look = [codec.layout, blocks, numbers, starts, slots, steps, kernel.checksum_address()]
-        self.answer = [codec.layout, blocks, starts, slots, rows, coefficients, codec.source]
-        self.answer += [(codec.precision.mixed_seed, 7), b"ab", b"c" if state else None, b"" if state else None, steps]
+        self.look: list[Any] = [codec.layout, blocks, numbers, starts, slots, steps, kernel.checksum_address()]
+        self.answer: list[Any] = [codec.layout, blocks, starts, slots, rows, coefficients, codec.source]
+        self.answer += [(codec.precision.mixed_seed, 7), (b"ab", b"c", b"") if state else (b"ab", None, None), steps]
+        self.has_state = state
 
     def block(self, codec: BlockCodec, number: int) -> memoryview:
         """A sealed block, not aligned."""
@@ -83,7 +83,7 @@ class Arguments:
         return options[generator.integers(5)]
 
 
-def run(module: ModuleType, seed: int, rounds: int) -> int:
+def run(module: kernel.Kernel, seed: int, rounds: int) -> int:
     """Returns how many calls were refused."""
     generator, refused = np.random.default_rng(seed), 0
     for _ in range(rounds):
@@ -93,7 +93,7 @@ def run(module: ModuleType, seed: int, rounds: int) -> int:
         message = module.answer(*arguments.answer)
         layout, num_rows = arguments.answer[0], len(arguments.answer[4])
         size = num_rows * layout[1] * layout[2]
-        assert len(message) == 2 + size + (1 + size + 8 * num_rows if arguments.answer[9] is not None else 0)
+        assert len(message) == 2 + size + (1 + size + 8 * num_rows if arguments.has_state else 0)
         for function, given in ((module.look, arguments.look), (module.answer, arguments.answer)):
             for _ in range(3):
                 wrong = list(given)

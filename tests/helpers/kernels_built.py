@@ -10,8 +10,7 @@ import subprocess
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import cast
 
 import pytest
 
@@ -34,19 +33,19 @@ def build(directory: Path, *flags: str) -> Path:
     return library
 
 
-def load(library: Path) -> ModuleType:
+def load(library: Path) -> kernel.Kernel:
     """The kernel in a file, as a module of its own."""
     loader = importlib.machinery.ExtensionFileLoader("weightserver.core._kernel", str(library))
     spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
-    return module
+    return cast("kernel.Kernel", module)
 
 
 @contextlib.contextmanager
-def computing_with(module: Any) -> Iterator[None]:
-    """Within the context, passes are computed by this kernel, or by NumPy if it is None."""
+def computing_with(module: kernel.Kernel | None) -> Iterator[None]:
+    """Within the context, passes are computed by this kernel, or by NumPy (None)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "compiled", lambda: module)
         yield

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,7 @@ SIZES = (1e-42, 1e-3, 1.0, 1e9, 1e12, 1e37)
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> kernel.Kernel:
     """Today's source, compiled as an installation compiles it."""
     return load(build(tmp_path_factory.mktemp("kernel")))
 
@@ -74,7 +73,8 @@ class Filled:
         values = self.values(2, len(rows), size=size)
         last_step = generator.integers(0, self.horizon, len(rows), endpoint=True)
         with self.shard.batch() as batch:
-            self.shard.write_state(batch, self.header(1), rows, *self.stored(rows, values, last_step), last_step)
+            weight, momentum_buffer = self.stored(rows, values, last_step)
+            self.shard.write_state(batch, self.header(1), rows, weight, momentum_buffer, last_step)
 
     def header(self, sequence: int, step: int = 0) -> WriteHeader:
         return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, step)
@@ -104,7 +104,7 @@ class Filled:
         return [chunk.serialized() for chunk in chunks]
 
 
-def check_fetches(compiled: ModuleType, spec: TableSpec, seed: int, size: float) -> None:
+def check_fetches(compiled: kernel.Kernel, spec: TableSpec, seed: int, size: float) -> None:
     filled = Filled(spec, seed, size)
     for _ in range(4):
         rows = filled.some_rows()
@@ -116,7 +116,7 @@ def check_fetches(compiled: ModuleType, spec: TableSpec, seed: int, size: float)
                 assert filled.fetched(rows, step, state=state) == expected
 
 
-def test_a_fetch_has_the_same_bits(compiled: ModuleType) -> None:
+def test_a_fetch_has_the_same_bits(compiled: kernel.Kernel) -> None:
     for dtype in ("float32", "bfloat16"):
         for rows_per_block in (3, 64):
             spec = TableSpec(num_rows=300, dim=9, rows_per_block=rows_per_block, weight_decay=1e-3, dtype=dtype)
@@ -127,13 +127,15 @@ def test_a_fetch_has_the_same_bits(compiled: ModuleType) -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(spec=specs(), seed=st.integers(0, 2**32), size=st.sampled_from(SIZES))
-def test_fetches_of_any_table_have_the_same_bits(compiled: ModuleType, spec: TableSpec, seed: int, size: float) -> None:
+def test_fetches_of_any_table_have_the_same_bits(
+    compiled: kernel.Kernel, spec: TableSpec, seed: int, size: float
+) -> None:
     check_fetches(compiled, spec, seed, size)
 
 
 @pytest.mark.parametrize("without_checksums", [False, True])
 def test_a_damaged_block_is_refused_alike(
-    compiled: ModuleType, without_checksums: bool, monkeypatch: pytest.MonkeyPatch
+    compiled: kernel.Kernel, without_checksums: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the library of xxhash does not export its function."""
     if without_checksums:
@@ -164,7 +166,7 @@ def test_a_damaged_block_is_refused_alike(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dim", [1, 2, 3, 7, 128])
-def test_initial_rows_have_the_same_bits(compiled: ModuleType, dim: int, dtype: Any) -> None:
+def test_initial_rows_have_the_same_bits(compiled: kernel.Kernel, dim: int, dtype: Any) -> None:
     spec = TableSpec(num_rows=2**40, dim=dim, seed=2**64 - 3, init_std=0.37, dtype=dtype)
     rows = np.concatenate([np.arange(50), 2**39 + np.arange(50)])
     for some in (rows, rows[::3], rows[:0], rows[::-1]):
@@ -177,7 +179,7 @@ def test_initial_rows_have_the_same_bits(compiled: ModuleType, dim: int, dtype: 
 # ---- arguments that are wrong
 
 
-def test_wrong_arguments_are_refused(compiled: ModuleType) -> None:
+def test_wrong_arguments_are_refused(compiled: kernel.Kernel) -> None:
     """Nothing outside a buffer is read or written: see also the run with sanitizers."""
     refused = kernel_fuzz.run(compiled, seed=0, rounds=300)
     assert refused > 100
@@ -227,11 +229,12 @@ def test_the_environment_chooses() -> None:
     assert "this installation has no compiled kernel" in chosen("compiled", without).stderr
 
 
-def test_another_builds_kernel_is_not_taken(monkeypatch: pytest.MonkeyPatch, compiled: ModuleType) -> None:
+def test_another_builds_kernel_is_not_taken(monkeypatch: pytest.MonkeyPatch, compiled: kernel.Kernel) -> None:
     monkeypatch.setitem(sys.modules, "weightserver.core._kernel", compiled)
     kernel._found.cache_clear()
-    assert kernel._found() is compiled
+    assert kernel._found() is compiled, "sys.modules has it"
+    kernel._found.cache_clear()
     monkeypatch.setattr(kernel, "_INTERFACE", kernel._INTERFACE + 1)
+    other = kernel._found()
     kernel._found.cache_clear()
-    assert kernel._found() is None
-    kernel._found.cache_clear()
+    assert other is None

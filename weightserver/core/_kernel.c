@@ -443,7 +443,7 @@ static PyObject *answer(PyObject *module, PyObject *args)
     Py_ssize_t head_bytes[3];
     Answer made = {0};
     PyObject *steps;
-    if (!PyArg_ParseTuple(args, "OOOOOOO(KL)z#z#z#O", &layout, &blocks, &starts, &slots, &rows, &coefficients, &initial,
+    if (!PyArg_ParseTuple(args, "OOOOOOO(KL)(z#z#z#)O", &layout, &blocks, &starts, &slots, &rows, &coefficients, &initial,
                           &made.rounding.seed, &made.rounding.step, &heads[0], &head_bytes[0], &heads[1],
                           &head_bytes[1], &heads[2], &head_bytes[2], &steps))
         return NULL;

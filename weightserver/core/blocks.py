@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,11 +31,9 @@ import xxhash
 from weightserver.core.arrays import Float32Array, StoredArray
 from weightserver.core.errors import StorageError
 from weightserver.core.initial import initial_rows, source_of
+from weightserver.core.kernel import Initial
 from weightserver.core.precision import WEIGHT, precision_of
 from weightserver.core.spec import TableSpec
-
-if TYPE_CHECKING:
-    from weightserver.core._kernel import Initial
 
 SMALL = 2.0**32
 """The largest |value| of blocks of small values."""

@@ -46,9 +46,9 @@ def initial_rows(spec: TableSpec, rows: npt.NDArray[np.int64]) -> npt.NDArray[np
     return as_if_stored(precision_of(spec), weight, rows, 0, WEIGHT)
 
 
-def source_of(spec: TableSpec) -> tuple[int, np.float32, npt.NDArray[np.float32]]:
-    """What the compiled kernel draws initial weights from: a mixed seed, their standard deviation, the quantiles."""
-    return mix_seed(spec.seed), np.float32(spec.init_std), _quantiles()
+def source_of(spec: TableSpec) -> kernel.Initial:
+    """What the compiled kernel draws initial weights from."""
+    return mix_seed(spec.seed), spec.init_std, _quantiles()
 
 
 def _draw(spec: TableSpec, rows: npt.NDArray[np.int64], weight: npt.NDArray[np.float32]) -> None:

@@ -10,14 +10,19 @@ import ctypes
 import functools
 import importlib
 import os
-from types import ModuleType
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 
 import numpy as np
 import xxhash
 
-if TYPE_CHECKING:
-    from weightserver.core import _kernel as Kernel
+from weightserver.core.arrays import Float32Array, Int64Array
+
+Initial = tuple[int, float, Float32Array]
+"""What initial weights are drawn from: a mixed seed, their standard deviation, the quantiles (float32 [65536])."""
+Layout = tuple[int, ...]
+"""Of a block: rows, dim, bytes of a value, offsets of the three arrays, bytes of all, its two formats."""
+Blocks = list[memoryview | None]
+"""Stored blocks; None for those that were never written."""
 
 VARIABLE = "WEIGHTSERVER_KERNEL"
 """Set to "numpy", the compiled kernel is left alone; to "compiled", a process without it does not start."""
@@ -27,14 +32,61 @@ _CHECKSUMS = ("XXH3_64bits_withSeed_dispatch", "XXH3_64bits_withSeed")
 """Functions of the xxhash package's library, the fastest first."""
 
 
+class Kernel(Protocol):
+    """The compiled passes. Arrays are contiguous; of n rows, those of block j are number starts[j] to starts[j + 1].
+
+    Raises:
+        ValueError: a length or a place is not what the other arguments say; nothing outside an array is read.
+    """
+
+    INTERFACE: int
+
+    def look(
+        self,
+        layout: Layout,
+        blocks: Blocks,
+        numbers: Int64Array,
+        starts: Int64Array,
+        slots: Int64Array,
+        last_step: Int64Array,
+        checksum_address: int,
+        /,
+    ) -> tuple[int, bool]:
+        """Checks blocks, unless the address is 0, and fills last_step (int64 [n]); returns the position of the first
+        damaged block or -1, and whether all blocks have small values."""
+
+    def answer(
+        self,
+        layout: Layout,
+        blocks: Blocks,
+        starts: Int64Array,
+        slots: Int64Array,
+        rows: Int64Array,
+        coefficients: Float32Array | None,
+        initial: Initial,
+        rounding: tuple[int, int],
+        heads: tuple[bytes, bytes | None, bytes | None],
+        last_step: Int64Array,
+        /,
+    ) -> bytes:
+        """A message of weights, momentum buffers and last steps, each after its head; those without one are left out.
+
+        The rows are corrected by coefficients (float32 [n, 2, 2]) and rounded by (mixed seed, step), or, without
+        coefficients, as they are stored.
+        """
+
+    def initial_rows(self, initial: Initial, rows: Int64Array, dim: int, weight: Float32Array, /) -> None:
+        """Fills weight (float32 [n, dim])."""
+
+
 @functools.cache
 def _found() -> Kernel | None:
     """The kernel that is installed and that this version understands."""
     try:
-        module: ModuleType = importlib.import_module("weightserver.core._kernel")
+        found = cast("Kernel", importlib.import_module("weightserver.core._kernel"))
     except ImportError:
         return None
-    return cast("Kernel", module) if module.INTERFACE == _INTERFACE else None
+    return found if found.INTERFACE == _INTERFACE else None
 
 
 @functools.cache

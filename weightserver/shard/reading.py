@@ -117,9 +117,7 @@ class RowsInBlocks:
             coefficients,
             codec.source,
             (codec.precision.mixed_seed, step),
-            heads[0],
-            heads[1] if state else None,
-            heads[2] if state else None,
+            (heads[0], heads[1], heads[2]) if state else (heads[0], None, None),
             last_step,
         )
 
