@@ -5,6 +5,10 @@
 ARG BASE_IMAGE=python:3.11.14-slim-bookworm
 
 FROM ${BASE_IMAGE} AS build
+# The compiler is for the weight server's compiled kernel, and stays in this stage. Without it NumPy computes the same.
+RUN command -v gcc \
+    || (apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*) \
+    || echo "no C compiler: the weight server will compute with NumPy" >&2
 RUN python3 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /src

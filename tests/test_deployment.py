@@ -125,6 +125,9 @@ def test_images_are_pinned_and_of_this_version() -> None:
     for name in ("weightserver", "trainer"):
         text = (DEPLOY / f"{name}.Dockerfile").read_text()
         assert re.search(r"(?m)^USER 10001:10001$", text)
+        build, _, final = text.rpartition("FROM ")
+        assert "--no-install-recommends gcc libc6-dev" in build, "the compiled kernel is built in the first stage"
+        assert "gcc" not in final
         installs = re.findall(r"pip install .*", text)
         assert len(installs) == 2
         assert "-c constraints.txt" in installs[0]
