@@ -247,3 +247,5 @@ def test_batches_of_a_step_that_the_sampler_does_not_draw(make_head: MakeHead) -
         head.announced(loader, batches_per_step=2)
     with pytest.raises(ValueError, match="batches_per_step must be at least 1, got 0"):
         head.announced(loaded(shuffled(0, 4)), batches_per_step=0)
+    with pytest.raises(TypeError, match=r"batches_per_step must be an integer, got 1\.5"):
+        head.announced(loaded(shuffled(0, 4)), batches_per_step=1.5)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from weightserver import TableSpec
-from weightserver.core.arrays import Int64Array
+from weightserver.core.arrays import Int64Array, checked_integer
 from weightserver.core.sharding import Sharding
 from weightserver.torch.announced_batches import AnnouncedBatches, first_element
 from weightserver.torch.arguments import check_embeddings, check_ended_everywhere, checked_ids, ids_of_all_ranks
@@ -160,10 +160,10 @@ class SampledSoftmax(nn.Module, ABC):
                 loader that make no whole step are left out.
 
         Raises:
-            TypeError: without `ids_of`, while iterating: a batch is no tuple or list.
+            TypeError: `batches_per_step` is no integer; without `ids_of`, while iterating: a batch is no tuple or list.
             ValueError: `batches_per_step` is not positive, or not that of the sampler.
         """
-        if batches_per_step < 1:
+        if checked_integer(batches_per_step, "batches_per_step") < 1:
             raise ValueError(f"batches_per_step must be at least 1, got {batches_per_step}")
         sampler = self.sampler_of(loader)
         if sampler is not None and batches_per_step not in (1, sampler.batches_per_step):
