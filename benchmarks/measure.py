@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -48,6 +49,13 @@ def seconds_in_turn(calls: dict[str, Callable[[], object]], *, rounds: int, warm
             if round_number >= warm_up:
                 seconds[name].append(time.perf_counter() - started)
     return seconds
+
+
+def number_of_rounds(text: str) -> int:
+    """The argument of --rounds: a spread needs two."""
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 2, got {text!r}")
+    return int(text)
 
 
 def timing(seconds: list[float]) -> Timing:

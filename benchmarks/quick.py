@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import machine, seconds_in_turn
+from benchmarks.measure import machine, number_of_rounds, seconds_in_turn
 from benchmarks.rows import FLOOR, cases
 
 _FILE = "quick.json"
@@ -79,7 +79,7 @@ def as_table(ratios: dict[str, Ratio], record: dict[str, Any], *, comparable: bo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=number_of_rounds, default=12)
     parser.add_argument("--record", action="store_true", help="keep the ratios as this processor's")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder of the records")
     arguments = parser.parse_args()

@@ -29,7 +29,7 @@ import lmdb
 import numpy as np
 
 from benchmarks.bare import CHANNEL_OPTIONS
-from benchmarks.measure import in_turn, write_results
+from benchmarks.measure import in_turn, number_of_rounds, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
 from weightserver.core.arrays import Float32Array, Int64Array
@@ -190,7 +190,7 @@ def tables(rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=number_of_rounds, default=30)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     with cases() as all_cases:

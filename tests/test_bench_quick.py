@@ -47,6 +47,16 @@ def test_nothing_is_recorded_at_first() -> None:
     assert "-" in as_table({"fetch, stored": KNOWN}, {}, comparable=False)
 
 
+@pytest.mark.parametrize("rounds", ["1", "-3", "x"])
+def test_too_few_rounds_are_refused_before_anything_is_measured(
+    rounds: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["quick", f"--rounds={rounds}"])
+    with pytest.raises(SystemExit):
+        quick.main()
+    assert f"argument --rounds: must be a number of at least 2, got '{rounds}'" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_record_is_kept_and_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
