@@ -14,6 +14,23 @@ def _gain(epochs: int) -> dict[str, float]:
     return {f"sliding window, {epochs} epochs": 1, f"epoch order, {epochs} epochs": -1}
 
 
+def _gains_more(short: int, long: int) -> Claim:
+    """The claim that the window gains more in the shorter of two runs."""
+    weights = _gain(short) | {name: -weight for name, weight in _gain(long).items()}
+    return Claim(text=f"the window gains more at {short} epochs than at {long}", weights=weights)
+
+
+def _papers(lengths: dict[int, tuple[float, float]]) -> dict[str, dict[str, float]]:
+    """The paper's numbers of each order, by epochs."""
+    return papers(
+        {
+            f"{row}, {epochs} epochs": number
+            for epochs, numbers in lengths.items()
+            for row, number in zip(_ORDERS, numbers, strict=True)
+        }
+    )
+
+
 LENGTHS = Table(
     name="lengths",
     title="Sliding window and epoch order, at five lengths",
@@ -29,20 +46,11 @@ LENGTHS = Table(
         for epochs in _LENGTHS
         for row, cell in _ORDERS.items()
     ),
-    paper=papers(
-        {
-            f"{row}, {epochs} epochs": number
-            for epochs, numbers in _LENGTHS.items()
-            for row, number in zip(_ORDERS, numbers, strict=True)
-        }
-    ),
+    paper=_papers(_LENGTHS),
     claims=(
         Claim(text="the window raises accuracy at 10 epochs", weights=_gain(10)),
         Claim(text="the window raises accuracy at 40 epochs", weights=_gain(40)),
-        Claim(
-            text="the window gains more at 10 epochs than at 80",
-            weights=_gain(10) | {name: -weight for name, weight in _gain(80).items()},
-        ),
+        _gains_more(10, 80),
     ),
 )
 
@@ -96,10 +104,6 @@ def _larger(row: str, epochs: int) -> Cell:
     return Cell(row=row, column=f"{epochs} epochs", settings=settings, is_long=epochs > 10)
 
 
-def _larger_gain(epochs: int) -> dict[str, float]:
-    return {f"sliding window, {epochs} epochs": 1, f"epoch order, {epochs} epochs": -1}
-
-
 LARGER = Table(
     name="larger",
     title="Six times as many images",
@@ -109,19 +113,10 @@ LARGER = Table(
         "ImageNet-1K with unchanged settings. 5, 10 and 20 epochs for 25, 50 and 100."
     ),
     cells=tuple(_larger(row, epochs) for epochs in _LARGER for row in _ORDERS),
-    paper=papers(
-        {
-            f"{row}, {epochs} epochs": number
-            for epochs, numbers in _LARGER.items()
-            for row, number in zip(_ORDERS, numbers, strict=True)
-        }
-    ),
+    paper=_papers(_LARGER),
     claims=(
-        Claim(text="the window raises accuracy at 5 epochs", weights=_larger_gain(5)),
-        Claim(
-            text="the window gains more at 5 epochs than at 20",
-            weights=_larger_gain(5) | {name: -weight for name, weight in _larger_gain(20).items()},
-        ),
+        Claim(text="the window raises accuracy at 5 epochs", weights=_gain(5)),
+        _gains_more(5, 20),
     ),
 )
 
