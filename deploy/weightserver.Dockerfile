@@ -26,7 +26,7 @@ FROM ${BASE_IMAGE}
 RUN useradd --uid 10001 --user-group --create-home pic \
     && install -d -o pic -g pic /data /certs /certs/authority /certs/shards /certs/clients
 COPY --from=build /opt/venv /opt/venv
-COPY deploy/certificates.sh /usr/local/bin/certificates.sh
+COPY deploy/certificates.sh deploy/health.sh /usr/local/bin/
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
 USER 10001:10001
 ENTRYPOINT ["weightserver"]

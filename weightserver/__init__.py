@@ -5,9 +5,16 @@ this package, uses them and the modules of `core` and `common`, and `operations.
 """
 
 import os
+import sys
+from pathlib import Path
 
 # gRPC reads this when it is imported. It would log failed handshakes, which the client's errors explain better.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+if sys.argv and Path(sys.argv[0]).name.startswith(("-m", "weightserver", "pic-")):  # "-m" while it finds a module
+    from weightserver.common.interrupts import end_quietly
+
+    end_quietly()  # of a command, before imports that take a moment
 
 from weightserver.client.client import WeightClient
 from weightserver.client.results import Neighbours, RowState, TableInfo

@@ -13,7 +13,9 @@ from collections.abc import Collection
 from importlib import import_module
 from typing import NoReturn
 
-from weightserver.common.logs import log_events, print_error
+from weightserver.common.command_line import CommandParser, Parser
+from weightserver.common.interrupts import interruption
+from weightserver.common.logs import asked_format, log_events, print_error
 from weightserver.common.malloc import keep_large_buffers
 from weightserver.common.version import __version__
 from weightserver.core.errors import WeightServerError
@@ -49,25 +51,25 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """
     _open_standard_streams()
     argv = sys.argv[1:] if argv is None else argv
+    log_events(asked_format(argv))
     arguments = _parser(COMMANDS.keys() & argv).parse_args(argv)
     keep_large_buffers()
-    log_events(getattr(arguments, "log_format", "text"))
     try:
         arguments.run(arguments)
     except (WeightServerError, ValueError, OSError) as error:
         print_error(f"weightserver {arguments.command}: {error}")
         sys.exit(1)
     except KeyboardInterrupt:
-        print_error(f"weightserver {arguments.command}: stopped")
+        print_error(f"weightserver {arguments.command}: {interruption()}")
         sys.exit(128 + signal.SIGINT)
     sys.exit(0)
 
 
 def _parser(complete: Collection[str] = COMMANDS.keys()) -> argparse.ArgumentParser:
     """Parses every command's name, and the arguments of those in `complete`: importing all of them takes 0.2 s."""
-    parser = argparse.ArgumentParser(prog="weightserver", description="Serves and manages the rows of a classifier.")
+    parser = Parser(prog="weightserver", description="Serves and manages the rows of a classifier.")
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=CommandParser)
     for name, (module_name, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         if name in complete:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import queue
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +23,23 @@ from weightserver.core.errors import ShardUnavailableError
 _MARKER = "cluster.json"
 _START_SECONDS = 60.0
 _STOP_SECONDS = 30.0
+
+
+class _ReservedPort:
+    """A free loopback port that stays this process's while the shard that listens there is down.
+
+    A bound socket that does not listen: the kernel gives the port to no connection and to no server that asks for any
+    port, while a server that names it and sets SO_REUSEADDR, as gRPC and the metrics server do, may listen there.
+    """
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind(("127.0.0.1", 0))
+        self.number: int = self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        self._socket.close()
 
 
 class LocalCluster(Closing):
@@ -58,14 +77,14 @@ class LocalCluster(Closing):
         self.directory = Path(self._temporary.name if self._temporary else directory or "")
         make_directory(self.directory)
         self.processes, self.addresses, self.metrics_addresses = [], [], []
+        self._reserved_ports: list[tuple[_ReservedPort, _ReservedPort]] = []
         try:
             finished = self._is_finished()
             if not finished:
                 self._mark(num_shards, finished=False)
+            self._reserved_ports = [(_ReservedPort(), _ReservedPort()) for _ in range(num_shards)]
             # Starts all at once, then waits for each.
-            self.processes = [
-                self._start(shard, num_shards, "127.0.0.1:0", 0, init=not finished) for shard in range(num_shards)
-            ]
+            self.processes = [self._start(shard, num_shards, init=not finished) for shard in range(num_shards)]
             for shard, process in enumerate(self.processes):
                 address, metrics_address = self._wait_until_serving(shard, process)
                 self.addresses.append(address)
@@ -80,8 +99,7 @@ class LocalCluster(Closing):
         if not 0 <= shard < len(self.processes):
             raise ValueError(f"there is no shard {shard}: the cluster has shards 0..{len(self.processes) - 1}")
         self._stop(self.processes[shard])
-        metrics_port = int(self.metrics_addresses[shard].rpartition(":")[2])
-        process = self._start(shard, len(self.processes), self.addresses[shard], metrics_port)
+        process = self._start(shard, len(self.processes))
         self.processes[shard] = process
         self._wait_until_serving(shard, process)
 
@@ -92,6 +110,8 @@ class LocalCluster(Closing):
                 process.terminate()
         for process in self.processes:
             self._stop(process)
+        for port in itertools.chain(*self._reserved_ports):
+            port.close()
         if self._temporary is not None:
             self._temporary.cleanup()
 
@@ -114,12 +134,11 @@ class LocalCluster(Closing):
         if not marker.exists() or marker.read_text() != text:
             atomic_write(marker, lambda path: path.write_text(text))
 
-    def _start(
-        self, shard: int, num_shards: int, listen: str, metrics_port: int, *, init: bool = False
-    ) -> subprocess.Popen[str]:
+    def _start(self, shard: int, num_shards: int, *, init: bool = False) -> subprocess.Popen[str]:
+        port, metrics_port = self._reserved_ports[shard]
         command = [*self._program, "serve", "--announce", "--stop-with-parent"]
-        command += ["--data-dir", str(self.directory / f"shard-{shard}"), "--listen", listen]
-        command += ["--shard", str(shard), "--num-shards", str(num_shards), "--metrics-port", str(metrics_port)]
+        command += ["--data-dir", str(self.directory / f"shard-{shard}"), "--listen", f"127.0.0.1:{port.number}"]
+        command += ["--shard", str(shard), "--num-shards", str(num_shards), "--metrics-port", str(metrics_port.number)]
         command += [*(["--init"] if init else []), *self._serve_options]
         # These shards serve only loopback; a token in the environment is for other shards.
         environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}

@@ -9,6 +9,7 @@ empty panel.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from grafana_foundation_sdk.builders import common, dashboard, heatmap, prometheus, stat, timeseries
@@ -34,6 +35,8 @@ from grafana_foundation_sdk.models.dashboard import (
     Threshold,
     ValueMap,
     ValueMappingResult,
+    VariableOption,
+    VariableRefresh,
 )
 from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
@@ -42,8 +45,9 @@ DIRECTORY = Path(__file__).parent / "dashboards"
 _SOURCE = DataSourceRef(type_val="prometheus", uid="prometheus")
 """The source in provisioning/datasources/prometheus.yml."""
 _WINDOW = "[$__rate_interval]"
-_SHARD = "* on (instance) group_left (shard) weightserver_build_info"
-_RUN = "* on (instance) group_left (run) pic_trainer_run_info"
+_SHARD = "* on (cluster, instance) group_left (shard) weightserver_build_info"
+_RUN = "* on (cluster, instance) group_left (run) pic_trainer_run_info"
+_METRIC = re.compile(r"\b((?:weightserver|pic_trainer)_\w+|pic:\w+:\w+|(?:up|process_start_time_seconds)(?=\{))(\{)?")
 _FETCHES = '{method="Fetch", status="OK"}'
 _OBJECTIVE_SECONDS = 0.1
 """The objective of the alert FetchSlow: 99 % of fetches take at most this long."""
@@ -52,15 +56,18 @@ _OBJECTIVE_SECONDS = 0.1
 def build() -> dict[str, dashboard.Dashboard]:
     """Returns file name, without .json, to dashboard."""
     return {
-        "service": _dashboard("service", "Weight servers", _up(), _requests(), _failures(), _durations()),
+        "service": _dashboard(
+            "service", "Weight servers", _up(), _requests(), _failures(), _durations(), _refused_writes(), _restarts()
+        ),
         "fetches": _dashboard(
             "fetches",
             "Row fetches",
             _fetch_heatmap(),
             _objective(),
-            _stages(0.5, "Which stage does a typical fetch wait for?"),
-            _stages(0.99, "Which stage do the slowest fetches wait for?"),
+            _stages(),
             _both_sides(),
+            _waiting(),
+            _client_calls(),
         ),
         "storage": _dashboard("storage", "Storage", _file(), _volume(), _commits(), _groups()),
         "training": _dashboard(
@@ -136,6 +143,39 @@ def _durations() -> timeseries.Panel:
     )
 
 
+def _refused_writes() -> timeseries.Panel:
+    refused = "weightserver_requests_total"
+    kinds = 'method=~"PushGradients|WriteState|Checkpoint", status=~"FAILED_PRECONDITION|DATA_LOSS|INTERNAL"'
+    return _threshold_line(
+        _lines(
+            "Does any shard refuse writes?",
+            "Writes that failed for good in ten minutes; above 0 the alert WritesFail fires. A fenced writer is none.",
+            units.Short,
+            (f"sum by (shard) (increase({refused}{{{kinds}}}[10m]) {_SHARD})", "shard {{shard}}"),
+        ),
+        0.5,
+    )
+
+
+def _restarts() -> timeseries.Panel:
+    return _threshold_line(
+        _lines(
+            "Does any shard restart, or does not serve?",
+            "Restarts within an hour, of which more than two raise ShardRestarts; 1 while the database of a shard "
+            "cannot be used (DatabaseDamaged); and calls since its start that met damaged records, any of which raises "
+            "RowsDamaged.",
+            units.Short,
+            (
+                f'sum by (shard) (changes(process_start_time_seconds{{job="weightserver"}}[1h]) {_SHARD})',
+                "shard {{shard}} restarts",
+            ),
+            (f"sum by (shard) ((1 - weightserver_serving) {_SHARD})", "shard {{shard}} does not serve"),
+            (f"sum by (shard) (weightserver_damaged_reads_total {_SHARD})", "shard {{shard}} met damaged records"),
+        ),
+        2.5,
+    )
+
+
 # ---- row fetches
 
 
@@ -170,32 +210,70 @@ def _objective() -> timeseries.Panel:
     )
 
 
-def _stages(quantile: float, title: str) -> timeseries.Panel:
+def _stages() -> timeseries.Panel:
     return _lines(
-        title,
-        f"{quantile:.0%} of answered fetches spent less in the stage: waiting for a thread, reading and verifying "
-        "blocks, correcting rows, framing them, and waiting until they were received.",
+        "Which stage do the slowest fetches and writes wait for, and on which shard?",
+        "99 % of answered calls spent less in the stage. Fetches: waiting for a thread (queue), for the client's "
+        "request (receive), reading and verifying blocks, correcting rows, framing them, and waiting until they were "
+        "received. Writes: waiting for a thread, for the client's messages (receive), checking them, and until they "
+        "are on disk.",
         units.Seconds,
-        (_quantile(quantile, "weightserver_fetch_stage_seconds_bucket", "stage"), "{{stage}}"),
+        *(
+            (
+                _quantile(0.99, f"weightserver_{kind}_stage_seconds_bucket", "shard, stage", _SHARD),
+                f"shard {{{{shard}}}} {kind} {{{{stage}}}}",
+            )
+            for kind in ("fetch", "write")
+        ),
     )
 
 
 def _both_sides() -> timeseries.Panel:
     sides = (
-        ("pic_trainer_fetch_seconds_bucket", "trainer"),
-        (f"weightserver_request_seconds_bucket{_FETCHES}", "shards"),
+        ("weightserver_client_fetch_seconds_bucket", "client"),
+        ("weightserver_client_slowest_shard_seconds_bucket", "its slowest shard"),
     )
     return _threshold_line(
         _lines(
-            "How much longer do trainers wait than shards work?",
-            "A trainer's fetch lasts until all shards have answered, retries included: if it is far above the shards', "
-            "the trainer waits for the network, for a shard that is down, or for its own thread.",
+            "How much longer do clients wait than their slowest shard works?",
+            "The same fetches on both sides: all shards together as clients measure them, retries included, and what "
+            "the slowest shard of each says it took. What lies between is the network, a shard that did not answer, "
+            "or the client's own threads.",
             units.Seconds,
             *((_quantile(q, series, ""), f"{name} {q:.0%}") for series, name in sides for q in (0.5, 0.99)),
-            span=24,
         )
         .min(0.0001)
         .scale_distribution(common.ScaleDistributionConfig().type(ScaleDistribution.LOG).log(10)),
+        _OBJECTIVE_SECONDS,
+    )
+
+
+def _waiting() -> timeseries.Panel:
+    return _threshold_line(
+        _lines(
+            "Which shard do clients wait for now?",
+            "Age of the oldest call of each shard that a client waits for, and retries per second; above the line for "
+            "half a minute, the alert FetchStuck fires.",
+            units.Seconds,
+            ("max by (instance, shard) (weightserver_client_oldest_call_seconds)", "{{instance}} shard {{shard}}"),
+            (
+                f"sum by (instance, shard) (rate(weightserver_client_retries_total{_WINDOW}))",
+                "{{instance}} shard {{shard}} retries",
+            ),
+        ),
+        15,
+    )
+
+
+def _client_calls() -> timeseries.Panel:
+    series = 'weightserver_client_call_seconds_bucket{method="Fetch"}'
+    return _threshold_line(
+        _lines(
+            "Which shard is slow for clients?",
+            "99th percentile of fetches from one shard, as clients measure them, by the largest number of rows in one.",
+            units.Seconds,
+            (_quantile(0.99, series, "shard, rows"), "shard {{shard}}, {{rows}} rows"),
+        ),
         _OBJECTIVE_SECONDS,
     )
 
@@ -216,7 +294,7 @@ def _file() -> timeseries.Panel:
 
 def _volume() -> timeseries.Panel:
     free = "weightserver_volume_free_bytes"
-    return _lines(
+    panel = _lines(
         "How much space is left, now and in four hours?",
         "Free space on each shard's volume, now and if the last hour's trend continues; below 1 GB the alert DiskFull "
         "fires.",
@@ -224,16 +302,19 @@ def _volume() -> timeseries.Panel:
         (f"sum by (shard) ({free} {_SHARD})", "shard {{shard}}"),
         (f"sum by (shard) (predict_linear({free}[1h], 4 * 3600) {_SHARD})", "shard {{shard}} in 4 h"),
     )
+    return _threshold_line(panel, 1e9, below=True)
 
 
 def _commits() -> timeseries.Panel:
-    return _lines(
+    panel = _lines(
         "How long until a write is on disk?",
-        "99th percentiles of the time that a write waits for its transaction and that the transaction takes.",
+        "99th percentiles of the time that a write waits for its transaction and that the transaction takes; if "
+        "that is above the line for ten minutes, the alert CommitsSlow fires.",
         units.Seconds,
         (_quantile(0.99, "weightserver_commit_wait_seconds_bucket", "shard", _SHARD), "shard {{shard}} wait"),
         (_quantile(0.99, "weightserver_commit_seconds_bucket", "shard", _SHARD), "shard {{shard}} transaction"),
     )
+    return _threshold_line(panel, 1.0)
 
 
 def _groups() -> timeseries.Panel:
@@ -290,12 +371,14 @@ def _step_parts() -> timeseries.Panel:
 
 
 def _row_wait() -> timeseries.Panel:
-    return _lines(
+    panel = _lines(
         "How much of the time does it wait for rows?",
-        "The share of its time that a rank waits because rows have not arrived.",
+        "The share of its time that a rank waits because rows have not arrived; above the line for ten minutes, the "
+        "alert TrainerWaits fires.",
         units.PercentUnit,
         (f"rate(pic_trainer_row_wait_seconds_total{_WINDOW})", "{{instance}}"),
     )
+    return _threshold_line(panel, 0.5)
 
 
 def _checkpoint_age() -> timeseries.Panel:
@@ -315,11 +398,12 @@ def _clocks() -> timeseries.Panel:
     clock = "weightserver_clock_steps"
     return _lines(
         "Does any shard fall behind?",
-        "Steps that each shard's clock is behind the furthest one of 15 s ago, for shards are scraped apart; above "
-        "twice those of a window (2·W/B) the alert ClockBehind fires.",
+        "Steps that each shard's clock is behind the furthest one of two minutes ago, for shards are scraped apart; "
+        "above twice those of a window (2·W/B) the alert ClockBehind fires.",
         units.Short,
         (
-            f"sum by (shard) (clamp_min(max({clock} offset 15s) - on () group_right () {clock}, 0) {_SHARD})",
+            f"sum by (shard) (clamp_min(max by (cluster) ({clock} offset 2m)"
+            f" - on (cluster) group_right () {clock}, 0) {_SHARD})",
             "shard {{shard}}",
         ),
         ("2 * max(pic_trainer_window_size_rows / pic_trainer_batch_size)", "2·W/B"),
@@ -380,10 +464,26 @@ def _dashboard(name: str, title: str, *panels: Builder[Panel]) -> dashboard.Dash
         .time("now-1h", "now")
         .refresh("10s")
         .tooltip(DashboardCursorSync.CROSSHAIR)
+        .with_variable(_clusters())
     )
     for panel in panels:
         board = board.with_panel(panel)
     return board
+
+
+def _clusters() -> dashboard.QueryVariable:
+    """The choice of clusters, of those that one Prometheus watches; all at first."""
+    return (
+        dashboard.QueryVariable("cluster")
+        .label("Cluster")
+        .datasource(_SOURCE)
+        .query('label_values(up{job=~"weightserver|trainer"}, cluster)')
+        .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .include_all(True)
+        .all_value(".*")
+        .multi(True)
+        .current(VariableOption(text="All", value="$__all", selected=True))
+    )
 
 
 def _lines(title: str, description: str, unit: str, *queries: tuple[str, str], span: int = 12) -> timeseries.Panel:
@@ -411,6 +511,7 @@ def _lines(title: str, description: str, unit: str, *queries: tuple[str, str], s
 
 
 def _query(letter: str, expression: str, legend: str) -> prometheus.Dataquery:
+    expression = _METRIC.sub(lambda found: f'{found[1]}{{cluster=~"$cluster"' + (", " if found[2] else "}"), expression)
     # At least a minute a point: resident rows are fetched and written some times a minute only.
     return (
         prometheus.Dataquery().ref_id(letter).datasource(_SOURCE).expr(expression).legend_format(legend).interval("1m")
@@ -426,8 +527,10 @@ def _stacked(panel: timeseries.Panel) -> timeseries.Panel:
     return panel.stacking(common.StackingConfig().mode(StackingMode.NORMAL).group("A")).fill_opacity(40)
 
 
-def _threshold_line(panel: timeseries.Panel, value: float) -> timeseries.Panel:
-    steps = [Threshold(value=None, color="green"), Threshold(value=value, color="red")]
+def _threshold_line(panel: timeseries.Panel, value: float, *, below: bool = False) -> timeseries.Panel:
+    """Draws the threshold of an alert that fires above `value`, or `below` it."""
+    colours = ("red", "green") if below else ("green", "red")
+    steps = [Threshold(value=None, color=colours[0]), Threshold(value=value, color=colours[1])]
     return panel.thresholds(dashboard.ThresholdsConfig().steps(steps)).thresholds_style(
         common.GraphThresholdsStyleConfig().mode(GraphThresholdsStyleMode.DASHED)
     )

@@ -43,10 +43,10 @@ class LocalPrometheus:
         if shutil.which("prometheus") is None:
             raise FileNotFoundError("the program `prometheus` is missing: install Debian's package of that name")
         config = yaml.safe_load((DIRECTORY / "prometheus.yml").read_text())
-        config["global"] = dict.fromkeys(("scrape_interval", "scrape_timeout", "evaluation_interval"), interval)
+        config["global"] |= dict.fromkeys(("scrape_interval", "scrape_timeout", "evaluation_interval"), interval)
         config["rule_files"] = [str((DIRECTORY / name).resolve()) for name in config["rule_files"]]
         for job in config["scrape_configs"]:
-            job["static_configs"] = [{"targets": targets[job["job_name"]]}]
+            job["static_configs"][0]["targets"] = targets[job["job_name"]]
         self._temporary = tempfile.TemporaryDirectory(prefix="prometheus-")
         directory = Path(self._temporary.name)
         (directory / "prometheus.yml").write_text(yaml.safe_dump(config))

@@ -27,6 +27,7 @@ from google.protobuf.message import Message as Proto
 
 import weightserver.client.agreement
 import weightserver.client.arguments
+import weightserver.client.calls
 import weightserver.client.checkpoint_caller
 import weightserver.client.client
 import weightserver.client.connection
@@ -453,9 +454,12 @@ class MemoryCluster:
                 "open_channel",
                 lambda address, _: _Channel(self, int(address.split(":")[1])),
             ),
+            (weightserver.client.calls, "time", clock),
+            (weightserver.client.connection, "time", clock),
             (weightserver.client.retries, "time", clock),
             (weightserver.client.fan_out, "Workers", lambda: self.threads),
             (threading.Condition, "wait", wait_here),
+            (weightserver.client.calls.CallWatch, "_start", lambda watch: None),  # a thread that looks at real time
         ):
             self._patches.setattr(module, name, value)
 

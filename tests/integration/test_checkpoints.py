@@ -395,3 +395,13 @@ def test_the_command_line_lists_and_rolls_back(
     assert same(writer.fetch_state(ROWS), kept)
     with pytest.raises(FencedError):
         push(writer, 8)
+
+
+def test_a_table_without_checkpoints_says_so(
+    cluster: LocalCluster, client: WeightClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client.create_table(TableSpec(num_rows=10, dim=2))
+    with pytest.raises(SystemExit) as ended:
+        main(["checkpoints", *cluster.addresses])
+    assert ended.value.code == 0
+    assert capsys.readouterr() == ("", "none yet\n")

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import trainer.report.__main__
+import weightserver.cli
 from tests.helpers.interrupted_calls import HORIZON, SPEC
 from weightserver import LocalCluster, WeightClient
 
@@ -33,3 +35,19 @@ def test_interrupts_do_not_affect_later_calls(tmp_path: Path, num_shards: int) -
             check=True,
         )
     assert int(done.stdout) > 100
+
+
+@pytest.mark.parametrize("name", ["weightserver verify", "trainer report"])
+def test_every_command_ends_by_the_same_words(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("weightserver.operations.verify.run", interrupted)
+    monkeypatch.setattr("trainer.report.__main__.render_report", interrupted)
+    main = {"weightserver verify": weightserver.cli.main, "trainer report": trainer.report.__main__.main}[name]
+    with pytest.raises(SystemExit) as ended:
+        main([*name.split()[1:], str(tmp_path)] if main is weightserver.cli.main else [str(tmp_path)])
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == f"{name}: interrupted\n"

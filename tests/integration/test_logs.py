@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import logging
 import re
 import subprocess
 import sys
+import threading
 import time
+import warnings
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
+import trainer.__main__
+import trainer.data.__main__
+import trainer.demo
+import trainer.embed
+import trainer.evaluate.__main__
+import trainer.export.__main__
+import weightserver.cli
 from tests.helpers.small_run import EVERY, ONLY_ROWS, small_run
+from trainer.config import parse_config
 from trainer.loop import train
 from weightserver import FencedError, LocalCluster, StorageError, TableSpec, WeightClient
-from weightserver.common.logs import LOG_FORMATS, LogFormat, log_events
+from weightserver.common.logs import LOG_FORMATS, LogFormat, Remark, log_events, say
 
 
 def lines(cluster: LocalCluster, shard: int = 0) -> list[dict[str, Any]]:
@@ -114,12 +127,12 @@ def test_a_trainer_logs_events_and_no_steps(tmp_path: Path, monkeypatch: pytest.
     log_events("json", lambda: {"run": "a", "rank": 0})
     train(small_run(tmp_path / "run", steps=2 * EVERY + 1, encoder=ONLY_ROWS))
     records = [json.loads(line) for line in told.getvalue().splitlines() if line.startswith("{")]
-    begins, saved = records[1], [records[0], *records[2:]]
-    assert (begins["event"], begins["step"], begins["rank"]) == ("training begins", 0, 0)
-    assert begins["epoch"] == 1
-    assert [(line["event"], line["step"]) for line in saved] == [
-        ("checkpoint saved", step) for step in (0, EVERY, 2 * EVERY)
-    ]
+    (begins,) = (line for line in records if line["event"] == "training begins")
+    assert (begins["step"], begins["rank"], begins["session"]) == (0, 0, 1)
+    saved = [line["step"] for line in records if line["event"] == "checkpoint saved"]
+    assert saved == [0, EVERY, 2 * EVERY, 2 * EVERY + 1]
+    others = {line["event"] for line in records} - {"training begins", "checkpoint saved"}
+    assert all("no row returns" in event for event in others), others  # a warning about so short a run
 
 
 @pytest.mark.guard
@@ -158,14 +171,20 @@ def test_every_line_is_json_where_that_is_asked_for(cluster: LocalCluster, tmp_p
     run = ["trainer", "synthetic", "--num-images", "2000", "--steps", "3", "--rows", "dense", "--output"]
     run += [str(tmp_path / "run"), "--encoder.name", "none", "--num-negatives", "64", "--window-size", "96"]
     run += ["--window-stride", "24", "--batch-size", "16", "--log-every", "1"]
-    for arguments, status in ((serve, 1), (run, 0), (run, 1)):
+    wrong = [*serve, "--shard", "first"]
+    for arguments, status in ((serve, 1), (wrong, 2), (run, 0), (run, 1)):
         command = [sys.executable, "-m", *arguments, "--log-format", "json"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == status, done.stderr
         events = [json.loads(line) for line in done.stderr.splitlines()]
         assert events
+        assert done.stdout == "", "nothing that is not JSON"
         if status:
             assert events[-1]["level"] == "error"
+        else:
+            assert events[-1]["event"] == "training ended"
+            assert events[-1]["steps"] == 3
+            assert events[-1]["loss"] > 0
     assert "holds another run" in events[-1]["event"]
 
 
@@ -194,3 +213,139 @@ def test_a_flood_of_refusals_is_a_line_a_second(tmp_path: Path) -> None:
                     late.push_gradients([1], np.ones((1, 4), np.float32), step=0)
             seconds = time.monotonic() - started
         assert 1 <= sum(line["level"] == "warning" for line in lines(cluster)) <= seconds + 1
+
+
+def test_json_has_the_values_of_a_sentence_and_whatever_else_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warnings of libraries, and errors that nobody catches, in threads too."""
+    monkeypatch.setattr(sys, "stderr", told := io.StringIO())
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        log_events("json")
+        logging.getLogger("any").warning("%(path)s has %(free)d bytes left", {"path": "/data", "free": 3})
+        warnings.warn("deprecated", stacklevel=1)
+        logging.captureWarnings(False)
+    thread = threading.Thread(target=lambda: [][0])
+    thread.start()
+    thread.join()
+    sentence, warning, failure = map(json.loads, told.getvalue().splitlines())
+    assert (sentence["event"], sentence["path"], sentence["free"]) == ("/data has 3 bytes left", "/data", 3)
+    assert "deprecated" in warning["event"]
+    assert "IndexError" in failure["exception"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--no-such", "3"], "trainer: Unrecognized options: --no-such, 3"),
+        (["--batch-size", "x"], "trainer: Error parsing --batch-size: invalid literal for int() with base 10: 'x'"),
+    ],
+)
+def test_wrong_arguments_are_an_event_and_no_box(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log_events("json")
+    with pytest.raises(SystemExit) as ended:
+        parse_config(["synthetic", "--log-format", "json", *arguments])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    event = json.loads(line)
+    assert (event["event"], event["level"]) == (said, "error")
+
+
+@pytest.fixture
+def text_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The process logs text again after the test."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    yield
+    logging.captureWarnings(False)
+    log_events("text")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        (trainer.__main__.main, "report", "RUN"),
+        (trainer.__main__.main, "duplicates", "RUN"),
+        (trainer.data.__main__.main, "pack", "RUN", "RUN-packed"),
+        (trainer.data.__main__.main, "verify", "RUN"),
+        (trainer.data.__main__.main, "preview", "RUN"),
+        (trainer.demo.main, "--data-dir", "RUN", "--output", "RUN"),
+        (trainer.embed.main, "RUN", "RUN", "--output", "RUN.npz"),
+        (trainer.evaluate.__main__.main, "knn", "--run", "RUN"),
+        (trainer.export.__main__.main, "rows", "RUN", "--output", "RUN-rows"),
+        (trainer.export.__main__.main, "encoder", "RUN", "--format", "timm", "--output", "RUN-encoder"),
+        (trainer.export.__main__.main, "import", "RUN", "--output", "RUN.safetensors"),
+        (weightserver.cli.main, "verify", "RUN"),
+        (weightserver.cli.main, "health", "127.0.0.1:1"),
+    ],
+    ids=lambda command: f"{command[0].__module__} {command[1]}",
+)
+@pytest.mark.usefixtures("text_afterwards")
+def test_every_command_says_in_json_why_it_fails(
+    command: tuple[Any, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An input that is missing, and an option that is unknown."""
+    main, *arguments = command
+    arguments = [argument.replace("RUN", str(tmp_path / "missing")) for argument in arguments]
+    for more in ([], ["--no-such"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments, "--log-format", "json", *more])
+        assert ended.value.code in ((2,) if more else (1, 2))
+        printed = capsys.readouterr()
+        (event,) = map(json.loads, printed.err.splitlines())
+        assert event["level"] == "error"
+        assert ("no-such" in event["event"]) == bool(more)
+        assert printed.out == ""
+
+
+@pytest.mark.usefixtures("text_afterwards")
+def test_values_of_remarks_are_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of images that cannot be packed, say."""
+    image = Image.new("RGB", (8, 8))
+    (tmp_path / "images").mkdir()
+    image.save(tmp_path / "images/intact.png")
+    (tmp_path / "images/broken.png").write_bytes(b"no image")
+    (tmp_path / "images/empty.png").touch()
+    with pytest.raises(SystemExit) as ended:
+        trainer.data.__main__.main(
+            ["pack", str(tmp_path / "images"), str(tmp_path / "packed"), "--threads", "1", "--log-format", "json"]
+        )
+    assert ended.value.code == 0
+    left_out, broken = map(json.loads, capsys.readouterr().err.splitlines())
+    assert (broken["level"], broken["path"]) == ("warning", str(tmp_path / "images/broken.png"))
+    assert broken["replaced_by"] == str(tmp_path / "images/intact.png")
+    assert left_out["left_out"] == {"empty": 1}
+
+
+def test_a_remark_is_a_line_without_fields_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    log_events("text")
+    monkeypatch.setattr(sys, "stderr", told := io.StringIO())
+    say(Remark("3 images are new", images=3))
+    assert told.getvalue() == "3 images are new\n"
+
+
+def test_every_value_in_a_sentence_of_the_log_has_a_name() -> None:
+    """Otherwise it would be no field of a JSON line."""
+    folders = [Path(weightserver.__file__).parent, Path(trainer.__file__).parent]
+    calls = [
+        (f"{path.name}:{node.lineno}", node)
+        for folder in folders
+        for path in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and node.args
+    ]
+    logged = [(place, call.args) for place, call in calls if ast.unparse(call.func).startswith("_log.")]
+    assert len(logged) > 35
+    for place, (sentence, *values) in logged:
+        assert isinstance(sentence, ast.Constant | ast.Subscript), f"{place} formats its sentence"
+        assert len(values) < 2, f"{place} has values without names"
+        for value in values:
+            named = isinstance(value, ast.Dict | ast.BinOp | ast.Name) or ast.unparse(value).endswith(".fields()")
+            assert named, place
+    remarks = [(place, call) for place, call in calls if ast.unparse(call.func) == "Remark"]
+    assert len(remarks) > 8
+    for place, call in remarks:
+        assert call.keywords or not isinstance(call.args[0], ast.JoinedStr), f"{place} has values without names"

@@ -31,6 +31,7 @@ from weightserver import (
     __version__,
 )
 from weightserver.client import connection
+from weightserver.client.calls import CallWatch
 from weightserver.client.connection import ShardConnection
 from weightserver.client.workers import Workers
 from weightserver.protocol._generated import weight_server_pb2 as pb
@@ -373,14 +374,16 @@ def test_a_client_waits_for_the_hinted_time() -> None:
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     workers = Workers()
+    watch = CallWatch(5)
     connection = ShardConnection(
-        address, credentials=None, token=None, timeout_seconds=5, retry_seconds=5, workers=workers
+        address, credentials=None, token=None, timeout_seconds=5, retry_seconds=5, workers=workers, watch=watch
     )
     try:
         connection.call("Describe", pb.DescribeRequest())
     finally:
         connection.close()
         workers.end()
+        watch.end()
         server.stop(None)
     assert [0.39 < later - earlier < 2 for earlier, later in itertools.pairwise(times)] == [True, True]
 

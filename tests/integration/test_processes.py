@@ -183,6 +183,18 @@ def test_a_cluster_in_a_temporary_directory_leaves_nothing() -> None:
     assert cluster.processes[0].poll() == 0
 
 
+def test_nobody_takes_the_ports_of_a_dead_shard() -> None:
+    with LocalCluster(1) as cluster:
+        cluster.processes[0].kill()
+        cluster.processes[0].wait()
+        for address in (cluster.addresses[0], cluster.metrics_addresses[0]):
+            host, _, port = address.rpartition(":")
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind((host, int(port)))
+        cluster.restart(0)
+        assert health(cluster.addresses[0]) == (0, "SERVING")
+
+
 @pytest.mark.guard
 def test_sigterm_ends_a_large_write_within_the_grace_period(tmp_path: Path) -> None:
     """A write of many blocks that takes several seconds is undone, and its repetition is applied."""

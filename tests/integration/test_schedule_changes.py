@@ -547,7 +547,7 @@ def test_shards_that_used_different_ones_are_mended_by_a_rollback(client: Weight
     message = pb.PushGradientsRequest(
         header=header, rows=pb.Rows(ids=of_shard_1.tobytes()), gradients=gradients(0)[:7].tobytes()
     )
-    client._shards.connections()[1].write("PushGradients", lambda: iter([message]))
+    client._shards.connections()[1].write("PushGradients", lambda: iter([message]), len(of_shard_1))
     for rates in (OLD, NEW):
         with pytest.raises(TableMismatchError, match="and was used: only steps from 13 on may be rewritten"):
             client.extend_schedule(0, rates)

@@ -382,7 +382,7 @@ def test_the_commands_take_the_same_options(place: Place, capsys: pytest.Capture
         status, _, errors = command(*arguments)
         assert status == 1
         assert re.fullmatch(rf"weightserver {arguments[0]}: ({address}:? )?{message}\n", errors), errors
-    assert command("checkpoints", address, *certificate, "--token-file", own / "token") == (0, "", "")
+    assert command("checkpoints", address, *certificate, "--token-file", own / "token") == (0, "", "none yet\n")
     # What gRPC itself would log of a handshake that fails is no line of ours.
     status, _, errors = weightserver("health", address, "--tls-ca", place.other / "ca.pem")
     assert status == 1

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from weightserver.common.addresses import is_loopback, split_address
+from weightserver import LocalCluster, TableSpec, WeightClient
+from weightserver.cli import main
+from weightserver.common.addresses import is_loopback, parse_addresses, split_address
 
 
 @pytest.mark.parametrize(
@@ -53,3 +55,49 @@ def test_rejects_invalid_addresses(address: str) -> None:
         split_address(address)
     with pytest.raises(ValueError, match="is not an address"):
         is_loopback(address)
+
+
+@pytest.mark.parametrize(
+    "texts", [("a:1,b:2",), ("a:1", "b:2"), ("a:1, b:2",), (" a:1 b:2 ",), ("a:1,", "", ",b:2"), ("a:1\nb:2",)]
+)
+def test_several_addresses_have_one_form(texts: tuple[str, ...]) -> None:
+    assert parse_addresses(*texts) == ["a:1", "b:2"]
+    assert parse_addresses("", " , ") == []
+    with pytest.raises(ValueError, match="'b' is not an address"):
+        parse_addresses(*texts, "b")
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("form", ["blanks", "commas"])
+def test_every_command_takes_addresses_in_every_form(
+    form: str, cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def in_form(addresses: list[str]) -> list[str]:
+        return addresses if form == "blanks" else [",".join(addresses)]
+
+    with WeightClient(cluster.addresses) as client:
+        client.create_table(TableSpec(num_rows=100, dim=4))
+        client.extend_schedule(0, [0.1] * 4)
+        client.open_session("forms")
+        client.push_gradients([1, 70], [[1.0] * 4] * 2, step=0)
+        client.checkpoint("kept", step=1)
+    shards = in_form(cluster.addresses)
+    said = {
+        "health": ["health", *shards],
+        "top": ["top", *in_form(cluster.metrics_addresses), "--count", "1", "--interval-seconds", "0.1"],
+        "checkpoints": ["checkpoints", *shards],
+        "search": ["search", *shards, "--rows", "1", "-k", "1"],
+        "--servers": ["search", "--rows", "1", "--servers", ",".join(cluster.addresses)],
+        "extend": ["extend", "--num-rows", "120", *shards],
+        "rollback": ["rollback", "kept", "--yes", *shards],
+        "release": ["release", "kept", *shards],
+        "drop": ["drop", "--yes", *shards],
+    }
+    for name, arguments in said.items():
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        printed = capsys.readouterr()
+        assert ended.value.code == 0, (name, printed.err)
+    with pytest.raises(SystemExit):
+        main(["checkpoints", ","])
+    assert "no address is given: give host:port,host:port" in capsys.readouterr().err

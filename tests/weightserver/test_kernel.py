@@ -21,7 +21,7 @@ from tests.helpers.schedules import extend_schedule
 from weightserver.core import kernel
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.blocks import BlockCodec
-from weightserver.core.errors import StorageError, WeightServerError
+from weightserver.core.errors import DamagedRecordError, WeightServerError
 from weightserver.core.initial import initial_rows
 from weightserver.core.spec import TableSpec
 from weightserver.protocol.codec import encode_fetch_response
@@ -155,7 +155,7 @@ def test_a_damaged_block_is_refused_alike(
             with computing_with(module):
                 found = filled.fetched(np.arange(60), None, state=False)
                 assert isinstance(found, str), (at, module)
-                assert StorageError.__name__ in found
+                assert DamagedRecordError.__name__ in found
                 errors.add(found)
         assert len(errors) == 1
         blocks[key] = block[:-8]

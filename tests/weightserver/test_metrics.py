@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.helpers.watching import metric, page
 from weightserver import FencedError, LocalCluster, TableSpec, WeightClient
 from weightserver.common.stages import StageClock
+from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.protocol.status import ERROR_OF_STATUS
 from weightserver.server.metrics import ShardMetrics
 
 
@@ -81,7 +84,7 @@ def test_a_shard_reports_its_work(client: WeightClient, cluster: LocalCluster) -
             late.push_gradients([0], np.ones((1, 8), np.float32), step=100)
     moved = {key: sample(name) - before[key] for key, name in names.items()}
 
-    assert moved["fetches"] == 2 * 5, "each stage of each fetch"
+    assert moved["fetches"] == 2 * 6, "each stage of each fetch"
     assert moved["stages"] == pytest.approx(moved["end to end"], rel=0.2, abs=0.003)
     assert moved["stages"] <= moved["end to end"]
     assert (moved["requested"], moved["pushed"]) == (20, 10)
@@ -115,3 +118,24 @@ def test_an_idle_shard_exports_all_statuses_of_fetches(tmp_path: Path) -> None:
         (tmp_path / "shard-0").rename(tmp_path / "moved")
         assert metric(address, "weightserver_clock_steps") == 0
         (tmp_path / "moved").rename(tmp_path / "shard-0")
+
+
+def test_every_status_of_every_method_exists_from_the_start(metrics: ShardMetrics) -> None:
+    """Those of calls that never come, too; and each answer is counted under its own."""
+    statuses = {"OK", "CANCELLED", *(status.name for status in ERROR_OF_STATUS)}
+    methods = [method.name for method in pb.DESCRIPTOR.services_by_name["WeightServer"].methods]
+
+    def counted() -> dict[tuple[str, str], float]:
+        samples = [sample for family in metrics.registry.collect() for sample in family.samples]
+        return {
+            (sample.labels["method"], sample.labels["status"]): sample.value
+            for sample in samples
+            if sample.name == "weightserver_requests_total"
+        }
+
+    calls = list(product(methods, sorted(statuses)))
+    assert counted() == dict.fromkeys(calls, 0)
+    for number, (method, status) in enumerate(calls, start=1):
+        for _ in range(number):
+            metrics.calls.answered(method, status, 0.01)
+    assert counted() == {call: number for number, call in enumerate(calls, start=1)}

@@ -143,3 +143,18 @@ def test_the_command_line_plans(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     (line,) = (line for line in lines if "all N rows, without checkpoints" in line)
     assert line.endswith("1.04 TB   ceil(N/r) · pages")
+
+
+def test_a_plan_for_few_images_needs_no_other_option(capsys: pytest.CaptureFixture[str]) -> None:
+    """Defaults that ImageNet's size allows are limited to what fits; options that are given stay checked."""
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--num-rows", "3648", "--json"])
+    assert ended.value.code == 0
+    figures = {
+        figure["name"]: figure["value"] for part in json.loads(capsys.readouterr().out).values() for figure in part
+    }
+    assert figures["resident rows"] == 3648
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--num-rows", "3648", "--window-size", "5000"])
+    assert ended.value.code == 1
+    assert "--window-size must be in S..N, got 5000" in capsys.readouterr().err

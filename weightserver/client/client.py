@@ -17,7 +17,7 @@ The contract of its calls, for a table of N rows of D values:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import grpc
 import numpy as np
@@ -49,6 +49,9 @@ from weightserver.core.sharding import Sharding
 from weightserver.core.spec import TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
+if TYPE_CHECKING:
+    from prometheus_client.registry import Collector
+
 
 class WeightClient(Closing):
     """A table's rows over all shards of a weight server. Thread-safe; a context manager; connects lazily.
@@ -74,6 +77,7 @@ class WeightClient(Closing):
     ) -> None:
         arguments.check_addresses(addresses, credentials=credentials, token=token, insecure=insecure)
         arguments.check_seconds(timeout_seconds, retry_seconds)
+        _show_metrics()
         self._shards = Shards(
             addresses,
             credentials=credentials,
@@ -472,8 +476,24 @@ class WeightClient(Closing):
         """Makes a call of one message that changes nothing on one shard, and returns the answer; backups need it."""
         return self._shards.connections()[shard].call(method, request)
 
+    # ---- watching
+
+    @staticmethod
+    def metrics() -> Collector:
+        """Prometheus metrics of all clients of this process, for a registry of the caller's own; the default registry
+        has them from the first client on."""
+        from weightserver.client.metrics import ClientCollector  # slow to import
+
+        return ClientCollector()
+
     # ---- closing
 
     def close(self) -> None:
         """Closes the connections, which ends calls of other threads and those left by interrupts. Safe to repeat."""
         self._shards.close()
+
+
+def _show_metrics() -> None:
+    from weightserver.client.metrics import register_once
+
+    register_once()

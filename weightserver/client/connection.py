@@ -7,6 +7,7 @@ fetch succeeds however long it takes, as long as one of its messages arrives wit
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -16,8 +17,9 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc.experimental import ChannelOptions
 
+from weightserver.client.calls import STATISTICS, Call, CallWatch
 from weightserver.client.fetched_rows import FetchedRows
-from weightserver.client.retries import AnswerInDoubt, CallStart, Failure, Retries
+from weightserver.client.retries import AnswerInDoubt, Failure, Retries
 from weightserver.client.tls_diagnosis import tls_failure
 from weightserver.client.workers import Workers
 from weightserver.common.logs import REQUEST_ID
@@ -37,6 +39,7 @@ from weightserver.protocol.codec import (
     ACKNOWLEDGED_KEY,
     MARK_KEY,
     MAX_MESSAGE_BYTES,
+    OWN_TIME_KEY,
     VERSION_KEY,
     WAITED_KEY,
 )
@@ -75,9 +78,12 @@ class ShardConnection:
         timeout_seconds: float,
         retry_seconds: float,
         workers: Workers,
+        watch: CallWatch,
     ) -> None:
         self._workers = workers
-        self.address = self.name = address
+        self.watch = watch
+        self.address = self.name = self.label = address
+        """`name` and `label` are the address until `identify`."""
         self._tls = credentials is not None
         self._timeout_seconds = timeout_seconds
         self._retry_seconds = retry_seconds
@@ -102,84 +108,93 @@ class ShardConnection:
             response_deserializer=None if method.name == "Fetch" else GetMessageClass(method.output_type).FromString,
         )
 
+    def identify(self, shard: int) -> None:
+        """The shard at the address has said which one it is."""
+        self.name, self.label = f"shard {shard} at {self.address}", str(shard)
+
+    def new_call(self, method: str, num_rows: int = 0, rows: FetchedRows | None = None) -> Call:
+        return Call(self.label, self.name, method, num_rows, rows)
+
     def call(self, method: str, request: Message, *, acknowledged: str = "", once: bool = False) -> Any:
         """Makes a call of one message, and retries it unless `once`; returns the answer.
 
         Args:
             acknowledged: a mark to send instead of the newest.
         """
+        made = self.new_call(method)
 
         def attempt(options: dict[str, Any]) -> Any:
+            STATISTICS.attempted(made)
             answer, call = self._stubs[method].with_call(request, **options)
             if not self._note_mark(call, options) and not acknowledged:
                 raise AnswerInDoubt
             return answer
 
-        return self._workers.run(partial(self._attempts, attempt, acknowledged, once=once))
+        return self._workers.run(partial(self._attempts, made, attempt, acknowledged, once=once))
 
     def require(self, mark: str) -> None:
         """Raises DataLossError unless the shard's data descends from the state of that mark."""
         if mark and mark != self.acknowledged and not is_earlier(mark, self.acknowledged):
             self.call("Describe", pb.DescribeRequest(), acknowledged=mark)
 
-    def write(self, method: str, messages: Callable[[], Iterator[Message]]) -> pb.WriteResponse:
-        """Makes a write and returns its answer; each attempt sends new `messages`."""
+    def write(self, method: str, messages: Callable[[], Iterator[Message]], num_rows: int) -> pb.WriteResponse:
+        """Makes a write of `num_rows` rows and returns its answer; each attempt sends new `messages`."""
+        made = self.new_call(method, num_rows)
 
         def attempt(options: dict[str, Any]) -> pb.WriteResponse:
+            STATISTICS.attempted(made)
             answer: pb.WriteResponse
             answer, call = self._stubs[method].with_call(messages(), **options)
             if not self._note_mark(call, options):
                 raise AnswerInDoubt
             return answer
 
-        return self._workers.run(partial(self._attempts, attempt))
+        return self._workers.run(partial(self._attempts, made, attempt))
 
     def fetch(self, request: pb.FetchRequest, rows: FetchedRows) -> ShardFetch:
         """A fetch of `rows` like `request`; nothing is sent yet."""
         return ShardFetch(self, request, rows)
 
-    def _options(self, acknowledged: str, request_id: str, waited: float = 0.0) -> dict[str, Any]:
+    def _options(self, acknowledged: str, call: Call, waited: float = 0.0) -> dict[str, Any]:
         """Deadline and metadata of an attempt."""
         mark = acknowledged or self.acknowledged
-        metadata = [*self._metadata, *([(ACKNOWLEDGED_KEY, mark)] if mark else []), (REQUEST_ID, request_id)]
+        metadata = [*self._metadata, *([(ACKNOWLEDGED_KEY, mark)] if mark else []), (REQUEST_ID, call.request_id)]
         if waited:
             metadata.append((WAITED_KEY, str(round(1000 * waited))))
         return {"timeout": self._timeout_seconds, "metadata": metadata}
 
     def _attempts(
-        self,
-        attempt: Callable[[dict[str, Any]], Result],
-        acknowledged: str = "",
-        *,
-        rows: FetchedRows | None = None,
-        once: bool = False,
-        start: CallStart | None = None,
+        self, call: Call, attempt: Callable[[dict[str, Any]], Result], acknowledged: str = "", *, once: bool = False
     ) -> Result:
-        """Makes attempts until one succeeds, or the budget is spent, or only one with `once`. Runs in a worker.
-
-        Args:
-            rows: the rows of a fetch; when some of them arrive the budget restarts.
-            start: the beginning of the first attempt, if it was made before.
+        """Makes attempts until one succeeds, or the budget is spent, or only one with `once`. Runs in a worker. When
+        rows of a fetch arrive the budget restarts.
         """
-        retries = Retries(start or CallStart(), self._retry_seconds, rows)
-        while True:
-            self._workers.check()
-            try:
-                return attempt(self._options(acknowledged, retries.request_id, retries.waited))
-            except AnswerInDoubt:
-                retries.in_doubt = True
-                continue
-            except grpc.RpcError as error:
-                failure = Failure.of(error)
-            self._raise_permanent(failure, retries)
-            if retries.restart_if_rows_arrived():
-                continue
-            retries.note_failure(failure)
-            if retries.is_spent or once:
-                raise self._unanswered(failure, retries)
-            retries.pause(self.name, failure)
+        retries = Retries(call, self._retry_seconds)
+        with self.watch.whole(call):
+            while True:
+                self._workers.check()
+                try:
+                    return attempt(self._options(acknowledged, call, retries.waited))
+                except AnswerInDoubt:
+                    retries.in_doubt = True
+                    continue
+                except grpc.RpcError as error:
+                    failure = Failure.of(error)
+                self._note_failure(call, failure)
+                self._raise_permanent(failure, call, retries)
+                if retries.restart_if_rows_arrived():
+                    continue
+                retries.note_failure(failure)
+                if retries.is_spent or once:
+                    raise self._unanswered(failure, retries)
+                retries.pause(failure)
 
-    def _raise_permanent(self, failure: Failure, retries: Retries) -> None:
+    @staticmethod
+    def _note_failure(call: Call, failure: Failure) -> None:
+        call.failure = failure.status.name
+        STATISTICS.failed(call, call.failure)
+
+    def _raise_permanent(self, failure: Failure, call: Call, retries: Retries) -> None:
         """Raises the error of a failure that no retry would heal; returns after any other."""
         if failure.status is grpc.StatusCode.UNIMPLEMENTED:
             raise ClusterError(
@@ -188,7 +203,7 @@ class ShardConnection:
         if not failure.is_retried:
             details = failure.details
             if failure.status in (status_of(WeightServerError), status_of(StorageError)):
-                details += f" (its log tells more of request {retries.request_id})"
+                details += f" (its log tells more of request {call.request_id})"
             refusal = ERROR_OF_STATUS.get(failure.status, WeightServerError)(f"{self.name}: {details}")
             refusal.not_applied &= not retries.in_doubt
             raise refusal
@@ -246,9 +261,12 @@ class ShardFetch:
         self._connection = connection
         self._request = request
         self._rows = rows
-        self._start: CallStart | None = None
+        self.shard_seconds: float | None = None
+        """How long the last answer took the shard itself; None if the shard does not say that."""
+        self._call: Call | None = None
+        """The call whose first attempt `_begin` made."""
         self._first: tuple[Any, dict[str, Any]] | None = None
-        """The call that `_begin` made, and its options."""
+        """That attempt, and its options."""
         self._failure: Exception | None = None
         """The error that `_end_first` caught."""
 
@@ -271,41 +289,74 @@ class ShardFetch:
 
     def run(self) -> None:
         """Returns when all rows have arrived; raises the errors of a call of the shard."""
+        connection = self._connection
         while not self.is_complete:
-            attempts = partial(self._connection._attempts, self._attempt, rows=self._rows, start=self._start)
-            self._connection._workers.run(attempts)
-            self._start = None
+            call, self._call = self._call or self._new_call(), None
+            connection._workers.run(partial(connection._attempts, call, partial(self._attempt, call)))
+
+    def abandon(self) -> None:
+        """Ends what `run` has not."""
+        if self._call:
+            self._connection.watch.ended(self._call, time.monotonic() - self._call.started)
+
+    def _new_call(self) -> Call:
+        return self._connection.new_call("Fetch", self._rows.num_rows, self._rows)
 
     def _begin(self) -> None:
         Workers.check()
-        self._start = CallStart()
-        options = self._connection._options("", self._start.request_id)
-        self._first = self._send(options), options
+        self._call = self._new_call()
+        options = self._connection._options("", self._call)
+        self._first = self._send(self._call, options), options
 
     def _end_first(self) -> None:
+        """Receives the answer of the first attempt.
+
+        It may have been there before the thread turned to it, while it received those of other shards: then the call
+        took as long as the shard says, not as long as those of the others.
+        """
         assert self._first is not None
+        assert self._call is not None
+        watch = self._connection.watch
+        watch.wait_for(self._call)
         try:
             self._receive(*self._first)
         except Exception as error:  # noqa: BLE001 - raised by the first attempt of `run`
             self._failure = error
+            return
+        now = time.monotonic()
+        seconds = now - self._call.started
+        if self.shard_seconds is not None:
+            seconds = min(seconds, self.shard_seconds + now - self._call.waited_since)
+        watch.ended(self._call, seconds)
+        self._call = None
 
-    def _attempt(self, options: dict[str, Any]) -> None:
+    def _attempt(self, call: Call, options: dict[str, Any]) -> None:
         if failure := self._failure:
             self._failure = None
             raise failure
-        call = self._send(options)
+        sent = self._send(call, options)
         try:
-            self._receive(call, options)
+            self._receive(sent, options)
         finally:
-            call.cancel()
+            sent.cancel()
 
-    def _send(self, options: dict[str, Any]) -> Any:
+    def _send(self, call: Call, options: dict[str, Any]) -> Any:
+        STATISTICS.attempted(call)
         return self._connection._stubs["Fetch"](self._rows.request(self._request), **options)
 
     def _receive(self, call: Any, options: dict[str, Any]) -> None:
         rows = self._rows
         for message in call:
             rows.add(message)
+        self.shard_seconds = _own_seconds(call)
         self._connection._note_mark(call, options)
         if rows.num_arrived < rows.num_asked:
             raise ClusterError(f"{self._connection.name} answered {rows.num_arrived} of {rows.num_asked} rows")
+
+
+def _own_seconds(call: Any) -> float | None:
+    """How long the shard says the call took it, without waiting for this client; None if it says nothing."""
+    for key, value in call.trailing_metadata() or ():
+        if key == OWN_TIME_KEY and value.isascii() and value.isdigit():
+            return int(value[:15]) / 1e6
+    return None

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from weightserver.client import agreement
+from weightserver.client.calls import CallWatch
 from weightserver.client.connection import ShardConnection
 from weightserver.client.workers import Workers
 from weightserver.core.errors import DataLossError, WeightServerError
@@ -26,16 +27,19 @@ class Shards:
 
     Args:
         addresses: host:port of every shard, in any order; each shard says which one it is.
+        retry_seconds: for how long calls are retried.
         options: passed to every `ShardConnection`.
     """
 
-    def __init__(self, addresses: Sequence[str], **options: Any) -> None:
+    def __init__(self, addresses: Sequence[str], *, retry_seconds: float, **options: Any) -> None:
         self.workers = Workers()
-        weakref.finalize(self, self.workers.end)
+        self.watch = CallWatch(retry_seconds)
+        for end in (self.workers.end, self.watch.end):
+            weakref.finalize(self, end)
         self.data_loss: DataLossError | None = None
         """The last one that a call of a shard raised."""
         self._addresses = list(addresses)
-        self._options = options
+        self._options = options | {"retry_seconds": retry_seconds, "workers": self.workers, "watch": self.watch}
         self._lock = threading.Lock()
         self._connections: list[ShardConnection] | None = None
         self._closed = False
@@ -90,19 +94,21 @@ class Shards:
             self._closed = True
             connections, self._connections = self._connections or [], None
         self._disconnect(connections)
+        self.watch.end()
         self.workers.end()
+        self.watch.wait()
         self.workers.wait()
 
     def _connect(self) -> list[ShardConnection]:
         """Connects to every address, and asks each which shard it is."""
-        connections = [ShardConnection(address, workers=self.workers, **self._options) for address in self._addresses]
+        connections = [ShardConnection(address, **self._options) for address in self._addresses]
         try:
             answers = self.in_parallel(
                 lambda connection: connection.call("Describe", pb.DescribeRequest()), zip(connections, strict=True)
             )
             ordered = [connections[position] for position in agreement.shard_order(answers, self._addresses)]
             for shard, connection in enumerate(ordered):
-                connection.name = f"shard {shard} at {connection.address}"
+                connection.identify(shard)
         except BaseException:
             self._disconnect(connections)
             raise

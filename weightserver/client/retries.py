@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import grpc
 
-from weightserver.client.fetched_rows import FetchedRows
-from weightserver.common.logs import new_request_id
+from weightserver.client.calls import Call
 from weightserver.protocol.codec import RETRY_HINT
 
 _RETRIED = (
@@ -22,19 +20,9 @@ _RETRIED = (
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 1.0
 
-_log = logging.getLogger(__name__)
-
 
 class AnswerInDoubt(Exception):
     """An answer whose mark cannot be ordered: repeating the call changes nothing and is answered by a newer mark."""
-
-
-@dataclass
-class CallStart:
-    """The time at which the first attempt of a call began, and the call's id."""
-
-    at: float = field(default_factory=lambda: time.monotonic())
-    request_id: str = field(default_factory=new_request_id)
 
 
 @dataclass(frozen=True)
@@ -60,20 +48,18 @@ class Failure:
 
 
 class Retries:
-    """The attempts of one call. The budget restarts when an attempt has received some of the call's `rows`."""
+    """The attempts of one call. The budget restarts when an attempt has received some of its rows."""
 
-    def __init__(self, start: CallStart, budget_seconds: float, rows: FetchedRows | None) -> None:
-        self.request_id = start.request_id
+    def __init__(self, call: Call, budget_seconds: float) -> None:
         self.waited = 0.0
         """Seconds that the budget has run, as of the last failure or pause."""
         self.in_doubt = False
         """Whether an attempt may have changed something although its answer is unknown."""
-        self._started = start.at
+        self._started = call.started
         self._budget_seconds = budget_seconds
-        self._rows = rows
-        self._num_arrived = rows.num_arrived if rows else 0
+        self._rows = call.rows
+        self._num_arrived = call.rows.num_arrived if call.rows else 0
         self._pause_seconds = _FIRST_PAUSE_SECONDS
-        self._warned = False
 
     def restart_if_rows_arrived(self) -> bool:
         """Restarts the budget if the last attempt received rows; the next attempt then follows at once."""
@@ -91,18 +77,9 @@ class Retries:
     def is_spent(self) -> bool:
         return self.waited >= self._budget_seconds
 
-    def pause(self, shard: str, failure: Failure) -> None:
-        """Waits before the next attempt, and warns once if the shard stays away."""
+    def pause(self, failure: Failure) -> None:
+        """Waits before the next attempt."""
         remaining = self._budget_seconds - self.waited
-        if self._pause_seconds == _LONGEST_PAUSE_SECONDS and not self._warned:
-            self._warned = True
-            _log.warning(
-                "%s does not answer (%s), retrying for %.0f s",
-                shard,
-                failure.status.name,
-                remaining,
-                extra={"request": self.request_id},
-            )
         # Random, so that not all clients try again at the same time.
         seconds = max(self._pause_seconds * random.uniform(0.5, 1.0), failure.pause_hint * random.uniform(1.0, 1.5))
         time.sleep(min(seconds, remaining))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import xxhash
 from google.protobuf.message import Message
 
 from weightserver.client.arguments import is_strictly_increasing
+from weightserver.client.calls import STATISTICS
 from weightserver.client.connection import ShardFetch
 from weightserver.client.fan_out import Shards, is_not_applied, raise_first
 from weightserver.client.fetched_rows import FetchedRows, Output
@@ -94,15 +96,23 @@ def _fetch_distinct(
     precision: Precision,
 ) -> None:
     """Fetches strictly increasing rows (int64 [n])."""
-    connections = shards.connections()
+    connections, started = shards.connections(), time.monotonic()
     with BorrowedArrays() as borrowed:
         fetches = [
             connections[shard].fetch(request, FetchedRows(rows, positions, out, precision, borrowed.in_use))
             for shard, positions in sharding.positions_by_shard(rows).items()
         ]
-        if sum(array.nbytes for array in out if array is not None) <= CHUNK_BYTES:
-            shards.workers.run(partial(ShardFetch.try_together, fetches))  # one thread is faster than several
-        shards.in_parallel(ShardFetch.run, ((fetch,) for fetch in fetches if not fetch.is_complete))
+        try:
+            if sum(array.nbytes for array in out if array is not None) <= CHUNK_BYTES:
+                shards.workers.run(partial(ShardFetch.try_together, fetches))  # one thread is faster than several
+            shards.in_parallel(ShardFetch.run, ((fetch,) for fetch in fetches if not fetch.is_complete))
+        finally:
+            for fetch in fetches:
+                fetch.abandon()
+    shard_seconds = [fetch.shard_seconds for fetch in fetches]
+    known = [seconds for seconds in shard_seconds if seconds is not None]
+    slowest = max(known) if known and len(known) == len(shard_seconds) else None
+    STATISTICS.fetched(len(rows), time.monotonic() - started, slowest, shards.watch.bounds)
 
 
 @dataclass(frozen=True)
@@ -177,7 +187,8 @@ def write_rows(
     def send(numbered: Write) -> None:
         def send_to_shard(shard: int, number: int) -> pb.WriteResponse:
             header = partial(session.header, shard, number, step=write.step, table=table, schedule=schedule)
-            return connections[shard].write(write.method, partial(write.messages, header, by_shard[shard], borrowed))
+            messages = partial(write.messages, header, by_shard[shard], borrowed)
+            return connections[shard].write(write.method, messages, len(write.rows[by_shard[shard]]))
 
         with BorrowedArrays() as borrowed:
             outcomes = shards.outcomes(send_to_shard, ((shard, numbered.numbers[shard]) for shard in by_shard))

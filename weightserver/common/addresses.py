@@ -16,6 +16,18 @@ def split_address(address: str) -> tuple[str, int]:
     return found["v6"] or found["host"], int(found["port"])
 
 
+def parse_addresses(*texts: str) -> list[str]:
+    """The addresses in `texts`, each "host:port" or several, separated by commas or blanks: the form of all commands.
+
+    Raises:
+        ValueError: one that is not an address.
+    """
+    addresses = [address for text in texts for address in re.split(r"[,\s]+", text.strip()) if address]
+    for address in addresses:
+        split_address(address)
+    return addresses
+
+
 def is_loopback(address: str) -> bool:
     """Whether "host:port" can be reached only from this machine. Raises ValueError."""
     host, _ = split_address(address)

@@ -1,8 +1,11 @@
 """Logs one line per event, as text or JSON, with fields.
 
-Everything logs through the standard library; fields are the `extra` of the call:
+Everything logs through the standard library; fields are the `extra` of the call, or the names in its sentence:
 
     _log.info("checkpoint taken", extra={"name": name})
+    _log.warning("%(directory)s is full", {"directory": path})
+
+A JSON line has the values of the sentence as fields too.
 
 A request's id, which its client draws, appears in the lines of both sides. Rows and tokens are never fields.
 """
@@ -10,12 +13,15 @@ A request's id, which its client draws, appears in the lines of both sides. Rows
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import re
 import secrets
 import sys
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
+from types import TracebackType
 from typing import Any, Literal
 
 import structlog
@@ -47,6 +53,18 @@ def _printable(logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any
     }
 
 
+def _sentence_values(logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
+    """Adds the values that a sentence names as fields."""
+    values = event.pop("positional_args", None)
+    return {**values, **event} if isinstance(values, dict) else event
+
+
+def _without_sentence_values(logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
+    """For text, where the sentence shows them."""
+    event.pop("positional_args", None)
+    return event
+
+
 def new_request_id() -> str:
     return secrets.token_hex(8)
 
@@ -70,6 +88,7 @@ def log_events(log_format: LogFormat, fields: Callable[[], dict[str, Any]] = dic
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.stdlib.ExtraAdder(),
         common,
+        _sentence_values if log_format == "json" else _without_sentence_values,
     ]
     if log_format == "json":
         render: list[Any] = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
@@ -83,17 +102,64 @@ def log_events(log_format: LogFormat, fields: Callable[[], dict[str, Any]] = dic
     handler.as_json = log_format == "json"
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render]
+            foreign_pre_chain=shared,
+            pass_foreign_args=True,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render],
         )
     )
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
+    if handler.as_json:
+        logging.captureWarnings(True)
+        sys.excepthook, threading.excepthook = _log_uncaught, _log_uncaught_in_thread
+
+
+def asked_format(arguments: Sequence[str]) -> LogFormat:
+    """The format that --log-format asks for, before the arguments are parsed: their errors are logged too."""
+    asked = any(pair == ("--log-format", "json") for pair in itertools.pairwise(arguments))
+    return "json" if asked or "--log-format=json" in arguments else "text"
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    logging.getLogger(__name__).critical("uncaught error", exc_info=(kind, error, traceback))
+
+
+def _log_uncaught_in_thread(failed: threading.ExceptHookArgs) -> None:
+    if failed.exc_value is not None:
+        _log_uncaught(failed.exc_type, failed.exc_value, failed.exc_traceback)
+
+
+def logs_json() -> bool:
+    return any(isinstance(handler, _Stderr) and handler.as_json for handler in logging.getLogger().handlers)
+
+
+class Remark(str):
+    """A sentence for the user, with the values in it for the log: `_log.warning("%(line)s", remark.fields())`."""
+
+    __slots__ = ("values",)
+    values: dict[str, Any]
+
+    def __new__(cls, sentence: str, **values: Any) -> Remark:
+        made = super().__new__(cls, sentence)
+        made.values = values
+        return made
+
+    def fields(self) -> dict[str, Any]:
+        return self.values | {"line": str(self)}
+
+
+def say(remark: Remark, level: int = logging.INFO) -> None:
+    """Prints a remark on stderr, or logs it if the log is JSON."""
+    if logs_json():
+        logging.getLogger(__name__).log(level, "%(line)s", remark.fields())
+    else:
+        print(remark, file=sys.stderr, flush=True)
 
 
 def print_error(line: str) -> None:
     """Prints why the process ends on stderr: one line, or one event if the log is JSON."""
-    if any(isinstance(handler, _Stderr) and handler.as_json for handler in logging.getLogger().handlers):
+    if logs_json():
         logging.getLogger(__name__).error(line)
     else:
         print(line, file=sys.stderr)

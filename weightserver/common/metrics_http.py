@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
 from http.server import ThreadingHTTPServer
 from typing import Any
 
@@ -16,13 +17,22 @@ _SECONDS = 5.0
 """How long a caller may be silent."""
 
 
-def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> tuple[int, Callable[[], None]]:
+Page = Callable[[], tuple[HTTPStatus, str]]
+"""Makes the status and the text of an answer."""
+
+
+def serve_metrics(
+    registry: CollectorRegistry, host: str, port: int, pages: Mapping[str, Page] | None = None
+) -> tuple[int, Callable[[], None]]:
     """Serves /metrics in threads; port 0 takes a free port. Returns the port and a function that stops serving.
+
+    Args:
+        pages: other paths, and what makes their answers.
 
     Raises:
         OSError: the port cannot be bound.
     """
-    handler = type("_Handler", (MetricsHandler,), {"registry": registry, "timeout": _SECONDS})
+    handler = type("_Page", (_Handler,), {"registry": registry, "timeout": _SECONDS, "pages": pages or {}})
     kind = type("_Server", (_Server,), {"address_family": socket.AF_INET6}) if ":" in host else _Server
     server = kind((host, port), handler)
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
@@ -34,6 +44,23 @@ def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> tuple[in
         thread.join()
 
     return server.server_port, close
+
+
+class _Handler(MetricsHandler):
+    pages: Mapping[str, Page]
+
+    def do_GET(self) -> None:
+        page = self.pages.get(self.path)
+        if page is None:
+            super().do_GET()
+            return
+        status, text = page()
+        body = f"{text}\n".encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
 
 class _Server(ThreadingHTTPServer):

@@ -56,7 +56,9 @@ def _read(file: Path, option: str, *, secret: bool = False) -> bytes:
     except OSError as error:
         raise ValueError(f"{option} {file} cannot be read: {error.strerror}") from error
     if secret and stat.S_ISREG(mode) and mode & (stat.S_IWGRP | stat.S_IRWXO):  # the owner's group may read it
-        _log.warning("%s %s can be read or changed by others: chmod 600 it", option, file)
+        _log.warning(
+            "%(option)s %(path)s can be read or changed by others: chmod 600 it", {"option": option, "path": str(file)}
+        )
     return content
 
 

@@ -5,33 +5,40 @@ from __future__ import annotations
 import time
 from contextvars import ContextVar
 
-_arrived: ContextVar[float | None] = ContextVar("arrived", default=None)
-"""When the current call arrived; gRPC runs a call's interceptors and handler in one context."""
-
-
-def arrive() -> None:
-    """Records the arrival of the current call, before it waits for a thread."""
-    _arrived.set(time.perf_counter())
-
-
-def arrived() -> float:
-    """When the current call arrived, on the clock of `time.perf_counter`; now, if that was not recorded."""
-    return _arrived.get() or time.perf_counter()
-
 
 class StageClock:
-    """Sums the seconds spent in each stage since `started`."""
+    """Sums the seconds spent in each stage since `started`; `stage` is the current one."""
 
     def __init__(self, stage: str, started: float | None = None) -> None:
         self._started = self._since = time.perf_counter() if started is None else started
-        self._stage = stage
+        self.stage = stage
         self.seconds: dict[str, float] = {}
 
-    def start(self, stage: str) -> None:
-        """Ends the current stage, and starts or continues another."""
-        now = time.perf_counter()
-        self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + now - self._since
-        self._stage, self._since = stage, now
+    def start(self, stage: str) -> str:
+        """Ends the current stage, and starts or continues another; returns the one that ended."""
+        now, ended = time.perf_counter(), self.stage
+        self.seconds[ended] = self.seconds.get(ended, 0.0) + now - self._since
+        self.stage, self._since = stage, now
+        return ended
+
+    def seconds_so_far(self) -> dict[str, float]:
+        """The seconds of each stage, including the current one so far; may be called by any thread."""
+        seconds, stage, since = self.seconds.copy(), self.stage, self._since
+        return seconds | {stage: seconds.get(stage, 0.0) + time.perf_counter() - since}
 
     def elapsed_seconds(self) -> float:
         return time.perf_counter() - self._started
+
+
+_clock: ContextVar[StageClock | None] = ContextVar("clock", default=None)
+"""The clock of the current call, from its arrival on; gRPC runs a call's interceptors and handler in one context."""
+
+
+def arrive() -> None:
+    """Starts the clock of the current call, before it waits for a thread."""
+    _clock.set(StageClock("queue"))
+
+
+def call_clock() -> StageClock:
+    """The clock of the current call; a new one, if its arrival was not recorded."""
+    return _clock.get() or StageClock("queue")

@@ -29,7 +29,7 @@ import numpy.typing as npt
 import xxhash
 
 from weightserver.core.arrays import Float32Array, StoredArray
-from weightserver.core.errors import StorageError
+from weightserver.core.errors import DamagedRecordError
 from weightserver.core.initial import initial_rows, source_of
 from weightserver.core.kernel import Initial
 from weightserver.core.precision import WEIGHT, precision_of
@@ -165,9 +165,9 @@ class BlockCodec:
         return 1 << 63 if block_format == self._small_values else 0
 
     def check(self, block: int, buffer: Buffer) -> None:
-        """Raises StorageError if there is a problem."""
+        """Raises DamagedRecordError if there is a problem."""
         if problem := self.problem(block, buffer):
-            raise StorageError(
+            raise DamagedRecordError(
                 f"{self.name(block)} {problem}: 'weightserver verify' shows which checkpoints still have it"
             )
 

@@ -92,5 +92,9 @@ class DataLossError(WeightServerError):
     applied nothing, but a copy of the request may still reach the shard's own directory."""
 
 
+class DamagedRecordError(StorageError):
+    """The bytes of one stored record changed on the disk. All other records can be used."""
+
+
 class MapGrownError(StorageError):
     """LMDB's map was full. The transaction was undone; a repeated one finds a larger map."""

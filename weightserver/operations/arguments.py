@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from weightserver.client.client import WeightClient
 from weightserver.client.security import ClientSecurity
+from weightserver.common.addresses import parse_addresses
 from weightserver.common.atomic_files import to_path
 from weightserver.common.security import TOKEN_VARIABLE
 
@@ -14,16 +15,30 @@ _RETRY_SECONDS = 10
 """Operators wait less patiently than training runs."""
 
 
-def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+def add_cluster_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Adds the shards' addresses and the options for calling them securely."""
-    parser.add_argument("addresses", nargs="+", help="host:port of every shard")
+    add_addresses(parser, "every shard", required=required)
     add_security_arguments(parser)
+
+
+def add_addresses(parser: argparse.ArgumentParser, of: str, *, required: bool = True) -> None:
+    """Adds one or several addresses; `of` says whose they are."""
+    text = f"host:port of {of}, separated by commas or blanks"
+    parser.add_argument("addresses", nargs="+" if required else "*", metavar="HOST:PORT,…", help=text)
+
+
+def given_addresses(arguments: argparse.Namespace) -> list[str]:
+    """The addresses given by the options of `add_addresses`. Raises ValueError for none or an invalid one."""
+    addresses = parse_addresses(*arguments.addresses)
+    if not addresses:
+        raise ValueError("no address is given: give host:port,host:port of all shards")
+    return addresses
 
 
 def connect(arguments: argparse.Namespace) -> WeightClient:
     """A client of the cluster given by the options of `add_cluster_arguments`."""
     security = client_security(arguments)
-    return WeightClient(arguments.addresses, retry_seconds=_RETRY_SECONDS, **security.client_arguments())
+    return WeightClient(given_addresses(arguments), retry_seconds=_RETRY_SECONDS, **security.client_arguments())
 
 
 def add_security_arguments(parser: argparse.ArgumentParser) -> None:

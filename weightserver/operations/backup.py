@@ -154,7 +154,10 @@ def _copy(client: WeightClient, directory: Path, begun: _Begun) -> None:
     for shard in range(len(info.shards)):
         copied = _copy_shard(client, directory / f"shard-{shard}", shard, info, begun.held_as)
         shards.append(copied)
-        _log.info("shard %d: %d rows in %d files", shard, copied["rows_stored"], len(copied["files"]))
+        _log.info(
+            "shard %(shard)d: %(rows)d rows in %(files)d files",
+            {"shard": shard, "rows": copied["rows_stored"], "files": len(copied["files"])},
+        )
     made = Backup(
         **asdict(begun),
         run=info.run,
@@ -270,7 +273,7 @@ def _intact_files(directory: Path, codec: BlockCodec) -> tuple[list[BlockFile], 
         try:
             num_rows += sum(codec.num_written(content) for _, content in read_blocks(file.path, codec))
         except StorageError:
-            _log.warning("%s is damaged: copying it and all later files again", file.path)
+            _log.warning("%(path)s is damaged: copying it and all later files again", {"path": str(file.path)})
             break
         intact.append(file)
     for name in existing - {file.path.name for file in intact}:

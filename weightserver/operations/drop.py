@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from weightserver.core.errors import NoTableError
-from weightserver.operations.arguments import add_cluster_arguments, connect
+from weightserver.operations.arguments import add_cluster_arguments, connect, given_addresses
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
 
@@ -18,7 +18,8 @@ def run(arguments: argparse.Namespace) -> None:
     with connect(arguments) as client:
         # Repeats a drop that failed halfway: some shards may hold no table any more.
         answers = [
-            client.call_shard(shard, "Describe", pb.DescribeRequest()) for shard in range(len(arguments.addresses))
+            client.call_shard(shard, "Describe", pb.DescribeRequest())
+            for shard in range(len(given_addresses(arguments)))
         ]
         holding = [answer for answer in answers if answer.HasField("spec")]
         if not holding:

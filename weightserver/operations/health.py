@@ -13,14 +13,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from weightserver.client.connection import open_channel
 from weightserver.client.security import ClientSecurity
 from weightserver.client.tls_diagnosis import tls_failure
-from weightserver.common.addresses import split_address
 from weightserver.common.atomic_files import to_path
 from weightserver.core.errors import AuthenticationError, ShardUnavailableError, StorageError
-from weightserver.operations.arguments import add_security_arguments, client_security
+from weightserver.operations.arguments import add_addresses, add_security_arguments, client_security, given_addresses
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("address", help="host:port")
+    add_addresses(parser, "the shard, or of several")
     parser.add_argument("--timeout-seconds", type=float, default=5.0, help="deadline (default 5)")
     parser.add_argument(
         "--data-dir", type=to_path, help="the shard's own directory; checks the free space of its volume"
@@ -30,15 +29,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    address = arguments.address
-    split_address(address)
+    addresses = given_addresses(arguments)
     if not 0 < arguments.timeout_seconds <= 3600:
         raise ValueError(f"--timeout-seconds must be positive and at most 3600, got {arguments.timeout_seconds}")
-    status = _serving_status(address, client_security(arguments), arguments.timeout_seconds)
+    if arguments.data_dir is not None and len(addresses) > 1:
+        raise ValueError(f"--data-dir {arguments.data_dir} is of one shard: give one address")
+    security = client_security(arguments)
+    statuses = [_serving_status(address, security, arguments.timeout_seconds) for address in addresses]
     if arguments.data_dir is not None:
-        _check_free_space(address, status, arguments.data_dir, arguments.min_free_mib)
-    print(status)
-    if status != "SERVING":
+        _check_free_space(addresses[0], statuses[0], arguments.data_dir, arguments.min_free_mib)
+    for address, status in zip(addresses, statuses, strict=True):
+        print(status if len(addresses) == 1 else f"{address} {status}")
+    if set(statuses) != {"SERVING"}:
         sys.exit(1)
 
 

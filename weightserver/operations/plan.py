@@ -242,6 +242,21 @@ def _time(load: Workload) -> list[Figure]:
 # ---- the command
 
 
+_LIMITS = {"num_negatives": "N", "batch_size": "N", "window_size": "N", "window_stride": "N / 8"}
+"""Options whose defaults, those of a run on ImageNet, are too large for few images."""
+
+
+def _workload(arguments: argparse.Namespace) -> Workload:
+    """The planned run; options that were not given fit the number of rows."""
+    given = {name: getattr(arguments, name) for name in Workload.__dataclass_fields__}
+    num_rows = max(1, arguments.num_rows)
+    for name in _LIMITS:
+        if given[name] is None:
+            limit = max(1, num_rows // 8) if name == "window_stride" else num_rows
+            given[name] = min(int(getattr(Workload, name)), limit)
+    return Workload(**given)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-rows", type=int, required=True, help="N, the number of images")
     for name, what in (
@@ -256,8 +271,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("checkpoint-every", "E, steps between checkpoints, 0 for none"),
         ("keep-checkpoints", "c, checkpoints kept"),
     ):
-        default = Workload.__dataclass_fields__[name.replace("-", "_")].default
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default {default})")
+        field = name.replace("-", "_")
+        default, limit = Workload.__dataclass_fields__[field].default, _LIMITS.get(field)
+        parser.add_argument(
+            f"--{name}",
+            type=int,
+            default=None if limit else default,
+            help=f"{what} (default {default}{f', at most {limit}' if limit else ''})",
+        )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="stored numbers (default float32)"
     )
@@ -267,7 +288,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    parts = plan(Workload(**{name: getattr(arguments, name) for name in Workload.__dataclass_fields__}))
+    parts = plan(_workload(arguments))
     if arguments.json:
         print(json.dumps({part: [asdict(figure) for figure in figures] for part, figures in parts.items()}, indent=2))
         return

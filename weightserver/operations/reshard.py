@@ -140,7 +140,7 @@ class _Resharding:
                 blocks.clear()
 
         first = min(builder.next_block for builder in self.builders)
-        _log.info("writing blocks %d to %d", first, self.new.num_blocks)
+        _log.info("writing blocks %(first)d to %(end)d", {"first": first, "end": self.new.num_blocks})
         for number, block in self._converted(first):
             waiting[self._sharding.shard_of_block(number)].append((number, block))
             num_bytes += len(block)
@@ -192,7 +192,7 @@ class _Resharding:
                         f"{shard.directory} holds {num_found} of the {shard.rows_stored} rows that were written: "
                         "restore it from a backup, and remove the new directories"
                     )
-        _log.info("compared all %d rows", sum(counts))
+        _log.info("compared all %(rows)d rows", {"rows": sum(counts)})
         return counts
 
     def _compare_shard(self, shard: SourceShard, made: list[Transaction], counts: list[int]) -> None:

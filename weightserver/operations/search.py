@@ -16,7 +16,7 @@ from weightserver.client.client import WeightClient
 from weightserver.client.results import Neighbours
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.similarity import SIMILARITIES
-from weightserver.operations.arguments import add_security_arguments, connect, non_empty_name
+from weightserver.operations.arguments import add_cluster_arguments, connect, non_empty_name
 from weightserver.protocol.codec import MAX_NEIGHBOURS
 
 
@@ -63,11 +63,8 @@ def nearest_to_vectors(client: WeightClient, vectors: Float32Array, k: int, **st
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("addresses", nargs="*", default=[], help="host:port of every shard")
-    parser.add_argument(
-        "--servers", type=_addresses, default=[], metavar="HOST:PORT,…", help="the same, as one argument"
-    )
-    add_security_arguments(parser)
+    add_cluster_arguments(parser, required=False)
+    parser.add_argument("--servers", default="", metavar="HOST:PORT,…", help="the same")
     parser.add_argument(
         "--rows",
         type=_queries,
@@ -87,9 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    arguments.addresses = [*arguments.addresses, *arguments.servers]
-    if not arguments.addresses:
-        raise ValueError("no shard is given: give host:port of every shard, or --servers")
+    arguments.addresses = [*arguments.addresses, arguments.servers]
     queries = arguments.rows
     state = {"step": arguments.step, "checkpoint": arguments.checkpoint or "", "metric": arguments.metric}
     with connect(arguments) as client:
@@ -110,10 +105,6 @@ def _table(matches: Iterable[Match]) -> Iterator[str]:
     for match in matches:
         for row, similarity in zip(match.rows, match.similarity, strict=True):
             yield f"{match.query}\t{row}\t{similarity:.6f}"
-
-
-def _addresses(text: str) -> list[str]:
-    return [address.strip() for address in text.split(",")]
 
 
 def _queries(text: str) -> Int64Array | Path:

@@ -18,7 +18,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-from weightserver.common.addresses import split_address
+from weightserver.operations.arguments import add_addresses, given_addresses
 
 _TIMEOUT_SECONDS = 5.0
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -132,7 +132,16 @@ def _holdings(values: dict[str, float]) -> Iterator[str]:
     kept, step = values["weightserver_checkpoints"], values["weightserver_newest_checkpoint_step"]
     yield f"{kept:.0f}, to {step:,.0f}" if kept else "none"
     for name in ("weightserver_disk_bytes", "weightserver_volume_free_bytes", "process_resident_memory_bytes"):
-        yield f"{values[name] / 1e9:,.2f} GB"
+        yield _readable_bytes(values[name])
+
+
+def _readable_bytes(number: float) -> str:
+    """Bytes in the largest unit of which there is at least one."""
+    units = ["TB", "GB", "MB", "kB", "B"]
+    while number >= 1000 and len(units) > 1:
+        number /= 1000
+        units.pop()
+    return f"{number:.3g} {units[-1]}" if number < 1000 else f"{number:,.0f} {units[-1]}"
 
 
 def watch(addresses: Sequence[str], *, interval_seconds: float, count: int | None) -> None:
@@ -166,12 +175,10 @@ def watch(addresses: Sequence[str], *, interval_seconds: float, count: int | Non
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("addresses", nargs="+", help="host:port of every shard's metrics")
+    add_addresses(parser, "every shard's metrics")
     parser.add_argument("--interval-seconds", type=float, default=2.0, help="time between updates (default 2)")
     parser.add_argument("--count", type=int, help="number of updates (default until Ctrl-C)")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    for address in arguments.addresses:
-        split_address(address)
-    watch(arguments.addresses, interval_seconds=arguments.interval_seconds, count=arguments.count)
+    watch(given_addresses(arguments), interval_seconds=arguments.interval_seconds, count=arguments.count)

@@ -30,6 +30,9 @@ RETRY_HINT = "grpc-retry-pushback-ms"
 """Key of the trailing metadata in which an overloaded shard says when to retry; the name is that of gRFC A6."""
 WAITED_KEY = "weightserver-waited-ms"
 """Key of the metadata in which a client that retries says for how long it has tried, in milliseconds."""
+OWN_TIME_KEY = "weightserver-own-us"
+"""Key of the trailing metadata in which a shard says how long a call took it, without waiting for the caller's messages
+or until the caller took its own, in microseconds."""
 MAX_ROWS = 1 << 22
 """Number of rows that one fetch, or one message of a write, may name: 32 MiB if they are scattered."""
 MAX_WRITE_ROWS = 1 << 24

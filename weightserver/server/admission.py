@@ -31,7 +31,7 @@ from google.protobuf.message import DecodeError
 
 from weightserver.common.logs import follow_request
 from weightserver.common.malloc import own_bytes, return_free_memory
-from weightserver.common.stages import arrive
+from weightserver.common.stages import arrive, call_clock
 from weightserver.core.errors import InvalidRequestError, OverloadedError, WeightServerError
 from weightserver.protocol.codec import RETRY_HINT
 from weightserver.protocol.status import status_of
@@ -184,16 +184,19 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
     @contextmanager
     def _requests(self, received: Iterator[bytes], call: _Call, handler: Any) -> Iterator[Iterator[Any]]:
         """The call's messages, each in memory until the next is asked for."""
-        parse = handler.request_deserializer
+        parse, clock = handler.request_deserializer, call_clock()
 
         def requests() -> Generator[Any, None, None]:
             while True:
+                stage = clock.start("receive")
                 try:
                     with call.waiting():
                         data = next(received, None)
                 except grpc.RpcError as error:
                     error.__traceback__ = None  # gRPC keeps the error in a cycle, with everything that its frames hold
                     raise CancelledError from None
+                finally:
+                    clock.start(stage)
                 if data is None:
                     return
                 with self._memory.reservation(call.lane) as reserved:

@@ -12,19 +12,21 @@ from typing import TypeVar
 
 import grpc
 
-from weightserver.common.stages import StageClock, arrived
+from weightserver.common.stages import StageClock, call_clock
 from weightserver.common.version import __version__
 from weightserver.core.errors import (
+    DamagedRecordError,
     DataLossError,
     FencedError,
     InvalidRequestError,
     StorageError,
     WeightServerError,
 )
-from weightserver.protocol.codec import ACKNOWLEDGED_KEY, MARK_KEY, VERSION_KEY, is_understood
+from weightserver.protocol.codec import ACKNOWLEDGED_KEY, MARK_KEY, OWN_TIME_KEY, VERSION_KEY, is_understood
 from weightserver.protocol.status import status_of
 from weightserver.server.admission import abort
 from weightserver.server.metrics import CallMetrics
+from weightserver.server.pace import SEARCH_SECONDS
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteTransaction
@@ -34,28 +36,50 @@ Result = TypeVar("Result")
 
 
 class Calls:
-    """What the handlers of one shard share. Thread-safe."""
+    """What the handlers of one shard share. Thread-safe.
 
-    def __init__(self, shard: Shard, committer: Committer, metrics: CallMetrics) -> None:
+    Args:
+        slow_seconds: calls that take longer are logged.
+        on_storage_error: called when a call could not use the database.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        committer: Committer,
+        metrics: CallMetrics,
+        *,
+        slow_seconds: float,
+        on_storage_error: Callable[[], object],
+    ) -> None:
         self._shard = shard
         self._committer = committer
         self._metrics = metrics
-        self._refusal_logged: dict[str, float] = {}
+        self._slow_seconds = slow_seconds
+        self._on_storage_error = on_storage_error
+        self._logged: dict[tuple[str, str], float] = {}
 
     @contextlib.contextmanager
     def answering(self, method: str, context: grpc.ServicerContext) -> Iterator[StageClock]:
-        """Times the call from its arrival, and turns any error into its status."""
-        clock, status = StageClock("queue", arrived()), grpc.StatusCode.OK
+        """Times the call from its arrival, and turns any error into its status. It begins in the stage "read" if it is
+        a fetch, otherwise "work"."""
+        clock, status = call_clock(), grpc.StatusCode.OK
         try:
             self._check_caller(context)
+            clock.start("read" if method == "Fetch" else "work")
             yield clock
-            context.set_trailing_metadata(self._trailer())
+            clock.start("end")
+            context.set_trailing_metadata((*self._trailer(), (OWN_TIME_KEY, str(_own_microseconds(clock)))))
         except WeightServerError as error:
             status = status_of(type(error))
             if isinstance(error, FencedError):
                 self._metrics.fenced()
-            if isinstance(error, FencedError | StorageError | DataLossError) and self._may_log(method):
-                _log.warning("%s refused: %s", method, error)
+            if isinstance(error, DamagedRecordError):
+                self._metrics.damaged()
+            if isinstance(error, StorageError):
+                self._on_storage_error()
+            if isinstance(error, FencedError | StorageError | DataLossError) and self._may_log("refused", method):
+                _log.warning("%(method)s refused: %(reason)s", {"method": method, "reason": str(error)})
             abort(context, error, self._trailer())
         except (ValueError, TypeError) as error:  # TableSpec's own checks
             status = grpc.StatusCode.INVALID_ARGUMENT
@@ -64,11 +88,15 @@ class Calls:
             status = grpc.StatusCode.CANCELLED
             raise
         except Exception:  # noqa: BLE001 - the boundary: only our own errors cross the wire
-            _log.exception("%s failed", method)
+            _log.exception("%(method)s failed", {"method": method})
             status = grpc.StatusCode.INTERNAL
             abort(context, WeightServerError(f"shard {self._shard.shard} failed on {method}"), self._trailer())
         finally:
-            self._metrics.answered(method, status.name, clock.elapsed_seconds())
+            clock.start("end")
+            seconds = clock.elapsed_seconds()
+            self._metrics.answered(method, status.name, seconds)
+            if seconds >= self._slow_seconds:
+                self._log_slow(method, status.name, seconds, clock)
 
     def _check_caller(self, context: grpc.ServicerContext) -> None:
         """Refuses callers of older versions, and callers that know of acknowledged writes that the shard lacks."""
@@ -85,17 +113,34 @@ class Calls:
         """The trailing metadata of every answer."""
         return ((MARK_KEY, self._shard.state.mark),)
 
-    def _may_log(self, method: str) -> bool:
-        """Limits the log to one refusal per method and second; the metrics count all."""
+    def _log_slow(self, method: str, status: str, seconds: float, clock: StageClock) -> None:
+        """Logs a call that took long, with its stages. A search is allowed the time that `Pace` gives it."""
+        if (method == "Search" and seconds < SEARCH_SECONDS + self._slow_seconds) or not self._may_log("slow", method):
+            return
+        stages = {f"{stage}_seconds": round(spent, 4) for stage, spent in clock.seconds.items() if spent >= 0.0001}
+        _log.warning("slow request", extra={"method": method, "status": status, "seconds": round(seconds, 3)} | stages)
+
+    def _may_log(self, what: str, method: str) -> bool:
+        """Limits the log to one such line per method and second; the metrics count all."""
         now = time.monotonic()
-        if now - self._refusal_logged.get(method, -math.inf) < 1.0:
+        if now - self._logged.get((what, method), -math.inf) < 1.0:
             return False
-        self._refusal_logged[method] = now
+        self._logged[what, method] = now
         return True
 
     def commit(self, context: grpc.ServicerContext, operation: Callable[[WriteTransaction], Result]) -> Result:
         """Runs `operation` in a transaction; returns its result once it is durable."""
-        future = self._committer.submit(operation)
-        if not context.add_callback(future.cancel):  # called too when the deadline passes
-            future.cancel()
-        return future.result()
+        clock = call_clock()
+        stage = clock.start("commit")
+        try:
+            future = self._committer.submit(operation)
+            if not context.add_callback(future.cancel):  # called too when the deadline passes
+                future.cancel()
+            return future.result()
+        finally:
+            clock.start(stage)
+
+
+def _own_microseconds(clock: StageClock) -> int:
+    """The time of a call without the stages in which the shard waits for the caller."""
+    return round(1e6 * sum(spent for stage, spent in clock.seconds.items() if stage not in ("receive", "send")))

@@ -38,6 +38,8 @@ class ServerConfig:
     """Memory for all requests in progress; must fit the largest write and the blocks that it changes."""
     stall_seconds: float = 10.0
     """How long a caller may neither send nor receive a message before its call is cancelled."""
+    slow_request_seconds: float = 1.0
+    """A request that takes longer is logged, with its stages and its id."""
     verify_reads: bool = True
     """Whether fetches verify the checksums of rows."""
     tls_cert: Path | None = None
@@ -70,6 +72,8 @@ class ServerConfig:
             raise ValueError(f"--grace-seconds must lie in 0..3600, got {self.grace_seconds}")
         if not 0 < self.stall_seconds <= 3600:
             raise ValueError(f"--stall-seconds must be positive and at most 3600, got {self.stall_seconds}")
+        if self.slow_request_seconds <= 0:
+            raise ValueError(f"--slow-request-seconds must be positive, got {self.slow_request_seconds}")
         self._check_security()
 
     def _check_security(self) -> None:

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from weightserver.core.errors import StorageError
 from weightserver.server.admission import CallLimiter
+from weightserver.server.health import ShardHealth
 from weightserver.server.lanes import MAX_WAITING
 from weightserver.server.request_memory import RequestMemory
 from weightserver.shard.group_commit import Committer
@@ -64,6 +65,15 @@ def publish_load(
     for lane, most in MAX_WAITING.items():
         if most:
             waiting.labels(lane).set_function(partial(limiter.num_waiting, lane))
+
+
+def publish_health(registry: CollectorRegistry, health: ShardHealth) -> None:
+    _gauge(
+        registry,
+        "weightserver_serving",
+        "1 while the shard serves, 0 if its database does not.",
+        lambda: not health.look(),
+    )
 
 
 def publish_certificate(registry: CollectorRegistry, expires: datetime) -> None:

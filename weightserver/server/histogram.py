@@ -6,19 +6,16 @@ benchmarks/measuring.py is 2 %.
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
-import time
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
+from weightserver.common.series import Series
 from weightserver.core.arrays import Int64Array
 
 
@@ -49,36 +46,12 @@ class Histogram(Collector):
         yield HistogramMetricFamily(self._name, self._documentation, labels=self._label_names)
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        bounds = [floatToGoString(bound) for bound in self._bounds]  # type: ignore[no-untyped-call]
         for family in self.describe():
             for values, series in list(self._series.items()):
-                counts, total = series.read()
-                family.add_metric(values, list(zip(bounds, itertools.accumulate(counts), strict=True)), total)
+                family.add_metric(values, *series.cumulative())
                 labels = dict(zip(self._label_names, values, strict=True))
                 family.add_sample(f"{self._name}_created", labels, series.created)
             yield family
-
-
-class Series:
-    """The observations for one set of label values."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.created = time.time()
-        self._bounds = bounds
-        self._lock = threading.Lock()
-        self._counts = [0] * len(bounds)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        bucket = bisect_left(self._bounds, value)
-        with self._lock:
-            self._counts[bucket] += 1
-            self._sum += value
-
-    def read(self) -> tuple[list[float], float]:
-        """The number of observations in each bucket, and the sum of all."""
-        with self._lock:
-            return [float(count) for count in self._counts], self._sum
 
 
 class GapHistogram(Collector):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from functools import cache
 
-from prometheus_client import CollectorRegistry, Counter, Info, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCollector
 
+from weightserver.common.series import Series
 from weightserver.core import kernel
 from weightserver.core.arrays import Int64Array
+from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.protocol.status import ERROR_OF_STATUS
 from weightserver.server.histogram import GapHistogram, Histogram
 from weightserver.server.lanes import LANES
 
@@ -15,6 +18,8 @@ from weightserver.server.lanes import LANES
 # watch the objective of 100 ms.
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0)
 _COUNTS = (1, 4, 16, 64, 256, 1024, 4096, 16_384, 65_536, 262_144, 1_048_576, 4_194_304)
+_METHODS = tuple(method.name for method in pb.DESCRIPTOR.services_by_name["WeightServer"].methods)
+_STATUSES = ("OK", "CANCELLED", *(status.name for status in ERROR_OF_STATUS))
 
 
 class ShardMetrics:
@@ -24,6 +29,9 @@ class ShardMetrics:
         self.registry = CollectorRegistry()
         Info("weightserver_build", "Version, kernel and place of this shard.", registry=self.registry).info(
             {"version": version, "kernel": kernel.name(), "shard": str(shard), "num_shards": str(num_shards)}
+        )
+        Gauge("weightserver_cluster_shards", "Shards of the cluster, this one included.", registry=self.registry).set(
+            num_shards
         )
         ProcessCollector(registry=self.registry)
         self.calls = CallMetrics(self.registry)
@@ -42,6 +50,12 @@ class CallMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self._number = Counter(
+            "weightserver_requests",
+            "Answered requests; every method with every status.",
+            ["method", "status"],
+            registry=registry,
+        )
         self._fenced = Counter(
             "weightserver_fenced_writes", "Writes refused because a newer session exists.", registry=registry
         )
@@ -57,7 +71,13 @@ class CallMetrics:
             ["lane"],
             registry=registry,
         )
+        self._damaged = Counter(
+            "weightserver_damaged_reads", "Calls that met a stored record with changed bytes.", registry=registry
+        )
         # A rate misses the step from a missing series to 1, so these exist from the start.
+        for method in _METHODS:
+            for status in _STATUSES:
+                self._number.labels(method, status)
         for status in ("OK", "CANCELLED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "INTERNAL"):
             self._seconds.labels("Fetch", status)
         for lane in LANES:
@@ -66,9 +86,13 @@ class CallMetrics:
 
     def answered(self, method: str, status: str, seconds: float) -> None:
         self._seconds.labels(method, status).observe(seconds)
+        self._number.labels(method, status).inc()
 
     def fenced(self) -> None:
         self._fenced.inc()
+
+    def damaged(self) -> None:
+        self._damaged.inc()
 
     def unauthenticated(self) -> None:
         self._unauthenticated.inc()
@@ -81,18 +105,24 @@ class CallMetrics:
 
 
 class RowMetrics:
-    """Counts the rows of fetches and writes, and times the stages of fetches."""
+    """Counts the rows of fetches and writes, and times the stages of both."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        stage_seconds = Histogram(
-            "weightserver_fetch_stage_seconds",
-            "Time that an answered fetch spent waiting for its turn (queue), reading and verifying blocks (read), "
-            "correcting rows (correct), framing them (serialise), and waiting until they were received (send).",
-            ["stage"],
-            buckets=_SECONDS,
-            registry=registry,
+        self._fetch_stages = _stages(
+            "fetch",
+            ("queue", "receive", "read", "correct", "serialise", "send"),
+            "Time that an answered fetch spent waiting for its turn (queue) and for its request (receive), reading and "
+            "verifying blocks (read), correcting rows (correct), framing them (serialise), and waiting until they were "
+            "received (send).",
+            registry,
         )
-        self._stages = {name: stage_seconds.labels(name) for name in ("queue", "read", "correct", "serialise", "send")}
+        self._write_stages = _stages(
+            "write",
+            ("queue", "receive", "work", "commit"),
+            "Time that an answered push or state write spent waiting for its turn (queue) and for its messages "
+            "(receive), being checked (work), and waiting until it was on disk (commit).",
+            registry,
+        )
         self._request_rows = Histogram(
             "weightserver_request_rows",
             "Rows in one request to this shard.",
@@ -120,7 +150,11 @@ class RowMetrics:
         self._request_rows.labels(operation).observe(num_rows)
 
     def fetch_stages(self, seconds: dict[str, float]) -> None:
-        for name, stage in self._stages.items():
+        for name, stage in self._fetch_stages.items():
+            stage.observe(seconds.get(name, 0.0))
+
+    def write_stages(self, seconds: dict[str, float]) -> None:
+        for name, stage in self._write_stages.items():
             stage.observe(seconds.get(name, 0.0))
 
     def correction_gaps(self, gaps: Int64Array) -> None:
@@ -141,6 +175,12 @@ class RowMetrics:
         else:
             self._rows(operation).inc(rows)
             self._bytes(operation).inc(num_bytes)
+
+
+def _stages(kind: str, names: tuple[str, ...], text: str, registry: CollectorRegistry) -> dict[str, Series]:
+    """A histogram of the seconds of each stage of a `kind` of call."""
+    seconds = Histogram(f"weightserver_{kind}_stage_seconds", text, ["stage"], buckets=_SECONDS, registry=registry)
+    return {name: seconds.labels(name) for name in names}
 
 
 class CommitMetrics:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import grpc
 
-_SEARCH_SECONDS = 1.0
+SEARCH_SECONDS = 1.0
 """Time of one search call, after which the caller asks for the rest."""
 _TRAINING_SECONDS = 1.0
 """How long after its last call a training run is expected to call again."""
@@ -31,7 +31,7 @@ class Pace:
         """
         remaining = context.time_remaining()
         began = time.monotonic()
-        end = began + min(_SEARCH_SECONDS, _SEARCH_SECONDS if remaining is None else remaining / 2)
+        end = began + min(SEARCH_SECONDS, SEARCH_SECONDS if remaining is None else remaining / 2)
 
         def may_continue() -> bool:
             nonlocal began

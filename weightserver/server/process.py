@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from threadpoolctl import threadpool_limits
 
@@ -35,7 +35,8 @@ from weightserver.protocol.codec import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 from weightserver.server import service
 from weightserver.server.admission import MAX_THREADS, MAX_UNSORTED_CALLS, CallLimiter
 from weightserver.server.config import ServerConfig
-from weightserver.server.gauges import publish_certificate, publish_load, publish_shard
+from weightserver.server.gauges import publish_certificate, publish_health, publish_load, publish_shard
+from weightserver.server.health import ShardHealth
 from weightserver.server.metrics import ShardMetrics
 from weightserver.server.request_memory import RequestMemory
 from weightserver.server.security import ServerTls, TokenInterceptor, server_tls
@@ -129,8 +130,9 @@ def serve(config: ServerConfig) -> None:
     front = _listening_server(config)
     if config.init and holds_data(config.data_dir):
         _log.warning(
-            "--init has no effect, %s holds a shard: omit it, or a lost disk would be replaced by an empty shard",
-            config.data_dir,
+            "--init has no effect, %(directory)s holds a shard: omit it, or a lost disk would be replaced by an empty "
+            "shard",
+            {"directory": str(config.data_dir)},
         )
     with contextlib.closing(
         LmdbStorage(config.data_dir, must_exist=not config.init, on_failure=stop.fail, scattered=True)
@@ -145,20 +147,29 @@ def serve(config: ServerConfig) -> None:
         log_events(
             config.log_format, lambda: {"shard": shard.shard, "epoch": shard.state.epoch, "step": shard.state.clock}
         )
-        _serve_shard(config, front, shard, stop)
+        _serve_shard(config, front, shard, ShardHealth(storage.problem, config.data_dir), stop)
     _log.info("closed")
 
 
-def _serve_shard(config: ServerConfig, front: _Front, shard: Shard, stop: _Stop) -> None:
+def _serve_shard(config: ServerConfig, front: _Front, shard: Shard, healthy: ShardHealth, stop: _Stop) -> None:
     """Serves a shard until `stop`, and drains. Raises as `serve` does."""
     publish_shard(front.metrics.registry, shard)
-    metrics_address = _serve_metrics(config, front.metrics)
-    healthy = front.add_health(reflect=config.reflection)
+    publish_health(front.metrics.registry, healthy)
+    metrics_address = _serve_metrics(config, front.metrics, healthy)
+    front.add_health(healthy, reflect=config.reflection)
     committer = Committer(shard.batch, front.metrics.commits.committed)
     grace_seconds = 0.0  # an error before serving ends the process at once
     try:
         publish_load(front.metrics.registry, front.memory, front.limiter, committer)
-        service.add_to_server(service.WeightServerService(shard, committer, front.metrics, front.memory), front.server)
+        handlers = service.WeightServerService(
+            shard,
+            committer,
+            front.metrics,
+            front.memory,
+            slow_seconds=config.slow_request_seconds,
+            on_storage_error=healthy.look,
+        )
+        service.add_to_server(handlers, front.server)
         stop.serving()
         gc.freeze()  # what exists now stays: a full collection would walk it in the middle of a fetch, for 15 ms
         front.server.start()
@@ -171,7 +182,7 @@ def _serve_shard(config: ServerConfig, front: _Front, shard: Shard, stop: _Stop)
         _log.info("draining")
         grace_seconds = config.grace_seconds
     finally:
-        healthy.enter_graceful_shutdown()
+        healthy.drain()
         _drain(front.server, committer, grace_seconds)
 
 
@@ -188,15 +199,13 @@ class _Front:
     memory: RequestMemory
     limiter: CallLimiter
 
-    def add_health(self, *, reflect: bool) -> health.HealthServicer:
+    def add_health(self, healthy: ShardHealth, *, reflect: bool) -> None:
         """Adds the health service, and with `reflect` reflection, to the server."""
-        healthy = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(healthy, self.server)
-        healthy.set("", health_pb2.HealthCheckResponse.SERVING)
+        healthy.look()
         if reflect:
             names = (service.NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self.server)
-        return healthy
 
 
 def _listening_server(config: ServerConfig) -> _Front:
@@ -302,11 +311,12 @@ def _allow_many_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _serve_metrics(config: ServerConfig, metrics: ShardMetrics) -> str | None:
+def _serve_metrics(config: ServerConfig, metrics: ShardMetrics, healthy: ShardHealth) -> str | None:
     if config.metrics_port is None:
         return None
     try:
-        port, _ = serve_metrics(metrics.registry, config.metrics_host, config.metrics_port)
+        pages = {"/healthz": healthy.live, "/readyz": healthy.ready}
+        port, _ = serve_metrics(metrics.registry, config.metrics_host, config.metrics_port, pages)
     except OSError as error:
         where = f"port {config.metrics_port} of {config.metrics_host}"
         raise OSError(f"cannot serve metrics on {where}: {error.strerror}") from error
@@ -317,13 +327,15 @@ def _log_security(config: ServerConfig, tls: ServerTls | None, token: bool) -> N
     """Logs who can call the shard, and warns of an expired certificate and of missing TLS or token."""
     if tls is not None:
         clients = "only to clients with a certificate" if config.tls_client_ca else "to any client"
-        _log.info("TLS %s", clients, extra={"certificate_holds_until": f"{tls.expires:%Y-%m-%d %H:%M} UTC"})
+        until = {"certificate_holds_until": f"{tls.expires:%Y-%m-%d %H:%M} UTC"}
+        _log.info("TLS %(clients)s", {"clients": clients}, extra=until)
         if tls.expires <= datetime.now(UTC):
             _log.warning("the shard's certificate has expired and clients refuse it: renew it and restart")
     if not is_loopback(config.listen) and (tls is None or not token):
         missing = " or ".join([*(["TLS"] if tls is None else []), *([] if token else ["a token"])])
         _log.warning(
-            "%s can be reached without %s: anyone who reaches it can read and change rows", config.listen, missing
+            "%(address)s can be reached without %(missing)s: anyone who reaches it can read and change rows",
+            {"address": config.listen, "missing": missing},
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from weightserver.common.atomic_files import to_path
-from weightserver.common.logs import LOG_FORMATS
 from weightserver.common.security import TOKEN_VARIABLE
 from weightserver.server.config import ServerConfig
 from weightserver.server.process import serve
@@ -15,7 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_shard_arguments(parser)
     _add_security_arguments(parser)
     parser.add_argument("--reflection", action="store_true", help="serve the contract by gRPC reflection")
-    parser.add_argument("--log-format", choices=LOG_FORMATS, default="text", help="format of the log (default text)")
+    parser.add_argument(
+        "--slow-request-seconds", type=float, default=1.0, help="log requests that take longer (default 1)"
+    )
     parser.add_argument("--announce", action="store_true", help="print the addresses as one JSON line once serving")
     parser.add_argument("--stop-with-parent", action="store_true", help="stop when stdin is closed")
 

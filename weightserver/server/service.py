@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
@@ -58,11 +59,22 @@ _log = logging.getLogger(__name__)
 class WeightServerService:
     """Handlers of one shard's calls; they run in gRPC's threads."""
 
-    def __init__(self, shard: Shard, committer: Committer, metrics: ShardMetrics, memory: RequestMemory) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        committer: Committer,
+        metrics: ShardMetrics,
+        memory: RequestMemory,
+        *,
+        slow_seconds: float = math.inf,
+        on_storage_error: Callable[[], object] = lambda: None,
+    ) -> None:
         self._shard = shard
         self._metrics = metrics.rows
         self._memory = memory
-        self._calls = Calls(shard, committer, metrics.calls)
+        self._calls = Calls(
+            shard, committer, metrics.calls, slow_seconds=slow_seconds, on_storage_error=on_storage_error
+        )
         self._pace = Pace()
 
     def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> Iterator[pb.DescribeResponse]:
@@ -133,7 +145,7 @@ class WeightServerService:
                     return extend_schedule_response(state, schedule, part.change)
             done, answer = self._calls.commit(context, lambda batch: self._change_schedule(batch, request, part))
             if done:
-                _log.info(f"schedule change {done}", extra={"horizon": answer.horizon})
+                _log.info("schedule change %(outcome)s", {"outcome": done, "horizon": answer.horizon})
             return answer
 
     def _change_schedule(
@@ -183,7 +195,6 @@ class WeightServerService:
     def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Yields serialized FetchResponses."""
         with self._calls.answering("Fetch", context) as clock, self._memory.reservation("Fetch") as reserved:
-            clock.start("read")
             self._pace.note_training()
             self._shard.check_table(request.table)
             named = named_rows(request.rows)
@@ -216,7 +227,7 @@ class WeightServerService:
     def PushGradients(
         self, request_iterator: Iterator[pb.PushGradientsRequest], context: grpc.ServicerContext
     ) -> pb.WriteResponse:
-        with self._calls.answering("PushGradients", context), self._memory.reservation("write") as reserved:
+        with self._calls.answering("PushGradients", context) as clock, self._memory.reservation("write") as reserved:
             self._pace.note_training()
             write = receive(request_iterator, ("gradients",), self._shard, reserved)
             header, rows, (gradients,) = write.header, write.rows(), write.values()
@@ -226,12 +237,14 @@ class WeightServerService:
             )
             self._metrics.requested("push", len(rows))
             self._metrics.pushed(len(rows), gradients.nbytes, duplicate=not applied)
+            clock.start("end")
+            self._metrics.write_stages(clock.seconds)
             return pb.WriteResponse(duplicate=not applied, mark=self._shard.state.mark)
 
     def WriteState(
         self, request_iterator: Iterator[pb.WriteStateRequest], context: grpc.ServicerContext
     ) -> pb.WriteResponse:
-        with self._calls.answering("WriteState", context), self._memory.reservation("write") as reserved:
+        with self._calls.answering("WriteState", context) as clock, self._memory.reservation("write") as reserved:
             self._pace.note_training()
             write = receive(request_iterator, ("weight", "momentum_buffer"), self._shard, reserved)
             header, rows, (weight, momentum) = write.header, write.rows(), write.values()
@@ -242,6 +255,8 @@ class WeightServerService:
             )
             self._metrics.requested("write_state", len(rows))
             self._metrics.written(len(rows), 2 * weight.nbytes, duplicate=not applied)
+            clock.start("end")
+            self._metrics.write_stages(clock.seconds)
             return pb.WriteResponse(duplicate=not applied, mark=self._shard.state.mark)
 
     def Checkpoint(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:

@@ -12,7 +12,7 @@ from weightserver.core import kernel
 from weightserver.core.arrays import Float32Array, Int64Array, StoredArray
 from weightserver.core.blocks import SMALL, RowBuffer
 from weightserver.core.correction import bring_to
-from weightserver.core.errors import StepError, StorageError
+from weightserver.core.errors import DamagedRecordError, StepError
 from weightserver.core.precision import MOMENTUM_BUFFER, WEIGHT
 from weightserver.core.sharding import TouchedBlocks, touched_blocks
 from weightserver.protocol.codec import CHUNK_BYTES, encode_fetch_response, field_head
@@ -165,7 +165,7 @@ def read_rows(
         block = blocks[bad]
         assert block is not None
         table.codec.check(numbers[bad], block)
-        raise StorageError(f"{table.codec.name(numbers[bad])} changed while it was read")
+        raise DamagedRecordError(f"{table.codec.name(numbers[bad])} changed while it was read")
     return RowsInBlocks(touched, blocks, last_step, all_small and _initial_are_small(table))
 
 

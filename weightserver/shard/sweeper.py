@@ -50,7 +50,7 @@ class Sweeper:
                 self._shard.sweep(self._committer.submit, LOOK_SECONDS)
             except WeightServerError as error:
                 if not failing:
-                    _log.warning("old versions of blocks cannot be deleted now: %s", error)
+                    _log.warning("old versions of blocks cannot be deleted now: %(reason)s", {"reason": str(error)})
                 pause, failing = _RETRY_SECONDS, True
             else:
                 pause, failing = (time.perf_counter() - started) * (1 / SHARE - 1), False

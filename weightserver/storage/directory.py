@@ -60,7 +60,7 @@ def prepare(directory: Path, *, must_exist: bool) -> None:
     make_directory(directory, mode=PRIVATE_DIRECTORY)
     files = [directory / name for name in ("data.mdb", "lock.mdb", "owner.lock")]
     if (changed := make_private(directory, *files)) and holds_data(directory):
-        _log.warning("removed the access of other users to %s", ", ".join(map(str, changed)))
+        _log.warning("removed the access of other users to %(paths)s", {"paths": ", ".join(map(str, changed))})
 
 
 def missing_data(directory: Path) -> StorageError:

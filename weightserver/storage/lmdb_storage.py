@@ -62,6 +62,15 @@ _LARGE_VALUE = 0x01
 """Flag of a value that has pages of its own: the first page's number, u64, is in its place."""
 _PAGE_HEADER_BYTES = 16
 _READER_CHECK_SECONDS = 5.0
+_DAMAGE = (
+    lmdb.BadChecksumError,
+    lmdb.CorruptedError,
+    lmdb.InvalidError,
+    lmdb.PageNotFoundError,
+    lmdb.PanicError,
+    lmdb.ProblemError,
+)
+"""Errors that a sound file does not cause."""
 _COPY_BYTES = 64 << 20
 """Bytes of values that `copy` writes in one transaction."""
 
@@ -85,6 +94,13 @@ class _LmdbTransaction:
     def get(self, database: str, key: bytes) -> memoryview | None:
         value = self._txn.get(key, db=self._databases[database])
         return None if value is None else memoryview(value)
+
+    def look(self) -> None:
+        """Reads the ends of every database. Raises lmdb.Error if one cannot be read."""
+        for database in self._databases.values():
+            with self._txn.cursor(database) as cursor:
+                cursor.first()
+                cursor.last()
 
     def put(self, database: str, key: bytes, value: bytes | bytearray) -> None:
         self.changed = True
@@ -231,6 +247,8 @@ class LmdbStorage:
         self._next_reader_check = 0.0
         self._closed = False
         self._damaged = False
+        self._damage = ""
+        """The first error that shows that the file is damaged."""
         self._failure = ""
         self._on_failure = on_failure
         with translated(directory), contextlib.ExitStack() as opened:
@@ -363,6 +381,8 @@ class LmdbStorage:
                 raise ShardUnavailableError(self._failure) from error.__cause__
             except lmdb.Error:  # no free slot for another reader, say
                 pass
+            if isinstance(error.__cause__, _DAMAGE):
+                self._damage = self._damage or str(error)
             raise
 
     def _require_usable(self) -> None:
@@ -405,6 +425,23 @@ class LmdbStorage:
             finally:
                 self._growing = False
                 self._idle.notify_all()
+
+    def problem(self) -> str:
+        """Why the data can no longer be used: an error that LMDB had, or a file that is gone or was replaced. Empty if
+        nothing is known. Takes a tenth of a millisecond."""
+        if self._failure or self._damage:
+            return self._failure or f"{self._damage}: restart the shard, which checks its data"
+        path = files.data_file(self.directory)
+        try:
+            if not os.path.samestat(path.stat(), os.fstat(self._data)):
+                return f"{path} was replaced while the shard serves it"
+            with self.read() as txn:
+                txn.look()
+        except OSError as error:
+            return f"{path} cannot be read ({error.strerror})"
+        except (StorageError, ShardUnavailableError) as error:
+            return str(error)
+        return ""
 
     def copy(self, path: Path, unneeded: Callable[[list[int]], list[int]]) -> None:
         """Writes the environment to an empty file, without free pages and without versions that nothing needs.

@@ -18,7 +18,7 @@ import xxhash
 
 from weightserver.core.arrays import Float32Array
 from weightserver.core.checkpoints import ShardCheckpoint
-from weightserver.core.errors import NoTableError, StorageError
+from weightserver.core.errors import DamagedRecordError, NoTableError, StorageError
 from weightserver.core.lineage import Lineage, split_mark
 from weightserver.core.spec import TableSpec
 from weightserver.storage.interface import Reader, Transaction
@@ -386,8 +386,9 @@ def _built(kind: type[Record], stored: dict[str, Any]) -> Record:
 
 @contextlib.contextmanager
 def _guarded(txn: Reader, what: str) -> Iterator[None]:
-    """Turns every error that damaged bytes can cause into StorageError."""
+    """Turns every error that damaged bytes can cause into DamagedRecordError."""
     try:
         yield
     except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
-        raise StorageError(f"{txn.directory}: its {what} is damaged ({error}): restore it from a backup") from error
+        reason = f"{txn.directory}: its {what} is damaged ({error}): restore it from a backup"
+        raise DamagedRecordError(reason) from error

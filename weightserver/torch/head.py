@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from weightserver import Checkpoint, TableSpec, WeightClient
+from weightserver.common.addresses import parse_addresses
 from weightserver.core.arrays import checked_integer
 from weightserver.torch.arguments import checked_ids
 from weightserver.torch.beginnings import norm_of
@@ -139,10 +140,9 @@ class ClassifierHead(SampledSoftmax):
             correction=correction,
             dtype=dtype,
         )
-        addresses = servers.split(",") if isinstance(servers, str) else list(servers or [])
         table = ServedTable(
             spec=spec,
-            servers=[address.strip() for address in addresses],
+            servers=parse_addresses(*([servers] if isinstance(servers, str) else servers or [])),
             run=run,
             directory=Path("rows") / run if directory is None else Path(directory),
             num_shards=checked_integer(num_shards, "num_shards"),

@@ -68,6 +68,9 @@ class SampledSoftmax(nn.Module, ABC):
         self._current: StepInProgress | None = None
         self._iteration = 0  # number of the current iteration over announced batches
         self._announced_in_vain = False  # the store may hold rows ready for steps that were forgotten
+        # Dynamo would trace the calls of the servers. Not a decorator: it would import dynamo, which takes longer than
+        # all of torch, into every command.
+        self._untraced_loss = torch.compiler.disable(SampledSoftmax._loss_of)  # type: ignore[no-untyped-call]
 
     # ---- rows
 
@@ -249,7 +252,6 @@ class SampledSoftmax(nn.Module, ABC):
 
     # ---- a step
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # dynamo would trace the calls of the servers
     def forward(self, embeddings: Tensor, ids: Any, *, update_rows: bool = True) -> Tensor:
         """The mean loss of a batch over the active classes (Equation 1): a scalar, float32, also under autocast.
 
@@ -264,6 +266,10 @@ class SampledSoftmax(nn.Module, ABC):
             ValueError: shapes, devices or classes that do not fit, or not the classes that were announced.
             WeightServerError: rows could not be fetched, or an earlier update could not be stored.
         """
+        loss: Tensor = self._untraced_loss(self, embeddings, ids, update_rows)
+        return loss
+
+    def _loss_of(self, embeddings: Tensor, ids: Any, update_rows: bool) -> Tensor:
         checked = checked_ids(ids, self.spec.num_rows)
         check_embeddings(embeddings, len(checked), self.spec.dim, self.device)
         step = self._begin(checked)

@@ -61,7 +61,7 @@ def test_a_run_resumes_after_lost_shards_are_restored(
     """The backup is older than the newest checkpoint; the other shards are rolled back to it."""
     output, name = tmp_path / "run", f"step-{EVERY:012d}"
     with LocalCluster(2, tmp_path / "servers") as cluster, WeightClient(cluster.addresses) as client:
-        train(run_on(cluster, output))
+        train(run_on(cluster, output, keep_checkpoints=4))
         arguments = ["backup", *cluster.addresses, "--output", tmp_path / "backup", "--checkpoint", name]
         assert weightserver(*arguments)[0] == 0
         before = client.describe().epoch

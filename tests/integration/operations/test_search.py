@@ -74,7 +74,7 @@ def test_search_rejects_bad_input(
     refused("vectors.npy holds float64, not one float32 array", "--rows", file)
     np.save(file, np.ones((2, SPEC.dim + 1), np.float32))
     refused("vectors must have shape [q, 16], got [2, 17]", "--rows", file)
-    assert_one_line(weightserver("search", "--rows", "1"), "no shard is given")
+    assert_one_line(weightserver("search", "--rows", "1"), "no address is given")
     assert weightserver("search", "--servers", servers, "--rows", "one")[0] == 2
 
 

@@ -44,6 +44,9 @@ class RowCounters:
     fetch_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_FETCHES))
     """Duration of each fetch since `take_fetch_seconds` was last called, of the last ones if there were many."""
 
+    _waits: tuple[float, float | None] = (0.0, None)
+    """`wait_seconds` before the newest wait, and when that began, if it has not ended."""
+
     def fetched(self, num_rows: int, num_values: int, num_steps: int = 0) -> None:
         self.fetched_rows += num_rows
         self.fetched_bytes += self.value_bytes * num_values + 8 * num_steps
@@ -71,10 +74,17 @@ class RowCounters:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         started = time.perf_counter()
+        self._waits = (self.wait_seconds, started)
         try:
             yield
         finally:
             self.wait_seconds += time.perf_counter() - started
+            self._waits = (self.wait_seconds, None)
+
+    def waited_seconds(self) -> float:
+        """`wait_seconds`, with a wait that has not ended; may be called by any thread."""
+        ended, since = self._waits
+        return self.wait_seconds if since is None else ended + time.perf_counter() - since
 
 
 class RowStore(Protocol):

@@ -1,0 +1,262 @@
+"""What a client's metrics and log say while a shard does not answer, is restarted, or is slow."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from prometheus_client import REGISTRY
+
+from tests.helpers.watching import metric, page, wait_until
+from weightserver import LocalCluster, ShardUnavailableError, TableSpec, WeightClient
+from weightserver.client import calls
+from weightserver.client.calls import bounds_up_to, row_class
+from weightserver.common.logs import REQUEST_ID
+from weightserver.common.version import __version__
+from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.protocol.codec import VERSION_KEY, rows_to_proto
+
+SPEC = TableSpec(num_rows=4000, dim=16, rows_per_block=10)
+ROWS = np.arange(400)
+
+
+def value(name: str, **labels: str) -> float:
+    """A metric of this process's clients; 0 if it does not exist yet."""
+    return REGISTRY.get_sample_value(f"weightserver_client_{name}", labels) or 0.0
+
+
+def fill(client: WeightClient) -> None:
+    client.create_table(SPEC)
+    client.extend_schedule(0, np.full(100, 0.1, np.float32))
+    client.open_session("run")
+    client.push_gradients(ROWS, np.ones((len(ROWS), SPEC.dim), np.float32), step=0)
+
+
+@contextmanager
+def frozen(cluster: LocalCluster, shard: int) -> Iterator[None]:
+    cluster.processes[shard].send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        cluster.processes[shard].send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def in_thread(call: Callable[[], object]) -> Iterator[threading.Thread]:
+    thread = threading.Thread(target=call)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[dict[str, Any]]]:
+    """The values of each line that a watch has logged; reminders come each second."""
+    monkeypatch.setattr(calls, "_REMINDER_SECONDS", 1.0)
+
+    def said() -> list[dict[str, Any]]:
+        own = [record for record in caplog.records if record.name == calls.__name__]
+        return [
+            {"text": record.getMessage(), "at": record.created} | (record.args if isinstance(record.args, dict) else {})
+            for record in own
+        ]
+
+    return said
+
+
+@pytest.mark.guard
+def test_a_frozen_shard_shows_while_it_is_frozen(tmp_path: Path, lines: Callable[[], list[dict[str, Any]]]) -> None:
+    of_shard = {"shard": "1", "method": "Fetch"}
+    with LocalCluster(2, tmp_path) as cluster, WeightClient(cluster.addresses, timeout_seconds=1.5) as client:
+        fill(client)
+        client.fetch(ROWS, step=1)
+        attempts, retries = value("attempts_total", **of_shard), value("retries_total", **of_shard)
+        late, ended = value("late_calls_total", **of_shard), value("call_seconds_count", rows="2048", **of_shard)
+        assert value("waiting_calls", **of_shard) == value("oldest_call_seconds", **of_shard) == 0
+        began = time.time()
+        with in_thread(lambda: client.fetch(ROWS, step=1)) as fetch:
+            pass
+        with frozen(cluster, 1):
+            fetch = threading.Thread(target=lambda: client.fetch(ROWS, step=1))
+            fetch.start()
+            wait_until(lambda: value("oldest_call_seconds", **of_shard) > 0.3)
+            assert value("waiting_calls", **of_shard) == 1
+            assert value("late_calls_total", **of_shard) == late + 1, "late before it ends"
+            assert value("attempts_total", **of_shard) == attempts + 2
+            assert value("waiting_calls", shard="0", method="Fetch") == 0, "not the other shard's fault"
+            wait_until(lambda: value("retries_total", **of_shard) >= retries + 2)
+            assert value("errors_total", status="DEADLINE_EXCEEDED", **of_shard) >= 2
+            assert value("oldest_call_seconds", **of_shard) > 3, "of the call, not of its attempt"
+            wait_until(lambda: len(lines()) >= 3)
+            assert value("call_seconds_count", rows="2048", **of_shard) == ended + 1
+        fetch.join(60)
+        wait_until(lambda: "answers again" in lines()[-1]["text"])
+        assert value("waiting_calls", **of_shard) == 0
+        assert value("late_calls_total", **of_shard) == late + 1, "counted once"
+        assert value("call_seconds_count", rows="2048", **of_shard) == ended + 2
+        first, second, third, *_ = said = lines()
+    assert first["at"] - began < 5
+    assert {line["shard"] for line in said} == {"1"}
+    assert first["method"] == "Fetch"
+    assert cluster.addresses[1] in first["text"]
+    assert second["status"] == "DEADLINE_EXCEEDED"
+    assert third["seconds"] > second["seconds"] > first["seconds"] >= 2.5
+    assert sum("answers again" in line["text"] for line in said) == 1
+
+
+@pytest.mark.guard
+def test_a_shard_that_is_gone_is_reported_until_its_caller_gives_up(
+    tmp_path: Path, lines: Callable[[], list[dict[str, Any]]]
+) -> None:
+    with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses, retry_seconds=4) as client:
+        fill(client)
+        cluster.processes[0].kill()
+        errors = value("errors_total", shard="0", method="PushGradients", status="UNAVAILABLE")
+        began = time.time()
+        with pytest.raises(ShardUnavailableError):
+            client.push_gradients(ROWS, np.ones((len(ROWS), SPEC.dim), np.float32), step=1)
+        wait_until(lambda: "given up" in lines()[-1]["text"])
+    first, *_ = lines()
+    assert first["at"] - began < 5
+    assert (first["status"], first["method"]) == ("UNAVAILABLE", "PushGradients")
+    assert value("errors_total", shard="0", method="PushGradients", status="UNAVAILABLE") > errors + 2
+
+
+@pytest.mark.guard
+def test_a_short_restart_is_counted_and_not_logged(
+    tmp_path: Path, lines: Callable[[], list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "SILENT_SECONDS", 50.0)
+    with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
+        fill(client)
+        retries = value("retries_total", shard="0", method="Fetch")
+        cluster.processes[0].kill()
+        with in_thread(lambda: client.fetch(ROWS, step=1)):
+            wait_until(lambda: value("retries_total", shard="0", method="Fetch") > retries)
+            cluster.restart(0)
+    assert lines() == []
+
+
+@pytest.mark.guard
+def test_a_program_without_any_set_up_reports_on_stderr_and_serves_the_metrics(tmp_path: Path) -> None:
+    program = """
+import sys, threading, numpy as np, prometheus_client
+from weightserver import WeightClient
+with WeightClient(sys.argv[1:]) as client:
+    client.fetch(np.arange(400), step=1)
+    server, _ = prometheus_client.start_http_server(0, "127.0.0.1")
+    print(server.server_port, flush=True)
+    sys.stdin.readline()
+    client.fetch(np.arange(400), step=1)
+"""
+    with LocalCluster(2, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
+        fill(client)
+        command = [sys.executable, "-c", program, *cluster.addresses]
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        with subprocess.Popen(command, **pipes, text=True) as running:
+            assert running.stdin
+            assert running.stdout
+            assert running.stderr
+            address = f"127.0.0.1:{running.stdout.readline().strip()}"
+            with frozen(cluster, 1):
+                running.stdin.write("\n")
+                running.stdin.flush()
+                assert "shard 1 at" in running.stderr.readline()
+                name = 'weightserver_client_oldest_call_seconds{method="Fetch",shard="1"}'
+                assert metric(address, name) > 2
+            assert "answers again" in running.communicate(timeout=60)[1]
+
+
+def test_buckets_reach_as_far_as_calls_are_retried() -> None:
+    assert bounds_up_to(300)[-3:] == (120.0, 300, float("inf"))
+    assert bounds_up_to(45)[-3:] == (30.0, 45, float("inf"))
+    assert [row_class(num_rows) for num_rows in (1, 128, 129, 32_768, 10**6)] == ["128", "128", "2048", "32768", "more"]
+
+
+# ---- the shard's side
+
+
+@pytest.mark.guard
+def test_a_slow_uploader_is_seen_as_receive_and_logged_as_a_slow_request(tmp_path: Path) -> None:
+    options = ["--log-format", "json", "--slow-request-seconds", "0.5"]
+    with LocalCluster(1, tmp_path, serve_options=options) as cluster, WeightClient(cluster.addresses) as client:
+        fill(client)
+        address = cluster.metrics_addresses[0]
+
+        names = {"write": ("queue", "receive", "work", "commit"), "fetch": ("queue", "receive", "read", "send")}
+
+        def stages(kind: str) -> dict[str, float]:
+            series = f"weightserver_{kind}_stage_seconds_sum"
+            return {stage: metric(address, f'{series}{{stage="{stage}"}}') for stage in names[kind]}
+
+        before = stages("write"), stages("fetch")
+        table = client._cache.table.digest
+        session = client._session
+        assert session is not None
+
+        def slowly(message: Any) -> Iterator[Any]:
+            time.sleep(1)
+            yield message
+
+        def push() -> Iterator[pb.PushGradientsRequest]:
+            header = session.header(0, 1000, step=1, table=table, num_rows=10)
+            ones = np.ones((10, SPEC.dim), np.float32).tobytes()
+            message = pb.PushGradientsRequest(header=header, rows=rows_to_proto(np.arange(10)), gradients=ones)
+            return slowly(message)
+
+        service = "/pic.weightserver.v1.WeightServer"
+        metadata = [(VERSION_KEY, __version__), (REQUEST_ID, "slow-push")]
+        with grpc.insecure_channel(cluster.addresses[0]) as channel:
+            channel.stream_unary(
+                f"{service}/PushGradients", pb.PushGradientsRequest.SerializeToString, pb.WriteResponse.FromString
+            )(push(), metadata=metadata)
+            request = pb.FetchRequest(rows=rows_to_proto(np.arange(10)), step=2, table=table)
+            metadata[1] = (REQUEST_ID, "slow-fetch")
+            fetch = channel.stream_stream(f"{service}/Fetch", pb.FetchRequest.SerializeToString)
+            assert list(fetch(slowly(request), metadata=metadata))
+        after = stages("write"), stages("fetch")
+        moved = [{key: later[key] - was[key] for key in was} for was, later in zip(before, after, strict=True)]
+    for stage in moved:
+        assert stage["receive"] > 0.9
+        assert sum(stage.values()) - stage["receive"] < 0.5
+    log = [json.loads(line) for line in (tmp_path / "shard-0.log").read_text().splitlines()]
+    slow = {line["request"]: line for line in log if line["event"] == "slow request"}
+    assert set(slow) == {"slow-push", "slow-fetch"}
+    assert (slow["slow-push"]["method"], slow["slow-fetch"]["status"]) == ("PushGradients", "OK")
+    for line in slow.values():
+        assert line["seconds"] >= line["receive_seconds"] > 0.9
+        assert line["level"] == "warning"
+
+
+@pytest.mark.guard
+def test_sixteen_shards_are_compared_fetch_by_fetch(tmp_path: Path) -> None:
+    """Each fetch counts once, with the slowest of its shards."""
+    names = ("fetch_seconds", "slowest_shard_seconds")
+    with LocalCluster(16, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
+        client.create_table(TableSpec(num_rows=100_000, dim=128))
+        client.extend_schedule(0, np.full(100, 0.1, np.float32))
+        rows = np.arange(16 * 63)
+        before = [(value(f"{name}_sum", rows="2048"), value(f"{name}_count", rows="2048")) for name in names]
+        for _ in range(50):
+            client.fetch(rows, step=5)
+        after = [(value(f"{name}_sum", rows="2048"), value(f"{name}_count", rows="2048")) for name in names]
+        assert all('stage="receive"' in page(address) for address in cluster.metrics_addresses)
+    (whole, num_whole), (slowest, num_slowest) = (
+        (later[0] - earlier[0], later[1] - earlier[1]) for earlier, later in zip(before, after, strict=True)
+    )
+    assert num_whole == num_slowest == 50
+    assert 0 < slowest <= whole

@@ -1,0 +1,138 @@
+"""A shard's health follows its database, and asking for it costs next to nothing."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.helpers.watching import metric, wait_until
+from weightserver import LocalCluster, StorageError, TableSpec, WeightClient, WeightServerError
+
+PROBE = Path(__file__).parent.parent.parent / "deploy/health.sh"
+ROWS, ONES = np.arange(2000), np.ones((2000, 32), np.float32)
+
+
+def asked(cluster: LocalCluster, path: str = "/healthz") -> tuple[int, str]:
+    """Exit status and output of the probe."""
+    host, _, port = cluster.metrics_addresses[0].rpartition(":")
+    done = subprocess.run([PROBE, host, port, path], capture_output=True, text=True, timeout=20, check=False)
+    return done.returncode, done.stdout.strip()
+
+
+def by_grpc(cluster: LocalCluster) -> tuple[int, str]:
+    command = [sys.executable, "-m", "weightserver", "health", cluster.addresses[0]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stdout.strip()
+
+
+def fill(client: WeightClient) -> None:
+    client.create_table(TableSpec(num_rows=100_000, dim=32))
+    client.extend_schedule(0, np.full(100, 0.1, np.float32))
+    client.open_session("run")
+    client.push_gradients(ROWS, ONES, step=0)
+
+
+@pytest.mark.guard
+def test_a_shard_whose_pages_are_scrambled_is_not_serving(tmp_path: Path) -> None:
+    with (
+        LocalCluster(1, tmp_path, serve_options=["--log-format", "json"]) as cluster,
+        WeightClient(cluster.addresses, retry_seconds=2) as client,
+    ):
+        fill(client)
+        assert asked(cluster) == (0, "SERVING")
+        assert asked(cluster, "/readyz") == (0, "SERVING")
+        assert metric(cluster.metrics_addresses[0], "weightserver_serving") == 1
+        data = tmp_path / "shard-0" / "data.mdb"
+        size = data.stat().st_size
+        with data.open("r+b") as file:
+            file.seek(8192)  # LMDB's first two pages say where the others are
+            file.write(os.urandom(size - 8192))
+        with pytest.raises(WeightServerError):
+            client.push_gradients(ROWS, ONES, step=1)
+        status, said = asked(cluster)
+        assert (status, said.partition(":")[0]) == (1, "NOT_SERVING")
+        assert by_grpc(cluster) == (1, "NOT_SERVING")
+        assert metric(cluster.metrics_addresses[0], "weightserver_serving") == 0
+    assert '"event": "not serving' in (tmp_path / "shard-0.log").read_text()
+
+
+@pytest.mark.guard
+def test_a_damaged_block_costs_its_rows_and_a_counter_says_so(tmp_path: Path) -> None:
+    """The other rows are served, so the shard's health stays SERVING."""
+    with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses, retry_seconds=2) as client:
+        counter = cluster.metrics_addresses[0], "weightserver_damaged_reads_total"
+        client.create_table(TableSpec(num_rows=100, dim=32, rows_per_block=50))
+        client.extend_schedule(0, np.full(10, 0.1, np.float32))
+        client.open_session("run")
+        client.push_gradients(ROWS[:100], ONES[:100], step=0)
+        stored = client.fetch_state(ROWS[:50]).weight.tobytes()
+        assert metric(*counter) == 0, "there before the first"
+        data = tmp_path / "shard-0" / "data.mdb"
+        with data.open("r+b") as file:
+            file.seek(data.read_bytes().find(stored))
+            file.write(bytes(8))
+        attempts: list[Callable[..., object]] = [client.fetch, partial(client.push_gradients, gradients=ONES[:1])]
+        for calls, call in enumerate(attempts, 1):
+            with pytest.raises(StorageError, match=r"block 0 \(rows 0\.\.49\) is damaged") as caught:
+                call(ROWS[:1], step=1)
+            assert "\n" not in str(caught.value)
+            assert metric(*counter) == calls
+        assert client.fetch(ROWS[50:100], step=1).shape == (50, 32)
+        client.push_gradients(ROWS[50:100], ONES[50:100], step=1)
+        assert asked(cluster) == (0, "SERVING")
+        assert metric(cluster.metrics_addresses[0], "weightserver_serving") == 1
+        assert metric(*counter) == 2
+
+
+@pytest.mark.guard
+def test_a_shard_whose_data_file_is_replaced_is_not_serving_until_it_is_back(tmp_path: Path) -> None:
+    """Nothing is written meanwhile: the probe itself looks."""
+    with LocalCluster(1, tmp_path) as cluster:
+        data, aside = tmp_path / "shard-0" / "data.mdb", tmp_path / "aside"
+        data.rename(aside)
+        assert asked(cluster)[0] == 1
+        shutil.copy(aside, data)
+        assert "was replaced" in asked(cluster)[1]
+        aside.rename(data)
+        assert asked(cluster) == (0, "SERVING")
+
+
+@pytest.mark.guard
+def test_the_probe_is_cheap(cluster: LocalCluster) -> None:
+    """Both the probe and the shard that answers it."""
+
+    def spent(who: int) -> float:
+        usage = resource.getrusage(who)
+        return usage.ru_utime + usage.ru_stime
+
+    address = cluster.metrics_addresses[0]
+    before = spent(resource.RUSAGE_CHILDREN), metric(address, "process_cpu_seconds_total")
+    for _ in range(20):
+        assert asked(cluster)[0] == 0
+    probe = (spent(resource.RUSAGE_CHILDREN) - before[0]) / 20
+    shard = (metric(address, "process_cpu_seconds_total") - before[1]) / 20
+    assert probe < 0.03
+    assert shard < 0.03
+
+
+def test_an_unknown_path_shows_the_metrics_and_a_shard_that_is_gone_is_unhealthy(tmp_path: Path) -> None:
+    with LocalCluster(1, tmp_path) as cluster:
+        address = cluster.metrics_addresses[0]
+        with urllib.request.urlopen(f"http://{address}/", timeout=5) as answer:
+            assert b"weightserver_serving 1.0" in answer.read()
+        cluster.processes[0].kill()
+        wait_until(lambda: cluster.processes[0].poll() is not None)
+        assert asked(cluster)[0] == 1
+        with pytest.raises(urllib.error.URLError):
+            urllib.request.urlopen(f"http://{address}/healthz", timeout=5)
