@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -27,9 +29,11 @@ settings.load_profile("tests")
 def _logging() -> Iterator[None]:
     """Restores logging, which command lines that run in this process set up."""
     root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    handlers, level, hooks = root.handlers[:], root.level, (sys.excepthook, threading.excepthook)
     yield
     root.handlers[:], root.level = handlers, level
+    logging.captureWarnings(False)
+    sys.excepthook, threading.excepthook = hooks
 
 
 @pytest.fixture(scope="module")

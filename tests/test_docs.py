@@ -44,7 +44,7 @@ PARSERS = {
     "python -m trainer duplicates ": trainer.report.duplicates.parser,
 }
 COMMANDS = [
-    (document, line.strip())
+    (document, line.strip().removeprefix("$ "))
     for document in ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
     for line in (ROOT / document).read_text().replace("\\\n", " ").splitlines()
     if line.startswith("    ")
@@ -78,9 +78,7 @@ def test_training_commands_in_documents_can_be_parsed(document: str, arguments: 
 
 def test_every_command_is_documented() -> None:
     shown = {command.split()[1] for _, command in COMMANDS if command.startswith("weightserver ")}
-    known = re.search(r"\{(.*?)\}", weightserver.cli._parser().format_usage())
-    assert known is not None
-    assert shown == set(known.group(1).replace("\n", "").replace(" ", "").split(","))
+    assert shown == weightserver.cli.COMMANDS.keys()
 
 
 def test_make_targets_in_documents_exist() -> None:
@@ -209,6 +207,7 @@ def block(document: str, beginning: str) -> str:
 
 MAKE = block("README.md", "make demo")
 TABLE = block("README.md", "Top-1 on the test images")
+FOLDER = block("README.md", "python -m trainer images")
 IMAGES = block("README.md", "python -m trainer.data pack")
 SERVERS = block("README.md", "weightserver serve")
 PYTHON = block("README.md", "import numpy")
@@ -292,8 +291,8 @@ def test_start_here_repeats_the_readme() -> None:
     assert TABLE.startswith(START_TABLE.rstrip("\n"))
 
 
-@pytest.mark.guard  # eight programs that import torch: a minute
-@pytest.mark.timeout(600)
+@pytest.mark.slow  # .ci/run runs the demo in short form by itself
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_the_demo_and_what_follows_it(place: Path) -> None:
     """`make demo` and `make test` in short form, the table that the demo prints, and the commands to look at it."""
@@ -306,6 +305,17 @@ def test_the_demo_and_what_follows_it(place: Path) -> None:
     assert set(named) <= {path.name + "/" * path.is_dir() for path in (place / "runs/demo-1").iterdir()}
     assert "knn" in run_in(place, START_LOOK).lower()
     assert "<html" in (place / "runs/demo-1/report.html").read_text().lower()
+
+
+@pytest.mark.guard  # four programs that import torch: half a minute
+@pytest.mark.timeout(600)
+def test_a_folder_of_your_own_images(place: Path) -> None:
+    plain_tree(place / "pictures", 36)
+    run_in(place, shortened(FOLDER, ("--data-dir pictures/", "--data-dir pictures/ --steps 3")))
+    assert json.loads((place / "runs/pictures/summary.json").read_text())["steps"] == 3
+    assert "<html" in (place / "runs/pictures/report.html").read_text().lower()
+    with np.load(place / "features.npz") as features:
+        assert len(features["vector"]) == 36
 
 
 @pytest.mark.guard  # five programs that import torch, two of them on two ranks: a minute

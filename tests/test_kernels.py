@@ -47,8 +47,10 @@ def run_with(kernels: Kernels, tests: list[str], *, guards: bool = False) -> str
 
 @pytest.mark.parametrize(
     ("kernels", "other"),
-    [(SCALAR, AVX2_IN_TWO_THREADS), (AVX2_IN_TWO_THREADS, SCALAR)],
-    ids=["scalar", "AVX2, two threads"],
+    [
+        pytest.param(SCALAR, AVX2_IN_TWO_THREADS, id="scalar", marks=pytest.mark.guard),
+        pytest.param(AVX2_IN_TWO_THREADS, SCALAR, id="AVX2, two threads"),
+    ],
 )
 def test_quick_ones(kernels: Kernels, other: Kernels) -> None:
     report = run_with(kernels, QUICK)

@@ -1,5 +1,6 @@
 """Trains an encoder.
 
+    python -m trainer images --data-dir FOLDER                         # your own images; chooses all settings
     python -m trainer fashion-mnist                                    # starts its own weight servers
     python -m trainer fashion-mnist --rows dense --epochs 5            # all rows in this process
     torchrun -m trainer fashion-mnist --servers 127.0.0.1:50051,127.0.0.1:50052 --output runs/a
@@ -15,16 +16,12 @@ import os
 import sys
 from typing import NoReturn
 
-from trainer.config import parse_config
-from trainer.loop import train
-from trainer.stopping import exit_on_error
-from weightserver.common.logs import log_events
-from weightserver.common.malloc import keep_large_buffers
+from trainer.display import loaded
 
 
 def report(arguments: list[str]) -> NoReturn:
     """Writes a report about a run: see `trainer.report.__main__`."""
-    from trainer.report.__main__ import main as write_report  # training does not need its imports
+    from trainer.report.__main__ import main as write_report
 
     write_report(arguments)
 
@@ -43,13 +40,21 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         report(arguments[1:])
     if arguments[:1] == ["duplicates"]:
         duplicates(arguments[1:])
+    from trainer.config import parse_config
+    from trainer.ending import finish
+    from trainer.loop import train
+    from trainer.own_images import PRESET, images_config
+    from trainer.stopping import exit_on_error
+    from weightserver.common.logs import asked_format, log_events
+    from weightserver.common.malloc import keep_large_buffers
+
+    loaded()
     keep_large_buffers()
+    log_events(asked_format(arguments))  # for errors of the settings
     with exit_on_error("trainer"):
-        config = parse_config(arguments)
+        config = images_config(arguments[1:]) if arguments[:1] == [PRESET] else parse_config(arguments)
         log_events(config.log_format, lambda: {"run": config.output.name, "rank": int(os.environ.get("RANK", "0"))})
-        result = train(config)
-    if result.is_first:
-        print(" ".join(f"{name}={value:g}" for name, value in result.summary.items()))
+        finish(train(config))
     sys.exit(0)
 
 

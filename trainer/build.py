@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from trainer.classes import RunClasses, classes_of
 from trainer.config import TrainConfig
+from trainer.coverage import coverage_warnings
 from trainer.data import Dataset
 from trainer.data.augment import Augmentation
 from trainer.data.prefetch import Visits, views_ahead
+from trainer.display import stage
 from trainer.distributed import averaged_over_ranks
 from trainer.evaluate.knn_probe import KnnProbe
 from trainer.model import PICModel, build_model, check_image_size, load_encoder
@@ -27,6 +29,7 @@ from trainer.run.checkpoint_file import load, probe_tensors, saved_steps
 from trainer.run.claim import DirectoryClaim
 from trainer.run.opening import OpenRows, open_rows
 from trainer.run.recorder import Recorder
+from trainer.run.totals import Totals, Usage, totals_at
 from trainer.schedule import visit_uniforms
 from trainer.stopping import stop_signals
 from weightserver import TableSpec
@@ -70,13 +73,17 @@ class Run:
     probe: OnlineProbe | None
     knn: KnnProbe | None
     checkpoints: Checkpoints
+    usage: Usage
     signals: list[int]
     """Numbers of the signals received so far."""
     leaves_checkpoints: bool
 
 
-def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitStack) -> Run:
+@stage("building the encoder and opening the rows")
+def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitStack, started: float) -> Run:
     """Builds the model, opens the rows, and loads the checkpoint that the run is resumed from, if any.
+
+    `started` is when this part of the run started, on the clock of `time.perf_counter`.
 
     All randomness is a function of the seeds and the visit index (for encoders that draw numbers: of seed, step and
     rank), so the step number is the only state.
@@ -95,7 +102,7 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
     probe = _online_probe(config, dataset, model, sampler, ranks)
 
     claim = stack.enter_context(DirectoryClaim(config, is_first=ranks.is_first))
-    recorder = stack.enter_context(Recorder(config, num_steps, ranks))
+    recorder = stack.enter_context(Recorder(config, num_images, ranks))
     opened = stack.enter_context(
         open_rows(
             config,
@@ -107,15 +114,18 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
             device=ranks.device,
         )
     )
-    checkpoints = _checkpoints(config, ranks, opened, claim, recorder, probe)
+    usage = _usage(config, opened, started, ranks)
+    checkpoints = _checkpoints(config, ranks, opened, claim, recorder, usage, probe)
     start_step = _restore(config, opened, checkpoints, model, optimizer, probe)
-    claim.prepare(start_step)
+    claim.prepare(start_step, num_steps)
     recorder.follow(opened.store.counters, start_step)
-    signals = stack.enter_context(stop_signals())
-    if ranks.is_first:
+    signals = stack.enter_context(stop_signals(recorder.note_signal))
+    if ranks.is_first and start_step < num_steps:
         _warn_of_few_classes(config, num_images, classes.number)
-        started = {"step": start_step, "num_steps": num_steps, "ranks": ranks.world_size, "rows": config.rows}
-        _log.info("training begins", extra=started | {"epoch": opened.epoch})
+        for warning in coverage_warnings(config, num_images):
+            _log.warning("%(line)s", warning.fields())
+        beginning = {"step": start_step, "num_steps": num_steps, "ranks": ranks.world_size, "rows": config.rows}
+        _log.info("training begins", extra=beginning | {"session": opened.epoch})
 
     steps = range(start_step, num_steps)
     head = ClassifierHead.over(
@@ -147,6 +157,7 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
         probe=probe,
         knn=knn_probe_of(config, dataset, model, ranks),
         checkpoints=checkpoints,
+        usage=usage,
         signals=signals,
         leaves_checkpoints=opened.client is not None,
     )
@@ -157,14 +168,22 @@ def _warn_of_few_classes(config: TrainConfig, num_images: int, num_classes: int)
     in_window = num_classes * config.window_size / num_images
     if config.labels is not None and in_window < min(config.batch_size, num_classes):
         _log.warning(
-            "the window of %d images has about %d of %d classes at a time, fewer than a batch has images: "
-            "--window-size %d --window-stride %d visits all at random",
-            config.window_size,
-            round(in_window),
-            num_classes,
-            num_images,
-            num_images,
+            "the window of %(window)d images has about %(in_window)d of %(classes)d classes at a time, fewer than a "
+            "batch has images: --window-size %(images)d --window-stride %(images)d visits all at random",
+            {
+                "window": config.window_size,
+                "in_window": round(in_window),
+                "classes": num_classes,
+                "images": num_images,
+            },
         )
+
+
+def _usage(config: TrainConfig, opened: OpenRows, started: float, ranks: Ranks) -> Usage:
+    """Counts what the run uses, from the totals of the checkpoint that it is resumed from."""
+    step = opened.checkpoint_step
+    before = Totals() if step is None or not ranks.is_first else totals_at(config.output, step)
+    return Usage(before, started, opened.store.counters, ranks)
 
 
 def _checkpoints(
@@ -173,13 +192,14 @@ def _checkpoints(
     opened: OpenRows,
     claim: DirectoryClaim,
     recorder: Recorder,
+    usage: Usage,
     probe: OnlineProbe | None,
 ) -> Checkpoints:
     def on_saved() -> None:
         claim.keep()
         recorder.checkpoint_saved()
 
-    return Checkpoints(config, ranks, opened.store, opened.client, opened.history, probe, on_saved=on_saved)
+    return Checkpoints(config, ranks, opened.store, opened.client, opened.history, usage, probe, on_saved=on_saved)
 
 
 def _restore(

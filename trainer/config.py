@@ -6,10 +6,11 @@ import difflib
 import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import tyro
 
@@ -22,9 +23,10 @@ from trainer.online_probe import OnlineProbeConfig
 from trainer.optimization import OptimizationConfig
 from trainer.rows_config import RowsConfig, ServersConfig
 from trainer.run.config import ReportConfig, RunConfig
-from trainer.run.earlier import began_earlier, earlier_defaults
+from trainer.run.directory import CONFIG_FILE, read_settings
+from trainer.run.earlier import in_todays_terms
 from trainer.schedule import SamplingConfig
-from trainer.settings import Settings, flag, set_help_texts
+from trainer.settings import Settings, errors_as_events, flag, problems_of, set_help_texts, settings_of
 from weightserver.common.atomic_files import EMPTY_PATH
 from weightserver.common.logs import print_error
 from weightserver.torch import NegativeSampler
@@ -67,34 +69,44 @@ class TrainConfig(
     """
 
     def check(self) -> None:
-        """Raises ValueError for settings out of range or that contradict each other."""
-        for part in PARTS:
-            part.check(self)
+        """Raises ValueError for settings out of range or that contradict each other; a line for each problem."""
+        problems, _ = self.problems()
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    def problems(self) -> tuple[list[str], set[str]]:
+        """A line for each setting out of range and for settings that contradict each other; and the names of those out
+        of range."""
+        found = [problems_of(part, self) for part in PARTS]
+        of_parts = [problem for problems, _ in found for problem in problems]
+        at_fault = {name for _, names in found for name in names}
+        return of_parts or [problem for problem in self._problems_between_parts() if problem], at_fault
+
+    def _problems_between_parts(self) -> Iterator[str]:
         if self.rows == "dense" and self.resume is True:
-            raise ValueError("--rows dense saves no checkpoints: omit --resume")
+            yield "--rows dense saves no checkpoints: omit --resume"
         if self.rows == "dense" and self.servers:
-            raise ValueError("--rows dense keeps the rows in the trainer: omit --servers, or use --rows resident")
+            yield "--rows dense keeps the rows in the trainer: omit --servers, or use --rows resident"
         if self.init == "embedding" and self.negatives != "recent":
-            raise ValueError(
+            yield (
                 f"--negatives {self.negatives} would include classes that were not met, which --init embedding leaves "
                 "out: choose --negatives recent, or --init random"
             )
         if self.labels is not None and self.extend:
-            raise ValueError("--extend adds images, but --labels has no rows for new classes: omit --extend")
+            yield "--extend adds images, but --labels has no rows for new classes: omit --extend"
         if self.small_crops and self.small_crop_size >= self.side_of_views:
-            raise ValueError(
+            yield (
                 f"--small-crop-size {self.small_crop_size} is not below the {self.side_of_views} px of a view: "
                 "give a smaller one"
             )
         if not self.resume:  # a resumed run keeps its settings, even if they have no effect
-            self._check_used()
-            self.check_areas()
+            yield from self._options_without_effect()
+            yield self.problem_of_areas()
 
-    def _check_used(self) -> None:
-        """Raises ValueError for an option that has no effect with the others."""
+    def _options_without_effect(self) -> Iterator[str]:
         for name, needed in self.unused_settings().items():
             if getattr(self, name) != getattr(TrainConfig, name):
-                raise ValueError(f"{flag(name)} {getattr(self, name)} is for {needed}: omit it, or give {needed} too")
+                yield f"{flag(name)} {getattr(self, name)} is for {needed}: omit it, or give {needed} too"
 
     def unused_settings(self) -> dict[str, str]:
         """Settings that have no effect with the others, each with the option that it needs."""
@@ -151,9 +163,21 @@ class TrainConfig(
         return json.dumps(settings, indent=2, default=str) + "\n"
 
 
+def unused_settings(settings: Mapping[str, Any]) -> set[str]:
+    """Names of the settings in a run's config.json that had no effect with the others, whichever version wrote it."""
+    complete: Any = SimpleNamespace(**vars(TrainConfig()) | dict(settings))
+    unused = {name for part in PARTS for name in part.unused_settings(complete)}
+    if complete.steps is not None:
+        unused.add("epochs")
+    unused.add("warmup_fraction" if complete.warmup_epochs is not None else "warmup_epochs")
+    return unused
+
+
 RESUMABLE = frozenset(field.name for field in fields(TrainConfig) if field.metadata.get("resumable"))
 """Settings that may differ when a run is resumed: where it runs, how its rows are stored, and what it reports. The
 weight servers refuse those that do not fit how they store the rows."""
+LENGTH = frozenset(["epochs", "steps"])
+"""Settings by which a resumed run may become longer."""
 
 
 # The paper's settings for ImageNet-1K (Section 4.1, and Experimental Settings in its appendix), eight GPUs sharing a
@@ -195,6 +219,16 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
         "ImageNet-11K (its others: --epochs 25, --epochs 50); give --data-dir",
         replace(_IMAGENET, output=Path("runs/imagenet-11k"), epochs=100.0),
     ),
+    "images": (
+        "a folder of your own images: all settings that are not given are chosen from the images and the machine; give "
+        "--data-dir",
+        TrainConfig(
+            dataset="folder",
+            output=Path("runs/images"),
+            encoder=EncoderConfig(in_channels=3, image_size=64, stem_stride=2),
+            evaluate=False,
+        ),
+    ),
     "synthetic": (
         "generated images without labels, in any number: to measure rows at scale",
         TrainConfig(
@@ -214,39 +248,88 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
 }
 
 
-def parse_config(arguments: Sequence[str] | None = None) -> TrainConfig:
-    """Parses a command line, PRESET --OPTIONS; exits with status 2 if it is invalid."""
+_DESCRIPTION = """Train an encoder by instance classification.
+
+Instead of a preset:
+  report RUN             write an HTML page about a run
+  duplicates RUN         find images that are nearly the same
+  --resume --output RUN  resume a run with all of its settings"""
+
+
+def parse_config(
+    arguments: Sequence[str] | None = None,
+    *,
+    default: TrainConfig | None = None,
+    on_wrong: Callable[[str], NoReturn] | None = None,
+) -> TrainConfig:
+    """Parses a command line, PRESET --OPTIONS; exits with status 2 if it is invalid.
+
+    With --resume, all settings that are not given are those of the run in --output, and the preset may be omitted.
+    `default` replaces the preset's settings. `on_wrong` is called with what is wrong with a preset's options instead of
+    exiting.
+    """
     for settings in (*PARTS, EncoderConfig, AugmentationConfig):
         set_help_texts(settings)
     arguments = _with_correction_named(sys.argv[1:] if arguments is None else arguments)
     _refuse_empty_paths(arguments)
     preset = arguments[0] if arguments else ""
     if preset in PRESETS:
-        description, default = PRESETS[preset]
-
-        def parsed(default: TrainConfig) -> TrainConfig:
-            return tyro.cli(
-                TrainConfig,
-                prog=f"python -m trainer {preset}",
-                description=description,
-                args=arguments[1:],
-                default=_without_other_warmup(default, arguments),
-                config=(tyro.conf.AvoidSubcommands,),
-            )
-
-        config = parsed(default)
-        if config.resume and began_earlier(config.output):  # parse again with the defaults of its version
-            config = parsed(replace(default, **earlier_defaults(preset)))
-        return config
+        config = _parsed(preset, default or PRESETS[preset][1], arguments[1:], on_wrong)
+        return _parsed(preset, _of_run(config, arguments), arguments[1:]) if _is_there(config) else config
+    if any(argument.partition("=")[0] == "--resume" for argument in arguments) and preset.startswith("-"):
+        config = _parsed("", TrainConfig(), arguments)
+        if _is_there(config):
+            return _parsed("", _of_run(config, arguments), arguments)
+        print_error(f"trainer: {config.output} holds no run to resume: give its --output, or a preset to start one")
+        sys.exit(2)
     if preset and not preset.startswith("-"):
         _refuse_preset(preset)
-    anything: TrainConfig = tyro.extras.overridable_config_cli(
-        PRESETS,
-        prog="python -m trainer",
-        description="Train an encoder by instance classification. 'report RUN' writes an HTML page about a run.",
-        args=arguments,
-    )
+    with errors_as_events():
+        anything: TrainConfig = tyro.extras.overridable_config_cli(
+            PRESETS,
+            prog="python -m trainer",
+            description=_DESCRIPTION,
+            args=arguments,
+        )
     return anything
+
+
+def _parsed(
+    preset: str,
+    default: TrainConfig,
+    options: Sequence[str],
+    on_wrong: Callable[[str], NoReturn] | None = None,
+) -> TrainConfig:
+    what = f"Train on {PRESETS[preset][0].partition(':')[0]}." if preset else "Resume a run."  # is not wrapped
+    with errors_as_events(on_wrong=on_wrong):
+        config: TrainConfig = tyro.cli(
+            TrainConfig,
+            prog=f"python -m trainer {preset}".rstrip(),
+            description=what,
+            args=options,
+            default=_without_other_warmup(default, options),
+            config=(tyro.conf.AvoidSubcommands,),
+        )
+    return config
+
+
+def _is_there(config: TrainConfig) -> bool:
+    """Whether a run is to be resumed whose settings can be read; others are refused later."""
+    if not config.resume or not (config.output / CONFIG_FILE).exists():
+        return False
+    try:
+        return bool(read_settings(config.output))
+    except ValueError:
+        return False
+
+
+def _of_run(config: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
+    """The settings of the run in the --output of `config`, as defaults for the command line that resumes it."""
+    stored = settings_of(TrainConfig, in_todays_terms(read_settings(config.output)))
+    given = {argument.partition("=")[0] for argument in arguments}
+    if "--epochs" in given and "--steps" not in given:
+        stored = replace(stored, steps=None)  # which would override them
+    return replace(stored, output=config.output, resume=False, resume_step=None, extend=False)
 
 
 def _refuse_preset(preset: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Number of cores that a process may use, by its affinity and its cgroups' quotas."""
+"""Cores and memory that a process may use, by its affinity and its cgroups' quotas."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ def usable_cores(root: Path = Path("/")) -> int:
     return max(1, math.floor(min([cores, *_quotas(root)])))
 
 
+def usable_memory(root: Path = Path("/")) -> int:
+    """Bytes of memory that this process may use: those of the machine, or the limit of a cgroup if that is less."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([machine, *_memory_limits(root)])
+
+
 def decode_threads(root: Path = Path("/")) -> int:
     """Number of threads that decode images: this rank's share of the cores, at least 1 and at most 16.
 
@@ -30,14 +36,34 @@ def decode_threads(root: Path = Path("/")) -> int:
     return min(_MAX_DECODE_THREADS, max(1, usable_cores(root) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-def _quotas(root: Path) -> Iterator[float]:
-    """Quota in cores of each cgroup, version 2 or 1, that contains this process; unlimited ones are omitted."""
+def _cgroups(root: Path) -> Iterator[tuple[str, str]]:
+    """Controllers and path of each cgroup that contains this process; those of version 2 name no controllers."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        yield controllers, path
+
+
+def _memory_limits(root: Path) -> Iterator[int]:
+    """Limit in bytes of each cgroup, version 2 or 1, that contains this process; unlimited ones are omitted."""
     mount = root / "sys/fs/cgroup"
-    for _, controllers, path in (line.split(":", 2) for line in lines):
+    for controllers, path in _cgroups(root):
+        if not controllers:
+            limits = [_numbers(folder / "memory.max") for folder in _around(mount, path)]
+        elif "memory" in controllers.split(","):
+            limits = [_numbers(folder / "memory.limit_in_bytes") for folder in _around(mount / "memory", path)]
+        else:
+            continue
+        yield from (int(limit[0]) for limit in limits if limit and limit[0] != "max")
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Quota in cores of each cgroup, version 2 or 1, that contains this process; unlimited ones are omitted."""
+    mount = root / "sys/fs/cgroup"
+    for controllers, path in _cgroups(root):
         if not controllers:
             for folder in _around(mount, path):
                 yield from _quota(_numbers(folder / "cpu.max"))

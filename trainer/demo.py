@@ -1,77 +1,174 @@
 """The demo: trains on real images with local weight servers, on a CPU.
 
-    python -m trainer.demo [--epochs E] [--data-dir DIR] [--output DIR]
+    python -m trainer.demo [--epochs E] [--data-dir DIR] [--output DIR] [--resume]
 
-Starts two shard processes, trains on Fashion-MNIST, prints the accuracy of the trained encoder, of the untrained one
-and of raw pixels, and draws the training as OUTPUT/training.png.
+Starts two shard processes and trains on Fashion-MNIST; beside it, on the other half of the cores, the same run trains
+without weight update correction. Prints the accuracy of both encoders, of an untrained one and of raw pixels, and draws
+the training as OUTPUT/training.png.
 """
 
 from __future__ import annotations
 
-import argparse
-import math
+import logging
+import re
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
-from trainer.config import PRESETS
-from trainer.evaluate import evaluate_features, pixel_features, untrained_encoder
-from trainer.evaluate.features import encoder_features
-from trainer.evaluate.table import print_table
+import torch
+
+from trainer.companion import Companion, stop_with_parent
+from trainer.config import PRESETS, TrainConfig, parse_config
+from trainer.display import loaded, shown, stage
+from trainer.ending import finish
 from trainer.loop import train
-from trainer.run.plot import draw_training
+from trainer.run.directory import CONFIG_FILE
 from trainer.stopping import exit_on_error
 from weightserver.common.atomic_files import to_path
+from weightserver.common.command_line import CommandParser
+from weightserver.common.logs import LogFormat, asked_format, log_events
 from weightserver.common.malloc import keep_large_buffers
+
+_log = logging.getLogger(__name__)
+
+_RUNS = Path("runs")
+_UNCORRECTED = "without correction"
+"""The second run's name in the table; its directory in the first one's has hyphens."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says."""
+
+    output: Path
+    epochs: float | None = None
+    seed: int = 0
+    data_dir: Path | None = None
+    resume: bool = False
+    correction: Literal["exact", "none"] = "exact"
+    log_format: LogFormat = "text"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the demo and returns 0; if it fails, exits as `exit_on_error` does."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.demo", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--epochs", type=float, help="length of the training in epochs (default: the preset's)")
+    loaded()
+    parser = CommandParser(prog="python -m trainer.demo", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--epochs", type=float, help="length of the training in epochs (default: the demo's)")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default 0)")
     parser.add_argument(
         "--data-dir", type=to_path, help="folder with Fashion-MNIST's files (default: search the usual places)"
     )
     parser.add_argument("--output", type=to_path, help="the run's directory (default: runs/demo-1, -2, ...)")
-    options = parser.parse_args(arguments)
+    parser.add_argument(
+        "--resume", action="store_true", help="resume the demo in --output (default: the last one in runs/)"
+    )
+    parser.add_argument(
+        "--correction",
+        choices=["exact", "none"],
+        default="exact",
+        help="none: only the run without weight update correction, and nothing to compare it with",
+    )
+    parser.add_argument("--stop-with-parent", action="store_true", help="stop when stdin is closed")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if asked_format(arguments) == "json":
+        log_events("json")
+    given = vars(parser.parse_args(arguments))
     keep_large_buffers()
+    if given["log_format"] == "json" or not sys.stderr.isatty():
+        log_events(given["log_format"])  # a terminal shows the progress
+    if given.pop("stop_with_parent"):
+        stop_with_parent()
     with exit_on_error("demo"):
-        run(options.epochs, options.seed, options.data_dir, options.output or _next_output(Path("runs")))
+        output = given.pop("output") or _output(resume=given["resume"])
+        run(Options(output, **given))
     return 0
 
 
-def run(epochs: float | None, seed: int, data_dir: Path | None, output: Path) -> None:
-    """Trains, prints the table and draws the plot."""
-    plot = output / "training.png"
-    if plot.exists():
-        raise ValueError(f"{plot} already exists: give another --output")
-    _, config = PRESETS["fashion-mnist"]
-    epochs = config.epochs if epochs is None else epochs
-    config = replace(config, epochs=epochs, seed=seed, order_seed=seed, data_dir=data_dir, output=output)
-    config = replace(config, knn_every=epochs / 10, knn_fraction=1.0)  # for a curve, whatever it takes
-    result = train(config)
-    untrained = untrained_encoder(result.model.config, result.dataset, config.seed)
-    results = {
-        "trained encoder": result.results,
-        "untrained encoder": evaluate_features(encoder_features(untrained, result.dataset, result.model.config.pixels)),
-        "raw pixels": evaluate_features(pixel_features(result.dataset)),
-    }
-    print_table(results)
-    draw_training(
-        output / "metrics.jsonl",
-        plot,
-        chance_loss=math.log(config.num_negatives),
-        references={name: row["knn"].top1 for name, row in results.items()},
+def run(options: Options) -> None:
+    """Trains, and prints and draws the results."""
+    config = demo_config(options)
+    if options.correction == "none":
+        train(config)
+        return
+    with _sharing_threads() as threads, _without_correction(options, config, threads) as companion:
+        result = train(config, on_step=lambda step: companion.start())  # the directory is claimed by then
+        companion.start()
+        with shown(), stage("waiting for the run without correction"):
+            failure = companion.failure()
+    finish(result, {} if failure else {_UNCORRECTED: _uncorrected(options.output)})
+    if failure:
+        if options.log_format == "json":
+            _log.warning("no comparison without correction: %(reason)s", {"reason": failure})
+        else:
+            print(f"Note: no comparison without correction: {failure}")
+
+
+def demo_config(options: Options) -> TrainConfig:
+    """The settings of the demo's run; those of the run in the output directory if it is to be resumed."""
+    if options.resume:
+        given = ["--resume", "--output", str(options.output)]
+        given += ["--epochs", str(options.epochs)] if options.epochs is not None else []
+        given += ["--data-dir", str(options.data_dir)] if options.data_dir is not None else []
+        given += ["--log-format", options.log_format]
+        return parse_config(given)
+    _, preset = PRESETS["fashion-mnist"]
+    # A sixth of the images, so that rows leave the window and return several times within minutes; few classes a step
+    # and a strong decay, so that it matters where they return to. docs/start-here.md says what comes of it.
+    config = replace(
+        preset,
+        num_images=10_000,
+        num_negatives=128,
+        window_size=1024,
+        window_stride=128,
+        weight_decay=3e-3,
+        epochs=32.0 if options.epochs is None else options.epochs,
+        correction=options.correction,
+        seed=options.seed,
+        order_seed=options.seed,
+        data_dir=options.data_dir,
+        output=options.output,
+        log_format=options.log_format,
     )
-    print(f"{result.summary['epochs']:g} epochs in {result.summary['train_seconds']:.0f} s. Plot: {plot}")
+    return replace(config, knn_every=config.epochs / 10, knn_fraction=1.0)  # for a curve, whatever it takes
 
 
-def _next_output(runs: Path) -> Path:
-    number = 1
-    while (output := runs / f"demo-{number}").exists():
-        number += 1
-    return output
+def _uncorrected(output: Path) -> Path:
+    """The directory of the run without correction."""
+    return output / _UNCORRECTED.replace(" ", "-")
+
+
+def _without_correction(options: Options, config: TrainConfig, threads: int) -> Companion:
+    """The run of the same settings without correction, to be started."""
+    output = _uncorrected(options.output)
+    arguments = ["--correction", "none", "--output", str(output), "--stop-with-parent"]
+    arguments += ["--epochs", str(config.epochs), "--seed", str(config.seed)]
+    arguments += ["--data-dir", str(config.data_dir)] if config.data_dir is not None else []
+    arguments += ["--resume"] if options.resume and (output / CONFIG_FILE).exists() else []
+    environment = {"OMP_NUM_THREADS": str(threads)}
+    return Companion(["trainer.demo", *arguments], output.with_suffix(".log"), environment)
+
+
+@contextmanager
+def _sharing_threads() -> Iterator[int]:
+    """Leaves half of PyTorch's threads to another process meanwhile; yields their number."""
+    available = torch.get_num_threads()
+    torch.set_num_threads(half := max(1, available // 2))
+    try:
+        yield half
+    finally:
+        torch.set_num_threads(available)
+
+
+def _output(*, resume: bool) -> Path:
+    """The directory of the next demo, or of the last one that is to be resumed."""
+    numbers = [
+        int(match.group(1)) for path in _RUNS.glob("demo-*") if (match := re.fullmatch(r"demo-(\d+)", path.name))
+    ]
+    last = max(numbers, default=0)
+    return _RUNS / f"demo-{max(1, last) if resume else last + 1}"
 
 
 if __name__ == "__main__":

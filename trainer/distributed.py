@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -89,7 +90,7 @@ def process_group(
             dist.init_process_group("gloo", timeout=timeout)
         with ending_together(ranks.rank, ranks.world_size, ranks.broadcast_text, agreed):
             yield ranks
-        dist.destroy_process_group()
+        _destroy()
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo has no error class of its own
             raise RankLostError("another rank failed or does not answer: see its last message") from error
@@ -97,7 +98,17 @@ def process_group(
     finally:
         # After a failure NCCL would wait for operations in progress, which other ranks may never join.
         if dist.is_initialized() and ranks.device.type != "cuda":
-            dist.destroy_process_group()
+            _destroy()
+
+
+def _destroy() -> None:
+    """Destroys the process group.
+
+    That waits for gloo's threads while it holds the GIL, which they need to free the tensors of their last operations:
+    without a pause that releases it, they could wait for each other for ever.
+    """
+    time.sleep(0.1)
+    dist.destroy_process_group()
 
 
 def _device_of_rank(device: torch.device, ranks: Ranks) -> torch.device:

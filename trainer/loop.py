@@ -11,15 +11,11 @@ for x, y in sliding_window_data_scheduler:            run.views, run.announcemen
 
 from __future__ import annotations
 
-import json
 import math
-import resource
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,34 +23,21 @@ from torch import Tensor
 from trainer.build import Run, build_run
 from trainer.config import TrainConfig
 from trainer.data import Dataset, load_dataset
+from trainer.display import shown, stage
 from trainer.distributed import averaging_gradients, process_group
-from trainer.evaluate import ProbeResult, encoder_features, evaluate_features
-from trainer.model import PICModel, save_encoder
+from trainer.ending import TrainResult, write_results
+from trainer.model import PICModel
 from trainer.monitors import Update
-from trainer.run.directory import ENCODER_FILE, SUMMARY_FILE
 from trainer.run.opening import images_of_run
-from trainer.run.prometheus import peak_gpu_bytes
 from trainer.run.resume import resolve_resume, with_pixel_scale
+from trainer.run.totals import Totals
 from trainer.schedule import forward_seed
 from trainer.stopping import Interrupted
-from weightserver.common.atomic_files import atomic_write
+from weightserver.common.interrupts import interruption
 from weightserver.torch import Announced, Ranks
 
 _SIGNAL_STEPS = 4
 """Steps between exchanges of received signals if there are several ranks; a single rank looks at every step."""
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """The outcome of a run: the contents of its summary.json and encoder.safetensors, and more."""
-
-    dataset: Dataset
-    model: PICModel
-    summary: dict[str, Any]
-    results: dict[str, ProbeResult]
-    """Protocol to result; empty without --evaluate, and on ranks other than 0."""
-    is_first: bool = True
-    """Whether this is rank 0, which prints the summary."""
 
 
 def train(config: TrainConfig, *, on_step: Callable[[int], None] = lambda step: None) -> TrainResult:
@@ -70,28 +53,22 @@ def train(config: TrainConfig, *, on_step: Callable[[int], None] = lambda step: 
     config.check()
     started = time.perf_counter()
     device = config.torch_device()
-    dataset = dataset_of(config)
-    _check_images(config, dataset)
-    timeout_seconds = config.rank_timeout_seconds + config.retry_seconds
-    with process_group(device, timeout_seconds=timeout_seconds, agreed=(Interrupted,)) as ranks:
-        config = resolve_resume(config, ranks)
-        dataset = images_of_run(config, dataset, ranks)
-        config = with_pixel_scale(config, dataset, ranks)
-        model, summary = _train_rank(config, dataset, ranks, on_step)
-    summary["train_seconds"] = time.perf_counter() - started
-    results: dict[str, ProbeResult] = {}
-    if ranks.is_first:
-        save_encoder(model.encoder, config.encoder, config.output / ENCODER_FILE)
-        if config.evaluate:
-            results = evaluate_features(encoder_features(model.encoder, dataset.evaluated, config.encoder.pixels))
-        summary |= {f"{protocol}_top1": result.top1 for protocol, result in results.items()}
-        summary["seconds"] = time.perf_counter() - started
-        text = json.dumps(summary, indent=2) + "\n"
-        atomic_write(config.output / SUMMARY_FILE, lambda path: path.write_text(text))
-    return TrainResult(dataset, model, summary, results, is_first=ranks.is_first)
+    with shown(wanted=config.log_format == "text"):
+        with stage("loading the images"):
+            dataset = dataset_of(config)
+        _check_images(config, dataset)
+        timeout_seconds = config.rank_timeout_seconds + config.retry_seconds
+        with process_group(device, timeout_seconds=timeout_seconds, agreed=(Interrupted,)) as ranks:
+            config = resolve_resume(config, ranks)
+            dataset = images_of_run(config, dataset, ranks, partial(dataset_of, config, every_file=True))
+            config = with_pixel_scale(config, dataset, ranks)
+            model, totals = _train_rank(config, dataset, ranks, on_step, started)
+        if not ranks.is_first:
+            return TrainResult(config, dataset, model, is_first=False)
+        return write_results(config, dataset, model, totals)
 
 
-def dataset_of(config: TrainConfig) -> Dataset:
+def dataset_of(config: TrainConfig, *, every_file: bool = False) -> Dataset:
     """Loads the images that a run's settings name. Raises ValueError as `load_dataset` does."""
     return load_dataset(
         config.dataset,
@@ -100,6 +77,8 @@ def dataset_of(config: TrainConfig) -> Dataset:
         image_size=config.encoder.image_size,
         seed=config.seed,
         decode_threads=config.decode_threads,
+        background=config.background,
+        every_file=every_file,
     )
 
 
@@ -111,41 +90,39 @@ def _check_images(config: TrainConfig, dataset: Dataset) -> None:
             f"the encoder takes {config.encoder.in_channels}-channel images, those of {config.dataset!r} have "
             f"{channels}: give --encoder.in-channels {channels}"
         )
-    if config.evaluate or config.knn_every or config.online_probe:
-        dataset.check_labelled(tested=config.evaluate)
+    if config.evaluate:
+        dataset.check_evaluated(trained_on_labels=config.labels is not None)
+    elif config.knn_every or config.online_probe:
+        dataset.check_labelled()
 
 
 def _train_rank(
-    config: TrainConfig, dataset: Dataset, ranks: Ranks, on_step: Callable[[int], None]
-) -> tuple[PICModel, dict[str, Any]]:
+    config: TrainConfig, dataset: Dataset, ranks: Ranks, on_step: Callable[[int], None], started: float
+) -> tuple[PICModel, Totals]:
     """One rank's part of the training: a slice of every batch, and a share of the rows."""
     with ExitStack() as stack:
-        run = build_run(config, dataset, ranks, stack)
+        run = build_run(config, dataset, ranks, stack, started)
+        if run.knn is not None and run.steps.start == 0:
+            with run.recorder.paused("kNN evaluation"):
+                run.knn.observe_beginning()
         for step in run.steps:
             with run.recorder.stage("rows"):
                 classes = next(run.announcements)  # ids (A, b) of the batch; rows (K,): the most recently visited
             on_step(step)
             update = _update(run, step, classes)
             last = step + 1 == run.steps.stop
-            record = _observe(run, step, update, len(classes.rows), last=last)
+            _observe(run, step, update, len(classes.rows), last=last)
             _save_if_due(run, step, last=last)
-        run.head.flush()  # every update is durable
+        with stage("writing the rows"):
+            run.head.flush()  # every update is durable
+        if run.steps:
+            run.checkpoints.save(run.steps.stop, run.model, run.optimizer)
         (signalled,) = ranks.max_over_ranks([max(run.signals, default=0)])
         if signalled:
-            raise Interrupted(int(signalled), "stopped by a signal after its last step: --resume ends the run")
-        counters = run.head.counters
-        summed = ("fetched_rows", "pushed_rows", "corrected_rows", "missed_steps")
-        sums = ranks.sum_over_ranks([getattr(counters, name) for name in summed])
-        (largest_gap,) = ranks.max_over_ranks([counters.largest_gap])
+            raise Interrupted(int(signalled), interruption("after the last step", "--resume ends the run"))
+        totals = run.usage.now()
         ranks.barrier()  # before it no rank stops the servers
-    return run.model, {
-        "steps": run.steps.stop,
-        "epochs": run.steps.stop * config.batch_size / len(dataset.train_images),
-        "loss": record["loss"],
-        **{name: round(value) for name, value in zip(summed, sums, strict=True)},
-        "largest_gap": round(largest_gap),
-        "peak_memory_bytes": _peak_memory_bytes(ranks.device),
-    }
+    return run.model, totals
 
 
 def _update(run: Run, step: int, classes: Announced) -> Update:
@@ -185,14 +162,15 @@ def _update(run: Run, step: int, classes: Announced) -> Update:
     return Update(loss, torch.stack(first_views), weight, labels)
 
 
-def _observe(run: Run, step: int, update: Update, num_active: int, *, last: bool) -> dict[str, Any]:
-    """Records the steps since the last record if one is due; returns the record, or an empty one."""
+def _observe(run: Run, step: int, update: Update, num_active: int, *, last: bool) -> None:
+    """Records the steps since the last record if one is due."""
     config, every = run.config, run.config.log_every
+    run.recorder.advance(step)
     run.monitors.keep(update.embeddings)
     if run.probe is not None:
         run.probe.learn(step)
     if not last and (step + 1) % every:
-        return {}
+        return
     if not math.isfinite(loss := update.loss.item()):
         raise ValueError(f"the loss is {loss} at step {step}: try a lower --learning-rate")
     monitored = run.monitors.measure(update, num_active)
@@ -201,10 +179,9 @@ def _observe(run: Run, step: int, update: Update, num_active: int, *, last: bool
     record = run.recorder.measure(step, loss, run.rates.of_step(step), num_active, monitored)
     if run.knn is not None:
         knn_steps = config.knn_every * len(run.dataset.train_images) / config.batch_size
-        with run.recorder.paused():
+        with run.recorder.paused("kNN evaluation"):
             record |= run.knn.observe(record["seconds"], due=is_due(knn_steps, step, every, last), last=last)
     run.recorder.write(record)
-    return record
 
 
 def _save_if_due(run: Run, step: int, *, last: bool) -> None:
@@ -216,7 +193,7 @@ def _save_if_due(run: Run, step: int, *, last: bool) -> None:
         if signalled:
             run.checkpoints.save(step + 1, run.model, run.optimizer)
             hint = "--resume continues from there" if run.leaves_checkpoints else "dense rows leave no checkpoint"
-            raise Interrupted(int(signalled), f"stopped by a signal after {step + 1} steps: {hint}")
+            raise Interrupted(int(signalled), interruption(f"after {step + 1} steps", hint))
     if run.config.checkpoint_every and (step + 1) % run.config.checkpoint_every == 0:
         run.checkpoints.save(step + 1, run.model, run.optimizer)
 
@@ -232,11 +209,3 @@ def seed_generators(seed: int, device: torch.device) -> None:
 def is_due(every_steps: float, step: int, log_every: int, last: bool) -> bool:
     """Whether a multiple of `every_steps` lies between this logged step and the previous one."""
     return last or (step + 1) // every_steps > max(0, step + 1 - log_every) // every_steps
-
-
-def _peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory of the GPU if there is one, otherwise of this process."""
-    if device.type == "cuda":
-        return peak_gpu_bytes(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

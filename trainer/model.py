@@ -28,6 +28,10 @@ from weightserver.common.atomic_files import atomic_write
 _FORMAT = "pic-encoder-1"
 
 
+OF_SMALL = ("width", "blocks", "stem_stride", "pool_size", "norm")
+"""Settings of an encoder that only "small" has."""
+
+
 def _group_norm(width: int) -> nn.GroupNorm:
     """Eight groups, or fewer if eight do not divide the channels (Wu and He, 1803.08494)."""
     return nn.GroupNorm(math.gcd(width, 8), width)

@@ -119,7 +119,9 @@ class OnlineProbe:
         if found != expected:
             if self._ranks.is_first:
                 known = f"is for {' x '.join(map(str, found))} weights" if tensors else "is missing"
-                _log.warning("the online probe in the checkpoint %s: a new one starts untrained", known)
+                _log.warning(
+                    "the online probe in the checkpoint %(reason)s: a new one starts untrained", {"reason": known}
+                )
             return
         with torch.no_grad():
             for name, parameter in self._parameters.items():

@@ -8,7 +8,7 @@ from typing import Literal
 
 from trainer.settings import Settings, check_at_least, check_choice, check_not_negative, resumable
 from weightserver import ClientSecurity
-from weightserver.common.addresses import is_loopback
+from weightserver.common.addresses import is_loopback, parse_addresses
 
 _CORRECTION_OF_FLAG: dict[object, str] = {True: "exact", False: "none"}
 
@@ -110,4 +110,4 @@ class ServersConfig(Settings):
 
     @property
     def server_addresses(self) -> list[str]:
-        return [address.strip() for address in self.servers.split(",")] if self.servers else []
+        return parse_addresses(self.servers or "")

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import ast
 import inspect
+import io
 import itertools
 import math
-from dataclasses import dataclass, field, fields
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+
+from weightserver.common.logs import logs_json, print_error
 
 Value = TypeVar("Value")
 
@@ -32,6 +40,45 @@ class Settings:
     def unused_settings(self) -> dict[str, str]:
         """Settings of this part that have no effect with its other values, each with the option that it needs."""
         return {}
+
+
+def problems_of(part: type[Settings], settings: Settings) -> tuple[list[str], set[str]]:
+    """The messages of all checks of a part that `settings` do not pass, and the names of the settings at fault.
+
+    A check ends with the first problem. Its message names the flags, so the check is repeated with their defaults.
+    """
+    problems, at_fault = list[str](), set[str]()
+    while True:
+        try:
+            part.check(settings)
+            return problems, at_fault
+        except ValueError as error:
+            problems.append(str(error))
+            named = set(re.findall(r"--[\w-]+", str(error)))
+        wrong = {
+            one.name: one.default
+            for one in fields(part)
+            if flag(one.name) in named and one.default is not MISSING and getattr(settings, one.name) != one.default
+        }
+        at_fault |= wrong.keys()
+        if not wrong:
+            return problems, at_fault
+        settings = replace(settings, **wrong)
+
+
+def settings_of(kind: type[Value], stored: dict[str, Any]) -> Value:
+    """The settings that a config.json holds: an instance of the dataclass `kind`, with defaults for missing ones."""
+    types = get_type_hints(kind)
+    return kind(**{name: _restored(types[name], value) for name, value in stored.items() if name in types})
+
+
+def _restored(kind: Any, value: Any) -> Any:
+    """A value as it was before it was written as JSON, which knows neither tuples nor paths nor dataclasses."""
+    if isinstance(value, dict) and is_dataclass(kind):
+        return settings_of(kind, value)  # type: ignore[arg-type]  # a class, not an instance
+    if isinstance(value, list):
+        return tuple(_restored(None, item) for item in value)
+    return Path(value) if isinstance(value, str) and Path in (kind, *get_args(kind)) else value
 
 
 def flag(name: str) -> str:
@@ -68,6 +115,39 @@ def check_choice(settings: Settings, name: str, *choices: object) -> None:
     if getattr(settings, name) not in choices:
         *most, last = map(str, choices)
         raise ValueError(f"{flag(name)} must be {', '.join(most)} or {last}, got {getattr(settings, name)}")
+
+
+@contextmanager
+def errors_as_events(command: str = "trainer", on_wrong: Callable[[str], NoReturn] | None = None) -> Iterator[None]:
+    """If the log is JSON, logs in one event what tyro would draw in a box about wrong arguments of `command`; if
+    `on_wrong` is given, calls it instead."""
+    if not logs_json() and on_wrong is None:
+        yield
+        return
+    with redirect_stderr(io.StringIO()) as drawn:
+        try:
+            yield
+            return
+        except SystemExit as ended:
+            status = ended.code
+    if status and on_wrong is not None:
+        on_wrong(_said_in_box(drawn.getvalue()))
+    if status:
+        print_error(f"{command}: {_said_in_box(drawn.getvalue())}")
+    sys.exit(status)
+
+
+def _said_in_box(box: str) -> str:
+    """What a box of tyro's says first; its title is in its frame, or, where a terminal has no frames, a part too."""
+    box = re.sub(r"\x1b\[[\d;]*m", "", box)  # coloured if stdout is a terminal
+    lines = [line.strip("│| ") for line in box.splitlines()]
+    parts = [
+        " ".join(part)
+        for is_rule, part in itertools.groupby(lines, lambda line: line.startswith(("─", "╭", "╰", "+", "---")))
+        if not is_rule
+    ]
+    title = 0 if box.startswith(("╭", "+")) else 1
+    return " ".join(parts[title : title + 1])
 
 
 def set_help_texts(settings: type) -> None:

@@ -1,4 +1,4 @@
-"""Early ends of a run: by a signal, without losing a step, or by an error, in one line."""
+"""Early ends of a command: by a signal, without losing a step, or by an error, in one line from all ranks together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
@@ -14,8 +15,13 @@ from typing import NoReturn
 import torch
 
 from trainer.distributed import RankLostError
+from trainer.rank_messages import is_first_to_say, someone_said
 from weightserver import WeightServerError
+from weightserver.common.interrupts import interruption
 from weightserver.common.logs import print_error
+
+_SAME_SIGNAL_SECONDS = 1.0
+"""torchrun, which a terminal's Ctrl-C reaches too, sends it to its ranks once more."""
 
 
 class Interrupted(Exception):
@@ -27,17 +33,25 @@ class Interrupted(Exception):
 
 
 @contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """Collects SIGTERM and SIGINT in the list that it yields; a second signal ends the process as usual."""
+def stop_signals(on_first: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
+    """Collects SIGTERM and SIGINT in the list that it yields; a second signal ends the process as usual.
+
+    `on_first` is called in the handler of the first one. Signals within a second count as one.
+    """
     received: list[int] = []
+    first = 0.0
     if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
         yield received
         return
 
     def note(number: int, _: FrameType | None) -> None:
-        if received:
+        nonlocal first
+        if not received:
+            received.append(number)
+            first = time.monotonic()
+            on_first()
+        elif time.monotonic() - first > _SAME_SIGNAL_SECONDS:
             raise KeyboardInterrupt
-        received.append(number)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -48,25 +62,41 @@ def stop_signals() -> Iterator[list[int]]:
 
 
 @contextmanager
-def exit_on_error(command: str) -> Iterator[None]:
-    """Ends the process on an error inside: one line on stderr, exit status 1, or 128 + the number of a signal."""
+def exit_on_error(command: str, *, status: int = 1, after_interrupt: str = "") -> Iterator[None]:
+    """Ends the process on an error inside: one line on stderr, and `status`, or 128 + the number of a signal.
+
+    If several ranks end for the same reason, one of them prints it.
+
+    Args:
+        after_interrupt: what the user can do after Ctrl-C, for the message.
+    """
     try:
         yield
     except Interrupted as stopped:
-        print_error(f"{command}: {stopped}")
-        _exit(stopped.exit_status)
+        _end(f"{command}: {stopped}", stopped.exit_status)
+    except KeyboardInterrupt:
+        _end(f"{command}: {interruption(hint=after_interrupt)}", 128 + signal.SIGINT)
     except MemoryError as error:
-        print_error(f"{command}: not enough memory for these settings: {error}")
-        _exit(1)
+        _end(f"{command}: not enough memory for these settings: {error}", status)
     except torch.OutOfMemoryError as error:
-        print_error(
+        _end(
             f"{command}: the GPU's memory is too small for these settings: give a lower --batch-size, a higher "
-            f"--accumulate, fewer --num-negatives or --precision bfloat16 ({'. '.join(str(error).split('. ')[:2])})"
+            f"--accumulate, fewer --num-negatives or --precision bfloat16 ({'. '.join(str(error).split('. ')[:2])})",
+            status,
         )
-        _exit(1)
-    except (ValueError, OSError, RankLostError, WeightServerError) as error:
-        print_error(f"{command}: {error}")
-        _exit(1)
+    except RankLostError as error:
+        if not someone_said():  # the rank that failed says why
+            _end(f"{command}: {error}", status)
+        _exit(status)
+    except (ValueError, OSError, WeightServerError) as error:
+        _end(f"{command}: {error}", status)
+
+
+def _end(message: str, status: int) -> NoReturn:
+    """Prints why the process ends, unless another rank has printed the same, and ends it."""
+    if is_first_to_say(message):
+        print_error(message)
+    _exit(status)
 
 
 def _exit(status: int) -> NoReturn:

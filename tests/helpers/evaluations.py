@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data import Dataset
+from trainer.evaluate.__main__ import main
 from trainer.evaluate.evaluation import Evaluation, Outcome, Subject
 from trainer.evaluate.progress import Advance
 from trainer.model import EncoderConfig
@@ -72,6 +73,14 @@ def made_evaluation(
         state=state,
         ranks=ranks or Ranks(),
     )
+
+
+def evaluate(arguments: list[str]) -> int:
+    """Runs `python -m trainer.evaluate` in this process; returns its exit status."""
+    try:
+        return main(arguments)
+    except SystemExit as ended:
+        return int(ended.code or 0)
 
 
 class PowerLoss(Exception):

@@ -1,4 +1,7 @@
-"""Runs a module with a twentieth of Fashion-MNIST: python -m tests.helpers.few_images -m MODULE ARGUMENTS..."""
+"""Runs a module with a fifth of Fashion-MNIST, a few more images than the demo trains on.
+
+python -m tests.helpers.few_images -m MODULE ARGUMENTS...
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import Tensor
 
 from trainer.data import datasets
 
-NUM_TRAIN, NUM_TEST = 3_000, 500
+NUM_TRAIN, NUM_TEST = 11_000, 500
 
 
 def few_images(directory: Path | None) -> datasets.Dataset:

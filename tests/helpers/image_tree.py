@@ -10,7 +10,7 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 ORIENTATION = 0x0112
-BROKEN = ("a/empty.jpg", "b/text.jpg", "c/truncated.jpg", "c/truncated.png")
+BROKEN = ("a/cut.jpg", "b/text.jpg", "c/truncated.jpg", "c/truncated.png")
 """Of `odd_tree`."""
 
 
@@ -43,7 +43,7 @@ def odd_tree(root: Path, num_images: int = 20) -> Path:
     turned = Image.Exif()
     turned[ORIENTATION] = 6
     files = {
-        "a/empty.jpg": b"",
+        "a/cut.jpg": b"\xff\xd8",
         "b/text.jpg": b"this is no picture",
         "c/truncated.jpg": encoded(piece(100))[:700],
         "c/truncated.png": encoded(piece(101), "PNG")[:700],

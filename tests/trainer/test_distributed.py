@@ -117,6 +117,16 @@ def loss_and_gradients(
     return {"loss": loss.detach(), "features": features.grad, "weight": weight.grad}
 
 
+def parallel_gradients(case: Case, ranks: Ranks) -> Tensor:
+    """Of an encoder under DistributedDataParallel, which does not outlive the process group."""
+    _, weight, labels = case.share(ranks)
+    model = encoder(case.dtype)
+    parallel = DistributedDataParallel(model)
+    embeddings = parallel(images(case)[ranks.share(case.batch_size)])
+    cosine_softmax_loss(embeddings, weight, labels, temperature=case.temperature, ranks=ranks).backward()
+    return gradients(model)
+
+
 def record_rank(out: Path) -> None:
     """Computes and records the results of one rank of several."""
     torch.set_num_threads(1)
@@ -127,11 +137,7 @@ def record_rank(out: Path) -> None:
             result = loss_and_gradients(features, weight, labels, case.temperature, ranks)
             recorded |= {f"{case}: {name}": value.numpy() for name, value in result.items()}
 
-            model = encoder(case.dtype)
-            parallel = DistributedDataParallel(model)
-            views = images(case)[ranks.share(case.batch_size)]
-            cosine_softmax_loss(parallel(views), weight, labels, temperature=case.temperature, ranks=ranks).backward()
-            recorded[f"{case}: encoder"] = gradients(model).numpy()
+            recorded[f"{case}: encoder"] = parallel_gradients(case, ranks).numpy()
 
             result = loss_and_gradients(
                 features, padded(weight, NUM_ROWS), labels, case.temperature, ranks, num_rows=len(weight)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import runpy
 import tarfile
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from tests.helpers.image_tree import plain_tree
 from tests.helpers.small_run import ONLY_ROWS, losses, small_run
 from trainer.config import TrainConfig, parse_config
+from trainer.data import load_dataset
 from trainer.loop import train
 from trainer.run.checkpoint_file import saved_steps
 from trainer.run.history import ImageHistory
@@ -106,7 +110,7 @@ def test_a_run_that_an_earlier_version_wrote_is_resumed(
     train(TrainConfig(**writer["RUN"], encoder=writer["encoder"](), output=output, rows=cast(Any, rows), resume=True))
     # On the processor that wrote the file they are the same bits; others round differently.
     np.testing.assert_allclose(losses(output), expected, rtol=1e-4)
-    assert saved_steps(output / "checkpoints") == [7, 14, 21]
+    assert saved_steps(output / "checkpoints") == [14, 21, 24]
     assert [inspect_directory(shard)["format"] for shard in shards] == [FORMAT, FORMAT]
 
 
@@ -119,3 +123,48 @@ def test_new_runs_write_defaults_as_numbers(tmp_path: Path) -> None:
     check_same_run(parse_config([*arguments, "--warmup-fraction", "0.1"]))
     with pytest.raises(ValueError, match=r"whose warmup_epochs is None, not 2\.0"):
         check_same_run(parse_config([*arguments, "--warmup-epochs", "2"]))
+
+
+# ---- folders that earlier versions listed with every link, empty file and empty folder
+
+
+@pytest.fixture
+def tree_with_links(tmp_path: Path) -> Path:
+    tree = plain_tree(tmp_path / "pictures", 24)
+    (tree / "a/link.jpg").symlink_to("0000.jpg")
+    (tree / "a/missing.jpg").symlink_to("nothing.jpg")
+    (tree / "b/empty.jpg").touch()
+    (tree / "0-empty").mkdir()
+    (tree / "d").symlink_to("a")
+    return tree
+
+
+def test_a_folder_is_listed_as_by_earlier_versions(tree_with_links: Path) -> None:
+    in_a = [*(f"{number:04d}.jpg" for number in range(0, 24, 3)), "link.jpg", "missing.jpg"]
+    paths = [f"a/{name}" for name in in_a]
+    paths += [f"b/{number:04d}.jpg" for number in range(1, 24, 3)] + ["b/empty.jpg"]
+    paths += [f"c/{number:04d}.jpg" for number in range(2, 24, 3)] + [f"d/{name}" for name in in_a]
+    labels = {"a": 1, "b": 2, "c": 3, "d": 4}  # 0 is the empty folder
+    lines = "".join(f"{labels[path[0]]}\t-1\t-1\t{path}\t\n" for path in paths)
+    dataset = load_dataset("folder", tree_with_links, every_file=True)
+    assert dataset.digests == (hashlib.sha256(lines.encode()).hexdigest(),)
+    assert len(load_dataset("folder", tree_with_links).train_images) == 24
+
+
+@pytest.mark.guard
+def test_a_run_on_such_a_folder_is_resumed(
+    tree_with_links: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shape = {"window_size": 24, "window_stride": 8, "num_negatives": 16, "batch_size": 8}
+    config = small_run(tmp_path / "run", dataset="folder", num_images=None, data_dir=tree_with_links, steps=4, **shape)
+    with monkeypatch.context() as earlier:
+        earlier.setattr("trainer.loop.load_dataset", partial(load_dataset_as_earlier, load_dataset))
+        train(config)
+    train(replace(config, resume=True, steps=8))
+    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 8
+    (line,) = [record.getMessage() for record in caplog.records if "is listed as by the version" in record.getMessage()]
+    assert str(tree_with_links) in line
+
+
+def load_dataset_as_earlier(load: Any, *arguments: Any, **options: Any) -> Any:
+    return load(*arguments, **options | {"every_file": True})

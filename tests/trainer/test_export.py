@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from tests.helpers.image_tree import plain_tree
 from tests.helpers.secure_shards import served
 from tests.helpers.small_run import EVERY, NUM_IMAGES, ONLY_ROWS, small_run
+from trainer.data.pack import PackOptions, pack
 from trainer.export.__main__ import main
 from trainer.loop import train
 from weightserver import LocalCluster, TableSpec, WeightClient
@@ -104,3 +107,32 @@ def test_export_rejects_bad_input(
     fails("holds no table", run, *servers)
     client.create_table(TableSpec(num_rows=10, dim=8))
     fails("hold another table", run, *servers)
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("kind", ["folder", "packed"])
+def test_exported_rows_name_their_images_files(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.set_num_threads(1)
+    tree, run = plain_tree(tmp_path / "tree", 40), tmp_path / "run"
+    directory = tree
+    if kind == "packed":
+        directory = tmp_path / "packed"
+        pack(tree, directory, PackOptions(order_seed=11))
+    small = {"window_size": 40, "window_stride": 10, "num_negatives": 40, "num_images": None}
+    settings: dict[str, Any] = {"dataset": kind, "data_dir": directory, "encoder": ONLY_ROWS, "order_seed": 11}
+    train(small_run(run, steps=EVERY + 2, **small, **settings))
+    assert export(run, "--output", tmp_path / "out", "--format", "npz", "--rows", "3:33") == 0
+    assert f"and 30 paths to {tmp_path / 'out/images.csv'}" in capsys.readouterr().out
+    with np.load(next((tmp_path / "out").glob("*.npz"))) as opened:
+        file = dict(opened)
+    with (tmp_path / "out/images.csv").open(newline="") as text:
+        found = list(csv.DictReader(text))
+    assert [int(line["row"]) for line in found] == file["row"].tolist()
+    assert [int(line["image"]) for line in found] == file["image"].tolist()
+    paths = sorted(tree.rglob("*.jpg"))  # in the order of the images' ids
+    assert [line["path"] for line in found] == [str(paths[image]) for image in file["image"]]
+    if kind == "folder":
+        plain_tree(tree, 1, first=90)  # now other ids belong to the files
+        assert export(run, "--output", tmp_path / "later") == 0
+        assert "without images.csv, as the images' paths are unknown" in capsys.readouterr().out
+        assert not (tmp_path / "later/images.csv").exists()

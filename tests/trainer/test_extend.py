@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from tests.helpers import dying_run
 from tests.helpers.dying_run import NUM_SHARDS, _after, _before, _between_shards
 from tests.helpers.image_tree import plain_tree
-from tests.helpers.small_run import EVERY, losses, small_run
+from tests.helpers.small_run import losses, small_run
 from trainer.config import TrainConfig
 from trainer.data import load_dataset
 from trainer.data.manifest import Manifest
@@ -38,7 +38,7 @@ from weightserver.torch import RecentRows, VisitSchedule
 
 OLD, ALL = 100, 160
 NUM_STEPS, ALL_STEPS = 25, 40  # four visits for each image
-EXTENDED_AT = EVERY  # the newest checkpoint of the run with the old images
+EXTENDED_AT = NUM_STEPS  # the newest checkpoint of the run with the old images, at its end
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -94,7 +94,6 @@ def test_old_rows_are_the_oracles_and_new_ones_are_trained(
     """Compared with SGD without a gradient for all inactive rows, with the learning rates of each part."""
     assert len(losses(extended)) == ALL_STEPS
     assert losses(extended)[:EXTENDED_AT] == losses(before)[:EXTENDED_AT]
-    assert losses(extended)[EXTENDED_AT + 1] != losses(before)[EXTENDED_AT + 1], "other rates"
     known = np.concatenate([rates(OLD)[:EXTENDED_AT], rates(ALL)[EXTENDED_AT:]])
     schedule = VisitSchedule(num_rows=ALL, window_size=48, window_stride=6, seed=0)
     recent = RecentRows(schedule, num_active=64, batch_size=16)

@@ -129,6 +129,7 @@ def _interrupt(step: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.guard
 def test_the_data_sets_own_labels_are_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four textures, numbered 0, 1, 2 and 4: the loss falls far below chance, kNN finds them."""
     noise = torch.randint(0, 60, (400, 1, 16, 16), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)

@@ -2,11 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from PIL import Image
 
-from trainer.run.plot import draw_training, read_metrics
+from trainer.report.charts import _loss
+from trainer.run.plot import LATE_RISE, draw_training, read_metrics, rises_late, smoothed
 
 RECORDS = [{"step": step, "loss": 7 - 0.01 * step} for step in range(20)]
 for _record in RECORDS[::5]:
@@ -29,3 +34,123 @@ def test_a_missing_or_damaged_file_gives_one_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("no json\n{}\n")
     with pytest.raises(ValueError, match="line 1 is not JSON"):
         read_metrics(tmp_path / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def figure(tmp_path_factory: pytest.TempPathFactory) -> Figure:
+    """The figure of two runs; the loss of the first falls with the learning rate up, and rises as it falls to 0."""
+    losses = [6.9 - 0.02 * min(step, 80) + 0.02 * max(0, step - 80) for step in range(120)]
+    rates = [0.1 * (1 - step / 120) for step in range(120)]
+    records: list[dict[str, Any]] = [
+        {"step": step, "loss": loss, "learning_rate": rate, "knn_top1": 70.0}
+        | {"corrected_rows": 2 * (step > 40), "missed_steps": 60 * (step > 40), "largest_gap": 45 * (step > 40)}
+        for step, (loss, rate) in enumerate(zip(losses, rates, strict=True), start=9)
+    ]
+    records[0]["initial_knn_top1"] = 60.0
+    directory = tmp_path_factory.mktemp("drawn")
+    metrics, other = directory / "metrics.jsonl", directory / "other.jsonl"
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    other.write_text("".join(json.dumps(record | {"loss": 6.95, "knn_top1": 65.0}) + "\n" for record in records))
+    references = {"trained encoder": 85.0, "untrained encoder": 60.0, "raw pixels": 75.0}
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda self, path, **how: (drawn.append(self), save(self, path, **how)))
+        draw_training(
+            metrics,
+            directory / "training.png",
+            chance_loss=6.93,
+            references=references,
+            others={"without correction": other},
+        )
+    return drawn[0]
+
+
+def points(figure: Figure, label: str) -> list[list[tuple[float, float]]]:
+    """(x, y) of the lines of this label, from the upper panel to the lower one."""
+    lines = [line for axes in figure.axes for line in axes.get_lines() if line.get_label() == label]
+    return [[(float(x), float(y)) for x, y in np.asarray(line.get_xydata())] for line in lines]
+
+
+def test_no_legend_covers_a_curve(figure: Figure) -> None:
+    figure.canvas.draw()
+    legends = [legend for axes in figure.axes if (legend := axes.get_legend())]
+    assert len(legends) == 3
+    for legend in legends:
+        box = legend.get_window_extent()
+        assert not any(box.overlaps(axes.get_window_extent()) for axes in figure.axes)
+        assert figure.bbox.containsx(box.x0)
+        assert figure.bbox.containsx(box.x1)
+
+
+def test_lines_are_told_apart_without_colour(figure: Figure) -> None:
+    """In each panel; the last one has two axes."""
+    panels: dict[float, list[Line2D]] = {}
+    for axes in figure.axes:
+        panels.setdefault(axes.get_position().y0, []).extend(axes.get_lines())
+    assert [len(lines) for lines in panels.values()] == [4, 5, 3]
+    for lines in panels.values():
+        looks = [
+            (str(line._dash_pattern), line.get_marker(), line.get_linewidth())  # type: ignore[attr-defined]
+            for line in lines
+        ]
+        assert len(set(looks)) == len(lines)
+
+
+def test_the_curves_start_at_the_truth(figure: Figure) -> None:
+    """kNN before the first step, and the first recorded loss instead of a mean with lower ones after it."""
+    assert points(figure, "during training")[0][0] == (0, 60)
+    assert points(figure, "loss, smoothed")[0][0] == pytest.approx((9, 6.9))
+    assert figure.axes[0].get_xlim()[0] == 0
+
+
+def test_returning_rows_are_drawn(figure: Figure) -> None:
+    assert points(figure, "mean gap of rows that return")[0][-1] == pytest.approx((128, 30))
+    assert points(figure, "largest gap so far")[0][-1] == (128, 45)
+    assert points(figure, "rows corrected so far (right)")[0][-1] == (128, 2 * 88)
+
+
+def test_another_run_is_drawn_beside_it(figure: Figure) -> None:
+    loss, accuracy = ([y for _, y in curve] for curve in points(figure, "without correction"))
+    assert loss == pytest.approx([6.95] * 120)
+    assert accuracy == [60.0, *[65.0] * 120]
+
+
+def test_a_run_without_returning_rows_has_no_panel_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    panels: list[int] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: (panels.append(len(self.axes)), path.touch()))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 7, "corrected_rows": 0}\n')
+    draw_training(tmp_path / "metrics.jsonl", tmp_path / "training.png", chance_loss=6.93)
+    assert panels == [1]
+
+
+def test_a_late_rise_of_the_loss_is_explained(figure: Figure) -> None:
+    assert figure.get_suptitle() == LATE_RISE
+    assert not rises_late([{"step": step, "loss": 7 - 0.01 * step, "learning_rate": 0.1} for step in range(100)])
+
+
+@pytest.mark.parametrize(("number", "labels"), [(99, ["loss"]), (100, ["loss", "loss, smoothed"])])
+def test_the_loss_of_a_short_run_is_drawn_as_it_is(
+    number: int, labels: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a smoothed one, which has nearly the same points, it could not be seen."""
+    losses = [7 - 0.01 * step + step % 2 for step in range(number)]
+    records = [{"step": step, "loss": loss} for step, loss in enumerate(losses)]
+    page = _loss(records, None).svg
+    assert ("smoothed" in page) == (len(labels) == 2)
+    assert "each record" in page
+    drawn: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: (drawn.extend(self.axes[0].lines), path.touch()))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    draw_training(tmp_path / "metrics.jsonl", tmp_path / "training.png")
+    assert [line.get_label() for line in drawn] == labels
+    assert list(drawn[0].get_ydata()) == losses
+
+
+def test_the_smoothed_loss_is_a_mean_of_neighbours() -> None:
+    assert smoothed([1.0, 2.0, 3.0]) == [1.0, 2.0, 3.0]
+    values = [float(value % 7) for value in range(80)]
+    assert smoothed(values)[40] == pytest.approx(sum(values[38:43]) / 5)
+    assert smoothed(values)[0] == values[0]
+    assert smoothed(values)[1] == pytest.approx(sum(values[:3]) / 3)
+    assert smoothed(values)[-1] == pytest.approx(sum(values[-3:]) / 3)

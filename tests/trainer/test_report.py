@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.small_run import EVERY, NUM_STEPS, small_run
+from tests.helpers.small_run import NUM_STEPS, small_run
 from trainer.__main__ import main
 from trainer.data import Dataset
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_encoder
-from trainer.report.inspection import inspect_encoder, saliency
+from trainer.report.inspection import inspect_encoder
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WATCH = """<script>
@@ -81,7 +81,10 @@ def test_a_run_on_real_images_in_a_browser(tmp_path: Path, capsys: pytest.Captur
     found = in_the_browser(run / "report.html")
     assert found["failures"] == found["requests"] == []
     assert not found["wide"]
-    assert len(found["images"]) == 12 * (1 + 7) + 12 * 2
+    assert len(found["images"]) == 12 * (1 + 7)
+    text = (run / "report.html").read_text()
+    assert "Saliency" not in text
+    assert text.count('<th scope="col">sneaker</th>') == text.count('<th scope="row">sneaker</th>') == 1
     assert all(size > 20 for image in found["images"] for size in image)
     assert len(found["charts"]) == 10  # forty steps of 16 images do not fill the window of RankMe
     assert all(width > 300 and height > 150 for width, height in found["charts"])
@@ -107,7 +110,7 @@ def test_an_unfinished_run_shows_what_is_available(tmp_path: Path) -> None:
     assert report(run, "--output", page) == 0
     text = page.read_text()
     assert f"not finished, {NUM_STEPS} steps so far" in text
-    assert f"the encoder after {3 * EVERY} steps (the newest checkpoint)" in text
+    assert f"the encoder after {NUM_STEPS} steps (the newest checkpoint)" in text
     for file in (run / "checkpoints").iterdir():
         file.unlink()
     assert report(run, "--output", page) == 0
@@ -151,19 +154,6 @@ def test_missing_images_are_named(tmp_path: Path) -> None:
     assert "the training images are not available here (no such folder: /none" in (run / "report.html").read_text()
 
 
-def test_saliency_is_where_an_encoder_looks() -> None:
-    class Corner(torch.nn.Module):
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            return images[:, :, :8, :8].flatten(1) ** 3
-
-    images = torch.randint(0, 256, (2, 1, 28, 28), dtype=torch.uint8)
-    heat = saliency(Corner(), images, torch.Generator().manual_seed(0))
-    assert heat.shape == (2, 28, 28)
-    assert 0 <= heat.min() <= heat.max() == 1
-    assert heat[:, :7, :7].mean() > 0.2
-    assert heat[:, 10:, :].max() == heat[:, :, 10:].max() == 0
-
-
 def test_an_image_and_its_copy_are_nearest() -> None:
     torch.manual_seed(0)
     config = EncoderConfig(width=8, blocks=(1,))
@@ -177,6 +167,10 @@ def test_an_image_and_its_copy_are_nearest() -> None:
         assert nearest.agrees
         assert nearest.similarity == pytest.approx(1, abs=1e-5)
         assert sample.neighbours[1].agrees is False
+    assert inspection.classes == [str(label) for label in range(10)]
+    assert inspection.confusion == [[100.0 * (row == column) for column in range(10)] for row in range(10)]
+    named = replace(data, class_names=tuple("abcdefghij"))
+    assert inspect_encoder(build_encoder(config), config, named, bank=20).classes == list("abcdefghij")
     with pytest.raises(ValueError, match="1 images are too few"):
         inspect_encoder(build_encoder(config), config, data, bank=1)
     other = replace(config, in_channels=3)

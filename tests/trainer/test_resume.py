@@ -130,7 +130,7 @@ def test_a_shard_that_is_killed_during_a_checkpoint_changes_nothing(
         train(small_run(tmp_path / "run", servers=",".join(cluster.addresses)))
         for restart in restarts:
             restart.join()
-    assert len(restarts) == 1 + NUM_STEPS // EVERY
+    assert len(restarts) == 2 + NUM_STEPS // EVERY
     assert_same(tmp_path / "run", undisturbed)
 
 
@@ -187,7 +187,7 @@ def test_ranks_see_a_signal_in_the_same_step(tmp_path: Path) -> None:
         finally:
             process.kill()
     stopped = saved_steps(files)[-1]
-    assert errors.count(f"stopped by a signal after {stopped} steps: --resume continues from there") == 2
+    assert errors.count(f"interrupted after {stopped} steps: --resume continues from there") == 1, "one line from both"
 
 
 @pytest.mark.guard
@@ -202,7 +202,7 @@ def test_a_signal_after_the_last_step_ends_the_run_too(
 
     with monkeypatch.context() as patched:
         patched.setattr(Recorder, "write", write_and_signal)
-        with pytest.raises(Interrupted, match="after its last step: --resume ends the run"):
+        with pytest.raises(Interrupted, match="after the last step: --resume ends the run"):
             train(small_run(output, log_every=NUM_STEPS))
     train(small_run(output, log_every=NUM_STEPS, resume=True))
     assert json.loads((output / "metrics.jsonl").read_text())["loss"] == losses(undisturbed)[-1]
@@ -215,7 +215,7 @@ def test_an_encoder_with_dropout_is_resumed_exactly(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run", encoder=encoder, steps=3, checkpoint_every=2)
     train(run)
     before = losses(run.output)
-    train(replace(run, resume=True))
+    train(replace(run, resume=True, resume_step=2))
     assert losses(run.output) == before
 
 
@@ -226,7 +226,7 @@ def test_a_resumed_run_has_not_ended(tmp_path: Path, undisturbed: Path, monkeypa
     with monkeypatch.context() as patched:
         patched.setattr("trainer.build.views_ahead", lambda *_: die("the power went out"))
         with pytest.raises(OSError, match="power"):
-            train(small_run(output, resume=True))
+            train(small_run(output, resume=True, resume_step=3 * EVERY))
     assert read_summary(output) == {}
     with pytest.raises(ValueError, match=r"has not ended and has no encoder\.safetensors"):
         read_encoder(output)
@@ -251,8 +251,8 @@ def test_a_resumed_run_does_not_need_its_first_encoder(tmp_path: Path) -> None:
     train(run)
     before = losses(run.output)
     begun.unlink()
-    train(replace(run, resume=True))
-    train(replace(run, resume=True, init_encoder=None))
+    train(replace(run, resume=True, resume_step=2))
+    train(replace(run, resume=True, resume_step=2, init_encoder=None))
     assert losses(run.output) == before
     assert read_config(run.output)["init_encoder"] == str(begun)
     shutil.rmtree(run.output / "checkpoints")  # as if it had been killed before its first
@@ -353,7 +353,7 @@ def test_the_servers_learning_rates_are_kept(tmp_path: Path, monkeypatch: pytest
 
 
 def test_old_checkpoints_are_deleted(undisturbed: Path) -> None:
-    steps = list(range(EVERY, NUM_STEPS, EVERY))[-3:]
+    steps = [*range(EVERY, NUM_STEPS, EVERY), NUM_STEPS][-3:]
     names = [f"step-{step:012d}" for step in steps]
     assert sorted(path.stem for path in (undisturbed / "checkpoints").iterdir()) == names
     with LocalCluster(2, undisturbed / "servers") as cluster, WeightClient(cluster.addresses) as client:
@@ -373,8 +373,8 @@ def test_a_checkpoint_survives_a_power_loss(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(WeightClient, "checkpoint", take_begun)
     train(small_run(output, encoder=ONLY_ROWS, steps=EVERY + 1, num_shards=1))
-    assert saved_steps(output / "checkpoints") == [0, EVERY]
-    assert begun == [True, True], "the directory says so before any shard is asked"
+    assert saved_steps(output / "checkpoints") == [0, EVERY, EVERY + 1]
+    assert begun == [True, True, True], "the directory says so before any shard is asked"
     kinds = {Path(path).relative_to("new/run").parts[0] for path in power_loss.lost(tmp_path)}
     assert kinds <= {"servers", "metrics.jsonl", "tensorboard"}
 
@@ -382,7 +382,8 @@ def test_a_checkpoint_survives_a_power_loss(tmp_path: Path, monkeypatch: pytest.
 BAD_RESUMES = {
     "nothing there": ({}, False, r"holds no run to resume: omit --resume"),
     "other settings": ({"temperature": 0.3}, True, r"whose temperature is 0\.2, not 0\.3: give the same settings"),
-    "another length": ({"steps": 41}, True, r"whose steps is 40, not 41: give the same settings"),
+    "fewer steps": ({"steps": 39}, True, r"whose steps is 40, not 39: it can become longer, not shorter"),
+    "fewer epochs": ({"steps": None, "epochs": 2.0}, True, r"40 updates, not 38: .* not shorter: give --steps 40"),
     "other shards": ({"num_shards": 3}, True, r"servers holds 2 shards: give --num-shards 2"),
     "dense rows": ({"rows": "dense"}, True, r"--rows dense saves no checkpoints: omit --resume"),
 }
@@ -454,24 +455,24 @@ def test_a_run_that_was_rolled_back_keeps_its_own_checkpoints(
 
     def take_another(self: WeightClient, name: str, *, step: int) -> None:
         take(self, name, step=step)
-        if step == 18:
+        if step == 27:
             take(self, "mine", step=step)
 
     output = shutil.copytree(undisturbed, tmp_path / "run")
     with LocalCluster(2, output / "servers") as cluster, WeightClient(cluster.addresses) as client:
         client.open_session("operator")
-        client.rollback("step-000000000013")
+        client.rollback("step-000000000026")
     monkeypatch.setattr(WeightClient, "checkpoint", take_another)
     (output / "checkpoints" / "step-abc.safetensors").write_text("")
     (output / "checkpoints" / "step-000000000020.x.partial").write_text("")
     with pytest.raises(
-        ValueError, match=r"do not have the checkpoint of .*step-0+39\.safetensors, .* --resume-step 13,"
+        ValueError, match=r"do not have the checkpoint of .*step-0+40\.safetensors, .* --resume-step 26,"
     ):
         train(small_run(output, resume=True))
-    train(small_run(output, resume=True, resume_step=13, keep_checkpoints=2, checkpoint_every=9))
+    train(small_run(output, resume=True, resume_step=26, keep_checkpoints=2, checkpoint_every=9))
     assert_same(output, undisturbed)
-    assert saved_steps(output / "checkpoints") == [27, 36]
-    kept = ["mine", "step-000000000027", "step-000000000036"]
+    assert saved_steps(output / "checkpoints") == [36, 40]
+    kept = ["mine", "step-000000000036", "step-000000000040"]
     assert [sorted(inspect_directory(shard)["checkpoints"]) for shard in (output / "servers").glob("shard-*/")] == [
         kept,
         kept,
@@ -561,10 +562,10 @@ def test_a_second_run_on_the_same_servers_is_refused_from_the_first_step_on(tmp_
 def test_a_damaged_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = small_run(tmp_path / "run", steps=8, checkpoint_every=3)
     train(run)
-    newest = tmp_path / "run" / "checkpoints" / "step-000000000006.safetensors"
+    newest = tmp_path / "run" / "checkpoints" / "step-000000000008.safetensors"
     newest.write_bytes(newest.read_bytes()[:1000])
     with pytest.raises(
-        ValueError, match=r"step-000000000006.safetensors cannot be read .*restore a copy of it, or resume"
+        ValueError, match=r"step-000000000008.safetensors cannot be read .*restore a copy of it, or resume"
     ):
         train(replace(run, resume=True))
     assert train(replace(run, resume=True, resume_step=3)).summary["steps"] == 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,25 +14,25 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from trainer.run.prometheus import TrainerMetrics
+from weightserver.common.stages import StageClock
+from weightserver.torch import RowCounters
 
 RECORD = {
     "step": 9,
+    "num_steps": 10,
     "loss": 4.5,
     "learning_rate": 0.03,
     "images_per_second": 640.0,
     "seconds": 0.2,
-    "data_seconds": 0.05,
-    "row_wait_seconds": 0.01,
+    "active_rows": 64,
+}
+COUNTS: dict[str, Any] = {
+    "wait_seconds": 0.01,
     "fetched_bytes": 1000,
     "pushed_bytes": 2000,
-}
-DETAILS = {
-    "num_steps": 5,
-    "batch_size": 16,
     "fetched_rows": 30,
     "pushed_rows": 40,
     "resident_rows": 500,
-    "active_rows": 64,
     "prefetch_pending_rows": 7,
     "write_back_pending_rows": 8,
 }
@@ -44,7 +45,7 @@ MONITORS = {
     "row_norm": 0.3,
     "online_top1": 50.0,
 }
-SIZES: dict[str, Any] = {"window_size": 96, "batch_size": 16, "device": torch.device("cpu")}
+SIZES: dict[str, Any] = {"window_size": 96, "batch_size": 16, "device": torch.device("cpu"), "retry_seconds": 500.0}
 Scrape = Callable[[], dict[str, float]]
 
 
@@ -63,7 +64,7 @@ def scrape(metrics: TrainerMetrics) -> Iterator[Scrape]:
             page = answer.read().decode()
         values = {}
         for family in text_string_to_metric_families(page):
-            if family.name.startswith("process_"):
+            if family.name.startswith(("process_", "weightserver_client_")):
                 continue
             assert family.documentation.endswith("."), family.name
             for sample in family.samples:
@@ -79,6 +80,8 @@ def scrape(metrics: TrainerMetrics) -> Iterator[Scrape]:
 
 
 def test_a_record_of_the_training_loop(metrics: TrainerMetrics, scrape: Scrape) -> None:
+    for _ in range(10):
+        metrics.step_finished()
     metrics.observe(RECORD)
     values = scrape()
     expected = {
@@ -86,65 +89,89 @@ def test_a_record_of_the_training_loop(metrics: TrainerMetrics, scrape: Scrape) 
         "window_size_rows": 96,
         "batch_size": 16,
         "steps_total": 10,
-        "images_total": 128,
+        "images_total": 160,
         "loss": 4.5,
         "learning_rate": 0.03,
-        "images_per_second": 640,
+        "active_rows": 64,
         "step_seconds_count": 10,
         "step_seconds_sum": pytest.approx(0.2),
         "step_seconds_bucket 0.01": 0,
         "step_seconds_bucket 0.025": 10,
-        "stage_seconds_total data": 0.05,
-        "row_wait_seconds_total": 0.01,
-        "row_fetched_bytes_total": 1000,
-        "row_pushed_bytes_total": 2000,
+        "row_wait_seconds_total": 0,
         "row_fetched_rows_total": 0,
-        "row_pushed_rows_total": 0,
     }
     assert {name: values[name] for name in expected} == expected
     assert values["gpu_memory_bytes"] >= 0
-    for name in ("resident_rows", "active_rows", "prefetch_pending_rows", "write_back_pending_rows", *MONITORS):
+    for name in ("resident_rows", "prefetch_pending_rows", "write_back_pending_rows", *MONITORS):
         assert math.isnan(values[name]), "unknown is not 0"
 
 
 def test_counters_add_up_and_gauges_follow(metrics: TrainerMetrics, scrape: Scrape) -> None:
+    """In two intervals, and from one row store to the next."""
+    counters, clock = RowCounters(**COUNTS), StageClock("other")
+    metrics.follow(counters, clock)
     metrics.observe(RECORD)
-    metrics.observe(RECORD | DETAILS | MONITORS | {"step": 14, "loss": 4.0, "seconds": 0.2, "knn_top1": 71.0})
-    metrics.observe(RECORD | {"step": 16})
+    metrics.observe(RECORD | MONITORS | {"step": 14, "num_steps": 5, "loss": 4.0, "knn_top1": 71.0})
+    scrape()
+    counters.fetched_bytes += 500
+    metrics.follow(counters, StageClock("other"))
+    scrape()
+    metrics.follow(RowCounters(fetched_bytes=300, resident_rows=60), StageClock("other"))
     values = scrape()
     expected = {
-        "steps_total": 10 + 5 + 2,
-        "images_total": 128 + 5 * 16 + 128,
-        "loss": 4.5,
-        "step_seconds_count": 17,
+        "loss": 4.0,
+        "step_seconds_count": 15,
         "step_seconds_bucket 0.025": 10,
         "step_seconds_bucket 0.05": 15,
-        "step_seconds_bucket 0.1": 17,
-        "stage_seconds_total data": pytest.approx(0.15),
-        "row_fetched_bytes_total": 3000,
+        "row_wait_seconds_total": 0.01,
+        "row_fetched_bytes_total": 1000 + 500 + 300,
+        "row_pushed_bytes_total": 2000,
         "row_fetched_rows_total": 30,
         "row_pushed_rows_total": 40,
-        "resident_rows": 500,
-        "active_rows": 64,
-        "prefetch_pending_rows": 7,
-        "write_back_pending_rows": 8,
+        "resident_rows": 60,
+        "prefetch_pending_rows": 0,
     } | MONITORS
     assert {name: values[name] for name in expected} == expected
 
 
-def test_a_resumed_run_counts_only_its_own_steps(metrics: TrainerMetrics, scrape: Scrape) -> None:
-    metrics.observe(RECORD | {"step": 1_000_004, "num_steps": 5})
-    assert scrape()["steps_total"] == 5
+def test_a_step_that_does_not_end_shows(metrics: TrainerMetrics, scrape: Scrape) -> None:
+    """Waits and stages grow while they last, and the speed falls; a pause for an evaluation leaves the speed alone."""
+    counters, clock = RowCounters(), StageClock("other")
+    metrics.follow(counters, clock)
+    metrics.observe(RECORD | {"seconds": 0.05})
+    metrics.follow(counters, clock)
+    clock.start("pause")
+    time.sleep(0.15)
+    assert scrape()["images_per_second"] == 640
+    clock.start("rows")
+    with counters.waiting():
+        time.sleep(0.1)
+        first = scrape()
+        time.sleep(0.1)
+        second = scrape()
+    for name in ("row_wait_seconds_total", "stage_seconds_total rows"):
+        assert first[name] >= 0.1
+        assert second[name] >= first[name] + 0.1
+    assert second["images_per_second"] == 0
+    metrics.step_finished()
+    after = scrape()
+    assert 0 < after["images_per_second"] <= 16 / 0.2
+    assert after["row_wait_seconds_total"] == pytest.approx(counters.wait_seconds)
+    assert after["row_wait_seconds_total"] >= second["row_wait_seconds_total"]
 
 
 def test_fetches_and_checkpoints_are_counted(metrics: TrainerMetrics, scrape: Scrape) -> None:
     began = scrape()["last_checkpoint_timestamp_seconds"]
-    metrics.observe(RECORD, fetch_seconds=[0.004, 0.02, 0.02])
+    counters = RowCounters()
+    metrics.follow(counters, StageClock("other"))
+    counters.fetch_seconds.extend([0.004, 0.02, 0.02, 400])
     metrics.checkpoint_saved()
     values = scrape()
-    assert values["fetch_seconds_count"] == 3
+    assert values["fetch_seconds_count"] == 4
     assert values["fetch_seconds_bucket 0.005"] == 1
-    assert values["fetch_seconds_sum"] == pytest.approx(0.044)
+    assert values["fetch_seconds_bucket 300.0"] == 3
+    assert values["fetch_seconds_bucket 500.0"] == 4, "as long as fetches are retried"
+    assert values["fetch_seconds_sum"] == pytest.approx(400.044)
     assert values["last_checkpoint_timestamp_seconds"] > began
 
 
@@ -154,7 +181,7 @@ def test_run_and_rank_are_reported(metrics: TrainerMetrics) -> None:
 
 def test_two_trainers_in_one_process_share_nothing(metrics: TrainerMetrics) -> None:
     other: Any = TrainerMetrics(run="run-b", rank=0, **SIZES)
-    metrics.observe(RECORD)
+    metrics.step_finished()
     assert other.registry.get_sample_value("pic_trainer_steps_total") == 0
 
 

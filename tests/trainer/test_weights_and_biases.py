@@ -33,7 +33,7 @@ def test_a_run_and_its_resumption_are_one(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("WANDB_MODE", "offline")
     train(small_run(tmp_path / "run", wandb_project="pic"))
     identity = (tmp_path / "run" / "wandb-id").read_text()
-    train(small_run(tmp_path / "run", wandb_project="pic", resume=True))
+    train(small_run(tmp_path / "run", wandb_project="pic", resume=True, resume_step=39))
     assert (tmp_path / "run" / "wandb-id").read_text() == identity
     first, second = sorted((tmp_path / "run" / "wandb").glob(f"offline-run-*-{identity.strip()}*/*.wandb"))
     found = losses(tmp_path / "run")

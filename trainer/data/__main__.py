@@ -13,33 +13,33 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
+from trainer.command_line import parsed
 from trainer.cores import usable_cores
+from trainer.data.changes import changes_since
 from trainer.data.datasets import load_dataset
 from trainer.data.manifest import is_packed
-from trainer.data.pack import PackOptions, pack, verify
-from trainer.data.preview import write_preview
+from trainer.data.pack import PackOptions, verify
+from trainer.data.pack_progress import pack_with_progress
+from trainer.data.preview import ViewsOfRun, at_size, views_of_run, write_preview
+from trainer.display import shown, stage
 from trainer.stopping import exit_on_error
 from weightserver.common.atomic_files import to_path
+from weightserver.common.command_line import CommandParser, Parser
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs the command line. Exit status 0; 1 with one line on stderr on failure; 2 for invalid arguments."""
-    options = _parser().parse_args(arguments)
-    with exit_on_error("trainer.data"):
-        try:
-            {"pack": _pack, "verify": _verify, "preview": _preview}[options.command](options)
-        except KeyboardInterrupt:
-            print("trainer.data: interrupted: repeat the command to continue", file=sys.stderr)
-            sys.exit(130)
+    options = parsed(_parser(), arguments)
+    with exit_on_error("trainer.data", after_interrupt="repeat the command to continue"):
+        with shown():
+            lines = {"pack": _pack, "verify": _verify, "preview": _preview}[options.command](options)
+        print(*lines, sep="\n")
     sys.exit(0)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m trainer.data", description=(__doc__ or "").splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser = Parser(prog="python -m trainer.data", description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=CommandParser)
 
     packing = commands.add_parser("pack", help="pack images, or continue an interrupted pack")
     packing.add_argument(
@@ -66,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     preview.add_argument(
         "--output", type=to_path, default=Path("preview.png"), metavar="PNG", help="file (default preview.png)"
     )
-    preview.add_argument("--image-size", type=int, default=224, metavar="PX", help="side of a view (default 224)")
+    preview.add_argument("--run", type=to_path, metavar="DIR", help="draw views as this run does, instead of both")
+    preview.add_argument("--image-size", type=int, metavar="PX", help="side of a view (default: the run's, or 224)")
+    preview.add_argument("--background", metavar="COLOUR", help="what transparent pixels show (default: white)")
     preview.add_argument("--images", type=int, default=4, metavar="N", help="number of images (default 4)")
     preview.add_argument("--views", type=int, default=8, metavar="N", help="views of each image (default 8)")
     preview.add_argument("--seed", type=int, default=0, help="seed of the views (default 0)")
@@ -81,52 +83,68 @@ def _mib(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text} is not a number of MiB") from None
 
 
-def _pack(options: argparse.Namespace) -> None:
-    columns = (BarColumn(), TaskProgressColumn(), MofNCompleteColumn(), TextColumn("images"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", visible=False)
-        manifest = pack(
-            options.source,
-            options.output,
-            PackOptions(
-                order_seed=options.order_seed,
-                shard_bytes=options.shard_bytes,
-                labelled=not options.no_labels,
-                extend=options.extend,
-                threads=options.threads,
-                max_broken=options.max_broken,
-                on_rows=lambda done, count: progress.update(task, completed=done, total=count, visible=True),
-                on_broken=lambda line: progress.console.print(line, markup=False, highlight=False, soft_wrap=True),
-            ),
-        )
+def _pack(options: argparse.Namespace) -> list[str]:
+    manifest = pack_with_progress(
+        options.source,
+        options.output,
+        PackOptions(
+            order_seed=options.order_seed,
+            shard_bytes=options.shard_bytes,
+            labelled=not options.no_labels,
+            extend=options.extend,
+            threads=options.threads,
+            max_broken=options.max_broken,
+        ),
+    )
     broken = sum(len(shard.substitutes) for shard in manifest.shards)
-    labels = f"{len(manifest.classes):,} named classes" if manifest.classes else "numbered classes"
-    print(
-        f"{options.output}: {manifest.num_images:,} images in {len(manifest.ranges)} range(s), "
-        f"{labels if manifest.labelled else 'no labels'}, {len(manifest.shards):,} tars, "
+    labels = _counted(len(manifest.classes), "named class", "es") if manifest.classes else "numbered classes"
+    packed = (
+        f"{options.output}: {_counted(manifest.num_images, 'image')} in {len(manifest.ranges)} range(s), "
+        f"{labels if manifest.labelled else 'no labels'}, {_counted(len(manifest.shards), 'tar')}, "
         f"{sum(shard.bytes for shard in manifest.shards) / 2**20:,.1f} MiB, {broken} broken and substituted"
     )
+    if not options.source.exists():
+        return [packed]
+    with stage("comparing the source with the pack"):
+        return [packed, *changes_since(options.source, options.output).lines()]
 
 
-def _verify(options: argparse.Namespace) -> None:
-    if wrong := verify(options.directory):
+def _counted(number: int, noun: str, ending: str = "s") -> str:
+    return f"{number:,} {noun}{'' if number == 1 else ending}"
+
+
+def _verify(options: argparse.Namespace) -> list[str]:
+    with stage("comparing checksums"):
+        wrong = verify(options.directory)
+    if wrong:
         raise ValueError("; ".join(wrong))
-    print(f"{options.directory}: all files match their checksums")
+    return [f"{options.directory}: all files match their checksums"]
 
 
-def _preview(options: argparse.Namespace) -> None:
+def _preview(options: argparse.Namespace) -> list[str]:
+    with stage("drawing views"):
+        _draw_preview(options)
+    return [f"wrote {options.output}"]
+
+
+def _draw_preview(options: argparse.Namespace) -> None:
+    views = views_of_run(options.run) if options.run else ViewsOfRun()
+    image_size = options.image_size or views.image_size
     dataset = load_dataset(
-        "packed" if is_packed(options.source) else "folder", options.source, image_size=options.image_size
+        "packed" if is_packed(options.source) else "folder",
+        options.source,
+        image_size=image_size,
+        background=options.background or views.background,
     )
     write_preview(
         dataset.train_images,
         options.output,
-        image_size=options.image_size,
+        image_size=image_size,
+        augmentations=views.augmentations or at_size(image_size),
         num_images=options.images,
         num_views=options.views,
         seed=options.seed,
     )
-    print(f"wrote {options.output}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ px); and resampling uses the pixels around a crop, like resizing the whole image
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum, auto
 
 import numpy as np
@@ -30,6 +30,9 @@ from trainer.data.decode import Box
 from trainer.data.pixels import MINUS_ONE_TO_ONE, PixelScale, normalise
 from weightserver.core.arrays import Float32Array
 from weightserver.torch import to_device
+
+_PAPERS_SIZE = 224
+"""Side of the views for which the default blur is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +85,23 @@ class AugmentationConfig:
         if not 0 < self.blur_sigma[0] <= self.blur_sigma[1] < math.inf:
             raise ValueError(f"blur_sigma is {self.blur_sigma}: give 0 < smallest <= largest, and finite numbers")
 
+    def at_size(self, image_size: int) -> "AugmentationConfig":
+        """The same augmentation for views of `image_size` pixels if this one is for 224: the blur is scaled."""
+        smallest, largest = (float(f"{sigma * image_size / _PAPERS_SIZE:.2g}") for sigma in self.blur_sigma)
+        return replace(self, blur_sigma=(smallest, largest))
 
+
+OF_STRONG = (
+    "jitter_probability",
+    "brightness",
+    "contrast",
+    "saturation",
+    "hue",
+    "grey_probability",
+    "blur_probability",
+    "blur_sigma",
+)
+"""Settings that only a strong augmentation has."""
 AUGMENTATIONS = {"strong": AugmentationConfig(), "weak": AugmentationConfig(strong=False)}
 """The paper's augmentation, and crop and flip only, for comparison."""
 

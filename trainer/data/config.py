@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trainer.data.augment import Augmentation, AugmentationConfig, Unchanged
 from trainer.data.datasets import DECODED
+from trainer.data.decode import background_colour
 from trainer.model import EncoderConfig
 from trainer.settings import Settings, check_at_least, flag, resumable
 
@@ -25,15 +26,23 @@ class DataConfig(Settings):
     idx, whose evaluation uses all images and labels."""
     data_dir: Path | None = resumable(None)
     """Folder with the data set's files. Without it the usual places are searched, then the files are downloaded."""
+    background: str = "white"
+    """What transparent pixels of images show: a colour, as white, black or '#8090a0', or none for the colours that they
+    hide, as versions before this setting."""
     decode_threads: int | None = resumable(None)
     """Threads of each rank that decode images. Without it: the rank's share of the cores that the machine, the
     process's affinity and its cgroup allow, at most 16."""
 
     def check(self) -> None:
         check_at_least(self, 1, "decode_threads")
+        try:
+            background_colour(self.background)
+        except ValueError as error:
+            raise ValueError(f"--background: {error}") from None
 
     def unused_settings(self) -> dict[str, str]:
-        return {} if self.dataset in DECODED else {"decode_threads": "--dataset packed or folder"}
+        names = ("background", "decode_threads")
+        return {} if self.dataset in DECODED else dict.fromkeys(names, "--dataset packed or folder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +77,15 @@ class ViewsConfig(Settings):
             except ValueError as error:
                 raise ValueError(f"{flag(name)}: {error}") from None
 
-    def check_areas(self) -> None:
-        """Raises ValueError if --small-crops would silently override the augmentation's own areas."""
+    def problem_of_areas(self) -> str:
+        """A line if --small-crops would silently override the augmentation's own areas, otherwise empty."""
         areas = (self.augmentation.min_scale, self.augmentation.max_scale)
-        if self.small_crops and self.view_scale == ViewsConfig.view_scale and areas != _PAPERS_AREAS:
-            raise ValueError(
-                f"with --small-crops, views have areas of {self.view_scale}, not the augmentation's {areas}: "
-                "give --view-scale, or --view-scale None for the augmentation's"
-            )
+        if not self.small_crops or self.view_scale != ViewsConfig.view_scale or areas == _PAPERS_AREAS:
+            return ""
+        return (
+            f"with --small-crops, views have areas of {self.view_scale}, not the augmentation's {areas}: "
+            "give --view-scale, or --view-scale None for the augmentation's"
+        )
 
     def unused_settings(self) -> dict[str, str]:
         names = ("small_crop_size", "small_crop_scale", "view_scale")

@@ -5,7 +5,6 @@ import io
 import itertools
 import os
 import socket
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from urllib.error import URLError
 import torch
 from torch import Tensor
 
-from trainer.data.decode import decoded_side
+from trainer.data.decode import Colour, background_colour, decoded_side
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.idx import DataNotFoundError, find_idx, read_idx
 from trainer.data.inaturalist import read_split
@@ -25,7 +24,9 @@ from trainer.data.manifest import is_packed
 from trainer.data.packed import PackedImages
 from trainer.data.pixels import IMAGENET, MINUS_ONE_TO_ONE, PixelScale, measured
 from trainer.data.synthetic import NUM_CHANNELS, SyntheticImages
+from trainer.data.tree import LeftOut
 from trainer.torchvision_compat import import_module
+from weightserver.common.logs import Remark, say
 from weightserver.torch import RangesOrder
 
 SYSTEM_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")
@@ -34,6 +35,7 @@ DEBIAN_PACKAGE = "dataset-fashion-mnist"
 CONNECT_TIMEOUT_SECONDS = 10.0
 _DIGESTED_IMAGES = 1_000
 """Number of images in memory, evenly spread, that the digest of a data set covers."""
+FOLDER = "folder"
 
 # File, number of axes, MD5 of the decompressed Fashion-MNIST file (independent of its compression).
 _FILES = {
@@ -42,6 +44,8 @@ _FILES = {
     "t10k-images-idx3-ubyte": (3, "8181f5470baa50b63fa0f6fddb340f0a"),
     "t10k-labels-idx1-ubyte": (1, "15d484375f8d13e6eb1aabb0c3f46965"),
 }
+
+_FASHION = ("top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")
 
 
 class TrainImages(Protocol):
@@ -58,6 +62,11 @@ class TrainImages(Protocol):
 
     def to(self, device: torch.device, /) -> "TrainImages":
         """The same images on `device`; ids are on `device` too."""
+
+
+NO_TEST_IMAGES = "this data set has no test images"
+_FEWEST_TO_HOLD_OUT = 100
+"""Training images of which a tenth can stand for test images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +87,13 @@ class Dataset:
     """One for each of `ranges`, which identifies its images; empty if the settings alone do."""
     test_digests: tuple[str, ...] = ()
     """The same for the test images."""
+    class_names: tuple[str, ...] = ()
+    """Name of each label; empty if the labels have no names."""
     order_seed: int | None = None
     """Seed of the order in which the images are stored; None if any order will do."""
     evaluated_side: int | None = None
     """Side of the centre square that evaluation uses; None for the whole image."""
-    untested: str = "this data set has no test images"
+    untested: str = NO_TEST_IMAGES
     """The reason why there are no test images."""
     whole: "Dataset | None" = None
     """The data set whose first images are trained on; None if all are."""
@@ -108,6 +119,12 @@ class Dataset:
     def labelled(self) -> bool:
         return len(vars(self)["train_labels"]) > 0  # without reading stored ones
 
+    @property
+    def can_hold_out(self) -> bool:
+        """Whether there are no test images, and enough training images that some can stand for them."""
+        none_given = not len(self.test_images) and self.untested == NO_TEST_IMAGES
+        return none_given and self.labelled and len(self.train_images) >= _FEWEST_TO_HOLD_OUT
+
     def check_labelled(self, *, tested: bool = False) -> None:
         """Raises ValueError without labels to evaluate with, or, if `tested`, without test images."""
         if not self.labelled:
@@ -119,20 +136,21 @@ class Dataset:
         if tested and not len(self.test_images):
             raise ValueError(f"{self.untested}: train with --no-evaluate, or add matching ones")
 
+    def check_evaluated(self, *, trained_on_labels: bool) -> None:
+        """Raises ValueError unless the end of a run can be evaluated: on test images, or on held-out training images if
+        there are none and their labels were not trained on."""
+        self.check_labelled(tested=trained_on_labels or not self.can_hold_out)
+
     def strict(self) -> "Dataset":
-        """The same images for evaluations, in which a broken one is an error.
+        """The same images for evaluations: a broken test image is an error, training images are as in training.
 
         Raises:
-            ValueError: an image was broken when it was packed.
+            ValueError: a test image was broken when it was packed.
         """
-        if not isinstance(self.train_images, DecodedImages) or not isinstance(self.test_images, DecodedImages):
+        if not isinstance(self.test_images, DecodedImages) or not len(self.test_images):
             return self
         labels = {name: vars(self)[name] for name in ("train_labels", "test_labels")}  # without reading them
-        train, test = (
-            self.train_images.strict(),
-            self.test_images.strict() if len(self.test_images) else self.test_images,
-        )
-        return replace(self, train_images=train, test_images=test, **labels)
+        return replace(self, test_images=self.test_images.strict(), **labels)
 
     def first(self, num_images: int) -> "Dataset":
         """The images of the first ranges, as before others were added; all images if no ranges have that many."""
@@ -166,6 +184,8 @@ def load_dataset(
     image_size: int = 32,
     seed: int = 0,
     decode_threads: int | None = None,
+    background: str = "white",
+    every_file: bool = False,
 ) -> Dataset:
     """Loads a data set by name, from `directory` if given, otherwise from the usual places.
 
@@ -178,8 +198,10 @@ def load_dataset(
     inaturalist-2018: train2018.json, val2018.json and the images that they name in `directory`.
 
     Images of the last three are decoded in colour for each use: crops of the whole image for training, centres for
-    evaluation; by `decode_threads`, or this rank's share of the cores (`trainer.cores`). Test images whose classes are
-    not the first of the training images' classes are omitted.
+    evaluation; by `decode_threads`, or this rank's share of the cores (`trainer.cores`). Transparent pixels show
+    `background`, a colour's name or #rrggbb; with none they show the colours that they hide. Test images whose classes
+    are not the first of the training images' classes are omitted. With `every_file` a folder is listed as earlier
+    versions did (`trainer.data.every_file`).
 
     Raises:
         DataNotFoundError: a ValueError; its line says what was tried and what to do.
@@ -195,7 +217,10 @@ def load_dataset(
             raise ValueError(f"data set {name!r} is used whole: omit --num-images, or pack fewer images")
         if directory is None:
             raise DataNotFoundError(f"data set {name!r} needs a folder: give --data-dir with the images")
-        return DECODED[name](directory, image_size, decode_threads)
+        decoding = _Decoding(decode_threads, background_colour(background))
+        if name == FOLDER:
+            return _load_folder(directory, image_size, decoding, every_file=every_file)
+        return DECODED[name](directory, image_size, decoding)
     whole = DATASETS[name](directory)
     return whole if num_images is None else _first_images(whole, num_images)
 
@@ -223,12 +248,22 @@ def _make_synthetic(directory: Path | None, num_images: int | None, image_size: 
     )
 
 
-def _load_folder(directory: Path, image_size: int, threads: int | None) -> Dataset:
+class _Decoding(NamedTuple):
+    """How images are decoded: arguments of `DecodedImages`."""
+
+    threads: int | None
+    background: Colour | None
+
+
+def _load_folder(directory: Path, image_size: int, decoding: _Decoding, *, every_file: bool = False) -> Dataset:
+    if is_packed(directory):
+        raise ValueError(f"{directory} holds packed images, not a folder of images: give --dataset packed")
     side = decoded_side(image_size)
     train = directory / "train" if (directory / "train").is_dir() else directory
     test = next((path for name in ("test", "val") if train != directory and (path := directory / name).is_dir()), None)
-    test_images = _listed(test, side, threads) if test else None
-    return _decoded(_listed(train, side, threads), test_images, test, evaluated_side=image_size)
+    test_images = _listed(test, side, decoding, every_file=every_file) if test else None
+    train_images = _listed(train, side, decoding, every_file=every_file)
+    return _decoded(train_images, test_images, test, evaluated_side=image_size)
 
 
 _NO_LABELS = StoredLabels(0, lambda: torch.empty(0, dtype=torch.int64))
@@ -243,22 +278,26 @@ class _Stored(NamedTuple):
     """One for each range of images."""
 
 
-def _listed(source: Path, side: int, threads: int | None) -> _Stored:
-    found = ImageSource(source)
-    lines = io.BytesIO()
-    lines.writelines(listing_lines(found.entries()))
+def _listed(source: Path, side: int, decoding: _Decoding, *, every_file: bool) -> _Stored:
+    found = ImageSource(source, every_file=every_file)
+    lines, left_out = io.BytesIO(), LeftOut()
+    lines.writelines(listing_lines(found.entries(left_out), left_out))
     if not (content := lines.getvalue()):
-        raise DataNotFoundError(f"no images in {source}: give --data-dir with a folder or a list of images")
+        why = f" ({line})" if (line := left_out.line(source)) else ""
+        raise DataNotFoundError(f"no images in {source}{why}: give --data-dir with a folder or a list of images")
+    left_out.log(source)
     listing = Listing(content, found.root)
     labels = _labels_of(listing, found.labelled)
-    return _Stored(DecodedImages(listing, side, threads=threads), labels, tuple(found.classes), (_digest(content),))
+    return _Stored(
+        DecodedImages(listing, side, **decoding._asdict()), labels, tuple(found.classes), (_digest(content),)
+    )
 
 
-def _load_packed(directory: Path, image_size: int, threads: int | None) -> Dataset:
+def _load_packed(directory: Path, image_size: int, decoding: _Decoding) -> Dataset:
     side, packed, test = decoded_side(image_size), PackedImages(directory), directory / "test"
     return _decoded(
-        _packed(packed, side, threads),
-        _packed(PackedImages(test), side, threads) if is_packed(test) else None,
+        _packed(packed, side, decoding),
+        _packed(PackedImages(test), side, decoding) if is_packed(test) else None,
         test,
         evaluated_side=image_size,
         range_sizes=packed.manifest.sizes,
@@ -266,10 +305,10 @@ def _load_packed(directory: Path, image_size: int, threads: int | None) -> Datas
     )
 
 
-def _packed(images: PackedImages, side: int, threads: int | None) -> _Stored:
+def _packed(images: PackedImages, side: int, decoding: _Decoding) -> _Stored:
     digests = tuple(_digest(*(shard.sha256.encode() for shard in part.shards)) for part in images.manifest.ranges)
     labels = _labels_of(images, images.manifest.labelled)
-    return _Stored(DecodedImages(images, side, threads=threads), labels, images.manifest.classes, digests)
+    return _Stored(DecodedImages(images, side, **decoding._asdict()), labels, images.manifest.classes, digests)
 
 
 def _labels_of(images: Listing | PackedImages, labelled: bool) -> StoredLabels:
@@ -279,11 +318,14 @@ def _labels_of(images: Listing | PackedImages, labelled: bool) -> StoredLabels:
 def _decoded(train: _Stored, test: _Stored | None, test_directory: Path | None, **stored: Any) -> Dataset:
     """A data set of decoded images. If training or test images have no labels, it has neither labels nor test images.
 
-    Test images whose classes are not the first of the training images' classes are omitted.
+    A single class is no label: every classifier would be right. Test images whose classes are not the first of the
+    training images' classes are omitted.
     """
     if test and (train.classes[: len(test.classes)] != test.classes or bool(train.classes) != bool(test.classes)):
         stored["untested"] = f"the classes of the test images in {test_directory} are not those of the training images"
         test = None
+    if len(train.classes) == 1:
+        stored["untested"], train = "all images are of one class, which is no label", train._replace(labels=_NO_LABELS)
     if not train.labels or (test and not test.labels):
         train, test = train._replace(labels=_NO_LABELS), None
     return Dataset(
@@ -293,6 +335,7 @@ def _decoded(train: _Stored, test: _Stored | None, test_directory: Path | None, 
         test_labels=test.labels if test else _NO_LABELS,
         digests=train.digests,
         test_digests=test.digests if test else (),
+        class_names=train.classes,
         **stored,
     )
 
@@ -342,6 +385,7 @@ def _read_directory(directory: Path, *, verify: bool) -> Dataset:
                 f"{directory} has {len(images)} {kind} images but {len(labels)} labels: restore the original files"
             )
     return Dataset(
+        class_names=_FASHION if verify else (),
         digests=_digests_of(train_images),
         test_digests=_digests_of(test_images),
         train_images=train_images[:, None],
@@ -362,7 +406,7 @@ def _digest(*contents: bytes) -> str:
 
 def _download() -> None:
     """Downloads Fashion-MNIST by torchvision, which verifies each archive; fails fast without a network."""
-    print(f"downloading Fashion-MNIST into {CACHE_DIRECTORY}", file=sys.stderr)
+    say(Remark(f"downloading Fashion-MNIST into {CACHE_DIRECTORY}", directory=str(CACHE_DIRECTORY)))
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(CONNECT_TIMEOUT_SECONDS)
     try:
@@ -379,24 +423,29 @@ DATASETS: dict[str, Callable[[Path | None], Dataset]] = {"fashion-mnist": _load_
 """Labelled data sets that are loaded into memory."""
 
 
-def _load_inaturalist(directory: Path, image_size: int, threads: int | None) -> Dataset:
+def _load_inaturalist(directory: Path, image_size: int, decoding: _Decoding) -> Dataset:
     """iNaturalist 2018 as it is distributed: train2018.json, val2018.json and the images that they name."""
     side = decoded_side(image_size)
-    train, test = (_of_split(directory / f"{name}2018.json", side, threads) for name in ("train", "val"))
+    train, test = (_of_split(directory / f"{name}2018.json", side, decoding) for name in ("train", "val"))
     return _decoded(train, test, directory, evaluated_side=image_size)
 
 
-def _of_split(file: Path, side: int, threads: int | None) -> _Stored:
+def _of_split(file: Path, side: int, decoding: _Decoding) -> _Stored:
     split = read_split(file)
-    content = b"".join(listing_lines(split.entries))
+    left_out = LeftOut()
+    content = b"".join(listing_lines(split.entries, left_out))
+    left_out.log(file)
     listing = Listing(content, file.parent)
     return _Stored(
-        DecodedImages(listing, side, threads=threads), _labels_of(listing, True), split.classes, (_digest(content),)
+        DecodedImages(listing, side, **decoding._asdict()),
+        _labels_of(listing, True),
+        split.classes,
+        (_digest(content),),
     )
 
 
-DECODED: dict[str, Callable[[Path, int, int | None], Dataset]] = {
-    "folder": _load_folder,
+DECODED: dict[str, Callable[[Path, int, _Decoding], Dataset]] = {
+    FOLDER: _load_folder,
     "packed": _load_packed,
     "inaturalist-2018": _load_inaturalist,
 }

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageColor, ImageOps, UnidentifiedImageError
 
 _SUFFIX_OF_FORMAT = {
     "JPEG": "jpg",
@@ -34,11 +34,35 @@ IMAGE_SUFFIXES = frozenset(
     (".jpg", ".jpeg", ".jpe", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm")
 )
 """Lower-case suffixes of the files that count as images."""
+Colour = tuple[int, int, int]
+"""Red, green and blue, 0..255 each."""
+DEFAULT_BACKGROUND: Colour = (255, 255, 255)
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # an image of twice as many pixels is refused
 
 
 class BrokenImageError(ValueError):
     """Bytes that are not an image, not a complete one, or whose pixels have an unknown range; one line says why."""
+
+
+def why(error: Exception) -> str:
+    """The reason why an image cannot be read, without its path."""
+    if isinstance(error, FileNotFoundError) and error.filename and Path(error.filename).is_symlink():
+        return "link to a missing file"
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def background_colour(name: str) -> Colour | None:
+    """The colour of a name, as white, or of #rrggbb; None for "none".
+
+    Raises:
+        ValueError: another text.
+    """
+    if name == "none":
+        return None
+    try:
+        return ImageColor.getcolor(name, "RGB")  # type: ignore[return-value]  # three numbers in this mode
+    except ValueError:
+        raise ValueError(f"{name!r} is not a colour: give a name, as white, #rrggbb, or none") from None
 
 
 class Box(NamedTuple):
@@ -86,11 +110,14 @@ def check(content: bytes) -> str:
     return _SUFFIX_OF_FORMAT[image.format or ""]
 
 
-def decode(content: bytes, crops: Sequence[Crop]) -> list[NDArray[np.uint8]]:
+def decode(
+    content: bytes, crops: Sequence[Crop], background: Colour | None = DEFAULT_BACKGROUND
+) -> list[NDArray[np.uint8]]:
     """Decodes an image once and cuts squares out of it: uint8 [3, side, side] each.
 
-    The image is rotated by its EXIF orientation; grey, palette, CMYK and 16-bit images become RGB, transparency is
-    dropped. A JPEG is decoded at an eighth, a quarter or half of its size if no crop needs more pixels.
+    The image is rotated by its EXIF orientation; grey, palette, CMYK and 16-bit images become RGB. Transparent pixels
+    show `background`; with None they keep whatever colour they hide. A JPEG is decoded at an eighth, a quarter or half
+    of its size if no crop needs more pixels.
 
     Raises:
         BrokenImageError: not an image, or an incomplete one.
@@ -105,8 +132,18 @@ def decode(content: bytes, crops: Sequence[Crop]) -> list[NDArray[np.uint8]]:
         if image.draft(None, (image.width // reduction, image.height // reduction)) is None:
             reduction = 1  # not a JPEG
         ImageOps.exif_transpose(image, in_place=True)
-        pixels = _rgb(image)
+        pixels = _rgb(image, background)
         return [_cut(pixels, box, crop.side, reduction) for crop, box in zip(crops, boxes, strict=True)]
+
+
+def header_size(content: bytes) -> tuple[int, int]:
+    """Width and height of an encoded image once it is upright; only its header is decoded.
+
+    Raises:
+        BrokenImageError: not an image.
+    """
+    with _foreign():
+        return _upright_size(_open(content))
 
 
 def upright_size(path: Path) -> tuple[int, int]:
@@ -129,7 +166,7 @@ def decode_whole(content: bytes, size: tuple[int, int]) -> NDArray[np.uint8]:
     with _foreign():
         image = _open(content)
         ImageOps.exif_transpose(image, in_place=True)
-        pixels = np.asarray(_rgb(image).resize(size[::-1], Image.Resampling.BILINEAR))
+        pixels = np.asarray(_rgb(image, DEFAULT_BACKGROUND).resize(size[::-1], Image.Resampling.BILINEAR))
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
@@ -168,9 +205,13 @@ def _foreign() -> Iterator[None]:
         raise BrokenImageError(" ".join(str(error).split()) or type(error).__name__) from None
 
 
-def _rgb(image: Image.Image) -> Image.Image:
+def _rgb(image: Image.Image, background: Colour | None) -> Image.Image:
     if image.mode.startswith("I"):  # 16 bits a pixel
         return Image.fromarray((np.asarray(image) / 256).clip(0, 255).astype(np.uint8)).convert("RGB")
+    if background is not None and image.has_transparency_data:
+        layer = image.convert("RGBA")
+        opaque = Image.new("RGBA", layer.size, background)
+        return Image.alpha_composite(opaque, layer).convert("RGB")
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return image if image.mode == "RGB" else image.convert("RGB")

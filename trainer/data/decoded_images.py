@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,12 +16,25 @@ from torch import Tensor
 
 from trainer.cores import decode_threads
 from trainer.data.augment import Augmentation
-from trainer.data.decode import BrokenImageError, Crop, centre, decode, max_broken
+from trainer.data.decode import (
+    DEFAULT_BACKGROUND,
+    BrokenImageError,
+    Colour,
+    Crop,
+    centre,
+    decode,
+    header_size,
+    max_broken,
+    why,
+)
+from weightserver.common.logs import Remark
 from weightserver.core.arrays import Float32Array, Int64Array
 
 _log = logging.getLogger(__name__)
 NUM_CHANNELS = 3
 _MAX_TRIED = 1_000
+_named: set[str] = set()
+"""Lines about broken images that this process has shown; `max_broken` and surveys bound their number."""
 
 
 class EncodedImages(Protocol):
@@ -34,11 +48,27 @@ class EncodedImages(Protocol):
     def name(self, image: int, /) -> str:
         """The name of an image in messages."""
 
+    def path(self, image: int, /) -> str:
+        """Path of an image's file when it was listed; in a tar, followed by a colon and the member's name."""
+
     def positions(self, images: Int64Array, /) -> Int64Array:
         """Positions, int64 [n], in whose order images (int64 [n]) are read fastest."""
 
     def replaced(self) -> Int64Array:
         """The ids of images that others stand for, because they were broken when they were packed."""
+
+
+def named(lines: Iterable[str]) -> None:
+    """Notes lines about broken images that were shown, so that they are not logged again."""
+    _named.update(lines)
+
+
+class ImageHeader(NamedTuple):
+    """What an image's header says, and the size of the encoded image."""
+
+    width: int
+    height: int
+    num_bytes: int
 
 
 class DecodedImages:
@@ -51,6 +81,8 @@ class DecodedImages:
     Args:
         num_images: use only the first `num_images` images.
         threads: default: this rank's share of the cores.
+        background: what transparent pixels show; None keeps the colours that they hide.
+        broken: ids of broken images that are counted already.
 
     Raises:
         ValueError: side below 1.
@@ -65,13 +97,16 @@ class DecodedImages:
         threads: int | None = None,
         device: torch.device | str = "cpu",
         strict: bool = False,
+        background: Colour | None = DEFAULT_BACKGROUND,
+        broken: set[int] | None = None,
     ) -> None:
         if side < 1:
             raise ValueError(f"the side of images must be at least 1, got {side}")
         self._images, self._side, self._device = images, side, torch.device(device)
         self._num_images = len(images) if num_images is None else num_images
         self._strict = strict
-        self._broken: set[int] = set()
+        self._background = background
+        self._broken = set[int]() if broken is None else broken
         self._lock = threading.Lock()
         self._threads = threads or decode_threads()
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="decode")
@@ -139,19 +174,60 @@ class DecodedImages:
         return self._like(num_images=num_images, device=self._device)
 
     def strict(self) -> DecodedImages:
-        """The same images, for evaluations: a broken one is an error. Raises ValueError if packing replaced one."""
+        """The same images, all of which count: a broken one is an error. Raises ValueError if packing replaced one."""
         replaced = self._images.replaced()
         if len(replaced):
             name = self._images.name(int(replaced[0]))
             raise ValueError(
                 f"{len(replaced)} images were broken when they were packed, so that others stand for them, first for "
-                f"{name}: an evaluation counts every image; repair or remove them and pack again"
+                f"{name}: an evaluation counts every test image; repair or remove them and pack again"
             )
         return self._like(num_images=len(self), device=self._device, strict=True)
 
     def names(self) -> Iterator[str]:
         """The names of all images, in the order of their ids."""
         return map(self._images.name, range(len(self)))
+
+    def paths(self, images: Int64Array) -> list[str]:
+        """Paths of images (int64 [n]) when they were listed; in a tar, followed by a colon and the member's name."""
+        return [self._images.path(image) for image in images.tolist()]
+
+    def intact(self, images: Int64Array) -> tuple[Int64Array, Tensor, list[Remark]]:
+        """Those of images (int64 [n]) that can be read, their centre squares uint8 [m, 3, side, side], and a line for
+        each of the others."""
+
+        def unread(image: int, reason: str) -> Remark:
+            path = self._images.path(image)
+            return Remark(f"{path} ({reason})", path=path, why=reason)
+
+        def square(image: int) -> NDArray[np.uint8] | Remark:
+            try:
+                return decode(self._images.read(image), [Crop(self._side, centre)], self._background)[0]
+            except (BrokenImageError, OSError) as error:
+                return unread(image, why(error))
+
+        found = [
+            unread(image, "broken when it was packed") if image in self._replaced else None for image in images.tolist()
+        ]
+        decoded = self._pool.map(square, images.tolist())
+        squares = [line or one for line, one in zip(found, decoded, strict=True)]
+        kept = [place for place, one in enumerate(squares) if not isinstance(one, Remark)]
+        pixels = np.array([squares[place] for place in kept], np.uint8).reshape(
+            -1, NUM_CHANNELS, self._side, self._side
+        )
+        return images[kept], torch.from_numpy(pixels), [one for one in squares if isinstance(one, Remark)]
+
+    @functools.cached_property
+    def _replaced(self) -> frozenset[int]:
+        return frozenset(self._images.replaced().tolist())
+
+    def header(self, image: int) -> ImageHeader | str:
+        """The header of image 0..N-1, or a line that says why it cannot be read."""
+        try:
+            content = self._images.read(image)
+            return ImageHeader(*header_size(content), len(content))
+        except (BrokenImageError, OSError) as error:
+            return f"{self._images.name(image)} ({why(error)})"
 
     def _like(self, *, num_images: int, device: torch.device, strict: bool | None = None) -> DecodedImages:
         return DecodedImages(
@@ -161,22 +237,24 @@ class DecodedImages:
             threads=self._threads,
             device=device,
             strict=self._strict if strict is None else strict,
+            background=self._background,
+            broken=self._broken,
         )
 
     def _decode(self, image: int, crops: list[Crop]) -> list[NDArray[np.uint8]]:
         if self._strict:
             try:
-                return decode(self._images.read(image), crops)
+                return decode(self._images.read(image), crops, self._background)
             except (BrokenImageError, OSError) as error:
                 raise ValueError(
-                    f"broken image: {self._images.name(image)} ({error}): an evaluation counts every image; repair it, "
-                    "or remove it from the data set"
+                    f"broken image: {self._images.name(image)} ({why(error)}): an evaluation counts every test image; "
+                    "repair it, or remove it from the data set"
                 ) from None
         num_tried = min(len(self), _MAX_TRIED)
         for distance in range(num_tried):
             shown = (image + distance) % len(self)
             try:
-                return decode(self._images.read(shown), crops)
+                return decode(self._images.read(shown), crops, self._background)
             except (BrokenImageError, OSError) as error:
                 self._note_broken(shown, error)
         name = self._images.name(image)
@@ -189,9 +267,13 @@ class DecodedImages:
             self._broken.add(image)
             num_broken = len(self._broken)
         name = self._images.name(image)
-        _log.warning("broken image: %s (%s)", name, error, extra={"image": image, "path": name, "why": str(error)})
+        choice = ": the next intact one is shown in its place" if num_broken == 1 else ""
+        if (line := f"{name} ({why(error)})") not in _named:
+            _named.add(line)
+            fields = {"path": name, "why": why(error), "choice": choice, "image": image}
+            _log.warning("broken image: %(path)s (%(why)s)%(choice)s", fields)
         if num_broken > (limit := max_broken(len(self))):
             raise ValueError(
-                f"more than {limit} of {len(self)} images are broken, the last of them {name} ({error}): "
+                f"more than {limit} of {len(self)} images are broken, the last of them {name} ({why(error)}): "
                 "repair or remove them"
             )

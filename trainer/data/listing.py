@@ -6,11 +6,10 @@ in their own order.
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,10 +17,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from trainer.data.decode import IMAGE_SUFFIXES
+from trainer.data.every_file import EveryFile
+from trainer.data.tree import LeftOut, Reason, Tree, is_image
 from weightserver.core.arrays import Int64Array
 
-_log = logging.getLogger(__name__)
 NO_LABEL = -1
 _MAX_DIGITS = 18
 """Maximum length of a label, which is an int64."""
@@ -42,48 +41,72 @@ class Entry(NamedTuple):
     member: str
     """Name in the tar; empty for a plain file."""
 
+    @property
+    def name(self) -> str:
+        """Path and, in a tar, member, for people."""
+        return f"{self.path}:{self.member}" if self.member else self.path
+
 
 class ImageSource:
     """A tree of images, or a list of them: a folder, or a text file with one path per line and optional labels.
 
     If a folder contains only folders and tars, each of them is a class, by its name (without .tar), as in ImageNet-1K
-    and in ImageNet-11K/22K's folders or tars of synsets; if it contains images, they have no labels. The lines of a
-    list are `path`, or `path<tab or blank>label` with a label of 0 or more, all of one kind; paths are relative to the
-    list's folder, and repeated paths are omitted. `labelled` False discards labels. `classes` are already known, and
-    keep their numbers.
+    and in ImageNet-11K/22K's folders or tars of synsets; folders without images are no classes. If it contains images,
+    they have no labels. The lines of a list are `path`, or `path<tab or blank>label`. The labels are numbers of 0 or
+    more, or all of them are names; a name after a blank follows the suffix of an image. Paths are relative to the
+    list's folder, and repeated paths are omitted. Of a folder, each real file is listed once, however many links lead
+    to it, and links to missing files and empty files are left out (`trainer.data.tree`). `labelled` False discards
+    labels. `classes` are already known, and keep their numbers. With `every_file` a folder is listed as earlier
+    versions did (`trainer.data.every_file`).
 
     Raises:
         ValueError: no such file or folder.
     """
 
-    def __init__(self, source: Path, *, labelled: bool = True, classes: Sequence[str] = ()) -> None:
+    def __init__(
+        self, source: Path, *, labelled: bool = True, classes: Sequence[str] = (), every_file: bool = False
+    ) -> None:
+        self._every_file = every_file
         self.is_list = source.is_file()
         if not self.is_list and not source.is_dir():
             raise ValueError(f"no such folder or list of images: {source}")
         self.source = source
         self.root = source.parent if self.is_list else source
-        folders = [] if self.is_list else _classes(source)
-        self.labelled = labelled and (bool(folders) or (self.is_list and _list_has_labels(source)))
-        names = [name.removesuffix(".tar") for name in folders] if self.labelled else []
+        folders = [] if self.is_list else _classes(self._tree(LeftOut()))
+        names = [name.removesuffix(".tar") for name in folders]
+        has_labels = bool(folders)
+        if self.is_list:
+            has_labels, names = _labels_of_list(source)
+        self.labelled = labelled and has_labels
+        names = names if self.labelled else []
         self.classes = [*classes, *sorted(set(names) - set(classes))]
-        """Names of the classes by number; empty for a list, whose labels are numbers."""
+        """Names of the classes by number; empty for a list whose labels are numbers."""
         self.kind = kind_of_labels(self.labelled, names)
 
-    def entries(self) -> Iterator[Entry]:
-        """The images in the order of their ids. Raises ValueError if they cannot be listed."""
-        if self.is_list:
-            yield from _list_entries(self.source, self.labelled)
-            return
+    def entries(self, left_out: LeftOut | None = None) -> Iterator[Entry]:
+        """The images in the order of their ids; `left_out` counts the files that are none of them.
+
+        Raises:
+            ValueError: they cannot be listed.
+        """
         numbers = {name: number for number, name in enumerate(self.classes)}
-        for child in _sorted(self.root):
+        if self.is_list:
+            yield from _list_entries(self.source, self.labelled, numbers)
+            return
+        tree = self._tree(left_out or LeftOut())
+        for child in tree.children():
             label = numbers.get(child.name.removesuffix(".tar"), NO_LABEL) if self.labelled else NO_LABEL
-            if self.labelled and label == NO_LABEL:
-                continue  # a folder that appeared after the classes were listed, or not a folder
-            if _is_tar(child):
-                yield from _tar_entries(Path(child.path), child.name, label)
-            else:
-                for path in _walk(child, ()):
+            listed = not self.labelled or label != NO_LABEL  # or else it appeared after the classes were listed
+            if tree.is_tar(child):
+                if listed:
+                    yield from _tar_entries(Path(child.path), child.name, label, every_file=self._every_file)
+                continue
+            for path in tree.images(child):
+                if listed:
                     yield Entry(label, -1, -1, os.path.relpath(path, self.root), "")
+
+    def _tree(self, left_out: LeftOut) -> Tree | EveryFile:
+        return EveryFile(self.root) if self._every_file else Tree(self.root, left_out)
 
 
 def kind_of_labels(labelled: bool, classes: Sequence[str]) -> str:
@@ -137,6 +160,10 @@ class Listing:
         entry = self[image]
         return f"{self._root / entry.path}" + (f":{entry.member}" if entry.member else "")
 
+    def path(self, image: int) -> str:
+        """Path of an image's file; in a tar, followed by a colon and the member's name."""
+        return self.name(image)
+
     def positions(self, images: Int64Array) -> Int64Array:
         """Positions in whose order images (int64 [n]) are read fastest."""
         return images
@@ -154,14 +181,18 @@ class Listing:
         return np.fromiter((entry.label for entry in self.entries()), np.int64, len(self))
 
 
-def listing_lines(entries: Iterable[Entry], on_left_out: Callable[[str], object] = _log.warning) -> Iterator[bytes]:
-    """The lines of a listing. An entry whose name contains a separator is omitted and reported to `on_left_out`."""
+def listing_lines(entries: Iterable[Entry], left_out: LeftOut | None = None) -> Iterator[bytes]:
+    """The lines of a listing. `left_out` counts the entries whose name contains a separator, which are left out."""
     for entry in entries:
-        name = f"{entry.path}:{entry.member}" if entry.member else entry.path
-        if any(mark in name for mark in "\t\n\r"):
-            on_left_out(f"omitted: {name!r} has a tab or a line break in its name: rename it and add it later")
-        else:
+        if is_listable(entry):
             yield os.fsencode("\t".join(map(str, entry)) + "\n")
+        elif left_out is not None:
+            left_out.add(Reason.SEPARATOR, entry.name)
+
+
+def is_listable(entry: Entry) -> bool:
+    """Whether a listing can hold an entry: its name contains no separator."""
+    return not any(mark in entry.name for mark in "\t\n\r")
 
 
 def image_hash(path: Path, member: str) -> int:
@@ -169,48 +200,23 @@ def image_hash(path: Path, member: str) -> int:
     return xxhash.xxh3_64_intdigest(os.fsencode(f"{path}\0{member}"))
 
 
-def _classes(root: Path) -> list[str]:
-    """Names of the class folders and tars in a folder; empty if it also contains images."""
+def _classes(tree: Tree | EveryFile) -> list[str]:
+    """Names of the tars and of the folders with images in a folder; empty if it also contains images."""
     names = []
-    for child in _sorted(root):
-        if child.is_dir() or _is_tar(child):
+    for child in tree.children():
+        is_class = tree.empty_folders_are_classes and child.is_dir()
+        if is_class or tree.is_tar(child) or any(True for _ in tree.images(child)):
+            if is_image(child.name) and not child.is_dir():
+                return []
             names.append(child.name)
-        elif _is_image(child.name):
-            return []
     return names
 
 
-def _sorted(folder: str | Path) -> list[os.DirEntry[str]]:
-    with os.scandir(folder) as children:
-        return sorted((child for child in children if not child.name.startswith(".")), key=lambda child: child.name)
-
-
-def _is_tar(child: os.DirEntry[str]) -> bool:
-    return child.name.endswith(".tar") and child.is_file()
-
-
-def _is_image(name: str) -> bool:
-    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
-
-
-def _walk(child: os.DirEntry[str], above: tuple[tuple[int, int], ...]) -> Iterator[str]:
-    """Paths of the images at and below `child`; links are followed, except in cycles."""
-    if not child.is_dir():
-        if _is_image(child.name):
-            yield child.path
-        return
-    status = child.stat()
-    here = (status.st_dev, status.st_ino)
-    if here not in above:
-        for grandchild in _sorted(child.path):
-            yield from _walk(grandchild, (*above, here))
-
-
-def _tar_entries(path: Path, name: str, label: int) -> Iterator[Entry]:
+def _tar_entries(path: Path, name: str, label: int, *, every_file: bool) -> Iterator[Entry]:
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
-                if member.isreg() and _is_image(member.name):
+                if member.isreg() and (member.size or every_file) and is_image(member.name):
                     yield Entry(label, member.offset_data, member.size, name, member.name)
     except tarfile.TarError as error:
         raise ValueError(f"{path} is not a complete tar ({error}): fetch it again, or move it away") from None
@@ -233,26 +239,30 @@ def _split(line: str) -> tuple[str, str]:
     if tab:
         return path.strip(), label.strip()
     path, _, label = line.rpartition(" ")
-    return (path.strip(), label) if path and label.isdecimal() else (line, "")
+    is_label = label.isdecimal() or (is_image(path.strip()) and not is_image(label))
+    return (path.strip(), label) if path and is_label else (line, "")
 
 
-def _list_has_labels(path: Path) -> bool:
-    return any(_split(line)[1] for _, line in _list_lines(path))
+def _labels_of_list(path: Path) -> tuple[bool, list[str]]:
+    """Whether a list has labels, and their names if they are not numbers."""
+    labels = {_split(line)[1] for _, line in _list_lines(path)} - {""}
+    return bool(labels), sorted(labels) if labels and not any(map(str.isdecimal, labels)) else []
 
 
-def _list_entries(path: Path, labelled: bool) -> Iterator[Entry]:
+def _list_entries(path: Path, labelled: bool, numbers: Mapping[str, int]) -> Iterator[Entry]:
     known = set()
     for number, line in _list_lines(path):
         name, label = _split(line)
-        if labelled and not label.isdecimal():
+        if labelled and (not label or (not numbers and not label.isdecimal())):
             raise ValueError(
-                f"{path}, line {number}: {label or 'no label'}: give all images a number of 0 or more, or none"
+                f"{path}, line {number}: {label or 'no label'}: give all images a number of 0 or more, all of them a "
+                "name, or none"
             )
-        if labelled and len(label) > _MAX_DIGITS:
+        if labelled and not numbers and len(label) > _MAX_DIGITS:
             raise ValueError(f"{path}, line {number}: {label[:30]}: give labels of at most {_MAX_DIGITS} digits")
         if (key := image_hash(path.parent / name, "")) not in known:
             known.add(key)
-            yield Entry(int(label) if labelled else NO_LABEL, -1, -1, name, "")
+            yield Entry((numbers[label] if numbers else int(label)) if labelled else NO_LABEL, -1, -1, name, "")
 
 
 def _line_ends(content: bytes | mmap.mmap) -> NDArray[np.int64]:

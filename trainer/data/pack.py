@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from trainer.cores import usable_cores
-from trainer.data.decode import BrokenImageError, check, max_broken
+from trainer.data.decode import BrokenImageError, check, max_broken, why
 from trainer.data.format_1 import in_present_form
 from trainer.data.index import INDEX, add_records, cut_index, read_records
 from trainer.data.listing import NO_LABEL, Listing
@@ -42,6 +42,7 @@ from trainer.data.manifest import (
 from trainer.data.pack_plan import planned
 from trainer.data.packed import PackedImages
 from weightserver.common.atomic_files import atomic_write, sha256
+from weightserver.common.logs import Remark
 from weightserver.torch import RangesOrder
 
 _TAR_BLOCK = tarfile.BLOCKSIZE
@@ -68,8 +69,8 @@ class PackOptions:
     """Maximum number of broken images; default: 100, or one percent of the images if that is more."""
     on_rows: Callable[[int, int], None] = lambda done, count: None
     """Called with the number of packed rows of the range, and the number of all its rows."""
-    on_broken: Callable[[str], None] = lambda line: None
-    """Called with a line for each image that is broken or omitted."""
+    on_broken: Callable[[Remark], None] = lambda line: None
+    """Called with a line for each broken image, and one for all files that are left out."""
 
     def __post_init__(self) -> None:
         if (self.shard_bytes is not None and self.shard_bytes < 1) or self.threads < 1 or (self.max_broken or 0) < 0:
@@ -115,9 +116,19 @@ def pack(source: Path, output: Path, options: PackOptions) -> Manifest:
 
 
 def verify(directory: Path) -> list[str]:
-    """Compares the packed files with the manifest's checksums; returns a line for each that differs."""
+    """Compares the packed files with the manifest's checksums; returns a line for each that differs, and one for a
+    pack that is not finished."""
     manifest = Manifest.load(directory)
-    return [line for part in manifest.ranges for line in _damage(directory, part, by_tar=manifest.indexed_by_tar)]
+    part = manifest.ranges[-1]
+    missing = []
+    if not manifest.complete:
+        missing.append(
+            f"{directory} is not finished: {part.rows_packed:,} of {part.count:,} images of {part.source} are packed: "
+            "repeat the command that packs them"
+        )
+    return missing + [
+        line for part in manifest.ranges for line in _damage(directory, part, by_tar=manifest.indexed_by_tar)
+    ]
 
 
 def _damage(directory: Path, part: Range, *, by_tar: bool) -> Iterator[str]:
@@ -248,7 +259,8 @@ class _Packer:
     def _substitute(self, sample: _Sample) -> Substitute:
         path = self._listing.name(sample.image - self._part.first)
         shown = self._listing.name(sample.shown - self._part.first)
-        self._options.on_broken(f"broken: {path} ({sample.broken}), replaced by {shown}")
+        line = f"broken: {path} ({sample.broken}), replaced by {shown}"
+        self._options.on_broken(Remark(line, path=path, why=sample.broken, replaced_by=shown))
         self._num_broken += 1
         if self._num_broken > self._max_broken:
             raise ValueError(
@@ -284,7 +296,7 @@ class _Packer:
                 content = self._listing.read(shown)
                 suffix = check(content)
             except (BrokenImageError, OSError) as error:
-                broken = broken or (error.strerror if isinstance(error, OSError) else None) or str(error)
+                broken = broken or why(error)
                 continue
             return _Sample(image, first + shown, self._listing[shown].label, suffix, content, broken)
         raise ValueError(

@@ -10,7 +10,9 @@ from typing import Protocol
 from trainer.data.format_1 import in_present_form
 from trainer.data.listing import ImageSource, Listing, image_hash, kind_of_labels, listing_lines
 from trainer.data.manifest import Manifest, Range, is_packed, listing_path
+from trainer.data.tree import LeftOut
 from weightserver.common.atomic_files import atomic_write
+from weightserver.common.logs import Remark
 
 _SHARD_BYTES = 1 << 28
 
@@ -31,7 +33,7 @@ class PackRequest(Protocol):
     def extend(self) -> bool: ...
 
     @property
-    def on_broken(self) -> Callable[[str], None]: ...
+    def on_broken(self) -> Callable[[Remark], None]: ...
 
 
 def planned(source: Path, output: Path, request: PackRequest) -> Manifest:
@@ -41,6 +43,8 @@ def planned(source: Path, output: Path, request: PackRequest) -> Manifest:
         ValueError: a source without images, or a directory whose content contradicts `request`.
     """
     source = source.resolve()
+    if is_packed(source):
+        raise ValueError(f"{source} holds packed images: give the folder or list of images that they came from")
     if not is_packed(output):
         if request.extend:
             raise ValueError(f"{output} holds no packed images to extend: omit --extend")
@@ -82,16 +86,19 @@ def _with_new_range(manifest: Manifest, source: Path, output: Path, request: Pac
             f"{source} has {found.kind}, {output} {kind}: add images of the same kind, or pack them separately"
         )
     known = _known(manifest, output)
-    first, count = manifest.num_images, 0
+    first, count, left_out = manifest.num_images, 0, LeftOut()
 
     def write(path: Path) -> None:
         nonlocal count
         with path.open("wb") as file:
-            new = (entry for entry in found.entries() if image_hash(found.root / entry.path, entry.member) not in known)
-            for count, line in enumerate(listing_lines(new, request.on_broken), 1):  # noqa: B007 - their number is used below
+            entries = found.entries(left_out)
+            new = (entry for entry in entries if image_hash(found.root / entry.path, entry.member) not in known)
+            for count, line in enumerate(listing_lines(new, left_out), 1):  # noqa: B007 - their number is used below
                 file.write(line)
 
     atomic_write(listing_path(output, first), write)
+    if line := left_out.line(source):
+        request.on_broken(line)
     if count == 0:
         listing_path(output, first).unlink()
         if manifest.ranges:

@@ -15,13 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.index import INDEX, map_index
-from trainer.data.manifest import Manifest, Range, Shard, index_path, tar_index_path, tar_path
+from trainer.data.listing import Listing
+from trainer.data.manifest import Manifest, Range, Shard, index_path, listing_path, tar_index_path, tar_path
 from weightserver.core.arrays import Int64Array
 from weightserver.torch import RangesOrder
 
 _log = logging.getLogger(__name__)
 _OPEN_FILES = 256
 _OPEN_INDEXES = 64
+_OPEN_LISTINGS = 4
 _SEGMENT_BYTES = 1 << 23
 """Unit of reading ahead."""
 _ADVICE_BYTES = 1 << 17
@@ -50,7 +52,8 @@ class PackedImages:
         if not manifest.complete:
             added = manifest.num_images - len(self)
             _log.warning(
-                "%s without %d images that are being added: repeat the command that adds them", directory, added
+                "%(path)s without %(images)d images that are being added: repeat the command that adds them",
+                {"path": str(directory), "images": added},
             )
         self.order = RangesOrder(self.manifest.sizes, self.manifest.order_seed)
         self._firsts = np.array([shard.first for shard in self.manifest.shards])
@@ -58,6 +61,8 @@ class PackedImages:
         self._indexes = _Indexes(directory, self.manifest)
         self._open = functools.lru_cache(_share_of_files(8, _OPEN_FILES))(_Descriptor)
         self._read_ahead = _ReadAhead()
+        self._range_firsts = np.array([part.first for part in self.manifest.ranges])
+        self._listing = functools.lru_cache(_OPEN_LISTINGS)(self._open_listing)
 
     def __len__(self) -> int:
         return self.manifest.num_images
@@ -105,6 +110,16 @@ class PackedImages:
         row = self._row(image)
         return f"row {row} in {tar_path(self.directory, int(self._firsts[self._shard(row)]))}"
 
+    def path(self, image: int) -> str:
+        """Path of an image's file when it was packed; in a tar, followed by a colon and the member's name."""
+        number = int(np.searchsorted(self._range_firsts, image, side="right")) - 1
+        part = self.manifest.ranges[number]
+        return self._listing(number).name(image - part.first)
+
+    def _open_listing(self, number: int) -> Listing:
+        part = self.manifest.ranges[number]
+        return Listing.open(listing_path(self.directory, part.first), Path(part.root))
+
     def shown(self) -> Int64Array:
         """The id of the image that stands for each image, int64 [N]: another one if the image is broken."""
         return self._by_image("shown", limit=len(self))
@@ -112,6 +127,16 @@ class PackedImages:
     def replaced(self) -> Int64Array:
         """The ids of broken images, for which others stand."""
         return np.flatnonzero(self.shown() != np.arange(len(self)))
+
+    def lengths(self) -> Int64Array:
+        """The number of bytes that stand for each image, int64 [N]."""
+        return self._by_image("length", limit=np.iinfo(np.int64).max)
+
+    def written_at(self) -> Int64Array:
+        """When the tar of each image was written, int64 [N], in nanoseconds since 1970."""
+        times = np.array([tar_path(self.directory, first).stat().st_mtime_ns for first in self._firsts.tolist()])
+        shards = np.searchsorted(self._firsts, self.order.rows(np.arange(len(self))), side="right") - 1
+        return times[shards]
 
     def labels(self) -> Int64Array:
         """The class of each image, int64 [N]; −1 without labels."""

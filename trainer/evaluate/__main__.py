@@ -15,25 +15,26 @@ import sys
 
 from rich.console import Console
 
-from trainer.distributed import RankLostError
+from trainer.display import loaded, shown
 from trainer.evaluate.command import parse, run
 from trainer.evaluate.evaluation import print_result
-from weightserver.common.logs import print_error
+from trainer.stopping import exit_on_error
+from weightserver.common.logs import asked_format, log_events, logs_json
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit status: 2 with one line on stderr for bad input, 130 for Ctrl-C."""
-    try:
-        result = run(parse(sys.argv[1:] if arguments is None else arguments))
-    except (ValueError, OSError, RankLostError) as error:
-        print_error(f"error: {error}")
-        return 2
-    except KeyboardInterrupt:
-        print_error("interrupted: the same command continues where this one stopped")
-        return 130
-    if result is not None:
-        print_result(result, Console(stderr=True))
-        print(json.dumps(result, default=str))
+    """Runs the command line; returns 0. Exits with 2 and one line on stderr for bad input, 130 for Ctrl-C."""
+    loaded()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    log_events(asked_format(arguments))
+    again = "the same command continues where this one stopped"
+    with exit_on_error("trainer.evaluate", status=2, after_interrupt=again):
+        with shown():
+            result = run(parse(arguments))
+        if result is not None:
+            if not logs_json():  # the result is on stdout
+                print_result(result, Console(stderr=True))
+            print(json.dumps(result, default=str))
     return 0
 
 

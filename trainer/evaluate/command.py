@@ -6,7 +6,6 @@ import difflib
 import hashlib
 import json
 import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,16 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 import tyro
-from rich.console import Console
 
 from trainer.compute import ComputeConfig
 from trainer.data import DATASETS, DECODED, Dataset, load_dataset
+from trainer.display import stage
 from trainer.distributed import process_group
 from trainer.evaluate.evaluation import Evaluation, evaluate, state_directory
 from trainer.evaluate.protocol import check_classes
 from trainer.evaluate.protocols import PROTOCOLS
 from trainer.evaluate.subjects import FoundSubject, SubjectOptions, load_subject
-from trainer.settings import Settings, check_at_least, set_help_texts
+from trainer.settings import Settings, check_at_least, errors_as_events, set_help_texts
+from weightserver.common.logs import LogFormat, Remark, say
 
 DIRECTORY = "evaluation"
 """Folder of results, in the run's directory."""
@@ -39,6 +39,9 @@ class EvaluationOptions(Settings):
     """Labelled images: fashion-mnist, idx, folder, packed or inaturalist-2018. Default: the run's, or fashion-mnist."""
     data_dir: Path | None = None
     """Folder of the images. Default: the run's."""
+    background: str | None = None
+    """What transparent pixels show: a colour, or none for the colours that they hide. Default: as in the run, or
+    white."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto uses a GPU if there is one. Under torchrun each rank takes its own."""
     bfloat16: bool = False
@@ -47,6 +50,8 @@ class EvaluationOptions(Settings):
     """Threads of each rank that decode images. Default: the rank's share of the cores."""
     name: str | None = None
     """Name of the result, NAME.json. Default: the protocol's, followed by --checkpoint if given."""
+    log_format: LogFormat = "text"
+    """Format of the log."""
     output: Path | None = None
     """Folder of the result. Default: evaluation/ in the run's directory, or beside the encoder's file."""
 
@@ -81,13 +86,14 @@ def parse(arguments: Sequence[str]) -> Command:
         raise ValueError(f"unknown protocol {name!r}: {hint}")
     for settings in (SubjectOptions, EvaluationOptions, *(protocol.settings for protocol in PROTOCOLS.values())):
         set_help_texts(settings)
-    parsed: Command = tyro.extras.subcommand_cli_from_dict(
-        {name: _parsed_by(name, protocol.settings, protocol.summary) for name, protocol in PROTOCOLS.items()},
-        prog="python -m trainer.evaluate",
-        description="Evaluate an encoder, or raw pixels for comparison, on labelled images.",
-        args=_without_commas(arguments),
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
+    with errors_as_events("trainer.evaluate"):
+        parsed: Command = tyro.extras.subcommand_cli_from_dict(
+            {name: _parsed_by(name, protocol.settings, protocol.summary) for name, protocol in PROTOCOLS.items()},
+            prog="python -m trainer.evaluate",
+            description="Evaluate an encoder, or raw pixels for comparison, on labelled images.",
+            args=_without_commas(arguments),
+            config=(tyro.conf.OmitArgPrefixes,),
+        )
     for part in (parsed.subject, parsed.options, parsed.settings):
         part.check()
     return parsed
@@ -124,13 +130,16 @@ def run(command: Command) -> dict[str, Any] | None:
     """
     device = ComputeConfig(device=command.options.device).torch_device()
     with process_group(device, timeout_seconds=_WAIT_SECONDS) as ranks:
-        found, options = load_subject(command.subject, ranks), command.options
+        options = command.options
+        with stage("loading the encoder"):
+            found = load_subject(command.subject, ranks)
         for note in found.notes if ranks.is_first else ():
-            print(note, file=sys.stderr)
+            say(Remark(note))
         protocol, subject = PROTOCOLS[command.name], found.subject
         if not protocol.pixels:
             subject.require_encoder(command.name)
-        images, load = _images(command, found)
+        with stage("loading the images"):
+            images, load = _images(command, found)
         directory = options.output or found.directory / DIRECTORY
         name = options.name or "-".join(filter(None, (command.name, command.subject.checkpoint)))
         identity = {
@@ -149,9 +158,9 @@ def run(command: Command) -> dict[str, Any] | None:
             ranks=ranks,
             bfloat16=options.bfloat16,
             state=state_directory(directory, name, identity),
-            console=Console(stderr=True),
         )
-        result = evaluate(evaluation, command.name, protocol.run, command.settings, directory / f"{name}.json")
+        with stage(command.name):
+            result = evaluate(evaluation, command.name, protocol.run, command.settings, directory / f"{name}.json")
     return result if ranks.is_first else None
 
 
@@ -182,7 +191,13 @@ def _images(command: Command, found: FoundSubject) -> tuple[dict[str, Any], Call
         "classes": len(torch.unique(dataset.train_labels)),
         "images_digest": digest.hexdigest(),
     }
+    if name in DECODED:
+        images["background"] = _background(found, options)
     return images, lambda: dataset
+
+
+def _background(found: FoundSubject, options: EvaluationOptions) -> str:
+    return found.background if options.background is None else options.background
 
 
 def _no_labelled_images() -> Dataset:
@@ -190,9 +205,11 @@ def _no_labelled_images() -> Dataset:
 
 
 def _load(found: FoundSubject, name: str, directory: Path | None, options: EvaluationOptions) -> Dataset:
-    """The labelled images, of the encoder's size; a broken one is an error."""
-    size = {} if found.config is None else {"image_size": found.config.image_size}
-    dataset = load_dataset(name, directory, decode_threads=options.decode_threads, **size).strict()
+    """The labelled images, of the encoder's size; a broken test image is an error."""
+    size: dict[str, Any] = {} if found.config is None else {"image_size": found.config.image_size}
+    background = _background(found, options)
+    dataset = load_dataset(name, directory, decode_threads=options.decode_threads, background=background, **size)
+    dataset = dataset.strict()
     if found.config is not None:
         channels, side = dataset.test_images.shape[1], dataset.evaluated_side or dataset.test_images.shape[-1]
         if (channels, side) != (found.config.in_channels, found.config.image_size):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import shutil
 import subprocess
@@ -20,22 +19,18 @@ from typing import Any, Protocol
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
+from trainer.counting import counting
 from trainer.data import Dataset
 from trainer.data.pixels import PixelScale
-from trainer.evaluate.progress import Advance, no_progress
+from trainer.evaluate.progress import Advance
 from trainer.model import EncoderConfig
 from trainer.settings import Settings
 from weightserver.common.atomic_files import atomic_write
 from weightserver.torch import Ranks
 
-_log = logging.getLogger(__name__)
-_SECONDS_SHOWN = 1.0
-_SECONDS_OF_A_LINE = 30.0
-"""Without a terminal, progress is a line of the log every so often."""
 _RAW = PixelScale((0.0,), (1.0,))
 
 
@@ -111,8 +106,6 @@ class Evaluation:
     state: Path
     """A directory for what an interrupted evaluation continues from; removed once the result is written. Ranks on
     several machines must share its file system."""
-    console: Console | None = None
-    """Where progress is shown, on rank 0; None for nowhere."""
 
     def prepare_state(self) -> bool:
         """Makes the directory of the state; returns whether it existed, so that an interrupted evaluation continues."""
@@ -124,32 +117,9 @@ class Evaluation:
 
     @contextmanager
     def progress(self, description: str, total: int) -> Iterator[Advance]:
-        """Shows a bar with the time left; yields a function that is told of each part that is done."""
-        console = self.console
-        if console is None or not self.ranks.is_first:
-            with no_progress(description, total) as advance:
-                yield advance
-            return
-        columns = (TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TimeElapsedColumn())
-        last = (TimeRemainingColumn(), TextColumn("{task.fields[shown]}"))
-        with Progress(*columns, *last, console=console, disable=not console.is_terminal) as bar:
-            bar.add_task(description, total=total, shown="")
-            (task,) = bar.tasks
-            every = _SECONDS_SHOWN if console.is_terminal else _SECONDS_OF_A_LINE
-            shown_at = time.monotonic()
-
-            def advance(count: int = 1, **shown: Tensor) -> None:
-                nonlocal shown_at
-                bar.advance(task.id, count)
-                if time.monotonic() > shown_at + every:
-                    shown_at = time.monotonic()
-                    if shown:  # reading a value waits for the GPU
-                        text = " ".join(f"{name} {value.item():.4g}" for name, value in shown.items())
-                        bar.update(task.id, shown=text)
-                    if not console.is_terminal:
-                        _log.info("%s: %d of %d %s", description, task.completed, total, task.fields["shown"])
-
-            yield advance
+        """Shows a bar with the time left if a display is open; yields a function that is told of each part done."""
+        with counting(description, total) as progress:
+            yield progress.advance
 
 
 class _Protocol(Protocol):

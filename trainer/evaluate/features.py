@@ -4,14 +4,17 @@ import copy
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.data import Dataset, TrainImages
 from trainer.data.pixels import MINUS_ONE_TO_ONE, PixelScale, normalise
 from trainer.evaluate.frozen import centres
+from trainer.evaluate.protocol import split_held_out
 from trainer.model import EncoderConfig, build_model
 
 _BATCH_SIZE = 500
+_PIXELS_SIDE = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +29,19 @@ class FeatureSet:
     """float32 [M, d]."""
     test_labels: Tensor
     """int64 [M]."""
+
+    def tested(self) -> "FeatureSet":
+        """These features, or, without test images, with a tenth of the training images in their place: an encoder that
+        learned without labels has seen them, but not their classes."""
+        if len(self.test):
+            return self
+        fitted, held_out = split_held_out(len(self.train))
+        return FeatureSet(
+            train=self.train[fitted],
+            train_labels=self.train_labels[fitted],
+            test=self.train[held_out],
+            test_labels=self.train_labels[held_out],
+        )
 
 
 def encoder_features(encoder: nn.Module, dataset: Dataset, pixels: PixelScale = MINUS_ONE_TO_ONE) -> FeatureSet:
@@ -46,14 +62,29 @@ def encoder_features(encoder: nn.Module, dataset: Dataset, pixels: PixelScale = 
 
 
 def pixel_features(dataset: Dataset) -> FeatureSet:
-    """The pixels themselves, 0..1, flattened. Raises ValueError for a data set without labels."""
+    """The pixels themselves, 0..1, flattened; of larger images, averages over 32 x 32 areas.
+
+    Raises:
+        ValueError: a data set without labels.
+    """
     dataset.check_labelled()
     return FeatureSet(
-        train=dataset.train_images[:].flatten(1).float() / 255,
+        train=_flat_pixels(dataset.train_images, dataset.evaluated_side),
         train_labels=dataset.train_labels,
-        test=dataset.test_images[:].flatten(1).float() / 255,
+        test=_flat_pixels(dataset.test_images, dataset.evaluated_side),
         test_labels=dataset.test_labels,
     )
+
+
+def _flat_pixels(images: TrainImages, side: int | None) -> Tensor:
+    """Pixels float32 [N, d] in 0..1 of images uint8 [N, C, H, W]."""
+    flat = []
+    for batch in centres(images, side, torch.arange(len(images)), _BATCH_SIZE):
+        pixels = batch.cpu().float() / 255
+        if max(pixels.shape[2:]) > _PIXELS_SIDE:
+            pixels = F.interpolate(pixels, (_PIXELS_SIDE, _PIXELS_SIDE), mode="area")
+        flat.append(pixels.flatten(1))
+    return torch.cat(flat) if flat else torch.zeros(0)
 
 
 def untrained_encoder(config: EncoderConfig, dataset: Dataset, seed: int) -> nn.Module:
@@ -90,7 +121,7 @@ def encode(
     batches = centres(images, side, torch.arange(len(images)), _BATCH_SIZE)
     features = [encoder(_prepare(encoder, batch, pixels)).float().cpu() for batch in batches]
     encoder.train(was_training)
-    return torch.cat(features)
+    return torch.cat(features) if features else torch.zeros(0)
 
 
 def _prepare(encoder: nn.Module, images: Tensor, pixels: PixelScale) -> Tensor:

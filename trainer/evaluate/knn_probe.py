@@ -56,24 +56,34 @@ class KnnProbe:
         self._ranks = ranks
         self._budget = TimeBudget(fraction)
         self._is_stretched = False
+        self._initial: dict[str, float] = {}
         self._images = balanced_sample(dataset.train_labels, NUM_IMAGES, seed)
         self._labels = dataset.train_labels[self._images]
+
+    def observe_beginning(self) -> None:
+        """Evaluates the encoder before the run's first step, outside the budget; the next `observe` returns it too."""
+        self._initial = {f"initial_{name}": top1 for name, top1 in self._evaluated().items()}
 
     def observe(self, steps_seconds: float, *, due: bool, last: bool) -> dict[str, float]:
         """Counts the time of the steps since the last call; evaluates if that is due and stays within the budget.
 
-        Returns knn_top1 in percent if it evaluated, on rank 0 only. The first evaluation and that of the run's last
-        step are always made.
+        Returns knn_top1 in percent if it evaluated, and initial_knn_top1 at the run's first record, on rank 0 only. The
+        first evaluation and that of the run's last step are always made.
         """
         budget = self._budget
         budget.steps_seconds += steps_seconds
+        found, self._initial = self._initial, {}
         if not due or not self._is_allowed(last=last):
-            return {}
+            return found
         started = time.perf_counter()
+        found |= self._evaluated()
+        budget.spend(time.perf_counter() - started)
+        return found
+
+    def _evaluated(self) -> dict[str, float]:
         features = self._features()
         top1 = held_out_knn_top1(features, self._labels) if self._ranks.is_first else 0.0
         self._ranks.barrier()  # so that no rank waits for rank 0 in its next step
-        budget.spend(time.perf_counter() - started)
         return {"knn_top1": top1} if self._ranks.is_first else {}
 
     def _is_allowed(self, *, last: bool) -> bool:
@@ -82,7 +92,10 @@ class KnnProbe:
         if not allowed and self._ranks.is_first and not self._is_stretched:
             self._is_stretched = True
             taken, most = self._budget.last_seconds, self._budget.fraction
-            _log.info("kNN evaluations take %.1f s: some are skipped, to stay within --knn-fraction %g", taken, most)
+            _log.info(
+                "kNN evaluations take %(seconds).1f s: some are skipped, to stay within --knn-fraction %(fraction)g",
+                {"seconds": taken, "fraction": most},
+            )
         return bool(allowed)
 
     def _features(self) -> Tensor:

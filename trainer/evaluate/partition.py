@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from sklearn.cluster import MiniBatchKMeans
 
 from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.frozen import Frozen
@@ -149,6 +148,8 @@ def divided(values: Float32Array, num_clusters: int, *, balanced: bool, seed: in
     Balanced clusters approximate constrained k-means (Bradley et al., 2000): vectors that would lose most by another
     cluster choose theirs first, among those with room.
     """
+    from sklearn.cluster import MiniBatchKMeans  # late: it takes a second
+
     if num_clusters == len(values):
         return np.arange(len(values))
     if num_clusters == 1:

@@ -118,7 +118,7 @@ PROTOCOLS = {
     "partition": Protocol(
         PartitionConfig,
         partition,
-        "Divide the labelled classes into more by clustering features, for the trainer's --labels.",
+        "Divide labelled classes by clustering features, for the trainer's --labels.",
         pixels=True,
         labelled=False,
     ),

@@ -18,6 +18,7 @@ from trainer.export.importing import ImportOptions, encoder_config, import_encod
 from trainer.model import EncoderConfig, build_encoder, build_model, load_encoder, measure_feature_dim
 from trainer.run.checkpoint_file import checkpoint_name, file_path, saved_steps
 from trainer.run.directory import CONFIG_FILE, ENCODER_FILE, read_encoder, read_settings
+from trainer.run.earlier import in_todays_terms
 from trainer.settings import Settings, check_at_least, flag
 from weightserver.torch import Ranks
 
@@ -108,6 +109,8 @@ class FoundSubject:
     """Name of the run's data set; None without a run."""
     data_dir: Path | None = None
     """Its folder; None for the data set's default, or without a run."""
+    background: str = "white"
+    """What transparent pixels showed in the run."""
     notes: tuple[str, ...] = ()
     """Lines that say which weights were taken from a file of others."""
 
@@ -156,7 +159,7 @@ def _load(options: SubjectOptions) -> FoundSubject:
 
 
 def _of_run(run: Path, checkpoint: str | None) -> FoundSubject:
-    settings = read_settings(run)
+    settings = in_todays_terms(read_settings(run))
     (encoder, config), state = (read_encoder(run, checkpoint), checkpoint) if checkpoint else _newest(run)
     data_dir = settings.get("data_dir")
     return FoundSubject(
@@ -166,6 +169,7 @@ def _of_run(run: Path, checkpoint: str | None) -> FoundSubject:
         directory=run,
         dataset=str(settings.get("dataset", "fashion-mnist")),
         data_dir=Path(data_dir) if data_dir else None,
+        background=settings["background"],
     )
 
 

@@ -5,25 +5,31 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.table import Table
 
+from trainer.display import stage
 from trainer.evaluate.features import FeatureSet
 from trainer.evaluate.knn import knn_top1
 from trainer.evaluate.linear_cached import linear_top1
 from trainer.evaluate.protocol import ProbeResult
 
 PROTOCOLS: dict[str, Callable[[FeatureSet], ProbeResult]] = {"knn": knn_top1, "linear": linear_top1}
+TITLES = {"knn": "kNN", "linear": "linear probe"}
 
 Results = dict[str, dict[str, ProbeResult]]
 """Row of the table, then protocol, to result."""
 
 
-def evaluate_features(features: FeatureSet) -> dict[str, ProbeResult]:
-    """Evaluates features by all protocols."""
-    return {protocol: probe(features) for protocol, probe in PROTOCOLS.items()}
+def evaluate_features(features: FeatureSet, name: str = "encoder") -> dict[str, ProbeResult]:
+    """Evaluates features by all protocols; the terminal shows them as those of `name`."""
+    results = {}
+    for protocol, probe in PROTOCOLS.items():
+        with stage(f"{TITLES[protocol]} of the {name}"):
+            results[protocol] = probe(features)
+    return results
 
 
-def print_table(results: Results, console: Console | None = None) -> None:
-    """Prints top-1 on the test images, and the settings chosen on held-out training images."""
-    table = Table(title="Top-1 on the test images (%)")
+def print_table(results: Results, console: Console | None = None, *, images: str = "the test images") -> None:
+    """Prints top-1 on `images`, and the settings chosen on held-out training images."""
+    table = Table(title=f"Top-1 on {images} (%)")
     table.add_column("features")
     table.add_column("kNN", justify="right")
     table.add_column("k", justify="right", style="dim")

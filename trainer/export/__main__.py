@@ -5,7 +5,8 @@
     python -m trainer.export import moco_v2.pth.tar --model torchvision:resnet50 --output moco.safetensors
 
 Rows: as `weightserver export`, with one more column: image int64 [n], the image's index in the data set. A row is its
-image's position in the random order of the run's order_seed. The rows come from the run's weight servers: those of its
+image's position in the random order of the run's order_seed. For images in files there is also images.csv: row, image
+and path of the image's file, in the order of the rows. The rows come from the run's weight servers: those of its
 --servers, or its local ones, which are started for the export. The run's TLS and token options apply unless the command
 has its own. Encoder: see `trainer.export.encoders`. Import: see `trainer.export.importing`; the file that it writes is
 one for `trainer.model.load_encoder`, as a run's encoder.safetensors.
@@ -18,37 +19,46 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from trainer.command_line import parsed
+from trainer.data import DECODED
+from trainer.display import shown, stage
 from trainer.export.encoders import LIBRARIES, export_encoder
 from trainer.export.importing import ImportOptions, import_encoder
+from trainer.export.paths import write_paths
 from trainer.model import save_encoder
+from trainer.run.directory import read_config
 from trainer.run.stored_rows import add_run_arguments, open_stored_rows
 from trainer.stopping import exit_on_error
 from weightserver.common.atomic_files import make_directory, to_path
+from weightserver.common.command_line import CommandParser, Parser
 from weightserver.operations.export import add_export_options, export_rows
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs the command line. Exit status 0; 1 with one line on stderr on failure; 2 for invalid arguments."""
-    options = _parser().parse_args(arguments)
+    options = parsed(_parser(), arguments)
     with exit_on_error("trainer.export"):
-        print(options.export(options))
+        with shown(), stage(options.stage):
+            text = options.export(options)
+        print(text)
     sys.exit(0)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m trainer.export", description=(__doc__ or "").splitlines()[0])
-    what = parser.add_subparsers(dest="what", required=True)
+    parser = Parser(prog="python -m trainer.export", description=(__doc__ or "").splitlines()[0])
+    what = parser.add_subparsers(dest="what", required=True, parser_class=CommandParser)
     rows = what.add_parser("rows", help="export rows, current or of a checkpoint, with their images")
     add_run_arguments(rows)
     add_export_options(rows)
-    rows.set_defaults(export=_export_rows)
+    rows.add_argument("--data-dir", type=to_path, help="where the run's images are now (default: as in the run)")
+    rows.set_defaults(export=_export_rows, stage="exporting the rows")
     encoder = what.add_parser("encoder", help="export the encoder under another library's names, with a model card")
     encoder.add_argument("run", type=to_path, help="the run's directory")
     encoder.add_argument("--format", choices=LIBRARIES, required=True, help="the library that will load it")
     encoder.add_argument("--output", type=to_path, required=True, help="a new directory")
     encoder.add_argument("--checkpoint", default="", help="step-…, a checkpoint of the run (default: its end)")
     encoder.add_argument("--licence", default="unknown", help="licence of the weights, for the model card")
-    encoder.set_defaults(export=_export_encoder)
+    encoder.set_defaults(export=_export_encoder, stage="exporting the encoder")
     _add_import(what.add_parser("import", help="import an encoder from a weights file of another trainer or library"))
     return parser
 
@@ -65,7 +75,7 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefix", help="which encoder of several: a part of its keys' prefix, as encoder_k or teacher"
     )
-    parser.set_defaults(export=_import_encoder)
+    parser.set_defaults(export=_import_encoder, stage="importing the encoder")
 
 
 def _import_encoder(options: argparse.Namespace) -> str:
@@ -112,7 +122,14 @@ def _export_rows(options: argparse.Namespace) -> str:
             file_format=options.format,
             more_columns=lambda rows: {stored.unit: stored.order.images(rows)},
         )
-        return _number_written(written, options.output)
+        text = _number_written(written, options.output)
+        if stored.unit != "image" or read_config(options.run).get("dataset") not in DECODED:
+            return text
+        try:
+            number = write_paths(options.run, stored, rows, options.output / "images.csv", options.data_dir)
+        except (ValueError, OSError) as error:
+            return f"{text}; without images.csv, as the images' paths are unknown: {error}"
+        return f"{text}, and {number:,} paths to {options.output / 'images.csv'}"
 
 
 if __name__ == "__main__":

@@ -21,9 +21,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from trainer.data import load_dataset
 from trainer.data.decode import decoded_side
 from trainer.export.model_card import DETECTRON2, LibraryEncoder, Origin, model_card
 from trainer.model import EncoderConfig, TorchvisionEncoder, build_encoder
+from trainer.run.checkpoint_file import newest_history
 from trainer.run.directory import read_config, read_encoder, read_summary
 from weightserver.common.atomic_files import atomic_write, require_empty, sha256
 
@@ -56,7 +58,15 @@ def export_encoder(
     digest = sha256(unnamed)
     weights = unnamed.rename(output / f"{converted.name}-{library}-{digest[:8]}.safetensors")
     checksum, card = weights.with_suffix(".sha256"), output / "README.md"
-    origin = Origin(settings=settings, summary=summary, checkpoint=checkpoint, licence=licence)
+    num_images, num_classes = _number_of_images(run, settings)
+    origin = Origin(
+        settings=settings,
+        summary=summary,
+        checkpoint=checkpoint,
+        licence=licence,
+        num_images=num_images,
+        num_classes=num_classes,
+    )
     text = model_card(
         converted,
         origin,
@@ -73,6 +83,21 @@ def export_encoder(
     content = json.dumps(_timm_config(converted, config), indent=2) + "\n"
     atomic_write(fields, lambda path: path.write_text(content))
     return [weights, checksum, card, fields]
+
+
+def _number_of_images(run: Path, settings: dict[str, Any]) -> tuple[int | None, int | None]:
+    """Numbers of the run's images and of their classes, each None if it is unknown; 0 classes without labels."""
+    history = newest_history(run / "checkpoints")
+    number = history.num_images if history else None
+    own = settings.get("data_dir")
+    try:
+        dataset = load_dataset(
+            str(settings.get("dataset")), Path(own) if own else None, num_images=settings.get("num_images")
+        )
+    except (ValueError, OSError):  # the images are elsewhere
+        return number, None
+    number = number or len(dataset.train_images)
+    return number, len(torch.unique(dataset.first(number).train_labels)) if dataset.labelled else 0
 
 
 def convert(encoder: nn.Module, config: EncoderConfig, library: str) -> LibraryEncoder:

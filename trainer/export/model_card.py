@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from trainer.config import RESUMABLE
+from trainer.config import RESUMABLE, unused_settings
+from trainer.data.augment import OF_STRONG
 from trainer.data.decode import decoded_side
 from trainer.data.pixels import PixelScale
+from trainer.model import OF_SMALL
 from trainer.run.directory import flat, number
 
 DETECTRON2 = {
@@ -51,13 +54,27 @@ class Origin:
     settings: dict[str, Any]
     summary: dict[str, Any]
     """Results; empty for a checkpoint."""
+    num_images: int | None = None
+    """Images that the run trained on; None if unknown."""
+    num_classes: int | None = None
+    """Their classes, which the training does not see; 0 without labels, None if unknown."""
     checkpoint: str
     """Name of the checkpoint; empty for the end of the run."""
     licence: str
 
     @property
     def dataset(self) -> str:
-        return str(self.settings.get("dataset", "unknown"))
+        """Name of the data set, or of the folder with the images."""
+        name, directory = str(self.settings.get("dataset", "unknown")), self.settings.get("data_dir")
+        return Path(directory).name or name if name in ("folder", "packed") and directory else name
+
+    @property
+    def images(self) -> str:
+        """How many images of how many classes."""
+        number = "images" if self.num_images is None else f"{self.num_images:,} images"
+        if self.num_classes is None:
+            return number
+        return f"{number} of {self.num_classes:,} classes" if self.num_classes else f"{number} without labels"
 
 
 def model_card(
@@ -88,9 +105,10 @@ tags: [image-feature-extraction, self-supervised, parametric-instance-classifica
 
 # {encoder.name}, trained on {origin.dataset} by instance classification
 
-An image encoder in the keys of {encoder.library}. It was trained without labels by Parametric Instance Classification
-(Cao et al., NeurIPS 2020, arXiv 2006.14618): each image is its own class. This is {state}. It has no classifier; its
-output is one feature vector per image, to compare by cosine similarity or to use as input of a linear layer.
+An image encoder in the keys of {encoder.library}. It was trained on {origin.images}, without reading
+labels, by Parametric Instance Classification (Cao et al., NeurIPS 2020, arXiv 2006.14618): each image is its own class.
+This is {state}. It has no classifier; its output is one feature vector per image, to compare by cosine similarity or to
+use as input of a linear layer.
 """
 
 
@@ -110,7 +128,7 @@ Input: {channels} images float32 [B, {encoder.in_channels}, H, W]: pixels in 0..
 
 def _run(origin: Origin) -> str:
     results = _table("result", {key: value for key, value in origin.summary.items() if value is not None})
-    settings = {key: value for key, value in origin.settings.items() if key not in RESUMABLE}
+    settings = used_settings(origin.settings)
     licence = "not stated by the exporter" if origin.licence == "unknown" else origin.licence
     return f"""## Results
 
@@ -118,12 +136,26 @@ def _run(origin: Origin) -> str:
 
 ## Settings of the run
 
-{_table("setting", flat(settings))}
+{_table("setting", settings)}
 
 ## Licence
 
 Licence of the weights: {licence}. Permitted uses may also depend on the images of {origin.dataset}.
 """
+
+
+def used_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """A run's settings under dotted names, without those that had no effect and those that say where it ran."""
+    unused = unused_settings(settings)
+    encoder = settings.get("encoder", {})
+    if isinstance(encoder, dict) and encoder.get("name") != "small":
+        unused |= {f"encoder.{name}" for name in OF_SMALL}
+    if not settings.get("augmentation", {}).get("strong", True):
+        unused |= {f"augmentation.{name}" for name in OF_STRONG}
+    named = flat({key: value for key, value in settings.items() if key not in RESUMABLE})
+    return {
+        name: value for name, value in named.items() if value is not None and not {name, name.split(".")[0]} & unused
+    }
 
 
 def _by_timm(encoder: LibraryEncoder, image_size: int, file: str) -> str:

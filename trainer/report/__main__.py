@@ -6,24 +6,28 @@ import argparse
 import sys
 from typing import NoReturn
 
+from trainer.command_line import parsed
+from trainer.display import shown, stage
 from trainer.report.rendering import render_report
 from trainer.stopping import exit_on_error
 from weightserver.common.atomic_files import atomic_write, to_path
+from weightserver.common.command_line import CommandParser
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs the command line. Exit status 0; 1 with one line on stderr on failure; 2 for invalid arguments."""
-    options = _parser().parse_args(arguments)
+    options = parsed(_parser(), arguments)
     output = options.output or options.run / "report.html"
     with exit_on_error("trainer report"):
-        text = render_report(options.run, data_dir=options.data_dir, bank=options.images)
+        with shown(), stage("drawing the page"):
+            text = render_report(options.run, data_dir=options.data_dir, bank=options.images)
         atomic_write(output, lambda path: path.write_text(text))
     print(f"wrote {output}")
     sys.exit(0)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m trainer report", description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog="python -m trainer report", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", type=to_path, help="the run's directory")
     parser.add_argument("--output", type=to_path, help="the file to write (default: RUN/report.html)")
     parser.add_argument("--data-dir", type=to_path, help="folder of the data set (default: the run's)")

@@ -16,7 +16,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from trainer.run.plot import ACCURACY_KEY
+from trainer.run.plot import ACCURACY_KEY, FEWEST_TO_SMOOTH, smoothed
 from trainer.run.prometheus import STAGES
 from weightserver.core.arrays import Float64Array
 
@@ -71,10 +71,15 @@ def charts(records: list[Record], config: dict[str, Any]) -> list[Chart]:
 
 def _loss(records: list[Record], chance: float | None) -> Chart:
     def draw(axes: Axes) -> None:
-        axes.plot(*_curve(records, "loss"), color=_BLUE, linewidth=1.6, label="loss")
+        steps, losses = _curve(records, "loss")
+        if len(losses) < FEWEST_TO_SMOOTH:
+            axes.plot(steps, losses, color=_BLUE, linewidth=1.6, label="each record")
+        else:
+            axes.plot(steps, losses, color=_BLUE, linewidth=0.6, alpha=0.5, label="each record")
+            axes.plot(steps, smoothed(losses.tolist()), color=_BLUE, linewidth=1.8, label="smoothed")
         if chance is not None:
             axes.axhline(chance, color=_ORANGE, linestyle="--", linewidth=1.2, label="chance, log K")
-            axes.legend(frameon=False, labelcolor=_INK)
+        axes.legend(frameon=False, labelcolor=_INK, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
         axes.set_ylabel("loss (nats)")
 
     return _chart("Loss", "cross entropy over the K active rows", draw)

@@ -13,18 +13,21 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress
 
+from trainer.command_line import parsed
+from trainer.counting import counting
+from trainer.display import shown, stage
 from trainer.run.stored_rows import StoredRows, add_run_arguments, open_stored_rows
 from trainer.stopping import exit_on_error
 from weightserver import Checkpoint
 from weightserver.common.atomic_files import atomic_write
+from weightserver.common.command_line import CommandParser
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.checkpoints import chosen_checkpoint
 
@@ -162,14 +165,16 @@ def read_duplicates(run: Path) -> Duplicates | None:
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs the command line. Exit status 0; 1 with one line on stderr on failure; 2 for invalid arguments."""
-    options = parser().parse_args(arguments)
+    options = parsed(parser(), arguments)
     with exit_on_error("trainer duplicates"):
         wanted = DuplicateOptions(
             threshold=options.threshold, neighbours=options.neighbours, most_pairs=options.most_pairs
         )
-        with open_stored_rows(options) as stored, Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("rows", total=stored.num_images)
-            found = find_duplicates(stored, wanted, options.checkpoint, lambda count: progress.advance(task, count))
+        with shown(), ExitStack() as stack:
+            with stage("opening the rows"):
+                stored = stack.enter_context(open_stored_rows(options))
+            with counting("rows", stored.num_images) as progress:
+                found = find_duplicates(stored, wanted, options.checkpoint, progress.advance)
         path = options.run / FILE
         text = json.dumps(asdict(found)) + "\n"
         atomic_write(path, lambda partial: partial.write_text(text))
@@ -178,7 +183,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m trainer duplicates", description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog="python -m trainer duplicates", description=(__doc__ or "").splitlines()[0])
     add_run_arguments(parser)
     parser.add_argument("--checkpoint", help="compare the rows of this checkpoint (default the newest rows)")
     defaults = DuplicateOptions()

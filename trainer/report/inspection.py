@@ -1,4 +1,4 @@
-"""Inspects an encoder: nearest neighbours and saliency, as pictures to embed in a page."""
+"""Inspects an encoder: nearest neighbours as pictures to embed in a page, and which classes they confuse."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import matplotlib as mpl
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -15,14 +14,14 @@ from PIL import Image
 from torch import Tensor, nn
 
 from trainer.data import Dataset
-from trainer.data.pixels import MINUS_ONE_TO_ONE, PixelScale
 from trainer.evaluate.features import encode
 from trainer.model import EncoderConfig
 
 _NUM_SAMPLES = 12
 _NUM_NEIGHBOURS = 7
-_NOISY_COPIES, _NOISE = 24, 0.15
-"""Number of noisy copies for SmoothGrad, and their noise as a fraction of the pixels' range."""
+_MOST_CLASSES = 30
+"""More classes make no table that a person can read."""
+_ROWS_AT_A_TIME = 1_024
 _MAX_SIDE = 112
 
 
@@ -40,11 +39,10 @@ class Picture:
 
 @dataclass(frozen=True)
 class InspectedImage:
-    """A sampled image, its nearest neighbours, and its saliency as a data: URI."""
+    """A sampled image and its nearest neighbours."""
 
     sample: Picture
     neighbours: list[Picture]
-    saliency: str
 
 
 @dataclass(frozen=True)
@@ -53,6 +51,11 @@ class Inspection:
     bank: int
     """Number of training images among which neighbours were searched."""
     labelled: bool
+    classes: list[str]
+    """Names of the classes, or their numbers."""
+    confusion: list[list[float]]
+    """Percent of the images of a class (row) whose nearest image has another (column); empty without labels or for many
+    classes."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +75,11 @@ def show_pairs(dataset: Dataset, pairs: Sequence[tuple[int, int, float]]) -> lis
     numbers = [number for *images, _ in pairs for number in images]
     if numbers and not 0 <= min(numbers) <= max(numbers) < len(dataset.train_images):
         raise ValueError(f"image {max(numbers)} is not among its {len(dataset.train_images)} images")
-    labels = dataset.train_labels.tolist() if dataset.labelled else []
+    labels = _names(dataset, len(dataset.train_images)) if dataset.labelled else []
     shown = []
     for one, other, cosine in pairs:
         first, second = (_uri(image) for image in dataset.train_images[torch.tensor([one, other])])
-        named = [str(labels[number]) if labels else "" for number in (one, other)]
+        named = [labels[number] if labels else "" for number in (one, other)]
         agrees = named[0] == named[1] if labels else None
         shown.append(Pair(Picture(first, one, named[0]), Picture(second, other, named[1], cosine, agrees)))
     return shown
@@ -104,8 +107,7 @@ def inspect_encoder(
     similarity = features[samples] @ features.T  # (samples, N)
     similarity[torch.arange(len(samples)), samples] = -torch.inf  # not itself
     nearest = similarity.topk(min(_NUM_NEIGHBOURS, len(images) - 1))
-    maps = saliency(encoder, images[samples], generator, config.pixels)
-    labels = [str(label) for label in dataset.train_labels[: len(images)].tolist()]
+    labels = _names(dataset, len(images))
 
     def picture(index: int, cosine: float = 1.0, sample: int | None = None) -> Picture:
         label = labels[index] if labels else ""
@@ -113,44 +115,45 @@ def inspect_encoder(
         return Picture(_uri(images[index]), index, label, cosine, agrees)
 
     inspected = []
-    for sample, cosines, ids, heat in zip(samples.tolist(), nearest.values, nearest.indices, maps, strict=True):
+    for sample, cosines, ids in zip(samples.tolist(), nearest.values, nearest.indices, strict=True):
         neighbours = [picture(i, cosine, sample) for i, cosine in zip(ids.tolist(), cosines.tolist(), strict=True)]
-        inspected.append(InspectedImage(picture(sample), neighbours, _heat_uri(heat)))
-    return Inspection(inspected, len(images), dataset.labelled)
+        inspected.append(InspectedImage(picture(sample), neighbours))
+    classes = list(dict.fromkeys(sorted(labels, key=_by_number)))
+    confused = _confusion(features, labels, classes) if 2 <= len(classes) <= _MOST_CLASSES else []
+    return Inspection(inspected, len(images), dataset.labelled, classes, confused)
 
 
-def saliency(
-    encoder: nn.Module, images: Tensor, generator: torch.Generator, pixels: PixelScale = MINUS_ONE_TO_ONE
-) -> Tensor:
-    """How much each pixel changes the length of the feature vector: float32 [n, H, W] in 0..1, of uint8 [n, C, H, W].
+def _by_number(name: str) -> tuple[int, str]:
+    return (int(name), "") if name.isdecimal() else (0, name)
 
-    The largest |gradient| over channels of ‖features‖, averaged over noisy copies of the image (SmoothGrad, Smilkov et
-    al., 1706.03825) and over a few pixels around, in parts of the image's 99th percentile. It needs the encoder, whose
-    scale is `pixels`, and no row.
+
+def _names(dataset: Dataset, count: int) -> list[str]:
+    """The classes of the first `count` training images, by name if they have names; empty without labels."""
+    labels = dataset.train_labels[:count].tolist()
+    return [dataset.class_names[label] if dataset.class_names else str(label) for label in labels]
+
+
+def _confusion(features: Tensor, labels: Sequence[str], classes: Sequence[str]) -> list[list[float]]:
+    """Percent of each class's images whose nearest other image is of each class.
+
+    Features are float32 [N, d], L2-normalised.
     """
-    encoder.eval()
-    maps = []
-    scale, shift = pixels.factors(images.device)
-    for image in images.float() / 255:
-        noise = torch.randn(_NOISY_COPIES, *image.shape, generator=generator) * _NOISE
-        views = (image + noise).requires_grad_()
-        (gradient,) = torch.autograd.grad(encoder(views * scale + shift).norm(dim=1).sum(), views)
-        heat = gradient.abs().mean(dim=0).amax(dim=0)[None]  # (1, H, W)
-        smooth = image.shape[-1] // 28 * 2 + 1  # strides leave a pattern
-        heat = F.avg_pool2d(heat, smooth, stride=1, padding=smooth // 2, count_include_pad=False)[0]
-        maps.append((heat / heat.quantile(0.99).clamp(min=1e-12)).clamp(max=1))
-    return torch.stack(maps)
+    from sklearn.metrics import confusion_matrix  # late: it takes a second
+
+    nearest = []
+    for first in range(0, len(features), _ROWS_AT_A_TIME):
+        similarity = features[first : first + _ROWS_AT_A_TIME] @ features.T
+        rows = torch.arange(len(similarity))
+        similarity[rows, first + rows] = -torch.inf  # not itself
+        nearest += [labels[index] for index in similarity.argmax(dim=1).tolist()]
+    shares = confusion_matrix(labels, nearest, labels=list(classes), normalize="true")
+    return [[100 * float(share) for share in row] for row in shares]
 
 
 def _uri(image: Tensor) -> str:
     """Encodes an image uint8 [C, H, W] as PNG."""
     pixels = image.permute(1, 2, 0).squeeze(2).numpy() if image.shape[0] == 1 else image.permute(1, 2, 0).numpy()
     return _png(Image.fromarray(np.ascontiguousarray(pixels)))
-
-
-def _heat_uri(heat: Tensor) -> str:
-    """Encodes a map float32 [H, W] in 0..1 as PNG, dark to bright."""
-    return _png(Image.fromarray(mpl.colormaps["inferno"](heat.numpy(), bytes=True)[..., :3].copy()))
 
 
 def _png(image: Image.Image) -> str:

@@ -1,9 +1,9 @@
 """Renders a run's report as one self-contained HTML page.
 
 It shows curves of metrics.jsonl, results and settings, and for a dozen training images their nearest neighbours by
-cosine of the features, and saliency; and near-duplicates, if `python -m trainer duplicates` found them. For a run that
-has not ended it shows what is available, with the encoder of the newest checkpoint. The page loads nothing from
-elsewhere; its content security policy forbids it.
+cosine of the features; which classes are confused; and near-duplicates, if `python -m trainer duplicates` found them.
+For a run that has not ended it shows what is available, with the encoder of the newest checkpoint. The page loads
+nothing from elsewhere; its content security policy forbids it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from trainer.report.duplicates import Duplicates, read_duplicates
 from trainer.report.inspection import Inspection, Pair, inspect_encoder, show_pairs
 from trainer.run.checkpoint_file import checkpoint_name, saved_steps
 from trainer.run.directory import ENCODER_FILE, flat, number, read_config, read_encoder, read_summary
+from trainer.run.earlier import in_todays_terms
 from trainer.run.plot import read_metrics
 
 _NUM_PAIRS = 24
@@ -75,12 +76,12 @@ def _pairs(duplicates: Duplicates | None, load: Callable[[], Dataset]) -> tuple[
         return [], ""
     try:
         return show_pairs(load(), duplicates.pairs[:_NUM_PAIRS]), ""
-    except (ValueError, OSError, KeyError) as error:
+    except (ValueError, OSError, KeyError, IndexError) as error:
         return [], f"the training images are not available here ({error})"
 
 
 def _inspection(run: Path, load: Callable[[], Dataset], bank: int) -> tuple[Inspection | None, str, str]:
-    """Neighbours and saliency, and the description of their encoder; or None and the reason."""
+    """Neighbours and confusion, and the description of their encoder; or None and the reason."""
     checkpoint, source = "", "the encoder at the end of the run"
     if not (run / ENCODER_FILE).exists():
         steps = saved_steps(run / "checkpoints")
@@ -91,7 +92,7 @@ def _inspection(run: Path, load: Callable[[], Dataset], bank: int) -> tuple[Insp
     encoder, encoder_config = read_encoder(run, checkpoint)
     try:
         images = load()
-    except (ValueError, OSError, KeyError) as error:
+    except (ValueError, OSError, KeyError, IndexError) as error:
         return None, "", f"the training images are not available here ({error})"
     return inspect_encoder(encoder, encoder_config, images, bank=bank), source, ""
 
@@ -105,4 +106,5 @@ def _dataset(config: dict[str, Any], data_dir: Path | None) -> Dataset:
         num_images=config.get("num_images"),
         image_size=config["encoder"]["image_size"],
         seed=config["seed"],
+        background=in_todays_terms(config)["background"],
     )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.config import TrainConfig
+from trainer.display import stage
 from trainer.online_probe import OnlineProbe
 from trainer.run.checkpoint_file import (
     CHECKPOINT,
@@ -30,6 +32,7 @@ from trainer.run.checkpoint_file import (
     steps_on_both,
 )
 from trainer.run.history import ImageHistory
+from trainer.run.totals import TOTALS, Totals, Usage
 from weightserver import Checkpoint, FencedError, WeightClient
 from weightserver.common.atomic_files import make_directory, sync, write_synced
 from weightserver.torch import HostCopy, Ranks, RowStore
@@ -54,6 +57,7 @@ class Checkpoints:
         rows: RowStore,
         client: WeightClient | None,
         history: ImageHistory,
+        usage: Usage,
         probe: OnlineProbe | None = None,
         *,
         on_saved: Callable[[], None],
@@ -65,9 +69,11 @@ class Checkpoints:
         self._rows = rows
         self._client = client
         self._history = history
+        self._usage = usage
         self._probe = probe
         self._on_saved = on_saved
 
+    @stage("saving a checkpoint")
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Saves the state after `step` updates; every rank calls it. Does nothing with dense rows."""
         if self._client is None:
@@ -77,6 +83,7 @@ class Checkpoints:
                 f"the encoder's weights overflowed before step {step}, which is not saved: try a lower --learning-rate"
             )
         self._rows.flush()
+        totals = self._usage.now()
         self._ranks.barrier()
         if self._ranks.is_first:
             self._begin(step)
@@ -85,7 +92,7 @@ class Checkpoints:
             self._ranks.barrier()  # before it no rank writes rows of later steps
             if self._ranks.is_first:
                 (kept,) = (known for known in self._client.checkpoints() if known.name == checkpoint_name(step))
-                self._write(kept, model, optimizer)
+                self._write(kept, model, optimizer, totals)
         except (OSError, RuntimeError):  # a full disk, a lost rank
             if self._ranks.is_first and not file_path(self._directory, step).exists():
                 self._client.release(checkpoint_name(step))  # it is useless without its file
@@ -102,13 +109,13 @@ class Checkpoints:
         write_synced(begun, lambda path: None)
         sync(begun.parent)
 
-    def _write(self, kept: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def _write(self, kept: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, totals: Totals) -> None:
         """Writes the file of the shards' checkpoint `kept`, completely or not at all."""
         assert self._client is not None
         path = file_path(self._directory, kept.step)
         partial = path.with_suffix(f".{kept.checkpoint_id.hex()}.partial")
         probe = {} if self._probe is None else self._probe.tensors()
-        tensors, metadata = tensors_to_save(model, optimizer, probe), self._metadata(kept, self._client)
+        tensors, metadata = tensors_to_save(model, optimizer, probe), self._metadata(kept, self._client, totals)
         try:
             write_synced(partial, lambda new: save_file(tensors, new, metadata=metadata))
         except OSError as error:
@@ -122,7 +129,7 @@ class Checkpoints:
         sync(path.parent)
         begun_path(self._directory, kept.step).unlink(missing_ok=True)
 
-    def _metadata(self, kept: Checkpoint, client: WeightClient) -> dict[str, str]:
+    def _metadata(self, kept: Checkpoint, client: WeightClient, totals: Totals) -> dict[str, str]:
         metadata = {
             "format": FORMAT,
             "step": str(kept.step),
@@ -130,6 +137,7 @@ class Checkpoints:
             TABLE: client.table_identity().hex(),
             MARKS: json.dumps(kept.marks),
             HISTORY: self._history.to_json(),
+            TOTALS: json.dumps(asdict(totals)),
         }
         if self._resume_step is not None:
             metadata[RESUME_STEP] = str(self._resume_step)

@@ -178,7 +178,8 @@ def set_aside(directory: Path, moved: Sequence[Path], copied: Sequence[Path] = (
         path.rename(aside / path.name)
     for changed in {aside, directory, *(path.parent for path in moved)}:
         sync(changed)
-    _log.warning("set aside in %s: %s", aside, ", ".join(path.name for path in [*moved, *copied]))
+    names = ", ".join(path.name for path in [*moved, *copied])
+    _log.warning("set aside in %(directory)s: %(files)s", {"directory": str(aside), "files": names})
 
 
 def remove_unfinished(directory: Path) -> None:

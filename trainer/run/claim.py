@@ -9,7 +9,7 @@ from typing import Self
 
 from trainer.config import TrainConfig
 from trainer.run.checkpoint_file import saved_steps, set_newer_aside
-from trainer.run.directory import CONFIG_FILE, ENCODER_FILE, METRICS_FILE, SUMMARY_FILE
+from trainer.run.directory import CONFIG_FILE, METRICS_FILE, RESULT_FILES
 from trainer.run.resume import check_same_run, update_settings
 from weightserver.common.atomic_files import atomic_write, make_directory, sync
 
@@ -48,15 +48,18 @@ class DirectoryClaim:
         """Keeps the directory even if the run fails from now on."""
         self._is_kept = True
 
-    def prepare(self, start_step: int) -> None:
-        """Keeps the directory and removes from its records what the run will repeat, from `start_step` on."""
+    def prepare(self, start_step: int, num_steps: int) -> None:
+        """Keeps the directory and removes from its records what the run will repeat, from `start_step` on.
+
+        Results stay if no step of the run's `num_steps` remains.
+        """
         self.keep()
         if not self._is_first:
             return
         output = self._config.output
         if self._config.resume:
             update_settings(self._config)
-            results = [output / SUMMARY_FILE, output / ENCODER_FILE]  # the run will write new ones
+            results = [output / name for name in RESULT_FILES if start_step < num_steps]  # the run will write new ones
             set_newer_aside(output / "checkpoints", start_step, results, output / METRICS_FILE)
         _forget_from(output / METRICS_FILE, start_step)
 
@@ -64,7 +67,7 @@ class DirectoryClaim:
 def _claim(config: TrainConfig) -> None:
     """Creates the run's directory and writes config.json."""
     path = config.output / CONFIG_FILE
-    files = [config.output / name for name in (METRICS_FILE, SUMMARY_FILE, ENCODER_FILE)]
+    files = [config.output / name for name in (METRICS_FILE, *RESULT_FILES)]
     found = [file.name for file in files if file.exists()]
     if not path.exists() and (found or saved_steps(config.output / "checkpoints")):
         raise ValueError(

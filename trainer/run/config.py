@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -36,10 +37,11 @@ class RunConfig(Settings):
     """The run's directory, its checkpoints, and how it is resumed."""
 
     output: Path = resumable(Path("runs/fashion-mnist"))
-    """Directory of the run: config.json, metrics.jsonl, summary.json, tensorboard/, encoder.safetensors."""
+    """Directory of the run: config.json, metrics.jsonl, summary.json, training.png, tensorboard/,
+    encoder.safetensors."""
     resume: Annotated[Resume, _RESUME_OPTION] = resumable(False)
-    """Resume the run in --output from its newest checkpoint, as if it had never stopped. auto: resume if --output holds
-    a run, otherwise start a new one."""
+    """Resume the run in --output from its newest checkpoint, as if it had never stopped, with all settings that are not
+    given; --epochs and --steps may be higher. auto: resume if --output holds a run, otherwise start a new one."""
     resume_step: int | None = None
     """With --resume: resume from the checkpoint of this step instead of the newest. Files of later steps are moved to
     checkpoints/set-aside-…; later updates and checkpoints of the rows are discarded."""
@@ -47,8 +49,8 @@ class RunConfig(Settings):
     """With --resume: include images that 'pack --extend' has added since. --epochs then counts visits to every image,
     and from now on the learning rates are those of the longer run."""
     checkpoint_every: int = resumable(1_000)
-    """Steps between checkpoints. 0: only at step 0 and when SIGTERM or SIGINT ends the run. A run with --rows dense
-    saves no checkpoints."""
+    """Steps between checkpoints. 0: only at step 0 and when the run ends or SIGTERM or SIGINT stops it. A run with
+    --rows dense saves no checkpoints."""
     keep_checkpoints: int = resumable(3)
     """Number of newest checkpoints to keep."""
 
@@ -86,6 +88,8 @@ class ReportConfig(Settings):
 
     def check(self) -> None:
         check_at_least(self, 1, "log_every")
+        if self.wandb_project is not None and find_spec("wandb") is None:
+            raise ValueError("--wandb-project needs the package wandb: pip install 'pic-weightserver[wandb]'")
         check_not_negative(self, "knn_every")
         check_positive(self, "knn_fraction")
         last_port = 2**16 - int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each rank has its own

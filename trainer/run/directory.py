@@ -16,7 +16,10 @@ CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 ENCODER_FILE = "encoder.safetensors"
-"""Summary and encoder exist only after a run has ended, not while it is running."""
+COMPARISON_FILE = "comparison.json"
+PLOT_FILE = "training.png"
+"""The results exist only after a run has ended, not while it is running."""
+RESULT_FILES = (SUMMARY_FILE, ENCODER_FILE, COMPARISON_FILE, PLOT_FILE)
 
 
 def read_settings(run: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which images a run had from which step on: images may be added whenever it is resumed."""
+"""Which images and which length a run had from which step on: both may grow whenever it is resumed."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ class ImageHistory:
     images."""
     classes: str = ""
     """Digest of the class of each image (--labels); empty if each image is its own class."""
+    lengths: tuple[tuple[int, float, int | None], ...] = ()
+    """(first step, --epochs and --steps from that step on), ascending, the first at step 0; empty in files of earlier
+    versions, whose runs had one length."""
 
     @property
     def num_images(self) -> int:
@@ -59,6 +62,30 @@ class ImageHistory:
         parts = (*(part for part in self.parts if part[0] < step), (step, now))
         return replace(self, parts=parts, digests=tuple(digests))
 
+    def lengthened(self, step: int, before: OptimizationConfig, now: OptimizationConfig) -> ImageHistory:
+        """The history of the run when it is resumed at `step` with the --epochs and --steps of `now`.
+
+        `before` has the settings of the run, for histories without lengths.
+
+        Raises:
+            ValueError: the run would become shorter.
+        """
+        lengths = self.lengths or ((0, before.epochs, before.steps),)
+        (_, epochs, steps), wanted = lengths[-1], (now.epochs, now.steps)
+        if (epochs, steps) == wanted:
+            return replace(self, lengths=lengths)
+        had, has = (self._with_length(now, *length).num_steps(self.num_images) for length in ((epochs, steps), wanted))
+        if has < had:
+            given = f"--epochs {epochs:g}" if steps is None else f"--steps {steps}"
+            raise ValueError(
+                f"the run has a length of {had:,} updates, not {has:,}: it can become longer, not shorter: give {given}"
+            )
+        return replace(self, lengths=(*(length for length in lengths if length[0] < step), (step, *wanted)))
+
+    @staticmethod
+    def _with_length(config: OptimizationConfig, epochs: float, steps: int | None) -> OptimizationConfig:
+        return replace(config, epochs=epochs, steps=steps)
+
     def check_classes(self, classes: str) -> None:
         """Raises ValueError unless the run had the class map of digest `classes`, to which its rows belong."""
         if classes == self.classes:
@@ -79,14 +106,18 @@ class ImageHistory:
             )
 
     def learning_rates(self, config: OptimizationConfig) -> Float32Array:
-        """The learning rate of each update, float32 [num_steps]: in each part, that of a run of as many images.
+        """The learning rate of each update, float32 [num_steps]: in each part, that of a run of its images and length.
 
         A warm-up in epochs counts the images that the run started with, so images that are added later neither
         lengthen nor repeat it. A run shorter than its warm-up ends within it.
         """
+        lengths = self.lengths or ((0, config.epochs, config.steps),)
+        starts = sorted({part[0] for part in self.parts} | {length[0] for length in lengths})
         rates = np.zeros(0, np.float32)
-        for first_step, num_images in self.parts:
-            num_steps = config.num_steps(num_images)
+        for first_step in starts:
+            num_images = [num_images for start, num_images in self.parts if start <= first_step][-1]
+            _, epochs, steps = [length for length in lengths if length[0] <= first_step][-1]
+            num_steps = self._with_length(config, epochs, steps).num_steps(num_images)
             warmup_steps = config.warmup_steps(self.parts[0][1], num_steps)
             part = learning_rates(
                 num_steps=max(num_steps, warmup_steps), base=config.base_learning_rate, warmup_steps=warmup_steps
@@ -95,8 +126,9 @@ class ImageHistory:
         return rates
 
     def to_json(self) -> str:
-        classes = {"classes": self.classes} if self.classes else {}
-        return json.dumps({"parts": self.parts, "digests": self.digests, **classes})
+        more = {"classes": self.classes, "lengths": self.lengths}
+        given = {name: value for name, value in more.items() if value}
+        return json.dumps({"parts": self.parts, "digests": self.digests, **given})
 
     @classmethod
     def from_json(cls, text: str) -> ImageHistory:
@@ -104,4 +136,5 @@ class ImageHistory:
         if isinstance(content, list):  # written by an older version
             content = {"parts": content, "digests": []}
         parts = tuple((first_step, num_images) for first_step, num_images in content["parts"])
-        return cls(parts, tuple(content["digests"]), content.get("classes", ""))
+        lengths = tuple((first_step, epochs, steps) for first_step, epochs, steps in content.get("lengths", []))
+        return cls(parts, tuple(content["digests"]), content.get("classes", ""), lengths)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +14,8 @@ import torch
 
 from trainer.config import TrainConfig
 from trainer.data import Dataset
+from trainer.data.datasets import FOLDER
+from trainer.display import stage
 from trainer.run.checkpoint_file import (
     checkpoint_name,
     history_to_resume,
@@ -21,7 +24,7 @@ from trainer.run.checkpoint_file import (
     saved_history,
 )
 from trainer.run.history import ImageHistory
-from trainer.run.resume import step_to_resume
+from trainer.run.resume import run_settings, step_to_resume
 from weightserver import ClusterError, LocalCluster, NoTableError, TableSpec, WeightClient
 from weightserver.core.arrays import Float32Array
 from weightserver.core.sharding import Sharding
@@ -57,15 +60,30 @@ class OpenRows:
     """Number of updates in the checkpoint that the run is resumed from; None for a new run."""
 
 
-def images_of_run(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> Dataset:
-    """The images to train on: a run that is resumed without --extend keeps its own, whatever was added since."""
-    if not config.resume or config.extend:
+def images_of_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, every_file: Callable[[], Dataset]) -> Dataset:
+    """The images to train on: a run that is resumed without --extend keeps its own, whatever was added since.
+
+    Args:
+        every_file: loads the images of a folder as earlier versions listed them, for runs that these began.
+    """
+    if not config.resume:
         return dataset
     history = history_to_resume(config.output / "checkpoints", config.resume_step) if ranks.is_first else None
+    known = tuple(json.loads(ranks.broadcast_text(json.dumps(history.digests if history else ()))))
+    if config.dataset == FOLDER and known and known != dataset.digests and (earlier := every_file()).digests == known:
+        dataset = earlier
+        if ranks.is_first:
+            _log.warning(
+                "%(path)s is listed as by the version that began this run: links and empty files are images, too",
+                {"path": str(config.data_dir)},
+            )
+    if config.extend:
+        return dataset
     had = int(ranks.broadcast_text(str(history.num_images if history else 0)))
     before = dataset.first(had)
     if ranks.is_first and len(before.train_images) < len(dataset.train_images):
-        _log.warning("continuing with %d of %d images: --extend includes all", had, len(dataset.train_images))
+        numbers = {"images": had, "all": len(dataset.train_images)}
+        _log.warning("continuing with %(images)d of %(all)d images: --extend includes all", numbers)
     return before
 
 
@@ -90,7 +108,8 @@ def open_rows(
         ValueError: settings or images that do not match, or weight servers that another run used.
         WeightServerError: weight servers that are unreachable or refuse.
     """
-    history = ImageHistory(((0, sum(range_sizes)),), tuple(digests), classes)
+    length = (0, config.epochs, config.steps)
+    history = ImageHistory(((0, sum(range_sizes)),), tuple(digests), classes, (length,))
     if config.rows == "dense":
         sharding = Sharding(spec.rows_per_block, ranks.world_size)
         rates = LearningRates(spec, _learning_rates(config, history, ranks))
@@ -116,10 +135,9 @@ def _learning_rates(config: TrainConfig, history: ImageHistory, ranks: Ranks) ->
     warmup_steps = config.warmup_steps(history.parts[0][1], len(rates))
     if ranks.is_first and warmup_steps > len(rates):
         _log.warning(
-            "the run's %d steps end within its warm-up of %d: give fewer --warmup-epochs to reach --learning-rate %g",
-            len(rates),
-            warmup_steps,
-            config.base_learning_rate,
+            "the run's %(steps)d steps end within its warm-up of %(warmup_steps)d: give fewer --warmup-epochs to reach "
+            "--learning-rate %(learning_rate)g",
+            {"steps": len(rates), "warmup_steps": warmup_steps, "learning_rate": config.base_learning_rate},
         )
     return rates
 
@@ -185,6 +203,7 @@ def _resume_table(
         before = history if history.classes else _history_of_table(client) or history
     before.check_classes(history.classes)
     history = before.extended(step or 0, range_sizes, history.digests, extend=config.extend)
+    history = history.lengthened(step or 0, run_settings(config.output), config)
     _open_table(client, spec if history.classes else replace(spec, num_rows=before.num_images))
     epoch = client.open_session(config.output.name, force=step is not None)
     if step is not None:
@@ -243,4 +262,5 @@ def start_servers(config: TrainConfig, ranks: Ranks, stack: ExitStack) -> list[s
         raise ValueError(
             "training on several machines needs weight servers that all machines can reach: give --servers"
         )
-    return stack.enter_context(LocalCluster(config.num_shards, config.output / "servers")).addresses
+    with stage("starting the weight servers"):
+        return stack.enter_context(LocalCluster(config.num_shards, config.output / "servers")).addresses

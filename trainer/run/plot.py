@@ -1,15 +1,32 @@
-"""Draws a run's loss and accuracy during training as a PNG, from its metrics.jsonl."""
+"""Draws a run's loss, accuracy and returning rows during training as a PNG, from its metrics.jsonl."""
 
+import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
 
 ACCURACY_KEY = "knn_top1"
+INITIAL_ACCURACY_KEY = "initial_knn_top1"
+"""The first record's kNN top-1 of the encoder before its first update."""
+LATE_RISE = (
+    "The loss rises at the end because the learning rate falls to 0: rows that enter the window then hardly move\n"
+    "from where they begin. The encoder, which kNN measures, does not suffer from it."
+)
+FEWEST_TO_SMOOTH = 100
+"""A loss of fewer records is drawn as it is: a smoothed one would hide it."""
+_DASHES = ((6, 2), (2, 2), (8, 2, 2, 2))
+"""Lengths of dashes and gaps of the reference lines."""
+_FEWEST_RECORDS = 20
+_RISE = 0.1
+"""A rise of the loss is explained if it is more than this part of its fall before."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -36,31 +53,144 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def draw_training(
-    metrics: Path, output: Path, *, chance_loss: float | None = None, references: dict[str, float] | None = None
+    metrics: Path,
+    output: Path,
+    *,
+    chance_loss: float | None = None,
+    references: dict[str, float] | None = None,
+    others: dict[str, Path] | None = None,
 ) -> None:
-    """Draws loss by step (left axis) and kNN top-1 in percent (right axis) into the PNG `output`.
+    """Draws loss, kNN top-1 in percent, and the rows that came back, by step, into the PNG `output`.
 
     `metrics` is a metrics.jsonl: records with "step" and "loss", some with "knn_top1". `chance_loss` (log K) and
-    `references` (name to top-1, such as raw pixels) become dashed horizontal lines.
+    `references` (name to top-1 on the test images, such as raw pixels) become horizontal lines. `others` are the
+    metrics.jsonl of further runs to draw beside this one, by name. Quantities that no record has get no panel. Every
+    line has dashes or marks of its own, so that colour is not needed to tell them apart; the legends stand above the
+    panels.
     """
-    records = read_metrics(metrics)
-    losses = [(record["step"], record["loss"]) for record in records if "loss" in record]
-    accuracies = [(record["step"], record[ACCURACY_KEY]) for record in records if record.get(ACCURACY_KEY) is not None]
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    loss_axes = figure.add_subplot()
-    loss_axes.plot(*_columns(losses), color="tab:blue", linewidth=1, label="loss")
-    if chance_loss is not None:
-        loss_axes.axhline(chance_loss, color="tab:blue", linestyle="--", linewidth=0.8, label="loss by chance, log K")
-    loss_axes.set_xlabel("step")
-    loss_axes.set_ylabel("loss (nats)")
-    accuracy_axes = loss_axes.twinx()
-    accuracy_axes.plot(*_columns(accuracies), color="tab:orange", marker="o", label="kNN top-1 during training")
-    for shade, (name, top1) in enumerate((references or {}).items()):
-        accuracy_axes.axhline(top1, color=f"{0.3 + 0.2 * shade:.1f}", linestyle="--", linewidth=0.8, label=name)
-    accuracy_axes.set_ylabel("top-1 (%)")
-    handles = [*loss_axes.get_legend_handles_labels()[0], *accuracy_axes.get_legend_handles_labels()[0]]
-    loss_axes.legend(handles=handles, loc="center right", fontsize="small")
-    figure.savefig(output, dpi=150)
+    records = _records(metrics)
+    runs = {name: _records(path) for name, path in (others or {}).items()}
+    with_accuracy = bool(references) or any(ACCURACY_KEY in record for record in records)
+    with_gaps = any(record.get("corrected_rows") for record in records)
+    heights = [3.0, *[3.0] * with_accuracy, *[2.0] * with_gaps]
+    figure = Figure(figsize=(8, 1 + sum(heights)), layout="constrained")
+    panels = iter(figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0])
+    _draw_loss(axes := next(panels), records, runs, chance_loss)
+    if with_accuracy:
+        _draw_accuracy(axes := next(panels), records, runs, references or {})
+    if with_gaps:
+        _draw_gaps(axes := next(panels), records)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("step")
+    if rises_late(records):
+        figure.suptitle(LATE_RISE, fontsize="small", x=0.01, ha="left", wrap=True)
+    partial = output.with_suffix(".partial.png")
+    figure.savefig(partial, dpi=150)
+    partial.replace(output)
+
+
+def _records(metrics: Path) -> list[dict[str, Any]]:
+    return [record for record in read_metrics(metrics) if "loss" in record]
+
+
+def _draw_loss(
+    axes: Axes, records: list[dict[str, Any]], others: dict[str, list[dict[str, Any]]], chance: float | None
+) -> None:
+    steps, losses = _columns([(record["step"], record["loss"]) for record in records])
+    if len(losses) < FEWEST_TO_SMOOTH:
+        axes.plot(steps, losses, color="tab:blue", linewidth=1.6, label="loss")
+    else:
+        axes.plot(steps, losses, color="tab:blue", linewidth=0.6, alpha=0.5, label="loss")
+        axes.plot(steps, smoothed(losses), color="tab:blue", linewidth=2, label="loss, smoothed")
+    for (name, found), dashes in zip(others.items(), itertools.cycle(_DASHES)):
+        steps, losses = _columns([(record["step"], record["loss"]) for record in found])
+        axes.plot(steps, smoothed(losses), color="tab:red", linestyle=(0, dashes), linewidth=2, label=name)
+    if chance is not None:
+        axes.axhline(chance, color="tab:blue", linestyle=":", linewidth=1.2, label="loss by chance, log K")
+    axes.set_ylabel("loss (nats)")
+    _legend_above(axes, [axes])
+
+
+def _draw_accuracy(
+    axes: Axes,
+    records: list[dict[str, Any]],
+    others: dict[str, list[dict[str, Any]]],
+    references: dict[str, float],
+) -> None:
+    if points := _accuracies(records):
+        axes.plot(*_columns(points), color="tab:orange", linestyle="-", marker="o", label="during training")
+    for (name, found), marker in zip(others.items(), itertools.cycle("svd^")):
+        if points := _accuracies(found):
+            axes.plot(*_columns(points), color="tab:red", linestyle="--", marker=marker, fillstyle="none", label=name)
+    for (name, top1), dashes in zip(references.items(), itertools.cycle(_DASHES)):
+        axes.axhline(top1, color="0.35", linestyle=(0, dashes), linewidth=1.2, label=f"test images: {name}")
+    axes.set_ylabel("kNN top-1 (%)")
+    _legend_above(axes, [axes])
+
+
+def _accuracies(records: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    """Steps and kNN top-1 of training images, from before the first step on where that was measured."""
+    before = [(0.0, record[INITIAL_ACCURACY_KEY]) for record in records if INITIAL_ACCURACY_KEY in record]
+    return before + [
+        (record["step"], record[ACCURACY_KEY]) for record in records if record.get(ACCURACY_KEY) is not None
+    ]
+
+
+def _draw_gaps(axes: Axes, records: list[dict[str, Any]]) -> None:
+    """The steps that returning rows had missed, and the number of these rows."""
+    counted = [record for record in records if "corrected_rows" in record]
+    steps, corrected = _columns([(record["step"], record["corrected_rows"]) for record in counted])
+    missed = smoothed([record["missed_steps"] for record in counted])
+    gaps = [number / max(rows, 1e-9) for number, rows in zip(missed, smoothed(corrected), strict=True)]
+    largest = [record["largest_gap"] for record in counted]
+    axes.plot(steps, gaps, color="tab:green", linewidth=1.6, label="mean gap of rows that return")
+    axes.plot(steps, largest, color="tab:green", linestyle="--", linewidth=1.3, label="largest gap so far")
+    axes.set_ylabel("gap (steps)")
+    axes.set_ylim(bottom=0)
+    rows_axes = axes.twinx()
+    rows = list(itertools.accumulate(corrected))
+    rows_axes.plot(steps, rows, color="0.35", linestyle=":", linewidth=1.8, label="rows corrected so far (right)")
+    rows_axes.set_ylabel("rows corrected")
+    rows_axes.set_ylim(bottom=0)
+    rows_axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    _legend_above(axes, [axes, rows_axes])
+
+
+def _legend_above(axes: Axes, drawn: list[Axes]) -> None:
+    """A legend between this panel and the one above it, where it covers no curve."""
+    handles = [handle for one in drawn for handle in one.get_legend_handles_labels()[0]]
+    axes.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=3,
+        fontsize="small",
+        frameon=False,
+        handlelength=3,
+        columnspacing=1.2,
+    )
+
+
+def rises_late(records: Sequence[dict[str, Any]]) -> bool:
+    """Whether the smoothed loss ends well above its minimum, while the learning rate falls to its end."""
+    losses = smoothed([record["loss"] for record in records])
+    if len(losses) < _FEWEST_RECORDS or not {"learning_rate"} <= records[-1].keys():
+        return False
+    rates = [record.get("learning_rate", 0.0) for record in records]
+    lowest = min(range(len(losses)), key=losses.__getitem__)
+    rise, fall = losses[-1] - losses[lowest], max(losses[: lowest + 1]) - losses[lowest]
+    return rise > _RISE * fall > 0 and rates[-1] < rates[lowest]
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """The mean of the twentieth of all values around each one.
+
+    At the start it covers equally many on both sides, so that a curve begins at its first value; the end has fewer.
+    """
+    reach = len(values) // 40
+    sums = [0.0, *itertools.accumulate(values)]
+    bounds = ((max(0, i - reach), min(len(values), i + min(i, reach) + 1)) for i in range(len(values)))
+    return [(sums[last] - sums[first]) / (last - first) for first, last in bounds]
 
 
 def _columns(points: list[tuple[float, float]]) -> tuple[list[float], list[float]]:

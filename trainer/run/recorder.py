@@ -1,9 +1,12 @@
-"""A run's records: metrics.jsonl, TensorBoard, Weights & Biases, progress line, Prometheus metrics."""
+"""A run's records: metrics.jsonl, TensorBoard, Weights & Biases, progress, Prometheus metrics."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,18 +16,20 @@ from typing import Any, Self
 from torch.utils.tensorboard import SummaryWriter
 
 from trainer.config import TrainConfig
+from trainer.display import following, notify
+from trainer.display import stage as shown_stage
 from trainer.run.directory import METRICS_FILE
+from trainer.run.plot import read_metrics
 from trainer.run.progress import TrainingProgress
-from trainer.run.prometheus import STAGES, TrainerMetrics
+from trainer.run.prometheus import PAUSE, STAGES, TrainerMetrics
 from trainer.run.weights_and_biases import weights_and_biases
 from weightserver.common.stages import StageClock
 from weightserver.torch import Ranks, RowCounters
 
+_log = logging.getLogger(__name__)
 _SUMMED = ("fetched_rows", "fetched_bytes", "pushed_rows", "pushed_bytes", "corrected_rows", "missed_steps")
 _HELD = ("resident_rows", "prefetch_pending_rows", "write_back_pending_rows")
 """Counters of the row store: those whose increase a record has, and those whose value it has."""
-_PAUSE = "pause"
-"""A stage whose time belongs to no step."""
 
 
 class _Interval:
@@ -38,7 +43,7 @@ class _Interval:
         self.clock = StageClock("other")
 
     def seconds(self) -> float:
-        return time.perf_counter() - self._started - self.clock.seconds.get(_PAUSE, 0.0)
+        return time.perf_counter() - self._started - self.clock.seconds.get(PAUSE, 0.0)
 
     def largest(self) -> dict[str, float]:
         """What a record has of the rank with the largest value: seconds of each stage and of waiting for rows, and the
@@ -58,9 +63,9 @@ class Recorder:
     A context manager. It serves the rank's Prometheus metrics from the start, and measures from `follow` on.
     """
 
-    def __init__(self, config: TrainConfig, num_steps: int, ranks: Ranks) -> None:
+    def __init__(self, config: TrainConfig, num_images: int, ranks: Ranks) -> None:
         self._config = config
-        self._num_steps = num_steps
+        self._num_images = num_images
         self._ranks = ranks
         self._counters = RowCounters()
         self._metrics = TrainerMetrics(
@@ -69,8 +74,10 @@ class Recorder:
             window_size=config.window_size,
             batch_size=config.batch_size,
             device=ranks.device,
+            retry_seconds=config.retry_seconds,
         )
         self._next_step = 0
+        self._recorded_seconds = 0.0
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -78,7 +85,10 @@ class Recorder:
                 port = self._config.metrics_port and self._config.metrics_port + self._ranks.local_rank
                 address, stop = self._metrics.serve(port, self._config.metrics_host)
                 stack.callback(stop)
-                print(f"rank {self._ranks.rank}: metrics on http://{address}/metrics", flush=True)
+                if self._config.log_format == "json":
+                    _log.info("metrics served", extra={"address": address})
+                else:
+                    print(f"rank {self._ranks.rank}: metrics on http://{address}/metrics", flush=True)
             self._stack = stack.pop_all()
         return self
 
@@ -93,16 +103,28 @@ class Recorder:
         self._next_step = start_step
         if self._ranks.is_first:
             self._open_outputs(start_step)
-        self._interval = _Interval(counters)
+        self._begin_interval()
+
+    def _begin_interval(self) -> None:
+        self._interval = _Interval(self._counters)
+        self._metrics.follow(self._counters, self._interval.clock)
 
     def _open_outputs(self, start_step: int) -> None:
         config, enter = self._config, self._stack.enter_context
         self._lines = enter((config.output / METRICS_FILE).open("a"))
         self._board = enter(SummaryWriter(str(config.output / "tensorboard"), purge_step=start_step))
         self._log_to_wandb = enter(weights_and_biases(config, config.wandb_project)) if config.wandb_project else None
-        chance = math.log(config.num_negatives)
-        shown = config.log_format == "text"  # a progress line would break up lines of JSON
-        self._progress = enter(TrainingProgress(self._num_steps, chance=chance, shown=shown))
+        self._progress = TrainingProgress(
+            start_step=start_step,
+            num_steps=config.num_steps(self._num_images),
+            batch_size=config.batch_size,
+            num_images=self._num_images,
+            chance=math.log(config.num_negatives),
+            stage=lambda: self._interval.clock.stage,
+        )
+        for record in read_metrics(config.output / METRICS_FILE)[-1:]:  # of the part before
+            self._progress.update(record)
+        enter(following(self._progress))
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -119,10 +141,22 @@ class Recorder:
             self._interval.clock.start("other")
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leaves the time inside out of the record, and so of images_per_second."""
-        with self.stage(_PAUSE):
+    def paused(self, name: str) -> Iterator[None]:
+        """Leaves the time inside out of the record, and so of images_per_second; the terminal shows `name`."""
+        with self.stage(PAUSE), shown_stage(name):
             yield
+
+    def note_signal(self) -> None:
+        """Says at once that the run will stop; called in a signal handler, which must not use a buffered stream."""
+        message = "stopping after this step"
+        if not notify(message) and self._ranks.is_first and self._config.log_format == "text":
+            os.write(sys.stderr.fileno(), f"trainer: {message}\n".encode())
+
+    def advance(self, step: int) -> None:
+        """Counts and shows a step that is done."""
+        self._metrics.step_finished()
+        if self._ranks.is_first:
+            self._progress.advance(step + 1, self._recorded_seconds + self._interval.seconds())
 
     def checkpoint_saved(self) -> None:
         self._metrics.checkpoint_saved()
@@ -148,13 +182,13 @@ class Recorder:
             "seconds": seconds,
         } | monitored
         own, rows = interval.largest(), interval.rows() | {"active_rows": active_rows}
-        fetches = self._counters.take_fetch_seconds()
-        self._metrics.observe(common | own | rows | {"num_steps": num_steps}, fetch_seconds=fetches)
+        self._metrics.observe(common | own | rows | {"num_steps": num_steps})
         sums = ranks.sum_over_ranks([float(value) for value in rows.values()])
         total = dict(zip(rows, map(round, sums), strict=True))
         *longest, largest = ranks.max_over_ranks([*own.values(), float(active_rows)])
         self._next_step = step + 1
-        self._interval = _Interval(self._counters)
+        self._recorded_seconds += seconds
+        self._begin_interval()
         share = largest * ranks.world_size / max(1, total["active_rows"])
         return common | dict(zip(own, longest, strict=True)) | total | {"active_rows_share": share}
 

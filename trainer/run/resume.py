@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.config import RESUMABLE, TrainConfig
+from trainer.config import LENGTH, RESUMABLE, TrainConfig
 from trainer.data import Dataset
 from trainer.model import load_encoder
 from trainer.run.checkpoint_file import (
@@ -26,6 +26,7 @@ from trainer.run.checkpoint_file import (
 )
 from trainer.run.directory import CONFIG_FILE, read_settings
 from trainer.run.earlier import in_todays_terms
+from trainer.settings import flag, settings_of
 from weightserver import Checkpoint, DataLossError, NoTableError, WeightClient
 from weightserver.common.atomic_files import atomic_write
 from weightserver.torch import Ranks
@@ -91,7 +92,8 @@ def check_same_run(config: TrainConfig) -> None:
     wanted, defaults = json.loads(config.to_json()), json.loads(TrainConfig().to_json())
     stored = _with_defaults(in_todays_terms(read_settings(config.output)), defaults)
     starts = not saved_steps(config.output / "checkpoints")  # it was killed before its first
-    free = RESUMABLE | config.unused_settings().keys() | (set() if starts else {"init_encoder"})
+    _check_length(config, stored, wanted)
+    free = RESUMABLE | LENGTH | config.unused_settings().keys() | (set() if starts else {"init_encoder"})
     for name in sorted(wanted.keys() - free):
         if stored[name] != wanted[name]:
             raise ValueError(
@@ -100,10 +102,25 @@ def check_same_run(config: TrainConfig) -> None:
             )
 
 
+def _check_length(config: TrainConfig, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raises ValueError for a length below the run's in the same unit; others are compared when the rows are opened."""
+    had, given = ("epochs" if settings["steps"] is None else "steps" for settings in (stored, wanted))
+    if had == given and wanted[given] < stored[had]:
+        raise ValueError(
+            f"--resume resumes the run in {config.output}, whose {had} is {stored[had]}, not {wanted[given]}: it can "
+            f"become longer, not shorter: omit {flag(had)} or raise it"
+        )
+
+
+def run_settings(output: Path) -> TrainConfig:
+    """The settings of the run in a directory, with defaults for those that were added since."""
+    return settings_of(TrainConfig, in_todays_terms(read_settings(output)))
+
+
 def update_settings(config: TrainConfig) -> None:
     """Writes the settings that changed on resuming, such as paths and addresses, to the run's config.json."""
     stored, now = read_settings(config.output), json.loads(config.to_json())
-    settings = stored | {name: now[name] for name in RESUMABLE - _OF_ONE_START}
+    settings = stored | {name: now[name] for name in (RESUMABLE | LENGTH) - _OF_ONE_START}
     text = json.dumps(settings, indent=2) + "\n"
     atomic_write(config.output / CONFIG_FILE, lambda path: path.write_text(text))
 
@@ -152,7 +169,8 @@ def step_to_resume(directory: Path, client: WeightClient, asked: int | None = No
 def _asked_step(asked: int, newest: int, both: Sequence[int], directory: Path) -> int:
     """The step to resume from if the user asked for one."""
     if newest in both and read_metadata(file_path(directory, newest)).get(RESUME_STEP) == str(asked):
-        _log.warning("the run was resumed from step %d before: resuming from step %d, its newest", asked, newest)
+        steps = {"asked": asked, "step": newest}
+        _log.warning("the run was resumed from step %(asked)d before: resuming from step %(step)d, its newest", steps)
         return newest
     if asked not in both:
         raise ValueError(

@@ -14,6 +14,7 @@ from trainer.run.checkpoint_file import newest_history, saved_steps
 from trainer.run.directory import read_config
 from trainer.run.resume import check_descent
 from weightserver import ClientSecurity, LocalCluster, WeightClient
+from weightserver.common.addresses import parse_addresses
 from weightserver.common.atomic_files import to_path
 from weightserver.operations.arguments import add_security_arguments, client_security
 from weightserver.torch import RangesOrder
@@ -54,7 +55,7 @@ def open_stored_rows(options: argparse.Namespace) -> Iterator[StoredRows]:
         security: dict[str, Any] = {}
         if servers:
             security = _security(options, config).client_arguments()
-            addresses = [address.strip() for address in servers.split(",")]
+            addresses = parse_addresses(servers)
         else:
             directory = run / "servers"
             if not directory.exists():

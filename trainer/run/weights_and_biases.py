@@ -16,12 +16,10 @@ def weights_and_biases(config: TrainConfig, project: str) -> Iterator[Callable[[
     """Yields a function that logs a record; a resumed run continues its log. WANDB_MODE=offline keeps all in --output.
 
     Raises:
-        ValueError: wandb is not installed, or cannot start: no API key, no network.
+        ValueError: wandb cannot start: no API key, no network.
     """
-    try:
-        import wandb
-    except ImportError:
-        raise ValueError("--wandb-project needs the package wandb: pip install 'pic-weightserver[wandb]'") from None
+    import wandb  # whether it is installed was checked with the settings
+
     known = config.output / "wandb-id"
     if not known.exists():
         known.write_text(secrets.token_hex(8) + "\n")

@@ -11,11 +11,20 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from tests.helpers.image_tree import BROKEN, ORIENTATION, encoded, odd_tree, piece
 from trainer.data import decode as decode_module
-from trainer.data.decode import Box, BrokenImageError, Crop, centre, check, decode, decoded_side
+from trainer.data.decode import (
+    Box,
+    BrokenImageError,
+    Crop,
+    background_colour,
+    centre,
+    check,
+    decode,
+    decoded_side,
+)
 from trainer.torchvision_compat import import_module
 
 
@@ -192,3 +201,44 @@ def test_every_cut_of_a_file_is_refused_or_whole() -> None:
 def test_the_papers_ratio() -> None:
     assert decoded_side(224) == 256
     assert decoded_side(32) == 37
+
+
+def transparent_pictures() -> dict[str, bytes]:
+    """A red disc on transparent pixels that hide black, in each form that has transparency."""
+    mask = Image.new("L", (64, 64), 0)
+    ImageDraw.Draw(mask).ellipse((8, 8, 55, 55), fill=255)
+    disc = Image.new("RGBA", (64, 64), (0, 0, 0, 0))
+    disc.paste((255, 0, 0, 255), mask=mask)
+    grey = Image.merge("LA", (mask.point(lambda value: value // 2), mask))
+    palette = Image.new("P", (64, 64), 0)
+    palette.putpalette([0, 0, 0, 255, 0, 0])
+    palette.paste(1, mask=mask)
+    key = Image.new("RGB", (64, 64), (0, 0, 0))
+    key.paste((255, 0, 0), mask=mask)
+    return {
+        "png": encoded(disc, "PNG"),
+        "webp": encoded(disc, "WEBP", lossless=True),
+        "grey": encoded(grey, "PNG"),
+        "palette": encoded(palette, "PNG", transparency=0),
+        "gif": encoded(palette, "GIF", transparency=0),
+        "key": encoded(key, "PNG", transparency=(0, 0, 0)),
+    }
+
+
+@pytest.mark.parametrize("form", transparent_pictures())
+@pytest.mark.parametrize("name", ["white", "#8090a0"])
+def test_transparent_pixels_show_the_background_without_halos(form: str, name: str) -> None:
+    colour = background_colour(name)
+    assert colour is not None
+    (pixels,) = decode(transparent_pictures()[form], [Crop(24, centre)], colour)
+    assert tuple(pixels[:, 0, 0]) == colour
+    assert pixels[0, 12, 12] >= 127, "the disc is opaque"
+    # every pixel, also on the edge, lies between the disc's colour and the background's: no black shines through
+    assert (pixels.min(axis=(1, 2)) >= np.minimum(pixels[:, 12, 12], colour) - 1).all()
+
+
+def test_hidden_colours_are_kept_without_a_background() -> None:
+    (pixels,) = decode(transparent_pictures()["png"], [Crop(24, centre)], background_colour("none"))
+    assert tuple(pixels[:, 0, 0]) == (0, 0, 0)
+    with pytest.raises(ValueError, match="'transparent-ish' is not a colour: give a name, as white, #rrggbb, or none"):
+        background_colour("transparent-ish")

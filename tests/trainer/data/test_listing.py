@@ -8,9 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.helpers.image_tree import odd_tree, plain_tree
+from trainer.data.datasets import load_dataset
+from trainer.data.decoded_images import DecodedImages
 from trainer.data.listing import ImageSource, Listing, listing_lines
+from trainer.data.pack import PackOptions, pack
+from trainer.data.tree import LeftOut
 
 
 def listed(source: Path, **options: object) -> tuple[Listing, ImageSource]:
@@ -116,13 +121,69 @@ def test_a_list_with_a_byte_order_mark_and_a_line_again(tmp_path: Path) -> None:
     assert listing.labels().tolist() == [3, 4]
 
 
-def test_cyclic_links_are_followed_once(tmp_path: Path) -> None:
-    plain_tree(tmp_path, 3)
-    (tmp_path / "a/up").symlink_to(tmp_path)
-    (tmp_path / "d").symlink_to(tmp_path / "b")
-    listing, found = listed(tmp_path)
-    assert found.classes == ["a", "b", "c", "d"]
-    assert {"b/0001.jpg", "d/0001.jpg", "a/up/b/0001.jpg"} <= set(paths(listing))
+def left_out_of(source: Path) -> str:
+    left_out = LeftOut()
+    list(listing_lines(ImageSource(source).entries(left_out), left_out))
+    return left_out.line(source).removeprefix(f"left out of {source}: ")
+
+
+def test_links_double_no_image(tmp_path: Path) -> None:
+    tree = plain_tree(tmp_path / "tree", 6)
+    once = paths(listed(tree)[0])
+    (tree / "a/loop").symlink_to("..")
+    (tree / "0 linked folder").symlink_to("b")  # listed before what it leads to
+    (tree / "c/linked file.jpg").symlink_to("../a/0000.jpg")
+    (tree / "self").symlink_to("self")
+    listing, found = listed(tree)
+    assert (paths(listing), found.classes) == (once, ["a", "b", "c"])
+    assert left_out_of(tree) == "3 links to what is listed anyway (first 0 linked folder)"
+
+
+def test_linked_folders_outside_are_listed_once(tmp_path: Path) -> None:
+    tree, outside = plain_tree(tmp_path / "tree", 3), plain_tree(tmp_path / "outside", 3, first=3)
+    (outside / ".hidden").mkdir()
+    (outside / ".hidden/x.jpg").write_bytes(b"x")
+    (outside / "a/back").symlink_to(tree)
+    (tree / "d").symlink_to(outside / "a")
+    (tree / "e").symlink_to(outside)
+    (tree / "f").symlink_to(outside / "b")
+    (tree / "c/kept.jpg").symlink_to(outside / ".hidden/x.jpg")
+    listing, found = listed(tree)
+    files = ["d/0003.jpg", "e/b/0004.jpg", "e/c/0005.jpg"]
+    assert paths(listing) == ["a/0000.jpg", "b/0001.jpg", "c/0002.jpg", "c/kept.jpg", *files]
+    assert found.classes == ["a", "b", "c", "d", "e"]
+    assert left_out_of(tree) == "3 links to what is listed anyway (first d/back)"
+
+
+def test_missing_and_empty_files_are_left_out_and_reported_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree = plain_tree(tmp_path / "tree", 6)
+    once, size = paths(listed(tree)[0]), len(listed(tree)[0])
+    for number in range(5):
+        (tree / f"a/tab\t{number}.jpg").write_bytes(b"x")
+    (tree / "stray.jpg").write_bytes(b"")  # no image beside the folders, which stay classes
+    (tree / "c/zero.png").write_bytes(b"")
+    (tree / "b/gone.jpg").symlink_to("nothing")
+    os.mkfifo(tree / "b/pipe.jpg")
+    (tree / "empty class").mkdir()
+    (tree / "empty class/zero.jpg").write_bytes(b"")
+    for _ in range(2):  # as an `images` run, which lists them before and when it begins
+        dataset = load_dataset("folder", tree)
+        assert (len(dataset.train_images), dataset.class_names) == (size, ("a", "b", "c"))
+    assert paths(listed(tree)[0]) == once
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"left out of {tree}: 5 names with a tab or a line break (first 'a/tab\\t0.jpg'), 1 link to a missing file "
+        "(b/gone.jpg), 1 name that is no file (b/pipe.jpg), 3 empty files (first c/zero.png)"
+    )
+    lines: list[str] = []
+    pack(tree, tmp_path / "packed", PackOptions(on_broken=lines.append))
+    assert lines == [record.getMessage()]
+    for path in tree.rglob("0*.jpg"):
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"no images in .*/tree \(left out of .*: .* empty files"):
+        load_dataset("folder", tree)
 
 
 def test_names_of_any_bytes(tmp_path: Path) -> None:
@@ -131,12 +192,31 @@ def test_names_of_any_bytes(tmp_path: Path) -> None:
     listing, _ = listed(tmp_path)
     assert listing.read(0) == b"x"
     (tmp_path / "two\nlines.jpg").write_bytes(b"x")
-    left_out: list[str] = []
     for other in ("a\ttab.jpg", "y.jpg"):
         (tmp_path / other).write_bytes(b"x")
-    lines = list(listing_lines(ImageSource(tmp_path).entries(), left_out.append))
+    lines = list(listing_lines(ImageSource(tmp_path).entries()))
     assert [line.split(b"\t")[3] for line in lines] == [os.fsencode(name), b"y.jpg"]
-    assert [line.split(": ")[1].split(" has ")[0] for line in left_out] == ["'a\\ttab.jpg'", "'two\\nlines.jpg'"]
+    assert left_out_of(tmp_path) == "2 names with a tab or a line break (first 'a\\ttab.jpg')"
+
+
+def test_broken_files_are_named_once_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tree = plain_tree(tmp_path / "tree", 6)
+    (tree / "b/text.jpg").write_bytes(b"no image")
+    (tree / "c/cut.jpg").write_bytes((tree / "c/0002.jpg").read_bytes()[:400])
+    (tree / "a/gone.jpg").symlink_to("nothing")
+    (tmp_path / "list.txt").write_text("\n".join(sorted(str(path) for path in tree.rglob("*.jpg"))))
+    dataset = load_dataset("folder", tmp_path / "list.txt", image_size=28)
+    images = dataset.train_images
+    assert isinstance(images, DecodedImages)
+    gone, kinds = f"{tree}/a/gone.jpg", "a link to nothing, a text and half an image"
+    assert images.intact(np.arange(len(images)))[2][0] == f"{gone} (link to a missing file)", kinds
+    for again in (images, images.to(torch.device("cpu"))):
+        again[:]
+    named = [record.getMessage() for record in caplog.records]
+    assert len(named) == 3, "however often each is read"
+    assert f"broken image: {gone} (link to a missing file)" in {line.partition(": the next")[0] for line in named}
+    assert sum("the next intact one is shown" in line for line in named) == 1
+    assert all(line.count(str(tmp_path)) == 1 for line in named)
 
 
 def test_listing_rejects_other_sources(tmp_path: Path) -> None:
@@ -145,3 +225,28 @@ def test_listing_rejects_other_sources(tmp_path: Path) -> None:
     for content in (b"", b"0\t-1\t-1\tcut off"):
         with pytest.raises(ValueError, match="empty or cut off"):
             Listing(content, tmp_path)
+
+
+def test_folders_without_images_are_no_classes(tmp_path: Path) -> None:
+    tree = plain_tree(tmp_path, 3)
+    (tree / "aa/deep").mkdir(parents=True)
+    (tree / "aa/deep/notes.txt").write_text("no image")
+    listing, found = listed(tree)
+    assert found.classes == ["a", "b", "c"]
+    assert listing.labels().tolist() == [0, 1, 2]
+
+
+def test_labels_of_a_list_may_be_names(tmp_path: Path) -> None:
+    text = tmp_path / "list.txt"
+    text.write_text("a b.jpg grey cat.png dog\n1.jpg\tgrey cat\n2.jpg dog\n")
+    listing, found = listed(text)
+    assert found.classes == ["dog", "grey cat"]
+    assert found.kind == "labels by name"
+    assert listing.labels().tolist() == [0, 1, 0]
+    assert paths(listing) == ["a b.jpg grey cat.png", "1.jpg", "2.jpg"]
+    listing, found = listed(text, classes=["zebra", "dog"])
+    assert found.classes == ["zebra", "dog", "grey cat"]
+    assert listing.labels().tolist() == [1, 2, 1]
+    listing, found = listed(text, labelled=False)
+    assert found.classes == []
+    assert listing.labels().tolist() == [-1, -1, -1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,11 @@ import pytest
 from PIL import Image
 
 from tests.helpers.image_tree import odd_tree, plain_tree
+from trainer.config import TrainConfig
 from trainer.data.__main__ import main
+from trainer.data.augment import AugmentationConfig
+from trainer.data.preview import ViewsOfRun, at_size, views_of_run
+from trainer.model import EncoderConfig
 
 
 def call(*arguments: object) -> object:
@@ -24,7 +30,7 @@ def test_pack_extend_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     printed = capsys.readouterr()
     assert "23 images in 1 range(s), 3 named classes" in printed.out
     assert "4 broken and substituted" in printed.out
-    assert f"broken: {tree}/a/empty.jpg (the file is empty), replaced by {tree}/a/grey.jpg" in printed.err
+    assert f"broken: {tree}/a/cut.jpg (not an image of a known format), replaced by {tree}/a/grey.jpg" in printed.err
     plain_tree(tree, 5, first=10)
     assert call("pack", tree, packed) == 0  # packed to its end
     assert "23 images" in capsys.readouterr().out
@@ -77,8 +83,111 @@ def test_preview(tmp_path: Path) -> None:
     tree, picture = plain_tree(tmp_path / "tree", 6), tmp_path / "preview.png"
     assert call("preview", tree, "--output", picture, "--image-size", 28, "--images", 2, "--views", 3) == 0
     pixels = np.asarray(Image.open(picture))
-    cell, heading, gap = 32 + 4, 18, 4
+    cell, heading, gap = 4 * 32 + 8, 32, 8  # each pixel is drawn as 4 × 4
     assert pixels.shape == (2 * (heading + 2 * cell) + gap, gap + 4 * cell, 3)
     paper, plain = pixels[heading : heading + 2 * cell], pixels[2 * heading + 2 * cell :][: 2 * cell]
     assert np.array_equal(paper[:, :cell], plain[:, :cell])  # the images themselves
     assert not np.array_equal(paper[:, cell:], plain[:, cell:])
+
+
+@pytest.mark.parametrize("size", [16, 64, 224])
+def test_captions_of_a_preview_fit_and_its_blur_is_in_proportion_to_the_size(size: int, tmp_path: Path) -> None:
+    tree, picture = plain_tree(tmp_path / "tree", 3), tmp_path / "preview.png"
+    assert call("preview", tree, "--output", picture, "--image-size", size, "--images", 1, "--views", 1) == 0
+    pixels = np.asarray(Image.open(picture).convert("L"))
+    assert pixels[8:30, :].min() < 100, "there is a caption"
+    assert pixels[:, -8:].min() == 255, "it is not cut off"
+    assert np.ptp(np.flatnonzero(pixels[:32].min(axis=1) < 128)) >= 12, "its letters have a readable height"
+    assert at_size(size)["strong"].blur_sigma == pytest.approx((0.1 * size / 224, 2 * size / 224), rel=0.05)
+
+
+def test_a_preview_shows_the_views_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree, run, picture = plain_tree(tmp_path / "tree", 3), tmp_path / "run", tmp_path / "preview.png"
+    run.mkdir()
+    unchanged = AugmentationConfig(strong=False, min_scale=1.0, max_aspect_ratio=1.0, flip_probability=0.0)
+    encoder = EncoderConfig(in_channels=3, image_size=48)
+    config = TrainConfig(dataset="folder", encoder=encoder, augmentation=unchanged, background="black")
+    (run / "config.json").write_text(config.to_json())
+    assert views_of_run(run) == ViewsOfRun(48, "black", {f"as in {run}": unchanged})
+    assert call("preview", tree, "--run", run, "--output", picture, "--images", 2, "--views", 1) == 0
+    assert np.asarray(Image.open(picture)).shape[0] == 32 + 2 * (2 * 55 + 8) + 8  # its one kind of views, of 48 px
+    (run / "config.json").write_text("{}")
+    assert call("preview", tree, "--run", run, "--output", picture) == 1
+    assert "is not a run's config.json" in capsys.readouterr().err
+
+
+def test_verify_says_that_a_pack_is_not_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree, packed = plain_tree(tmp_path / "tree", 9), tmp_path / "packed"
+    assert call("pack", tree, packed, "--shard-mib", 0.005) == 0
+    lines = next(packed.glob("shards-*.jsonl"))
+    kept = lines.read_bytes().splitlines(keepends=True)[:2]
+    lines.write_bytes(b"".join(kept))  # as when the command was killed
+    capsys.readouterr()
+    assert call("verify", packed) == 1
+    rows = sum(json.loads(line)["count"] for line in kept)
+    assert f"{packed} is not finished: {rows} of 9 images of {tree} are packed" in capsys.readouterr().err
+    assert call("pack", tree, packed) == 0
+    assert call("verify", packed) == 0
+
+
+def test_packing_again_says_what_has_changed_since(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree, packed = plain_tree(tmp_path / "tree", 9), tmp_path / "packed"
+    (tree / "a/tab\t.jpg").write_bytes((tree / "a/0000.jpg").read_bytes())  # never packed
+    assert call("pack", tree, packed) == 0
+    assert "since" not in capsys.readouterr().out
+    (tree / "a/0000.jpg").rename(tree / "a/renamed.jpg")
+    (tree / "b/0001.jpg").unlink()
+    plain_tree(tree, 2, first=20)
+    assert call("pack", tree, packed) == 0
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "2 added since, not packed",
+        "1 removed since, still packed",
+        "1 renamed since, packed under the old name",
+    ]
+    assert lines[0].endswith("(a/0021.jpg, c/0020.jpg)")
+    assert lines[1].endswith("(b/0001.jpg)")
+    assert lines[2].endswith("(a/0000.jpg -> a/renamed.jpg)")
+    assert call("pack", tree, packed, "--extend") == 0
+    assert [line[:15] for line in capsys.readouterr().out.splitlines()[1:]] == ["2 removed since"]
+
+
+def test_packing_again_says_which_images_were_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In files and in the tars of classes; a file that was only touched is the same."""
+    tree, packed = plain_tree(tmp_path / "tree", 9), tmp_path / "packed"
+    with tarfile.open(tree / "t.tar", "w") as tar:
+        tar.add(tree / "a/0000.jpg", "first.jpg")
+        tar.add(tree / "a/0003.jpg", "second.jpg")
+    assert call("pack", tree, packed) == 0
+    same_length, longer, touched = tree / "a/0000.jpg", tree / "b/0001.jpg", tree / "c/0002.jpg"
+    content = same_length.read_bytes()
+    same_length.write_bytes(content[:-2] + bytes(2))
+    longer.write_bytes(content * 2)
+    touched.touch()
+    with tarfile.open(tree / "t.tar", "w") as tar:
+        tar.add(tree / "b/0004.jpg", "first.jpg")
+        tar.add(tree / "a/0003.jpg", "second.jpg")
+    capsys.readouterr()
+    assert call("pack", tree, packed) == 0
+    _, line = capsys.readouterr().out.splitlines()
+    assert line == (
+        "3 changed since, packed as they were: to have them as they are, pack into a new directory "
+        "(a/0000.jpg, b/0001.jpg, t.tar:first.jpg)"
+    )
+
+
+def test_packing_a_list_again_says_which_files_are_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree, packed, names = plain_tree(tmp_path / "tree", 6), tmp_path / "packed", tmp_path / "list.txt"
+    names.write_text("".join(f"{path}\n" for path in sorted(tree.rglob("*.jpg"))))
+    assert call("pack", names, packed) == 0
+    (tree / "a/0000.jpg").unlink()
+    names.write_text(names.read_text() + f"{tree}/a/9999.jpg\n")  # which does not exist either
+    capsys.readouterr()
+    assert call("pack", names, packed) == 0
+    assert "1 removed since, still packed" in capsys.readouterr().out
+
+
+def test_a_pack_is_not_packed_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("pack", plain_tree(tmp_path / "tree", 3), tmp_path / "packed") == 0
+    assert call("pack", tmp_path / "packed", tmp_path / "twice") == 1
+    assert "holds packed images: give the folder" in capsys.readouterr().err

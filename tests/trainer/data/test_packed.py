@@ -184,7 +184,7 @@ def test_extended_images_train_in_the_order_of_their_ranges(tmp_path: Path) -> N
 
 
 def test_without_labels_or_test_images_one_line_says_so(tmp_path: Path) -> None:
-    tree = plain_tree(tmp_path / "tree", 100)
+    tree = plain_tree(tmp_path / "tree", 99)  # too few to hold some out
     pack(tree, tmp_path / "labelled", PackOptions())
     pack(tree, tmp_path / "unlabelled", PackOptions(labelled=False))
     messages = {"labelled": "has no test images", "unlabelled": "these images have no labels"}
@@ -217,18 +217,21 @@ def test_an_image_that_breaks_later_is_logged_and_shown_as_the_next(
     expected, source = images[4:6], PackedImages(directory)
     fourth = source.read(4)
 
-    def breaking(content: bytes, crops: list[Crop]) -> Any:
+    def breaking(content: bytes, *others: Any) -> Any:
         if content == fourth:
             raise BrokenImageError("it broke")
-        return decode(content, crops)
+        return decode(content, *others)
 
     monkeypatch.setattr("trainer.data.decoded_images.decode", breaking)
     for _ in range(2):
         assert torch.equal(images[4:6], expected[[1, 1]])
     (record,) = caplog.records  # once
-    assert (record.image, record.why) == (4, "it broke")  # type: ignore[attr-defined]
-    assert re.fullmatch(r"broken image: row \d+ in .*\.tar \(it broke\)", record.getMessage())
-    assert record.path in record.getMessage()  # type: ignore[attr-defined]
+    fields = record.args
+    assert isinstance(fields, dict)
+    assert (fields["image"], fields["why"]) == (4, "it broke")
+    message = r"broken image: row \d+ in .*\.tar \(it broke\): the next intact one is shown in its place"
+    assert re.fullmatch(message, record.getMessage())
+    assert record.getMessage().count(str(fields["path"])) == 1
 
 
 @pytest.mark.guard
@@ -312,3 +315,8 @@ def test_missing_data_gives_one_line(tmp_path: Path) -> None:
         load_dataset("packed", tmp_path)
     with pytest.raises(ValueError, match="no images in"):
         load_dataset("folder", tmp_path)
+
+
+def test_a_pack_is_no_folder_of_images(directory: Path) -> None:
+    with pytest.raises(ValueError, match="holds packed images, not a folder of images: give --dataset packed"):
+        load_dataset("folder", directory)

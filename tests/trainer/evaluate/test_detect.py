@@ -182,7 +182,7 @@ def test_resumes_to_the_same_weights(devkit: Path, on_one_rank: tuple[Path, list
         detect(encoder(), RESNET, devkit, replace(config, seed=1), state_file=state)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_tells_a_good_encoder_from_a_broken_one(tmp_path: Path) -> None:
     """The broken one sees nothing: its first convolution is 0, and so are all gradients before it."""
     devkit = voc_tree.tree(tmp_path, num_train=40, num_test=16)

@@ -191,7 +191,7 @@ def test_a_broken_image_is_an_error(tree: Path, tmp_path: Path) -> None:
     broken = tree / "val" / "n01443537" / "n01443537_4.JPEG"
     broken.write_bytes(broken.read_bytes()[:300])
     config = SemiSupervisedConfig(labels=0.5, epochs=1, batch_size=5, learning_rates=(1.0,))
-    with pytest.raises(ValueError, match=r"broken image: .*n01443537_4.JPEG .* an evaluation counts every image"):
+    with pytest.raises(ValueError, match=r"broken image: .*n01443537_4.JPEG .* an evaluation counts every test image"):
         semi_supervised(of_tree(tree, tmp_path / "state"), config)
 
 

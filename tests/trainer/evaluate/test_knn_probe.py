@@ -15,6 +15,7 @@ from torch import Tensor
 import trainer.evaluate.knn_probe
 from tests.helpers.bars import write_bars
 from tests.helpers.small_run import small_run
+from trainer.build import model_of
 from trainer.config import parse_config
 from trainer.data import Dataset, load_dataset
 from trainer.data.pixels import MINUS_ONE_TO_ONE
@@ -23,6 +24,7 @@ from trainer.evaluate.knn import held_out_knn_top1
 from trainer.evaluate.knn_probe import KnnProbe, TimeBudget, balanced_sample
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_model
+from trainer.run.resume import run_settings
 from weightserver.torch import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -116,6 +118,14 @@ def test_evaluations_that_would_take_too_long_are_skipped(
     assert caplog.text.count("some are skipped, to stay within --knn-fraction 1e-09") == 1
     records = run_with_knn(data_dir, tmp_path / "often", knn_fraction=1e6)
     assert all("knn_top1" in record for record in records)
+
+
+def test_the_first_record_says_what_the_untrained_encoder_reaches(data_dir: Path, tmp_path: Path) -> None:
+    records = run_with_knn(data_dir, tmp_path / "run", knn_fraction=1e-9)
+    assert ["initial_knn_top1" in record for record in records] == [True] + [False] * 7
+    untrained = model_of(run_settings(tmp_path / "run"), torch.device("cpu"))
+    probe = KnnProbe(untrained, load_dataset("idx", data_dir), Ranks(), seed=0, fraction=1)
+    assert records[0]["initial_knn_top1"] == probe.observe(0, due=True, last=False)["knn_top1"]
 
 
 @pytest.mark.guard  # seconds

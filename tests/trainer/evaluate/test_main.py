@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 
 from tests.helpers import voc_tree
+from tests.helpers.evaluations import evaluate
 from tests.helpers.image_tree import plain_tree
 from tests.helpers.made_cityscapes import make_cityscapes
 from trainer.evaluate import knn as knn_module
-from trainer.evaluate.__main__ import main
 from trainer.evaluate.protocols import PROTOCOLS
 from trainer.model import EncoderConfig, build_model, save_encoder
 
@@ -78,7 +78,7 @@ def test_writes_and_prints_the_result(
     protocol: str, run_dir: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     short = [protocol, *SHORT[protocol]]
-    assert main([*short, "--run", str(run_dir), "--data-dir", str(data_dir)]) == 0
+    assert evaluate([*short, "--run", str(run_dir), "--data-dir", str(data_dir)]) == 0
     output = capsys.readouterr()
     written = json.loads((run_dir / "evaluation" / f"{protocol}.json").read_text())
     assert written == json.loads(output.out)
@@ -89,14 +89,14 @@ def test_writes_and_prints_the_result(
     assert sorted(path.name for path in (run_dir / "evaluation").iterdir()) == [f"{protocol}.json"], "no state is left"
 
     (run_dir / "config.json").write_text(json.dumps({"dataset": "idx", "data_dir": str(data_dir)}))
-    assert main([*short, "--run", str(run_dir)]) == 0
+    assert evaluate([*short, "--run", str(run_dir)]) == 0
     of_run = printed(capsys)
     assert {name: of_run[name] for name in ("top1", "chosen", "settings", "weights")} == {
         name: written[name] for name in ("top1", "chosen", "settings", "weights")
     }
     encoder = str(run_dir / "encoder.safetensors")
     of_data = ["--dataset", "idx", "--data-dir", str(data_dir)]
-    assert main([*short, "--encoder", encoder, *of_data, "--name", "b", "--output", str(run_dir / "c")]) == 0
+    assert evaluate([*short, "--encoder", encoder, *of_data, "--name", "b", "--output", str(run_dir / "c")]) == 0
     assert printed(capsys) == of_run
     assert (run_dir / "c" / "b.json").exists()
 
@@ -104,13 +104,13 @@ def test_writes_and_prints_the_result(
 @pytest.mark.parametrize("protocol", ["knn", "linear-cached"])
 def test_raw_pixels(protocol: str, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = ["--dataset", "idx", "--data-dir", str(data_dir), "--output", str(tmp_path)]
-    assert main([protocol, "--pixels", *place]) == 0
+    assert evaluate([protocol, "--pixels", *place]) == 0
     assert printed(capsys)["top1"] >= 90
 
 
 def test_saliency(run_dir: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = ["--run", str(run_dir), "--data-dir", str(data_dir), "--other", str(run_dir / "encoder.safetensors")]
-    assert main(["saliency", *place, "--num-pictures", "2"]) == 0
+    assert evaluate(["saliency", *place, "--num-pictures", "2"]) == 0
     result = printed(capsys)
     assert result["similarity"] == pytest.approx(1), "of an encoder with itself"
     assert sum(result["similarities"]["histogram"]) == 100
@@ -122,13 +122,13 @@ def test_saliency(run_dir: Path, data_dir: Path, capsys: pytest.CaptureFixture[s
 def test_segment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = ["--output", str(tmp_path / "results"), "--data-dir", str(make_cityscapes(tmp_path, num_val=1))]
     subject = ["--model", "resnet18", "--image-size", "64"]
-    assert main(["segment", *subject, *place, "--iterations", "1", "--batch-size", "2", "--crop-size", "33"]) == 0
+    assert evaluate(["segment", *subject, *place, "--iterations", "1", "--batch-size", "2", "--crop-size", "33"]) == 0
     result = printed(capsys)
     assert 0 <= result["miou"] <= 100
     assert set(result["iou"]) > {"road", "car"}
-    assert main(["segment", *subject, *place[:2]]) == 2
+    assert evaluate(["segment", *subject, *place[:2]]) == 2
     assert capsys.readouterr().err == (
-        "error: --data-dir is missing: give the folder of Cityscapes, with leftImg8bit and gtFine\n"
+        "trainer.evaluate: --data-dir is missing: give the folder of Cityscapes, with leftImg8bit and gtFine\n"
     )
 
 
@@ -137,7 +137,7 @@ def test_detect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = ["--output", str(tmp_path / "results"), "--data-dir", str(voc_tree.tree(tmp_path / "voc"))]
     short = ["--iterations=1", "--batch-size=2", "--train-sides=64", "--test-side=64", "--max-side=80"]
     short += ["--anchor-sides=24,32", "--train-proposals=50,8", "--test-proposals=30,6", "--precise-norm-batches=0"]
-    assert main(["detect", "--model", "resnet18", "--image-size", "64", *place, *short]) == 0
+    assert evaluate(["detect", "--model", "resnet18", "--image-size", "64", *place, *short]) == 0
     result = printed(capsys)
     assert 0 <= result["ap"] <= result["ap50"] <= 100
     assert result["by_class"]
@@ -145,7 +145,7 @@ def test_detect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_files_for_detectron2_are_no_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = ["--output", str(tmp_path / "results"), "--detectron2", str(tmp_path / "detectron2")]
-    assert main(["detect", "--model", "resnet50", "--image-size", "64", *place]) == 0
+    assert evaluate(["detect", "--model", "resnet50", "--image-size", "64", *place]) == 0
     assert all(Path(file).exists() for file in printed(capsys)["files"])
     assert not list((tmp_path / "results").iterdir())
 
@@ -163,7 +163,7 @@ def interrupted(patch: pytest.MonkeyPatch, arguments: list[str]) -> None:
     with patch.context() as only_now:
         only_now.setattr(knn_module, "_searched", stop)
         with pytest.raises(Interrupted):
-            main(arguments)
+            evaluate(arguments)
 
 
 def states(run_dir: Path) -> list[Path]:
@@ -176,23 +176,23 @@ def test_continues_only_the_same_evaluation(
     command = ["knn", "--k", "5", "--run", str(run_dir), "--data-dir", str(data_dir)]
     interrupted(monkeypatch, command)
     (state,) = states(run_dir)
-    assert main(command) == 0
+    assert evaluate(command) == 0
     assert printed(capsys)["resumed"] is True
     assert not states(run_dir)
 
     interrupted(monkeypatch, command)
     for other in (["--k", "7"], ["--bfloat16"]):
-        assert main([*command, *other]) == 0
+        assert evaluate([*command, *other]) == 0
         assert printed(capsys)["resumed"] is False
         assert states(run_dir) == [state], "the interrupted one can still be continued"
-    assert main([*command, "--data-dir", "/no/such/folder"]) == 2
+    assert evaluate([*command, "--data-dir", "/no/such/folder"]) == 2
     assert states(run_dir) == [state]
     labels = data_dir / "t10k-labels-idx1-ubyte.gz"
     content = bytearray(gzip.decompress(labels.read_bytes()))
     content[-1] ^= 1
     labels.write_bytes(gzip.compress(bytes(content)))
     capsys.readouterr()
-    assert main(command) == 0
+    assert evaluate(command) == 0
     assert printed(capsys)["resumed"] is False, "an image has another label"
 
 
@@ -202,15 +202,15 @@ def test_one_evaluation_of_a_name_at_a_time(
     command = ["knn", "--k", "5", "--run", str(run_dir), "--data-dir", str(data_dir)]
 
     def meanwhile(*_: object, **__: object) -> None:
-        assert main(command) == 2
+        assert evaluate(command) == 2
         assert "another evaluation is writing" in capsys.readouterr().err
         raise Interrupted
 
     with monkeypatch.context() as patch:
         patch.setattr(knn_module, "_searched", meanwhile)
         with pytest.raises(Interrupted):
-            main(command)
-    assert main(command) == 0
+            evaluate(command)
+    assert evaluate(command) == 0
 
 
 def test_a_broken_test_image_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,20 +222,23 @@ def test_a_broken_test_image_is_an_error(tmp_path: Path, capsys: pytest.CaptureF
             Image.fromarray(random.integers(0, 255, (40, 40, 3), dtype=np.uint8)).save(folder / f"{number}.png")
     command = ["knn", "--k", "3", "--pixels", "--dataset", "folder", "--data-dir", str(tmp_path / "images")]
     command += ["--output", str(tmp_path)]
-    assert main(command) == 0
+    broken = tmp_path / "images/train/b/5.png"
+    broken.write_bytes(broken.read_bytes()[:200])
+    assert evaluate(command) == 0
+    assert f"broken image: {broken} (" in capsys.readouterr().err, "replaced, as in training"
     broken = tmp_path / "images/test/b/5.png"
     broken.write_bytes(broken.read_bytes()[:200])
-    assert main(command) == 2
+    assert evaluate(command) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(f"error: broken image: {broken} (")
-    assert error.endswith("an evaluation counts every image; repair it, or remove it from the data set")
+    assert error.startswith(f"trainer.evaluate: broken image: {broken} (")
+    assert error.endswith("an evaluation counts every test image; repair it, or remove it from the data set")
 
 
 def test_damaged_weights_are_refused(run_dir: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     encoder = build_model(CONFIG, seed=0).encoder
     next(encoder.parameters()).data[0] = float("nan")
     save_encoder(encoder, CONFIG, run_dir / "encoder.safetensors")
-    assert main(["fine-tune", "--run", str(run_dir), "--data-dir", str(data_dir)]) == 2
+    assert evaluate(["fine-tune", "--run", str(run_dir), "--data-dir", str(data_dir)]) == 2
     assert "is not finite: the weights are damaged, give others" in capsys.readouterr().err
 
 
@@ -246,7 +249,7 @@ def test_test_images_of_unknown_classes_are_refused(
     content = bytearray(gzip.decompress(labels.read_bytes()))
     content[-1] = 9
     labels.write_bytes(gzip.compress(bytes(content)))
-    assert main(["knn", "--run", str(run_dir), "--data-dir", str(data_dir)]) == 2
+    assert evaluate(["knn", "--run", str(run_dir), "--data-dir", str(data_dir)]) == 2
     assert "1 classes of the test images, such as 9, have no training image" in capsys.readouterr().err
 
 
@@ -298,10 +301,10 @@ def test_bad_input_gives_one_line_and_status_2(
     filled = [argument.format(run=run_dir, data=data_dir, colour=colour, tree=tree) for argument in arguments]
     if filled and "--data-dir" not in filled:
         filled += ["--data-dir", str(data_dir)]
-    assert main(filled) == 2
+    assert evaluate(filled) == 2
     error = capsys.readouterr().err
     assert message in error
-    assert error.startswith("error: ")
+    assert error.startswith("trainer.evaluate: ")
     assert error.count("\n") == 1
 
 
@@ -309,6 +312,6 @@ def test_a_run_on_generated_images_needs_another_data_set(
     run_dir: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run_dir / "config.json").write_text(json.dumps({"dataset": "synthetic"}))
-    assert main(["knn", "--run", str(run_dir)]) == 2
+    assert evaluate(["knn", "--run", str(run_dir)]) == 2
     assert "was trained on generated images, which have no labels" in capsys.readouterr().err
-    assert main(["knn", "--run", str(run_dir), "--dataset", "idx", "--data-dir", str(data_dir)]) == 0
+    assert evaluate(["knn", "--run", str(run_dir), "--dataset", "idx", "--data-dir", str(data_dir)]) == 0

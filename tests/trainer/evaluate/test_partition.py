@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.evaluations import NUM_CLASSES, SeesNothing, SeesRows, made_dataset, made_evaluation
+from tests.helpers.evaluations import NUM_CLASSES, SeesNothing, SeesRows, evaluate, made_dataset, made_evaluation
 from trainer.evaluate import partition as partition_module
 from trainer.evaluate import stored_features
-from trainer.evaluate.__main__ import main
 from trainer.evaluate.partition import PartitionConfig, divided, partition, proportional_parts
 from weightserver.torch import ClassOrder, read_labels
 
@@ -91,11 +90,11 @@ def test_the_command_writes_class_maps_beside_the_result(
 ) -> None:
     monkeypatch.setattr("trainer.evaluate.command.load_dataset", lambda *_, **__: made_dataset(60))
     arguments = ["partition", "--pixels", "--dataset", "idx", "--output", str(tmp_path), "--device", "cpu"]
-    assert main([*arguments, "--classes", "8,16"]) == 0
+    assert evaluate([*arguments, "--classes", "8,16"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert [line["labels"] for line in result["by_setting"]] == [
         str(tmp_path / f"partition-{number}.npy") for number in (8, 16)
     ]
     assert json.loads((tmp_path / "partition.json").read_text())["by_setting"] == result["by_setting"]
-    assert main(arguments) == 2
+    assert evaluate(arguments) == 2
     assert "--classes is (): give one or more numbers of classes" in capsys.readouterr().err

@@ -1,0 +1,147 @@
+"""Settings chosen for one's own images pass all checks, whatever the images and the machine."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from trainer.choosing import Machine, choose
+from trainer.config import PRESETS, TrainConfig
+from trainer.data.survey import ImagesSurvey
+from trainer.own_images import with_values
+
+GIB = 1 << 30
+TWO_CORES = Machine(cores=2, memory_bytes=24 * GIB, disk_bytes=100 * GIB)
+GPU = Machine(cores=16, memory_bytes=128 * GIB, gpu_memory_bytes=78 * GIB, disk_bytes=1000 * GIB)
+MACHINES = [
+    TWO_CORES,
+    Machine(cores=1, memory_bytes=1 * GIB),
+    Machine(cores=64, memory_bytes=256 * GIB, disk_bytes=1000 * GIB),
+    GPU,
+    replace(GPU, gpu_memory_bytes=4 * GIB),
+    replace(GPU, cores=128, ranks=8),
+]
+NUMBERS = [20, 21, 63, 64, 100, 999, 3_648, 16_384, 16_385, 60_000, 131_073, 10**6, 1_281_167, 14 * 10**6, 10**8, 10**9]
+SIDES = [1, 16, 28, 32, 63, 64, 128, 375, 2_000]
+
+
+def survey(number: int = 3_648, side: int = 375, **more: Any) -> ImagesSurvey:
+    facts: dict[str, Any] = {"image_bytes": 100 + side * side // 8, "num_classes": min(11, number), "num_tests": 0}
+    return ImagesSurvey(number=number, shorter_side=side, pixels=side * side * 4 // 3, **facts | more)
+
+
+def chosen(images: ImagesSurvey, machine: Machine, **given: Any) -> TrainConfig:
+    values = {name: choice.value for name, choice in choose(images, machine, given).items()}
+    assert not values.keys() & given.keys()
+    config: TrainConfig = with_values(PRESETS["images"][1], values | given)
+    return config
+
+
+def check(config: TrainConfig, images: ImagesSurvey) -> None:
+    """The checks that a run makes at its start."""
+    config.check()
+    config.visit_schedule(images.number)
+    config.negative_sampler(images.number).check(config.batch_size)
+    num_steps = config.num_steps(images.number)
+    assert config.warmup_steps(images.number, num_steps) <= num_steps
+    assert config.resident_rows(images.number) >= config.num_negatives
+    assert len(config.augmentations()) == 1
+    assert not config.evaluate or images.num_tests or images.can_hold_out
+    assert not config.knn_every or images.num_classes
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_choices_pass_all_checks(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(machine.ranks))
+    for number, side, labels in itertools.product(NUMBERS, SIDES, (0, 11, 1000)):
+        images = survey(number, side, num_classes=min(labels, number), num_tests=labels and 100)
+        config = chosen(images, machine)
+        check(config, images)
+        assert config.batch_size >= 2 * machine.ranks
+        assert config.encoder.image_size <= max(32, side), "pixels are not made up"
+        # rows come back: the window passes over all images at least twice, if it slides at all
+        passes = config.epochs / (config.window_size / config.window_stride)
+        assert passes >= (2 if config.epochs >= 4 else 1)
+
+
+def test_a_thousand_random_numbers_of_images_pass_all_checks() -> None:
+    for step in range(1_000):
+        images = survey(round(20 * (10**9 / 20) ** (step / 999)))
+        for machine in (TWO_CORES, GPU):
+            check(chosen(images, machine), images)
+
+
+GIVEN: list[dict[str, Any]] = [
+    {"batch_size": 512},
+    {"num_negatives": 30},
+    {"window_size": 100},
+    {"window_size": 100, "num_negatives": 300},
+    {"window_stride": 17},
+    {"window_size": 200, "window_stride": 20},
+    {"steps": 10},
+    {"epochs": 1.0},
+    {"accumulate": 3},
+    {"encoder.name": "resnet50"},
+    {"encoder.name": "timm:vit_tiny_patch16_224", "encoder.image_size": 224},
+    {"encoder.image_size": 28},
+    {"encoder.image_size": 512},
+    {"labels": "classes"},
+    {"negatives": "both"},
+]
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("number", [2_000, 3_648, 10**6])
+def test_given_settings_win_and_the_others_fit_them(given: dict[str, Any], number: int) -> None:
+    for machine in (TWO_CORES, GPU):
+        images = survey(number)
+        config = chosen(images, machine, **given)
+        rows = images.num_classes if "labels" in given else number
+        config.check()
+        config.visit_schedule(number)
+        config.negative_sampler(rows).check(config.batch_size)
+        for name, value in given.items():
+            found: Any = config
+            for part in name.split("."):
+                found = getattr(found, part)
+            assert found == value
+
+
+def test_more_images_and_better_machines_take_larger_encoders() -> None:
+    assert chosen(survey(3_648), TWO_CORES).encoder.name == "small"
+    assert chosen(survey(3_648), GPU).encoder.name == "resnet18"
+    imagenet = chosen(survey(1_281_167, num_tests=50_000, num_classes=1000), GPU)
+    assert (imagenet.encoder.name, imagenet.encoder.image_size) == ("resnet50", 224)
+    assert (imagenet.batch_size, imagenet.num_negatives, imagenet.window_size) == (512, 65_536, 131_072)  # the paper's
+    assert imagenet.window_stride == 16_384
+    assert imagenet.learning_rate == 0.06
+    assert imagenet.precision == "bfloat16"
+    few = chosen(survey(3_648), TWO_CORES)
+    assert (few.num_negatives, few.window_size, few.window_stride) == (1_024, 1_024, 128)
+    fewest = chosen(survey(500), TWO_CORES)
+    assert fewest.num_negatives == fewest.window_size == fewest.window_stride == 500, "epoch order"
+
+
+def test_images_are_packed_only_if_they_do_not_stay_in_memory() -> None:
+    small, large = survey(1_000), survey(10**7)
+    assert chosen(small, TWO_CORES).dataset == "folder"
+    assert chosen(large, GPU).dataset == "packed"
+    assert chosen(large, replace(GPU, disk_bytes=GIB)).dataset == "folder"
+    assert chosen(replace(small, packed=True), TWO_CORES).dataset == "packed"
+
+
+def test_every_choice_has_a_reason_of_one_line() -> None:
+    for images, machine in itertools.product((survey(20), survey(), survey(10**9)), MACHINES):
+        for name, choice in choose(images, machine, {}).items():
+            assert choice.reason, name
+            assert "\n" not in choice.reason
+            assert len(choice.reason) <= 40, choice.reason
+
+
+def test_images_are_held_out_if_there_are_no_others_to_test_on() -> None:
+    assert choose(survey(can_hold_out=True), MACHINES[0], {})["evaluate"].value
+    assert not choose(survey(), MACHINES[0], {})["evaluate"].value
+    assert not choose(survey(num_classes=0, can_hold_out=False), MACHINES[0], {})["evaluate"].value

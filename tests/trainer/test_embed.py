@@ -1,0 +1,213 @@
+"""Encoders that leave the project: features of one's own images in files, and exports that other libraries load."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from tests.helpers.image_tree import BROKEN, odd_tree, plain_tree
+from tests.helpers.small_run import small_run
+from trainer.data import load_dataset
+from trainer.data.pack import PackOptions, pack
+from trainer.data.pixels import IMAGENET
+from trainer.embed import main
+from trainer.evaluate.features import encode
+from trainer.export.encoders import export_encoder
+from trainer.model import EncoderConfig, build_model, load_encoder, save_encoder
+from trainer.torchvision_compat import startup_line
+
+CONFIG = EncoderConfig(
+    in_channels=3, image_size=28, width=8, stem_stride=2, blocks=(1,), pixel_mean=IMAGENET.mean, pixel_std=IMAGENET.std
+)
+
+
+def run_with(config: EncoderConfig, directory: Path, images: Path) -> Path:
+    """The directory of a run on the images of a folder, as it is after its end."""
+    directory.mkdir()
+    save_encoder(build_model(config, seed=3).encoder, config, directory / "encoder.safetensors")
+    settings = small_run(directory, encoder=config, dataset="folder", num_images=None, data_dir=images)
+    (directory / "config.json").write_text(settings.to_json())
+    return directory
+
+
+def loaded(path: Path) -> dict[str, npt.NDArray[Any]]:
+    with np.load(path) as file:
+        return dict(file)
+
+
+def embed(*arguments: object) -> object:
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in (*arguments, "--device", "cpu")])
+    return ended.value.code
+
+
+def test_features_are_those_of_an_evaluation_with_the_paths_of_their_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = odd_tree(tmp_path / "tree", 140)  # more than a batch
+    run = run_with(CONFIG, tmp_path / "run", tree)
+    assert embed(run, tree, "--output", tmp_path / "features.npz") == 0
+    printed = capsys.readouterr()
+    file = loaded(tmp_path / "features.npz")
+    number = len(file["path"])
+    assert printed.out == f"wrote {number} vectors of 8 numbers to {tmp_path / 'features.npz'}, 4 could not be read\n"
+    assert all(f"left out: {tree / name} (" in printed.err for name in BROKEN)
+    intact = sorted(path for path in tree.rglob("[!.]*.*") if path.suffix != ".txt")
+    intact = [path for path in intact if str(path.relative_to(tree)) not in BROKEN]
+    assert file["path"].tolist() == list(map(str, intact))
+    for path in map(tree.joinpath, BROKEN):
+        path.unlink()
+    dataset = load_dataset("folder", tree, image_size=28)
+    expected = encode(load_encoder(run / "encoder.safetensors")[0], dataset.train_images, 28, CONFIG.pixels)
+    np.testing.assert_allclose(file["vector"], expected.numpy(), rtol=1e-4, atol=1e-5)
+
+    assert embed(run / "encoder.safetensors", tree, "--output", tmp_path / "features.csv") == 0
+    with (tmp_path / "features.csv").open(newline="") as text:
+        header, *rows = csv.reader(text)
+    assert header == ["path", *(f"vector_{column}" for column in range(8))]
+    assert [row[0] for row in rows] == file["path"].tolist()
+    np.testing.assert_array_equal(np.array([row[1:] for row in rows], np.float32), file["vector"])
+
+
+def test_packed_images_have_the_paths_from_which_they_were_packed(tmp_path: Path) -> None:
+    tree = plain_tree(tmp_path / "tree", 9)
+    (tree / "b/broken.jpg").write_bytes(b"x")
+    pack(tree, tmp_path / "packed", PackOptions(order_seed=3))
+    plain_tree(tree, 4, first=9)
+    pack(tree, tmp_path / "packed", PackOptions(extend=True))
+    run = run_with(CONFIG, tmp_path / "run", tree)
+    for source in ("tree", "packed"):
+        assert embed(run, tmp_path / source, "--output", tmp_path / f"{source}.npz") == 0
+    plain, packed = (loaded(tmp_path / f"{source}.npz") for source in ("tree", "packed"))
+    assert sorted(packed["path"]) == sorted(plain["path"])
+    assert len(packed["path"]) == 13, "the broken image is left out, not doubled"
+    order = np.argsort(packed["path"]), np.argsort(plain["path"])
+    np.testing.assert_allclose(packed["vector"][order[0]], plain["vector"][order[1]], rtol=1e-5, atol=1e-6)
+
+
+def test_parquet(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    tree = plain_tree(tmp_path / "tree", 130)
+    run = run_with(CONFIG, tmp_path / "run", tree)
+    for suffix in (".parquet", ".npz"):
+        assert embed(run, tree, "--output", tmp_path / f"features{suffix}") == 0
+    table, file = parquet.read_table(tmp_path / "features.parquet"), loaded(tmp_path / "features.npz")
+    assert table.column_names == ["path", "vector"]
+    assert str(table.schema.field("vector").type) == "fixed_size_list<element: float>[8]"
+    assert table["path"].to_pylist() == file["path"].tolist()
+    np.testing.assert_array_equal(np.stack(table["vector"].to_numpy()), file["vector"])
+
+
+def test_bad_input_is_one_line_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = plain_tree(tmp_path / "tree", 3)
+    run = run_with(CONFIG, tmp_path / "run", tree)
+    (tmp_path / "there.csv").write_text("")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # as if it were not installed
+    cases = {
+        "features.pt": "has no known suffix: give a file of .parquet, .npz, .csv",
+        "there.csv": "exists: give another --output",
+        "features.parquet": "pip install 'pic-weightserver[parquet]', or give --output NAME.npz or .csv",
+    }
+    for name, message in cases.items():
+        assert embed(run, tree, "--output", tmp_path / name) == 1
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert line.startswith("trainer.embed: ")
+        assert message in line
+    assert embed(tmp_path / "absent", tree, "--output", tmp_path / "a.npz") == 1
+    assert embed(run, tmp_path / "absent", "--output", tmp_path / "a.npz") == 1
+    grey = run_with(EncoderConfig(image_size=28, width=8, blocks=(1,)), tmp_path / "grey", tree)
+    assert embed(grey, tree, "--output", tmp_path / "a.npz") == 1
+    assert "takes grey images" in capsys.readouterr().err
+    assert not (tmp_path / "a.npz").exists()
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("library", ["timm", "torchvision"])
+def test_the_card_says_in_three_lines_how_its_library_alone_loads_the_encoder(library: str, tmp_path: Path) -> None:
+    """The card's own lines are run in a process that can import the library, and neither the trainer nor its head."""
+    tree = plain_tree(tmp_path / "tree", 12)
+    scale = {"pixel_mean": (0.4, 0.5, 0.6), "pixel_std": (0.2, 0.3, 0.1)}
+    config = EncoderConfig(name="resnet18", in_channels=3, image_size=96, **scale)  # type: ignore[arg-type]
+    run, exported = run_with(config, tmp_path / "run", tree), tmp_path / "exported"
+    export_encoder(run, library, exported)
+    card = (exported / "README.md").read_text()
+    assert "trained on 12 images of 3 classes" in card
+    settings = set(re.findall(r"^\| ([\w.]+) \|", card, re.MULTILINE))
+    assert {"batch_size", "encoder.name", "temperature"} <= settings
+    unused = {
+        "small_crop_size",
+        "margin_size",
+        "encoder.width",
+        "encoder.norm",
+        "recent_share",
+        "epochs",
+        "init_encoder",
+    }
+    assert not settings & unused
+
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    loading = [line for line in code.splitlines() if line.startswith("model")]
+    assert len(loading) <= 4
+    image = tree / "a/0000.jpg"
+    probe = f"""
+import sys
+class Nowhere:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("trainer", "weightserver"):
+            raise ImportError(name + " is not installed here")
+sys.meta_path.insert(0, Nowhere())
+{code}
+import torch
+from PIL import Image
+with torch.no_grad():
+    features = model(preprocess(Image.open({str(image)!r}).convert("RGB"))[None])
+print(features.shape[1], *features[0, :5].tolist())
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    beginning = startup_line()  # what `make` writes into the environment, for a CPU-only torch
+    ran = subprocess.run(
+        [sys.executable, "-c", beginning + probe],
+        cwd=exported,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ran.returncode == 0, ran.stderr
+    dim, *found = map(float, ran.stdout.split())
+    assert dim == 512
+    dataset = load_dataset("folder", tree, image_size=96)
+    ours = encode(load_encoder(run / "encoder.safetensors")[0], dataset.train_images, 96, config.pixels)
+    number = [str(path.relative_to(tree)) for path in sorted(tree.rglob("*.jpg"))].index("a/0000.jpg")
+    assert np.corrcoef(ours[number, :5], found)[0, 1] > 0.99, "the same image, prepared by the library"
+    if library == "timm":
+        fields = json.loads((exported / "config.json").read_text())["pretrained_cfg"]
+        assert (fields["mean"], fields["std"], fields["input_size"]) == ([0.4, 0.5, 0.6], [0.2, 0.3, 0.1], [3, 96, 96])
+
+
+def test_the_documented_lines_load_an_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = plain_tree(tmp_path / "pictures", 3)
+    run_with(CONFIG, tmp_path / "runs-a", tree)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs-a").rename(tmp_path / "runs/a")
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[2] / "docs/images.md").read_text()
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "load_encoder" in block]
+    names: dict[str, object] = {}
+    exec(code, names)
+    features = names["features"]
+    assert isinstance(features, torch.Tensor)
+    assert features.shape == (3, 8)

@@ -1,0 +1,368 @@
+"""Results of a run that was made in several parts, and what is printed at its end."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import trainer.ending
+from tests.helpers.bars import write_bars
+from tests.helpers.small_run import EVERY, NUM_STEPS, ONLY_ROWS, losses, small_run
+from trainer.config import parse_config
+from trainer.coverage import coverage_warnings
+from trainer.data.augment import AugmentationConfig
+from trainer.ending import finish, next_commands, warnings_of, write_results
+from trainer.evaluate import encoder_features, evaluate_features
+from trainer.loop import train
+from trainer.model import EncoderConfig
+from trainer.run.checkpoint_file import saved_history, saved_steps
+from trainer.run.directory import read_encoder
+from trainer.run.totals import Totals
+from trainer.schedule import learning_rates
+from trainer.stopping import Interrupted
+from weightserver import LocalCluster, WeightClient
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+K = 64
+ROOT = Path(__file__).parents[2]
+
+
+def remote(output: Path, **changes: Any) -> Any:
+    """A run whose every step fetches and pushes K rows."""
+    return small_run(output, **{"rows": "remote", "encoder": ONLY_ROWS} | changes)
+
+
+def summary_of(output: Path) -> dict[str, Any]:
+    return dict(json.loads((output / "summary.json").read_text()))
+
+
+def stops_before(step: int) -> Any:
+    def on_step(now: int) -> None:
+        if now == step:
+            raise OSError("the power went out")
+
+    return on_step
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("ended") / "run"
+    train(remote(output))
+    return output
+
+
+@pytest.mark.guard
+def test_the_summary_adds_up_over_all_parts(ended: Path, tmp_path: Path) -> None:
+    """Killed in step 20 and 30, and resumed from steps 13 and 26: repeated steps do not count twice."""
+    output = tmp_path / "run"
+    for resume, at in ((False, 20), (True, 30)):
+        with pytest.raises(OSError, match="power"):
+            train(remote(output, resume=resume), on_step=stops_before(at))
+    train(remote(output, resume=True))
+    undisturbed, summary = summary_of(ended), summary_of(output)
+    assert undisturbed["parts"] == 1
+    assert summary["parts"] == 3
+    assert undisturbed["fetched_rows"] == summary["fetched_rows"] == K * NUM_STEPS
+    assert undisturbed["pushed_rows"] == summary["pushed_rows"] == K * NUM_STEPS
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert summary["train_seconds"] > sum(record["seconds"] for record in records)
+    assert summary["seconds"] >= summary["train_seconds"]
+
+
+@pytest.mark.guard
+def test_a_run_that_has_ended_stays_as_it_is(ended: Path, tmp_path: Path) -> None:
+    """It keeps its last checkpoint, so that nothing is trained again."""
+    output = shutil.copytree(ended, tmp_path / "run")
+    assert saved_steps(output / "checkpoints")[-1] == NUM_STEPS
+    files = ("summary.json", "encoder.safetensors", "metrics.jsonl")
+    before = [(output / name).read_bytes() for name in files]
+    result = train(remote(output, resume=True), on_step=stops_before(NUM_STEPS - 1))
+    assert result.summary == summary_of(ended)
+    assert [(output / name).read_bytes() for name in files] == before
+    assert not list((output / "checkpoints").glob("set-aside-*"))
+
+
+@pytest.mark.guard
+def test_a_run_that_was_killed_in_its_evaluation_is_only_evaluated(ended: Path, tmp_path: Path) -> None:
+    output = shutil.copytree(ended, tmp_path / "run")
+    (output / "summary.json").unlink()
+    (output / "encoder.safetensors").unlink()
+    train(remote(output, resume=True), on_step=stops_before(NUM_STEPS - 1))
+    assert (output / "encoder.safetensors").exists()
+    same = ("steps", "loss", "fetched_rows", "pushed_rows")
+    assert {name: summary_of(output)[name] for name in same} == {name: summary_of(ended)[name] for name in same}
+    assert summary_of(output)["train_seconds"] > json.loads(totals(ended))["train_seconds"]
+
+
+def totals(output: Path) -> str:
+    from trainer.run.checkpoint_file import file_path, read_metadata
+
+    return read_metadata(file_path(output / "checkpoints", NUM_STEPS))["totals"]
+
+
+def rates(num_steps: int) -> np.ndarray:
+    return learning_rates(num_steps=num_steps, base=0.2, warmup_steps=round(0.1 * num_steps))
+
+
+@pytest.mark.guard
+def test_a_run_is_made_longer(ended: Path, tmp_path: Path) -> None:
+    """From then on with the learning rates of the longer run; stopped and resumed again on the way."""
+    output, longer = shutil.copytree(ended, tmp_path / "run"), NUM_STEPS + 2 * EVERY
+    with pytest.raises(OSError, match="power"):
+        train(remote(output, resume=True, steps=longer), on_step=stops_before(longer - 5))
+    assert not (output / "summary.json").exists()
+    train(parse_config(["--resume", "--output", str(output)]))
+    assert losses(output)[:NUM_STEPS] == losses(ended)
+    expected = np.concatenate([rates(NUM_STEPS), rates(longer)[NUM_STEPS:]])
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert np.array_equal(np.array([record["learning_rate"] for record in records], np.float32), expected)
+    with LocalCluster(2, output / "servers") as cluster, WeightClient(cluster.addresses) as client:
+        assert np.array_equal(client.learning_rates(), expected)
+    summary, before = summary_of(output), summary_of(ended)
+    assert (summary["steps"], summary["parts"], summary["fetched_rows"]) == (longer, 3, K * longer)
+    assert summary["train_seconds"] > before["train_seconds"]
+    history = saved_history(output / "checkpoints", longer)
+    assert history is not None
+    assert history.lengths == ((0, 6.0, NUM_STEPS), (NUM_STEPS, 6.0, longer))
+    assert json.loads((output / "config.json").read_text())["steps"] == longer
+    with pytest.raises(ValueError, match=rf"whose steps is {longer}, not {NUM_STEPS}: it can become longer"):
+        train(remote(output, resume=True))
+    again = shutil.copytree(output, tmp_path / "again")
+    train(remote(again, resume=True, resume_step=4 * EVERY, steps=longer))
+    assert losses(again) == losses(output)
+
+
+def test_resume_alone_takes_all_settings_of_the_run(ended: Path, tmp_path: Path) -> None:
+    output = shutil.copytree(ended, tmp_path / "run")
+    expected = replace(remote(output, resume=True), warmup_fraction=0.1)
+    expected = replace(expected, encoder=parse_config(["--resume", "--output", str(output)]).encoder)
+    assert parse_config(["--resume", "--output", str(output)]) == expected
+    assert parse_config(["imagenet-1k", "--output", str(output), "--resume", "auto"]) == replace(
+        expected, resume="auto"
+    )
+    longer = parse_config(["--resume", "--output", str(output), "--epochs", "7", "--log-every", "3"])
+    assert longer == replace(expected, epochs=7.0, steps=None, log_every=3)
+    assert expected.encoder == replace(
+        ONLY_ROWS, pixel_mean=expected.encoder.pixel_mean, pixel_std=expected.encoder.pixel_std
+    )
+
+
+def test_resume_without_a_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_config(["--resume", "--output", str(tmp_path)])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        f"trainer: {tmp_path} holds no run to resume: give its --output, or a preset to start one\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"window_size": 100, "window_stride": 10, "batch_size": 10, "steps": 60}, "visits only 150 of 300 images"),
+        ({"window_size": 100, "window_stride": 40, "batch_size": 10, "steps": 60}, "no row returns to the window"),
+        ({"window_size": 100, "window_stride": 41, "batch_size": 10, "steps": 60}, ""),
+        ({"window_size": 300, "window_stride": 300, "batch_size": 10, "steps": 30}, "no row returns to the window"),
+        ({"window_size": 300, "window_stride": 300, "batch_size": 10, "steps": 31}, ""),
+        ({"window_size": 300, "window_stride": 300, "batch_size": 10, "steps": 9}, "visits only 90 of 300 images"),
+    ],
+)
+def test_a_run_that_cannot_visit_all_images_says_so(settings: dict[str, int], message: str, tmp_path: Path) -> None:
+    config = small_run(tmp_path, **settings)
+    warnings = " ".join(coverage_warnings(config, 300))
+    assert (message in warnings) if message else (warnings == "")
+    met = np.unique([config.visit_schedule(300).visits(0, settings["steps"] * 10)])
+    assert (len(met) < 300) == ("visits only" in message)
+
+
+def test_the_advice_visits_all_images(tmp_path: Path) -> None:
+    config = small_run(tmp_path, window_size=100, window_stride=10, batch_size=10, steps=60)
+    (warning,) = coverage_warnings(config, 300)
+    assert "--window-stride 40, or --steps 210" in warning
+    (other,) = coverage_warnings(replace(config, steps=None, epochs=2.0), 300)
+    assert "--window-stride 40, or --epochs 7" in other
+    (whole,) = coverage_warnings(replace(config, window_size=300, window_stride=300, steps=9), 300)
+    assert whole.endswith("To visit all: --steps 30")
+    assert "visits only" not in " ".join(coverage_warnings(replace(config, window_stride=40), 300))
+    assert "visits only" in " ".join(coverage_warnings(replace(config, window_stride=39), 300))
+    assert coverage_warnings(replace(config, steps=None, epochs=7.0), 300) != [warning]
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The result of a run on labelled images."""
+    root = tmp_path_factory.mktemp("labelled")
+    (root / "idx").mkdir()
+    data = write_bars(root / "idx", num_train=160)
+    return train(
+        small_run(
+            root / "run",
+            dataset="idx",
+            num_images=None,
+            data_dir=data,
+            steps=30,
+            window_size=48,
+            window_stride=16,
+            encoder=EncoderConfig(width=8, stem_stride=2, blocks=(1, 1)),
+            augmentation=AugmentationConfig(strong=False, min_scale=0.6),
+            evaluate=True,
+        )
+    )
+
+
+@pytest.mark.guard
+def test_the_ending_says_whether_it_was_worth_it(labelled: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    finish(labelled)
+    printed, output = capsys.readouterr().out, labelled.config.output
+    compared = json.loads((output / "comparison.json").read_text())
+    assert compared.keys() == {"trained encoder", "untrained encoder", "raw pixels"}
+    for name, row in compared.items():
+        assert name in printed
+        assert f"{row['knn']['top1']:.2f}" in printed
+    before = (output / "comparison.json").read_bytes()
+    (output / "comparison.json").unlink()  # as if it had been interrupted, and resumed
+    finish(replace(labelled, results={}))
+    assert (output / "comparison.json").read_bytes() == before
+    assert capsys.readouterr().out == printed
+    gain = compared["trained encoder"]["knn"]["top1"] - compared["untrained encoder"]["knn"]["top1"]
+    assert f"{gain:+.1f} points over untrained encoder" in printed
+    assert (output / "training.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("encoder.safetensors", "summary.json", "training.png", "metrics.jsonl"):
+        assert name in printed
+        assert (output / name).exists()
+    commands = next_commands(labelled.config)
+    assert len(commands) == 3
+    assert printed.endswith("Next:\n" + "".join(f"  {command}\n" for command in commands))
+    for command in commands:
+        python, *arguments = shlex.split(command)
+        assert python == "python"
+        ran = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, f"{command}: {ran.stderr}"
+
+
+@pytest.mark.guard  # seconds
+def test_the_ending_compares_with_other_runs(labelled: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A line of the table, the losses, and the gaps of the rows that came back."""
+    run = replace(
+        labelled, config=replace(labelled.config, output=shutil.copytree(labelled.config.output, tmp_path / "a"))
+    )
+    (run.config.output / "comparison.json").unlink(missing_ok=True)
+    other = replace(run.config, output=tmp_path / "b", correction="none", evaluate=False)
+    train(other)
+    finish(run, {"without correction": other.output})
+    printed = " ".join(capsys.readouterr().out.split())  # wherever lines are broken
+    compared = json.loads((run.config.output / "comparison.json").read_text())
+    assert list(compared) == ["trained encoder", "without correction", "untrained encoder", "raw pixels"]
+    found = encoder_features(read_encoder(other.output)[0], run.dataset, read_encoder(other.output)[1].pixels)
+    expected = {protocol: result.top1 for protocol, result in evaluate_features(found).items()}
+    assert {protocol: result["top1"] for protocol, result in compared["without correction"].items()} == expected
+    assert f"{expected['knn']:.2f}" in printed
+    gain = compared["trained encoder"]["linear"]["top1"] - expected["linear"]
+    assert f"linear probe {gain:+.1f} points)" in printed
+    tenths = [found[-(len(found) // 10) :] for found in map(losses, (run.config.output, other.output))]
+    last = [sum(tenth) / len(tenth) for tenth in tenths]
+    assert last[0] != last[1]
+    assert f"The loss ends at {last[0]:.2f}; without correction at {last[1]:.2f}" in printed
+    summary = run.summary
+    assert summary["corrected_rows"] > 0
+    assert summary_of(other.output)["corrected_rows"] == 0
+    mean = f"{summary['missed_steps'] / summary['corrected_rows']:,.0f}"
+    assert f"{summary['corrected_rows']:,} rows were corrected when they came back, for gaps of {mean} steps" in printed
+    assert f"and {summary['largest_gap']} at most." in printed
+    assert "over without correction" not in printed
+    finish(replace(run, results={}), {"without correction": other.output})
+    assert " ".join(capsys.readouterr().out.split()) == printed, "of a run that had ended before"
+
+
+@pytest.mark.guard  # seconds
+def test_the_ending_says_that_a_part_was_trained_on(
+    labelled: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = replace(labelled.config, output=tmp_path / "run", num_images=100)
+    finish(train(config))
+    assert "Trained on 100 images without labels; both probes use all 160 and their labels." in capsys.readouterr().out
+
+
+@pytest.mark.guard  # seconds
+def test_a_run_that_ends_at_chance_says_so(labelled: Any) -> None:
+    output = labelled.config.output
+    before = (output / "metrics.jsonl").read_text()
+    try:
+        for loss, is_chance in ((4.15, True), (4.1, False)):
+            lines = [json.dumps({"step": step, "loss": loss}) + "\n" for step in range(30)]
+            (output / "metrics.jsonl").write_text("".join(lines))
+            found = any("the loss ended at 4.15, which is chance (4.16)" in text for text in warnings_of(labelled))
+            assert found == is_chance
+        for losses_, advice in (
+            ([5.0 - step / 60 for step in range(30)], "still falling: more --steps"),
+            ([4.6] * 30, "smaller"),
+        ):
+            lines = [json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses_)]
+            (output / "metrics.jsonl").write_text("".join(lines))
+            (text,) = [text for text in warnings_of(labelled) if "loss ended" in text]
+            assert "which is above chance (4.16)" in text
+            assert advice in text
+    finally:
+        (output / "metrics.jsonl").write_text(before)
+
+
+@pytest.mark.guard
+def test_an_interrupted_ending_says_how_to_go_on(labelled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    output = labelled.config.output
+    monkeypatch.setattr(trainer.ending, "draw_training", interrupted)
+    with pytest.raises(Interrupted, match="training, which is complete and saved") as stopped:
+        finish(labelled)
+    assert stopped.value.exit_status == 130
+    assert str(stopped.value).endswith(f"python -m trainer --resume --output {output}")
+    monkeypatch.setattr(trainer.ending, "encoder_features", interrupted)
+    (output / "summary.json").rename(output / "aside.json")
+    try:
+        with pytest.raises(Interrupted, match=r"python -m trainer\.evaluate knn --run"):
+            write_results(replace(labelled.config, rows="dense"), labelled.dataset, labelled.model, Totals())
+        assert not (output / "summary.json").exists()
+    finally:
+        (output / "aside.json").rename(output / "summary.json")
+
+
+@pytest.mark.guard
+def test_without_test_images_a_tenth_of_the_training_images_is_held_out(
+    labelled: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = labelled.dataset
+    dataset = replace(
+        source, train_labels=source.train_labels, test_images=source.test_images[:0], test_labels=source.test_labels[:0]
+    )
+    dataset.check_evaluated(trained_on_labels=False)
+    with pytest.raises(ValueError, match="train with --no-evaluate"):
+        dataset.check_evaluated(trained_on_labels=True)
+    mistaken = replace(
+        dataset, train_labels=source.train_labels, test_labels=dataset.test_labels, untested="other classes"
+    )
+    with pytest.raises(ValueError, match="other classes: train with --no-evaluate"):
+        mistaken.check_evaluated(trained_on_labels=False)
+    features = encoder_features(labelled.model.encoder, dataset).tested()
+    assert (len(features.train), len(features.test)) == (144, 16)
+    assert (features.train_labels.shape, features.test_labels.shape) == ((144,), (16,))
+    together = torch.cat([features.train, features.test])
+    assert torch.equal(
+        together.sort(dim=0).values, encoder_features(labelled.model.encoder, source).train.sort(dim=0).values
+    )
+
+    shutil.copytree(labelled.config.output, output := tmp_path / "run")
+    (output / "comparison.json").unlink(missing_ok=True)
+    finish(replace(labelled, config=replace(labelled.config, output=output), dataset=dataset, results={}))
+    assert "Top-1 on a tenth of the training images, held out (%)" in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,295 @@
+"""`python -m trainer images`: one command for a folder of images."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.image_tree import odd_tree, plain_tree
+from trainer.config import PRESETS
+from trainer.data import load_dataset
+from trainer.data.manifest import Manifest
+from trainer.own_images import images_config, problems_with
+from trainer.own_packs import check_same_source
+from trainer.settings import _said_in_box, flag
+from weightserver.common.logs import log_events
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return odd_tree(tmp_path / "pictures", 60)
+
+
+def test_choices_are_printed_with_their_reasons_one_line_each(
+    pictures: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    config = images_config(["--data-dir", "pictures", "--epochs", "3", "--device", "cpu"])
+    title, *lines = capsys.readouterr().err.splitlines()
+    assert title == "pictures: 73 images, 3 classes, 48 px"
+    choices = [line for line in lines if line.startswith("  --")]
+    (broken,) = [line for line in lines if line.startswith("  broken: ")]
+    assert broken.startswith("  broken: pictures/a/cut.jpg (not an image of a known format), pictures/b/text.jpg (not")
+    assert broken.endswith(": training shows another image in place of each")
+    for name in ("batch_size", "num_negatives", "window_size", "window_stride", "encoder.name", "encoder.image_size"):
+        (line,) = [line for line in choices if line.startswith(f"  {flag(name)} ")]
+        assert re.search(r"\S  ?\S.{10,}$", line), "a value and a reason"
+        assert len(line) <= 80
+    assert [line.split() for line in choices if "--epochs" in line] == [["--epochs", "3.0", "as", "given"]]
+    assert (config.output, config.dataset, config.epochs) == (Path("runs/pictures"), "folder", 3.0)
+    assert config.knn_every > 0
+    config.check()
+
+
+def test_all_problems_are_reported_together(pictures: Path) -> None:
+    wrong = {
+        "--batch-size": "0",
+        "--learning-rate": "-1",
+        "--window-size": "900",
+        "--views": "0",
+        "--temperature": "-2",
+        "--encoder.name": "resnet5000",
+    }
+    arguments = ["--data-dir", "pictures", *(word for pair in wrong.items() for word in pair), "--evaluate"]
+    with pytest.raises(ValueError, match="--batch-size") as caught:
+        images_config(arguments)
+    lines = str(caught.value).splitlines()
+    for name in ("--batch-size", "--learning-rate", "--window-size", "--views", "--temperature", "resnet5000"):
+        assert [line for line in lines if name in line], name
+    assert any("no test images" in line for line in lines)
+    with pytest.raises(ValueError, match="images needs a folder: give --data-dir FOLDER\n--views must be"):
+        images_config(["--views", "0"])
+    (pictures / "nothing").mkdir()
+    with pytest.raises(ValueError, match="no images in pictures/nothing"):
+        images_config(["--data-dir", "pictures/nothing"])
+
+
+def test_arguments_that_cannot_be_parsed_are_reported_with_all_other_problems(
+    pictures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--data-dir", "pictures", "--epochs", "x", "--num-negatives", "9999", "--no-such", "3", "--steps", "3"]
+    with pytest.raises(SystemExit) as ended:
+        images_config([*arguments, "--precision=half", "stray"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    precision, unknown, epochs, *others = said.removeprefix("trainer: ").splitlines()
+    assert unknown == "Unrecognized options: --no-such, 3, stray"
+    assert epochs.startswith("Error parsing --epochs: could not convert string to float: 'x'")
+    assert precision.startswith("invalid choice 'half' for argument '--precision'")
+    assert others
+    assert all("--num-negatives" in line for line in others)
+    with pytest.raises(SystemExit):
+        images_config(["--data-dir", "pictures", "--epochs", "x"])
+    alone = capsys.readouterr().err
+    assert "trainer images --help" in alone, "the parser says it, with its hints"
+    with pytest.raises(SystemExit) as ended:
+        images_config(["--epochs", "x"])
+    assert "needs a folder: give --data-dir FOLDER" in capsys.readouterr().err
+
+
+def test_a_wrong_argument_makes_no_right_one_wrong(pictures: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The value of an unknown option, which another option has too; a value after an option without one."""
+    arguments = ["--data-dir", "pictures", "--steps", "3"]
+    with pytest.raises(SystemExit):
+        images_config([*arguments, "--augmentation.blur-sigma", "0.1", "2", "--no-such", "2"])
+    said = capsys.readouterr().err
+    assert "--no-such" in said
+    assert "blur-sigma" not in said
+    with pytest.raises(SystemExit):
+        images_config([*arguments, "--evaluate", "5"])
+    assert "needs a folder" not in capsys.readouterr().err
+
+
+def test_boxes_of_wrong_arguments_are_read_in_colour_too() -> None:
+    """tyro colours them if stdout is a terminal."""
+    red, plain = "\x1b[31m", "\x1b[0m"
+    lines = ["╭─ Parsing error ───╮", f"│{plain} --epochs is wrong {red}│", "╰────────╯"]
+    assert _said_in_box("".join(f"{red}{line}{plain}\n" for line in lines)) == "--epochs is wrong"
+
+
+def test_a_run_gets_its_own_directory_and_an_existing_one_is_not_overwritten(pictures: Path) -> None:
+    command = ["--data-dir", "pictures", "--device", "cpu"]
+    for number in ("", "-2", "-3"):
+        output = images_config(command).output
+        assert output == Path(f"runs/pictures{number}")
+        output.mkdir(parents=True)
+        (output / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="--output runs/pictures holds a run: give --resume to resume it, or another"):
+        images_config([*command, "--output", "runs/pictures"])
+
+
+def test_broken_images_are_counted_and_a_single_image_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tree = plain_tree(tmp_path / "pictures", 12)
+    for number in range(5):
+        (tree / f"a/text {number}.jpg").write_bytes(b"no image")
+    images_config(["--data-dir", "pictures", "--device", "cpu"])
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "broken" in line]
+    assert line.count("pictures/a/text") == 3
+    assert line.endswith(", and 2 more: training shows another image in place of each")
+    plain_tree(tmp_path / "single", 1)
+    for others in (0, 1):
+        with pytest.raises(ValueError, match=r"a single image that can be read, of .: give at least 2") as caught:
+            images_config(["--data-dir", "single", "--device", "cpu"])
+        assert "\n" not in str(caught.value), others
+        (tmp_path / "single/a/text.jpg").write_bytes(b"no image")
+
+
+def test_images_of_one_class_have_no_labels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    one = plain_tree(tmp_path / "all", 36) / "a"
+    (tmp_path / "pictures").mkdir()
+    one.rename(tmp_path / "pictures/a")
+    config = images_config(["--data-dir", "pictures", "--device", "cpu"])
+    assert capsys.readouterr().err.startswith("pictures: 12 images, no labels, 48 px\n")
+    assert (config.evaluate, config.knn_every) == (False, 0)
+    dataset = load_dataset("folder", tmp_path / "pictures")
+    assert not dataset.labelled
+    with pytest.raises(ValueError, match="have no labels"):
+        dataset.check_labelled()
+    assert load_dataset("folder", tmp_path / "all").labelled, "two classes"
+
+
+def test_images_that_exceed_the_memory_are_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for part in ("train", "val"):
+        plain_tree(tmp_path / "pictures" / part, 24)
+    monkeypatch.setattr("trainer.own_images.usable_memory", lambda: 40_000)
+    config = images_config(["--data-dir", "pictures", "--device", "cpu"])
+    assert (config.dataset, config.data_dir) == ("packed", Path("runs/pictures-packed"))
+    assert "packing pictures/train into runs/pictures-packed" in capsys.readouterr().err
+    assert Manifest.load(tmp_path / "runs/pictures-packed").complete
+    assert Manifest.load(tmp_path / "runs/pictures-packed/test").num_images == 24
+    assert config.evaluate, "it has test images with labels"
+    images_config(["--data-dir", "pictures", "--device", "cpu"])
+    assert "packing" not in capsys.readouterr().err, "a complete pack is used again"
+    given = images_config(["--data-dir", "pictures", "--device", "cpu", "--dataset", "folder"])
+    assert (given.dataset, given.data_dir) == ("folder", Path("pictures"))
+
+
+def test_a_pack_of_other_or_changed_images_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = plain_tree(tmp_path / "p1/pics.2024", 9)
+    second = plain_tree(tmp_path / "p2/pics.2024", 24)
+
+    def packed_of(folder: Path) -> tuple[str, int, str]:
+        config = images_config(["--data-dir", str(folder), "--dataset", "packed", "--output", "R/r", "--device", "cpu"])
+        assert config.data_dir is not None
+        said = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("adding", "R/"))]
+        assert len(said) <= 1
+        return str(config.data_dir), Manifest.load(config.data_dir).num_images, "".join(said)
+
+    one, two, three = (f"R/pics.2024-packed{number}" for number in ("", "-2", "-3"))
+    assert packed_of(first) == (one, 9, "")
+    assert packed_of(second) == (two, 24, f"{one} is not used: it holds images of {first}")
+    plain_tree(first, 3, first=9)
+    added = f"adding to {one} what was added to {first} since: 3, first a/0009.jpg"
+    assert packed_of(first) == (one, 12, added)
+    assert packed_of(first) == (one, 12, "")
+    with pytest.raises(ValueError, match=r"the run's images are packed from .*/p1/pics.2024 in R/pics"):
+        check_same_source(second, Path(one))
+    check_same_source(first, Path(one))
+    (first / "a/0000.jpg").unlink()
+    config = images_config(["--data-dir", str(first), "--dataset", "packed", "--output", "R/r", "--device", "cpu"])
+    lines = capsys.readouterr().err.splitlines()
+    assert f"{one} is not used: 1 of its images were removed from {first}, renamed or overwritten since" in lines
+    assert (str(config.data_dir), Manifest.load(Path(three)).num_images) == (three, 11)
+
+
+def test_choices_are_one_event_of_a_json_log(
+    pictures: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    log_events("json")
+    try:
+        config = images_config(["--data-dir", "pictures", "--log-format", "json", "--device", "cpu", "--epochs", "3"])
+    finally:
+        logging.captureWarnings(False)
+    (line,) = capsys.readouterr().err.splitlines()
+    event = json.loads(line)
+    assert (event["event"], event["images"], event["classes"]) == ("settings chosen", 73, 3)
+    assert event["settings"]["batch_size"] == config.batch_size
+    assert event["settings"].keys() == event["reasons"].keys()
+    assert event["given"]["epochs"] == 3
+    assert len(event["broken"]) == 3
+
+
+def test_what_would_end_a_run_of_a_preset_is_found_too(pictures: Path) -> None:
+    dataset = load_dataset("folder", pictures)
+    _, preset = PRESETS["imagenet-1k"]
+    problems = problems_with(preset, dataset)
+    assert [problem.split(" ")[0] for problem in problems] == ["--window-size", "--num-negatives"]
+
+
+@pytest.mark.guard
+def test_training_starts_within_a_minute_and_ends(pictures: Path, tmp_path: Path) -> None:
+    plain_tree(pictures, 1_000, first=100)
+    command = [
+        sys.executable,
+        "-m",
+        "trainer",
+        "images",
+        "--data-dir",
+        str(pictures),
+        "--steps",
+        "12",
+        "--device",
+        "cpu",
+    ]
+    began = time.time()
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "2"}
+    options = ["--log-every", "2", "--output", "run"]
+    ran = subprocess.run(
+        [*command, *options], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250
+    )
+    assert ran.returncode == 0, ran.stderr
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert len(records) == 6
+    checkpoint = tmp_path / "run/checkpoints"
+    started = min(path.stat().st_mtime for path in checkpoint.iterdir())
+    assert started - began < 60, "seconds until the first step"
+    assert (tmp_path / "run/encoder.safetensors").exists()
+
+
+@pytest.mark.guard  # a run, and its resumption
+def test_a_resumed_run_keeps_the_choices_of_its_beginning(
+    pictures: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--data-dir", "pictures", "--device", "cpu"]
+    began = images_config([*command, "--batch-size", "12"])
+    began.output.mkdir(parents=True)
+    (began.output / "config.json").write_text(began.to_json())
+    plain_tree(pictures, 2_100, first=100)  # for which other settings would be chosen
+    monkeypatch.setattr("trainer.own_images.usable_cores", lambda: 64)
+    capsys.readouterr()
+    resumed = images_config([*command, "--resume"])
+    assert (resumed.output, resumed.resume) == (began.output, True)
+    assert replace(resumed, resume=False).to_json() == began.to_json()
+    assert capsys.readouterr().err == ""
+    packed = replace(began, dataset="packed", data_dir=Path("runs/pictures-packed"))
+    (began.output / "config.json").write_text(packed.to_json())
+    assert images_config([*command, "--resume"]).data_dir == Path("runs/pictures-packed")

@@ -1,0 +1,50 @@
+"""Which images a run visits, and which of their rows it meets again: a function of N, W, S and its length."""
+
+from __future__ import annotations
+
+import math
+
+from trainer.config import TrainConfig
+from weightserver.common.logs import Remark
+
+
+def coverage_warnings(config: TrainConfig, num_images: int) -> list[Remark]:
+    """Warnings about a run that does not visit all images, or whose rows never return to the window."""
+    window, stride = config.window_size, config.window_stride
+    visits = config.num_steps(num_images) * config.batch_size
+    moves = max(0, math.ceil(visits / window) - 1)
+    reached = min(window, visits) + moves * stride
+    values = {"visits": visits, "windows": moves + 1, "window": window, "stride": stride}
+    values |= {"images": num_images, "reached": reached}
+    length = f"{visits:,} visits fill {moves + 1:,} windows of {window:,} images that move by {stride:,}"
+    if reached < num_images:
+        needed = -(-(num_images - window) // moves) if moves else window + 1
+        visits_needed = window * (1 + math.ceil((num_images - window) / stride))
+        ways = [_longer(config, visits_needed, num_images)]
+        if window < num_images:
+            ways.insert(
+                0, f"--window-stride {needed}" if needed <= window else "a larger --window-size and --window-stride"
+            )
+        line = f"the run visits only {reached:,} of {num_images:,} images, and no row returns: {length}. To visit all: "
+        return [Remark(line + ", or ".join(ways), **values)]
+    if reached == num_images and config.labels is None:
+        more = "--epochs" if config.steps is None else "--steps"
+        line = (
+            f"no row returns to the window after it has left it, so that each row learns once: {length}. More {more} "
+            "or a larger --window-stride bring rows back"
+        )
+        return [Remark(line, **values)]
+    return []
+
+
+def _longer(config: TrainConfig, visits: int, num_images: int) -> str:
+    """The setting of a run with so many visits."""
+    if config.steps is not None:
+        return f"--steps {-(-visits // config.batch_size)}"
+    return f"--epochs {_rounded_up(visits / num_images):g}"
+
+
+def _rounded_up(number: float) -> float:
+    """To two significant digits."""
+    unit = 10.0 ** (math.floor(math.log10(number)) - 1)
+    return math.ceil(number / unit - 1e-9) * unit

@@ -1,0 +1,205 @@
+"""What the terminal shows while a command works: the stage that it is in, and the progress of its training.
+
+On a terminal these are lines at its bottom, which disappear when the work ends; without one, lines of the log, at most
+one a minute. Code anywhere names what it does by `stage`; it shows nothing unless a command opened a display.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.text import Text
+
+from weightserver.common.logs import logs_json
+
+_log = logging.getLogger(__name__)
+
+_REFRESHES_PER_SECOND = 2
+_LOG_SECONDS = 60.0
+"""Seconds between lines of the log where there is no terminal."""
+
+
+class Progress(Protocol):
+    """Progress that a display shows above the current stage."""
+
+    def lines(self) -> Sequence[RenderableType]: ...
+
+    def fields(self) -> dict[str, Any]:
+        """The same as fields of a log line."""
+
+    def activity(self) -> str:
+        """What it is doing if that has taken longer than usual, otherwise nothing."""
+
+
+class Display:
+    """The lines of one command. Threads may change it at any time: it is drawn by a thread of its own."""
+
+    def __init__(self) -> None:
+        self._stages: list[tuple[str, float]] = []
+        self._progress: Progress | None = None
+        self._notice = ""
+        self._spinner = Spinner("dots")
+        self.is_drawn = False
+        """Whether a terminal shows it."""
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Shows what the code inside does; a stage inside another one takes its place until it ends."""
+        entry = (name, time.monotonic())
+        self._stages.append(entry)
+        try:
+            yield
+        finally:
+            self._stages.remove(entry)
+
+    @contextmanager
+    def following(self, progress: Progress) -> Iterator[None]:
+        """Shows the progress until the context ends, in place of any other."""
+        before, self._progress = self._progress, progress
+        try:
+            yield
+        finally:
+            self._progress = before
+            self._notice = ""
+
+    def notify(self, notice: str) -> None:
+        """Shows a notice until the progress ends. Safe in a signal handler: it only sets a name."""
+        self._notice = notice
+
+    def __rich__(self) -> RenderableType:
+        progress = self._progress
+        lines = [] if progress is None else list(progress.lines())
+        if doing := self._doing():
+            text = Text(doing, no_wrap=True, overflow="ellipsis")
+            self._spinner.update(text=text)
+            lines.append(self._spinner)
+        return Group(*lines)
+
+    def log_line(self) -> None:
+        """Logs what is being done."""
+        fields = {} if self._progress is None else self._progress.fields()
+        if doing := self._doing():
+            fields["doing"] = doing
+        if fields:
+            _log.info("progress", extra=fields)
+
+    def _doing(self) -> str:
+        stage = ""
+        if stages := self._stages[-1:]:
+            ((name, since),) = stages
+            stage = f"{name}, {duration(time.monotonic() - since)}"
+        elif self._progress is not None:
+            stage = self._progress.activity()
+        return ": ".join(filter(None, (self._notice, stage)))
+
+
+_current: Display | None = None
+_loading = ExitStack()
+
+
+@contextmanager
+def shown(*, wanted: bool = True) -> Iterator[None]:
+    """Shows the stages inside on stderr, on the first rank only; one inside another adds nothing.
+
+    Args:
+        wanted: whether a terminal shows them; otherwise, without a terminal and if the log is JSON, the log has a line
+            a minute.
+    """
+    global _current
+    if _current is not None or int(os.environ.get("RANK", "0")) > 0:
+        yield
+        return
+    display, console = Display(), Console(stderr=True)
+    _current = display
+    try:
+        drawn = wanted and console.is_terminal and not logs_json()
+        with _drawn(display, console) if drawn else _logged(display):
+            yield
+    finally:
+        _current = None
+
+
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Names what the code inside does, for the terminal if a display is open."""
+    if (display := _current) is None:
+        yield
+        return
+    with display.stage(name):
+        yield
+
+
+@contextmanager
+def following(progress: Progress) -> Iterator[None]:
+    """Shows the progress inside if a display is open."""
+    if (display := _current) is None:
+        yield
+        return
+    with display.following(progress):
+        yield
+
+
+def show_loading() -> None:
+    """Shows that a command's libraries are being imported, until `loaded`: PyTorch takes seconds."""
+    _loading.enter_context(shown())
+    _loading.enter_context(stage("loading libraries"))
+    atexit.register(_loading.close)  # after Ctrl-C, a terminal needs its cursor back
+
+
+def loaded() -> None:
+    """Ends what `show_loading` began; the first call of every command."""
+    _loading.close()
+
+
+def notify(notice: str) -> bool:
+    """Shows a notice until the progress ends; whether a terminal shows it. Safe in a signal handler."""
+    if (display := _current) is not None:
+        display.notify(notice)
+    return display is not None and display.is_drawn
+
+
+def duration(seconds: float) -> str:
+    """A duration in hours, minutes and seconds: 0:12:34."""
+    return str(timedelta(seconds=round(seconds)))
+
+
+@contextmanager
+def _drawn(display: Display, console: Console) -> Iterator[None]:
+    display.is_drawn = True
+    with Live(
+        display,
+        console=console,
+        refresh_per_second=_REFRESHES_PER_SECOND,
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),  # a file that stdout is redirected to still gets what is printed
+    ):
+        yield
+
+
+@contextmanager
+def _logged(display: Display) -> Iterator[None]:
+    ended = threading.Event()
+
+    def log() -> None:
+        while not ended.wait(_LOG_SECONDS):
+            display.log_line()
+
+    thread = threading.Thread(target=log, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

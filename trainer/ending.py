@@ -1,0 +1,304 @@
+"""The end of a run: its results, whether it was worth it, what was written, and what to do next."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shlex
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from trainer.config import TrainConfig
+from trainer.coverage import coverage_warnings
+from trainer.data import Dataset
+from trainer.display import shown, stage
+from trainer.evaluate import FeatureSet, ProbeResult, encoder_features, evaluate_features, pixel_features
+from trainer.evaluate.features import untrained_encoder
+from trainer.evaluate.table import TITLES, Results, print_table
+from trainer.model import PICModel, load_encoder, save_encoder
+from trainer.run.directory import (
+    COMPARISON_FILE,
+    ENCODER_FILE,
+    METRICS_FILE,
+    PLOT_FILE,
+    SUMMARY_FILE,
+    read_summary,
+)
+from trainer.run.plot import draw_training, read_metrics
+from trainer.run.totals import Totals
+from trainer.stopping import Interrupted
+from weightserver.common.atomic_files import atomic_write
+from weightserver.common.interrupts import interruption
+from weightserver.common.logs import Remark
+
+_log = logging.getLogger(__name__)
+
+_AT_CHANCE = 0.02
+"""A loss that is less than this below log K, in nats, is that of guessing."""
+_TRAINED, _PIXELS = "trained encoder", "raw pixels"
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The outcome of a run: the contents of its summary.json and encoder.safetensors, and more."""
+
+    config: TrainConfig
+    dataset: Dataset
+    model: PICModel
+    summary: dict[str, Any] = field(default_factory=dict)
+    """Empty on ranks other than 0."""
+    results: dict[str, ProbeResult] = field(default_factory=dict)
+    """Protocol to result; empty without --evaluate, on ranks other than 0, and for a run that had ended before."""
+    is_first: bool = True
+    """Whether this is rank 0, which prints the results."""
+
+
+def write_results(config: TrainConfig, dataset: Dataset, model: PICModel, totals: Totals) -> TrainResult:
+    """Evaluates the encoder of a run that has ended and writes its results; keeps those that it has."""
+    output, summary = config.output, read_summary(config.output)
+    if summary and (not config.evaluate or "knn_top1" in summary):  # nothing was trained since
+        _log.info("the run had ended before", extra={"steps": summary["steps"]})
+        return TrainResult(config, dataset, model, summary)
+    started = time.perf_counter()
+    save_encoder(model.encoder, config.encoder, output / ENCODER_FILE)
+    results: dict[str, ProbeResult] = {}
+    if config.evaluate:
+        with _results_can_wait(config):
+            results = _evaluated(
+                _TRAINED, lambda: encoder_features(model.encoder, dataset.evaluated, config.encoder.pixels)
+            )
+        _write_comparison(output, {_TRAINED: results})
+    num_steps = config.num_steps(len(dataset.train_images))
+    evaluation_seconds = totals.evaluation_seconds + time.perf_counter() - started
+    records = read_metrics(output / METRICS_FILE)
+    summary = {
+        "steps": num_steps,
+        "epochs": num_steps * config.batch_size / len(dataset.train_images),
+        **({"loss": records[-1]["loss"]} if records else {}),
+        **{name: value for name, value in asdict(totals).items() if name != "evaluation_seconds"},
+        **{f"{protocol}_top1": result.top1 for protocol, result in results.items()},
+        "seconds": totals.train_seconds + evaluation_seconds,
+    }
+    _write_json(output / SUMMARY_FILE, summary)
+    return TrainResult(config, dataset, model, summary, results)
+
+
+def finish(result: TrainResult, others: Mapping[str, Path] | None = None) -> None:
+    """Compares the encoder with an untrained one and raw pixels, draws the training, and prints all of it on rank 0.
+
+    `others` are the directories of further runs that have ended, by name: they are compared on the same images.
+    """
+    if not result.is_first:
+        return
+    config, summary, others = result.config, result.summary, others or {}
+    output = config.output
+    with shown(wanted=config.log_format == "text"), _results_can_wait(config):
+        compared = _compared(result, others)
+        with stage("drawing the training"):
+            draw_training(
+                output / METRICS_FILE,
+                output / PLOT_FILE,
+                chance_loss=math.log(config.num_negatives),
+                references={name: row["knn"].top1 for name, row in compared.items() if name not in others},
+                others={name: other / METRICS_FILE for name, other in others.items()},
+            )
+    if config.log_format != "text":  # every line is JSON then
+        for warning in warnings_of(result):
+            _log.warning("%(line)s", warning.fields())
+        _log.info("training ended", extra=summary)
+        return
+    if compared:
+        tests = len(result.dataset.evaluated.test_images)
+        print_table(compared, images="the test images" if tests else "a tenth of the training images, held out")
+        if (whole := result.dataset.whole) is not None:
+            num_images, num_labels = len(result.dataset.train_images), len(whole.train_images)
+            print(
+                f"Trained on {num_images:,} images without labels; both probes use all {num_labels:,} and their labels."
+            )
+        print(_verdict({name: row for name, row in compared.items() if name not in others}))
+    for name, other in others.items():
+        print(_difference(name, other, output, compared))
+    if summary.get("corrected_rows"):
+        print(_gaps(summary))
+    for warning in warnings_of(result):
+        print(f"Note: {warning}")
+    print(" ".join(f"{name}={value if isinstance(value, int) else f'{value:g}'}" for name, value in summary.items()))
+    print(_written(config, summary))
+    print("Next:", *next_commands(config), sep="\n  ")
+
+
+@contextmanager
+def _results_can_wait(config: TrainConfig) -> Iterator[None]:
+    """Says how to make the results later if the user interrupts them."""
+    run = shlex.quote(str(config.output))
+    later = f"python -m trainer --resume --output {run}"
+    if config.rows == "dense":  # which cannot be resumed
+        later = f"python -m trainer.evaluate knn --run {run}"
+    try:
+        yield
+    except KeyboardInterrupt:
+        message = interruption("after the training, which is complete and saved", f"its results come from {later}")
+        raise Interrupted(signal.SIGINT, message) from None
+
+
+def warnings_of(result: TrainResult) -> list[Remark]:
+    """Reasons for which the results of a run may disappoint."""
+    config, num_images = result.config, len(result.dataset.train_images)
+    warnings = coverage_warnings(config, num_images)
+    (last, before), chance = _final_losses(config.output), math.log(config.num_negatives)
+    if last > chance - _AT_CHANCE:
+        more = "--epochs" if config.steps is None else "--steps"
+        advice = f"Try more {more}, a smaller --num-negatives or another --learning-rate"
+        if before - last > _AT_CHANCE:
+            advice = f"It was still falling: more {more} may be all that it needs"
+        at = "which is chance" if last < chance + _AT_CHANCE else "which is above chance"
+        line = (
+            f"the loss ended at {last:.2f}, {at} ({chance:.2f}): in the end the encoder did not tell its images apart. "
+            f"{advice}"
+        )
+        warnings.append(Remark(line, loss=last, chance=chance))
+    return warnings
+
+
+def _final_losses(output: Path) -> tuple[float, float]:
+    """The mean losses of the last tenth of a run's records, and of the two tenths before; NaN without any."""
+    losses = [record["loss"] for record in read_metrics(output / METRICS_FILE) if "loss" in record]
+    tenth = max(1, len(losses) // 10)
+    last, before = losses[-tenth:], losses[-3 * tenth : -tenth]
+    return statistics.fmean(last or [math.nan]), statistics.fmean(before or [math.nan])
+
+
+def next_commands(config: TrainConfig) -> list[str]:
+    """At most three commands that make sense after a run, to paste into a shell."""
+    run = shlex.quote(str(config.output))
+    length = f"--epochs {2 * config.epochs:g}" if config.steps is None else f"--steps {2 * config.steps}"
+    has_library = config.encoder.name not in ("small", "none")
+    possible = {
+        f"python -m trainer report {run}": True,
+        f"python -m trainer --resume --output {run} {length}": config.rows != "dense",
+        f"python -m trainer.export encoder {run} --format {_library(config)} --output {run}/exported": has_library,
+        f"python -m trainer.evaluate knn --run {run}": config.evaluate and config.encoder.name != "none",
+        f"python -m trainer duplicates {run}": config.rows != "dense" and config.labels is None,
+    }
+    return [command for command, makes_sense in possible.items() if makes_sense][:3]
+
+
+def _library(config: TrainConfig) -> str:
+    return "timm" if config.encoder.name.startswith("timm:") else "torchvision"
+
+
+def _written(config: TrainConfig, summary: dict[str, Any]) -> str:
+    parts = f" in {summary['parts']} parts" if summary.get("parts", 1) > 1 else ""
+    kept = "" if config.rows == "dense" else ", checkpoints/ (to resume it)"
+    return (
+        f"{summary['epochs']:g} epochs in {summary['train_seconds']:.0f} s{parts}. Plot: {config.output / PLOT_FILE}\n"
+        f"Written to {config.output}: {ENCODER_FILE}, {SUMMARY_FILE} (results), {PLOT_FILE} (loss and accuracy), "
+        f"{METRICS_FILE}{kept}"
+    )
+
+
+def _gaps(summary: dict[str, Any]) -> str:
+    corrected, missed = summary["corrected_rows"], summary["missed_steps"]
+    return (
+        f"{corrected:,} rows were corrected when they came back, for gaps of {missed / corrected:,.0f} steps on "
+        f"average and {summary['largest_gap']:,} at most."
+    )
+
+
+def _difference(name: str, other: Path, output: Path, compared: Results) -> str:
+    """How another run's final loss and accuracy differ from those of the run in `output`."""
+    (loss, _), (other_loss, _) = _final_losses(output), _final_losses(other)
+    text = f"The loss ends at {loss:.2f}; {name} at {other_loss:.2f}"
+    if name not in compared:
+        return f"{text}."
+    gains = (
+        f"{TITLES[protocol]} {compared[_TRAINED][protocol].top1 - result.top1:+.1f} points"
+        for protocol, result in compared[name].items()
+    )
+    return f"{text} (trained encoder over that: {', '.join(gains)})."
+
+
+def _verdict(compared: Results) -> str:
+    """Whether training was worth it: the gain in kNN."""
+    trained = compared[_TRAINED]["knn"].top1
+    gains = {name: trained - row["knn"].top1 for name, row in compared.items() if name != _TRAINED}
+    text = " and ".join(f"{gain:+.1f} points over {name}" for name, gain in gains.items())
+    best = all(gain > 0 for gain in gains.values())
+    return f"kNN of the trained encoder: {text}." + ("" if best else " Training was not worth it yet.")
+
+
+def _compared(result: TrainResult, others: Mapping[str, Path]) -> Results:
+    """The results of the trained encoder, of those of other runs, of the one that training began with, and of raw
+    pixels; empty without any. Those that were found before are read."""
+    config, dataset, pixels = result.config, result.dataset.evaluated, result.config.encoder.pixels
+    if not config.evaluate:
+        return {}
+    begun = "untrained encoder"
+    if config.init_encoder is not None and config.init_encoder.exists():
+        begun = "initial encoder"
+    evaluations: dict[str, Callable[[], dict[str, ProbeResult]]] = {
+        _TRAINED: lambda: _evaluated(_TRAINED, lambda: encoder_features(result.model.encoder, dataset, pixels)),
+        **{name: partial(_evaluated_run, name, run, result) for name, run in others.items()},
+        begun: lambda: _evaluated(begun, lambda: encoder_features(_initial_encoder(result, begun), dataset, pixels)),
+        _PIXELS: lambda: _evaluated(_PIXELS, lambda: pixel_features(dataset)),
+    }
+    known = _read_comparison(config.output) | ({_TRAINED: result.results} if result.results else {})
+    compared = {name: known.get(name) or evaluate() for name, evaluate in evaluations.items()}
+    _write_comparison(config.output, compared)
+    return compared
+
+
+def _initial_encoder(result: TrainResult, name: str) -> nn.Module:
+    """The encoder that training began with, on the device of the trained one."""
+    config = result.config
+    with stage(f"making the {name}"):
+        if config.init_encoder is not None and config.init_encoder.exists():
+            encoder = load_encoder(config.init_encoder)[0]
+        else:
+            encoder = untrained_encoder(config.encoder, result.dataset.evaluated, config.seed)
+        return encoder.to(next(result.model.parameters()).device)
+
+
+def _evaluated_run(name: str, run: Path, result: TrainResult) -> dict[str, ProbeResult]:
+    """The results of another run's encoder on the images of this one, on which it may have been evaluated before."""
+    if found := _read_comparison(run).get(_TRAINED):
+        return found
+    encoder, config = load_encoder(run / ENCODER_FILE)
+    encoder = encoder.to(next(result.model.parameters()).device)
+    return _evaluated(f"encoder {name}", lambda: encoder_features(encoder, result.dataset.evaluated, config.pixels))
+
+
+def _read_comparison(output: Path) -> Results:
+    path = output / COMPARISON_FILE
+    rows = json.loads(path.read_text()) if path.exists() else {}
+    return {
+        name: {protocol: ProbeResult(**found) for protocol, found in results.items()} for name, results in rows.items()
+    }
+
+
+def _write_comparison(output: Path, compared: Results) -> None:
+    rows = {
+        name: {protocol: asdict(found) for protocol, found in results.items()} for name, results in compared.items()
+    }
+    _write_json(output / COMPARISON_FILE, rows)
+
+
+def _evaluated(name: str, features: Callable[[], FeatureSet]) -> dict[str, ProbeResult]:
+    with stage(f"features of the {name}"):
+        found = features().tested()
+    return evaluate_features(found, name)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    text = json.dumps(content, indent=2) + "\n"
+    atomic_write(path, lambda partial: partial.write_text(text))

@@ -1,0 +1,54 @@
+"""Writes which image each exported row belongs to, by the path of the image's file."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+
+from trainer.data import load_dataset
+from trainer.data.decoded_images import DecodedImages
+from trainer.run.checkpoint_file import newest_history
+from trainer.run.directory import read_settings
+from trainer.run.stored_rows import StoredRows
+from weightserver.common.atomic_files import atomic_write
+
+_ROWS_TOGETHER = 1 << 16
+
+
+def write_paths(run: Path, stored: StoredRows, rows: range, path: Path, data_dir: Path | None = None) -> int:
+    """Writes a CSV with row, image and path of each of `rows`; returns their number. The run's images are in files.
+
+    Raises:
+        ValueError: the images are not those of the run any more.
+        OSError: the images or the file are out of reach.
+    """
+    images = _images_of(run, stored, data_dir)
+
+    def write(partial: Path) -> None:
+        with partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+            lines = csv.writer(file)
+            lines.writerow(["row", "image", "path"])
+            for first in range(rows.start, rows.stop, _ROWS_TOGETHER):
+                some = np.arange(first, min(rows.stop, first + _ROWS_TOGETHER))
+                ids = stored.order.images(some)
+                lines.writerows(zip(some.tolist(), ids.tolist(), images.paths(ids), strict=True))
+
+    atomic_write(path, write)
+    return len(rows)
+
+
+def _images_of(run: Path, stored: StoredRows, data_dir: Path | None) -> DecodedImages:
+    settings = read_settings(run)
+    own = settings.get("data_dir")
+    history = newest_history(run / "checkpoints")
+    for every_file in (False, True):  # the second for runs that an earlier version began
+        dataset = load_dataset(
+            settings["dataset"], data_dir or (Path(own) if own else None), every_file=every_file
+        ).first(stored.num_images)
+        is_known = history is None or history.digests in ((), dataset.digests)
+        if len(dataset.train_images) == stored.num_images and is_known:
+            assert isinstance(dataset.train_images, DecodedImages)
+            return dataset.train_images
+    raise ValueError(f"{data_dir or own} does not hold the images of the run any more: give --data-dir")

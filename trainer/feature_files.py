@@ -1,0 +1,108 @@
+"""Files of features with the paths of their images: Parquet, .npz of NumPy, or CSV."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from weightserver.common.atomic_files import atomic_write
+from weightserver.core.arrays import Float32Array
+
+
+class Batch(Protocol):
+    """Features of some images."""
+
+    @property
+    def paths(self) -> list[str]: ...
+
+    @property
+    def vectors(self) -> Float32Array: ...
+
+
+def check_output(path: Path) -> None:
+    """Raises ValueError unless `write_features` can write to `path`, before anything is computed."""
+    if path.suffix not in _WRITERS:
+        raise ValueError(f"{path} has no known suffix: give a file of {', '.join(_WRITERS)}")
+    if path.exists():
+        raise ValueError(f"{path} exists: give another --output")
+    if path.suffix == ".parquet":
+        _pyarrow()
+
+
+def write_features(path: Path, batches: Iterable[Batch]) -> tuple[int, int]:
+    """Writes batches to a new file, which appears when it is complete; returns the number of vectors and their length.
+
+    Raises:
+        ValueError: a file that exists or of another suffix, Parquet without pyarrow, or no image at all.
+        OSError: the file cannot be written.
+    """
+    check_output(path)
+    number = dim = 0
+
+    def counted() -> Iterator[Batch]:
+        nonlocal number, dim
+        for batch in batches:
+            if len(batch.paths):
+                number, dim = number + len(batch.paths), batch.vectors.shape[1]
+                yield batch
+        if not number:
+            raise ValueError("none of the images can be read: repair them")
+
+    atomic_write(path, lambda partial: _WRITERS[path.suffix](partial, counted()))
+    return number, dim
+
+
+def _write_parquet(path: Path, batches: Iterator[Batch]) -> None:
+    arrow, parquet = _pyarrow()
+    writer: Any = None
+    try:
+        for batch in batches:
+            vectors = arrow.FixedSizeListArray.from_arrays(batch.vectors.reshape(-1), batch.vectors.shape[1])
+            table = arrow.table({"path": arrow.array(batch.paths, arrow.string()), "vector": vectors})
+            writer = writer or parquet.ParquetWriter(path, table.schema)
+            writer.write_table(table)
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def _write_npz(path: Path, batches: Iterator[Batch]) -> None:
+    paths: list[str] = []
+    vectors: list[Float32Array] = []
+    for batch in batches:
+        paths += batch.paths
+        vectors.append(batch.vectors)
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, path=np.array(paths), vector=np.concatenate(vectors))
+
+
+def _write_csv(path: Path, batches: Iterator[Batch]) -> None:
+    with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        rows = csv.writer(file)
+        for number, batch in enumerate(batches):
+            if number == 0:
+                rows.writerow(["path", *(f"vector_{column}" for column in range(batch.vectors.shape[1]))])
+            for image, vector in zip(batch.paths, batch.vectors, strict=True):
+                rows.writerow([image, *(f"{value:.9g}" for value in vector.tolist())])
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    """pyarrow and its Parquet module. Raises ValueError if it is not installed."""
+    try:
+        return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        raise ValueError(
+            "a Parquet file needs pyarrow: pip install 'pic-weightserver[parquet]', or give --output NAME.npz or .csv"
+        ) from None
+
+
+_WRITERS: dict[str, Callable[[Path, Iterator[Batch]], None]] = {
+    ".parquet": _write_parquet,
+    ".npz": _write_npz,
+    ".csv": _write_csv,
+}

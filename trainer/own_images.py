@@ -1,0 +1,334 @@
+"""Trains on a folder of images: `python -m trainer images --data-dir FOLDER`.
+
+Surveys the images and the machine, chooses the settings that the command line does not give (`trainer.choosing`),
+prints them with their reasons, packs the images if that is needed, and reports all problems together.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from trainer.choosing import Choice, Machine, choose
+from trainer.classes import classes_of
+from trainer.config import PRESETS, TrainConfig, parse_config
+from trainer.cores import usable_cores, usable_memory
+from trainer.data import DECODED, Dataset, load_dataset
+from trainer.data.decoded_images import named
+from trainer.data.manifest import is_packed
+from trainer.data.survey import ImagesSurvey, survey
+from trainer.display import shown, stage
+from trainer.model import build_encoder, measure_feature_dim
+from trainer.own_packs import check_same_source, folder_name, packed_beside
+from trainer.run.directory import CONFIG_FILE, read_settings
+from trainer.settings import flag
+from trainer.wrong_arguments import raise_wrong, without_wrong
+from weightserver.common.logs import logs_json, print_error
+
+_log = logging.getLogger(__name__)
+PRESET = "images"
+_NAMED = 3
+"""Maximum number of broken images that are named before training."""
+
+
+def images_config(arguments: Sequence[str]) -> TrainConfig:
+    """The settings of a run on one's own images, of the command line without its first word; prints the choices.
+
+    Exits with status 2 for an invalid command line.
+
+    Raises:
+        ValueError: a line for each problem: no images, settings out of range or that contradict images or each other.
+    """
+    left, wrong = without_wrong(lambda some: parse_config([PRESET, *some], on_wrong=raise_wrong), arguments)
+    if not wrong:
+        return _config(arguments)
+    if left is None:
+        return parse_config([PRESET, *arguments])  # which says it in its own words
+    try:
+        _config(left, checks_only=True)
+    except ValueError as error:
+        print_error("trainer: " + "\n".join([*wrong, str(error)]))
+        sys.exit(2)
+    if len(wrong) > 1:
+        print_error("trainer: " + "\n".join(wrong))
+        sys.exit(2)
+    return parse_config([PRESET, *arguments])  # which says more about a single one
+
+
+def _config(arguments: Sequence[str], *, checks_only: bool = False) -> TrainConfig:
+    """As `images_config`, for arguments that can be parsed. With `checks_only` nothing is printed or packed."""
+    given = _given(arguments)
+    config = parse_config([PRESET, *arguments])
+    output, problem = _output(config, given)
+    config = replace(config, output=output)
+    if config.resume and (output / CONFIG_FILE).exists():
+        return _resumed(parse_config([PRESET, *arguments, "--output", str(output)]))
+    problems = [problem] if problem else []
+    found = _found(config, given, problems)
+    out_of_range, at_fault = config.problems()
+    if found is None:
+        raise ValueError("\n".join([*problems, *out_of_range]))
+    dataset, images = found
+    machine = _machine(config)
+    values = {name: _value(config, name) for name in given - at_fault}
+    choices = choose(images, machine, values)
+    chosen = {name: choice.value for name, choice in choices.items()}
+    config = replace(_parsed(arguments, chosen), output=output)
+    if at_fault:  # the other problems are found with the choices in their place
+        problems += out_of_range
+        config = with_values(config, _leaves_of(PRESETS[PRESET][1], at_fault) | chosen)
+    problems += problems_with(config, dataset)
+    if problems:
+        raise ValueError("\n".join(problems))
+    if checks_only:
+        return config
+    if int(os.environ.get("RANK", "0")) == 0:
+        _print_choices(config, dataset, images, machine, choices, values)
+    if config.dataset == "packed" and not images.packed:
+        assert config.data_dir is not None, "otherwise there are problems"
+        config = replace(config, data_dir=packed_beside(config.data_dir, config.output, config.order_seed))
+    return config
+
+
+def problems_with(config: TrainConfig, dataset: Dataset) -> list[str]:
+    """A line for everything that would end a run of these settings on these images at its start."""
+    problems, _ = config.problems()
+    number = len(dataset.train_images)
+    try:
+        num_classes = classes_of(config, dataset).number
+    except ValueError as error:
+        problems.append(str(error))
+        num_classes = number
+    checks: list[Callable[[], object]] = [
+        lambda: config.visit_schedule(number),
+        lambda: config.negative_sampler(num_classes).check(config.batch_size),
+        lambda: config.num_steps(number),
+        lambda: config.warmup_steps(number, 1),
+        lambda: _check_labels(config, dataset),
+        lambda: _check_encoder(config),
+        config.torch_device,
+    ]
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            problems.append(str(error))
+    return list(dict.fromkeys(_with_flags(problem) for problem in problems))
+
+
+def _with_flags(problem: str) -> str:
+    """A message of the head's library, which names its arguments, with the flags of the command line."""
+    for name in ("window_size", "window_stride", "num_negatives", "rows_per_block", "batch_size"):
+        problem = problem.replace(name, flag(name))
+    return problem
+
+
+def _check_labels(config: TrainConfig, dataset: Dataset) -> None:
+    if config.evaluate:
+        dataset.check_evaluated(trained_on_labels=config.labels is not None)
+    elif config.knn_every or config.online_probe:
+        dataset.check_labelled()
+
+
+def _check_encoder(config: TrainConfig) -> None:
+    if config.encoder.in_channels != 3:
+        raise ValueError(
+            f"--encoder.in-channels {config.encoder.in_channels}: images of a folder are decoded in colour: give 3"
+        )
+    measure_feature_dim(build_encoder(config.encoder), config.encoder)
+
+
+def _given(arguments: Sequence[str]) -> set[str]:
+    """Names of the settings that a command line gives, nested ones dotted; --no-evaluate gives evaluate."""
+    known = {name for name, _ in _leaves(PRESETS[PRESET][1])}
+    found = set()
+    for argument in arguments:
+        name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
+        if argument.startswith("--"):
+            *above, last = name.split(".")
+            positive = ".".join([*above, last.removeprefix("no_")])
+            found |= {name, positive} & known
+    return found
+
+
+def _leaves(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by name, nested ones under dotted names."""
+    for one in fields(settings):
+        value = getattr(settings, one.name)
+        if is_dataclass(value):
+            yield from _leaves(value, f"{prefix}{one.name}.")
+        else:
+            yield prefix + one.name, value
+
+
+def _leaves_of(settings: Any, names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in _leaves(settings) if name in names}
+
+
+def _value(settings: Any, name: str) -> Any:
+    for part in name.split("."):
+        settings = getattr(settings, part)
+    return settings
+
+
+def with_values(settings: Any, values: dict[str, Any]) -> Any:
+    """The settings with other values under dotted names."""
+    own = {name: value for name, value in values.items() if "." not in name}
+    for part in {name.partition(".")[0] for name in values if "." in name}:
+        inner = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{part}.")}
+        own[part] = with_values(getattr(settings, part), inner)
+    return replace(settings, **own)
+
+
+def _parsed(arguments: Sequence[str], values: dict[str, Any]) -> TrainConfig:
+    """The command line's settings, with `values` where it gives none."""
+    return parse_config([PRESET, *arguments], default=with_values(PRESETS[PRESET][1], values))
+
+
+def _output(config: TrainConfig, given: set[str]) -> tuple[Path, str]:
+    """The run's directory, runs/FOLDER, -2, -3, … if none is given; and a problem, or none."""
+    if "output" in given:
+        if (config.output / CONFIG_FILE).exists() and not config.resume:
+            return config.output, f"--output {config.output} holds a run: give --resume to resume it, or another"
+        return config.output, ""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return config.output, "several ranks need the same directory: give --output"
+    first = Path("runs") / (folder_name(config.data_dir) if config.data_dir else PRESET)
+    free, newest, number = first, first, 1
+    while (free / CONFIG_FILE).exists():
+        number, newest = number + 1, free
+        free = first.with_name(f"{first.name}-{number}")
+    return (newest if config.resume else free), ""
+
+
+def _resumed(config: TrainConfig) -> TrainConfig:
+    """The settings of a run that is resumed: chosen when it began. Its images may be packed since."""
+    if config.data_dir and not is_packed(config.data_dir):
+        stored = read_settings(config.output)
+        if stored.get("dataset") == "packed":
+            packed = Path(stored["data_dir"])
+            check_same_source(config.data_dir, packed)
+            return replace(config, dataset="packed", data_dir=packed)
+    return config
+
+
+def _found(config: TrainConfig, given: set[str], problems: list[str]) -> tuple[Dataset, ImagesSurvey] | None:
+    """The images in --data-dir; adds a problem and returns None if there are none."""
+    if config.data_dir is None:
+        problems.append("python -m trainer images needs a folder: give --data-dir FOLDER")
+        return None
+    kind = config.dataset if "dataset" in given else "packed" if is_packed(config.data_dir) else "folder"
+    if kind not in DECODED:
+        problems.append(f"--dataset {kind} is not for a folder of images: omit it, or train with the preset for it")
+        return None
+    try:
+        if config.data_dir.is_dir() and not is_packed(config.data_dir) and kind == "packed":
+            kind = "folder"  # to be packed
+        with shown(), stage("listing images"):
+            dataset = load_dataset(kind, config.data_dir, image_size=32)  # only headers are read
+            return dataset, survey(dataset, packed=kind == "packed")
+    except (ValueError, OSError) as error:
+        problems.append(str(error))
+        return None
+
+
+def _machine(config: TrainConfig) -> Machine:
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        device = config.torch_device()
+    except ValueError:
+        device = torch.device("cpu")  # the problem is reported with the others
+    gpu_memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    parent = next(path for path in (config.output, *config.output.parents) if path.exists())
+    return Machine(
+        cores=usable_cores(),
+        memory_bytes=usable_memory(),
+        gpu_memory_bytes=gpu_memory,
+        ranks=ranks,
+        disk_bytes=shutil.disk_usage(parent).free,
+    )
+
+
+def _print_choices(
+    config: TrainConfig,
+    dataset: Dataset,
+    images: ImagesSurvey,
+    machine: Machine,
+    choices: dict[str, Choice],
+    given: dict[str, Any],
+) -> None:
+    if logs_json():
+        _log_choices(config, images, choices, given)
+        return
+    console = Console(stderr=True, highlight=False)
+    labels = f"{images.num_classes:,} classes" if images.num_classes else "no labels"
+    tests = f", {images.num_tests:,} test images" if images.num_tests else ""
+    console.print(
+        f"{config.data_dir}: {images.number:,} images, {labels}{tests}, {images.shorter_side} px", markup=False
+    )
+    if dataset.untested and images.num_classes and not images.num_tests:
+        console.print(f"  {dataset.untested}", markup=False)
+    for line in _broken_lines(images):
+        console.print(f"  {line}", markup=False, soft_wrap=True)
+    for name, value, reason in _rows(config, choices, given):
+        console.print(f"  {f'{name} {value}':<37} {reason}", markup=False, soft_wrap=True)
+
+
+def _log_choices(config: TrainConfig, images: ImagesSurvey, choices: dict[str, Choice], given: dict[str, Any]) -> None:
+    """The same as one event, with values in fields."""
+    named(images.unreadable)
+    fields = {
+        "data_dir": str(config.data_dir),
+        "output": str(config.output),
+        "images": images.number,
+        "classes": images.num_classes,
+        "test_images": images.num_tests,
+        "shorter_side": images.shorter_side,
+        "broken": list(images.unreadable),
+        "settings": {name: choice.value for name, choice in choices.items()},
+        "reasons": {name: choice.reason for name, choice in choices.items()},
+        "given": {name: value if isinstance(value, int | float | str) else str(value) for name, value in given.items()},
+    }
+    _log.info("settings chosen", extra=fields)
+
+
+def _broken_lines(images: ImagesSurvey) -> Iterator[str]:
+    broken = images.unreadable
+    if broken:
+        named(broken[:_NAMED])
+        others = f", and {len(broken) - _NAMED:,} more" if len(broken) > _NAMED else ""
+        yield f"broken: {', '.join(broken[:_NAMED])}{others}: training shows another image in place of each"
+
+
+def _rows(config: TrainConfig, choices: dict[str, Choice], given: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for name, choice in choices.items():
+        shown = flag(name)
+        value = choice.value
+        if isinstance(value, bool):
+            shown, text = (shown if value else f"--no-{name.replace('_', '-')}"), ""
+        else:
+            text = (
+                " ".join(map(str, value))
+                if isinstance(value, tuple)
+                else f"{value:g}"
+                if _is_float(value)
+                else str(value)
+            )
+        yield shown, text, choice.reason
+    for name in sorted(given.keys() - {"data_dir"}):
+        yield flag(name), str(_value(config, name)), "as given"
+    if "output" not in given:
+        yield "--output", str(config.output), "a new directory"
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, float)

@@ -1,0 +1,114 @@
+"""What a run has used so far, over all of its parts: its checkpoints carry it from one part to the next."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.run.checkpoint_file import file_path, read_metadata
+from trainer.run.directory import METRICS_FILE, read_summary
+from trainer.run.plot import read_metrics
+from trainer.run.prometheus import peak_gpu_bytes
+from weightserver.torch import Ranks, RowCounters
+
+TOTALS = "totals"
+"""Key of a checkpoint file's metadata; files of earlier versions lack it."""
+
+_SUMMED = ("fetched_rows", "pushed_rows", "corrected_rows", "missed_steps")
+"""Counters of the row store that are summed, over ranks and parts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """What led to a run's state: steps that a resumed part repeated do not count twice."""
+
+    parts: int = 0
+    """How often the run was started or resumed."""
+    train_seconds: float = 0.0
+    evaluation_seconds: float = 0.0
+    """Time of the evaluations at the ends of the run."""
+    fetched_rows: int = 0
+    pushed_rows: int = 0
+    corrected_rows: int = 0
+    missed_steps: int = 0
+    largest_gap: int = 0
+    peak_memory_bytes: int = 0
+
+
+class Usage:
+    """The totals of a run while it trains.
+
+    Args:
+        before: the totals of its earlier parts; only those on rank 0 matter.
+        started: when this part started, on the clock of `time.perf_counter`.
+    """
+
+    def __init__(self, before: Totals, started: float, counters: RowCounters, ranks: Ranks) -> None:
+        self._before = before
+        self._started = started
+        self._counters = counters
+        self._ranks = ranks
+
+    def now(self) -> Totals:
+        """The totals up to now; every rank must call it together."""
+        before, counters = self._before, self._counters
+        sums = self._ranks.sum_over_ranks([float(getattr(counters, name)) for name in _SUMMED])
+        (largest_gap,) = self._ranks.max_over_ranks([float(counters.largest_gap)])
+        return Totals(
+            parts=before.parts + 1,
+            train_seconds=before.train_seconds + time.perf_counter() - self._started,
+            evaluation_seconds=before.evaluation_seconds,
+            **{name: getattr(before, name) + round(value) for name, value in zip(_SUMMED, sums, strict=True)},
+            largest_gap=max(before.largest_gap, round(largest_gap)),
+            peak_memory_bytes=max(before.peak_memory_bytes, _peak_memory_bytes(self._ranks.device)),
+        )
+
+
+def totals_at(output: Path, step: int) -> Totals:
+    """The totals of the run in `output` at its checkpoint of `step`."""
+    path = file_path(output / "checkpoints", step)
+    stored = read_metadata(path).get(TOTALS) if path.exists() else None
+    totals = Totals(**json.loads(stored)) if stored else _recorded(output, step)
+    summary = read_summary(output)
+    if summary.get("steps") == step:  # the run ended there and was evaluated
+        totals = Totals(**asdict(totals) | _of_ending(summary, totals))
+    return totals
+
+
+def _of_ending(summary: dict[str, Any], totals: Totals) -> dict[str, float]:
+    """What the ending that wrote a summary adds to the last checkpoint's totals."""
+    train_seconds = max(totals.train_seconds, summary.get("train_seconds", 0.0))
+    return {
+        "train_seconds": train_seconds,
+        "evaluation_seconds": max(totals.evaluation_seconds, summary.get("seconds", 0.0) - train_seconds),
+    }
+
+
+def _recorded(output: Path, step: int) -> Totals:
+    """The totals of a run of an earlier version, from the records of its steps before `step`."""
+    path = output / METRICS_FILE
+    records = [record for record in read_metrics(path) if record["step"] < step] if path.exists() else []
+    if not records:
+        return Totals()
+    sums = {name: sum(record.get(name, 0) for record in records) for name in _SUMMED}
+    return Totals(
+        parts=1,
+        train_seconds=sum(record["seconds"] for record in records),
+        **sums,
+        largest_gap=max(record.get("largest_gap", 0) for record in records),
+    )
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    """Peak memory of the GPU if there is one, otherwise of this process."""
+    if device.type == "cuda":
+        return peak_gpu_bytes(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
