@@ -8,11 +8,15 @@ EXPERIMENTS = $(VENV)/.experiments
 
 FASHION_MNIST = /usr/share/datasets/fashion-mnist
 
-.PHONY: fashion-mnist demo tables tables-quick test test-guard test-all test-gpu lint docs dashboards protos bench bench-quick bench-gpu clean
+.PHONY: install first-hour fashion-mnist demo tables tables-quick test test-guard test-all test-gpu lint docs dashboards protos bench bench-quick bench-gpu clean
 
-# Trains on real images, with weight servers of its own. Optional: EPOCHS, DATA_DIR (Fashion-MNIST's files), OUTPUT.
+# Trains on real images, with weight servers of its own, beside the same run without correction. Optional: EPOCHS, DATA_DIR
+# (Fashion-MNIST's files), OUTPUT, RESUME=1 (an interrupted demo: the one in OUTPUT, or the last one).
 demo: $(INSTALLED) $(if $(DATA_DIR),,fashion-mnist)
-	$(BIN)/python -m trainer.demo $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(DATA_DIR),--data-dir $(DATA_DIR)) $(if $(OUTPUT),--output $(OUTPUT))
+	$(BIN)/python -m trainer.demo $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(DATA_DIR),--data-dir $(DATA_DIR)) $(if $(OUTPUT),--output $(OUTPUT)) $(if $(RESUME),--resume)
+
+# Installs everything that training needs into .venv, and nothing else.
+install: $(INSTALLED)
 
 # Fashion-MNIST: the system's copy, else the trainer's download, else, as root on Debian, the package. If all fail, the
 # command that needs the images says what to do.
@@ -46,7 +50,7 @@ test-guard: $(INSTALLED) fashion-mnist
 # Every test that this machine can run, with the coverage of this process's code; tests that need a missing GPU or Docker
 # are skipped with the reason. Code that runs only in shard processes or other ranks counts as not covered.
 test-all: lint fashion-mnist
-	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[wandb,faiss]'
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[wandb,faiss,parquet]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak" --cov --cov-report=term $(PYTEST_FLAGS)
 
 # The tests that need GPUs, one at a time; each is skipped with the reason if its GPUs are missing.
@@ -57,6 +61,10 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# docs/first-hour.md: runs a new user's first commands in a fresh clone, in half an hour.
+first-hour: $(INSTALLED)
+	$(BIN)/python -m experiments.first_hour
 
 # The documentation as a site, in build/site.
 docs: $(INSTALLED)
@@ -86,6 +94,7 @@ $(INSTALLED): pyproject.toml constraints.txt weightserver/core/_kernel.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[trainer,dev]'
+	$(BIN)/python -W ignore::RuntimeWarning -m trainer.torchvision_compat
 	@touch $@
 
 $(EXPERIMENTS): $(INSTALLED)

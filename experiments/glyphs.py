@@ -20,7 +20,6 @@ import argparse
 import hashlib
 import json
 import math
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from experiments.debian import download_packages
 from trainer.schedule import visit_uniforms
 from trainer.stopping import exit_on_error
 from weightserver.common.atomic_files import atomic_directory, to_path
@@ -133,25 +133,6 @@ def load_fonts(split: str, folder: Path) -> list[Font]:
     return fonts
 
 
-def download_fonts(folder: Path) -> None:
-    """Downloads and unpacks the packages into `folder`; installs nothing. Raises ValueError if that fails."""
-    packages = [package for fonts in FONTS.values() for package in fonts]
-    try:
-        _run(["apt-get", "download", "-q", *packages], folder)
-        for archive in sorted(folder.glob("*.deb")):
-            _run(["dpkg-deb", "-x", archive.name, archive.name.partition("_")[0]], folder)
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = error.stderr.strip().splitlines()[-1:] if isinstance(error, subprocess.CalledProcessError) else [error]
-        raise ValueError(
-            f"the fonts cannot be downloaded ({''.join(map(str, reason))}): run it on Debian 12, after apt-get update, "
-            "or give --fonts with the unpacked packages"
-        ) from None
-
-
-def _run(command: list[str], folder: Path) -> None:
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True, timeout=600)
-
-
 def write_split(folder: Path, fonts: list[Font], per_character: int, seed: int) -> bytes:
     """Writes a split's images as PNGs, a folder for each character; returns the SHA-256 of their pixels."""
     digest = hashlib.sha256()
@@ -202,7 +183,8 @@ def main(arguments: list[str] | None = None) -> int:
     sizes = {"train": options.train, "test": options.test}
     with exit_on_error("glyphs"), tempfile.TemporaryDirectory() as downloads:
         if options.fonts is None:
-            download_fonts(Path(downloads))
+            packages = [package for fonts in FONTS.values() for package in fonts]
+            download_packages(packages, Path(downloads), "give --fonts with the unpacked packages")
         digest = write_glyphs(options.output, options.fonts or Path(downloads), sizes, options.seed)
     number = len(CHARACTERS) * sum(sizes.values())
     print(f"{number:,} images of {SIDE} × {SIDE} pixels in {options.output}, SHA-256 {digest}")

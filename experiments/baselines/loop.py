@@ -25,6 +25,7 @@ from trainer.run.directory import METRICS_FILE
 from trainer.run.recorder import Recorder
 from trainer.schedule import forward_seed, learning_rates
 from trainer.stopping import Interrupted, stop_signals
+from weightserver.common.interrupts import interruption
 from weightserver.core.arrays import Float32Array
 from weightserver.torch import Ranks, RowCounters, WindowSampler, to_device
 
@@ -91,8 +92,9 @@ def _build(
     num_steps, rates = schedule(config, num_images, method.num_views)
     checkpoints = Checkpoints(config.output / "checkpoints")
     start_step = checkpoints.restore(method, optimizer) if config.resume else 0
-    claim.prepare(start_step)
-    recorder = stack.enter_context(Recorder(replace(config, num_negatives=method.num_choices), num_steps, ranks))
+    claim.prepare(start_step, num_steps)
+    shown = replace(config, num_negatives=method.num_choices, steps=num_steps)
+    recorder = stack.enter_context(Recorder(shown, num_images, ranks))
     recorder.follow(RowCounters(), start_step)
     steps = range(start_step, num_steps)
     sampler = WindowSampler(dataset.order(config.order_seed), batch_size=config.batch_size, seed=config.seed)
@@ -155,13 +157,14 @@ def _update(training: Training, step: int) -> Tensor:
 def _observe(training: Training, step: int, loss_of_step: Tensor, *, last: bool) -> None:
     """Records the steps since the last record if one is due."""
     every, recorder = training.config.log_every, training.recorder
+    recorder.advance(step)
     if not last and (step + 1) % every:
         return
     if not math.isfinite(loss := loss_of_step.item()):
         raise ValueError(f"the loss is {loss} at step {step}: try a lower --learning-rate")
     record = recorder.measure(step, loss, float(training.rates[step]), 0, {})
     if training.knn is not None:
-        with recorder.paused():
+        with recorder.paused("kNN evaluation"):
             due = is_due(training.knn_steps, step, every, last)
             record |= training.knn.observe(record["seconds"], due=due, last=last)
     recorder.write(record)
@@ -173,4 +176,5 @@ def _save_if_due(training: Training, step: int, *, last: bool) -> None:
     if last or training.signals or (every and (step + 1) % every == 0):
         training.checkpoints.save(step + 1, training.method, training.optimizer)
     if training.signals and not last:
-        raise Interrupted(training.signals[0], f"stopped by a signal after {step + 1} steps: repeat the call to resume")
+        message = interruption(f"after {step + 1} steps", "repeat the command to resume")
+        raise Interrupted(training.signals[0], message)

@@ -15,7 +15,7 @@ from trainer.run.checkpoint_file import FORMAT, file_path, load, saved_steps
 from weightserver.common.atomic_files import atomic_write, make_directory
 
 IDENTITY_FILE = "baseline.json"
-"""The method, its own settings, and the digests of the images; the rest is in config.json."""
+"""The method, its own settings, the digests of the images, and the updates of PIC's run; the rest is in config.json."""
 
 
 def identify(output: Path, identity: dict[str, Any]) -> None:

@@ -95,7 +95,9 @@ def _train_and_evaluate(method: str, settings: dict[str, Any], config: TrainConf
     ranks, dataset = Ranks(device=config.torch_device()), dataset_of(config)
     config = with_pixel_scale(resolve_resume(config, ranks), dataset, ranks)
     with DirectoryClaim(config, is_first=True) as claim:
-        identify(config.output, {"method": method, "settings": settings, "digests": dataset.digests})
+        steps = config.num_steps(len(dataset.train_images))  # the learning rates depend on it
+        identity = {"method": method, "settings": settings, "digests": dataset.digests, "steps": steps}
+        identify(config.output, identity)
         if summary := read_summary(config.output):
             return summary
         if method in METHODS:
