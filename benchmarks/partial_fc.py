@@ -46,8 +46,9 @@ from weightserver.torch import ClassifierHead, cosine_softmax_loss
 
 DIM, INPUT_DIM, HIDDEN_DIM, IMAGES_PER_CLASS, NOISE = 128, 64, 256, 8, 0.7
 TEMPERATURE, RATE, MOMENTUM, WEIGHT_DECAY = 0.05, 0.02, 0.9, 1e-4
-METHODS = ("partial-fc", "uniform-uncorrected", "uniform", "recent")
-"""The peer, and the head: with inactive rows that stand still as the peer's do; exact, with two kinds of negatives."""
+METHODS = {"partial-fc": "-", "uniform-uncorrected": "--", "uniform": ":", "recent": "-."}
+"""The peer, and the head: with inactive rows that stand still as the peer's do; exact, with two kinds of negatives. And
+the style of each one's line."""
 WARM_UP = 20
 """Steps before those that are timed."""
 
@@ -246,7 +247,7 @@ def draw(file: Path, results: dict[str, Any], sizes: list[int]) -> None:
             losses = results.get(f"{method} of {num_classes:,} classes", {}).get("losses", [])
             width = max(1, len(losses) // 50)
             if losses:
-                axes.plot(np.convolve(losses, np.ones(width) / width, mode="valid"), label=method)
+                axes.plot(np.convolve(losses, np.ones(width) / width, mode="valid"), METHODS[method], label=method)
         axes.set(title=f"{num_classes:,} classes", xlabel="step", ylabel="loss")
         if axes.lines:
             axes.legend()
