@@ -38,7 +38,7 @@ class Job:
 
 
 def plan(everything: Sequence[Results], most_seeds: int) -> list[Job]:
-    """The runs of all tables in the order of their value, finished ones included.
+    """The runs that the tables lack, each after the run that it continues, in the order of their value.
 
     Seeds come one after another, each over all tables. After the first seed, or the number that a table needs anyway,
     only tables have further ones whose effects are not clear yet.
@@ -46,11 +46,13 @@ def plan(everything: Sequence[Results], most_seeds: int) -> list[Job]:
     jobs: dict[tuple[str, ...], Job] = {}
     for seed in range(max(most_seeds, *(results.table.seeds for results in everything))):
         wanted = [
-            results.table
+            results
             for results in everything
             if seed < results.table.seeds or (seed < most_seeds and (seed == 0 or not settled(results, everything)))
         ]
-        cells = [cell for table in wanted for cell in table.cells]
+        cells = [
+            cell for results in wanted for cell in results.table.cells if seed not in results.runs.get(cell.name, {})
+        ]
         for cell in sorted(cells, key=lambda cell: cell.is_long):  # stable
             for job in _with_previous(cell, seed):
                 jobs.setdefault(job.key, job)

@@ -93,6 +93,16 @@ def test_a_seed_comes_after_the_earlier_ones_of_all_tables_and_long_cells_after_
     assert names[4:] == [("first", 1), ("short", 1), ("other", 1), ("long", 1), ("other", 2)]
 
 
+def test_what_a_table_holds_is_not_run_again_unless_another_run_continues_it() -> None:
+    first = Cell(row="first", settings={"epochs": 7.0})
+    second = Cell(row="second", after=first)
+    made = table(first, second)
+    for kept, missing in (({}, ["first", "second"]), ({"first": [80.0]}, ["first", "second"])):
+        assert [job.cell.row for job in plan([results(made, **kept)], 1)] == missing
+    assert plan([results(made, first=[80.0], second=[81.0])], 1) == []
+    assert [job.seed for job in plan([results(made, second=[81.0])], 1)] == [0], "the first alone"
+
+
 def test_a_table_whose_effects_are_clear_has_no_further_seeds() -> None:
     made = table(
         Cell(row="a"),
@@ -101,9 +111,9 @@ def test_a_table_whose_effects_are_clear_has_no_further_seeds() -> None:
     )
     trials = Table(name="trials", title="", cells=(Cell(row="c", settings={"epochs": 2.0}),), seeds=3)
     of_trials = results(trials, c=[80.0, 81.0, 82.0])  # a standard deviation of 1
-    for effect, seeds in ((3.1, {0}), (-3.1, {0}), (2.9, {0, 1, 2})):
+    for effect, seeds in ((3.1, set()), (-3.1, set()), (2.9, {1, 2})):
         found = results(made, a=[80.0 + effect], b=[80.0])
-        assert settled(found, [found, of_trials]) == (seeds == {0})
+        assert settled(found, [found, of_trials]) == (not seeds)
         jobs = plan([found, of_trials], 3)
         assert {job.seed for job in jobs if job.cell.row == "a"} == seeds
     assert not settled(results(made, a=[90.0], b=[80.0]), []), "no spread is known"
