@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.cells import Cell, Claim, Table
+from experiments.cells import KNN, LINEAR, Cell, Claim, Table
 
 _SMALL: dict[str, Any] = {"num_images": 10_000, "num_negatives": 512}
 _ORDERS: dict[str, dict[str, Any]] = {
@@ -12,6 +12,7 @@ _ORDERS: dict[str, dict[str, Any]] = {
     "windows": {"window_size": 2_048, "window_stride": 256},
 }
 _BEGINNINGS = ("random", "embedding")
+_WINDOWS_OF_20_EPOCHS = _SMALL | _ORDERS["windows"] | {"epochs": 20.0, "init": "random"}
 
 BEGINNINGS = Table(
     name="beginnings",
@@ -39,18 +40,22 @@ BEGINNINGS = Table(
 
 ROW_PRECISION = Table(
     name="row_precision",
-    title="Rows stored in float32 or bfloat16 (`--row-precision`), in the preset's run",
+    title="Rows stored in float32 or bfloat16 (`--row-precision`)",
+    text="20 epochs in windows of the table before. Resident rows are stored as they leave, remote ones in each step.",
     cells=tuple(
-        Cell(row=rows, column=precision, settings={"rows": rows, "row_precision": precision})
-        for rows in ("resident", "remote")
-        for precision in ("float32", "bfloat16")
+        Cell(row=f"{rows} rows", column=precision, settings=_WINDOWS_OF_20_EPOCHS | stored | precise)
+        for rows, stored in (("resident", {}), ("remote", {"rows": "remote"}))
+        for precision, precise in (("float32", {}), ("bfloat16", {"row_precision": "bfloat16"}))
     ),
     claims=tuple(
         Claim(
-            text=f"{rows} rows in bfloat16 lose nothing",
-            weights={f"{rows}, bfloat16": 1, f"{rows}, float32": -1},
+            text=f"{rows} rows in bfloat16 lose nothing in {name}",
+            weights={f"{rows} rows, bfloat16": 1, f"{rows} rows, float32": -1},
+            measure=measure,
             not_below=True,
         )
         for rows in ("resident", "remote")
+        for name, measure in (("kNN", KNN), ("the linear probe", LINEAR))
     ),
+    seeds=3,
 )
