@@ -90,6 +90,22 @@ def test_rows_begin_where_their_image_is(store: Literal["resident", "dense"], tm
     np.testing.assert_allclose(rows.numpy(), expected_rows[met].numpy(), rtol=0, atol=100 * 2.0**-24)
 
 
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_an_embedding_without_a_direction_begins_at_random(value: float) -> None:
+    """A step that overflowed is skipped, and leaves rows that can be trained."""
+    embeddings = torch.randn(2, D, generator=torch.Generator().manual_seed(0))
+    embeddings[0] = value
+    with (
+        ClassifierHead(N, D, num_negatives=K, init="embedding", init_norm=NORM, rows="dense") as head,
+        ClassifierHead(N, D, num_negatives=K, rows="dense") as at_random,
+    ):
+        head(embeddings.requires_grad_(), [3, 4]).backward()
+        head.skip(0.0)
+        rows = head.rows([3, 4])
+        torch.testing.assert_close(rows[0], at_random.rows([3])[0])
+        torch.testing.assert_close(rows[1], NORM * F.normalize(embeddings[1].detach(), dim=0))
+
+
 @pytest.mark.guard  # three runs: ten seconds
 def test_runs_begin_alike_in_every_store_and_after_a_resume(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"init": "embedding", "steps": 2 * EVERY}
