@@ -111,6 +111,19 @@ def test_an_unused_heads_state(make_head: MakeHead) -> None:
     assert trained(head, [BATCHES]).losses
 
 
+def test_rows_do_not_return_to_an_unused_heads_state(make_head: MakeHead) -> None:
+    """It names no rows; a checkpoint before the first step does."""
+    head = make_head()
+    unused = head.state_dict()
+    head.checkpoint()
+    state, before = head.state_dict(), head.rows(range(NUM_CLASSES))
+    trained(head, [BATCHES], steps=2)
+    with pytest.raises(ValueError, match=r"cannot return after 2 steps: call head.checkpoint\(\) before state_dict"):
+        head.load_state_dict(unused)
+    head.load_state_dict(state)
+    assert torch.equal(head.rows(range(NUM_CLASSES)), before)
+
+
 def test_each_step_has_one_checkpoint(make_head: MakeHead, client: WeightClient) -> None:
     head = make_head()
     first_half(head)

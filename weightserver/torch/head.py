@@ -341,8 +341,18 @@ class ClassifierHead(SampledSoftmax):
         return to_tensor(self._saved, self._coming.visited_before(self.num_steps))
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Rolls the rows back to the checkpoint of a `state_dict`; an unused head's state changes nothing."""
+        """Rolls the rows back to the checkpoint of a `state_dict`. The state of a head before its first use names
+        none: loading it changes nothing, and is refused after the first step.
+
+        Raises:
+            ValueError: a damaged state, one of rows in another order, or none of this head's rows.
+        """
         if not len(state):
+            if self.num_steps:
+                raise ValueError(
+                    f"the state is that of a head before its first use, to which the rows cannot return after "
+                    f"{self.num_steps} steps: call head.checkpoint() before state_dict(), or make a head of other rows"
+                )
             return
         saved, recent = from_tensor(state)
         if saved.order_seed != self.order.order_seed:
