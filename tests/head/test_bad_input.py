@@ -184,13 +184,20 @@ def test_learning_rates_given_in_advance(make_head: MakeHead, given: Any) -> Non
         ({"batch_size": 4, "batches_per_step": 1.0}, "batches_per_step must be an integer, got 1.0"),
         ({"batch_size": 4, "window_size": 8.0}, "window_size must be an integer, got 8.0"),
         ({"batch_size": 4, "window_stride": 8.0}, "window_stride must be an integer, got 8.0"),
+        ({"batch_size": 4, "seed": "a"}, "seed must be an integer, got 'a'"),
+        ({"batch_size": 4, "order": 40.0}, "order must be an integer, got 40.0"),
         ({"batch_size": 4, "window_size": 41}, r"window_size must lie in 1..40, the number of images, got 41"),
         ({"batch_size": 4, "window_size": 8, "window_stride": 9}, r"window_stride must lie in 1..8, the window size"),
     ],
 )
 def test_samplers(settings: dict[str, Any], match: str) -> None:
     with pytest.raises((TypeError, ValueError), match=match):
-        WindowSampler(NUM_CLASSES, **settings)
+        WindowSampler(**{"order": NUM_CLASSES} | settings)
+
+
+def test_numbers_of_numpy_are_integers() -> None:
+    sampler = WindowSampler(np.int64(NUM_CLASSES), batch_size=4, seed=np.int64(0))  # type: ignore[arg-type]
+    assert list(sampler) == list(WindowSampler(NUM_CLASSES, batch_size=4))
 
 
 def test_batches_without_a_first_element(make_head: MakeHead) -> None:
