@@ -355,11 +355,7 @@ class ClassifierHead(SampledSoftmax):
                 )
             return
         saved, recent = from_tensor(state)
-        if saved.order_seed != self.order.order_seed:
-            raise ValueError(
-                f"the state's rows have the order of order_seed={saved.order_seed}, the head that of "
-                f"{self.order.order_seed}: give it the same order_seed"
-            )
+        saved.check_order(self.order)
         if self._opened is not None:
             assert self._table is not None, "the owner of a store restores it"
             self._stack.close()
