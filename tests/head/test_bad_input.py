@@ -147,6 +147,10 @@ def test_a_capacity_that_is_too_small(make_head: MakeHead) -> None:
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
+        ({"rows": "remote", "capacity": 30}, "capacity is a number of resident rows, but rows='remote': omit one"),
+        ({"softmax": "plain", "temperature": 0.1}, "temperature divides cosines, but softmax='plain': omit one"),
+        ({"servers": "127.0.0.1:1", "num_shards": 2}, "servers are given, but directory and num_shards are of a "),
+        ({"servers": "127.0.0.1:1", "directory": "rows"}, "servers are given, but directory and num_shards are of a "),
         ({"rows": "sparse"}, "rows must be 'resident', 'remote' or 'dense', got 'sparse'"),
         ({"softmax": "arc"}, "softmax must be 'cosine' or 'plain', got 'arc'"),
         ({"temperature": 0}, "temperature must be positive, got 0"),
