@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from tests.helpers.small_run import EVERY, losses, small_run
 from trainer.loop import train
-from weightserver.torch import ClassifierHead
+from weightserver.torch import ClassifierHead, Ranks
+from weightserver.torch.beginnings import Beginnings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -104,6 +105,14 @@ def test_an_embedding_without_a_direction_begins_at_random(value: float) -> None
         rows = head.rows([3, 4])
         torch.testing.assert_close(rows[0], at_random.rows([3])[0])
         torch.testing.assert_close(rows[1], NORM * F.normalize(embeddings[1].detach(), dim=0))
+
+
+def test_a_rank_without_active_rows_begins_none() -> None:
+    """All of a step's rows may be in blocks of other ranks, as in the first steps."""
+    beginnings = Beginnings(np.zeros(0, bool), NORM)
+    beginnings.add(torch.ones(2, D), torch.zeros(0, D), np.array([-1, -1]), Ranks())
+    positions, rows = beginnings.of(torch.zeros(0, D))
+    assert (len(positions), rows.shape) == (0, (0, D))
 
 
 @pytest.mark.guard  # three runs: ten seconds

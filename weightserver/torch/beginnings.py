@@ -43,8 +43,8 @@ class Beginnings:
         whole = gathered(embeddings.float(), len(labels), ranks)  # (B, D); all ranks call it
         known = np.isin(np.arange(len(self._fresh)), self._positions)
         positions, first = np.unique(labels, return_index=True)
-        first //= labels.size // len(labels)  # the image
-        begins = (positions >= 0) & (self._fresh & ~known)[positions]
+        positions, first = positions[positions >= 0], first[positions >= 0] // (labels.size // len(labels))  # the image
+        begins = (self._fresh & ~known)[positions]
         if not begins.any():
             return
         chosen = torch.from_numpy(positions[begins]).to(weight.device)
