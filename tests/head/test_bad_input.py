@@ -147,6 +147,10 @@ def test_a_capacity_that_is_too_small(make_head: MakeHead) -> None:
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
+        ({"rows": "remote", "capacity": 30}, "capacity is a number of resident rows, but rows='remote': omit one"),
+        ({"softmax": "plain", "temperature": 0.1}, "temperature divides cosines, but softmax='plain': omit one"),
+        ({"servers": "127.0.0.1:1", "num_shards": 2}, "servers are given, but directory and num_shards are of a "),
+        ({"servers": "127.0.0.1:1", "directory": "rows"}, "servers are given, but directory and num_shards are of a "),
         ({"rows": "sparse"}, "rows must be 'resident', 'remote' or 'dense', got 'sparse'"),
         ({"softmax": "arc"}, "softmax must be 'cosine' or 'plain', got 'arc'"),
         ({"temperature": 0}, "temperature must be positive, got 0"),
@@ -184,13 +188,20 @@ def test_learning_rates_given_in_advance(make_head: MakeHead, given: Any) -> Non
         ({"batch_size": 4, "batches_per_step": 1.0}, "batches_per_step must be an integer, got 1.0"),
         ({"batch_size": 4, "window_size": 8.0}, "window_size must be an integer, got 8.0"),
         ({"batch_size": 4, "window_stride": 8.0}, "window_stride must be an integer, got 8.0"),
+        ({"batch_size": 4, "seed": "a"}, "seed must be an integer, got 'a'"),
+        ({"batch_size": 4, "order": 40.0}, "order must be an integer, got 40.0"),
         ({"batch_size": 4, "window_size": 41}, r"window_size must lie in 1..40, the number of images, got 41"),
         ({"batch_size": 4, "window_size": 8, "window_stride": 9}, r"window_stride must lie in 1..8, the window size"),
     ],
 )
 def test_samplers(settings: dict[str, Any], match: str) -> None:
     with pytest.raises((TypeError, ValueError), match=match):
-        WindowSampler(NUM_CLASSES, **settings)
+        WindowSampler(**{"order": NUM_CLASSES} | settings)
+
+
+def test_numbers_of_numpy_are_integers() -> None:
+    sampler = WindowSampler(np.int64(NUM_CLASSES), batch_size=4, seed=np.int64(0))  # type: ignore[arg-type]
+    assert list(sampler) == list(WindowSampler(NUM_CLASSES, batch_size=4))
 
 
 def test_batches_without_a_first_element(make_head: MakeHead) -> None:

@@ -99,6 +99,14 @@ def test_windows_then_any_classes(make_head: MakeHead) -> None:
     Result(first.losses + result.losses, result.rows, result.encoder).assert_close(expected)
 
 
+def test_any_classes_after_small_windows(make_head: MakeHead) -> None:
+    """The rows of a sampler that is no longer used are fewer than those of other batches."""
+    head, batches = make_head(), shuffled(3, STEPS)
+    head.sampler(batch_size=BATCH_SIZE, window_size=12, window_stride=1)
+    result = trained(head, [head.announced(loaded(batches))])
+    result.assert_close(Dense(head).trained(batches))
+
+
 def test_batches_of_several_sizes(make_head: MakeHead) -> None:
     """As a loader's last batch may be smaller."""
     head, batches = make_head(), shuffled(4, 6)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from tests.head.conftest import MakeHead
 from tests.helpers.own_loop import NUM_CLASSES, STEPS, Encoder, Images, Result, learning_rate, loaded, shuffled, trained
-from weightserver import WeightClient
+from weightserver import LocalCluster, WeightClient
 from weightserver.torch import ClassifierHead
 
 BATCHES = loaded(shuffled(0, STEPS))
@@ -111,6 +111,19 @@ def test_an_unused_heads_state(make_head: MakeHead) -> None:
     assert trained(head, [BATCHES]).losses
 
 
+def test_rows_do_not_return_to_an_unused_heads_state(make_head: MakeHead) -> None:
+    """It names no rows; a checkpoint before the first step does."""
+    head = make_head()
+    unused = head.state_dict()
+    head.checkpoint()
+    state, before = head.state_dict(), head.rows(range(NUM_CLASSES))
+    trained(head, [BATCHES], steps=2)
+    with pytest.raises(ValueError, match=r"cannot return after 2 steps: call head.checkpoint\(\) before state_dict"):
+        head.load_state_dict(unused)
+    head.load_state_dict(state)
+    assert torch.equal(head.rows(range(NUM_CLASSES)), before)
+
+
 def test_each_step_has_one_checkpoint(make_head: MakeHead, client: WeightClient) -> None:
     head = make_head()
     first_half(head)
@@ -163,6 +176,18 @@ def test_another_order_of_the_rows_is_refused(make_head: MakeHead) -> None:
     head.close()
     with pytest.raises(ValueError, match="order of order_seed=0, the head that of 5: give it the same order_seed"):
         make_head(order_seed=5).load_state_dict(state)
+
+
+def test_another_number_of_classes_is_refused(make_head: MakeHead, client: WeightClient, cluster: LocalCluster) -> None:
+    """Also where the table was extended: each class would have another class's row."""
+    head = make_head()
+    _, _, state = first_half(head)
+    head.close()
+    client.open_session("extension", force=True)
+    client.extend_table(NUM_CLASSES + 5)
+    larger = ClassifierHead(NUM_CLASSES + 5, head.spec.dim, num_negatives=12, servers=cluster.addresses)
+    with larger, pytest.raises(ValueError, match="are those of 40 classes, the head has 45, in another order: give it"):
+        larger.load_state_dict(state)
 
 
 def test_dense_rows_have_no_state(make_head: MakeHead) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from tests.helpers.small_run import EVERY, losses, small_run
 from trainer.loop import train
-from weightserver.torch import ClassifierHead
+from weightserver.torch import ClassifierHead, Ranks
+from weightserver.torch.beginnings import Beginnings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -88,6 +89,30 @@ def test_rows_begin_where_their_image_is(store: Literal["resident", "dense"], tm
         rows = head.rows(met)
     np.testing.assert_allclose(found, expected, rtol=0, atol=100 * 2.0**-24)
     np.testing.assert_allclose(rows.numpy(), expected_rows[met].numpy(), rtol=0, atol=100 * 2.0**-24)
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_an_embedding_without_a_direction_begins_at_random(value: float) -> None:
+    """A step that overflowed is skipped, and leaves rows that can be trained."""
+    embeddings = torch.randn(2, D, generator=torch.Generator().manual_seed(0))
+    embeddings[0] = value
+    with (
+        ClassifierHead(N, D, num_negatives=K, init="embedding", init_norm=NORM, rows="dense") as head,
+        ClassifierHead(N, D, num_negatives=K, rows="dense") as at_random,
+    ):
+        head(embeddings.requires_grad_(), [3, 4]).backward()
+        head.skip(0.0)
+        rows = head.rows([3, 4])
+        torch.testing.assert_close(rows[0], at_random.rows([3])[0])
+        torch.testing.assert_close(rows[1], NORM * F.normalize(embeddings[1].detach(), dim=0))
+
+
+def test_a_rank_without_active_rows_begins_none() -> None:
+    """All of a step's rows may be in blocks of other ranks, as in the first steps."""
+    beginnings = Beginnings(np.zeros(0, bool), NORM)
+    beginnings.add(torch.ones(2, D), torch.zeros(0, D), np.array([-1, -1]), Ranks())
+    positions, rows = beginnings.of(torch.zeros(0, D))
+    assert (len(positions), rows.shape) == (0, (0, D))
 
 
 @pytest.mark.guard  # three runs: ten seconds

@@ -32,6 +32,9 @@ class Beginnings:
     def add(self, embeddings: Tensor, weight: Tensor, labels: Int64Array, ranks: Ranks) -> None:
         """Begins the fresh classes of one batch; of several images of a class the first one counts.
 
+        A class begins at random if that embedding has no direction: zeros, infinite or NaN, as in a step that
+        overflowed and is skipped.
+
         Args:
             embeddings: float (b, D), of this rank's images.
             weight: float32 (K of this rank, D), the active rows as they are without a beginning.
@@ -40,17 +43,18 @@ class Beginnings:
         whole = gathered(embeddings.float(), len(labels), ranks)  # (B, D); all ranks call it
         known = np.isin(np.arange(len(self._fresh)), self._positions)
         positions, first = np.unique(labels, return_index=True)
-        first //= labels.size // len(labels)  # the image
-        begins = (positions >= 0) & (self._fresh & ~known)[positions]
+        positions, first = positions[positions >= 0], first[positions >= 0] // (labels.size // len(labels))  # the image
+        begins = (self._fresh & ~known)[positions]
         if not begins.any():
             return
         chosen = torch.from_numpy(positions[begins]).to(weight.device)
         directions = F.normalize(whole[torch.from_numpy(first[begins]).to(whole.device)])
+        has_direction = directions.norm(dim=1, keepdim=True) > 0.5  # about 1, unless it is 0 or NaN
         if self._change is None:
             self._change = torch.zeros_like(weight, requires_grad=False)
         else:
             self._change = self._change.clone()  # an earlier batch's graph may hold it
-        self._change[chosen] = self._norm * directions - weight.detach()[chosen]
+        self._change[chosen] = torch.where(has_direction, self._norm * directions - weight.detach()[chosen], 0.0)
         self._positions = np.append(self._positions, positions[begins])
 
     def begun(self, weight: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightserver.core.arrays import Int64Array
+from weightserver.core.arrays import Int64Array, checked_integer
 from weightserver.torch.windows import RangesOrder, RowOrder, VisitSchedule
 
 _IMAGES_AT_A_TIME = 1 << 20
@@ -51,7 +51,9 @@ class ClassOrder:
         self.num_images = len(labels)
         self.num_classes = len(images_of_class)
         self._labels = labels
-        self._order = RowOrder(self.num_classes, order) if isinstance(order, int) else order
+        if not isinstance(order, RowOrder | RangesOrder):
+            order = RowOrder(self.num_classes, checked_integer(order, "order"))
+        self._order = order
         if self._order.num_rows != self.num_classes:
             raise ValueError(
                 f"the class map has {self.num_classes} classes, the table {self._order.num_rows} rows: "
@@ -121,15 +123,18 @@ class ClassVisits:
         return self._order.rows(self._schedule.visits(start, stop))
 
 
-def read_labels(path: Path) -> Labels:
+def read_labels(path: str | Path) -> Labels:
     """Reads a class map: a .npy file of integers (memory-mapped, never unpickled), or text of one integer a line.
 
     Raises:
         ValueError: the file cannot be read, or holds something else.
     """
+    path = Path(path)
     try:
         if path.suffix == ".npy":
             labels: Labels = np.load(path, mmap_mode="r", allow_pickle=False)
+            if not isinstance(labels, np.ndarray):
+                raise ValueError("an archive of several arrays")
         else:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")  # an empty file, a number with a fraction

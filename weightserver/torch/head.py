@@ -29,7 +29,7 @@ from weightserver.common.addresses import parse_addresses
 from weightserver.core.arrays import checked_integer
 from weightserver.torch.arguments import checked_ids
 from weightserver.torch.beginnings import norm_of
-from weightserver.torch.loss import loss_of
+from weightserver.torch.loss import DEFAULT_TEMPERATURE, loss_of
 from weightserver.torch.margins import MarginKind, margin_of
 from weightserver.torch.negatives import Negatives, NegativeSampler, share_of_recent
 from weightserver.torch.opened_rows import OpenedRows
@@ -114,7 +114,7 @@ class ClassifierHead(SampledSoftmax):
         init_norm: float | None = None,
         order_seed: int = 0,
         rows_per_block: int = 63,
-        temperature: float = 0.2,
+        temperature: float = DEFAULT_TEMPERATURE,
         softmax: Literal["cosine", "plain"] = "cosine",
         negatives: Negatives = "recent",
         recent_share: float | None = None,
@@ -173,6 +173,17 @@ class ClassifierHead(SampledSoftmax):
             init_norm=norm_of(init, spec, init_norm, rows),
             table=table,
             capacity=checked_capacity(capacity),
+        )
+        _refuse_without_effect(
+            "servers are given, but directory and num_shards are of a head's own ones",
+            bool(table.servers) and (directory is not None or table.num_shards != 1),
+        )
+        _refuse_without_effect(
+            f"capacity is a number of resident rows, but rows={rows!r}", capacity is not None and rows != "resident"
+        )
+        _refuse_without_effect(
+            "temperature divides cosines, but softmax='plain'",
+            softmax == "plain" and temperature != DEFAULT_TEMPERATURE,
         )
         loss = {"softmax": softmax, "temperature": temperature, "margin": margin, "margin_size": margin_size}
         active = {"num_negatives": num_negatives, "negatives": negatives, "recent_share": recent_share, "init": init}
@@ -341,15 +352,21 @@ class ClassifierHead(SampledSoftmax):
         return to_tensor(self._saved, self._coming.visited_before(self.num_steps))
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Rolls the rows back to the checkpoint of a `state_dict`; an unused head's state changes nothing."""
+        """Rolls the rows back to the checkpoint of a `state_dict`. The state of a head before its first use names
+        none: loading it changes nothing, and is refused after the first step.
+
+        Raises:
+            ValueError: a damaged state, one of rows in another order, or none of this head's rows.
+        """
         if not len(state):
+            if self.num_steps:
+                raise ValueError(
+                    f"the state is that of a head before its first use, to which the rows cannot return after "
+                    f"{self.num_steps} steps: call head.checkpoint() before state_dict(), or make a head of other rows"
+                )
             return
         saved, recent = from_tensor(state)
-        if saved.order_seed != self.order.order_seed:
-            raise ValueError(
-                f"the state's rows have the order of order_seed={saved.order_seed}, the head that of "
-                f"{self.order.order_seed}: give it the same order_seed"
-            )
+        saved.check_order(self.order)
         if self._opened is not None:
             assert self._table is not None, "the owner of a store restores it"
             self._stack.close()
@@ -357,6 +374,12 @@ class ClassifierHead(SampledSoftmax):
         self._coming.restore(recent)
         self._iteration += 1
         self._saved, self.num_steps, self._current = saved, saved.step, None
+
+
+def _refuse_without_effect(problem: str, is_given: bool) -> None:
+    """Raises ValueError if a setting is given that has no effect with the others."""
+    if is_given:
+        raise ValueError(f"{problem}: omit one of them")
 
 
 def _close_in_process(stack: ExitStack, process_id: int) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from weightserver.torch.margins import NO_MARGIN, Margin, distinct, own_values, with_margin
 from weightserver.torch.ranks import Ranks
 
+DEFAULT_TEMPERATURE = 0.2
 _LARGEST_SPREAD = 80.0
 """If logits differ by less than this, no maximum need be subtracted: e⁻⁸⁰ is a normal float32, 1.8e-35."""
 

@@ -113,7 +113,7 @@ class OpenedRows:
             client.checkpoint(name, step=step)
         self.ranks.barrier()  # before it no rank writes rows of later steps
         (kept,) = (known for known in client.checkpoints() if known.name == name)
-        saved = SavedRows.of(kept, client.table_identity(), self._order.order_seed)
+        saved = SavedRows.of(kept, client.table_identity(), self._order)
         self.ranks.barrier()  # before it rank 0 does not stop the servers
         return kept, saved
 

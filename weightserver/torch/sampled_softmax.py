@@ -345,8 +345,8 @@ class SampledSoftmax(nn.Module, ABC):
         self._finish(step, step.gradients(gradient_scale), learning_rate)
 
     def skip(self, learning_rate: float | None = None) -> None:
-        """Ends the step in progress, or the next one that was announced, without gradients: its rows move by their
-        momentum and weight decay, like those of all other classes. For batches that failed or are left out."""
+        """Ends the step in progress, or the next one that was announced, as one whose gradients are zero: its rows
+        move by their momentum and weight decay. For batches that failed or are left out."""
         step = self._begin()
         self._finish(step, step.no_gradients(), learning_rate)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -14,6 +14,7 @@ from weightserver.torch.ranks import Ranks
 from weightserver.torch.windows import RangesOrder, Visits, VisitSchedule
 
 
+@runtime_checkable
 class Order(Protocol):
     """A bijection of N images and their positions, over which the window slides."""
 
@@ -61,7 +62,9 @@ class WindowSampler(Sampler[list[int]]):
         next_step: Callable[[], int] = lambda: 0,
         ranks: Ranks | None = None,
     ) -> None:
-        self.order = RangesOrder([order], order_seed) if isinstance(order, int) else order
+        if not isinstance(order, Order):
+            order = RangesOrder([checked_integer(order, "order")], checked_integer(order_seed, "order_seed"))
+        self.order = order
         num_images = self.order.num_rows
         window_size = num_images if window_size is None else checked_integer(window_size, "window_size")
         batch_size = checked_integer(batch_size, "batch_size")
@@ -70,7 +73,7 @@ class WindowSampler(Sampler[list[int]]):
             num_rows=num_images,
             window_size=window_size,
             window_stride=window_size if window_stride is None else checked_integer(window_stride, "window_stride"),
-            seed=seed,
+            seed=checked_integer(seed, "seed"),
         )
         self.row_visits: Visits = self.schedule
         """The rows of the visits' classes."""

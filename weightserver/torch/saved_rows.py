@@ -11,6 +11,7 @@ from torch import Tensor
 
 from weightserver import Checkpoint, NoTableError, WeightClient
 from weightserver.core.arrays import Int64Array
+from weightserver.torch.windows import RangesOrder
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,25 @@ class SavedRows:
     """Identity of the table, hexadecimal."""
     order_seed: int
     """Seed of the order of the rows, by which each class has its row."""
+    num_classes: int = 0
+    """Number of classes, of which the order is a function too; 0 in states of older versions."""
 
     @classmethod
-    def of(cls, kept: Checkpoint, table: bytes, order_seed: int) -> SavedRows:
-        return cls(kept.name, kept.checkpoint_id.hex(), kept.step, table.hex(), order_seed)
+    def of(cls, kept: Checkpoint, table: bytes, order: RangesOrder) -> SavedRows:
+        return cls(kept.name, kept.checkpoint_id.hex(), kept.step, table.hex(), order.order_seed, order.num_rows)
+
+    def check_order(self, order: RangesOrder) -> None:
+        """Raises ValueError unless each class has the same row in `order`."""
+        if self.order_seed != order.order_seed:
+            raise ValueError(
+                f"the state's rows have the order of order_seed={self.order_seed}, the head that of "
+                f"{order.order_seed}: give it the same order_seed"
+            )
+        if self.num_classes not in (0, order.num_rows):
+            raise ValueError(
+                f"the state's rows are those of {self.num_classes} classes, the head has {order.num_rows}, in another "
+                "order: give it the same num_classes"
+            )
 
     def check_held(self, client: WeightClient) -> None:
         """Raises ValueError unless the servers retain this checkpoint."""

@@ -40,8 +40,7 @@ def sizes_for_steps(
     """
     negatives.check(step_size)
     if (sampler := coming.sampler) is None:
-        sampled = (AHEAD + 1) * negatives.num_sampled(step_size)
-        good = min(spec.num_rows, negatives.num_active + sampled + 2 * (AHEAD + 1) * step_size)
+        good = _rows_in_any_order(spec, negatives, step_size, AHEAD)
         return StoreSizes(capacity or good, AHEAD, max(step_size, spec.rows_per_block))
     schedule = sampler.schedule
     needed, good = negatives.resident_rows(
@@ -49,7 +48,15 @@ def sizes_for_steps(
     )
     if capacity is not None and capacity < needed:
         raise ValueError(f"capacity is {capacity}, the steps that are prefetched need {needed}: raise it")
+    good = max(good, _rows_in_any_order(spec, negatives, step_size, _MAX_PREFETCH_STEPS))  # of other loaders too
     return StoreSizes(capacity or good, _MAX_PREFETCH_STEPS, min(schedule.window_stride, 1 << 14))
+
+
+def _rows_in_any_order(spec: TableSpec, negatives: NegativeSampler, step_size: int, prefetch_steps: int) -> int:
+    """A good number of rows for steps whose classes come in any order."""
+    steps = prefetch_steps + 1
+    rows = negatives.num_active + steps * (negatives.num_sampled(step_size) + 2 * step_size)
+    return min(spec.num_rows, rows)
 
 
 def checked_capacity(capacity: int | None) -> int | None:

@@ -135,3 +135,21 @@ def test_objects_are_never_unpickled(tmp_path: Path) -> None:
     np.save(tmp_path / "labels.npy", np.array([{}, 1], object), allow_pickle=True)
     with pytest.raises(ValueError, match=r"labels.npy \(.*give a .npy file of integers"):
         read_labels(tmp_path / "labels.npy")
+
+
+def test_a_path_may_be_text(tmp_path: Path) -> None:
+    (tmp_path / "labels.txt").write_text("0\n1\n")
+    assert read_labels(str(tmp_path / "labels.txt")).tolist() == [0, 1]
+
+
+def test_an_archive_is_no_class_map(tmp_path: Path) -> None:
+    """Whatever its name."""
+    with (tmp_path / "labels.npy").open("wb") as file:
+        np.savez(file, labels=np.zeros(3, np.int64))
+    with pytest.raises(ValueError, match=r"labels.npy \(an archive of several arrays\): give a .npy file of integers"):
+        read_labels(tmp_path / "labels.npy")
+
+
+def test_a_seed_of_numpy_is_a_seed() -> None:
+    seed: int = np.int64(3)  # type: ignore[assignment]
+    assert ClassOrder([0, 1, 1], seed).images(np.arange(3)).tolist() == ClassOrder([0, 1, 1], 3)._images.tolist()
