@@ -16,6 +16,8 @@ from weightserver.torch.transfer import HostCopy, to_device
 
 _SAFE_SIZE = 2.0**30
 """If rows up to this size are safe in any gap, rows are corrected on the device and checked when they leave."""
+_VALUES_OF_PART = 1 << 19
+"""A CPU updates rows in parts of this many values, 2 MiB, so that what it computes between is still in its cache."""
 
 
 class SlotValues:
@@ -109,11 +111,14 @@ class SlotValues:
     @torch.no_grad()
     def update(self, slots: Int64Array, on_device: Tensor, gradients: Tensor, step: int) -> None:
         """One step of SGD (Equation 2) on the rows in slots, int64 (n,), also given as a tensor on the device."""
-        weight, momentum_buffer = self.weight[on_device], self.momentum_buffer[on_device]
-        momentum_buffer *= self._spec.momentum
-        momentum_buffer += weight * self._spec.weight_decay + gradients
-        weight -= momentum_buffer * self._rates.of_step(step)
-        self.weight[on_device], self.momentum_buffer[on_device] = weight, momentum_buffer
+        rate = self._rates.of_step(step)
+        rows = max(1, _VALUES_OF_PART // self._spec.dim if self._device.type == "cpu" else len(slots))
+        for chosen, gradient in zip(on_device.split(rows), gradients.split(rows), strict=True):
+            weight, momentum_buffer = (values.index_select(0, chosen) for values in (self.weight, self.momentum_buffer))
+            momentum_buffer *= self._spec.momentum
+            momentum_buffer += weight * self._spec.weight_decay + gradient
+            weight -= momentum_buffer * rate
+            self.weight[chosen], self.momentum_buffer[chosen] = weight, momentum_buffer
         self.last_step[slots], self.fresh[slots] = step + 1, False
 
     def _tensor(self, array: Int64Array | Float32Array) -> Tensor:
