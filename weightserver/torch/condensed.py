@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _FEW_LOGITS = 1 << 23
-"""So many logits, 32 MiB, are computed at once faster than in chunks. The memory of more is not reused: glibc returns it
-to the kernel each time, and the page faults take longer than the products."""
+"""So many logits, 32 MiB, are computed faster at once than in chunks. The memory of more is not reused: glibc returns
+it to the kernel each time, and the page faults take longer than the products."""
 _LOGITS_OF_CHUNK = 1 << 20
 """For each thread, 4 MiB. Fewer are not faster, but threads wait for each other more often."""
 _ROWS_OF_PRODUCT = 64

@@ -44,12 +44,12 @@ def labels_of(batch_size: int, num_rows: int, num_own: int) -> Tensor:
 
 
 def assert_equals_formula(
-    features: Tensor, weight: Tensor, labels: Tensor, kind: MarginKind, *, cosines: bool = True, **ways: Any
+    features: Tensor, weight: Tensor, labels: Tensor, kind: MarginKind, *, cosines: bool = True
 ) -> None:
     """The bounds are those of `numerics`, by running error analysis."""
     margin, temperature = margin_of(kind, None), 0.2 if cosines else 1.0
-    loss_of, settings = (cosine_softmax_loss, {"temperature": temperature}) if cosines else (softmax_loss, {})
-    loss = loss_of(features, weight, labels, margin=margin, **settings, **ways)
+    loss_of = cosine_softmax_loss if cosines else softmax_loss
+    loss = loss_of(features, weight, labels, temperature=temperature, margin=margin)
     loss.backward()
     expected = numerics.softmax_loss(features, weight, labels, temperature=temperature, cosines=cosines, margin=margin)
     expected.loss.assert_near(loss, "loss")
@@ -98,7 +98,8 @@ def test_the_loss_is_exact_to_1e_6_and_gradients_to_1e_5(monkeypatch: pytest.Mon
     monkeypatch.setattr(condensed, "_FEW_LOGITS", 0)
     features, weight = inputs(128, 20_000, dim=8)
     labels = torch.arange(128) * 150
-    found, expected = [], []
+    found: list[Any] = []
+    expected: list[Any] = []
     for dtype, results in ((torch.float32, found), (torch.float64, expected)):
         z, w = (values.detach().to(dtype).requires_grad_() for values in (features, weight))
         unit_z, unit_w = torch.nn.functional.normalize(z), torch.nn.functional.normalize(w)
@@ -160,12 +161,13 @@ def test_autocast_changes_no_bit_and_neither_does_a_second_run() -> None:
 @pytest.mark.usefixtures("in_chunks")
 def test_gradients_that_nobody_needs_are_left_out() -> None:
     """Those of rows that are not updated, and those of an encoder that is frozen; the others are the same bits."""
-    labels, gradients = labels_of(6, 30, 1), []
+    labels = labels_of(6, 30, 1)
+    gradients: list[Any] = []
     for wanted in ((True, True), (True, False), (False, True)):
-        given = [values.detach().requires_grad_(need) for values, need in zip(inputs(6, 30), wanted, strict=True)]
-        cosine_softmax_loss(*given, labels, temperature=0.2).backward()
-        assert [values.grad is not None for values in given] == list(wanted)
-        gradients.append([values.grad for values in given])
+        z, w = (values.detach().requires_grad_(need) for values, need in zip(inputs(6, 30), wanted, strict=True))
+        cosine_softmax_loss(z, w, labels, temperature=0.2).backward()
+        assert (z.grad is not None, w.grad is not None) == wanted
+        gradients.append((z.grad, w.grad))
     both, of_features, of_weight = gradients
     assert torch.equal(both[0], of_features[0])
     assert torch.equal(both[1], of_weight[1])

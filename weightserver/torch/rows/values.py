@@ -113,7 +113,7 @@ class SlotValues:
         """One step of SGD (Equation 2) on the rows in slots, int64 (n,), also given as a tensor on the device."""
         rate = self._rates.of_step(step)
         rows = max(1, _VALUES_OF_PART // self._spec.dim if self._device.type == "cpu" else len(slots))
-        for chosen, gradient in zip(on_device.split(rows), gradients.split(rows), strict=True):
+        for chosen, gradient in zip(torch.split(on_device, rows), torch.split(gradients, rows), strict=True):
             weight, momentum_buffer = (values.index_select(0, chosen) for values in (self.weight, self.momentum_buffer))
             momentum_buffer *= self._spec.momentum
             momentum_buffer += weight * self._spec.weight_decay + gradient
