@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.measure import Timing, draw_bars, in_turn, timing, write_results
 from weightserver import TableSpec
-from weightserver.common.malloc import return_free_memory
+from weightserver.common.malloc import keep_large_buffers, return_free_memory
 from weightserver.torch import LearningRates, condensed, cosine_softmax_loss
 from weightserver.torch.rows import values
 from weightserver.torch.rows.values import SlotValues
@@ -128,7 +128,7 @@ def in_parts_or_not(rounds: int) -> tuple[dict[str, Any], list[str]]:
     lines.append("|---|---|---|---|---|---|---|")
     for batch_size, num_rows in SHAPES:
         steps = {name: Step(batch_size, num_rows, in_parts=name == "in parts") for name in ("at once", "in parts")}
-        times = in_turn({**steps, "floor": Floor(batch_size, num_rows)}, rounds=rounds, warm_up=2)
+        times = in_turn({**steps, "floor": Floor(batch_size, num_rows)}, rounds=rounds, warm_up=3)
         peaks = {name: peak_bytes(step) for name, step in steps.items()}
         results[f"{batch_size} images, K = {num_rows}"] = {"times": times, "peak_bytes": peaks}
         cells = [*times.values(), *(f"{peak / 2**20:,.0f} MiB" for peak in peaks.values())]
@@ -142,6 +142,7 @@ def main() -> None:
     parser.add_argument("--data-sets", nargs="*", choices=SIZES, default=list(SIZES))
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
+    keep_large_buffers()  # as the trainer does
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
     lines = ["| data set | rows on the device | bytes of tensors | time of the head's step |", "|---|---|---|---|"]
