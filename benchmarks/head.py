@@ -42,7 +42,7 @@ SIZES = {"ImageNet-1K": 1_281_167, "ImageNet-11K": 7_470_000}
 
 def tensor_bytes(num_rows: int, device: torch.device) -> int:
     """float32 rows four times (weight, gradient, momentum, and normalised or decayed); logits twice, or one chunk."""
-    in_chunks = device.type == "cpu" and BATCH_SIZE * num_rows > condensed._FEW_LOGITS
+    in_chunks = device.type == "cpu" and max(BATCH_SIZE, DIM) * num_rows >= condensed._FEW_VALUES
     logits = torch.get_num_threads() * condensed._LOGITS_OF_CHUNK if in_chunks else 2 * BATCH_SIZE * num_rows
     return 4 * (4 * num_rows * DIM + logits)
 
@@ -86,7 +86,7 @@ class Step:
         if self._in_parts:
             self._run()
             return
-        with patch.object(condensed, "_FEW_LOGITS", sys.maxsize), patch.object(values, "_VALUES_OF_PART", sys.maxsize):
+        with patch.object(condensed, "_FEW_VALUES", sys.maxsize), patch.object(values, "_VALUES_OF_PART", sys.maxsize):
             self._run()
 
     def _run(self) -> None:

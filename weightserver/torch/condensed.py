@@ -11,19 +11,23 @@ matrix product takes less time than it takes to write all logits to memory and t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_FEW_LOGITS = 1 << 23
-"""So many logits, 32 MiB, are computed faster at once than in chunks. The memory of more is not reused: glibc returns
-it to the kernel each time, and the page faults take longer than the products."""
-_LOGITS_OF_CHUNK = 1 << 20
-"""For each thread, 4 MiB. Fewer are not faster, but threads wait for each other more often."""
+from weightserver.torch.threads import in_threads
+
+_FEW_VALUES = 1 << 23
+"""Fewer logits, and values of rows, are computed faster at once than in chunks. The memory of more, 32 MiB, is not
+reused: glibc returns it to the kernel each time, and the page faults take longer than the products."""
+_LOGITS_OF_CHUNK = 1 << 19
+"""2 MiB, of which each thread has one chunk at a time."""
+_NUM_GROUPS = 16
+"""Groups of chunks that threads take in turn; so many sums of gradients of the embeddings are held."""
 _ROWS_OF_PRODUCT = 64
 """A chunk has a multiple of this many rows; products of fewer are slow."""
 _SHORTEST = 1e-12
@@ -57,20 +61,30 @@ def condensed(
 
 def are_many(features: Tensor, weight: Tensor) -> bool:
     """Whether `condensed` computes the loss faster than the logits of all rows at once."""
-    return features.device.type == "cpu" and len(features) * len(weight) > _FEW_LOGITS
+    return features.device.type == "cpu" and len(weight) * max(features.shape) >= _FEW_VALUES
 
 
 class _Condensed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight: Tensor, own: Tensor, temperature: float, cosines: bool) -> Tensor:
         scaled = features / temperature
+
+        def of_chunks(chunks: list[_Chunk]) -> list[tuple[_Chunk, Tensor, Tensor]]:
+            """Each with the logits of own rows, (m,), and of the others the logarithm of the sum of exponentials."""
+            found = []
+            for chunk in chunks:
+                rows, _ = chunk.rows(weight, cosines)
+                logits = scaled @ rows.T  # (B, n)
+                of_own = logits[chunk.images, chunk.own]
+                logits[chunk.images, chunk.own] = -math.inf
+                found.append((chunk, of_own, logits.logsumexp(dim=1)))
+            return found
+
         logits = features.new_full((len(own), 1 + own.shape[1]), -math.inf)  # the result, divided by the temperature
-        sums = [logits[:, 0]]  # of each chunk, the logarithm of the sum of exponentials
-        for chunk in _chunks(weight, own, cosines):
-            of_chunk = scaled @ chunk.rows.T  # (B, n)
-            logits[chunk.images, chunk.columns] = of_chunk[chunk.images, chunk.own]
-            of_chunk[chunk.images, chunk.own] = -math.inf
-            sums.append(of_chunk.logsumexp(dim=1))
+        sums = [logits[:, 0]]
+        for chunk, of_own, of_others in chain.from_iterable(in_threads(of_chunks, _groups(len(weight), own))):
+            logits[chunk.images, chunk.columns] = of_own
+            sums.append(of_others)
         logits[:, 0] = torch.stack(sums).logsumexp(dim=0)
         ctx.save_for_backward(features, weight, own, logits[:, :1])
         ctx.temperature, ctx.cosines = temperature, cosines
@@ -80,18 +94,32 @@ class _Condensed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         features, weight, own, total = ctx.saved_tensors
+        needs_features, needs_weight, *_ = ctx.needs_input_grad
         scaled = features / ctx.temperature
-        of_features = torch.zeros_like(features) if ctx.needs_input_grad[0] else None
-        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        with torch.autocast(features.device.type, enabled=False):
-            for chunk in _chunks(weight, own, ctx.cosines):
-                slopes = (scaled @ chunk.rows.T).sub_(total).exp_().mul_(gradient[:, :1])  # dLoss/dproducts, (B, n)
+        of_weight = torch.empty_like(weight) if needs_weight else None
+
+        def of_chunks(chunks: list[_Chunk]) -> Tensor:
+            """Sets the rows' gradients; returns those of the features, through these rows."""
+            of_features = torch.zeros_like(features)
+            for chunk in chunks:
+                rows, lengths = chunk.rows(weight, ctx.cosines)
+                slopes = (scaled @ rows.T).sub_(total).exp_().mul_(gradient[:, :1])  # dLoss/dproducts, (B, n)
                 slopes[chunk.images, chunk.own] = gradient[chunk.images, chunk.columns]
-                if of_features is not None:
-                    of_features.addmm_(slopes, chunk.rows)
+                if needs_features:
+                    of_features.addmm_(slopes, rows)
                 if of_weight is not None:
-                    of_weight[chunk.place] = chunk.of_weight(slopes.T @ features)
-        return of_features, of_weight, None, None, None
+                    of_rows = slopes.T @ features
+                    if lengths is not None:
+                        along = (of_rows * rows).sum(dim=1, keepdim=True)
+                        of_rows.addcmul_(rows, along, value=-1).div_(lengths)
+                    of_weight[chunk.place] = of_rows
+            return of_features
+
+        of_features = torch.zeros_like(features)
+        with torch.autocast(features.device.type, enabled=False):
+            for of_group in in_threads(of_chunks, _groups(len(weight), own)):
+                of_features += of_group
+        return of_features if needs_features else None, of_weight, None, None, None
 
 
 @dataclass(frozen=True)
@@ -99,45 +127,32 @@ class _Chunk:
     """Some n rows, and which of them are own rows of images: of m pairs, the image, and where its own row is."""
 
     place: slice
-    """Of the rows in weight."""
-    rows: Tensor
-    """(n, D), of length 1 if logits are cosines."""
-    lengths: Tensor | None
-    """(n, 1), by which the rows were divided; None if they were not."""
     images: Tensor
     """Int64 (m,)."""
     own: Tensor
-    """Int64 (m,), positions in `rows`."""
+    """Int64 (m,), positions in the chunk."""
     columns: Tensor
     """Int64 (m,), columns of the result."""
 
-    def of_weight(self, gradients: Tensor) -> Tensor:
-        """The gradients of the rows of weight, of those of `rows`; overwrites them."""
-        if self.lengths is None:
-            return gradients
-        along = (gradients * self.rows).sum(dim=1, keepdim=True)
-        return gradients.addcmul_(self.rows, along, value=-1).div_(self.lengths)
+    def rows(self, weight: Tensor, cosines: bool) -> tuple[Tensor, Tensor | None]:
+        """The rows (n, D), of length 1 if `cosines`, and the lengths (n, 1) by which they were divided."""
+        rows = weight[self.place]
+        if not cosines:
+            return rows, None
+        lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min_(_SHORTEST)
+        return rows / lengths, lengths
 
 
-def _chunks(weight: Tensor, own: Tensor, cosines: bool) -> Iterator[_Chunk]:
-    """All rows in order, some at a time."""
+def _groups(num_rows: int, own: Tensor) -> list[list[_Chunk]]:
+    """All rows in chunks, and these in groups of about the same size."""
     batch_size, num_own = own.shape
-    size = torch.get_num_threads() * _LOGITS_OF_CHUNK // max(1, batch_size)
-    size = max(_ROWS_OF_PRODUCT, size // _ROWS_OF_PRODUCT * _ROWS_OF_PRODUCT)
-    starts = range(0, len(weight), size)
+    size = max(_ROWS_OF_PRODUCT, _LOGITS_OF_CHUNK // max(1, batch_size) // _ROWS_OF_PRODUCT * _ROWS_OF_PRODUCT)
+    starts = range(0, num_rows, size)
     ordered, pairs = own.flatten().sort()  # those of no row first
-    bounds = torch.searchsorted(ordered, torch.tensor([*starts, len(weight)])).tolist()
+    bounds = torch.searchsorted(ordered, torch.tensor([*starts, num_rows])).tolist()
+    chunks = []
     for start, first, end in zip(starts, bounds, bounds[1:], strict=False):
-        rows, lengths = weight[start : start + size], None
-        if cosines:
-            lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min_(_SHORTEST)
-            rows = rows / lengths
         of_chunk = pairs[first:end]
-        yield _Chunk(
-            place=slice(start, start + size),
-            rows=rows,
-            lengths=lengths,
-            images=of_chunk // num_own,
-            own=ordered[first:end] - start,
-            columns=1 + of_chunk % num_own,
-        )
+        place, images, columns = slice(start, start + size), of_chunk // num_own, 1 + of_chunk % num_own
+        chunks.append(_Chunk(place, images=images, own=ordered[first:end] - start, columns=columns))
+    return [chunks[first::_NUM_GROUPS] for first in range(min(_NUM_GROUPS, len(chunks)))]

@@ -21,7 +21,7 @@ SIZES = [(6, 9), (6, 8), (5, 4), (1, 9), (1, 1), (3, 2), (7, 30)]
 @pytest.fixture
 def in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of four rows, however few there are."""
-    monkeypatch.setattr(condensed, "_FEW_LOGITS", 0)
+    monkeypatch.setattr(condensed, "_FEW_VALUES", 0)
     monkeypatch.setattr(condensed, "_LOGITS_OF_CHUNK", 0)
     monkeypatch.setattr(condensed, "_ROWS_OF_PRODUCT", ROWS_OF_CHUNK)
 
@@ -95,7 +95,7 @@ def test_the_loss_is_exact_to_1e_6_and_gradients_to_1e_5(monkeypatch: pytest.Mon
     """Error model: a logit's D + 4 roundings are independent, each at most u = 2⁻²⁴ of 1/τ, so that it errs by e =
     √(D+4)·u/τ, 7e-7, in the root mean square, and a probability by √2·e of itself; a sum of n products adds at most
     √n·u. Bounds are six times that: of a loss near log K, and of the gradients' norms."""
-    monkeypatch.setattr(condensed, "_FEW_LOGITS", 0)
+    monkeypatch.setattr(condensed, "_FEW_VALUES", 0)
     features, weight = inputs(128, 20_000, dim=8)
     labels = torch.arange(128) * 150
     found: list[Any] = []
@@ -130,14 +130,16 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", MARGINS)
 def test_all_logits_are_never_held(kind: MarginKind, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(condensed, "_FEW_LOGITS", 0)
-    monkeypatch.setattr(condensed, "_LOGITS_OF_CHUNK", 64 * 64 // torch.get_num_threads())
+    monkeypatch.setattr(condensed, "_FEW_VALUES", 0)
+    monkeypatch.setattr(condensed, "_LOGITS_OF_CHUNK", 64 * 64)
     features, weight = inputs(64, 1_000, dim=8)
-    with LargestTensor() as largest:
-        loss = cosine_softmax_loss(
-            features, weight, labels_of(64, 1_000, 3), temperature=0.2, margin=margin_of(kind, None)
-        )
-        loss.backward()
+    labels, margin, num_threads = labels_of(64, 1_000, 3), margin_of(kind, None), torch.get_num_threads()
+    torch.set_num_threads(1)  # other threads' operations would not be seen
+    try:
+        with LargestTensor() as largest:
+            cosine_softmax_loss(features, weight, labels, temperature=0.2, margin=margin).backward()
+    finally:
+        torch.set_num_threads(num_threads)
     assert largest.size == weight.numel()  # its gradient
     assert largest.size < 64 * 1_000 / 4
 

@@ -155,7 +155,7 @@ def compute(rank: int, world_size: int, port: int, out: str) -> None:
     condensed._LOGITS_OF_CHUNK, condensed._ROWS_OF_PRODUCT = 0, 2
     for number, (kind, labels) in enumerate(CASES):
         for num_padded, temperature, few in product((0, 3), (0.2, 1 / 64), (0, 1_000)):
-            condensed._FEW_LOGITS = few
+            condensed._FEW_VALUES = few
             features, weight = inputs(torch.float32)
             part = features[ranks.share(len(labels))].detach().requires_grad_()
             rows = torch.nn.functional.pad(weight[mine], (0, 0, 0, num_padded)).detach().requires_grad_()
