@@ -1,33 +1,50 @@
 """The paper's Section 4 comparison: all N rows on the device against the K most recent ones.
 
-python -m benchmarks.head [--rounds 3] [--output benchmarks/results]
+python -m benchmarks.head [--rounds 3] [--data-sets ImageNet-1K ImageNet-11K] [--output benchmarks/results]
 
 One step of the head (logits, softmax, gradients, SGD over the rows on the device) at B 512, D 128, float32, on the GPU
 where there is one, else on the CPU. The encoder is left out: it is the same for both. Bytes are those of the tensors
-that live at the same time: rows, their gradients and momentum, logits and their gradients.
+that live at the same time: rows, their gradients and momentum, logits and their gradients (on a CPU, if there are many
+logits, one chunk of them).
+
+On a CPU also: a step with K resident rows, at once (all logits in one matrix, all rows in one update) and in parts, in
+turn, and beside what no step can do without: three matrix products, and one pass over weight and momentum. The peak is
+what a step adds to the memory of the process.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import psutil
 import torch
 
-from benchmarks.measure import Timing, draw_bars, timing, write_results
-from weightserver.torch import cosine_softmax_loss
+from benchmarks.measure import Timing, draw_bars, in_turn, timing, write_results
+from weightserver import TableSpec
+from weightserver.common.malloc import keep_large_buffers, return_free_memory
+from weightserver.torch import LearningRates, condensed, cosine_softmax_loss
+from weightserver.torch.rows import values
+from weightserver.torch.rows.values import SlotValues
 
 BATCH_SIZE, DIM = 512, 128
 NUM_ACTIVE = 65_536
+SHAPES = ((128, 1_024), (512, 1_024), (128, NUM_ACTIVE), (512, NUM_ACTIVE), (4_096, NUM_ACTIVE))
+"""Images and active rows of the steps at once and in parts."""
 SIZES = {"ImageNet-1K": 1_281_167, "ImageNet-11K": 7_470_000}
 
 
-def tensor_bytes(num_rows: int) -> int:
-    """float32 rows three times (weight, gradient, momentum), normalised once more; logits twice."""
-    return 4 * (4 * num_rows * DIM + 2 * BATCH_SIZE * num_rows)
+def tensor_bytes(num_rows: int, device: torch.device) -> int:
+    """float32 rows four times (weight, gradient, momentum, and normalised or decayed); logits twice, or one chunk."""
+    in_chunks = device.type == "cpu" and max(BATCH_SIZE, DIM) * num_rows >= condensed._FEW_VALUES
+    logits = torch.get_num_threads() * condensed._LOGITS_OF_CHUNK if in_chunks else 2 * BATCH_SIZE * num_rows
+    return 4 * (4 * num_rows * DIM + logits)
 
 
 def measure(num_rows: int, rounds: int, device: torch.device) -> Timing:
@@ -47,33 +64,112 @@ def measure(num_rows: int, rounds: int, device: torch.device) -> Timing:
     return timing(seconds[1:])
 
 
+class Step:
+    """The loss of some images over K resident rows, its gradients, and the update of the rows.
+
+    Args:
+        in_parts: whether logits are computed, and rows updated, in parts as far as the code does it.
+    """
+
+    def __init__(self, batch_size: int, num_rows: int, *, in_parts: bool) -> None:
+        spec = TableSpec(num_rows=3 * num_rows // 2, dim=DIM, init_std=0.01, seed=0)
+        rates = LearningRates(spec, np.full(1, 0.06, np.float32))
+        self._slots = np.random.default_rng(0).permutation(spec.num_rows)[:num_rows]
+        self._on_device = torch.from_numpy(self._slots)
+        self._values = SlotValues(spec, rates, spec.num_rows, self._on_device.device)
+        self._values.weight.normal_(std=spec.init_std)
+        self._features = torch.randn(batch_size, DIM, requires_grad=True)
+        self._labels = torch.randint(num_rows, (batch_size,))
+        self._in_parts = in_parts
+
+    def __call__(self) -> None:
+        if self._in_parts:
+            self._run()
+            return
+        with patch.object(condensed, "_FEW_VALUES", sys.maxsize), patch.object(values, "_VALUES_OF_PART", sys.maxsize):
+            self._run()
+
+    def _run(self) -> None:
+        weight = self._values.weight.index_select(0, self._on_device).requires_grad_()
+        self._features.grad = None
+        cosine_softmax_loss(self._features, weight, self._labels, temperature=0.2).backward()
+        assert weight.grad is not None
+        self._values.update(self._slots, self._on_device, weight.grad, 0)
+
+
+class Floor:
+    """Three matrix products, and one pass over weight and momentum, in memory that is there."""
+
+    def __init__(self, batch_size: int, num_rows: int) -> None:
+        self._features, self._logits = torch.randn(batch_size, DIM), torch.zeros(batch_size, num_rows)
+        self._rows, self._gradients, self._momentum = (torch.randn(num_rows, DIM) for _ in range(3))
+
+    def __call__(self) -> None:
+        torch.mm(self._features, self._rows.T, out=self._logits)
+        torch.mm(self._logits, self._rows)
+        torch.mm(self._logits.T, self._features, out=self._gradients)
+        torch.add(self._rows, self._momentum, alpha=1e-9, out=self._momentum)
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """What a call adds to the process's memory at its peak."""
+    return_free_memory()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is that from now on
+    before = psutil.Process().memory_info().rss
+    call()
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("VmHWM:")[1].split()[0]) - before
+
+
+def in_parts_or_not(rounds: int) -> tuple[dict[str, Any], list[str]]:
+    """Results, and lines of a table."""
+    results: dict[str, Any] = {}
+    lines = ["| images | K | step at once | step in parts | floor | peak at once | peak in parts |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for batch_size, num_rows in SHAPES:
+        steps = {name: Step(batch_size, num_rows, in_parts=name == "in parts") for name in ("at once", "in parts")}
+        times = in_turn({**steps, "floor": Floor(batch_size, num_rows)}, rounds=rounds, warm_up=3)
+        peaks = {name: peak_bytes(step) for name, step in steps.items()}
+        results[f"{batch_size} images, K = {num_rows}"] = {"times": times, "peak_bytes": peaks}
+        cells = [*times.values(), *(f"{peak / 2**20:,.0f} MiB" for peak in peaks.values())]
+        lines.append(f"| {batch_size} | {num_rows:,} | {' | '.join(map(str, cells))} |")
+    return results, lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--data-sets", nargs="*", choices=SIZES, default=list(SIZES))
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
+    keep_large_buffers()  # as the trainer does
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
     lines = ["| data set | rows on the device | bytes of tensors | time of the head's step |", "|---|---|---|---|"]
     results: dict[str, dict[str, Any]] = {}
-    for name, num_rows in [("any", NUM_ACTIVE), *SIZES.items()]:
-        num_bytes = tensor_bytes(num_rows)
+    bars: dict[str, float] = {}
+    for name, num_rows in [("any", NUM_ACTIVE), *((name, SIZES[name]) for name in arguments.data_sets)]:
+        num_bytes = tensor_bytes(num_rows, device)
         fits = 1.2 * num_bytes < free
         time_of_step = measure(num_rows, arguments.rounds, device) if fits else None
         results[name] = {"rows": num_rows, "tensor_bytes": num_bytes, "step": time_of_step}
+        bars[f"{num_rows:,} rows"] = num_bytes / 2**30
         rows = f"K = {num_rows:,}" if num_rows == NUM_ACTIVE else f"all N = {num_rows:,}"
         lines.append(f"| {name} | {rows} | {num_bytes / 2**30:.2f} GiB | {time_of_step or 'does not fit'} |")
     lines += ["", f"Device: {torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}."]
+    if device.type == "cpu":
+        results["a step of K resident rows"], compared = in_parts_or_not(max(2, arguments.rounds))
+        lines += ["", *compared]
     write_results(
         arguments.output,
         "head",
-        f"python -m benchmarks.head --rounds {arguments.rounds}",
+        f"python -m benchmarks.head --rounds {arguments.rounds} --data-sets {' '.join(arguments.data_sets)}",
         results,
         "\n".join(lines) + "\n\n![Bytes of the head's tensors](head.png)",
     )
     draw_bars(
         arguments.output / "head.png",
-        {f"{values['rows']:,} rows": values["tensor_bytes"] / 2**30 for values in results.values()},
+        bars,
         "tensors of the head (GiB)",
     )
 

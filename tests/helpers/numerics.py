@@ -10,8 +10,10 @@ the conditioning of the case. The bound is of first order, doubled where it is c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from weightserver import TableSpec
 from weightserver.core.arrays import Float64Array
+from weightserver.torch import NO_MARGIN, Margin
 
 _FUNCTION = 4.0
 """Units of rounding of an elementary function."""
@@ -65,6 +68,11 @@ class Rounded:
     def __getitem__(self, index: Any) -> Rounded:
         return Rounded(self.value[index], self.error[index], self.unit)
 
+    def where(self, condition: npt.NDArray[np.bool_], other: Rounded) -> Rounded:
+        """These numbers where the condition is true, elsewhere the other ones."""
+        value, error = np.where(condition, self.value, other.value), np.where(condition, self.error, other.error)
+        return Rounded(value, error, self.unit)
+
     @property
     def T(self) -> Rounded:
         return Rounded(self.value.T, self.error.T, self.unit)
@@ -96,9 +104,7 @@ def sgd_update(
 ) -> tuple[Rounded, Rounded]:
     """torch.optim.SGD's, whose constants are rounded to float32: weight and momentum buffer."""
 
-    def constant(number: float) -> Rounded:
-        return Rounded(np.asarray(number), np.asarray(number * weight.unit), weight.unit)
-
+    constant = partial(_constant, unit=weight.unit)
     decayed = gradient + weight * constant(spec.weight_decay)
     momentum_buffer = momentum_buffer * constant(spec.momentum) + decayed
     return weight - momentum_buffer * constant(learning_rate), momentum_buffer
@@ -114,33 +120,63 @@ class RoundedLoss:
 
 
 def softmax_loss(
-    features: Tensor | Rounded, weight: Tensor, labels: Tensor, *, temperature: float = 1.0, cosines: bool = True
+    features: Tensor | Rounded,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    cosines: bool = True,
+    margin: Margin = NO_MARGIN,
 ) -> RoundedLoss:
-    """Equation 1 of the paper and its gradients, of features (B, D), weight (K, D) and labels (B,).
+    """Equation 1 of the paper and its gradients, of features (B, D), weight (K, D) and labels (B,) or (B, P).
 
     exp is taken of logits less the largest size that one can have, so that the bound holds whatever is subtracted.
     """
-    dtype, batch, w = weight.dtype, np.arange(len(labels)), Rounded.exact(weight, weight.dtype)
+    dtype, w = weight.dtype, Rounded.exact(weight, weight.dtype)
     z = features if isinstance(features, Rounded) else Rounded.exact(features, dtype)
     (unit_z, norm_z), (unit_w, norm_w) = _normalised(z), _normalised(w)
     if not cosines:
         unit_z, unit_w = z, w
-    tau = Rounded.exact(temperature, dtype)._made(np.asarray(temperature, np.float64), np.zeros(()))
-    logits = unit_z @ unit_w.T / tau  # (B, K)
+    tau = _constant(temperature, w.unit)
+    products = unit_z @ unit_w.T  # (B, K)
+    own = np.zeros(products.value.shape, bool)
+    for image, classes in enumerate(labels.reshape(len(labels), -1).tolist()):
+        own[image, [label for label in classes if label >= 0]] = True
+    changed, slope_of_margin = _with_margin(products, margin)
+    logits = changed.where(own, products) / tau
     shifted = logits - Rounded.exact(np.abs(logits.value).max(axis=1, keepdims=True), dtype)
     exponentials = shifted.apply(np.exp, np.exp)
     total = exponentials.sum(axis=1)
-    positive = np.zeros_like(logits.value)
-    positive[batch, labels.numpy()] = 1
-    count = Rounded.exact(float(len(labels)), dtype)
-    losses = total.apply(np.log, lambda x: 1 / x) - shifted[batch, labels.numpy()][:, None]
-    loss = losses.sum(axis=0) / count
+    nothing, num_own = Rounded.exact(np.zeros(own.shape), dtype), Rounded.exact(own.sum(axis=1, keepdims=True), dtype)
+    positive, count = shifted.where(own, nothing).sum(axis=1) / num_own, Rounded.exact(float(len(own)), dtype)
+    loss = (total.apply(np.log, lambda x: 1 / x) - positive).sum(axis=0) / count
 
-    slope = (exponentials / total - Rounded.exact(positive, dtype)) / count / tau  # dLoss/dcos, (B, K)
+    slope = (exponentials / total - Rounded.exact(own, dtype) / num_own) / count / tau  # dLoss/dcos, (B, K)
+    slope = (slope * slope_of_margin).where(own, slope)
     by_z, by_w = slope @ unit_w, slope.T @ unit_z
     if cosines:
         by_z, by_w = _unnormalised(by_z, unit_z, norm_z), _unnormalised(by_w, unit_w, norm_w)
     return RoundedLoss(loss[0, 0], by_z, by_w)
+
+
+def _with_margin(cosines: Rounded, margin: Margin) -> tuple[Rounded, Rounded]:
+    """The cosines with a margin, and its slope; not where an angle is 0 or π, or becomes π."""
+    one = Rounded(np.ones_like(cosines.value), np.zeros_like(cosines.value), cosines.unit)
+    if margin.kind == "none":
+        return cosines, one
+    if margin.kind == "cosface":
+        return cosines - _constant(margin.size, cosines.unit), one
+    cosine, sine = (_constant(function(margin.size), cosines.unit) for function in (math.cos, math.sin))
+    sines = ((one - cosines) * (one + cosines)).apply(np.sqrt, lambda x: 0.5 / np.sqrt(x))
+    beyond = cosines.value <= math.cos(math.pi - margin.size)
+    subtracted = cosines - _constant(margin.size * math.sin(margin.size), cosines.unit)
+    changed = subtracted.where(beyond, cosines * cosine - sines * sine)
+    return changed, one.where(beyond, cosine + cosines / sines * sine)
+
+
+def _constant(number: float, unit: float) -> Rounded:
+    """A number that is rounded before it is used."""
+    return Rounded(np.asarray(number), np.asarray(abs(number) * unit), unit)
 
 
 def _normalised(rows: Rounded) -> tuple[Rounded, Rounded]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from weightserver.torch.condensed import are_many, condensed
 from weightserver.torch.margins import NO_MARGIN, Margin, distinct, own_values, with_margin
 from weightserver.torch.ranks import Ranks
 
@@ -52,17 +53,17 @@ def cosine_softmax_loss(
     A margin changes the cosines of an image's own classes before they are divided by τ; papers about margins call
     1/τ the scale s.
     """
-    with torch.autocast(features.device.type, enabled=False):
-        return softmax_loss(
-            F.normalize(features),
-            F.normalize(weight),
-            labels,
-            temperature=temperature,
-            ranks=ranks,
-            num_rows=num_rows,
-            largest_logit=1 / temperature if (1 - margin.lowest_cosine) / temperature < _LARGEST_SPREAD else None,
-            margin=margin,
-        )
+    return softmax_loss(
+        features,
+        weight,
+        labels,
+        temperature=temperature,
+        ranks=ranks,
+        num_rows=num_rows,
+        largest_logit=1 / temperature if (1 - margin.lowest_cosine) / temperature < _LARGEST_SPREAD else None,
+        margin=margin,
+        cosines=True,
+    )
 
 
 def softmax_loss(
@@ -75,6 +76,7 @@ def softmax_loss(
     num_rows: int | None = None,
     largest_logit: float | None = None,
     margin: Margin = NO_MARGIN,
+    cosines: bool = False,
 ) -> Tensor:
     """Mean cross-entropy of logits w_j·z_i/τ over the whole batch, a scalar.
 
@@ -92,16 +94,21 @@ def softmax_loss(
 
     If `num_rows` is given, only the first `num_rows` rows of weight are classes; the others, which `padded` added,
     change neither the loss nor a gradient. `largest_logit` is an upper bound of all logits, if one is known that is
-    small enough to be subtracted from all of them; otherwise the ranks exchange each image's largest logit.
+    small enough to be subtracted from all of them; otherwise the ranks exchange each image's largest logit. With
+    `cosines`, features and weight are L2-normalised here.
     """
     with torch.autocast(features.device.type, enabled=False):
         own = distinct(labels) if labels.dim() == 2 else labels[:, None]  # (B, P)
-        if ranks is None or ranks.world_size == 1:
-            logits = with_margin(features @ weight.T, own, margin) / temperature  # (B, K)
-            return _loss_of_logits(_only_first(logits, num_rows), own)
-        whole: Tensor = _WholeBatch.apply(features, len(labels), ranks)  # type: ignore[no-untyped-call]
-        logits = with_margin(whole @ weight.T, own, margin) / temperature  # (B, D) times (D, K of this rank)
-        return _loss_over_ranks(_only_first(logits, num_rows), own, largest_logit)
+        features = F.normalize(features) if cosines else features
+        on_one_rank = ranks is None or ranks.world_size == 1
+        if not on_one_rank:
+            features = _WholeBatch.apply(features, len(labels), ranks)  # type: ignore[no-untyped-call]
+        if are_many(features, weight):
+            products, own = condensed(features, weight[:num_rows], own, temperature=temperature, cosines=cosines)
+        else:
+            products = _only_first(features @ (F.normalize(weight) if cosines else weight).T, num_rows)  # (B, K)
+        logits = with_margin(products, own, margin) / temperature
+        return _loss_of_logits(logits, own) if on_one_rank else _loss_over_ranks(logits, own, largest_logit)
 
 
 def _loss_of_logits(logits: Tensor, own: Tensor) -> Tensor:

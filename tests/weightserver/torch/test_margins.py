@@ -7,6 +7,7 @@ import os
 import socket
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch.multiprocessing
 from torch import Tensor
 
 from weightserver.core.arrays import Float64Array
-from weightserver.torch import MARGINS, Margin, MarginKind, Ranks, cosine_softmax_loss, margin_of
+from weightserver.torch import MARGINS, Margin, MarginKind, Ranks, condensed, cosine_softmax_loss, margin_of
 from weightserver.torch.margins import DEFAULT_SIZES
 
 SINGLE = torch.tensor([0, 8, 3, 3, 5, 1])
@@ -141,7 +142,7 @@ def test_padding_is_no_class_on_one_rank_either(kind: MarginKind, labels: Tensor
 def compute(rank: int, world_size: int, port: int, out: str) -> None:
     """Losses and gradients of all cases on one of several ranks: rows are dealt in turn, images in slices.
 
-    The last rank holds no rows, or only padding.
+    The last rank holds no rows, or only padding. Rows are taken all at once, and in chunks of two.
     """
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -151,8 +152,10 @@ def compute(rank: int, world_size: int, port: int, out: str) -> None:
     mine = np.flatnonzero(np.arange(9) % holders == rank) if rank < holders else np.zeros(0, int)
     local = torch.full((10,), -1)  # label to place among this rank's rows; the last is that of -1
     local[mine] = torch.arange(len(mine))
+    condensed._LOGITS_OF_CHUNK, condensed._ROWS_OF_PRODUCT = 0, 2
     for number, (kind, labels) in enumerate(CASES):
-        for num_padded, temperature in ((0, 0.2), (3, 1 / 64)):
+        for num_padded, temperature, few in product((0, 3), (0.2, 1 / 64), (0, 1_000)):
+            condensed._FEW_VALUES = few
             features, weight = inputs(torch.float32)
             part = features[ranks.share(len(labels))].detach().requires_grad_()
             rows = torch.nn.functional.pad(weight[mine], (0, 0, 0, num_padded)).detach().requires_grad_()
@@ -171,8 +174,8 @@ def compute(rank: int, world_size: int, port: int, out: str) -> None:
             whole = np.zeros((9, 5))
             whole[mine] = rows.grad[: len(mine)].numpy()
             assert not rows.grad[len(mine) :].any()
-            found[f"{number}-{num_padded}"] = np.concatenate([[loss.item()], whole.ravel()])
-            found[f"{number}-{num_padded}-features"] = part.grad.numpy() / world_size
+            found[f"{number}-{num_padded}-{temperature:.3f}-{few}"] = np.concatenate([[loss.item()], whole.ravel()])
+            found[f"{number}-{num_padded}-{temperature:.3f}-{few}-features"] = part.grad.numpy() / world_size
     np.savez(f"{out}-{rank}.npz", **found)  # type: ignore[arg-type]
     dist.destroy_process_group()
 

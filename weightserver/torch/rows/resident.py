@@ -145,7 +145,7 @@ class ResidentRows:
         self.fresh = self._values.fresh[self._active]
         self.counters.corrected(self._values.correct(self._active, step, rows=rows))
         self._active_on_device = to_device(self._active, self._device)
-        return self._values.weight[self._active_on_device]
+        return self._values.weight.index_select(0, self._active_on_device)  # on a CPU faster than [...]
 
     def begin(self, positions: Int64Array, weight: Tensor) -> None:
         self._values.begin(self._active[positions], weight)

@@ -12,10 +12,13 @@ from weightserver.core.correction import bring_to
 from weightserver.core.precision import precision_of
 from weightserver.torch.rates import LearningRates
 from weightserver.torch.rows.write_back import LeavingRows
+from weightserver.torch.threads import in_threads
 from weightserver.torch.transfer import HostCopy, to_device
 
 _SAFE_SIZE = 2.0**30
 """If rows up to this size are safe in any gap, rows are corrected on the device and checked when they leave."""
+_VALUES_OF_PART = 1 << 17
+"""A CPU updates rows in parts of this many values, 512 KiB, so that what it computes between is still in its cache."""
 
 
 class SlotValues:
@@ -109,11 +112,18 @@ class SlotValues:
     @torch.no_grad()
     def update(self, slots: Int64Array, on_device: Tensor, gradients: Tensor, step: int) -> None:
         """One step of SGD (Equation 2) on the rows in slots, int64 (n,), also given as a tensor on the device."""
-        weight, momentum_buffer = self.weight[on_device], self.momentum_buffer[on_device]
-        momentum_buffer *= self._spec.momentum
-        momentum_buffer += weight * self._spec.weight_decay + gradients
-        weight -= momentum_buffer * self._rates.of_step(step)
-        self.weight[on_device], self.momentum_buffer[on_device] = weight, momentum_buffer
+        rate = self._rates.of_step(step)
+
+        def update(part: tuple[Tensor, Tensor]) -> None:
+            chosen, gradient = part
+            weight, momentum_buffer = (values.index_select(0, chosen) for values in (self.weight, self.momentum_buffer))
+            momentum_buffer *= self._spec.momentum
+            momentum_buffer += weight * self._spec.weight_decay + gradient
+            weight -= momentum_buffer * rate
+            self.weight[chosen], self.momentum_buffer[chosen] = weight, momentum_buffer
+
+        rows = max(1, _VALUES_OF_PART // self._spec.dim if self._device.type == "cpu" else len(slots))
+        in_threads(update, list(zip(torch.split(on_device, rows), torch.split(gradients, rows), strict=True)))
         self.last_step[slots], self.fresh[slots] = step + 1, False
 
     def _tensor(self, array: Int64Array | Float32Array) -> Tensor:

@@ -1,0 +1,190 @@
+"""The loss in chunks of rows, as a CPU computes it of many rows, against formulas in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.helpers import numerics
+from weightserver.torch import MARGINS, MarginKind, condensed, cosine_softmax_loss, margin_of, softmax_loss
+
+ROWS_OF_CHUNK = 4
+SIZES = [(6, 9), (6, 8), (5, 4), (1, 9), (1, 1), (3, 2), (7, 30)]
+"""Images and rows: the last chunk is smaller, whole or the only one; a single image; a single row, its own."""
+
+
+@pytest.fixture
+def in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of four rows, however few there are."""
+    monkeypatch.setattr(condensed, "_FEW_VALUES", 0)
+    monkeypatch.setattr(condensed, "_LOGITS_OF_CHUNK", 0)
+    monkeypatch.setattr(condensed, "_ROWS_OF_PRODUCT", ROWS_OF_CHUNK)
+
+
+def inputs(batch_size: int, num_rows: int, dim: int = 5, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Features (B, D), weight (K, D)."""
+    generator = torch.Generator().manual_seed(0)
+    features, weight = (torch.randn(n, dim, generator=generator, dtype=dtype) for n in (batch_size, num_rows))
+    return features.requires_grad_(), (0.1 * weight).requires_grad_()
+
+
+def labels_of(batch_size: int, num_rows: int, num_own: int) -> Tensor:
+    """(B,), or (B, P): some given twice, some missing; images share own rows."""
+    generator = torch.Generator().manual_seed(1)
+    if num_own == 1:
+        return torch.randint(num_rows, (batch_size,), generator=generator)
+    labels = torch.randint(-1, num_rows, (batch_size, num_own), generator=generator)
+    labels[:, -1] = labels[:, -1].clamp(min=0)
+    return labels
+
+
+def assert_equals_formula(
+    features: Tensor, weight: Tensor, labels: Tensor, kind: MarginKind, *, cosines: bool = True
+) -> None:
+    """The bounds are those of `numerics`, by running error analysis."""
+    margin, temperature = margin_of(kind, None), 0.2 if cosines else 1.0
+    loss_of = cosine_softmax_loss if cosines else softmax_loss
+    loss = loss_of(features, weight, labels, temperature=temperature, margin=margin)
+    loss.backward()
+    expected = numerics.softmax_loss(features, weight, labels, temperature=temperature, cosines=cosines, margin=margin)
+    expected.loss.assert_near(loss, "loss")
+    expected.features.assert_near(features.grad, "features")
+    expected.weight.assert_near(weight.grad, "weight")
+
+
+@pytest.mark.usefixtures("in_chunks")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("num_own", [1, 3])
+@pytest.mark.parametrize("kind", [*MARGINS, "plain"])
+@pytest.mark.parametrize(("batch_size", "num_rows"), SIZES)
+def test_chunks_equal_the_formula(batch_size: int, num_rows: int, kind: Any, num_own: int, dtype: torch.dtype) -> None:
+    features, weight = inputs(batch_size, num_rows, dtype=dtype)
+    assert condensed.are_many(features, weight)
+    labels = labels_of(batch_size, num_rows, num_own)
+    cosines = kind != "plain"
+    assert_equals_formula(features, weight, labels, kind if cosines else "none", cosines=cosines)
+
+
+@pytest.mark.parametrize("kind", MARGINS)
+@pytest.mark.parametrize("num_own", [1, 3])
+def test_all_rows_at_once_equal_the_formula(kind: MarginKind, num_own: int) -> None:
+    """As few rows on a CPU, and all on other devices."""
+    features, weight = inputs(7, 30)
+    assert not condensed.are_many(features, weight)
+    assert_equals_formula(features, weight, labels_of(7, 30, num_own), kind)
+
+
+@pytest.mark.usefixtures("in_chunks")
+@pytest.mark.parametrize("kind", MARGINS)
+def test_gradients_equal_finite_differences(kind: MarginKind) -> None:
+    features, weight = inputs(3, 10, dtype=torch.float64)
+    labels, margin = labels_of(3, 10, 2), margin_of(kind, None)
+
+    def loss_of(z: Tensor, w: Tensor) -> Tensor:
+        return cosine_softmax_loss(z, w, labels, temperature=0.2, margin=margin)
+
+    assert torch.autograd.gradcheck(loss_of, (features, weight), eps=1e-7, atol=1e-6, rtol=1e-5)
+
+
+def test_the_loss_is_exact_to_1e_6_and_gradients_to_1e_5(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Error model: a logit's D + 4 roundings are independent, each at most u = 2⁻²⁴ of 1/τ, so that it errs by e =
+    √(D+4)·u/τ, 7e-7, in the root mean square, and a probability by √2·e of itself; a sum of n products adds at most
+    √n·u. Bounds are six times that: of a loss near log K, and of the gradients' norms."""
+    monkeypatch.setattr(condensed, "_FEW_VALUES", 0)
+    features, weight = inputs(128, 20_000, dim=8)
+    labels = torch.arange(128) * 150
+    found: list[Any] = []
+    expected: list[Any] = []
+    for dtype, results in ((torch.float32, found), (torch.float64, expected)):
+        z, w = (values.detach().to(dtype).requires_grad_() for values in (features, weight))
+        unit_z, unit_w = torch.nn.functional.normalize(z), torch.nn.functional.normalize(w)
+        whole = torch.nn.functional.cross_entropy(unit_z @ unit_w.T / 0.2, labels)
+        loss = whole if dtype == torch.float64 else cosine_softmax_loss(z, w, labels, temperature=0.2)
+        loss.backward()
+        results += [loss.detach(), z.grad, w.grad]
+    unit, error = 2.0**-24, (8 + 4) ** 0.5 * 2.0**-24 / 0.2
+    assert 6 * error / 10 < 1e-6
+    assert abs(found[0] - expected[0]) <= 6 * error
+    for actual, exact, num_terms in zip(found[1:], expected[1:], (len(weight), len(features)), strict=True):
+        bound = 6 * (2**0.5 * error + num_terms**0.5 * unit) * exact.norm()
+        assert (actual - exact).norm() <= min(bound, 1e-5 * exact.norm())
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the number of elements of the largest tensor that an operation returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.size = max([self.size, *(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor))])
+        return result
+
+
+@pytest.mark.parametrize("kind", MARGINS)
+def test_all_logits_are_never_held(kind: MarginKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(condensed, "_FEW_VALUES", 0)
+    monkeypatch.setattr(condensed, "_LOGITS_OF_CHUNK", 64 * 64)
+    features, weight = inputs(64, 1_000, dim=8)
+    labels, margin, num_threads = labels_of(64, 1_000, 3), margin_of(kind, None), torch.get_num_threads()
+    torch.set_num_threads(1)  # other threads' operations would not be seen
+    try:
+        with LargestTensor() as largest:
+            cosine_softmax_loss(features, weight, labels, temperature=0.2, margin=margin).backward()
+    finally:
+        torch.set_num_threads(num_threads)
+    assert largest.size == weight.numel()  # its gradient
+    assert largest.size < 64 * 1_000 / 4
+
+
+@pytest.mark.usefixtures("in_chunks")
+def test_autocast_changes_no_bit_and_neither_does_a_second_run() -> None:
+    results = []
+    for enabled in (False, False, True):
+        features, weight = inputs(6, 30, dim=16)
+        with torch.autocast("cpu", enabled=enabled):
+            loss = cosine_softmax_loss(features, weight, labels_of(6, 30, 1), temperature=0.2)
+            loss.backward()
+        assert loss.dtype == torch.float32
+        assert features.grad is not None
+        assert weight.grad is not None
+        results.append(torch.cat([loss.detach()[None], features.grad.flatten(), weight.grad.flatten()]))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.usefixtures("in_chunks")
+def test_gradients_that_nobody_needs_are_left_out() -> None:
+    """Those of rows that are not updated, and those of an encoder that is frozen; the others are the same bits."""
+    labels = labels_of(6, 30, 1)
+    gradients: list[Any] = []
+    for wanted in ((True, True), (True, False), (False, True)):
+        z, w = (values.detach().requires_grad_(need) for values, need in zip(inputs(6, 30), wanted, strict=True))
+        cosine_softmax_loss(z, w, labels, temperature=0.2).backward()
+        assert (z.grad is not None, w.grad is not None) == wanted
+        gradients.append((z.grad, w.grad))
+    both, of_features, of_weight = gradients
+    assert torch.equal(both[0], of_features[0])
+    assert torch.equal(both[1], of_weight[1])
+
+
+@pytest.mark.usefixtures("in_chunks")
+def test_padding_and_labels_of_rows_that_do_not_exist() -> None:
+    features, weight = inputs(6, 9)
+    padded = torch.nn.functional.pad(weight.detach(), (0, 0, 0, 5)).requires_grad_()
+    labels = labels_of(6, 9, 3)
+    cosine_softmax_loss(features.detach(), weight, labels, temperature=0.2).backward()
+    cosine_softmax_loss(features, padded, labels, temperature=0.2, num_rows=9).backward()
+    assert weight.grad is not None
+    assert padded.grad is not None
+    assert torch.equal(padded.grad[:9], weight.grad)
+    assert not padded.grad[9:].any()
+    with pytest.raises(IndexError, match="label 9 is out of bounds: there are 9 rows"):
+        cosine_softmax_loss(features, weight, torch.arange(4, 10), temperature=0.2)
