@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.measure import save_results
 from benchmarks.peers.embedded import DurableRocksDb, Lmdb, RocksDb
 from benchmarks.peers.lmdb_service import LmdbService
-from benchmarks.peers.ours import MAX_CALLS, Ours
+from benchmarks.peers.ours import MAX_WRITES, Ours
 from benchmarks.peers.peer import Peer, PeerError
 from benchmarks.peers.postgres import Postgres
 from benchmarks.peers.redis_rows import DurableRedis, Redis
@@ -92,6 +92,7 @@ def started_workers(
             try:
                 worker.start()
                 fills[peer.key] = worker.fill()
+                worker.check()
                 workers.append(worker)
             except PeerError as error:
                 reason = str(error)
@@ -134,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
         "--writes", type=_number, nargs="+", help="rows of a write (default 512 4096 65536; quick: 512 4096)"
     )
     parser.add_argument("--peers", nargs="*", choices=keys, default=keys, metavar="PEER", help=", ".join(keys))
-    parser.add_argument("--case-seconds", type=float, help="of each case, about (default 12; quick: 0.5)")
+    parser.add_argument("--case-seconds", type=float, help="of each case, about (default 10; quick: 0.5)")
     parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="begin no case later than this")
     parser.add_argument("--output", type=Path, help="folder of results (default benchmarks/results; quick: none)")
     return parser
@@ -148,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     num_rows = given.rows or (140_000 if quick else 1_000_000)
     fetches = given.fetches or [512, 65_536]
     writes = given.writes or ([512, 4_096] if quick else [512, 4_096, 65_536])
-    case_seconds = given.case_seconds or (0.5 if quick else 12.0)
+    case_seconds = given.case_seconds or (0.5 if quick else 10.0)
     if 2 * max(*fetches, *writes) > num_rows:
         parser.error(f"a window of {2 * max(*fetches, *writes):,} rows needs a table of as many, got {num_rows:,}")
     cases = [
@@ -157,8 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for count in (fetches if operation == "fetch" else writes)
         for pattern in PATTERNS
     ]
-    if len(cases) * (MAX_ROUNDS + 2) > MAX_CALLS:
-        parser.error(f"at most {MAX_CALLS // (MAX_ROUNDS + 2)} cases, got {len(cases)}")
+    if 2 * len(PATTERNS) * len(writes) * (MAX_ROUNDS + 2) > MAX_WRITES:
+        parser.error(f"--writes takes at most {MAX_WRITES // (2 * len(PATTERNS) * (MAX_ROUNDS + 2))} numbers")
     peers = [peer for peer in PEERS if peer is Ours or peer.key in given.peers]
     output = given.output or (None if quick else Path("benchmarks/results"))
     with tempfile.TemporaryDirectory(prefix="peers-") as temporary, ExitStack() as stack:

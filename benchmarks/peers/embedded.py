@@ -34,7 +34,7 @@ class LmdbRows:
     def values(self, keys: list[bytes]) -> bytes:
         """The rows' bytes, one after the other."""
         with self._environment.begin(buffers=True) as transaction:
-            return b"".join(map(transaction.get, keys))
+            return b"".join([transaction.get(key) for key in keys])
 
     def write(self, keys: list[bytes], values: list[bytes]) -> None:
         with self._environment.begin(write=True) as transaction, transaction.cursor() as cursor:

@@ -15,8 +15,8 @@ GAP = 18_000
 """Steps between a filled row's last update and the step it is fetched for, as over an epoch of ImageNet-11K."""
 STEPS_PER_WRITE = 500
 """Between two writes, so that rows that are written again have missed updates as well."""
-NUM_STEPS = 1_000_000
-MAX_CALLS = (NUM_STEPS - GAP) // (STEPS_PER_WRITE + 1)
+NUM_STEPS = 400_000
+MAX_WRITES = (NUM_STEPS - 2 * GAP) // (STEPS_PER_WRITE + 1)
 
 
 class Ours(Peer):

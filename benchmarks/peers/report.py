@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from benchmarks.measure import plt
+from matplotlib import pyplot as plt
+
 from benchmarks.peers.peer import Peer
 from benchmarks.peers.worker import OPERATIONS, Case
 
@@ -35,8 +35,8 @@ class Measured:
 
     @classmethod
     def of(cls, seconds: list[float], processor_seconds: float, server_bytes: int, client_bytes: int) -> Measured:
-        quartiles = statistics.quantiles(seconds, n=4, method="inclusive")
-        return cls(*quartiles, len(seconds), processor_seconds, server_bytes, client_bytes)
+        p25, p50, p75 = statistics.quantiles(seconds, n=4, method="inclusive")
+        return cls(p25, p50, p75, len(seconds), processor_seconds, server_bytes, client_bytes)
 
     def __str__(self) -> str:
         return f"{_milliseconds(self.p50)} ({_milliseconds(self.p25)}–{_milliseconds(self.p75)}) ms"
@@ -63,12 +63,12 @@ def as_table(
     ]
     for peer in peers:
         of_peer = [measured[peer.key] for measured in results.values()]
-        server = max(measured.server_bytes for measured in of_peer)
-        lines.append(
-            f"| {peer.name} | {'yes' if peer.durable else 'no'} | {f'{_mebibytes(server)}' if server else 'embedded'} | "
-            f"{_mebibytes(max(measured.client_bytes for measured in of_peer))} | {fills[peer.key]:.1f} s | "
-            f"{', '.join(peer.does_not) or '–'} |"
+        server, client = (
+            max(sizes) for sizes in zip(*((m.server_bytes, m.client_bytes) for m in of_peer), strict=True)
         )
+        cells = [peer.name, "yes" if peer.durable else "no", _mebibytes(server) if server else "embedded"]
+        cells += [_mebibytes(client), f"{fills[peer.key]:.1f} s", ", ".join(peer.does_not) or "–"]
+        lines.append(f"| {' | '.join(cells)} |")
     lines += [f"\n{name} was left out: {reason}." for name, reason in left_out.items()]
     others = peers[1:]
     lines += ["", "Times ours:", "", f"| case | ours | {' | '.join(peer.name for peer in others)} |"]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.peer import DIM, Peer, PeerError
+from benchmarks.peers.peer import CORRECTION, DIM, Peer, PeerError, made_rows
 from weightserver.common.malloc import keep_large_buffers
 from weightserver.core.arrays import Int64Array
 
@@ -50,12 +50,16 @@ class Case:
 
 
 def _work(connection: Connection, peer_class: type[Peer], directory: Path, num_rows: int, most_rows: int) -> None:
-    """Answers "start", "fill" and (case, number of the call) until the other side is closed."""
+    """Answers "start", "fill", "check" and (case, number of the call) until the other side is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the benchmark, which then closes its side
     keep_large_buffers()
     peer = peer_class(directory, num_rows)
     values = np.random.default_rng(3).standard_normal((most_rows, DIM), np.float32)
-    calls: dict[str, Callable[[], object]] = {"start": peer.start, "fill": peer.fill}
+    calls: dict[str, Callable[[], object]] = {
+        "start": peer.start,
+        "fill": peer.fill,
+        "check": partial(_check, peer),
+    }
     try:
         with suppress(EOFError):
             while True:
@@ -75,6 +79,18 @@ def _work(connection: Connection, peer_class: type[Peer], directory: Path, num_r
                 connection.send((seconds, peer.server_pid() if asked == "start" else None))
     finally:
         peer.stop()
+
+
+def _check(peer: Peer) -> None:
+    """Checks that rows come back as they were filled and written, unless they are corrected."""
+    ids, rows = next(made_rows(peer.num_rows))
+    for written in (rows, -rows):
+        if written is not rows:
+            peer.write(ids, written)
+        found = peer.fetch(ids)
+        same = np.array_equal(found, written)
+        if found.shape != rows.shape or same != (CORRECTION in peer.does_not) or not np.isfinite(found).all():
+            raise PeerError("it returns other rows than were written")
 
 
 def _perform(peer: Peer, operation: str, ids: Int64Array, rows: Any) -> None:
@@ -114,6 +130,14 @@ class Worker:
     def fill(self) -> float:
         """Fills the table; returns the seconds."""
         return self._call("fill")[0]
+
+    def check(self) -> None:
+        """Checks what the peer returns.
+
+        Raises:
+            PeerError: other rows than were written.
+        """
+        self._call("check")
 
     def perform(self, case: Case, number: int) -> float:
         """Makes one call; returns its seconds."""
