@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -55,6 +56,7 @@ _PARTIAL = "peers.partial.json"
 
 def measure(workers: list[Worker], case: Case, seconds: float) -> dict[str, Measured]:
     """Calls every peer once a round, each round in another order; as many rounds as fit into `seconds`."""
+    os.sync()  # what former cases wrote without waiting
     before = [worker.processor_seconds() for worker in workers]
     for worker in workers:
         worker.server_bytes = worker.client_bytes = 0

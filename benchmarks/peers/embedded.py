@@ -91,6 +91,7 @@ class RocksDb(Peer):
         for ids, rows in made_rows(self.num_rows):
             self.write(ids, rows)
         self._database.flush()
+        self._database.compact_range(None, None)  # which would otherwise take the other peers' time
         self._write_options.sync = self.durable
 
     def fetch(self, ids: Int64Array) -> Float32Array:
