@@ -122,8 +122,9 @@ def draw(path: Path, peers: list[type[Peer]], cases: list[Case], results: Result
         axes.set_yticks(range(len(of_panel)), [f"{case.num_rows:,}\n{case.pattern}" for case in of_panel], fontsize=8)
         for line in range(len(of_panel) - 1):
             axes.axhline(line + 0.5, color="0.85", linewidth=0.6)
-        axes.invert_yaxis()
         axes.set(xscale="log", xlabel="ms", title={"mixed": "fetch and write of the same rows"}.get(name, name))
+        axes.set_ylim(len(of_panel) - 0.5, -0.5)
+        axes.xaxis.set_major_formatter("{x:,g}")
         axes.grid(axis="x", color="0.9", linewidth=0.6)
         axes.set_axisbelow(True)
     figure.tight_layout(rect=(0, 0.7 / height, 1, 1))
