@@ -168,6 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         directory = Path(temporary)
         directory.chmod(0o711)  # a server may run as another user
         workers, fills, left_out = started_workers(stack, directory, peers, num_rows, max(writes))
+        if Ours.name in left_out:
+            sys.exit(f"benchmarks.peers compares with our shard, which is left out: {left_out[Ours.name]}")
         peers = [worker.peer for worker in workers]
         settings = {
             "rows": num_rows,

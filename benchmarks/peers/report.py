@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib import pyplot as plt
+from matplotlib.ticker import NullFormatter
 
 from benchmarks.peers.peer import Peer
 from benchmarks.peers.worker import OPERATIONS, Case
@@ -53,10 +54,11 @@ def as_table(
     """Peers with memory, the ratios at a glance, and all times."""
     lines = [
         "Medians with quartiles; a ratio is that of the medians, below 1 where the peer is faster. Every fetch of ours "
-        "corrects its rows, and every write of ours applies gradients with momentum; peers hold weights only, and read "
-        "and replace them. Memory is the process's own and shared memory at most; pages of files (LMDB's map, the page "
-        "cache) are not counted, and the client's is what it grew by since it connected. Processor time is that of "
-        "client and server, with what they do in the background.",
+        "corrects its rows, and every write of ours applies gradients with momentum: a row is twice as long as the "
+        "peers', which read and replace weights only, and lies in a block of 63. Memory is the process's own and "
+        "shared memory at most; pages of files (LMDB's map, the page cache) are not counted, and the client's is what "
+        "it grew by since it connected. Processor time is that of client and server, with what they do in the "
+        "background.",
         "",
         "| peer | durable | memory of the server | growth of the client | fill | does not do |",
         "|---|---|---|---|---|---|",
@@ -101,7 +103,7 @@ def draw(path: Path, peers: list[type[Peer]], cases: list[Case], results: Result
     """One panel an operation, one line a case, one marker a peer: hollow if a write is not durable."""
     panels = {name: [case for case in cases if case.operation == name] for name in OPERATIONS}
     panels = {name: of_panel for name, of_panel in panels.items() if of_panel}
-    height = 1.6 + 0.07 * len(peers) * max(map(len, panels.values()))
+    height = 1.6 + max(0.4, 0.07 * len(peers)) * max(map(len, panels.values()))
     figure, all_axes = plt.subplots(1, len(panels), figsize=(4.4 * len(panels), height), squeeze=False)
     for axes, (name, of_panel) in zip(all_axes[0], panels.items(), strict=True):
         for index, peer in enumerate(peers):
@@ -125,6 +127,7 @@ def draw(path: Path, peers: list[type[Peer]], cases: list[Case], results: Result
         axes.set(xscale="log", xlabel="ms", title={"mixed": "fetch and write of the same rows"}.get(name, name))
         axes.set_ylim(len(of_panel) - 0.5, -0.5)
         axes.xaxis.set_major_formatter("{x:,g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(axis="x", color="0.9", linewidth=0.6)
         axes.set_axisbelow(True)
     figure.tight_layout(rect=(0, 0.7 / height, 1, 1))
