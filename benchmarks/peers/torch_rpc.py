@@ -1,0 +1,96 @@
+"""torch.distributed.rpc: another process holds the matrix in memory."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmarks.peers.peer import CORRECTION, DIM, DURABILITY, EXACTLY_ONCE, Peer, Server, made_rows, missing_of
+from weightserver.common.malloc import keep_large_buffers
+from weightserver.core.arrays import Float32Array, Int64Array
+
+if TYPE_CHECKING:
+    import torch
+
+_matrix: Any = None
+"""float32 [num_rows, DIM] in the server."""
+
+
+def fetched(ids: torch.Tensor) -> torch.Tensor:
+    """The rows of `ids`; runs in the server."""
+    return _matrix[ids]
+
+
+def write(ids: torch.Tensor, rows: torch.Tensor) -> None:
+    """Replaces rows; runs in the server."""
+    _matrix[ids] = rows
+
+
+def join(rank: int, meeting_point: Path) -> Any:
+    """Joins server (rank 0) and client (rank 1) over TCP on loopback; returns torch.distributed.rpc."""
+    os.environ |= {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    from torch.distributed import rpc
+
+    warnings.filterwarnings("ignore", "You are using a Backend")  # torch's own call
+    # Two processes of one machine would otherwise use shared memory, unlike the other peers' servers.
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{meeting_point}", _transports=["uv"])
+    rpc.init_rpc(("server", "client")[rank], rank=rank, world_size=2, rpc_backend_options=options)
+    return rpc
+
+
+def serve(num_rows: int, meeting_point: Path) -> None:
+    """Holds the matrix until this process is ended."""
+    global _matrix
+    import torch
+
+    keep_large_buffers()
+    _matrix = torch.zeros(num_rows, DIM)
+    join(0, meeting_point).shutdown()
+
+
+class TorchRpc(Peer):
+    key, name, durable = "torch-rpc", "torch.distributed.rpc", False
+    does_not = (CORRECTION, DURABILITY, EXACTLY_ONCE)
+    _server: Server | None = None
+    _rpc: Any = None
+
+    @classmethod
+    def missing(cls) -> str | None:
+        return missing_of(modules=["torch"])
+
+    def start(self) -> None:
+        meeting_point = self.directory / "meeting-point"
+        # Not -m: functions are sent by the name of their module.
+        code = f"from pathlib import Path; from {__name__} import serve; "
+        code += f"serve({self.num_rows}, Path({str(meeting_point)!r}))"
+        self._server = Server([sys.executable, "-c", code], self.directory / "log")
+        self._rpc = join(1, meeting_point)
+
+    def fill(self) -> None:
+        for ids, rows in made_rows(self.num_rows):
+            self.write(ids, rows)
+
+    def fetch(self, ids: Int64Array) -> Float32Array:
+        import torch
+
+        return np.asarray(self._rpc.rpc_sync("server", fetched, args=(torch.from_numpy(ids),)))
+
+    def write(self, ids: Int64Array, rows: Float32Array) -> None:
+        import torch
+
+        self._rpc.rpc_sync("server", write, args=(torch.from_numpy(ids), torch.from_numpy(rows)))
+
+    def server_pid(self) -> int | None:
+        assert self._server is not None
+        return self._server.process.pid
+
+    def stop(self) -> None:
+        if self._rpc is not None:
+            self._rpc.shutdown()
+        if self._server is not None:
+            self._server.stop()
