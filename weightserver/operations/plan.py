@@ -227,7 +227,12 @@ def _trainer(load: Workload) -> list[Figure]:
     return [
         Figure("resident rows", capacity, "rows", "min(N, max(W, K) + 2·S), on all ranks"),
         Figure("- their bytes", resident_bytes, "B", f"rows · (2·4·D + {_SLOT_BYTES}) / ranks"),
-        Figure("the head's tensors", head_bytes, "B", "4 · (4·K·D + 2·B·K) / ranks"),
+        Figure(
+            "the head's tensors",
+            head_bytes,
+            "B",
+            "4 · (4·K·D + 2·B·K) / ranks, on GPUs; CPUs hold few of the B·K logits",
+        ),
     ]
 
 
