@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -38,6 +39,7 @@ from benchmarks.peers.redis_rows import DurableRedis, Redis
 from benchmarks.peers.report import Measured, Results, as_table, draw
 from benchmarks.peers.torch_rpc import TorchRpc
 from benchmarks.peers.worker import OPERATIONS, PATTERNS, Case, Worker
+from weightserver.common.atomic_files import atomic_write
 
 PEERS: list[type[Peer]] = [
     Ours,
@@ -188,7 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _say(str(case))
             kept[str(case)] = {key: asdict(value) for key, value in measure(workers, case, case_seconds).items()}
             partial.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps({"settings": settings, "cases": kept}))
+            text = json.dumps({"settings": settings, "cases": kept})
+            atomic_write(partial, lambda path, text=text: path.write_text(text))
     results: Results = {
         name: {key: Measured(**value) for key, value in of_case.items()} for name, of_case in kept.items()
     }
@@ -210,4 +213,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # servers and their files go too
     main()

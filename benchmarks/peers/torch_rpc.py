@@ -17,6 +17,7 @@ from weightserver.core.arrays import Float32Array, Int64Array
 if TYPE_CHECKING:
     import torch
 
+_STOP_SECONDS = 30
 _matrix: Any = None
 """float32 [num_rows, DIM] in the server."""
 
@@ -32,12 +33,12 @@ def write(ids: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 def join(rank: int, meeting_point: Path) -> Any:
-    """Joins server (rank 0) and client (rank 1) over TCP on loopback; returns torch.distributed.rpc."""
+    """Joins server (rank 0) and client (rank 1) on loopback; returns torch.distributed.rpc."""
     os.environ |= {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
     from torch.distributed import rpc
 
     warnings.filterwarnings("ignore", "You are using a Backend")  # torch's own call
-    # Two processes of one machine would otherwise use shared memory, unlike the other peers' servers.
+    # Messages travel over TCP; tensors may go from one process's memory to the other's, where the system allows it.
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{meeting_point}", _transports=["uv"])
     rpc.init_rpc(("server", "client")[rank], rank=rank, world_size=2, rpc_backend_options=options)
     return rpc
@@ -91,6 +92,7 @@ class TorchRpc(Peer):
 
     def stop(self) -> None:
         if self._rpc is not None:
-            self._rpc.shutdown()
+            is_alive = self._server is not None and self._server.process.poll() is None
+            self._rpc.shutdown(graceful=is_alive, timeout=_STOP_SECONDS)
         if self._server is not None:
             self._server.stop()

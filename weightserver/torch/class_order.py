@@ -132,14 +132,12 @@ def read_labels(path: str | Path) -> Labels:
     path = Path(path)
     try:
         if path.suffix == ".npy":
-            labels: Labels = np.load(path, mmap_mode="r", allow_pickle=False)
-            if not isinstance(labels, np.ndarray):
-                raise ValueError("an archive of several arrays")
+            labels: Labels = np.lib.format.open_memmap(path, mode="r")
         else:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")  # an empty file, a number with a fraction
                 labels = np.loadtxt(path, np.int64, comments=None, delimiter=",", ndmin=1)
-    except (OSError, ValueError, UserWarning, DeprecationWarning, EOFError) as error:
+    except (OSError, ValueError, UserWarning, DeprecationWarning) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
             f"cannot read labels from {path} ({reason}): give a .npy file of integers, or text of one integer a line"

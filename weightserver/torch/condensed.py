@@ -25,7 +25,7 @@ _FEW_VALUES = 1 << 23
 """Fewer logits, and values of rows, are computed faster at once than in chunks. The memory of more, 32 MiB, is not
 reused: glibc returns it to the kernel each time, and the page faults take longer than the products."""
 _LOGITS_OF_CHUNK = 1 << 19
-"""2 MiB, of which each thread has one chunk at a time."""
+"""2 MiB, of which each thread has one chunk at a time; as many values of rows at most."""
 _NUM_GROUPS = 16
 """Groups of chunks that threads take in turn; so many sums of gradients of the embeddings are held."""
 _ROWS_OF_PRODUCT = 64
@@ -55,7 +55,7 @@ def condensed(
     if own.numel() and (largest := int(own.max())) >= len(weight):
         raise IndexError(f"label {largest} is out of bounds: there are {len(weight)} rows")
     products: Tensor = _Condensed.apply(features, weight, own, temperature, cosines)  # type: ignore[no-untyped-call]
-    columns = torch.arange(1, 1 + own.shape[1]).expand_as(own)
+    columns = torch.arange(1, 1 + own.shape[1], device=own.device).expand_as(own)
     return products, columns.where(own >= 0, -1)
 
 
@@ -82,7 +82,7 @@ class _Condensed(torch.autograd.Function):
 
         logits = features.new_full((len(own), 1 + own.shape[1]), -math.inf)  # the result, divided by the temperature
         sums = [logits[:, 0]]
-        for chunk, of_own, of_others in chain.from_iterable(in_threads(of_chunks, _groups(len(weight), own))):
+        for chunk, of_own, of_others in chain.from_iterable(in_threads(of_chunks, _groups(weight, own))):
             logits[chunk.images, chunk.columns] = of_own
             sums.append(of_others)
         logits[:, 0] = torch.stack(sums).logsumexp(dim=0)
@@ -117,7 +117,7 @@ class _Condensed(torch.autograd.Function):
 
         of_features = torch.zeros_like(features)
         with torch.autocast(features.device.type, enabled=False):
-            for of_group in in_threads(of_chunks, _groups(len(weight), own)):
+            for of_group in in_threads(of_chunks, _groups(weight, own)):
                 of_features += of_group
         return of_features if needs_features else None, of_weight, None, None, None
 
@@ -143,13 +143,14 @@ class _Chunk:
         return rows / lengths, lengths
 
 
-def _groups(num_rows: int, own: Tensor) -> list[list[_Chunk]]:
+def _groups(weight: Tensor, own: Tensor) -> list[list[_Chunk]]:
     """All rows in chunks, and these in groups of about the same size."""
-    batch_size, num_own = own.shape
-    size = max(_ROWS_OF_PRODUCT, _LOGITS_OF_CHUNK // max(1, batch_size) // _ROWS_OF_PRODUCT * _ROWS_OF_PRODUCT)
+    (batch_size, num_own), (num_rows, dim) = own.shape, weight.shape
+    fitting = _LOGITS_OF_CHUNK // max(batch_size, dim)
+    size = max(_ROWS_OF_PRODUCT, fitting // _ROWS_OF_PRODUCT * _ROWS_OF_PRODUCT)
     starts = range(0, num_rows, size)
     ordered, pairs = own.flatten().sort()  # those of no row first
-    bounds = torch.searchsorted(ordered, torch.tensor([*starts, num_rows])).tolist()
+    bounds = torch.searchsorted(ordered, torch.tensor([*starts, num_rows], device=own.device)).tolist()
     chunks = []
     for start, first, end in zip(starts, bounds, bounds[1:], strict=False):
         of_chunk = pairs[first:end]

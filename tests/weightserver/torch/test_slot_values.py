@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -34,10 +36,29 @@ def updated() -> list[Tensor]:
     return [held.weight, held.momentum_buffer, held.weight[chosen], row.detach(), momentum_buffer]
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("rows", [1, 3, 17])
-def test_parts_change_no_bit_of_an_update(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_change_no_bit_of_an_update(rows: int, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = updated()
     monkeypatch.setattr(values, "_VALUES_OF_PART", rows * SPEC.dim)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     in_parts = updated()
     assert all(torch.equal(one, other) for one, other in zip(at_once, in_parts, strict=True))
     torch.testing.assert_close(in_parts[2], in_parts[3])
+
+
+def test_an_interrupted_update_changes_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = SlotValues(SPEC, LearningRates(SPEC, RATES), SPEC.num_rows, torch.device("cpu"))
+    monkeypatch.setattr(values, "_VALUES_OF_PART", SPEC.dim)
+    before, slots = held.weight.clone(), np.arange(9)
+
+    def interrupted(work: Callable[[object], object], items: Sequence[object]) -> None:
+        work(items[0])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(values, "in_threads", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        held.update(slots, torch.from_numpy(slots), torch.ones(9, SPEC.dim), 0)
+    assert torch.equal(held.weight, before)
+    assert not held.momentum_buffer.any()
+    assert not held.last_step.any()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -35,6 +39,37 @@ def test_the_number_of_threads_stays() -> None:
     later.start()
     later.join()
     assert found == [3, 3]
+
+
+def test_threads_last() -> None:
+    def name(_: int) -> str:
+        time.sleep(0.01)
+        return threading.current_thread().name
+
+    assert set(in_threads(name, range(12))) == set(in_threads(name, range(12)))
+
+
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    assert in_threads(abs, [-1, -2]) == [1, 2]
+    process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(in_threads(abs, [-3, -4])[1]))
+    process.start()
+    process.join(30)
+    assert process.exitcode == 4
+
+
+def test_work_after_the_main_thread_has_ended() -> None:
+    code = (
+        "import threading, torch; torch.set_num_threads(3); from weightserver.torch.threads import in_threads as run;"
+    )
+    code += "threading.Thread(target=lambda: (threading.main_thread().join(), print(run(abs, [-1, -2])))).start()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[1, 2]\n"
+
+
+def test_few_images_make_chunks_for_many_threads() -> None:
+    for batch_size, dim in ((1, 128), (8, 128), (64, 2_048)):
+        groups = condensed._groups(torch.empty(65_536, dim, device="meta"), torch.zeros(batch_size, 1))
+        assert len(groups) == 16
 
 
 def test_the_number_of_threads_changes_no_bit_of_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,17 +113,18 @@ class SlotValues:
     def update(self, slots: Int64Array, on_device: Tensor, gradients: Tensor, step: int) -> None:
         """One step of SGD (Equation 2) on the rows in slots, int64 (n,), also given as a tensor on the device."""
         rate = self._rates.of_step(step)
+        weight, momentum_buffer = (values.index_select(0, on_device) for values in (self.weight, self.momentum_buffer))
 
-        def update(part: tuple[Tensor, Tensor]) -> None:
-            chosen, gradient = part
-            weight, momentum_buffer = (values.index_select(0, chosen) for values in (self.weight, self.momentum_buffer))
+        def update(part: tuple[Tensor, Tensor, Tensor]) -> None:
+            weight, momentum_buffer, gradient = part
             momentum_buffer *= self._spec.momentum
             momentum_buffer += weight * self._spec.weight_decay + gradient
             weight -= momentum_buffer * rate
-            self.weight[chosen], self.momentum_buffer[chosen] = weight, momentum_buffer
 
         rows = max(1, _VALUES_OF_PART // self._spec.dim if self._device.type == "cpu" else len(slots))
-        in_threads(update, list(zip(torch.split(on_device, rows), torch.split(gradients, rows), strict=True)))
+        parts = (torch.split(values, rows) for values in (weight, momentum_buffer, gradients))
+        in_threads(update, list(zip(*parts, strict=True)))
+        self.weight[on_device], self.momentum_buffer[on_device] = weight, momentum_buffer
         self.last_step[slots], self.fresh[slots] = step + 1, False
 
     def _tensor(self, array: Int64Array | Float32Array) -> Tensor:
