@@ -221,7 +221,8 @@ class Made:
     gives_up: frozenset[int] = frozenset()
     """In a rollback: calls that must not be applied after it."""
     failed_at: tuple[int, int, int] | None = None
-    """`num_moved`, `num_failures` and `num_writes` of its writer, when it failed and was not forgotten."""
+    """Of its writer: `num_moved` and `num_failures` when it last failed and was not forgotten, and `num_writes` when it
+    first failed, since a repetition keeps its numbers."""
 
 
 class Machine(RuleBasedStateMachine):
@@ -483,7 +484,8 @@ class Machine(RuleBasedStateMachine):
                 writer.num_failures += 1
                 writer.failed.append(made)
                 if not isinstance(told, ClusterError):
-                    made.failed_at = (num_moved, writer.num_failures, writer.num_writes)
+                    first = writer.num_writes if made.failed_at is None else made.failed_at[2]
+                    made.failed_at = (num_moved, writer.num_failures, first)
         elif kind == "rollback":
             writer.rolling_back = told is not None
             if not told:
@@ -839,6 +841,21 @@ def test_interrupted_pushes_do_not_block_others(machine: Machine, wait: int) -> 
 def test_a_commit_that_failed_after_it_was_stored_counts_once(machine: Machine) -> None:
     machine.perform(machine.writers[0], Action("push", (0,)), Plan((Fate.DISK_FAILS_TOO_LATE,), True, (), None))
     machine.perform(machine.writers[0], Action("repeat"))
+    machine.same()
+
+
+def test_a_repetition_that_fails_is_as_old_as_its_first_attempt(machine: Machine) -> None:
+    """It keeps its numbers, and these fill the shards' window."""
+    (writer,) = machine.writers
+    disk_fails = Plan((Fate.DISK_FAILS_TOO_LATE,), True, (), None)
+    machine.perform(writer, Action("push", (0,)), disk_fails)
+    for _ in range(WINDOW - 4):
+        machine.perform(writer, Action("push", (0,)))
+    machine.perform(writer, Action("repeat"), disk_fails)
+    for _ in range(4):
+        machine.perform(writer, Action("push", (0,)))
+    machine.perform(writer, Action("repeat"))
+    assert "too long ago" in str(machine.told)
     machine.same()
 
 
