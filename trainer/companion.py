@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from weightserver.common.processes import end_process
+
 _STOP_SECONDS = 60.0
 """Time that the program has for its last checkpoint before it is killed."""
 
@@ -43,12 +45,7 @@ class Companion:
         process = self._process
         if process is None:
             return
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
+        end_process(process, seconds=_STOP_SECONDS)
         process.communicate()  # closes stdin
 
     def start(self) -> None:

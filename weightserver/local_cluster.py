@@ -17,6 +17,7 @@ from typing import ClassVar
 
 from weightserver.common.atomic_files import PRIVATE_FILE, atomic_write, make_directory, make_private
 from weightserver.common.closing import Closing
+from weightserver.common.processes import end_process
 from weightserver.common.security import TOKEN_VARIABLE
 from weightserver.core.errors import ShardUnavailableError
 
@@ -171,13 +172,7 @@ class LocalCluster(Closing):
         return announced["address"], announced["metrics_address"]
 
     def _stop(self, process: subprocess.Popen[str]) -> None:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-        process.wait()
+        end_process(process, seconds=_STOP_SECONDS)
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 pipe.close()

@@ -21,8 +21,8 @@ from benchmarks.peers.peer import (
     DIM,
     EXACTLY_ONCE,
     ROW_BYTES,
-    Peer,
     PeerError,
+    ServedPeer,
     Server,
     free_port,
     keys_of,
@@ -38,9 +38,8 @@ _CHUNK_ROWS = CHUNK_BYTES // ROW_BYTES
 _START_SECONDS = 60
 
 
-class LmdbService(Peer):
+class LmdbService(ServedPeer):
     key, name, durable, does_not = "lmdb-grpc", "LMDB over gRPC", True, (CORRECTION, EXACTLY_ONCE)
-    _server: Server | None = None
     _channel: grpc.Channel | None = None
 
     def start(self) -> None:
@@ -70,15 +69,9 @@ class LmdbService(Peer):
     def write(self, ids: Int64Array, rows: Float32Array) -> None:
         self._write(_messages(ids, rows))
 
-    def server_pid(self) -> int | None:
-        assert self._server is not None
-        return self._server.process.pid
-
-    def stop(self) -> None:
+    def disconnect(self) -> None:
         if self._channel is not None:
             self._channel.close()
-        if self._server is not None:
-            self._server.stop()
 
 
 def _messages(ids: Int64Array, rows: Float32Array) -> Iterator[bytes]:

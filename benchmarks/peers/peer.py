@@ -19,6 +19,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from weightserver.common.processes import end_process
 from weightserver.core.arrays import Float32Array, Int64Array
 
 DIM = 128
@@ -167,13 +168,26 @@ class Server:
 
     def stop(self) -> None:
         """Safe to repeat."""
-        if self.process.poll() is None:
-            self.process.send_signal(self._stop_signal)
-            try:
-                self.process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-        self.process.wait()
+        end_process(self.process, seconds=_STOP_SECONDS, stop_signal=self._stop_signal)
+
+
+class ServedPeer(Peer):
+    """A peer whose rows are in a server process of its own."""
+
+    _server: Server | None = None
+
+    def server_pid(self) -> int | None:
+        assert self._server is not None
+        return self._server.process.pid
+
+    @abstractmethod
+    def disconnect(self) -> None:
+        """Closes the connection to the server, if there is one."""
+
+    def stop(self) -> None:
+        self.disconnect()
+        if self._server is not None:
+            self._server.stop()
 
 
 def _end_with_parent(libc: ctypes.CDLL, stop_signal: int) -> None:

@@ -18,8 +18,8 @@ from benchmarks.peers.peer import (
     DIM,
     EXACTLY_ONCE,
     ROW_BYTES,
-    Peer,
     PeerError,
+    ServedPeer,
     Server,
     free_port,
     made_rows,
@@ -53,9 +53,8 @@ def programs() -> Path | None:
     return next((path for path in found if (path / "postgres").exists()), None)
 
 
-class Postgres(Peer):
+class Postgres(ServedPeer):
     key, name, durable, does_not = "postgres", "PostgreSQL", True, (CORRECTION, EXACTLY_ONCE)
-    _server: Server | None = None
     _connection: Any = None
 
     @classmethod
@@ -133,12 +132,6 @@ class Postgres(Peer):
                 "INSERT INTO rows SELECT id, row FROM new ON CONFLICT (id) DO UPDATE SET row = excluded.row"
             )
 
-    def server_pid(self) -> int | None:
-        assert self._server is not None
-        return self._server.process.pid
-
-    def stop(self) -> None:
+    def disconnect(self) -> None:
         if self._connection is not None:
             self._connection.close()
-        if self._server is not None:
-            self._server.stop()

@@ -9,7 +9,7 @@ from benchmarks.peers.peer import (
     CORRECTION,
     DURABILITY,
     EXACTLY_ONCE,
-    Peer,
+    ServedPeer,
     Server,
     free_port,
     keys_of,
@@ -24,10 +24,9 @@ _KEYS_PER_COMMAND = 1_024
 """The fastest of 256, 1,024, 8,192 and 65,536 for 65,536 rows."""
 
 
-class Redis(Peer):
+class Redis(ServedPeer):
     key, name, durable = "redis", "Redis, no AOF", False
     does_not: tuple[str, ...] = (CORRECTION, DURABILITY, EXACTLY_ONCE)
-    _server: Server | None = None
     _client: Any = None
 
     @classmethod
@@ -70,15 +69,9 @@ class Redis(Peer):
             pipeline.mset(dict(items[first : first + _KEYS_PER_COMMAND]))
         pipeline.execute()
 
-    def server_pid(self) -> int | None:
-        assert self._server is not None
-        return self._server.process.pid
-
-    def stop(self) -> None:
+    def disconnect(self) -> None:
         if self._client is not None:
             self._client.close()
-        if self._server is not None:
-            self._server.stop()
 
 
 class DurableRedis(Redis):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.peers.peer import CORRECTION, DIM, DURABILITY, EXACTLY_ONCE, Peer, Server, made_rows, missing_of
+from benchmarks.peers.peer import CORRECTION, DIM, DURABILITY, EXACTLY_ONCE, ServedPeer, Server, made_rows, missing_of
 from weightserver.common.malloc import keep_large_buffers
 from weightserver.core.arrays import Float32Array, Int64Array
 
@@ -54,10 +54,9 @@ def serve(num_rows: int, meeting_point: Path) -> None:
     join(0, meeting_point).shutdown()
 
 
-class TorchRpc(Peer):
+class TorchRpc(ServedPeer):
     key, name, durable = "torch-rpc", "torch.distributed.rpc", False
     does_not = (CORRECTION, DURABILITY, EXACTLY_ONCE)
-    _server: Server | None = None
     _rpc: Any = None
 
     @classmethod
@@ -86,13 +85,7 @@ class TorchRpc(Peer):
 
         self._rpc.rpc_sync("server", write, args=(torch.from_numpy(ids), torch.from_numpy(rows)))
 
-    def server_pid(self) -> int | None:
-        assert self._server is not None
-        return self._server.process.pid
-
-    def stop(self) -> None:
+    def disconnect(self) -> None:
         if self._rpc is not None:
             is_alive = self._server is not None and self._server.process.poll() is None
             self._rpc.shutdown(graceful=is_alive, timeout=_STOP_SECONDS)
-        if self._server is not None:
-            self._server.stop()

@@ -24,6 +24,8 @@ from typing import Any, Self
 
 import yaml
 
+from weightserver.common.processes import end_process
+
 DIRECTORY = Path(__file__).parent
 _START_SECONDS = 60.0
 _STOP_SECONDS = 30.0
@@ -99,7 +101,7 @@ class LocalPrometheus:
         return [(series["metric"], float(series["value"][1])) for series in data["result"]]
 
     def close(self) -> None:
-        _stop(self._process)
+        end_process(self._process, seconds=_STOP_SECONDS)
         self._temporary.cleanup()
 
     def __enter__(self) -> Self:
@@ -125,17 +127,7 @@ def running_trainer(options: Sequence[str]) -> Iterator[str]:
                 time.sleep(0.05)
             yield found[1]
         finally:
-            _stop(process)
-
-
-def _stop(process: subprocess.Popen[Any]) -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-    process.wait()
+            end_process(process, seconds=_STOP_SECONDS)
 
 
 def _free_address() -> str:
