@@ -25,6 +25,8 @@ from weightserver.torch import ClassifierHead, WindowSampler
         (["a"] * 4, TypeError, "classes must be integers, got <U1"),
         (np.zeros((4, 1, 1), int), ValueError, r"classes must have shape \(b,\), or \(b, P\) .*, got \(4, 1, 1\)"),
         (np.full((4, 2), -1), ValueError, "image 0 of the batch has no class: give each at least one"),
+        (np.eye(4, NUM_CLASSES, dtype=int), ValueError, "image 0 of the batch has class 0 twice: .*argmax"),
+        ([[1, 2], [3, -1], [4, 4], [5, 6]], ValueError, "image 2 of the batch has class 4 twice: give each of its"),
         ([], ValueError, r"classes must have shape \(b,\), or \(b, P\) .*, got \(0,\)"),
         (torch.ones(4, dtype=torch.bfloat16), TypeError, "classes must be integers, got torch.bfloat16"),
         (np.zeros(0, int), ValueError, r"classes must have shape \(b,\), or \(b, P\) .*, got \(0,\)"),
