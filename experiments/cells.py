@@ -107,6 +107,8 @@ class Table:
     claims: tuple[Claim, ...] = ()
     seeds: int = 1
     """Number of seeds to run whatever the effects are."""
+    over_time: bool = False
+    """Whether the kNN accuracy during training is drawn over its time. Such cells run alone."""
 
     def __post_init__(self) -> None:
         names = [cell.name for cell in self.cells]

@@ -108,7 +108,14 @@ def _numbers(config: TrainConfig, num_images: int) -> dict[str, str]:
         "stride, S / W": f"{stride:g}",
         "passes of the window over the images": f"{config.epochs * stride:g}",
         "temperature τ": f"{config.temperature:g}",
+        "largest turn of a new row by its first visit, η / ((1 − m) τ B D σ²), radians": f"{_first_turn(config):.2g}",
     }
+
+
+def _first_turn(config: TrainConfig) -> float:
+    """How far the gradient of its own image moves a new row, as a multiple of the row's length."""
+    step = config.base_learning_rate / (1 - config.momentum)
+    return step / (config.temperature * config.batch_size * config.dim * config.init_std**2)
 
 
 def _section(results: Results, everything: Sequence[Results]) -> Iterator[str]:

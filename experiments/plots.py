@@ -13,6 +13,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from experiments.cells import Table
 from experiments.results import Results
@@ -27,12 +28,15 @@ _STYLE: Any = {
     "axes.spines.right": False,
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#808890"),
 }
-_COLOURS = ("#2f81f7", "#d1690e", "#3fa45b", "#a371f7")
+_COLOURS = ("#2f81f7", "#d1690e", "#3fa45b", "#a371f7", "#e5534b")
 
 
 def draw(results: Results, path: Path) -> None:
     """Draws the table's first measure into an SVG file, whose description holds the numbers drawn."""
     measured, paper = series(results)
+    if results.table.over_time:
+        _draw_curves(measured, path)
+        return
     panels = [("here", measured)] + ([("paper", paper)] if paper else [])
     with mpl.rc_context(_STYLE):
         height = 2.8 if results.table.is_grid else 0.9 + 0.3 * len(measured)
@@ -46,9 +50,26 @@ def draw(results: Results, path: Path) -> None:
         axes[0][0].set_ylabel(_heading(results.table) if results.table.is_grid else "")
         if results.table.is_grid and len(measured) > 1:
             figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False)
-        metadata = {"Date": None, "Creator": None, "Description": json.dumps([measured, paper])}
-        figure.savefig(path, format="svg", transparent=True, metadata=metadata)
-        plt.close(figure)
+        _save(figure, path, [measured, paper])
+
+
+def _draw_curves(curves: Series, path: Path) -> None:
+    """Draws a line of values over seconds for each row."""
+    with mpl.rc_context(_STYLE):
+        figure, axis = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+        for number, (row, values) in enumerate(curves.items()):
+            seconds, means = [float(column) for column in values], [statistics.mean(each) for each in values.values()]
+            axis.plot(seconds, means, color=_COLOURS[number % len(_COLOURS)], marker="o", markersize=3, label=row)
+        axis.set_xlabel("seconds of training on one core")
+        axis.set_ylabel("kNN top-1 of held-out images (%)")
+        axis.legend(frameon=False, loc="lower right")
+        _save(figure, path, [curves, {}])
+
+
+def _save(figure: Figure, path: Path, numbers: list[Series]) -> None:
+    metadata = {"Date": None, "Creator": None, "Description": json.dumps(numbers)}
+    figure.savefig(path, format="svg", transparent=True, metadata=metadata)
+    plt.close(figure)
 
 
 def drawn(path: Path) -> list[Series]:
@@ -61,7 +82,9 @@ def drawn(path: Path) -> list[Series]:
 
 
 def series(results: Results) -> tuple[Series, Series]:
-    """What was measured and the paper's numbers, of the table's first measure."""
+    """What was measured and the paper's numbers, of the table's first measure; over time, values by second."""
+    if results.table.over_time:
+        return _curves(results), {}
     measure = next(iter(results.table.measures))
     measured: Series = {}
     paper: Series = {}
@@ -71,6 +94,15 @@ def series(results: Results) -> tuple[Series, Series]:
         if (number := results.table.paper.get(cell.name, {}).get(measure)) is not None:
             paper.setdefault(cell.row, {})[cell.column] = [number]
     return measured, paper
+
+
+def _curves(results: Results) -> Series:
+    """Row to second to kNN accuracy, of each cell's first run."""
+    curves: Series = {}
+    for cell in results.table.cells:
+        for _, run in sorted(results.runs.get(cell.name, {}).items())[:1]:
+            curves[cell.row] = {f"{second:g}": [value] for second, value in run.get("curve", [])}
+    return curves
 
 
 def _heading(table: Table) -> str:

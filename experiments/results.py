@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -12,10 +13,14 @@ from typing import Any
 
 from experiments.cells import Cell, Claim, Table
 from experiments.files import CPU_FILE, EVALUATIONS, RESULT_FILE
+from trainer.run.directory import METRICS_FILE
+from trainer.run.plot import read_metrics
 from weightserver.common.atomic_files import atomic_write
 
 Run = Mapping[str, Any]
-"""One run's record: its "id", its "measures", and where and when it ran."""
+"""One run's record: its "id", its "measures", where and when it ran, and for tables over time its "curve"."""
+STEPS_SECONDS = "steps_seconds"
+"""Measure of tables over time: what all steps took, without evaluations."""
 _STANDARD_ERRORS = 2.0
 """Standard errors from which an effect counts as shown."""
 _REPRODUCES = "reproduces"
@@ -43,6 +48,15 @@ def read_run(directory: Path, cell: Cell, seed: int) -> Run:
     cpu = path / CPU_FILE
     seconds = float(cpu.read_text()) if cpu.exists() else measures.get("seconds", 0.0)
     return run | {"id": cell.identity(seed), "core_seconds": seconds, "measures": measures}
+
+
+def with_curve(run: Run, records: Sequence[Mapping[str, Any]]) -> Run:
+    """The record with [seconds of training, kNN top-1 of held-out training images] at each evaluation in `records`."""
+    seconds = list(itertools.accumulate(record["seconds"] for record in records))
+    curve = [
+        [round(at, 1), record["knn_top1"]] for at, record in zip(seconds, records, strict=True) if "knn_top1" in record
+    ]
+    return {**run, "curve": curve, "measures": run["measures"] | {STEPS_SECONDS: seconds[-1]}}
 
 
 def _numbers(content: Mapping[str, Any], prefix: str) -> dict[str, float]:
@@ -119,11 +133,17 @@ def _complete(cell: Cell, run: Run) -> bool:
 
 def collect(directory: Path, file: Path, table: Table, seeds: int) -> Results:
     """Adds the runs in `directory` that have finished to a table's JSON."""
+
+    def record(cell: Cell, seed: int) -> Run:
+        run = read_run(directory, cell, seed)
+        records = read_metrics(directory / cell.identity(seed) / METRICS_FILE) if table.over_time else []
+        return with_curve(run, records) if records else run
+
     known = load(file, table).runs
     runs = {
         cell.name: {
             **known[cell.name],
-            **{seed: read_run(directory, cell, seed) for seed in range(seeds) if finished(directory, cell, seed)},
+            **{seed: record(cell, seed) for seed in range(seeds) if finished(directory, cell, seed)},
         }
         for cell in table.cells
     }

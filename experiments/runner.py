@@ -115,8 +115,12 @@ class Runner:
             ready = after is None or finished(self.directory, after, job.seed)
             done = finished(self.directory, job.cell, job.seed)
             if ready and not done and job.key not in self.failed and job.identity not in busy:
-                return job
+                return None if self._running and self._is_timed(job, *self._running) else job
         return None
+
+    def _is_timed(self, *jobs: Job) -> bool:
+        """Whether one of these runs must be alone on the machine."""
+        return any(table.over_time and job.cell in table.cells for table in self.tables for job in jobs)
 
     def _start(self, job: Job) -> None:
         directory, after = self.directory / job.identity, job.cell.after

@@ -3,6 +3,7 @@
 from experiments.tables.beyond import BEGINNINGS, ROW_PRECISION
 from experiments.tables.components import COMPONENTS, PARTITION, SALIENCY
 from experiments.tables.methods import METHODS, SEMI_SUPERVISED, VIEWS
+from experiments.tables.over_time import OVER_TIME
 from experiments.tables.sampling import DECAY, NEGATIVES
 from experiments.tables.windows import LARGER, LENGTHS, TRIALS, WINDOWS
 
@@ -21,6 +22,7 @@ TABLES = {
         SALIENCY,
         SEMI_SUPERVISED,
         PARTITION,
+        OVER_TIME,
         BEGINNINGS,
         ROW_PRECISION,
     )

@@ -11,7 +11,7 @@ from experiments.__main__ import DOCS, RESULTS
 from experiments.cells import KNN, LINEAR, Cell, Claim, Table
 from experiments.page import PAGE, PICTURES, text_of, write
 from experiments.plots import draw, drawn, series
-from experiments.results import Results, load
+from experiments.results import STEPS_SECONDS, Results, load, with_curve
 from experiments.tables import TABLES
 
 EVERYTHING = [load(RESULTS / f"{table.name}.json", table) for table in TABLES.values()]
@@ -101,6 +101,25 @@ def test_a_plot_is_the_same_whenever_it_is_drawn(
         draw(results, tmp_path / name)
     assert (tmp_path / "first.svg").read_bytes() == (tmp_path / "second.svg").read_bytes()
     assert drawn(tmp_path / "first.svg") == list(series(results))
+
+
+CURVES = Table(
+    name="curves",
+    title="Curves",
+    cells=(Cell(row="fast"), Cell(row="slow")),
+    measures={KNN: "kNN", STEPS_SECONDS: "seconds"},
+    over_time=True,
+)
+
+
+def test_a_table_over_time_is_drawn_as_curves(tmp_path: Path) -> None:
+    records = [{"seconds": 1.5}, {"seconds": 2.0, "knn_top1": 60.0}, {"seconds": 0.25, "knn_top1": 61.0}]
+    runs = {"fast": {0: with_curve(run("f-0", knn_top1=62.0), records)}}
+    results = Results(CURVES, runs)
+    assert series(results) == ({"fast": {"3.5": [60.0], "3.8": [61.0]}}, {})
+    draw(results, tmp_path / "curves.svg")
+    assert drawn(tmp_path / "curves.svg") == list(series(results))
+    assert "| fast | 62.0 | 3.8 | 1 |\n| slow | – | – | 0 |\n" in text_of([results])
 
 
 def test_a_page_without_results_says_what_is_missing(tmp_path: Path) -> None:

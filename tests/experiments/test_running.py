@@ -128,6 +128,23 @@ def test_a_cell_that_fails_is_reported_and_the_others_run(tmp_path: Path) -> Non
     assert not (tmp_path / after.identity(0)).exists()
 
 
+@pytest.mark.guard
+def test_cells_whose_time_is_taken_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = TINY | {"epochs": 1.0, "knn_every": 0.5}
+    cells = tuple(Cell(row=f"{seed}", settings=short | {"order_seed": seed}) for seed in range(2))
+    table = Table(name="made", title="", cells=cells, over_time=True)
+    made = runner(tmp_path, table)
+    made.run()
+    assert made.failed == {}
+    words = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
+    assert words == ["started", "finished"] * 2
+    (found,) = load(tmp_path / "results/made.json", table).runs["0"].values()
+    seconds, accuracies = zip(*found["curve"], strict=True)
+    assert len(seconds) == 2
+    assert 0 < seconds[0] < seconds[1]
+    assert all(0 <= accuracy <= 100 for accuracy in accuracies)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,0 +1,45 @@
+"""The front page's figure: what each method has learnt after so many seconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from experiments.cells import KNN, LINEAR, Cell, Claim, Table
+from experiments.results import STEPS_SECONDS
+from experiments.tables.common import BASE, EPOCH_ORDER, WINDOW
+
+_WHOLE, _VIEWS = "PIC", 2
+_EVALUATED: dict[str, Any] = {"num_negatives": 128, "knn_every": 4.0, "knn_fraction": 1.0}
+
+
+def _pic(row: str, **settings: Any) -> Cell:
+    return Cell(row=row, settings=BASE | WINDOW | _EVALUATED | settings)
+
+
+def _other(row: str, method: str) -> Cell:
+    """A method of two views: half as many epochs are as many images seen."""
+    halved = {"epochs": BASE["epochs"] / _VIEWS, "knn_every": _EVALUATED["knn_every"] / _VIEWS, "views": _VIEWS}
+    return Cell(row=row, method=method, settings=BASE | EPOCH_ORDER | _EVALUATED | halved)
+
+
+OVER_TIME = Table(
+    name="over_time",
+    title="kNN over the time of training",
+    text=(
+        "As many images seen by each encoder; K = B. Drawn is the kNN accuracy of held-out training images during "
+        "training, over the time of the steps, each run alone on the machine with one core."
+    ),
+    cells=(
+        _pic(_WHOLE),
+        _pic("PIC without correction", correction="none"),
+        _pic("PIC without window", **EPOCH_ORDER),
+        _other("SimCLR", "simclr"),
+        _other("MoCo v2", "mocov2"),
+    ),
+    measures={KNN: "kNN", LINEAR: "linear", STEPS_SECONDS: "seconds"},
+    claims=tuple(
+        Claim(text=f"PIC is better than {other}", weights={_WHOLE: 1, other: -1}, measure=KNN)
+        for other in ("PIC without correction", "PIC without window", "SimCLR", "MoCo v2")
+    ),
+    over_time=True,
+)
