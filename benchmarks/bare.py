@@ -20,24 +20,25 @@ CHANNEL_OPTIONS = [*OPTIONS, (ChannelOptions.SingleThreadedUnaryStream, 1)]  # 8
 
 
 @functools.cache
-def _messages(num_bytes: int) -> list[bytes]:
+def messages(num_bytes: int) -> list[bytes]:
+    """So many bytes in messages of a chunk's size."""
     return [bytes(min(CHUNK_BYTES, num_bytes - start)) for start in range(0, num_bytes, CHUNK_BYTES)]
 
 
 def _send_stream(request: bytes, _: grpc.ServicerContext) -> Iterator[bytes]:
-    yield from _messages(int(request))
+    yield from messages(int(request))
 
 
 def _send_call(request: bytes, _: grpc.ServicerContext) -> bytes:
-    return b"".join(_messages(int(request)))
+    return b"".join(messages(int(request)))
 
 
 def _take_stream(requests: Iterator[bytes], _: grpc.ServicerContext) -> bytes:
     return str(sum(len(request) for request in requests)).encode()
 
 
-def main() -> None:
-    keep_large_buffers()
+def bare_server() -> grpc.Server:
+    """The server, without a port."""
     server = grpc.server(ThreadPoolExecutor(4), options=OPTIONS)
     handlers = {
         "SendStream": grpc.unary_stream_rpc_method_handler(_send_stream),
@@ -45,6 +46,12 @@ def main() -> None:
         "TakeStream": grpc.stream_unary_rpc_method_handler(_take_stream),
     }
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("Bare", handlers)])
+    return server
+
+
+def main() -> None:
+    keep_large_buffers()
+    server = bare_server()
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     print(f"127.0.0.1:{port}", flush=True)
