@@ -8,6 +8,8 @@ the classes.
 
 - Partial FC (An et al., 2021): weight and momentum of all classes in one process; each step takes the batch's classes
   and uniformly sampled others, K together, computes the softmax over them and applies SGD with momentum to them alone.
+- torch.nn.Embedding with sparse gradients and SparseAdam: the same softmax over the same classes, torch's own way to
+  update some rows of a matrix only. Adam has another learning rate, so its losses say little.
 - Rows on weight servers: `ClassifierHead` with two embedded shards. First with uniform negatives in whole blocks and
   rows that stand still while they are not active, which differs from Partial FC in the blocks alone; then, with uniform
   and with recent negatives, rows that follow momentum and weight decay exactly.
@@ -46,9 +48,11 @@ from weightserver.torch import ClassifierHead, cosine_softmax_loss
 
 DIM, INPUT_DIM, HIDDEN_DIM, IMAGES_PER_CLASS, NOISE = 128, 64, 256, 8, 0.7
 TEMPERATURE, RATE, MOMENTUM, WEIGHT_DECAY = 0.05, 0.02, 0.9, 1e-4
-METHODS = {"partial-fc": "-", "uniform-uncorrected": "--", "uniform": ":", "recent": "-."}
-"""The peer, and the head: with inactive rows that stand still as the peer's do; exact, with two kinds of negatives. And
-the style of each one's line."""
+ADAM_RATE = 1e-3
+METHODS = {"partial-fc": "-", "sparse-adam": "-", "uniform-uncorrected": "--", "uniform": ":", "recent": "-."}
+PEERS = ("partial-fc", "sparse-adam")
+"""The peers, and the head: with inactive rows that stand still as the peers' do; exact, with two kinds of negatives.
+And the style of each one's line."""
 WARM_UP = 20
 """Steps before those that are timed."""
 
@@ -88,15 +92,19 @@ class PartialFC:
         self._temperature = temperature
         self._generator = np.random.default_rng(seed)
         self._classes = torch.zeros(0, dtype=torch.int64)  # of the step in progress
-        self._active = torch.zeros(0)  # their rows, a leaf
+        self._active = torch.zeros(0)  # their rows
 
     def __call__(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """The mean loss of embeddings (B, D) with classes int64 (B,)."""
         classes = self._sampled(np.unique(labels.numpy()))
         self._classes = torch.from_numpy(classes)
-        self._active = self.weight[self._classes].requires_grad_()
+        self._active = self._rows()
         positions = torch.from_numpy(np.searchsorted(classes, labels.numpy()))
         return cosine_softmax_loss(embeddings, self._active, positions, temperature=self._temperature)
+
+    def _rows(self) -> Tensor:
+        """The rows of the step's classes, a leaf."""
+        return self.weight[self._classes].requires_grad_()
 
     def _sampled(self, own: Int64Array) -> Int64Array:
         """The own classes and others, uniformly: int64 (K,), ascending. Costs no time per class of the matrix."""
@@ -116,6 +124,24 @@ class PartialFC:
         buffer = self._spec.momentum * self._momentum_buffer[self._classes] + gradient
         self._momentum_buffer[self._classes] = buffer
         self.weight[self._classes] = self._active - learning_rate * buffer
+
+
+class SparseAdam(PartialFC):
+    """Partial FC's classes, as rows of an nn.Embedding with sparse gradients."""
+
+    def __init__(self, spec: TableSpec, *, num_active: int, temperature: float, seed: int) -> None:
+        super().__init__(spec, num_active=num_active, temperature=temperature, seed=seed)
+        del self._momentum_buffer
+        self._embedding = nn.Embedding.from_pretrained(self.weight, freeze=False, sparse=True)
+        self._optimizer = torch.optim.SparseAdam(self._embedding.parameters(), lr=ADAM_RATE)
+
+    def _rows(self) -> Tensor:
+        rows: Tensor = self._embedding(self._classes)
+        return rows
+
+    def step(self, learning_rate: float) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
 
 class Images(Dataset[tuple[int, Int64Array]]):
@@ -141,8 +167,9 @@ def run(task: Task, directory: Path) -> dict[str, Any]:
     labels = np.random.default_rng(1).permutation(np.arange(IMAGES_PER_CLASS * task.num_classes) % task.num_classes)
     with head_of(task, directory) as head:
         peer: PartialFC | None = None
-        if task.method == "partial-fc":
-            peer = PartialFC(task.spec, num_active=task.num_negatives, temperature=TEMPERATURE, seed=2)
+        if task.method in PEERS:
+            kind = SparseAdam if task.method == "sparse-adam" else PartialFC
+            peer = kind(task.spec, num_active=task.num_negatives, temperature=TEMPERATURE, seed=2)
         loader = loader_of(task, head, labels)
         coming, losses, seconds = repeated(loader if peer else head.announced(loader)), [], []
         started = time.perf_counter()
@@ -207,14 +234,19 @@ def repeated(batches: Any) -> Iterator[Any]:
 
 
 def fits(task: Task) -> bool:
-    """Whether the peer's weight and momentum leave a fifth of the free memory."""
-    return task.method != "partial-fc" or 1.25 * 8 * task.num_classes * DIM < psutil.virtual_memory().available
+    """Whether a peer's weight and what its optimizer keeps leave a fifth of the free memory."""
+    return task.method not in PEERS or 1.25 * _peer_bytes(task) < psutil.virtual_memory().available
+
+
+def _peer_bytes(task: Task) -> int:
+    arrays = 3 if task.method == "sparse-adam" else 2
+    return 4 * arrays * task.num_classes * DIM
 
 
 def measured(task: Task) -> dict[str, Any]:
     """Runs a task in its own process."""
     if not fits(task):
-        return {"skipped": f"{8 * task.num_classes * DIM / 2**30:.1f} GiB of weight and momentum do not fit"}
+        return {"skipped": f"{_peer_bytes(task) / 2**30:.1f} GiB of weight and momentum do not fit"}
     command = [sys.executable, "-m", "benchmarks.partial_fc", "--task", json.dumps(asdict(task))]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     result: dict[str, Any] = json.loads(output.splitlines()[-1])
