@@ -24,6 +24,9 @@ class LossConfig(Settings):
     """Margin on the cosine θ of an image and its own class: cosface subtracts it, arcface adds it to the angle."""
     margin_size: float | None = None
     """The margin, in radians for arcface. Without it: 0.35 for cosface, 0.5 for arcface."""
+    label_smoothing: float = 0.0
+    """Share of an image's target that is spread evenly over all active classes, its own included, as in
+    torch.nn.functional.cross_entropy. 0 to below 1."""
 
     def check(self) -> None:
         check_choice(self, "softmax", "cosine", "plain")
@@ -31,6 +34,8 @@ class LossConfig(Settings):
         check_choice(self, "margin", *MARGINS)
         if self.margin != "none":
             margin_of(self.margin, self.margin_size)
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"--label-smoothing must be at least 0 and below 1, got {self.label_smoothing:g}")
 
     def unused_settings(self) -> dict[str, str]:
         needed = {} if self.margin != "none" else {"margin_size": "--margin cosface or --margin arcface"}
@@ -41,4 +46,4 @@ class LossConfig(Settings):
     def loss_function(self) -> Callable[..., Tensor]:
         """The loss of features, weights and labels: `softmax_loss` or `cosine_softmax_loss`."""
         margin = margin_of(self.margin, self.margin_size if self.margin != "none" else None)
-        return loss_of(self.softmax, self.temperature, margin)
+        return loss_of(self.softmax, self.temperature, margin, label_smoothing=self.label_smoothing)

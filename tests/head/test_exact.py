@@ -152,6 +152,12 @@ def test_settings_of_rows_and_loss(make_head: MakeHead, settings: dict[str, Any]
     trained(make_head(**settings), [batches]).assert_close(dense)
 
 
+@STORES
+def test_smoothed_labels(make_head: MakeHead, rows: str) -> None:
+    head, batches = make_head(rows, label_smoothing=0.2), shuffled(6, STEPS)
+    trained(head, [loaded(batches)]).assert_close(Dense(head, label_smoothing=0.2).trained(batches))
+
+
 def test_rows_in_the_middle_change_nothing(make_head: MakeHead) -> None:
     """Also between forward and step, for classes in any order, some of them twice."""
     head, batches, encoder = make_head(), shuffled(7, STEPS), Encoder()

@@ -242,6 +242,8 @@ def test_without_arguments_the_presets_are_shown(capsys: pytest.CaptureFixture[s
             r"with --small-crops, views have areas of \(0.14, 1.0\), not the augmentation's \(0.5, 1.0\): give --view",
         ),
         ({"head_layers": 3}, "--head-layers must be 1 or 2, got 3"),
+        ({"label_smoothing": 1.0}, "--label-smoothing must be at least 0 and below 1, got 1"),
+        ({"label_smoothing": -0.1}, "--label-smoothing must be at least 0 and below 1, got -0.1"),
         ({"softmax": "linear"}, "--softmax must be cosine or plain, got linear"),
         ({"softmax": "plain", "temperature": 0.5}, "--temperature 0.5 is for --softmax cosine: omit it, or give"),
         ({"small_crop_size": 12}, "--small-crop-size 12 is for --small-crops: omit it, or give --small-crops"),
