@@ -134,6 +134,7 @@ def _update(run: Run, step: int, classes: Announced) -> Update:
     seed_generators(forward_seed(run.config.seed, step, run.ranks.rank), device)
     run.optimizer.zero_grad()
     ids = classes.ids[:, run.ranks.share(run.config.part_size)]  # (A, b)
+    temperature = run.config.temperature_of(step, run.steps.stop)
     embedded: list[Tensor] = []
     loss = torch.zeros((), device=device)
     for part, view in run.parts:
@@ -145,7 +146,9 @@ def _update(run: Run, step: int, classes: Announced) -> Update:
             with stage("rows"):  # after the encoder's work was queued: the rows may still be in flight
                 run.head.active_rows()  # (K, D), corrected
             with stage("forward"):  # Equation (1): cross entropy of softmax(cos(weight, embedding) / τ), (b, K) logits
-                part_loss = run.head(embeddings, ids[part], update_rows=view < run.config.views)  # not by small crops
+                part_loss = run.head(
+                    embeddings, ids[part], update_rows=view < run.config.views, temperature=temperature
+                )  # small crops update no rows
                 part_loss /= len(run.parts)
             with stage("backward"):
                 part_loss.backward()
@@ -174,6 +177,8 @@ def _observe(run: Run, step: int, update: Update, num_active: int, *, last: bool
     if not math.isfinite(loss := update.loss.item()):
         raise ValueError(f"the loss is {loss} at step {step}: try a lower --learning-rate")
     monitored = run.monitors.measure(update, num_active)
+    if (temperature := config.temperature_of(step, run.steps.stop)) is not None:
+        monitored["temperature"] = temperature
     if run.probe is not None:
         monitored["online_top1"] = run.probe.take_top1()
     record = run.recorder.measure(step, loss, run.rates.of_step(step), num_active, monitored)

@@ -129,6 +129,7 @@ class Dense:
     def __init__(self, head: ClassifierHead, *, label_smoothing: float = 0.0) -> None:
         """For a head of the same settings."""
         self.label_smoothing = label_smoothing
+        self.temperature = TEMPERATURE
         rows = head.order.rows(np.arange(NUM_CLASSES))
         self.weight = nn.Parameter(torch.from_numpy(initial_rows(head.spec, rows)))
         self.optimizer = torch.optim.SGD(
@@ -146,7 +147,7 @@ class Dense:
 
     def loss(self, embeddings: Tensor, ids: Sequence[int]) -> Tensor:
         active = self.active()
-        logits = F.normalize(embeddings) @ F.normalize(self.weight[active]).T / TEMPERATURE
+        logits = F.normalize(embeddings) @ F.normalize(self.weight[active]).T / self.temperature
         labels = torch.tensor([active.index(class_) for class_ in ids])
         return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
 

@@ -29,8 +29,7 @@ def loss_of(softmax: str, temperature: float, margin: Margin, *, label_smoothing
     """
     if softmax not in ("cosine", "plain"):
         raise ValueError(f"softmax must be 'cosine' or 'plain', got {softmax!r}")
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature must be positive, got {temperature}")
+    checked_temperature(temperature)
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing must be at least 0 and below 1, got {label_smoothing:g}")
     if softmax == "cosine":
@@ -38,6 +37,13 @@ def loss_of(softmax: str, temperature: float, margin: Margin, *, label_smoothing
     if margin.kind != "none":
         raise ValueError(f"margin {margin.kind!r} is for cosines: choose softmax='cosine', or no margin")
     return partial(softmax_loss, label_smoothing=label_smoothing)
+
+
+def checked_temperature(temperature: float) -> float:
+    """The temperature. Raises ValueError unless it is positive and finite."""
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    return temperature
 
 
 def cosine_softmax_loss(
@@ -142,7 +148,8 @@ def _own_above_all(
     if not on_one_rank:
         parts = _SumOverRanks.apply(parts)  # type: ignore[no-untyped-call]
     of_own, num_own, of_all, num_all = parts
-    return (of_own / num_own - of_all / num_all).mean()
+    difference: Tensor = (of_own / num_own - of_all / num_all).mean()
+    return difference
 
 
 def _loss_of_logits(logits: Tensor, own: Tensor) -> Tensor:
