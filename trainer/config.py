@@ -98,6 +98,8 @@ class TrainConfig(
             yield "--cutmix shows two images at once, but --online-probe learns one label of each: omit one of them"
         if self.labels is not None and self.extend:
             yield "--extend adds images, but --labels has no rows for new classes: omit --extend"
+        if self.image_order is not None and self.extend:
+            yield "--extend adds images, but --image-order has no places for them: omit --extend"
         if self.small_crops and self.small_crop_size >= self.side_of_views:
             yield (
                 f"--small-crop-size {self.small_crop_size} is not below the {self.side_of_views} px of a view: "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,9 @@ class SamplingConfig(Settings):
     """Seed of the encoder, the initial rows, the order within windows and the augmentations."""
     order_seed: int = 0
     """Seed of the order of the images, over which the window slides."""
+    image_order: Path | None = resumable(None)
+    """File with another order of the images, .npy of integers or text: each number of 0 to N−1 once, the first image
+    of the order first. A resumed run has the same order, in whatever file."""
 
     def check(self) -> None:
         if not 0 <= self.seed < 2**64:
@@ -52,6 +56,8 @@ class SamplingConfig(Settings):
             raise ValueError(f"--recent-share must lie between 0 and 1, got {self.recent_share:g}")
         if self.labels == "":
             raise ValueError("--labels is empty: give 'classes', or a file")
+        if self.labels is not None and self.image_order is not None:
+            raise ValueError("--labels makes the images of a class neighbours: omit it, or --image-order")
 
     def unused_settings(self) -> dict[str, str]:
         return {} if self.negatives == "both" else {"recent_share": "--negatives both"}
