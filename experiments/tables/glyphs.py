@@ -6,18 +6,19 @@ from typing import Any
 
 from experiments.cells import PIC, Cell, Claim, Table
 from experiments.data import GLYPHS as RENDERED
+from experiments.glyphs import CHARACTERS, SIDE, SPLITS
 
-_IMAGES = 23_500
-_EPOCHS = 18.0
+_IMAGES, _TESTS = (SPLITS[name] * len(CHARACTERS) for name in ("train", "test"))
+_EPOCHS = 14.0
 _BASE: dict[str, Any] = {
     "dataset": "folder",
     "data_dir": RENDERED,
-    "encoder": {"in_channels": 3, "image_size": 32},
+    "encoder": {"in_channels": 3, "image_size": SIDE},
     "augmentation": {"flip_probability": 0.0},
     "epochs": _EPOCHS,
     "batch_size": 256,
     "learning_rate_batch": 128,
-    "weight_decay": 3e-3,
+    "weight_decay": 3.6e-3,
     "num_negatives": 1_024,
 }
 _WINDOW: dict[str, Any] = {"window_size": 2_400, "window_stride": 300}
@@ -34,11 +35,12 @@ GLYPHS = Table(
     name="glyphs",
     title="Characters in colour",
     text=(
-        f"{_IMAGES:,} images of 32 × 32 pixels, rendered from fonts by `python -m experiments.glyphs`: 47 classes, and "
-        "4,700 test images whose fonts no training image has. Proportions are about those above, at twice the batch: "
-        f"B = 256, K = 1,024, W = 2,400, S = 300, τ = 0.2, {_EPOCHS:g} epochs, the weight decay in the whole run 0.50. "
-        "Images are not flipped, since mirrored characters are others. SimCLR and MoCo v2 have two views and half of "
-        "the epochs."
+        f"{_IMAGES:,} images of {SIDE} × {SIDE} pixels, rendered from fonts by `python -m experiments.glyphs`: "
+        f"{len(CHARACTERS)} classes, and {_TESTS:,} test images whose fonts no training image has. Proportions are "
+        f"about those above, at twice the batch: B = {_BASE['batch_size']}, K = {_BASE['num_negatives']:,}, "
+        f"W = {_WINDOW['window_size']:,}, S = {_WINDOW['window_stride']}, λ = {_BASE['weight_decay']:g}, "
+        f"{_EPOCHS:g} epochs. Images are not flipped, since mirrored characters are others. SimCLR and MoCo v2 have two "
+        "views and half of the epochs."
     ),
     cells=(
         Cell(row=_OURS, settings=_BASE | _WINDOW),
