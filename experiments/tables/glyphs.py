@@ -39,8 +39,8 @@ GLYPHS = Table(
         f"{len(CHARACTERS)} classes, and {_TESTS:,} test images whose fonts no training image has. Proportions are "
         f"about those above, at twice the batch: B = {_BASE['batch_size']}, K = {_BASE['num_negatives']:,}, "
         f"W = {_WINDOW['window_size']:,}, S = {_WINDOW['window_stride']}, λ = {_BASE['weight_decay']:g}, "
-        f"{_EPOCHS:g} epochs. Images are not flipped, since mirrored characters are others. SimCLR and MoCo v2 have two "
-        "views and half of the epochs."
+        f"{_EPOCHS:g} epochs. Images are not flipped, since mirrored characters are others. SimCLR and MoCo v2 have "
+        "two views and half of the epochs."
     ),
     cells=(
         Cell(row=_OURS, settings=_BASE | _WINDOW),
