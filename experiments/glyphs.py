@@ -171,6 +171,19 @@ def write_glyphs(output: Path, fonts: Path, sizes: dict[str, int], seed: int) ->
     return digest
 
 
+def make_glyphs(output: Path, sizes: dict[str, int], seed: int = 0, fonts: Path | None = None) -> str:
+    """`write_glyphs`, with the fonts of `fonts`; without it they are downloaded first.
+
+    Raises:
+        ValueError: as `write_glyphs` and `download_packages` do.
+    """
+    with tempfile.TemporaryDirectory() as downloads:
+        if fonts is None:
+            packages = [package for files in FONTS.values() for package in files]
+            download_packages(packages, Path(downloads), "give --fonts with the unpacked packages")
+        return write_glyphs(output, fonts or Path(downloads), sizes, seed)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns 0, or exits as `exit_on_error` does."""
     parser = argparse.ArgumentParser(prog="python -m experiments.glyphs", description=(__doc__ or "").splitlines()[0])
@@ -181,11 +194,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random (0)")
     options = parser.parse_args(arguments)
     sizes = {"train": options.train, "test": options.test}
-    with exit_on_error("glyphs"), tempfile.TemporaryDirectory() as downloads:
-        if options.fonts is None:
-            packages = [package for fonts in FONTS.values() for package in fonts]
-            download_packages(packages, Path(downloads), "give --fonts with the unpacked packages")
-        digest = write_glyphs(options.output, options.fonts or Path(downloads), sizes, options.seed)
+    with exit_on_error("glyphs"):
+        digest = make_glyphs(options.output, sizes, options.seed, options.fonts)
     number = len(CHARACTERS) * sum(sizes.values())
     print(f"{number:,} images of {SIDE} × {SIDE} pixels in {options.output}, SHA-256 {digest}")
     return 0

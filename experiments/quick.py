@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from experiments.cells import Cell, Table
+from experiments.data import FEW_GLYPHS, GLYPHS, num_images
 from trainer.config import TrainConfig
 
 _IMAGES, _EPOCHS, _SEEDS = 2_560, 0.02, 2
 """Images, epochs as a fraction of the cell's, and the most seeds."""
 _BATCH_SIZE = TrainConfig().batch_size
-_ALL_IMAGES = 60_000
 _SIZES = ("num_negatives", "window_size", "window_stride")
 
 
@@ -24,16 +24,17 @@ def quick(table: Table) -> Table:
 
 def _quick(cell: Cell) -> Cell:
     settings = dict(cell.settings)
-    scale = _IMAGES / settings.get("num_images", _ALL_IMAGES)
+    few = {"data_dir": FEW_GLYPHS} if settings.get("data_dir") == GLYPHS else {"num_images": _IMAGES}
+    scale = _IMAGES / num_images(cell.config(0))
     for name in _SIZES:
         if name in settings and not (name == "num_negatives" and "labels" in settings):
             settings[name] = max(1, round(scale * settings[name]))
     if "labels" not in settings:
         settings["num_negatives"] = max(_BATCH_SIZE, settings.get("num_negatives", 0))
-    settings |= {
-        "num_images": _IMAGES,
+    settings |= few | {
+        "batch_size": _BATCH_SIZE,
         "epochs": max(0.2, _EPOCHS * settings.get("epochs", 6.0)),
-        "encoder": {"width": 8},
+        "encoder": {**settings.get("encoder", {}), "width": 8},
         "dim": 16,
     }
     evaluations = tuple(

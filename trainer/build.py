@@ -58,7 +58,8 @@ class Run:
     encoder: nn.Module
     """The model; with several ranks wrapped, so that its gradients are averaged over them."""
     optimizer: torch.optim.Optimizer
-    """SGD of the encoder and its projection; the head applies an SGD of the same settings to the rows."""
+    """SGD of the encoder and its projection; the head applies an SGD of its own to the rows, with the same settings
+    except --row-momentum."""
     head: ClassifierHead
     rates: LearningRates
     steps: range
@@ -306,7 +307,7 @@ def _table_spec(config: TrainConfig, num_classes: int) -> TableSpec:
     return TableSpec(
         num_rows=num_classes,
         dim=config.dim,
-        momentum=config.momentum,
+        momentum=config.momentum if config.row_momentum is None else config.row_momentum,
         weight_decay=config.weight_decay,
         init_std=config.init_std,
         seed=config.seed,

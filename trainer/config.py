@@ -92,8 +92,14 @@ class TrainConfig(
                 f"--negatives {self.negatives} would include classes that were not met, which --init embedding leaves "
                 "out: choose --negatives recent, or --init random"
             )
+        if self.cutmix and self.init == "embedding":
+            yield "--cutmix shows two images at once, at which no row of --init embedding can begin: omit one of them"
+        if self.cutmix and self.online_probe:
+            yield "--cutmix shows two images at once, but --online-probe learns one label of each: omit one of them"
         if self.labels is not None and self.extend:
             yield "--extend adds images, but --labels has no rows for new classes: omit --extend"
+        if self.image_order is not None and self.extend:
+            yield "--extend adds images, but --image-order has no places for them: omit --extend"
         if self.small_crops and self.small_crop_size >= self.side_of_views:
             yield (
                 f"--small-crop-size {self.small_crop_size} is not below the {self.side_of_views} px of a view: "

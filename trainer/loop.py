@@ -23,6 +23,7 @@ from torch import Tensor
 from trainer.build import Run, build_run
 from trainer.config import TrainConfig
 from trainer.data import Dataset, load_dataset
+from trainer.data.cutmix import NUM_UNIFORMS, CutMix
 from trainer.display import shown, stage
 from trainer.distributed import averaging_gradients, process_group
 from trainer.ending import TrainResult, write_results
@@ -31,7 +32,7 @@ from trainer.monitors import Update
 from trainer.run.opening import images_of_run
 from trainer.run.resume import resolve_resume, with_pixel_scale
 from trainer.run.totals import Totals
-from trainer.schedule import forward_seed
+from trainer.schedule import batch_uniforms, forward_seed
 from trainer.stopping import Interrupted
 from weightserver.common.interrupts import interruption
 from weightserver.torch import Announced, Ranks
@@ -134,18 +135,23 @@ def _update(run: Run, step: int, classes: Announced) -> Update:
     seed_generators(forward_seed(run.config.seed, step, run.ranks.rank), device)
     run.optimizer.zero_grad()
     ids = classes.ids[:, run.ranks.share(run.config.part_size)]  # (A, b)
+    temperature = run.config.temperature_of(step, run.steps.stop)
     embedded: list[Tensor] = []
     loss = torch.zeros((), device=device)
-    for part, view in run.parts:
+    for number, (part, view) in enumerate(run.parts, start=step * len(run.parts)):
         with stage("data"):
             images = next(run.views).contiguous(memory_format=run.config.memory_format)  # (b, C, side, side)
+            mix = CutMix.drawn(run.config.cutmix, batch_uniforms(run.config.seed, number, NUM_UNIFORMS), images)
+            images = images if mix is None else mix.views(images)
         with averaging_gradients(run.encoder, (part, view) == run.parts[-1]):
             with stage("forward"):
                 embeddings = run.encoder(images)  # (b, D)
             with stage("rows"):  # after the encoder's work was queued: the rows may still be in flight
                 run.head.active_rows()  # (K, D), corrected
             with stage("forward"):  # Equation (1): cross entropy of softmax(cos(weight, embedding) / τ), (b, K) logits
-                part_loss = run.head(embeddings, ids[part], update_rows=view < run.config.views)  # not by small crops
+                updates = view < run.config.views  # small crops update no rows
+                loss_of = partial(run.head, ids=ids[part], update_rows=updates, temperature=temperature)
+                part_loss = loss_of(embeddings) if mix is None else mix.loss(loss_of, embeddings)
                 part_loss /= len(run.parts)
             with stage("backward"):
                 part_loss.backward()
@@ -174,6 +180,8 @@ def _observe(run: Run, step: int, update: Update, num_active: int, *, last: bool
     if not math.isfinite(loss := update.loss.item()):
         raise ValueError(f"the loss is {loss} at step {step}: try a lower --learning-rate")
     monitored = run.monitors.measure(update, num_active)
+    if (temperature := config.temperature_of(step, run.steps.stop)) is not None:
+        monitored["temperature"] = temperature
     if run.probe is not None:
         monitored["online_top1"] = run.probe.take_top1()
     record = run.recorder.measure(step, loss, run.rates.of_step(step), num_active, monitored)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -20,25 +21,40 @@ class LossConfig(Settings):
     """Logits: cosines of row and embedding, or their inner products (plain: compared in Table 1)."""
     temperature: float = 0.2
     """τ, which divides cosines but not inner products."""
+    final_temperature: float | None = None
+    """τ in the last update, which it reaches from --temperature along half a cosine, step by step. Without it: always
+    --temperature."""
     margin: MarginKind = "none"
     """Margin on the cosine θ of an image and its own class: cosface subtracts it, arcface adds it to the angle."""
     margin_size: float | None = None
     """The margin, in radians for arcface. Without it: 0.35 for cosface, 0.5 for arcface."""
+    label_smoothing: float = 0.0
+    """Share of an image's target that is spread evenly over all active classes, its own included, as in
+    torch.nn.functional.cross_entropy. 0 to below 1."""
 
     def check(self) -> None:
         check_choice(self, "softmax", "cosine", "plain")
-        check_positive(self, "temperature")
+        check_positive(self, "temperature", *["final_temperature"] * (self.final_temperature is not None))
         check_choice(self, "margin", *MARGINS)
         if self.margin != "none":
             margin_of(self.margin, self.margin_size)
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"--label-smoothing must be at least 0 and below 1, got {self.label_smoothing:g}")
 
     def unused_settings(self) -> dict[str, str]:
         needed = {} if self.margin != "none" else {"margin_size": "--margin cosface or --margin arcface"}
         if self.softmax == "plain":
-            needed |= {"temperature": "--softmax cosine", "margin": "--softmax cosine"}
+            needed |= dict.fromkeys(("temperature", "final_temperature", "margin"), "--softmax cosine")
         return needed
 
     def loss_function(self) -> Callable[..., Tensor]:
         """The loss of features, weights and labels: `softmax_loss` or `cosine_softmax_loss`."""
         margin = margin_of(self.margin, self.margin_size if self.margin != "none" else None)
-        return loss_of(self.softmax, self.temperature, margin)
+        return loss_of(self.softmax, self.temperature, margin, label_smoothing=self.label_smoothing)
+
+    def temperature_of(self, step: int, num_steps: int) -> float | None:
+        """τ in one of `num_steps` updates; None if it is --temperature in all of them."""
+        if self.final_temperature is None:
+            return None
+        remaining = 0.5 * (1 + math.cos(math.pi * step / max(1, num_steps - 1)))
+        return self.final_temperature + remaining * (self.temperature - self.final_temperature)

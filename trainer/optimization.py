@@ -38,7 +38,7 @@ class OptimizationConfig(Settings):
     """The warm-up as a fraction of the run. Without --warmup-epochs and --warmup-fraction it is 0.1; either of them
     overrides a preset's."""
     momentum: float = 0.9
-    """m."""
+    """m; that of the rows unless --row-momentum is given."""
     weight_decay: float = 1e-4
     """λ, on all parameters, as in the paper."""
 

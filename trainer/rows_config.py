@@ -34,6 +34,8 @@ class RowsConfig(Settings):
     direction of its own image's embedding, and only classes that were met are active."""
     init_std: float = 0.01
     """Standard deviation of a random row's values; a row that begins at an embedding has the same length."""
+    row_momentum: float | None = None
+    """m of the rows' SGD. Without it: --momentum."""
     rows_per_block: int = resumable(63)
     """Rows that the weight servers store together in one block."""
 
@@ -55,6 +57,8 @@ class RowsConfig(Settings):
             )
         if self.init == "embedding" and self.rows == "remote":
             raise ValueError("--rows remote begin on the servers, which see no embeddings: use --rows resident")
+        if self.row_momentum is not None and not 0 <= self.row_momentum < 1:
+            raise ValueError(f"--row-momentum must be at least 0 and below 1, got {self.row_momentum:g}")
         check_at_least(self, 0, "prefetch_steps")
         if self.rows == "dense" and self.correction == "paper":
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +15,8 @@ from weightserver.core.double_double import cosine
 from weightserver.core.initial import derive_seed, splitmix64
 from weightserver.torch import NEGATIVES, Negatives, VisitSchedule
 
-_AUGMENTATION, _FORWARD, _FURTHER = 3, 5, 6
-"""Purposes of a seed's numbers (`derive_seed`); 1, 2 and 4 are those of `weightserver.torch`."""
+_AUGMENTATION, _FORWARD, _FURTHER, _BATCH = 3, 5, 6, 8
+"""Purposes of a seed's numbers (`derive_seed`); 1, 2, 4 and 7 are those of `weightserver.torch`."""
 _COLUMNS = 13
 """Numbers of a visit in each of its streams: fixed at the number that the first version had."""
 
@@ -43,6 +44,9 @@ class SamplingConfig(Settings):
     """Seed of the encoder, the initial rows, the order within windows and the augmentations."""
     order_seed: int = 0
     """Seed of the order of the images, over which the window slides."""
+    image_order: Path | None = resumable(None)
+    """File with another order of the images, .npy of integers or text: each number of 0 to N−1 once, the first image
+    of the order first. A resumed run has the same order, in whatever file."""
 
     def check(self) -> None:
         if not 0 <= self.seed < 2**64:
@@ -52,6 +56,8 @@ class SamplingConfig(Settings):
             raise ValueError(f"--recent-share must lie between 0 and 1, got {self.recent_share:g}")
         if self.labels == "":
             raise ValueError("--labels is empty: give 'classes', or a file")
+        if self.labels is not None and self.image_order is not None:
+            raise ValueError("--labels makes the images of a class neighbours: omit it, or --image-order")
 
     def unused_settings(self) -> dict[str, str]:
         return {} if self.negatives == "both" else {"recent_share": "--negatives both"}
@@ -77,6 +83,12 @@ def visit_uniforms(seed: int, visits: Int64Array, count: int) -> Float32Array:
         )
         bits.append(splitmix64(key, counter) >> np.uint64(40))
     return np.concatenate(bits, axis=-1).astype(np.float32) * np.float32(2.0**-24)
+
+
+def batch_uniforms(seed: int, batch: int, count: int) -> Float32Array:
+    """`count` uniform numbers in [0, 1) of a batch as a whole, the same on every rank: float32 [count]."""
+    key = derive_seed(derive_seed(seed, _BATCH), batch)
+    return (splitmix64(key, np.arange(count, dtype=np.uint64)) >> np.uint64(40)).astype("f4") * np.float32(2.0**-24)
 
 
 def forward_seed(seed: int, step: int, rank: int) -> int:

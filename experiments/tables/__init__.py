@@ -1,7 +1,8 @@
 """All tables as data, in the order in which they are run: those that say most about the paper first."""
 
-from experiments.tables.beyond import BEGINNINGS, ROW_PRECISION
+from experiments.tables.beyond import BEGINNINGS, BEYOND, ROW_PRECISION
 from experiments.tables.components import COMPONENTS, PARTITION, SALIENCY
+from experiments.tables.glyphs import GLYPHS
 from experiments.tables.methods import METHODS, SEMI_SUPERVISED, VIEWS
 from experiments.tables.over_time import OVER_TIME
 from experiments.tables.sampling import DECAY, NEGATIVES
@@ -25,5 +26,7 @@ TABLES = {
         OVER_TIME,
         BEGINNINGS,
         ROW_PRECISION,
+        BEYOND,
+        GLYPHS,
     )
 }

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from experiments import glyphs
+from experiments import data, glyphs
+from experiments.quick import quick
+from experiments.tables import TABLES
 from trainer.data import load_dataset
 from trainer.schedule import visit_uniforms
 
@@ -96,3 +98,31 @@ def test_other_pixels_are_refused(fonts: Path, tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ValueError, match=f"not {glyphs.DIGEST}: install the Pillow of"):
         glyphs.write_glyphs(tmp_path / "new", fonts, {"train": 1, "test": 1}, 0)
     assert not (tmp_path / "new").exists()
+
+
+def test_cells_name_no_place_and_find_what_was_rendered(
+    fonts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rendered once; other glyphs in the same place are refused."""
+    monkeypatch.setattr(data, "make_glyphs", lambda output, sizes: glyphs.write_glyphs(output, fonts, sizes, 0))
+    monkeypatch.setattr(data, "_SIZES", {data.FEW_GLYPHS: {"train": 1, "test": 1}})
+    (cell, *_) = quick(TABLES["glyphs"]).cells
+    found = data.with_data(cell.config(0), tmp_path / "data")
+    assert cell.settings["data_dir"] == data.FEW_GLYPHS
+    assert found.data_dir == tmp_path / "data/few-glyphs"
+    assert data.num_images(cell.config(0)) == len(load_dataset("folder", found.data_dir).train_images) == 47
+    written = (found.data_dir / "glyphs.json").stat().st_mtime_ns
+    assert data.with_data(cell.config(1), tmp_path / "data").data_dir == found.data_dir
+    assert (found.data_dir / "glyphs.json").stat().st_mtime_ns == written
+    monkeypatch.setattr(data, "_SIZES", {data.FEW_GLYPHS: {"train": 2, "test": 1}})
+    with pytest.raises(ValueError, match="few-glyphs has other glyphs than the tables': move it elsewhere"):
+        data.with_data(cell.config(0), tmp_path / "data")
+    fashion = TABLES["trials"].cells[0].config(0)
+    assert data.with_data(fashion, tmp_path / "none") is fashion
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_table_is_of_all_glyphs() -> None:
+    assert {data.num_images(cell.config(0)) for cell in TABLES["glyphs"].cells} == {23_500}
+    orders = [cell.config(0).window_size for cell in TABLES["glyphs"].cells if cell.row.startswith("epoch order")]
+    assert orders == [23_500] * 3

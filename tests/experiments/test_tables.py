@@ -13,6 +13,7 @@ import pytest
 
 from experiments.baselines import METHODS, REFERENCES
 from experiments.cells import AFTER, LINEAR, PIC, Cell, Claim, Evaluation, Table
+from experiments.data import num_images
 from experiments.importing import import_runs
 from experiments.quick import quick
 from experiments.results import Results, collect, load, pooled, settled, spread, verdict
@@ -44,11 +45,11 @@ def test_settings_of_all_cells_are_valid(name: str, is_quick: bool) -> None:
         of_file = re.fullmatch(rf"{AFTER}/evaluation/partition-(\d+)\.npy", config.labels or "")
         num_classes = int(of_file.group(1)) if of_file else 10
         config.check()
-        num_images = config.num_images or 60_000
-        config.visit_schedule(num_images)
-        config.negative_sampler(num_classes if config.labels else num_images).check(config.batch_size)
+        images = num_images(config)
+        config.visit_schedule(images)
+        config.negative_sampler(num_classes if config.labels else images).check(config.batch_size)
         assert config.seed == config.order_seed == 2
-        assert config.num_steps(num_images) >= (3 if is_quick else 100)
+        assert config.num_steps(images) >= (3 if is_quick else 100)
 
 
 def test_a_table_with_a_claim_about_an_unknown_cell_is_refused() -> None:
@@ -66,6 +67,12 @@ def test_equal_cells_of_two_tables_are_one_run() -> None:
     jobs = plan([Results(each, {}) for each in TABLES.values()], 1)
     assert len({job.key for job in jobs}) == len(jobs)
     assert len([job for job in jobs if job.seed == 0]) < sum(len(each.cells) for each in TABLES.values())
+
+
+def test_the_base_of_our_own_options_is_the_default_run() -> None:
+    (base, *changed), (pic,) = TABLES["beyond"].cells, [cell for cell in TABLES["methods"].cells if cell.row == "PIC"]
+    assert base.identity(0) == pic.identity(0)
+    assert len({cell.identity(0) for cell in (base, *changed)}) == 1 + len(changed)
 
 
 def test_a_cell_whose_settings_name_another_is_another_run_with_it() -> None:

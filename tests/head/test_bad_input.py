@@ -156,6 +156,7 @@ def test_a_capacity_that_is_too_small(make_head: MakeHead) -> None:
         ({"rows": "sparse"}, "rows must be 'resident', 'remote' or 'dense', got 'sparse'"),
         ({"softmax": "arc"}, "softmax must be 'cosine' or 'plain', got 'arc'"),
         ({"temperature": 0}, "temperature must be positive, got 0"),
+        ({"label_smoothing": 1.0}, "label_smoothing must be at least 0 and below 1, got 1"),
         ({"num_negatives": 41}, "num_negatives is 41, but there are only 40 classes: choose fewer"),
         ({"rows": "dense", "servers": "ws0:1"}, "rows='dense' keeps the rows in this process: omit servers"),
         ({"rows": "dense", "correction": "paper"}, "rows='dense' leave no gap to correct: use correction=True"),

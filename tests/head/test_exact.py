@@ -152,6 +152,32 @@ def test_settings_of_rows_and_loss(make_head: MakeHead, settings: dict[str, Any]
     trained(make_head(**settings), [batches]).assert_close(dense)
 
 
+@STORES
+def test_smoothed_labels(make_head: MakeHead, rows: str) -> None:
+    head, batches = make_head(rows, label_smoothing=0.2), shuffled(6, STEPS)
+    trained(head, [loaded(batches)]).assert_close(Dense(head, label_smoothing=0.2).trained(batches))
+
+
+@STORES
+def test_a_temperature_of_each_step(make_head: MakeHead, rows: str) -> None:
+    head, encoder = make_head(rows), Encoder()
+    dense = Dense(head)
+    for step, (ids, batch) in enumerate(loaded(shuffled(6, STEPS))):
+        dense.visits += ids.tolist()
+        dense.temperature = 0.3 / (1 + step)
+        embeddings = encoder.module(batch).detach().requires_grad_()
+        loss = head(embeddings, ids, temperature=dense.temperature)
+        expected = dense.loss(embeddings.detach(), ids.tolist())
+        torch.testing.assert_close(loss, expected, rtol=2e-5, atol=0)
+        loss.backward()
+        expected.backward()
+        head.step(learning_rate(step))
+        dense.update(learning_rate(step))
+    torch.testing.assert_close(head.rows(range(NUM_CLASSES)), dense.weight.detach(), rtol=0, atol=2e-5)
+    with pytest.raises(ValueError, match="temperature must be positive, got 0"):
+        head(embeddings, ids, temperature=0.0)
+
+
 def test_rows_in_the_middle_change_nothing(make_head: MakeHead) -> None:
     """Also between forward and step, for classes in any order, some of them twice."""
     head, batches, encoder = make_head(), shuffled(7, STEPS), Encoder()

@@ -127,6 +127,7 @@ def softmax_loss(
     temperature: float = 1.0,
     cosines: bool = True,
     margin: Margin = NO_MARGIN,
+    label_smoothing: float = 0.0,
 ) -> RoundedLoss:
     """Equation 1 of the paper and its gradients, of features (B, D), weight (K, D) and labels (B,) or (B, P).
 
@@ -149,9 +150,16 @@ def softmax_loss(
     total = exponentials.sum(axis=1)
     nothing, num_own = Rounded.exact(np.zeros(own.shape), dtype), Rounded.exact(own.sum(axis=1, keepdims=True), dtype)
     positive, count = shifted.where(own, nothing).sum(axis=1) / num_own, Rounded.exact(float(len(own)), dtype)
-    loss = (total.apply(np.log, lambda x: 1 / x) - positive).sum(axis=0) / count
+    losses = total.apply(np.log, lambda x: 1 / x) - positive
+    slope = exponentials / total - Rounded.exact(own, dtype) / num_own
+    if label_smoothing:
+        smoothing, num_all = _constant(label_smoothing, w.unit), Rounded.exact(float(own.shape[1]), dtype)
+        losses = losses + smoothing * (positive - shifted.sum(axis=1) / num_all)
+        one = Rounded.exact(np.ones(own.shape), dtype)
+        slope = slope + smoothing * (Rounded.exact(own, dtype) / num_own - one / num_all)
+    loss = losses.sum(axis=0) / count
 
-    slope = (exponentials / total - Rounded.exact(own, dtype) / num_own) / count / tau  # dLoss/dcos, (B, K)
+    slope = slope / count / tau  # dLoss/dcos, (B, K)
     slope = (slope * slope_of_margin).where(own, slope)
     by_z, by_w = slope @ unit_w, slope.T @ unit_z
     if cosines:

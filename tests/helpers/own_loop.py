@@ -126,8 +126,10 @@ def trained(
 class Dense:
     """The oracle: every class in one matrix, of which a step's loss sees the K most recently visited rows."""
 
-    def __init__(self, head: ClassifierHead) -> None:
+    def __init__(self, head: ClassifierHead, *, label_smoothing: float = 0.0) -> None:
         """For a head of the same settings."""
+        self.label_smoothing = label_smoothing
+        self.temperature = TEMPERATURE
         rows = head.order.rows(np.arange(NUM_CLASSES))
         self.weight = nn.Parameter(torch.from_numpy(initial_rows(head.spec, rows)))
         self.optimizer = torch.optim.SGD(
@@ -145,8 +147,9 @@ class Dense:
 
     def loss(self, embeddings: Tensor, ids: Sequence[int]) -> Tensor:
         active = self.active()
-        logits = F.normalize(embeddings) @ F.normalize(self.weight[active]).T / TEMPERATURE
-        return F.cross_entropy(logits, torch.tensor([active.index(class_) for class_ in ids]))
+        logits = F.normalize(embeddings) @ F.normalize(self.weight[active]).T / self.temperature
+        labels = torch.tensor([active.index(class_) for class_ in ids])
+        return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
 
     def update(self, rate: float) -> None:
         """Every row moves: a class without a gradient has one of zero."""

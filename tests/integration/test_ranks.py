@@ -305,6 +305,13 @@ def num_steps(output: Path) -> int:
     [
         pytest.param(2, 1, [], id="2 ranks, then 1", marks=pytest.mark.slow),
         pytest.param(3, None, [], id="3 ranks", marks=pytest.mark.slow),
+        pytest.param(
+            2,
+            1,
+            ["--label-smoothing", "0.1", "--final-temperature", "0.1", "--row-momentum", "0.5"],
+            id="2 ranks with options of our own, then 1",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(1, 3, ["--small-crops", "2", "--small-crop-size", "12"], id="1, then 3", marks=pytest.mark.slow),
     ],
 )
@@ -344,3 +351,24 @@ def test_a_run_of_shared_classes_is_the_same_on_two_ranks(tmp_path: Path) -> Non
         losses.append(np.array([json.loads(record)["loss"] for record in records]))
     assert len(losses[0]) == 50
     assert np.abs(losses[1] / losses[0] - 1).max() <= 1e-4
+
+
+@pytest.mark.slow
+def test_mixed_batches_are_the_same_after_a_resume_on_as_many_ranks(tmp_path: Path) -> None:
+    """The other image is one of the same rank's, so it depends on the number of ranks, but on nothing else."""
+    losses = {}
+    for name in ("whole", "killed", "alone"):
+        launch(
+            1 if name == "alone" else 2, tmp_path / name, "--cutmix", "0.7", "--checkpoint-every", "19", **killed(name)
+        )
+        if name == "killed":
+            launch(2, tmp_path / name, "--cutmix", "0.7", "--checkpoint-every", "19", "--resume")
+        records = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        losses[name] = np.array([json.loads(record)["loss"] for record in records])
+    assert np.abs(losses["killed"] / losses["whole"] - 1).max() <= 1e-4
+    assert np.abs(losses["alone"] / losses["whole"] - 1).max() > 1e-3
+    assert abs(losses["alone"].mean() / losses["whole"].mean() - 1) < 0.05, "the same but for the partners"
+
+
+def killed(name: str) -> dict[str, int]:
+    return {"kill_after_steps": 25} if name == "killed" else {}

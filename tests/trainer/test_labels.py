@@ -81,8 +81,8 @@ def test_a_supervised_run_resumes_bit_for_bit_with_its_class_map(
     np.save(tmp_path / "other.npy", np.load(labels)[::-1])
     np.save(tmp_path / "fewer.npy", np.load(labels)[:-1])
     for other, message in (
-        (None, "the run has classes that images share: give --labels with its class map"),
-        ("other.npy", "the class map is not that of the run"),
+        (None, "the run has a class map or an order of its own: give its --labels or --image-order"),
+        ("other.npy", "the class map or order is not that of the run"),
         ("fewer.npy", "--labels .* has 299 labels for 300 images: give one label for each image"),
     ):
         changed = changes | {"labels": other and str(tmp_path / other)}
@@ -97,7 +97,7 @@ def test_a_supervised_run_resumes_bit_for_bit_with_its_class_map(
     subprocess.run([sys.executable, "-m", "trainer.export", *exported], check=True, timeout=60)
     command = [sys.executable, "-m", "trainer", "duplicates", str(whole.output)]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert "the run's rows are classes that images share (--labels): give a run of single images" in refused.stderr
+    assert "the run's rows are in an order of its own (--labels, --image-order): give a run without" in refused.stderr
     with np.load(next((tmp_path / "rows").iterdir())) as file:
         assert np.array_equal(file["class"], RowOrder(NUM_CLASSES, 0).images(np.arange(NUM_CLASSES)))
 
@@ -108,9 +108,9 @@ def test_the_history_knows_the_class_map() -> None:
     assert "classes" not in json.loads(ImageHistory(((0, 10),)).to_json())  # as earlier versions wrote it
     history.check_classes("b")
     for had, given, message in (
-        ("b", "", "the run has classes that images share: give --labels with its class map"),
-        ("b", "c", "the class map is not that of the run, to which its rows belong: give --labels with the run's"),
-        ("", "b", "the run has a class for each image: omit --labels, or start another run"),
+        ("b", "", "the run has a class map or an order of its own: give its --labels or --image-order"),
+        ("b", "c", "the class map or order is not that of the run, to which its rows belong: give the run's"),
+        ("", "b", "the run has a class for each image, in the order of a seed: omit --labels and --image-order"),
     ):
         with pytest.raises(ValueError, match=message):
             ImageHistory(((0, 10),), (), had).check_classes(given)
@@ -120,7 +120,7 @@ def test_the_history_knows_the_class_map() -> None:
 def test_a_run_of_images_cannot_become_one_of_classes(labels: Path, tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         train(small_run(tmp_path / "run", num_negatives=50), on_step=_interrupt)
-    with pytest.raises(ValueError, match="the run has a class for each image: omit --labels"):
+    with pytest.raises(ValueError, match="the run has a class for each image, in the order of a seed: omit --labels"):
         train(small_run(tmp_path / "run", resume=True, labels=str(labels), num_negatives=50))
 
 

@@ -44,6 +44,25 @@ def test_the_formula_is_torchs_in_float64() -> None:
     assert expected.loss.error < 1e-13
 
 
+@pytest.mark.parametrize("label_smoothing", [0.1, 0.9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_smoothed_labels_are_torchs(label_smoothing: float, dtype: torch.dtype) -> None:
+    """Loss and gradients are autograd's of torch's own cross_entropy over all classes; the oracle's too."""
+    features, weight, labels = inputs(torch.float64)
+    cosines = torch.nn.functional.cosine_similarity(features[:, None], weight[None], dim=2)
+    expected = torch.nn.functional.cross_entropy(cosines / 0.2, labels, label_smoothing=label_smoothing)
+    wanted = torch.autograd.grad(expected, (features, weight))
+    formula = numerics.softmax_loss(features, weight, labels, temperature=0.2, label_smoothing=label_smoothing)
+    formula.loss.assert_near(expected)
+    z, w, _ = inputs(dtype)
+    loss = cosine_softmax_loss(z, w, labels, temperature=0.2, label_smoothing=label_smoothing)
+    found = torch.autograd.grad(loss, (z, w))
+    accuracy = 1e-12 if dtype == torch.float64 else 2e-5
+    assert loss.item() == pytest.approx(expected.item(), rel=accuracy)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=accuracy * float(other.abs().max()))
+
+
 def test_the_bounds_are_tight_enough_to_find_faults() -> None:
     """They detect a temperature off by a thousandth, a wrong label, and a mean without one image."""
     features, weight, labels = inputs()

@@ -13,12 +13,13 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from tests.helpers.small_run import EVERY, losses, small_run
+from tests.helpers.small_run import EVERY, NUM_IMAGES, losses, small_run
 from trainer.config import PARTS, PRESETS, TrainConfig, parse_config
 from trainer.data.augment import AugmentationConfig
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_model
 from trainer.run.checkpoint_file import saved_steps
+from trainer.schedule import learning_rates
 from weightserver.core.arrays import Int64Array
 from weightserver.torch import DenseRows
 
@@ -72,6 +73,61 @@ def test_the_losses_stay_what_they_were(
 ) -> None:
     assert len(set(plain)) == len(plain), "something moves"
     assert run(tmp_path / "run", **changes) == pytest.approx(plain, rel=tolerance, abs=0)
+
+
+def test_the_temperature_reaches_its_last_value_along_half_a_cosine() -> None:
+    schedule = TrainConfig(temperature=0.2, final_temperature=0.05)
+    found = [schedule.temperature_of(step, 101) for step in range(101)]
+    expected = 0.05 + 0.15 * 0.5 * (1 + np.cos(np.linspace(0, np.pi, 101)))
+    assert found == pytest.approx(expected.tolist(), rel=1e-12)
+    assert (found[0], found[-1]) == (0.2, 0.05)
+    assert TrainConfig().temperature_of(7, 101) is None
+    assert schedule.temperature_of(0, 1) == 0.2
+
+
+def test_each_steps_loss_has_its_temperature(tmp_path: Path) -> None:
+    """The records have it; where nothing learns, cosines alone differ from a run of each constant temperature."""
+    assert "temperature" not in recorded(tmp_path, steps=1)[0]
+    still = {"learning_rate": 0.0, "steps": 3}
+    found = recorded(tmp_path, final_temperature=0.1, **still)
+    assert [record["temperature"] for record in found] == pytest.approx([0.2, 0.15, 0.1])
+    for step, record in enumerate(found):
+        constant = recorded(tmp_path, temperature=record["temperature"], **still)
+        assert constant[step]["loss"] == pytest.approx(record["loss"], rel=1e-12)
+
+
+def recorded(folder: Path, **changes: Any) -> list[dict[str, float]]:
+    """The records of a run in a folder of its own."""
+    output = folder / f"run-{len(list(folder.iterdir()))}"
+    run(output, **changes)
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_rows_have_a_momentum_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are those of torch.optim.SGD with the run's gradients and --row-momentum; the encoder's is --momentum."""
+    apply, optimizers = DenseRows.apply_gradients, list[torch.optim.SGD]()
+    expected = torch.nn.Parameter(torch.zeros(0))
+
+    def apply_and_follow(self: DenseRows, rows: Int64Array, gradients: torch.Tensor, *, step: int) -> None:
+        everything = np.arange(NUM_IMAGES)
+        if not optimizers:
+            expected.data = torch.from_numpy(self.read_state(everything, step=step).weight.copy())
+            optimizers.append(torch.optim.SGD([expected], momentum=0.4, weight_decay=1e-2))
+        expected.grad = torch.zeros_like(expected)
+        expected.grad[torch.from_numpy(rows)] = gradients
+        optimizers[0].param_groups[0]["lr"] = rates[step]
+        optimizers[0].step()
+        apply(self, rows, gradients, step=step)
+        torch.testing.assert_close(self.weights(everything, step=step), expected.detach(), rtol=0, atol=1e-5)
+
+    monkeypatch.setattr(DenseRows, "apply_gradients", apply_and_follow)
+    rates = learning_rates(num_steps=20, base=0.05, warmup_steps=2).tolist()
+    settings = {"row_momentum": 0.4, "momentum": 0.8, "weight_decay": 1e-2, "steps": 20}
+    run(tmp_path / "run", **settings)
+    assert len(optimizers) == 1
+    config = TrainConfig(**settings)  # type: ignore[arg-type]
+    (group,) = config.optimizer(torch.nn.Linear(1, 1), torch.device("cpu")).param_groups
+    assert group["momentum"] == 0.8
 
 
 @pytest.mark.guard
@@ -242,6 +298,20 @@ def test_without_arguments_the_presets_are_shown(capsys: pytest.CaptureFixture[s
             r"with --small-crops, views have areas of \(0.14, 1.0\), not the augmentation's \(0.5, 1.0\): give --view",
         ),
         ({"head_layers": 3}, "--head-layers must be 1 or 2, got 3"),
+        ({"label_smoothing": 1.0}, "--label-smoothing must be at least 0 and below 1, got 1"),
+        ({"label_smoothing": -0.1}, "--label-smoothing must be at least 0 and below 1, got -0.1"),
+        ({"row_momentum": 1.0}, "--row-momentum must be at least 0 and below 1, got 1"),
+        ({"cutmix": 1.5}, r"--cutmix must lie in 0\.\.1, got 1.5"),
+        (
+            {"cutmix": 0.5, "init": "embedding"},
+            "--cutmix shows two images at once, at which no row of --init embedding",
+        ),
+        (
+            {"cutmix": 0.5, "online_probe": True},
+            "--cutmix shows two images at once, but --online-probe learns one label",
+        ),
+        ({"final_temperature": 0.0}, "--final-temperature must be positive and finite, got 0.0"),
+        ({"softmax": "plain", "final_temperature": 0.1}, "--final-temperature 0.1 is for --softmax cosine: omit it"),
         ({"softmax": "linear"}, "--softmax must be cosine or plain, got linear"),
         ({"softmax": "plain", "temperature": 0.5}, "--temperature 0.5 is for --softmax cosine: omit it, or give"),
         ({"small_crop_size": 12}, "--small-crop-size 12 is for --small-crops: omit it, or give --small-crops"),

@@ -91,11 +91,15 @@ class ImageHistory:
         if classes == self.classes:
             return
         if not self.classes:
-            raise ValueError("the run has a class for each image: omit --labels, or start another run")
+            raise ValueError(
+                "the run has a class for each image, in the order of a seed: omit --labels and --image-order, or start "
+                "another run"
+            )
         if not classes:
-            raise ValueError("the run has classes that images share: give --labels with its class map")
+            raise ValueError("the run has a class map or an order of its own: give its --labels or --image-order")
         raise ValueError(
-            "the class map is not that of the run, to which its rows belong: give --labels with the run's, unchanged"
+            "the class map or order is not that of the run, to which its rows belong: give the run's --labels or "
+            "--image-order, unchanged"
         )
 
     def _check_known(self, digests: Sequence[str]) -> None:

@@ -151,7 +151,7 @@ def _resident(
     device: torch.device,
     client: WeightClient,
 ) -> ResidentRows:
-    capacity = config.resident_rows(history.num_images, spec.num_rows if history.classes else None)
+    capacity = config.resident_rows(history.num_images, None if config.labels is None else spec.num_rows)
     return ResidentRows(
         client,
         spec,

@@ -79,6 +79,8 @@ class ClassifierHead(SampledSoftmax):
         recent_share: with "both", the share of K that recent classes have; by default half.
         margin: on the cosine of an image's own class: "none", "cosface" or "arcface"; see `Margin`.
         margin_size: m; by default the usual one.
+        label_smoothing: share of the target distribution that is spread evenly over all active classes, at least 0 and
+            below 1; see `softmax_loss`.
         softmax: "cosine", or "plain" for inner products.
         learning_rates: float32 [n], those of the first n steps if they are known in advance: `step` then needs none.
         capacity: number of resident rows on all ranks together; by default as many as the steps need.
@@ -120,6 +122,7 @@ class ClassifierHead(SampledSoftmax):
         recent_share: float | None = None,
         margin: MarginKind = "none",
         margin_size: float | None = None,
+        label_smoothing: float = 0.0,
         learning_rates: npt.ArrayLike | None = None,
         capacity: int | None = None,
         timeout_seconds: float = 30,
@@ -168,7 +171,7 @@ class ClassifierHead(SampledSoftmax):
         self._set_up(
             spec,
             negatives=sampled,
-            loss=loss_of(softmax, temperature, margin_of(margin, margin_size)),
+            loss=loss_of(softmax, temperature, margin_of(margin, margin_size), label_smoothing=label_smoothing),
             order=RangesOrder([spec.num_rows], checked_integer(order_seed, "order_seed")),
             init_norm=norm_of(init, spec, init_norm, rows),
             table=table,
@@ -186,6 +189,7 @@ class ClassifierHead(SampledSoftmax):
             softmax == "plain" and temperature != DEFAULT_TEMPERATURE,
         )
         loss = {"softmax": softmax, "temperature": temperature, "margin": margin, "margin_size": margin_size}
+        loss |= {"label_smoothing": label_smoothing}
         active = {"num_negatives": num_negatives, "negatives": negatives, "recent_share": recent_share, "init": init}
         self._settings = asdict(spec) | loss | active | {"order_seed": order_seed, "rows": rows, "init_norm": init_norm}
 

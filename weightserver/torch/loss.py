@@ -21,7 +21,7 @@ _LARGEST_SPREAD = 80.0
 """If logits differ by less than this, no maximum need be subtracted: e⁻⁸⁰ is a normal float32, 1.8e-35."""
 
 
-def loss_of(softmax: str, temperature: float, margin: Margin) -> Callable[..., Tensor]:
+def loss_of(softmax: str, temperature: float, margin: Margin, *, label_smoothing: float = 0.0) -> Callable[..., Tensor]:
     """`softmax_loss` for "plain", or `cosine_softmax_loss` for "cosine", with these settings.
 
     Raises:
@@ -29,13 +29,21 @@ def loss_of(softmax: str, temperature: float, margin: Margin) -> Callable[..., T
     """
     if softmax not in ("cosine", "plain"):
         raise ValueError(f"softmax must be 'cosine' or 'plain', got {softmax!r}")
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature must be positive, got {temperature}")
+    checked_temperature(temperature)
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing must be at least 0 and below 1, got {label_smoothing:g}")
     if softmax == "cosine":
-        return partial(cosine_softmax_loss, temperature=temperature, margin=margin)
+        return partial(cosine_softmax_loss, temperature=temperature, margin=margin, label_smoothing=label_smoothing)
     if margin.kind != "none":
         raise ValueError(f"margin {margin.kind!r} is for cosines: choose softmax='cosine', or no margin")
-    return softmax_loss
+    return partial(softmax_loss, label_smoothing=label_smoothing)
+
+
+def checked_temperature(temperature: float) -> float:
+    """The temperature. Raises ValueError unless it is positive and finite."""
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    return temperature
 
 
 def cosine_softmax_loss(
@@ -45,6 +53,7 @@ def cosine_softmax_loss(
     *,
     temperature: float,
     margin: Margin = NO_MARGIN,
+    label_smoothing: float = 0.0,
     ranks: Ranks | None = None,
     num_rows: int | None = None,
 ) -> Tensor:
@@ -62,6 +71,7 @@ def cosine_softmax_loss(
         num_rows=num_rows,
         largest_logit=1 / temperature if (1 - margin.lowest_cosine) / temperature < _LARGEST_SPREAD else None,
         margin=margin,
+        label_smoothing=label_smoothing,
         cosines=True,
     )
 
@@ -76,6 +86,7 @@ def softmax_loss(
     num_rows: int | None = None,
     largest_logit: float | None = None,
     margin: Margin = NO_MARGIN,
+    label_smoothing: float = 0.0,
     cosines: bool = False,
 ) -> Tensor:
     """Mean cross-entropy of logits w_j·z_i/τ over the whole batch, a scalar.
@@ -86,6 +97,9 @@ def softmax_loss(
     Labels (B, P) give an image up to P own classes, -1 for fewer, at least one; a class given twice counts once. The
     target distribution is uniform over an image's own classes C_i, as in Mahajan et al. (ECCV 2018):
     −1/|C_i| · Σ_{c ∈ C_i} log softmax(l_i)_c = log Σ_j exp(l_ij) − mean of l_ic over c ∈ C_i.
+
+    With `label_smoothing` s, the target distribution is (1 − s) of that plus s spread evenly over all active classes of
+    all ranks, the own ones included: torch.nn.functional.cross_entropy(label_smoothing=s) over these classes.
 
     With `ranks`, features are those of this rank's share of the batch (`Ranks.share`) and weight is this rank's share
     of the K rows, of any size; labels are those of the whole batch, -1 if another rank has the row. All ranks call it,
@@ -108,7 +122,34 @@ def softmax_loss(
         else:
             products = _only_first(features @ (F.normalize(weight) if cosines else weight).T, num_rows)  # (B, K)
         logits = with_margin(products, own, margin) / temperature
-        return _loss_of_logits(logits, own) if on_one_rank else _loss_over_ranks(logits, own, largest_logit)
+        loss = _loss_of_logits(logits, own) if on_one_rank else _loss_over_ranks(logits, own, largest_logit)
+        if label_smoothing:
+            classes = weight[:num_rows]
+            sums = features @ (F.normalize(classes) if cosines else classes).sum(dim=0)  # (B,), of all products
+            loss = loss + label_smoothing * _own_above_all(
+                products / temperature, logits, own, sums / temperature, len(classes), on_one_rank=on_one_rank
+            )
+        return loss
+
+
+def _own_above_all(
+    plain: Tensor, logits: Tensor, own: Tensor, sums: Tensor, num_classes: int, *, on_one_rank: bool
+) -> Tensor:
+    """The mean logit of an image's own classes less that of all classes, averaged over the batch: a scalar.
+
+    Args:
+        plain: logits without a margin, of which columns `own` (B, P) are each image's own classes.
+        logits: the same with the margin.
+        sums: (B,), over this rank's `num_classes` classes, without a margin.
+    """
+    (with_margins, is_own), (without, _) = own_values(logits, own), own_values(plain, own)
+    of_own, of_all = with_margins.sum(dim=1), sums + (with_margins - without).sum(dim=1)
+    parts = torch.stack([of_own, is_own.sum(dim=1), of_all, torch.full_like(sums, num_classes)])  # (4, B)
+    if not on_one_rank:
+        parts = _SumOverRanks.apply(parts)  # type: ignore[no-untyped-call]
+    of_own, num_own, of_all, num_all = parts
+    difference: Tensor = (of_own / num_own - of_all / num_all).mean()
+    return difference
 
 
 def _loss_of_logits(logits: Tensor, own: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from weightserver.torch.announced_batches import AnnouncedBatches, first_element
 from weightserver.torch.arguments import check_embeddings, check_ended_everywhere, checked_ids, ids_of_all_ranks
 from weightserver.torch.class_order import ClassOrder
 from weightserver.torch.coming_steps import Announced, ComingSteps
-from weightserver.torch.loss import padded_rows
+from weightserver.torch.loss import checked_temperature, padded_rows
 from weightserver.torch.negatives import NegativeSampler
 from weightserver.torch.opened_rows import OpenedRows
 from weightserver.torch.ranks import Ranks, ranks_of_process
@@ -252,7 +252,9 @@ class SampledSoftmax(nn.Module, ABC):
 
     # ---- a step
 
-    def forward(self, embeddings: Tensor, ids: Any, *, update_rows: bool = True) -> Tensor:
+    def forward(
+        self, embeddings: Tensor, ids: Any, *, update_rows: bool = True, temperature: float | None = None
+    ) -> Tensor:
         """The mean loss of a batch over the active classes (Equation 1): a scalar, float32, also under autocast.
 
         Args:
@@ -261,15 +263,18 @@ class SampledSoftmax(nn.Module, ABC):
                 distribution is then uniform over an image's classes (see `softmax_loss`). Best on the CPU, since
                 reading them from a GPU waits for it.
             update_rows: whether the loss's gradient updates the rows too.
+            temperature: τ of this pass, on every rank the same, for schedules; by default the head's.
 
         Raises:
-            ValueError: shapes, devices or classes that do not fit, or not the classes that were announced.
+            ValueError: shapes, devices or classes that do not fit, not the classes that were announced, or an
+                impossible temperature.
             WeightServerError: rows could not be fetched, or an earlier update could not be stored.
         """
-        loss: Tensor = self._untraced_loss(self, embeddings, ids, update_rows)
+        loss: Tensor = self._untraced_loss(self, embeddings, ids, update_rows, temperature)
         return loss
 
-    def _loss_of(self, embeddings: Tensor, ids: Any, update_rows: bool) -> Tensor:
+    def _loss_of(self, embeddings: Tensor, ids: Any, update_rows: bool, temperature: float | None) -> Tensor:
+        own = {} if temperature is None else {"temperature": checked_temperature(temperature)}
         checked = checked_ids(ids, self.spec.num_rows)
         check_embeddings(embeddings, len(checked), self.spec.dim, self.device)
         step = self._begin(checked)
@@ -281,6 +286,7 @@ class SampledSoftmax(nn.Module, ABC):
             step.labels[part],
             ranks=self._ranks,
             num_rows=len(step.announced.rows),
+            **own,
         )
         return loss
 

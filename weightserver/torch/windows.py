@@ -21,7 +21,7 @@ from weightserver.core.initial import derive_seed, splitmix64
 _NUM_ROUNDS = 6
 _KEPT_WINDOWS = 8
 _ORDER, _WINDOWS, _RANGES = 1, 2, 4
-"""Purposes of a seed's numbers (`derive_seed`); 3, 5 and 6 are the trainer's, 7 that of `negatives`."""
+"""Purposes of a seed's numbers (`derive_seed`); 3, 5, 6 and 8 are the trainer's, 7 that of `negatives`."""
 
 
 class RowOrder:

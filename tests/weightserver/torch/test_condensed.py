@@ -44,14 +44,21 @@ def labels_of(batch_size: int, num_rows: int, num_own: int) -> Tensor:
 
 
 def assert_equals_formula(
-    features: Tensor, weight: Tensor, labels: Tensor, kind: MarginKind, *, cosines: bool = True
+    features: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    kind: MarginKind,
+    *,
+    cosines: bool = True,
+    label_smoothing: float = 0.0,
 ) -> None:
     """The bounds are those of `numerics`, by running error analysis."""
     margin, temperature = margin_of(kind, None), 0.2 if cosines else 1.0
     loss_of = cosine_softmax_loss if cosines else softmax_loss
-    loss = loss_of(features, weight, labels, temperature=temperature, margin=margin)
+    given: dict[str, Any] = {"temperature": temperature, "margin": margin, "label_smoothing": label_smoothing}
+    loss = loss_of(features, weight, labels, **given)
     loss.backward()
-    expected = numerics.softmax_loss(features, weight, labels, temperature=temperature, cosines=cosines, margin=margin)
+    expected = numerics.softmax_loss(features, weight, labels, cosines=cosines, **given)
     expected.loss.assert_near(loss, "loss")
     expected.features.assert_near(features.grad, "features")
     expected.weight.assert_near(weight.grad, "weight")
@@ -70,13 +77,25 @@ def test_chunks_equal_the_formula(batch_size: int, num_rows: int, kind: Any, num
     assert_equals_formula(features, weight, labels, kind if cosines else "none", cosines=cosines)
 
 
+@pytest.mark.usefixtures("in_chunks")
+@pytest.mark.parametrize("num_own", [1, 3])
+@pytest.mark.parametrize("kind", [*MARGINS, "plain"])
+@pytest.mark.parametrize(("batch_size", "num_rows"), SIZES)
+def test_chunks_with_smoothed_labels_equal_the_formula(batch_size: int, num_rows: int, kind: Any, num_own: int) -> None:
+    features, weight = inputs(batch_size, num_rows)
+    labels, cosines = labels_of(batch_size, num_rows, num_own), kind != "plain"
+    kind = kind if cosines else "none"
+    assert_equals_formula(features, weight, labels, kind, cosines=cosines, label_smoothing=0.1)
+
+
 @pytest.mark.parametrize("kind", MARGINS)
 @pytest.mark.parametrize("num_own", [1, 3])
-def test_all_rows_at_once_equal_the_formula(kind: MarginKind, num_own: int) -> None:
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
+def test_all_rows_at_once_equal_the_formula(kind: MarginKind, num_own: int, label_smoothing: float) -> None:
     """As few rows on a CPU, and all on other devices."""
     features, weight = inputs(7, 30)
     assert not condensed.are_many(features, weight)
-    assert_equals_formula(features, weight, labels_of(7, 30, num_own), kind)
+    assert_equals_formula(features, weight, labels_of(7, 30, num_own), kind, label_smoothing=label_smoothing)
 
 
 @pytest.mark.usefixtures("in_chunks")

@@ -123,11 +123,13 @@ def test_impossible_margins_are_refused(kind: MarginKind, size: float, message: 
 
 
 @pytest.mark.parametrize(("kind", "labels"), CASES, ids=IDS)
-def test_padding_is_no_class_on_one_rank_either(kind: MarginKind, labels: Tensor) -> None:
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_padding_is_no_class_on_one_rank_either(kind: MarginKind, labels: Tensor, label_smoothing: float) -> None:
     """A GPU has fewer than K active classes with sampled negatives, and before K classes were met."""
     features, weight = inputs()
     padded = torch.cat([weight.detach(), torch.zeros(4, 5)]).requires_grad_()
-    loss_of = partial(cosine_softmax_loss, labels=labels, temperature=0.2, margin=margin_of(kind, None))
+    settings = {"temperature": 0.2, "margin": margin_of(kind, None), "label_smoothing": label_smoothing}
+    loss_of = partial(cosine_softmax_loss, labels=labels, **settings)  # type: ignore[arg-type]
     expected = loss_of(features.detach(), weight)
     loss = loss_of(features, padded, num_rows=9)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
@@ -154,7 +156,7 @@ def compute(rank: int, world_size: int, port: int, out: str) -> None:
     local[mine] = torch.arange(len(mine))
     condensed._LOGITS_OF_CHUNK, condensed._ROWS_OF_PRODUCT = 0, 2
     for number, (kind, labels) in enumerate(CASES):
-        for num_padded, temperature, few in product((0, 3), (0.2, 1 / 64), (0, 1_000)):
+        for num_padded, temperature, few, smoothing in product((0, 3), (0.2, 1 / 64), (0, 1_000), (0.0, 0.1)):
             condensed._FEW_VALUES = few
             features, weight = inputs(torch.float32)
             part = features[ranks.share(len(labels))].detach().requires_grad_()
@@ -165,6 +167,7 @@ def compute(rank: int, world_size: int, port: int, out: str) -> None:
                 local[labels],
                 temperature=temperature,
                 margin=margin_of(kind, None),
+                label_smoothing=smoothing,
                 ranks=ranks,
                 num_rows=len(mine),
             )
@@ -174,8 +177,9 @@ def compute(rank: int, world_size: int, port: int, out: str) -> None:
             whole = np.zeros((9, 5))
             whole[mine] = rows.grad[: len(mine)].numpy()
             assert not rows.grad[len(mine) :].any()
-            found[f"{number}-{num_padded}-{temperature:.3f}-{few}"] = np.concatenate([[loss.item()], whole.ravel()])
-            found[f"{number}-{num_padded}-{temperature:.3f}-{few}-features"] = part.grad.numpy() / world_size
+            name = f"{number}-{num_padded}-{temperature:.3f}-{few}-{smoothing}"
+            found[name] = np.concatenate([[loss.item()], whole.ravel()])
+            found[f"{name}-features"] = part.grad.numpy() / world_size
     np.savez(f"{out}-{rank}.npz", **found)  # type: ignore[arg-type]
     dist.destroy_process_group()
 

@@ -1,0 +1,45 @@
+"""Data sets of cells that have to be made: rendered on this machine when a cell first needs them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from experiments.glyphs import CHARACTERS, MANIFEST, SPLITS, make_glyphs
+from trainer.config import TrainConfig
+
+GLYPHS, FEW_GLYPHS = "{glyphs}", "{few-glyphs}"
+"""In settings, for data_dir: where `with_data` has the glyphs, so that a cell's identity names no place."""
+_SIZES = {GLYPHS: SPLITS, FEW_GLYPHS: {"train": 55, "test": 20}}
+"""Images of each character."""
+_ALL_FASHION = 60_000
+
+
+def num_images(config: TrainConfig) -> int:
+    """N of a cell's settings."""
+    sizes = _SIZES.get(str(config.data_dir))
+    return sizes["train"] * len(CHARACTERS) if sizes else config.num_images or _ALL_FASHION
+
+
+def with_data(config: TrainConfig, folder: Path = Path("data")) -> TrainConfig:
+    """The settings with the place of their data set, which is made in `folder` unless it is there; processes that need
+    it at the same time wait for the first of them.
+
+    Raises:
+        ValueError: it cannot be made, or another one is in its place.
+    """
+    sizes = _SIZES.get(str(config.data_dir))
+    if sizes is None:
+        return config
+    output = folder / str(config.data_dir).strip("{}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f".{output.name}-lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (output / MANIFEST).exists():
+            make_glyphs(output, sizes)
+        found = json.loads((output / MANIFEST).read_text())
+    if (found["images_of_each_character"], found["seed"]) != (sizes, 0):
+        raise ValueError(f"{output} has other glyphs than the tables': move it elsewhere")
+    return replace(config, data_dir=output)

@@ -1,0 +1,73 @@
+"""The main effects on a second data set: characters in colour."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from experiments.cells import PIC, Cell, Claim, Table
+from experiments.data import GLYPHS as RENDERED
+from experiments.glyphs import CHARACTERS, SIDE, SPLITS
+
+_IMAGES, _TESTS = (SPLITS[name] * len(CHARACTERS) for name in ("train", "test"))
+_EPOCHS = 14.0
+_BASE: dict[str, Any] = {
+    "dataset": "folder",
+    "data_dir": RENDERED,
+    "encoder": {"in_channels": 3, "image_size": SIDE},
+    "augmentation": {"flip_probability": 0.0},
+    "epochs": _EPOCHS,
+    "batch_size": 256,
+    "learning_rate_batch": 128,
+    "weight_decay": 3.6e-3,
+    "num_negatives": 1_024,
+}
+_WINDOW: dict[str, Any] = {"window_size": 2_400, "window_stride": 300}
+_EPOCH_ORDER: dict[str, Any] = {"window_size": _IMAGES, "window_stride": _IMAGES}
+_AT_BATCH: dict[str, Any] = {"num_negatives": _BASE["batch_size"]}
+_OURS = "sliding window"
+
+
+def _in_epoch_order(row: str, method: str = PIC, **settings: Any) -> Cell:
+    return Cell(row=row, method=method, settings=_BASE | _EPOCH_ORDER | settings)
+
+
+GLYPHS = Table(
+    name="glyphs",
+    title="Characters in colour",
+    text=(
+        f"{_IMAGES:,} images of {SIDE} × {SIDE} pixels, rendered from fonts by `python -m experiments.glyphs`: "
+        f"{len(CHARACTERS)} classes, and {_TESTS:,} test images whose fonts no training image has. Proportions are "
+        f"about those above, at twice the batch: B = {_BASE['batch_size']}, K = {_BASE['num_negatives']:,}, "
+        f"W = {_WINDOW['window_size']:,}, S = {_WINDOW['window_stride']}, λ = {_BASE['weight_decay']:g}, "
+        f"{_EPOCHS:g} epochs. Images are not flipped, since mirrored characters are others. SimCLR and MoCo v2 have "
+        "two views and half of the epochs."
+    ),
+    cells=(
+        Cell(row=_OURS, settings=_BASE | _WINDOW),
+        _in_epoch_order("epoch order"),
+        _in_epoch_order("epoch order, K = B", **_AT_BATCH),
+        _in_epoch_order("epoch order, K = B, without correction", **_AT_BATCH, correction="none"),
+        _in_epoch_order("SimCLR", "simclr", epochs=_EPOCHS / 2, views=2),
+        _in_epoch_order("MoCo v2", "mocov2", epochs=_EPOCHS / 2, views=2),
+        _in_epoch_order("supervised", "supervised"),
+        _in_epoch_order("untrained encoder", "untrained"),
+        _in_epoch_order("raw pixels", "pixels"),
+    ),
+    claims=(
+        Claim(
+            text="the correction raises accuracy at K = B",
+            weights={"epoch order, K = B": 1, "epoch order, K = B, without correction": -1},
+        ),
+        Claim(text="the window raises accuracy", weights={_OURS: 1, "epoch order": -1}),
+        *(
+            Claim(
+                text=f"PIC with one view is at least as good as {other} at equal views",
+                weights={_OURS: 1, other: -1},
+                not_below=True,
+            )
+            for other in ("SimCLR", "MoCo v2")
+        ),
+        Claim(text="PIC is better than an untrained encoder", weights={_OURS: 1, "untrained encoder": -1}),
+        Claim(text="training on the labels is better than PIC", weights={"supervised": 1, _OURS: -1}),
+    ),
+)
