@@ -190,7 +190,7 @@ class _LmdbTransaction:
             return None
         return _CHANGE.unpack(self._changes.key())
 
-    def put_block(self, block: int, generation: int, value: bytes | bytearray) -> None:
+    def put_block(self, block: int, generation: int, value: bytes | bytearray | memoryview) -> None:
         self.changed = True
         self._txn.put(_BLOCK_KEY.pack(block, NEWEST - generation), value, db=self._databases["blocks"])
         if generation:
