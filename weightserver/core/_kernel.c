@@ -550,18 +550,39 @@ typedef struct {
     float weight_decay, momentum, learning_rate;
 } Rates;
 
-/* correction.apply_push for one row that has seen all earlier updates, in place. */
-static void take_step(Rates rates, const packed_float *restrict gradient, Py_ssize_t dim, packed_float *restrict w,
-                      packed_float *restrict u)
+/* correction._apply_on_time for one value: product by product. */
+static inline void take_step(Rates rates, float gradient, float *w, float *u)
 {
+    float change = *w * rates.weight_decay;
+    change += gradient;
+    *u *= rates.momentum;
+    *u += change;
+    float moved = *u * rates.learning_rate;
+    *w -= moved;
+}
+
+/* The same for one row, in place, corrected first if it has missed updates. */
+static void update_row(Rates rates, const Coefficients *missed, const packed_float *restrict gradient, Py_ssize_t dim,
+                       packed_float *restrict weight, packed_float *restrict momentum)
+{
+    if (missed == NULL) {
+        for (Py_ssize_t j = 0; j < dim; j++) {
+            float w = weight[j], u = momentum[j];
+            take_step(rates, gradient[j], &w, &u);
+            weight[j] = w;
+            momentum[j] = u;
+        }
+        return;
+    }
+    Coefficients c = *missed;
     for (Py_ssize_t j = 0; j < dim; j++) {
-        float change = w[j] * rates.weight_decay;
-        change += gradient[j];
-        float momentum = u[j] * rates.momentum;
-        momentum += change;
-        float moved = momentum * rates.learning_rate;
-        u[j] = momentum;
-        w[j] -= moved;
+        float by_momentum = c.wu * momentum[j], by_weight = c.uw * weight[j];
+        float w = weight[j] * c.ww, u = momentum[j] * c.uu;
+        w += by_momentum;
+        u += by_weight;
+        take_step(rates, gradient[j], &w, &u);
+        weight[j] = w;
+        momentum[j] = u;
     }
 }
 
@@ -571,7 +592,7 @@ typedef struct {
     Initial initial;
     unsigned long long seed; /* of rounding */
     checksum_function checksum;
-    float *scratch; /* 5 rows */
+    float *scratch; /* 3 rows */
     int is_push;
     /* a push: */
     const packed_float *coefficients; /* NULL: the rows have seen all earlier updates */
@@ -622,7 +643,7 @@ static int get_change(PyObject *object, Change *change)
         PyErr_SetString(PyExc_ValueError, "too many rows, or not enough room for the blocks");
         goto fail;
     }
-    change->scratch = PyMem_Malloc(20 * touched->layout.dim);
+    change->scratch = PyMem_Malloc(12 * touched->layout.dim);
     if (change->scratch == NULL) {
         PyErr_NoMemory();
         goto fail;
@@ -649,41 +670,39 @@ static void draw_block(const Change *change, uint64_t number, unsigned char *out
     }
 }
 
-/* Applies gradient i to the row at w and u; returns 0 if it becomes infinite or NaN. */
+/* Applies gradient i to a row; returns whether its values are small, or -1 if one is infinite or NaN. */
 static int push_row(const Change *change, Py_ssize_t i, int64_t row, unsigned char *weight, unsigned char *momentum)
 {
     const Layout *layout = &change->touched.layout;
     Py_ssize_t dim = layout->dim;
     const unsigned char *given = change->gradients + i * dim * layout->value_bytes;
-    packed_float *w = (packed_float *)weight, *u = (packed_float *)momentum, *old_w = change->scratch,
-                 *old_u = old_w + dim;
+    packed_float *w = (packed_float *)weight, *u = (packed_float *)momentum, *g = change->scratch;
     const packed_float *gradient = (const packed_float *)given;
     if (layout->value_bytes == 2) {
-        w = old_u + dim;
+        w = g + dim;
         u = w + dim;
-        packed_float *widened = u + dim;
         widen((const packed_u16 *)weight, dim, w);
         widen((const packed_u16 *)momentum, dim, u);
-        widen((const packed_u16 *)given, dim, widened);
-        gradient = widened;
+        widen((const packed_u16 *)given, dim, g);
+        gradient = g;
     }
     if (change->coefficients != NULL) {
         const packed_float *four = change->coefficients + 4 * i;
-        Coefficients c = {four[0], four[1], four[2], four[3]};
-        memcpy(old_w, w, 4 * dim);
-        memcpy(old_u, u, 4 * dim);
-        correct_weight(c, old_w, old_u, dim, w);
-        correct_momentum(c, old_w, old_u, dim, u);
+        Coefficients missed = {four[0], four[1], four[2], four[3]};
+        update_row(change->rates, &missed, gradient, dim, w, u);
+    } else {
+        update_row(change->rates, NULL, gradient, dim, w, u);
     }
-    take_step(change->rates, gradient, dim, w, u);
-    if (any_above((const packed_u32 *)w, dim, BEFORE_INFINITY_BITS)
-        || any_above((const packed_u32 *)u, dim, BEFORE_INFINITY_BITS))
-        return 0;
+    const packed_u32 *w_bits = (const packed_u32 *)w, *u_bits = (const packed_u32 *)u;
+    int is_small = !any_above(w_bits, dim, SMALL_BITS) && !any_above(u_bits, dim, SMALL_BITS);
+    if (!is_small && (any_above(w_bits, dim, BEFORE_INFINITY_BITS) || any_above(u_bits, dim, BEFORE_INFINITY_BITS)))
+        return -1;
     if (layout->value_bytes == 2) {
         round_row(change->seed, row, change->step + 1, WEIGHT, w, dim, (packed_u16 *)weight);
         round_row(change->seed, row, change->step + 1, MOMENTUM_BUFFER, u, dim, (packed_u16 *)momentum);
+        is_small = is_small || (are_small(layout, weight, dim) && are_small(layout, momentum, dim)); /* rounded down */
     }
-    return 1;
+    return is_small;
 }
 
 static void seal(const Change *change, uint64_t number, int is_small, unsigned char *out)
@@ -699,8 +718,8 @@ static void seal(const Change *change, uint64_t number, int is_small, unsigned c
     memcpy(out + START_BYTES, &checksum, 8);
 }
 
-/* Checks block b, copies it, changes its rows and seals it; returns how many of them were never written before, or -1 if
- * the block is damaged or a row becomes infinite or NaN. */
+/* Checks block b, copies it, changes its rows and seals it; returns how many of them were never written before, or -1
+ * if the block is damaged or a row becomes infinite or NaN. */
 static Py_ssize_t change_block(const Change *change, Py_ssize_t b, unsigned char *out)
 {
     const Touched *touched = &change->touched;
@@ -724,21 +743,24 @@ static Py_ssize_t change_block(const Change *change, Py_ssize_t b, unsigned char
         unsigned char *weight = out + layout->weight_at + slot * row_bytes;
         unsigned char *momentum = out + layout->momentum_at + slot * row_bytes, bit = (unsigned char)(1 << slot % 8);
         if (change->is_push) {
-            if (!push_row(change, i, row, weight, momentum))
+            int row_is_small = push_row(change, i, row, weight, momentum);
+            if (row_is_small < 0)
                 return -1;
+            is_small &= row_is_small;
             steps[slot] = change->step + 1;
         } else {
             memcpy(weight, change->weight + i * row_bytes, row_bytes);
             memcpy(momentum, change->momentum + i * row_bytes, row_bytes);
+            is_small &= are_small(layout, weight, layout->dim) && are_small(layout, momentum, layout->dim);
             steps[slot] = change->last_step[i];
         }
         added += !(bitmap[slot / 8] & bit);
         bitmap[slot / 8] |= bit;
-        is_small &= are_small(layout, weight, layout->dim) && are_small(layout, momentum, layout->dim);
     }
     if (!was_small) { /* the other rows may have large values */
         Py_ssize_t count = layout->rows * layout->dim;
-        is_small = are_small(layout, out + layout->weight_at, count) && are_small(layout, out + layout->momentum_at, count);
+        is_small = are_small(layout, out + layout->weight_at, count)
+                   && are_small(layout, out + layout->momentum_at, count);
     }
     seal(change, number, is_small, out);
     return added;
