@@ -72,11 +72,7 @@ class Filled:
             extend_schedule(self.shard, batch, 0, rates)
         with self.shard.batch() as batch:
             self.shard.open_session(batch, "run", 1, OPENER)
-        self.write(size, 1)
-
-    def write(self, size: float, sequence: int) -> bool:
-        """Raw rows; returns False if they are refused, as an older state is."""
-        generator, rows = self.generator, self.some_rows()
+        rows = self.some_rows()
         values = self.values(2, len(rows), size=size)
         last_step = generator.integers(0, self.horizon, len(rows), endpoint=True)
         with self.shard.batch() as batch:
