@@ -19,7 +19,7 @@ REFUSALS = (ValueError, TypeError, OverflowError, BufferError)
 
 
 class Arguments:
-    """Sound arguments of `look` and `answer` for some rows of a table, and ways to spoil them."""
+    """Sound arguments of every function for some rows of a table, and ways to spoil them."""
 
     def __init__(self, generator: np.random.Generator) -> None:
         self.generator = generator
@@ -43,6 +43,21 @@ class Arguments:
         self.answer: list[Any] = [codec.layout, blocks, starts, slots, rows, coefficients, codec.source]
         self.answer += [(codec.precision.mixed_seed, 7), (b"ab", b"c", b"") if state else (b"ab", None, None), steps]
         self.has_state = state
+        changed: tuple[Any, ...] = (
+            codec.layout,
+            blocks,
+            numbers,
+            starts,
+            slots,
+            codec.source,
+            codec.precision.mixed_seed,
+        )
+        room = np.zeros(len(numbers) * codec.num_bytes + int(generator.integers(3)), np.uint8)
+        changed += (kernel.checksum_address(), room)
+        values = generator.integers(0, 0x4000, (2, len(rows), spec.dim)).astype(np.uint16)
+        weight, momentum = values if dtype == "bfloat16" else values.astype(np.float32)
+        self.push: list[Any] = [changed, coefficients, weight, (1e-4, 0.9, 0.1), 7]
+        self.replace: list[Any] = [changed, weight, momentum, steps]
 
     def block(self, codec: BlockCodec, number: int) -> memoryview:
         """A sealed block, not aligned."""
@@ -56,6 +71,10 @@ class Arguments:
         value = arguments[position]
         if isinstance(value, np.ndarray):
             arguments[position] = self.spoiled_array(value)
+        elif isinstance(value, tuple) and isinstance(value[0], tuple):  # what is shared by `push` and `replace`
+            changed = list(value)
+            self.spoil(changed)
+            arguments[position] = tuple(changed)
         elif isinstance(value, tuple):
             changed = list(value)
             changed[int(generator.integers(len(value)))] = int(generator.choice([-1, 0, 1, 3, 2**20, 2**31 - 1, 2**62]))
@@ -66,9 +85,8 @@ class Arguments:
             changed[at] = [b"", 7, block[: len(block) // 2], bytes(block) + b"x", block[::2]][generator.integers(5)]
             arguments[position] = changed[: int(generator.integers(len(changed) + 1))] if at % 3 == 0 else changed
         else:
-            arguments[position] = [None, b"", -1, 2**70, "x"][generator.integers(5)]
-            if len(arguments) == 7 and position == 6:  # the address of a function is trusted
-                arguments[position] = 0
+            is_address = isinstance(value, int) and value == kernel.checksum_address()  # which is trusted
+            arguments[position] = 0 if is_address else [None, b"", -1, 2**70, "x"][generator.integers(5)]
 
     def spoiled_array(self, value: Any) -> Any:
         generator = self.generator
@@ -94,7 +112,14 @@ def run(module: kernel.Kernel, seed: int, rounds: int) -> int:
         layout, num_rows = arguments.answer[0], len(arguments.answer[4])
         size = num_rows * layout[1] * layout[2]
         assert len(message) == 2 + size + (1 + size + 8 * num_rows if arguments.has_state else 0)
-        for function, given in ((module.look, arguments.look), (module.answer, arguments.answer)):
+        assert module.push(*arguments.push) == num_rows
+        assert module.replace(*arguments.replace) == num_rows
+        for function, given in (
+            (module.look, arguments.look),
+            (module.answer, arguments.answer),
+            (module.push, arguments.push),
+            (module.replace, arguments.replace),
+        ):
             for _ in range(3):
                 wrong = list(given)
                 arguments.spoil(wrong)

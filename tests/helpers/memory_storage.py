@@ -123,7 +123,7 @@ class MemoryTransaction:
         changes = sorted((written, known) for known, written in self._blocks if written)
         return next((change for change in changes if change >= (generation, block)), None)
 
-    def put_block(self, block: int, generation: int, value: bytes | bytearray) -> None:
+    def put_block(self, block: int, generation: int, value: bytes | bytearray | memoryview) -> None:
         self.changed = True
         self._blocks[block, generation] = bytes(value)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from weightserver.core.errors import DamagedRecordError, WeightServerError
 from weightserver.core.initial import initial_rows
 from weightserver.core.spec import TableSpec
 from weightserver.protocol.codec import encode_fetch_response
+from weightserver.shard import writing
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteHeader
 
@@ -131,6 +134,132 @@ def test_fetches_of_any_table_have_the_same_bits(
     compiled: kernel.Kernel, spec: TableSpec, seed: int, size: float
 ) -> None:
     check_fetches(compiled, spec, seed, size)
+
+
+class Written(Filled):
+    """The same, and what writes do to it."""
+
+    def outcomes(self, size: float) -> list[str]:
+        """What several pushes and raw writes answer, some of them at damaged blocks, and how often rows were new."""
+        found = []
+        for sequence in range(2, 10):
+            write = self.push if self.generator.random() < 0.7 else self.write_state
+            if self.generator.random() < 0.1:
+                self.damage()
+            if self.generator.random() < 0.1:
+                self.checkpoint(100 + sequence)
+            try:
+                found.append(str(write(sequence, size * self.generator.choice([1e-6, 1.0, 1.0, 1e9]))))
+            except WeightServerError as error:
+                found.append(repr(error))
+            found.append(str(self.shard.state.rows_stored))
+        return found
+
+    def push(self, sequence: int, size: float) -> bool:
+        rows, step = self.some_rows(), int(self.generator.integers(0, self.horizon))
+        values = self.values(1, len(rows), size=size)
+        if self.generator.random() < 0.1 and values.size:
+            values[0, -1, -1] = self.generator.choice([np.inf, -np.inf, np.nan, 3.4e38])
+        with self.shard.batch() as batch, np.errstate(invalid="ignore"):
+            (gradients,) = self.stored(rows, values, np.full(len(rows), step))
+            return self.shard.push_gradients(batch, self.header(sequence, step), rows, gradients)
+
+    def write_state(self, sequence: int, size: float) -> bool:
+        rows = self.some_rows()
+        values, horizon = self.values(2, len(rows), size=size), self.horizon
+        steps = self.generator.integers(max(0, horizon - 3), horizon, len(rows), endpoint=True)
+        with self.shard.batch() as batch:
+            weight, momentum_buffer = self.stored(rows, values, steps)
+            return self.shard.write_state(batch, self.header(sequence), rows, weight, momentum_buffer, steps)
+
+    def checkpoint(self, sequence: int) -> None:
+        with self.shard.batch() as batch:
+            self.shard.checkpoint(batch, self.header(sequence), f"{sequence}")
+
+    def damage(self) -> None:
+        blocks = self.storage.contents["blocks"]
+        if blocks:
+            key = list(blocks)[int(self.generator.integers(len(blocks)))]
+            damaged = bytearray(blocks[key])
+            damaged[int(self.generator.integers(len(damaged)))] ^= int(self.generator.integers(1, 256))
+            blocks[key] = bytes(damaged)
+
+    def contents(self) -> dict[str, Any]:
+        """What is stored, without the record that names this process."""
+        return {name: values for name, values in self.storage.contents.items() if name != "meta"}
+
+
+def check_writes(compiled: kernel.Kernel, spec: TableSpec, seed: int, size: float) -> None:
+    with computing_with(NUMPY):
+        expected = Written(spec, seed, size)
+        outcomes = expected.outcomes(size)
+    with computing_with(compiled):
+        found = Written(spec, seed, size)
+        assert found.outcomes(size) == outcomes
+    assert found.contents() == expected.contents()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [1.0, 1e8])
+def test_a_write_stores_the_same_bytes(compiled: kernel.Kernel, dtype: Any, size: float) -> None:
+    for seed, rows_per_block in enumerate((1, 3, 8, 64)):
+        spec = TableSpec(num_rows=200, dim=9, rows_per_block=rows_per_block, weight_decay=1e-3, dtype=dtype)
+        check_writes(compiled, spec, seed, size)
+
+
+@pytest.mark.guard
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@given(spec=specs(), seed=st.integers(0, 2**32), size=st.sampled_from(SIZES))
+def test_writes_to_any_table_store_the_same_bytes(
+    compiled: kernel.Kernel, spec: TableSpec, seed: int, size: float
+) -> None:
+    check_writes(compiled, spec, seed, size)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_usual_writes_are_left_to_the_kernel(
+    compiled: kernel.Kernel, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that were and were not written, at one step and at several, corrected or not."""
+    monkeypatch.delattr(writing, "_changed_by_numpy")
+    for correction in ("exact", "paper", "none"):
+        spec = TableSpec(num_rows=100, dim=5, rows_per_block=7, correction=correction, dtype=dtype)
+        with computing_with(compiled):
+            written = Written(spec, 1, 1.0)
+            assert written.horizon > 6
+            written.storage.contents["blocks"].clear()
+            for sequence, (rows, step) in enumerate([(np.arange(30, 60), 0), (np.arange(90), 5), (np.arange(90), 6)]):
+                (gradients,) = written.stored(rows, written.values(1, len(rows), size=1.0), np.full(len(rows), step))
+                with written.shard.batch() as batch:
+                    assert written.shard.push_gradients(batch, written.header(2 + sequence, step), rows, gradients)
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_a_write_can_be_cancelled_at_every_block(
+    compiled: kernel.Kernel, built: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is undone as a whole, and may be sent again under its number."""
+    monkeypatch.setattr(writing, "_BLOCKS_AT_A_TIME", 3)
+    spec = TableSpec(num_rows=60, dim=5, rows_per_block=7)
+    rows, gradients = np.arange(60), np.ones((60, 5), np.float32)
+    with computing_with(compiled if built else NUMPY):
+        written, asked = Written(spec, 0, 1.0), 0
+        before, step = dict(written.contents()["blocks"]), written.horizon - 1
+        for most in itertools.count():
+            calls = itertools.count()
+            try:
+                with written.shard.batch() as batch:
+                    batch.is_cancelled = lambda calls=calls, most=most: next(calls) >= most
+                    assert written.shard.push_gradients(batch, written.header(2, step), rows, gradients)
+            except CancelledError:
+                asked = most
+                assert written.contents()["blocks"] == before
+            else:
+                break
+        assert asked >= 2 * 9 - 1, "before every block is read, and before it is stored"
+        assert written.contents()["blocks"] != before
 
 
 @pytest.mark.parametrize("without_checksums", [False, True])

@@ -128,6 +128,11 @@ def test_nan_and_infinite_values_are_seen() -> None:
 def test_float32_is_not_touched() -> None:
     precision, values = precision_of(TableSpec(num_rows=1, dim=4)), np.ones((2, 4), np.float32)
     assert isinstance(precision, Float32)
+    edge = np.full((300, 4), -(2.0**32), np.float32)  # whose squares add up to far more than 2^64
+    assert precision.all_within(2.0**32, edge)
+    for beyond in (np.nextafter(np.float32(2.0**32), np.float32(np.inf)), -np.inf, np.nan):
+        edge[-1, -1] = beyond
+        assert not precision.all_within(2.0**32, edge)
     assert precision.rounded(values, np.arange(2), 0, WEIGHT) is values
     assert precision.widened(values) is values
 

@@ -12,6 +12,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <float.h>
+#include <limits.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -30,10 +31,11 @@
 #endif
 
 /* A change of any function's arguments or results; kernel.py takes no other. */
-#define INTERFACE 1
+#define INTERFACE 2
 
 typedef float __attribute__((aligned(1), may_alias)) packed_float;
 typedef uint16_t __attribute__((aligned(1), may_alias)) packed_u16;
+typedef uint32_t __attribute__((aligned(1), may_alias)) packed_u32;
 typedef int64_t __attribute__((aligned(1), may_alias)) packed_i64;
 
 /* ---- blocks: see blocks.py */
@@ -55,7 +57,8 @@ static int parse_layout(PyObject *object, void *out)
         return 0;
     Py_ssize_t values = layout->value_bytes * layout->dim;
     int sound = layout->rows > 0 && layout->rows < 1 << 16 && layout->dim > 0 && layout->dim < 1 << 24
-                && (layout->value_bytes == 2 || layout->value_bytes == 4) && layout->last_step_at >= HEADER_BYTES
+                && (layout->value_bytes == 2 || layout->value_bytes == 4)
+                && layout->last_step_at >= HEADER_BYTES + (layout->rows + 7) / 8
                 && layout->weight_at >= layout->last_step_at + 8 * layout->rows
                 && layout->momentum_at >= layout->weight_at + values * layout->rows
                 && layout->num_bytes >= layout->momentum_at + values * layout->rows;
@@ -514,10 +517,345 @@ end:
     return result;
 }
 
+/* ---- blocks as a write changes them */
+
+/* The bits of 2^32 (see `SMALL` in blocks.py) and of infinity; greater ones, without the sign, are greater numbers or
+ * NaN. In bfloat16 their upper halves are the same numbers. */
+#define SMALL_BITS UINT32_C(0x4F800000)
+#define BEFORE_INFINITY_BITS UINT32_C(0x7F7FFFFF)
+
+static int any_above(const packed_u32 *values, Py_ssize_t count, uint32_t bound)
+{
+    uint32_t differences = 0; /* of numbers below 2^31: the uppermost bit says which is greater */
+    for (Py_ssize_t j = 0; j < count; j++)
+        differences |= bound - (values[j] & 0x7FFFFFFF);
+    return differences >> 31;
+}
+
+static int any_above_half(const packed_u16 *values, Py_ssize_t count, uint16_t bound)
+{
+    uint16_t differences = 0;
+    for (Py_ssize_t j = 0; j < count; j++)
+        differences |= (uint16_t)(bound - (values[j] & 0x7FFF));
+    return differences >> 15;
+}
+
+static int are_small(const Layout *layout, const unsigned char *values, Py_ssize_t count)
+{
+    return layout->value_bytes == 4 ? !any_above((const packed_u32 *)values, count, SMALL_BITS)
+                                    : !any_above_half((const packed_u16 *)values, count, SMALL_BITS >> 16);
+}
+
+typedef struct {
+    float weight_decay, momentum, learning_rate;
+} Rates;
+
+/* correction._apply_on_time for one value: product by product. */
+static inline void take_step(Rates rates, float gradient, float *w, float *u)
+{
+    float change = *w * rates.weight_decay;
+    change += gradient;
+    *u *= rates.momentum;
+    *u += change;
+    float moved = *u * rates.learning_rate;
+    *w -= moved;
+}
+
+/* The same for one row, in place, corrected first if it has missed updates. */
+static void update_row(Rates rates, const Coefficients *missed, const packed_float *restrict gradient, Py_ssize_t dim,
+                       packed_float *restrict weight, packed_float *restrict momentum)
+{
+    if (missed == NULL) {
+        for (Py_ssize_t j = 0; j < dim; j++) {
+            float w = weight[j], u = momentum[j];
+            take_step(rates, gradient[j], &w, &u);
+            weight[j] = w;
+            momentum[j] = u;
+        }
+        return;
+    }
+    Coefficients c = *missed;
+    for (Py_ssize_t j = 0; j < dim; j++) {
+        float by_momentum = c.wu * momentum[j], by_weight = c.uw * weight[j];
+        float w = weight[j] * c.ww, u = momentum[j] * c.uu;
+        w += by_momentum;
+        u += by_weight;
+        take_step(rates, gradient[j], &w, &u);
+        weight[j] = w;
+        momentum[j] = u;
+    }
+}
+
+typedef struct {
+    Touched touched;
+    Py_buffer numbers, out;
+    Initial initial;
+    unsigned long long seed; /* of rounding */
+    checksum_function checksum;
+    float *scratch; /* 3 rows */
+    int is_push;
+    /* a push: */
+    const packed_float *coefficients; /* NULL: the rows have seen all earlier updates */
+    const unsigned char *gradients;
+    Rates rates;
+    /* raw rows: */
+    const unsigned char *weight, *momentum;
+    const packed_i64 *last_step;
+    long long step; /* of a push */
+} Change;
+
+static void release_change(Change *change)
+{
+    PyMem_Free(change->scratch);
+    if (change->initial.quantiles.obj != NULL)
+        PyBuffer_Release(&change->initial.quantiles);
+    if (change->numbers.obj != NULL)
+        PyBuffer_Release(&change->numbers);
+    if (change->out.obj != NULL)
+        PyBuffer_Release(&change->out);
+    release_touched(&change->touched);
+}
+
+static int get_change(PyObject *object, Change *change)
+{
+    PyObject *layout, *blocks, *numbers, *starts, *slots, *initial, *out;
+    unsigned long long checksum_address;
+    memset(change, 0, sizeof *change);
+    if (!PyArg_ParseTuple(object, "OOOOOOKKO", &layout, &blocks, &numbers, &starts, &slots, &initial, &change->seed,
+                          &checksum_address, &out))
+        return -1;
+    Touched *touched = &change->touched;
+    if (get_touched(touched, layout, blocks, starts, slots) < 0)
+        return -1;
+    change->checksum = (checksum_function)(uintptr_t)checksum_address;
+    if (change->checksum == NULL) {
+        PyErr_SetString(PyExc_ValueError, "blocks that are stored have checksums");
+        goto fail;
+    }
+    if (get_array(numbers, &change->numbers, touched->num_blocks, 8, 0, "numbers") < 0)
+        goto fail;
+    if (get_initial(initial, &change->initial) < 0)
+        goto fail;
+    if (PyObject_GetBuffer(out, &change->out, PyBUF_WRITABLE) < 0)
+        goto fail;
+    if (change->out.len / touched->layout.num_bytes < touched->num_blocks
+        || touched->num_rows > PY_SSIZE_T_MAX / 16 / touched->layout.dim) {
+        PyErr_SetString(PyExc_ValueError, "too many rows, or not enough room for the blocks");
+        goto fail;
+    }
+    change->scratch = PyMem_Malloc(12 * touched->layout.dim);
+    if (change->scratch == NULL) {
+        PyErr_NoMemory();
+        goto fail;
+    }
+    return 0;
+fail:
+    release_change(change);
+    return -1;
+}
+
+static void draw_block(const Change *change, uint64_t number, unsigned char *out)
+{
+    const Layout *layout = &change->touched.layout;
+    memset(out, 0, layout->num_bytes);
+    for (Py_ssize_t slot = 0; slot < layout->rows; slot++) {
+        int64_t row = (int64_t)(number * (uint64_t)layout->rows + (uint64_t)slot);
+        unsigned char *weight = out + layout->weight_at + slot * layout->dim * layout->value_bytes;
+        if (layout->value_bytes == 4) {
+            initial_row(&change->initial, row, layout->dim, (packed_float *)weight);
+        } else {
+            initial_row(&change->initial, row, layout->dim, change->scratch);
+            round_row(change->seed, row, 0, WEIGHT, change->scratch, layout->dim, (packed_u16 *)weight);
+        }
+    }
+}
+
+/* Applies gradient i to a row; returns whether its values are small, or -1 if one is infinite or NaN. */
+static int push_row(const Change *change, Py_ssize_t i, int64_t row, unsigned char *weight, unsigned char *momentum)
+{
+    const Layout *layout = &change->touched.layout;
+    Py_ssize_t dim = layout->dim;
+    const unsigned char *given = change->gradients + i * dim * layout->value_bytes;
+    packed_float *w = (packed_float *)weight, *u = (packed_float *)momentum, *g = change->scratch;
+    const packed_float *gradient = (const packed_float *)given;
+    if (layout->value_bytes == 2) {
+        w = g + dim;
+        u = w + dim;
+        widen((const packed_u16 *)weight, dim, w);
+        widen((const packed_u16 *)momentum, dim, u);
+        widen((const packed_u16 *)given, dim, g);
+        gradient = g;
+    }
+    if (change->coefficients != NULL) {
+        const packed_float *four = change->coefficients + 4 * i;
+        Coefficients missed = {four[0], four[1], four[2], four[3]};
+        update_row(change->rates, &missed, gradient, dim, w, u);
+    } else {
+        update_row(change->rates, NULL, gradient, dim, w, u);
+    }
+    const packed_u32 *w_bits = (const packed_u32 *)w, *u_bits = (const packed_u32 *)u;
+    int is_small = !any_above(w_bits, dim, SMALL_BITS) && !any_above(u_bits, dim, SMALL_BITS);
+    if (!is_small && (any_above(w_bits, dim, BEFORE_INFINITY_BITS) || any_above(u_bits, dim, BEFORE_INFINITY_BITS)))
+        return -1;
+    if (layout->value_bytes == 2) {
+        round_row(change->seed, row, change->step + 1, WEIGHT, w, dim, (packed_u16 *)weight);
+        round_row(change->seed, row, change->step + 1, MOMENTUM_BUFFER, u, dim, (packed_u16 *)momentum);
+        is_small = is_small || (are_small(layout, weight, dim) && are_small(layout, momentum, dim)); /* rounded down */
+    }
+    return is_small;
+}
+
+static void seal(const Change *change, uint64_t number, int is_small, unsigned char *out)
+{
+    const Layout *layout = &change->touched.layout;
+    uint16_t format = (uint16_t)(is_small ? layout->small_values : layout->any_values), rows = (uint16_t)layout->rows;
+    uint32_t dim = (uint32_t)layout->dim;
+    memcpy(out, &format, 2);
+    memcpy(out + 2, &rows, 2);
+    memcpy(out + 4, &dim, 4);
+    uint64_t seed = number + (is_small ? UINT64_C(1) << 63 : 0);
+    uint64_t checksum = change->checksum(out + HEADER_BYTES, (size_t)(layout->num_bytes - HEADER_BYTES), seed);
+    memcpy(out + START_BYTES, &checksum, 8);
+}
+
+/* Checks block b, copies it, changes its rows and seals it; returns how many of them were never written before, or -1
+ * if the block is damaged or a row becomes infinite or NaN. */
+static Py_ssize_t change_block(const Change *change, Py_ssize_t b, unsigned char *out)
+{
+    const Touched *touched = &change->touched;
+    const Layout *layout = &touched->layout;
+    const packed_i64 *start = touched->starts.buf, *slots = touched->slots.buf, *names = change->numbers.buf;
+    uint64_t number = (uint64_t)names[b];
+    int was_small = 0, is_small = 1;
+    if (touched->blocks[b].obj == NULL) {
+        draw_block(change, number, out);
+    } else {
+        if (!is_sound(layout, &touched->blocks[b], number, change->checksum))
+            return -1;
+        memcpy(out, touched->blocks[b].buf, layout->num_bytes);
+        was_small = out[0] == layout->small_values;
+    }
+    Py_ssize_t row_bytes = layout->dim * layout->value_bytes, added = 0;
+    unsigned char *bitmap = out + HEADER_BYTES;
+    packed_i64 *steps = (packed_i64 *)(out + layout->last_step_at);
+    for (Py_ssize_t i = start[b]; i < start[b + 1]; i++) {
+        int64_t slot = slots[i], row = (int64_t)(number * (uint64_t)layout->rows + (uint64_t)slot);
+        unsigned char *weight = out + layout->weight_at + slot * row_bytes;
+        unsigned char *momentum = out + layout->momentum_at + slot * row_bytes, bit = (unsigned char)(1 << slot % 8);
+        if (change->is_push) {
+            int row_is_small = push_row(change, i, row, weight, momentum);
+            if (row_is_small < 0)
+                return -1;
+            is_small &= row_is_small;
+            steps[slot] = change->step + 1;
+        } else {
+            memcpy(weight, change->weight + i * row_bytes, row_bytes);
+            memcpy(momentum, change->momentum + i * row_bytes, row_bytes);
+            is_small &= are_small(layout, weight, layout->dim) && are_small(layout, momentum, layout->dim);
+            steps[slot] = change->last_step[i];
+        }
+        added += !(bitmap[slot / 8] & bit);
+        bitmap[slot / 8] |= bit;
+    }
+    if (!was_small) { /* the other rows may have large values */
+        Py_ssize_t count = layout->rows * layout->dim;
+        is_small = are_small(layout, out + layout->weight_at, count)
+                   && are_small(layout, out + layout->momentum_at, count);
+    }
+    seal(change, number, is_small, out);
+    return added;
+}
+
+static PyObject *change_blocks(const Change *change)
+{
+    Py_ssize_t added = 0;
+    Py_BEGIN_ALLOW_THREADS
+    unsigned char *out = change->out.buf;
+    for (Py_ssize_t b = 0; b < change->touched.num_blocks; b++) {
+        Py_ssize_t more = change_block(change, b, out + b * change->touched.layout.num_bytes);
+        if (more < 0) {
+            added = -1;
+            break;
+        }
+        added += more;
+    }
+    Py_END_ALLOW_THREADS
+    return PyLong_FromSsize_t(added);
+}
+
+/* Writes blocks, their rows updated by gradients, to a buffer. */
+static PyObject *push(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *shared, *coefficients, *gradients, *result = NULL;
+    Rates rates;
+    long long step;
+    if (!PyArg_ParseTuple(args, "OOO(fff)L", &shared, &coefficients, &gradients, &rates.weight_decay, &rates.momentum,
+                          &rates.learning_rate, &step))
+        return NULL;
+    if (step < 0 || step == LLONG_MAX) {
+        PyErr_SetString(PyExc_ValueError, "there is no such step");
+        return NULL;
+    }
+    Change change;
+    if (get_change(shared, &change) < 0)
+        return NULL;
+    const Touched *touched = &change.touched;
+    Py_buffer factor = {0}, gradient = {0};
+    if (coefficients != Py_None && get_array(coefficients, &factor, 4 * touched->num_rows, 4, 0, "coefficients") < 0)
+        goto end;
+    if (get_array(gradients, &gradient, touched->num_rows * touched->layout.dim, touched->layout.value_bytes, 0,
+                  "gradients") < 0)
+        goto end;
+    change.is_push = 1;
+    change.rates = rates;
+    change.step = step;
+    change.coefficients = coefficients == Py_None ? NULL : factor.buf;
+    change.gradients = gradient.buf;
+    result = change_blocks(&change);
+    PyBuffer_Release(&gradient);
+end:
+    if (factor.obj != NULL)
+        PyBuffer_Release(&factor);
+    release_change(&change);
+    return result;
+}
+
+/* Writes blocks, their rows replaced, to a buffer. */
+static PyObject *replace(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *shared, *arrays[3], *result = NULL;
+    if (!PyArg_ParseTuple(args, "OOOO", &shared, &arrays[0], &arrays[1], &arrays[2]))
+        return NULL;
+    Change change;
+    if (get_change(shared, &change) < 0)
+        return NULL;
+    const Touched *touched = &change.touched;
+    Py_ssize_t num_values = touched->num_rows * touched->layout.dim, value_bytes = touched->layout.value_bytes;
+    Py_buffer weight = {0}, momentum = {0}, last_step = {0};
+    if (get_array(arrays[0], &weight, num_values, value_bytes, 0, "weight") == 0
+        && get_array(arrays[1], &momentum, num_values, value_bytes, 0, "momentum_buffer") == 0
+        && get_array(arrays[2], &last_step, touched->num_rows, 8, 0, "last_step") == 0) {
+        change.weight = weight.buf;
+        change.momentum = momentum.buf;
+        change.last_step = last_step.buf;
+        result = change_blocks(&change);
+    }
+    Py_buffer *views[] = {&weight, &momentum, &last_step};
+    for (int i = 0; i < 3; i++)
+        if (views[i]->obj != NULL)
+            PyBuffer_Release(views[i]);
+    release_change(&change);
+    return result;
+}
+
 static PyMethodDef methods[] = {
     {"look", look, METH_VARARGS, NULL},
     {"answer", answer, METH_VARARGS, NULL},
     {"initial_rows", initial_rows, METH_VARARGS, NULL},
+    {"push", push, METH_VARARGS, NULL},
+    {"replace", replace, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

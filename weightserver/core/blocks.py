@@ -37,6 +37,8 @@ from weightserver.core.spec import TableSpec
 
 SMALL = 2.0**32
 """The largest |value| of blocks of small values."""
+_MOST_STANDARD_DEVIATIONS = 10
+"""No initial weight lies beyond so many."""
 _FORMATS = {"float32": (1, 2), "bfloat16": (3, 4)}
 """Formats of any and of small values, by dtype."""
 _HEADER = struct.Struct("<HHIQ")
@@ -98,6 +100,11 @@ class BlockCodec:
     def source(self) -> Initial:
         """What the compiled kernel draws initial weights from."""
         return source_of(self._spec)
+
+    @property
+    def initial_are_small(self) -> bool:
+        """Whether no initial weight is beyond ±SMALL."""
+        return _MOST_STANDARD_DEVIATIONS * self._spec.init_std <= SMALL
 
     def num_written(self, buffer: Buffer) -> int:
         """Number of rows that were ever written."""

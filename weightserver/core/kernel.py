@@ -15,7 +15,7 @@ from typing import Protocol, cast
 import numpy as np
 import xxhash
 
-from weightserver.core.arrays import Float32Array, Int64Array
+from weightserver.core.arrays import Float32Array, Int64Array, StoredArray
 
 Initial = tuple[int, float, Float32Array]
 """What initial weights are drawn from: a mixed seed, their standard deviation, the quantiles (float32 [65536])."""
@@ -23,10 +23,13 @@ Layout = tuple[int, ...]
 """Of a block: rows, dim, bytes of a value, offsets of the three arrays, bytes of all, its two formats."""
 Blocks = list[memoryview | None]
 """Stored blocks; None for those that were never written."""
+Changed = tuple[Layout, Blocks, Int64Array, Int64Array, Int64Array, Initial, int, int, memoryview]
+"""Blocks to change: layout, blocks, their numbers, starts, slots, source of initial weights, mixed seed of rounding,
+address of the checksum's function, which is not 0, and where to write them, one after the other."""
 
 VARIABLE = "WEIGHTSERVER_KERNEL"
 """Set to "numpy", the compiled kernel is left alone; to "compiled", a process without it does not start."""
-_INTERFACE = 1
+_INTERFACE = 2
 """What this version expects of the kernel; a build of other sources may lie beside it."""
 _CHECKSUMS = ("XXH3_64bits_withSeed_dispatch", "XXH3_64bits_withSeed")
 """Functions of the xxhash package's library, the fastest first."""
@@ -77,6 +80,31 @@ class Kernel(Protocol):
 
     def initial_rows(self, initial: Initial, rows: Int64Array, dim: int, weight: Float32Array, /) -> None:
         """Fills weight (float32 [n, dim])."""
+
+    def push(
+        self,
+        changed: Changed,
+        coefficients: Float32Array | None,
+        gradients: StoredArray,
+        rates: tuple[float, float, float],
+        step: int,
+        /,
+    ) -> int:
+        """Writes the blocks, their rows updated at `step` by gradients ([n, D] of the table's dtype), and sealed;
+        returns how many of the rows were never written before.
+
+        A block is checked, copied, changed and sealed in one pass. Returns -1, with the room for the blocks in no
+        particular state, if a block is damaged or a row becomes infinite or NaN.
+
+        Args:
+            coefficients: bring the rows to `step`, float32 [n, 2, 2]; None if they are there.
+            rates: weight decay, momentum, learning rate, each rounded to float32.
+        """
+
+    def replace(
+        self, changed: Changed, weight: StoredArray, momentum_buffer: StoredArray, last_step: Int64Array, /
+    ) -> int:
+        """The same with raw rows, [n, D] of the table's dtype and int64 [n]; returns -1 if a block is damaged."""
 
 
 @functools.cache

@@ -64,7 +64,7 @@ class Precision(Protocol):
         """Whether no value is NaN or infinite."""
 
     def all_within(self, size: float, stored: StoredArray) -> bool:
-        """Whether no |value| is beyond `size`, a power of two; False does not prove that one is."""
+        """Whether no |value| is beyond `size`, a power of two ≥ 1, and none is NaN."""
 
 
 def precision_of(spec: TableSpec) -> Precision:
@@ -95,7 +95,8 @@ class Float32:
         return all_finite(self.widened(stored))
 
     def all_within(self, size: float, stored: StoredArray) -> bool:
-        return all_within(size, self.widened(stored))
+        values = self.widened(stored)
+        return all_within(size, values) or bool(np.abs(values).max(initial=0) <= size)
 
 
 class BFloat16:

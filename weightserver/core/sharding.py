@@ -79,6 +79,15 @@ class TouchedBlocks(NamedTuple):
             where = slice(low, low + end - start) if is_adjacent else self.slots[start:end]
             yield BlockRun(block, where, slice(start + offset, end + offset))
 
+    def split(self, num_blocks: int) -> Iterator[TouchedBlocks]:
+        """The same in parts of at most so many blocks."""
+        for first in range(0, len(self.blocks), num_blocks):
+            starts = self.starts[first : first + num_blocks + 1]
+            part = slice(starts[0], starts[-1])
+            yield TouchedBlocks(
+                self.rows[part], self.slots[part], self.blocks[first : first + num_blocks], starts - starts[0]
+            )
+
 
 def touched_blocks(rows: Int64Array, rows_per_block: int, num_rows: int = _ROWS_AT_A_TIME) -> Iterator[TouchedBlocks]:
     """Strictly increasing `rows` (int64 [n]) in parts of at least `num_rows`, each up to the end of a block."""

@@ -22,8 +22,6 @@ from weightserver.storage.records import read_state
 
 READ_BYTES = 4 << 20
 """Bytes of blocks in one answer of `read_blocks`."""
-_MOST_STANDARD_DEVIATIONS = 10
-"""No initial weight lies beyond so many."""
 _MAX_SEEN_BLOCKS = 50_000
 """Number of blocks inspected for one answer of `read_blocks`: a snapshot of some 100 ms."""
 
@@ -166,18 +164,14 @@ def read_rows(
         assert block is not None
         table.codec.check(numbers[bad], block)
         raise DamagedRecordError(f"{table.codec.name(numbers[bad])} changed while it was read")
-    return RowsInBlocks(touched, blocks, last_step, all_small and _initial_are_small(table))
-
-
-def _initial_are_small(table: Table) -> bool:
-    return _MOST_STANDARD_DEVIATIONS * table.spec.init_std <= SMALL
+    return RowsInBlocks(touched, blocks, last_step, all_small and table.codec.initial_are_small)
 
 
 def _copied(table: Table, touched: TouchedBlocks, blocks: list[memoryview | None]) -> RawRows:
     """The rows of some blocks, None for those that were never written."""
     found = RowBuffer(table.codec, len(touched.rows))
     absent: list[slice] = []  # rows that were never written, neighbours together
-    all_small = _initial_are_small(table)
+    all_small = table.codec.initial_are_small
     for (_, slots, part), stored in zip(touched.runs(), blocks, strict=True):
         if stored is None:
             start = absent.pop().start if absent and absent[-1].stop == part.start else part.start

@@ -407,7 +407,7 @@ class Shard:
             raise StepError(
                 f"step {header.step} is outside the schedule's 0..{table.schedule.horizon - 1}: extend it first"
             )
-        update = writing.push(table, header.step, rows, gradients)
+        update = writing.Push(table, header.step, rows, gradients)
         return writing.update_rows(batch, table, header, rows, header.step + 1, update)
 
     def write_state(
@@ -425,7 +425,7 @@ class Shard:
         batch.schedule.require_settled(last)
         if len(rows) and not 0 <= last_step.min() <= last_step.max() <= table.schedule.horizon:
             raise StepError(f"last_step must lie in 0..{table.schedule.horizon}: extend the schedule first")
-        update = writing.replacement(rows, weight, momentum_buffer, last_step)
+        update = writing.Replacement(table, rows, weight, momentum_buffer, last_step)
         return writing.update_rows(batch, table, header, rows, last, update)
 
     def checkpoint(

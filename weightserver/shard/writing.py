@@ -2,29 +2,52 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from concurrent.futures import CancelledError
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
+import numpy as np
+
+from weightserver.core import kernel
 from weightserver.core.arrays import Int64Array, StoredArray
-from weightserver.core.blocks import RowBuffer
+from weightserver.core.blocks import SMALL, Buffer, RowBuffer
 from weightserver.core.correction import apply_push
 from weightserver.core.errors import StepError
 from weightserver.core.exactly_once import WriterState
 from weightserver.core.precision import MOMENTUM_BUFFER, WEIGHT
-from weightserver.core.sharding import BlockRun, block_runs
+from weightserver.core.sharding import TouchedBlocks, touched_blocks
 from weightserver.core.versions import unneeded
 from weightserver.shard.sessions import check_epoch
 from weightserver.shard.table import Table
 from weightserver.shard.transaction import WriteHeader, WriteTransaction
 from weightserver.storage.records import get_record, put_record
 
-_RUNS_AT_A_TIME = 1_000
+_BLOCKS_AT_A_TIME = 1_000
 _BYTES_AT_A_TIME = 4 << 20
 """Blocks that are changed together: many blocks of few rows take no longer than few of many."""
-Update = Callable[[RowBuffer, slice], None]
-"""Changes rows, as they are stored, that are at `slice` of the request."""
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """Rows of some blocks in LMDB's memory, as the compiled kernel reads them before the blocks are checked."""
+
+    last_step: Int64Array  # (n,)
+    all_small: bool
+    """Whether no value of their blocks is beyond ±`SMALL`."""
+
+
+class Update(Protocol):
+    """A change of rows, as they are stored, that are at `part` of the request."""
+
+    def change(self, stored: RowBuffer, part: slice) -> None:
+        """Changes them by NumPy: the definition.
+
+        Raises:
+            StepError: the change is not possible; nothing of the write is stored.
+        """
+
+    def write_changed(self, compiled: kernel.Kernel, changed: kernel.Changed, stored: StoredRows, part: slice) -> int:
+        """Writes the changed blocks by the kernel; returns as `Kernel.push`, or -1 where `change` has to decide."""
 
 
 def admit(batch: WriteTransaction, header: WriteHeader) -> bool:
@@ -49,90 +72,199 @@ def update_rows(
     if not admit(batch, header):
         return False
     batch.schedule.require_known(header.schedule, clock)
-    rows_stored = 0
-    most = max(1, min(_RUNS_AT_A_TIME, _BYTES_AT_A_TIME // table.codec.num_bytes))
-    runs = block_runs(rows, table.spec.rows_per_block)
-    while some := list(itertools.islice(runs, most)):
-        rows_stored += _update_blocks(batch, table, some, rows, update)
+    rows_stored = first = 0
+    most = max(1, min(_BLOCKS_AT_A_TIME, _BYTES_AT_A_TIME // table.codec.num_bytes))
+    room = _Room(table.codec.num_bytes)
+    for many in touched_blocks(rows, table.spec.rows_per_block):
+        for touched in many.split(most):
+            rows_stored += _update_blocks(batch, table, touched, first, update, room)
+            first += len(touched.rows)
     state = batch.state
     batch.state = replace(state, clock=max(state.clock, clock), rows_stored=state.rows_stored + rows_stored)
     return True
 
 
+class _Room:
+    """Memory that the kernel writes blocks to, used again for each part of a write, so that it stays in the cache."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._memory = memoryview(b"")
+
+    def of(self, num_blocks: int) -> memoryview:
+        size = num_blocks * self._block_bytes
+        if len(self._memory) < size:
+            self._memory = np.empty(size, np.uint8).data
+        return self._memory[:size]
+
+
 def _update_blocks(
-    batch: WriteTransaction, table: Table, runs: list[BlockRun], rows: Int64Array, update: Update
+    batch: WriteTransaction, table: Table, touched: TouchedBlocks, first: int, update: Update, room: _Room
 ) -> int:
-    """Changes the rows of these runs and stores their blocks; returns how many were never written before."""
-    codec, first, rows_stored = table.codec, runs[0].part.start, 0
-    blocks, changed = [], RowBuffer(codec, runs[-1].part.stop - first)
-    batch.txn.prefetch([run.block for run in runs])
-    for run in runs:
-        if batch.is_cancelled():  # the transaction is undone, including the write's number: it may be sent again
-            raise CancelledError
-        block = _block_to_change(batch, table, run.block)
-        changed.copy(slice(run.part.start - first, run.part.stop - first), memoryview(block), run.slots)
-        blocks.append(block)
-    update(changed, slice(first, runs[-1].part.stop))
-    for run, block in zip(runs, blocks, strict=True):
-        if batch.is_cancelled():
-            raise CancelledError
-        changed.store(slice(run.part.start - first, run.part.stop - first), block, run.slots)
-        rows_stored += codec.mark_written(block, rows[run.part] - run.block * table.spec.rows_per_block)
-        codec.seal(run.block, block)
-        batch.txn.put_block(run.block, batch.state.generation, block)
+    """Changes these rows, from number `first` of the request on, and stores their blocks; returns how many rows were
+    never written before."""
+    numbers, part = touched.blocks.tolist(), slice(first, first + len(touched.rows))
+    batch.txn.prefetch(numbers)
+    stored = []
+    for number in numbers:
+        _require_caller(batch)
+        stored.append(batch.txn.newest_block(number))
+    blocks, rows_stored = _changed_by_kernel(table, touched, stored, update, part, room) or _changed_by_numpy(
+        batch, table, touched, stored, update, part
+    )
+    for number, block in zip(numbers, blocks, strict=True):
+        _require_caller(batch)
+        batch.txn.put_block(number, batch.state.generation, block)
         if batch.state.generation:
-            delete_unneeded(batch, run.block)
+            delete_unneeded(batch, number)
     return rows_stored
 
 
-def _block_to_change(batch: WriteTransaction, table: Table, number: int) -> bytearray:
-    """A copy of the newest version of a block, or a new block."""
-    stored = batch.txn.newest_block(number)
-    if stored is None:
-        return table.codec.initial(number)
-    table.codec.check(number, stored)  # a new seal would hide the damage
-    return bytearray(stored)
+def _require_caller(batch: WriteTransaction) -> None:
+    """Raises CancelledError if nobody waits for the write any more."""
+    if batch.is_cancelled():  # the transaction is undone, including the write's number: it may be sent again
+        raise CancelledError
 
 
-def push(table: Table, step: int, rows: Int64Array, gradients: StoredArray) -> Update:
+def _changed_by_kernel(
+    table: Table, touched: TouchedBlocks, stored: kernel.Blocks, update: Update, part: slice, room: _Room
+) -> tuple[list[Buffer], int] | None:
+    """The changed and sealed blocks, and how many rows were never written before; None if NumPy has to decide."""
+    compiled, checksum, codec = kernel.compiled(), kernel.checksum_address(), table.codec
+    if compiled is None or not checksum:
+        return None
+    num_blocks, size = len(stored), codec.num_bytes
+    last_step = np.empty(len(touched.rows), np.int64)
+    bad, all_small = compiled.look(codec.layout, stored, touched.blocks, touched.starts, touched.slots, last_step, 0)
+    if bad >= 0:
+        return None
+    out = room.of(num_blocks)
+    changed = (
+        codec.layout,
+        stored,
+        touched.blocks,
+        touched.starts,
+        touched.slots,
+        codec.source,
+        codec.precision.mixed_seed,
+        checksum,
+        out,
+    )
+    all_small = all_small and (codec.initial_are_small or None not in stored)
+    rows_stored = update.write_changed(compiled, changed, StoredRows(last_step, all_small), part)
+    if rows_stored < 0:
+        return None
+    return [out[start : start + size] for start in range(0, num_blocks * size, size)], rows_stored
+
+
+def _changed_by_numpy(
+    batch: WriteTransaction,
+    table: Table,
+    touched: TouchedBlocks,
+    stored: kernel.Blocks,
+    update: Update,
+    part: slice,
+) -> tuple[list[Buffer], int]:
+    """The same, which every other implementation has to equal.
+
+    Raises:
+        DamagedRecordError: a stored block is damaged.
+        StepError: see `Update.change`.
+    """
+    codec, rows_stored = table.codec, 0
+    blocks, rows = list[bytearray](), RowBuffer(codec, len(touched.rows))
+    for run, block in zip(touched.runs(), stored, strict=True):
+        _require_caller(batch)
+        if block is None:
+            blocks.append(codec.initial(run.block))
+        else:
+            codec.check(run.block, block)  # a new seal would hide the damage
+            blocks.append(bytearray(block))
+        rows.copy(run.part, memoryview(blocks[-1]), run.slots)
+    update.change(rows, part)
+    for run, changed in zip(touched.runs(), blocks, strict=True):
+        _require_caller(batch)
+        rows.store(run.part, changed, run.slots)
+        rows_stored += codec.mark_written(changed, touched.slots[run.part])
+        codec.seal(run.block, changed)
+    return list[Buffer](blocks), rows_stored
+
+
+@dataclass(frozen=True)
+class Push:
     """The update of rows (int64 [n]) by `gradients` ([n, D], in the table's dtype) at `step`, computed in float32."""
-    precision = table.codec.precision
 
-    def update(stored: RowBuffer, part: slice) -> None:
+    table: Table
+    step: int
+    rows: Int64Array
+    gradients: StoredArray
+
+    def change(self, stored: RowBuffer, part: slice) -> None:
+        table, rows = self.table, self.rows[part]
+        precision = table.codec.precision
         last_step, weight = stored.last_step, precision.widened(stored.weight)
         momentum = precision.widened(stored.momentum_buffer)
-        apply_push(
-            table.schedule,
-            bool(table.spec.correction),
-            step,
-            last_step,
-            weight,
-            momentum,
-            precision.widened(gradients[part]),
-            rows=rows[part],
+        gradients = precision.widened(self.gradients[part])
+        correction = bool(table.spec.correction)
+        apply_push(table.schedule, correction, self.step, last_step, weight, momentum, gradients, rows=rows)
+        stored.weight = precision.rounded(weight, rows, last_step, WEIGHT)
+        stored.momentum_buffer = precision.rounded(momentum, rows, last_step, MOMENTUM_BUFFER)
+
+    def write_changed(self, compiled: kernel.Kernel, changed: kernel.Changed, stored: StoredRows, part: slice) -> int:
+        """Rows that saw later updates, and rows and schedules that may overflow, are left to `change`."""
+        table, last_step, coefficients = self.table, stored.last_step, None
+        schedule = table.schedule
+        if last_step.min() < 0 or last_step.max() > self.step:
+            return -1
+        if table.spec.correction and last_step.min() < self.step:
+            if not (stored.all_small and schedule.safe_size >= SMALL):
+                return -1
+            coefficients = np.ascontiguousarray(schedule.coefficients(last_step, self.step))
+        rates = (schedule.weight_decay, schedule.momentum, float(schedule.learning_rates[self.step]))
+        return compiled.push(
+            changed,
+            coefficients,
+            _contiguous(self.gradients[part], table),
+            rates,
+            self.step,
         )
-        stored.weight = precision.rounded(weight, rows[part], last_step, WEIGHT)
-        stored.momentum_buffer = precision.rounded(momentum, rows[part], last_step, MOMENTUM_BUFFER)
-
-    return update
 
 
-def replacement(rows: Int64Array, weight: StoredArray, momentum_buffer: StoredArray, last_step: Int64Array) -> Update:
+@dataclass(frozen=True)
+class Replacement:
     """Replaces rows (int64 [n]) by raw state, never by an older one: weight and momentum_buffer [n, D] in the table's
     dtype, last_step int64 [n]."""
 
-    def update(stored: RowBuffer, part: slice) -> None:
-        older = last_step[part] < stored.last_step
+    table: Table
+    rows: Int64Array
+    weight: StoredArray
+    momentum_buffer: StoredArray
+    last_step: Int64Array
+
+    def change(self, stored: RowBuffer, part: slice) -> None:
+        older = self.last_step[part] < stored.last_step
         if older.any():
-            row, seen = rows[part][older][0], stored.last_step[older][0]
+            row, seen = self.rows[part][older][0], stored.last_step[older][0]
             raise StepError(
-                f"row {row} has seen {seen} updates, the state to write only {last_step[part][older][0]}: "
+                f"row {row} has seen {seen} updates, the state to write only {self.last_step[part][older][0]}: "
                 "an older state never replaces a newer one"
             )
-        stored.last_step = last_step[part]
-        stored.weight, stored.momentum_buffer = weight[part], momentum_buffer[part]
+        stored.last_step = self.last_step[part]
+        stored.weight, stored.momentum_buffer = self.weight[part], self.momentum_buffer[part]
 
-    return update
+    def write_changed(self, compiled: kernel.Kernel, changed: kernel.Changed, stored: StoredRows, part: slice) -> int:
+        """An older state is left to `change`."""
+        last_step = np.ascontiguousarray(self.last_step[part], np.int64)
+        if (last_step < stored.last_step).any():
+            return -1
+        weight, momentum_buffer = (
+            _contiguous(values[part], self.table) for values in (self.weight, self.momentum_buffer)
+        )
+        return compiled.replace(changed, weight, momentum_buffer, last_step)
+
+
+def _contiguous(values: StoredArray, table: Table) -> StoredArray:
+    return np.ascontiguousarray(values, table.codec.precision.dtype)
 
 
 def delete_unneeded(batch: WriteTransaction, block: int) -> None:

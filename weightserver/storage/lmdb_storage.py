@@ -43,7 +43,7 @@ from weightserver.storage import directory as files
 from weightserver.storage.directory import OwnerLock, translated
 from weightserver.storage.integrity import check_trees
 from weightserver.storage.interface import DATABASES, NEWEST, DiskUsage, Transaction
-from weightserver.storage.page_cache import begin_reading, is_cached, open_scattered
+from weightserver.storage.page_cache import begin_reading, is_cached, open_scattered, writing_back
 from weightserver.storage.tombstone import require_current
 
 _ROOM_BYTES = 256 << 20
@@ -62,6 +62,9 @@ _LARGE_VALUE = 0x01
 """Flag of a value that has pages of its own: the first page's number, u64, is in its place."""
 _PAGE_HEADER_BYTES = 16
 _READER_CHECK_SECONDS = 5.0
+_WRITE_BACK_BYTES = 32 << 20
+"""Of a transaction's blocks. From here on the disk writes while LMDB still copies pages to the system: smaller ones are
+copied before a thread gains anything."""
 _DAMAGE = (
     lmdb.BadChecksumError,
     lmdb.CorruptedError,
@@ -90,6 +93,8 @@ class _LmdbTransaction:
         self._blocks = txn.cursor(databases["blocks"])
         self._changes = txn.cursor(databases["changes"])
         self.changed = False
+        self.block_bytes = 0
+        """Bytes of the blocks that were put."""
 
     def get(self, database: str, key: bytes) -> memoryview | None:
         value = self._txn.get(key, db=self._databases[database])
@@ -190,8 +195,9 @@ class _LmdbTransaction:
             return None
         return _CHANGE.unpack(self._changes.key())
 
-    def put_block(self, block: int, generation: int, value: bytes | bytearray) -> None:
+    def put_block(self, block: int, generation: int, value: bytes | bytearray | memoryview) -> None:
         self.changed = True
+        self.block_bytes += len(value)
         self._txn.put(_BLOCK_KEY.pack(block, NEWEST - generation), value, db=self._databases["blocks"])
         if generation:
             self._txn.put(_CHANGE.pack(generation, block), b"", db=self._databases["changes"])
@@ -350,8 +356,11 @@ class LmdbStorage:
         self._make_room()
         with self._using_lmdb():
             try:
-                with self._env.begin(write=True, buffers=True) as txn:
-                    yield _LmdbTransaction(self.directory, txn, self._databases, self._data)
+                with contextlib.ExitStack() as commit, self._env.begin(write=True, buffers=True) as txn:
+                    transaction = _LmdbTransaction(self.directory, txn, self._databases, self._data)
+                    yield transaction
+                    if transaction.block_bytes >= _WRITE_BACK_BYTES:
+                        commit.enter_context(writing_back(self._data))
             except lmdb.MapFullError:
                 self._grow()
                 raise MapGrownError(
