@@ -13,13 +13,14 @@ import numpy as np
 
 from weightserver.core import kernel
 from weightserver.core.blocks import BlockCodec
+from weightserver.core.known_products import LEAF
 from weightserver.core.spec import TableSpec
 
 REFUSALS = (ValueError, TypeError, OverflowError, BufferError)
 
 
 class Arguments:
-    """Sound arguments of `look` and `answer` for some rows of a table, and ways to spoil them."""
+    """Sound arguments of `look`, `answer` and `leaf_products` for some rows of a table, and ways to spoil them."""
 
     def __init__(self, generator: np.random.Generator) -> None:
         self.generator = generator
@@ -43,6 +44,24 @@ class Arguments:
         self.answer: list[Any] = [codec.layout, blocks, starts, slots, rows, coefficients, codec.source]
         self.answer += [(codec.precision.mixed_seed, 7), (b"ab", b"c", b"") if state else (b"ab", None, None), steps]
         self.has_state = state
+        self.leaf_products = self.of_a_schedule()
+
+    def of_a_schedule(self) -> list[Any]:
+        """Learning rates of up to 20 leaves, nodes on three levels, and the leaves before a stop."""
+        num_leaves = int(self.generator.integers(1, 20))
+        firsts = np.cumsum([0, num_leaves, num_leaves // 2])
+        num_nodes = int(firsts[-1]) + num_leaves // 4 + 1
+        schedule = (
+            self.generator.random(LEAF * num_leaves).astype(np.float32),
+            np.append(firsts, firsts[-1] + num_leaves // 4)[:5],
+            self.generator.random((2, 2, num_nodes + 4)),
+            np.zeros(num_nodes + 4, np.int64),
+        )
+        stop = int(self.generator.integers(LEAF * num_leaves))
+        leaves = np.flatnonzero(self.generator.random(stop // LEAF + 1) < 0.5)
+        products = np.zeros((LEAF * len(leaves), 2, 2))
+        step = (1e-4, 0.9, 1e-4, 0.0, 0.0, 0.0)
+        return [schedule, step, 2.0**480, leaves, stop, products, products.astype(np.float32)]
 
     def block(self, codec: BlockCodec, number: int) -> memoryview:
         """A sealed block, not aligned."""
@@ -58,6 +77,10 @@ class Arguments:
             arguments[position] = self.spoiled_array(value)
         elif isinstance(value, tuple):
             changed = list(value)
+            if isinstance(value[0], np.ndarray):
+                at = int(generator.integers(len(value)))
+                arguments[position] = (*value[:at], self.spoiled_array(value[at]), *value[at + 1 :])
+                return
             changed[int(generator.integers(len(value)))] = int(generator.choice([-1, 0, 1, 3, 2**20, 2**31 - 1, 2**62]))
             arguments[position] = tuple(changed)
         elif isinstance(value, list) and value:
@@ -67,7 +90,7 @@ class Arguments:
             arguments[position] = changed[: int(generator.integers(len(changed) + 1))] if at % 3 == 0 else changed
         else:
             arguments[position] = [None, b"", -1, 2**70, "x"][generator.integers(5)]
-            if len(arguments) == 7 and position == 6:  # the address of a function is trusted
+            if arguments[0] is self.look[0] and position == 6:  # the address of a function is trusted
                 arguments[position] = 0
 
     def spoiled_array(self, value: Any) -> Any:
@@ -94,7 +117,12 @@ def run(module: kernel.Kernel, seed: int, rounds: int) -> int:
         layout, num_rows = arguments.answer[0], len(arguments.answer[4])
         size = num_rows * layout[1] * layout[2]
         assert len(message) == 2 + size + (1 + size + 8 * num_rows if arguments.has_state else 0)
-        for function, given in ((module.look, arguments.look), (module.answer, arguments.answer)):
+        module.leaf_products(*arguments.leaf_products)
+        for function, given in (
+            (module.look, arguments.look),
+            (module.answer, arguments.answer),
+            (module.leaf_products, arguments.leaf_products),
+        ):
             for _ in range(3):
                 wrong = list(given)
                 arguments.spoil(wrong)
