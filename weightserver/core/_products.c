@@ -16,6 +16,7 @@
 #endif
 
 enum { LEAF = 16, MAX_LEVELS = 32, PIECES = 4 };
+static const int64_t MOST_EXPONENT = INT64_C(1) << 48; /* a sum of 64 of them does not overflow */
 
 typedef struct {
     double entry[2][2];
@@ -93,21 +94,21 @@ static void to_end_of_leaf(const Schedule *schedule, int64_t leaf, int64_t stop,
             products[i] = product_of(products[i + distance], products[i]);
 }
 
-/* A node, or the identity if the level does not belong to the path; 0 if there is no such node. */
+/* A node (its place on the level is not negative), or the identity if the level does not belong to the path; 0 if there
+ * is no such node. */
 static int get_node(const Schedule *schedule, int belongs, int level, int64_t place, Matrix *node, int64_t *exponent)
 {
     int64_t number = schedule->num_nodes - 1;
     if (belongs) {
-        if (level >= schedule->num_levels)
+        if (level >= schedule->num_levels || schedule->firsts[level] < 0
+            || schedule->firsts[level] >= schedule->num_nodes - place)
             return 0;
         number = schedule->firsts[level] + place;
-        if (number < 0 || number >= schedule->num_nodes)
-            return 0;
     }
     for (int entry = 0; entry < 4; entry++)
         node->entry[entry / 2][entry % 2] = schedule->high[entry * schedule->num_nodes + number];
     *exponent = schedule->exponent[number];
-    return 1;
+    return *exponent > -MOST_EXPONENT && *exponent < MOST_EXPONENT;
 }
 
 /* Multiplies neighbours, then neighbours of those, and keeps the largest entry in [1/2, 1). */
