@@ -90,7 +90,7 @@ bench-quick: $(INSTALLED)
 bench-gpu: $(INSTALLED) fashion-mnist
 	$(BIN)/python -m benchmarks.gpu $(BENCH_FLAGS)
 
-$(INSTALLED): pyproject.toml constraints.txt weightserver/core/_kernel.c
+$(INSTALLED): pyproject.toml constraints.txt $(wildcard weightserver/core/*.c)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[trainer,dev]'

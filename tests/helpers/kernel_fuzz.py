@@ -13,6 +13,7 @@ import numpy as np
 
 from weightserver.core import kernel
 from weightserver.core.blocks import BlockCodec
+from weightserver.core.known_products import LEAF
 from weightserver.core.spec import TableSpec
 
 REFUSALS = (ValueError, TypeError, OverflowError, BufferError)
@@ -58,6 +59,24 @@ class Arguments:
         weight, momentum = values if dtype == "bfloat16" else values.astype(np.float32)
         self.push: list[Any] = [changed, coefficients, weight, (1e-4, 0.9, 0.1), 7]
         self.replace: list[Any] = [changed, weight, momentum, steps]
+        self.leaf_products = self.of_a_schedule()
+
+    def of_a_schedule(self) -> list[Any]:
+        """Learning rates of up to 20 leaves, nodes on three levels, and the leaves before a stop."""
+        num_leaves = int(self.generator.integers(1, 20))
+        firsts = np.cumsum([0, num_leaves, num_leaves // 2])
+        num_nodes = int(firsts[-1]) + num_leaves // 4 + 1
+        schedule = (
+            self.generator.random(LEAF * num_leaves).astype(np.float32),
+            np.append(firsts, firsts[-1] + num_leaves // 4)[:5],
+            self.generator.random((2, 2, num_nodes + 4)),
+            np.zeros(num_nodes + 4, np.int64),
+        )
+        stop = int(self.generator.integers(LEAF * num_leaves))
+        leaves = np.flatnonzero(self.generator.random(stop // LEAF + 1) < 0.5)
+        products = np.zeros((LEAF * len(leaves), 2, 2))
+        step = (1e-4, 0.9, 1e-4, 0.0, 0.0, 0.0)
+        return [schedule, step, 2.0**480, leaves, stop, products, products.astype(np.float32)]
 
     def block(self, codec: BlockCodec, number: int) -> memoryview:
         """A sealed block, not aligned."""
@@ -77,6 +96,10 @@ class Arguments:
             arguments[position] = tuple(changed)
         elif isinstance(value, tuple):
             changed = list(value)
+            if isinstance(value[0], np.ndarray):
+                at = int(generator.integers(len(value)))
+                arguments[position] = (*value[:at], self.spoiled_array(value[at]), *value[at + 1 :])
+                return
             changed[int(generator.integers(len(value)))] = int(generator.choice([-1, 0, 1, 3, 2**20, 2**31 - 1, 2**62]))
             arguments[position] = tuple(changed)
         elif isinstance(value, list) and value:
@@ -114,11 +137,13 @@ def run(module: kernel.Kernel, seed: int, rounds: int) -> int:
         assert len(message) == 2 + size + (1 + size + 8 * num_rows if arguments.has_state else 0)
         assert module.push(*arguments.push) == num_rows
         assert module.replace(*arguments.replace) == num_rows
+        module.leaf_products(*arguments.leaf_products)
         for function, given in (
             (module.look, arguments.look),
             (module.answer, arguments.answer),
             (module.push, arguments.push),
             (module.replace, arguments.replace),
+            (module.leaf_products, arguments.leaf_products),
         ):
             for _ in range(3):
                 wrong = list(given)

@@ -17,7 +17,7 @@ import pytest
 from weightserver.core import kernel
 
 ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "weightserver/core/_kernel.c"
+SOURCES = sorted((ROOT / "weightserver/core").glob("*.c"))
 FLAGS = ("-std=c11", "-O3", "-ffp-contract=off")
 NUMPY = None
 
@@ -29,7 +29,7 @@ def build(directory: Path, *flags: str) -> Path:
         pytest.skip("there is no C compiler with Python's headers")
     library = directory / "_kernel.abi3.so"
     options = [*(flags or FLAGS), "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{headers}"]
-    subprocess.run([compiler, *options, str(SOURCE), "-o", str(library)], check=True)
+    subprocess.run([compiler, *options, *map(str, SOURCES), "-o", str(library)], check=True)
     return library
 
 

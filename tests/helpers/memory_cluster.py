@@ -674,7 +674,7 @@ class _Channel:
     def unary_stream(self, path: str, *, request_serializer: Any, response_deserializer: Any) -> Any:
         def begin(request: Any, **options: Any) -> _Answers:
             try:
-                return self._call(path, [request], response_deserializer or bytes, options)
+                return self._call(path, [request], response_deserializer, options)
             except grpc.RpcError as error:
                 return _Answers([], (), error)
 
@@ -688,7 +688,7 @@ class _Channel:
         known = self._cluster.known.get((run.client, self._shard), Known())
         message = Message(self._shard, method, tuple(requests), run, tuple(options["metadata"]), known)
         answers, trailing = self._cluster.attempt(message)
-        return _Answers(map(parse, answers), trailing)
+        return _Answers(map(parse or bytes, answers), trailing)
 
     def _only(self, answers: _Answers) -> tuple[Any, _Answers]:
         (answer,) = answers

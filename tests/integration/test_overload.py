@@ -40,6 +40,7 @@ from weightserver.protocol.codec import (
     CHUNK_BYTES,
     MAX_REQUEST_BYTES,
     MAX_ROWS,
+    ONE_MESSAGE_KEY,
     RETRY_HINT,
     VERSION_KEY,
     WAITED_KEY,
@@ -222,24 +223,34 @@ def test_silent_callers_do_not_block_others(crowd: Crowd) -> None:
     crowd.leave()
 
 
+_BLOCKS = pb.ReadBlocksRequest(checkpoint="unread")
+_MEBIBYTE = pb.FetchRequest(rows=rows_to_proto(np.arange(CHUNK_BYTES // (4 * SPEC.dim))), raw=True, state=True)
+
+
 @pytest.mark.guard
-def test_unread_replies_are_bounded(crowd: Crowd) -> None:
+@pytest.mark.parametrize(
+    ("method", "message", "metadata"), [("ReadBlocks", _BLOCKS, []), ("Fetch", _MEBIBYTE, [(ONE_MESSAGE_KEY, "1")])]
+)
+def test_unread_replies_are_bounded(crowd: Crowd, method: str, message: Any, metadata: list[tuple[str, str]]) -> None:
     """Replies of one message too occupy their lane and memory until they are read or their call is cancelled."""
     crowd.work(3)
-    crowd.client.checkpoint("unread", step=1)
-    request = pb.ReadBlocksRequest(checkpoint="unread").SerializeToString()
-    refused = 0
+    if method == "ReadBlocks":
+        crowd.client.checkpoint("unread", step=1)
+    request = message.SerializeToString()
+    ended = -crowd.metric("weightserver_cut_off_calls_total")
     window = [("grpc.http2.lookahead_bytes", 65_536), ("grpc.http2.bdp_probe", 0)]
     with ExitStack() as stack:
         for number in range(10):
             channel = stack.enter_context(raw_channel(crowd.cluster.addresses[0], [*window, ("unread", number)]))
-            calls = [channel.unary_stream(f"/{NAME}/ReadBlocks")(request) for _ in range(8)]
+            stream = channel.unary_stream(f"/{NAME}/{method}")
+            calls = [stream(request, metadata=metadata) for _ in range(8)]
             crowd.add(calls)
         wait_until(lambda: crowd.metric("weightserver_request_memory_bytes ") > 0)
         wait_until(lambda: crowd.metric("weightserver_request_memory_bytes ") == 0)
         for call in crowd.leave():
-            refused += call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert refused >= 30
+            ended += call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    ended += crowd.metric("weightserver_cut_off_calls_total")
+    assert ended >= 30
     assert crowd.peak < CEILING
     assert crowd.work(3) < 20
 

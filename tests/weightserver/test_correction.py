@@ -22,7 +22,7 @@ from weightserver.core import transfer_tables
 from weightserver.core.arrays import Float32Array, Float64Array, Int64Array
 from weightserver.core.correction import Schedule, apply_push, bring_to, correct, single_rate_products
 from weightserver.core.errors import StepError
-from weightserver.core.known_products import RecentProducts
+from weightserver.core.known_products import KnownProducts, RecentProducts
 from weightserver.core.transfer_tables import TransferTables
 
 Run = tuple[float, float, str, float, int]
@@ -258,13 +258,13 @@ def test_chunks_of_a_fetch_have_the_bits_of_a_single_row(
 def test_a_fetch_computes_the_products_of_a_leaf_once(monkeypatch: pytest.MonkeyPatch, ordered: bool) -> None:
     """Of 9,000 distinct gaps in 32 chunks, no matter in which order they come: few computations, hardly in vain."""
     computed: list[int] = []
-    compute = TransferTables._products_of_leaves
+    compute = TransferTables._of_leaves
 
-    def counted(self: TransferTables, leaves: Int64Array, stop: int) -> Float64Array:
+    def counted(self: TransferTables, leaves: Int64Array, stop: int) -> KnownProducts:
         computed.append(len(leaves))
         return compute(self, leaves, stop)
 
-    monkeypatch.setattr(TransferTables, "_products_of_leaves", counted)
+    monkeypatch.setattr(TransferTables, "_of_leaves", counted)
     starts = np.arange(65_536) // 7 if ordered else np.random.default_rng(0).integers(0, 9_000, 65_536)
     schedule = realistic(20_000)
     for chunk in np.array_split(starts, 32):

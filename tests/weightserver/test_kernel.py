@@ -25,7 +25,9 @@ from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import DamagedRecordError, WeightServerError
 from weightserver.core.initial import initial_rows
+from weightserver.core.known_products import LEAF
 from weightserver.core.spec import TableSpec
+from weightserver.core.transfer_tables import TransferTables
 from weightserver.protocol.codec import encode_fetch_response
 from weightserver.shard import writing
 from weightserver.shard.shard import Shard
@@ -303,6 +305,27 @@ def test_initial_rows_have_the_same_bits(compiled: kernel.Kernel, dim: int, dtyp
             expected = initial_rows(spec, some)
         with computing_with(compiled):
             assert initial_rows(spec, some).tobytes() == expected.tobytes()
+
+
+@given(st.data())
+@settings(max_examples=50, deadline=None)
+def test_transfer_products_have_the_same_bits(compiled: kernel.Kernel, data: st.DataObject) -> None:
+    """Of every leaf, also of the one that the stop lies in, in schedules of any length, that may diverge too."""
+    num_steps = data.draw(st.sampled_from([0, 1, 15, 16, 17, 31, 100, 1_000, 9_000]))
+    size = data.draw(st.sampled_from([1e-3, 0.06, 1.0, 30.0, 1e6]))
+    rates = size * np.random.default_rng(data.draw(st.integers(0, 9))).random(num_steps)
+    tables = TransferTables(
+        data.draw(st.sampled_from([0.0, 0.5, 0.9, 0.999])), data.draw(st.sampled_from([0.0, 1e-4, 0.03, 1.0]))
+    ).extended(0, rates.astype(np.float32))
+    stop = data.draw(st.integers(0, num_steps))
+    last = stop // LEAF
+    leaves = np.array(sorted(data.draw(st.sets(st.integers(0, last) | st.just(last), min_size=1, max_size=9))))
+    with computing_with(compiled), np.errstate(over="ignore"):
+        found = tables._of_leaves(leaves, stop)
+    with computing_with(NUMPY), np.errstate(over="ignore"):
+        expected = tables._of_leaves(leaves, stop)
+    assert found.products.tobytes() == expected.products.tobytes()
+    assert found.coefficients.tobytes() == expected.coefficients.tobytes()
 
 
 # ---- arguments that are wrong

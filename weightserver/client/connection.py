@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -39,6 +39,7 @@ from weightserver.protocol.codec import (
     ACKNOWLEDGED_KEY,
     MARK_KEY,
     MAX_MESSAGE_BYTES,
+    ONE_MESSAGE_KEY,
     OWN_TIME_KEY,
     VERSION_KEY,
     WAITED_KEY,
@@ -93,9 +94,10 @@ class ShardConnection:
         """The shard's newest mark that was seen; every attempt sends it. Empty before the first answer."""
         self._channel = open_channel(address, credentials)
         self._stubs = {method.name: self._stub(method) for method in _SERVICE.methods}
+        self._fetch_of_one_message = self._stub(_SERVICE.methods_by_name["Fetch"], one_message=True)
 
-    def _stub(self, method: Any) -> Any:
-        if method.server_streaming:
+    def _stub(self, method: Any, *, one_message: bool = False) -> Any:
+        if method.server_streaming and not one_message:
             kind = self._channel.unary_stream
         elif method.client_streaming:
             kind = self._channel.stream_unary
@@ -306,7 +308,8 @@ class ShardFetch:
         Workers.check()
         self._call = self._new_call()
         options = self._connection._options("", self._call)
-        self._first = self._send(self._call, options), options
+        request = self._next_request(self._call, options)
+        self._first = self._connection._stubs["Fetch"](request, **options), options
 
     def _end_first(self) -> None:
         """Receives the answer of the first attempt.
@@ -319,7 +322,8 @@ class ShardFetch:
         watch = self._connection.watch
         watch.wait_for(self._call)
         try:
-            self._receive(*self._first)
+            sent, options = self._first
+            self._receive(sent, sent, options)
         except Exception as error:  # noqa: BLE001 - raised by the first attempt of `run`
             self._failure = error
             return
@@ -334,19 +338,28 @@ class ShardFetch:
         if failure := self._failure:
             self._failure = None
             raise failure
-        sent = self._send(call, options)
+        request = self._next_request(call, options)
+        if self._rows.fit_one_message:
+            message, answered = self._connection._fetch_of_one_message.with_call(request, **options)
+            self._receive([message] if message is not None else [], answered, options)
+            return
+        sent = self._connection._stubs["Fetch"](request, **options)
         try:
-            self._receive(sent, options)
+            self._receive(sent, sent, options)
         finally:
             sent.cancel()
 
-    def _send(self, call: Call, options: dict[str, Any]) -> Any:
+    def _next_request(self, call: Call, options: dict[str, Any]) -> pb.FetchRequest:
+        """Counts an attempt; returns its request, and adds to its metadata."""
         STATISTICS.attempted(call)
-        return self._connection._stubs["Fetch"](self._rows.request(self._request), **options)
+        request = self._rows.request(self._request)
+        if self._rows.fit_one_message:
+            options["metadata"].append((ONE_MESSAGE_KEY, "1"))
+        return request
 
-    def _receive(self, call: Any, options: dict[str, Any]) -> None:
+    def _receive(self, messages: Iterable[bytes], call: Any, options: dict[str, Any]) -> None:
         rows = self._rows
-        for message in call:
+        for message in messages:
             rows.add(message)
         self.shard_seconds = _own_seconds(call)
         self._connection._note_mark(call, options)

@@ -11,7 +11,7 @@ from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.errors import ClusterError
 from weightserver.core.precision import Precision
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol.codec import MAX_ROWS, decode_fetch_response, rows_to_proto
+from weightserver.protocol.codec import CHUNK_BYTES, MAX_ROWS, decode_fetch_response, rows_to_proto
 
 Output = tuple[Float32Array, Float32Array | None, Int64Array | None]
 """weight [n, D], momentum_buffer [n, D] and last_step [n]; None for what was not asked for."""
@@ -40,7 +40,7 @@ class FetchedRows:
         self._positions = positions
         self._out = out
         self._precision = precision
-        self._row_bytes = precision.dtype.itemsize * out[0].shape[1]
+        self._row_bytes: int = precision.dtype.itemsize * out[0].shape[1]
         self._in_use = in_use
         self.num_rows = len(self._rows)
         self.num_asked = 0
@@ -54,6 +54,11 @@ class FetchedRows:
         request = pb.FetchRequest(rows=rows_to_proto(missing))
         request.MergeFrom(like)
         return request
+
+    @property
+    def fit_one_message(self) -> bool:
+        """Whether the answer to the newest request is one message."""
+        return 0 < self._row_bytes * (self.num_asked - self.num_arrived) <= CHUNK_BYTES
 
     def add(self, message: bytes) -> None:
         """Stores the rows of the next message of a shard's answer.

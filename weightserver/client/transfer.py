@@ -103,7 +103,7 @@ def _fetch_distinct(
             for shard, positions in sharding.positions_by_shard(rows).items()
         ]
         try:
-            if sum(array.nbytes for array in out if array is not None) <= CHUNK_BYTES:
+            if len(fetches) > 1 and sum(array.nbytes for array in out if array is not None) <= CHUNK_BYTES:
                 shards.workers.run(partial(ShardFetch.try_together, fetches))  # one thread is faster than several
             shards.in_parallel(ShardFetch.run, ((fetch,) for fetch in fetches if not fetch.is_complete))
         finally:

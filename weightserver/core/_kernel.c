@@ -850,12 +850,15 @@ static PyObject *replace(PyObject *module, PyObject *args)
     return result;
 }
 
+PyObject *leaf_products(PyObject *module, PyObject *args); /* _products.c */
+
 static PyMethodDef methods[] = {
     {"look", look, METH_VARARGS, NULL},
     {"answer", answer, METH_VARARGS, NULL},
     {"initial_rows", initial_rows, METH_VARARGS, NULL},
     {"push", push, METH_VARARGS, NULL},
     {"replace", replace, METH_VARARGS, NULL},
+    {"leaf_products", leaf_products, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

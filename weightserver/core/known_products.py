@@ -73,6 +73,8 @@ class KnownProducts:
 
     def joined(self, other: KnownProducts) -> KnownProducts:
         """Both, which have no leaf in common."""
+        if not len(self):
+            return other
         leaves = np.concatenate([self.leaves, other.leaves])
         order = np.argsort(leaves)
 

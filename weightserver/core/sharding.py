@@ -97,7 +97,7 @@ def touched_blocks(rows: Int64Array, rows_per_block: int, num_rows: int = _ROWS_
         end = int(np.searchsorted(rows, last - last % rows_per_block + rows_per_block))
         some = rows[start:end]
         blocks = some // rows_per_block
-        starts = np.flatnonzero(np.concatenate([[True], blocks[1:] != blocks[:-1], [True]]))
+        starts = _with_ends(np.flatnonzero(blocks[1:] != blocks[:-1]), len(blocks))
         yield TouchedBlocks(some, some - blocks * rows_per_block, blocks[starts[:-1]], starts)
         start = end
 
@@ -110,11 +110,23 @@ def block_runs(rows: Int64Array, rows_per_block: int) -> Iterator[BlockRun]:
         offset += len(touched.rows)
 
 
+def _with_ends(last: Int64Array, number: int) -> Int64Array:
+    """Where runs of `number` (≥ 1) items start, and the end of the last one, given the last item of each other run."""
+    starts = np.empty(len(last) + 2, np.int64)
+    starts[0], starts[-1] = 0, number
+    np.add(last, 1, out=starts[1:-1])
+    return starts
+
+
 def to_ranges(rows: Int64Array) -> Int64Array:
     """Strictly increasing `rows` (int64 [n]) as pairs (first, count), int64 [r, 2]."""
-    starts = np.flatnonzero(np.diff(rows, prepend=rows[:1] - 2) != 1)
-    counts = np.diff(starts, append=len(rows))
-    return np.stack([rows[starts], counts], axis=1)
+    if not len(rows):
+        return np.empty((0, 2), np.int64)
+    starts = _with_ends(np.flatnonzero(rows[1:] - rows[:-1] != 1), len(rows))
+    ranges = np.empty((len(starts) - 1, 2), np.int64)
+    ranges[:, 0] = rows[starts[:-1]]
+    ranges[:, 1] = starts[1:] - starts[:-1]
+    return ranges
 
 
 def from_ranges(ranges: Int64Array) -> Int64Array:

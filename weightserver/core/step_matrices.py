@@ -30,6 +30,8 @@ class Steps:
         self._kappa, self._kappa_pieces = pair(kappa), pieces(kappa, 4)
         self._momentum, self._momentum_pieces = pair(Fraction(momentum)), pieces(Fraction(momentum), 2)
         self.momentum, self.weight_decay = momentum, weight_decay
+        self.constants = (float(self._kappa[0]), float(self._momentum[0]), *self._kappa_pieces)
+        """What the compiled kernel computes single updates from."""
         # In the norm max(|w|, unit·|z|) a buffer counts for as little as it moves weights, and a weight makes no
         # buffer grow: an update enlarges it by a part of 2·η·λ·m/((1+m)(1−m)), which is little where training is tame.
         self.unit = min((1 - momentum) / (2 * float(kappa)), _LARGEST_UNIT) if kappa else _LARGEST_UNIT

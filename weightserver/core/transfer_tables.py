@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from weightserver.core import kernel
 from weightserver.core.arrays import Float32Array, Float64Array, Int64Array
 from weightserver.core.double_double import Pair, matmul
 from weightserver.core.known_products import LEAF, NOTHING_KNOWN, KnownProducts, RecentProducts, distinct
@@ -86,6 +87,7 @@ class TransferTables:
         self.safe_size = LARGEST_SAFE
         self._rates = np.zeros(LEAF, np.float32)  # zeros from the horizon to the end of its leaf
         self._firsts: list[int] = []  # the beginning of each level in `_nodes`
+        self._first_nodes = np.zeros(0, np.int64)  # the same
         self._nodes = _IDENTITY  # node j of level k: product of the leaves [j·2^k, (j+1)·2^k); at last the identity
         self._growth = np.zeros((3, 1), np.float32)  # of each node, see `_joined`
         self._recent = RecentProducts({}, 0)
@@ -117,6 +119,7 @@ class TransferTables:
         nodes = _Nodes.empty(first_nodes[-1] + 1)
         growth = np.zeros((3, len(nodes)), np.float32)
         tables._firsts, tables._nodes, tables._growth = first_nodes[:-1], nodes, growth
+        tables._first_nodes = np.array(first_nodes[:-1], np.int64)
         nodes.put(first_nodes[-1], _IDENTITY)
         for level, size in enumerate(_sizes(horizon)):
             here = first_nodes[level]
@@ -262,10 +265,22 @@ class TransferTables:
             leaves = known.leaves_to_add(wanted, stop // LEAF)
             if len(known) + len(leaves) > _MOST_LEAVES:
                 return None
-            known = known.joined(KnownProducts.of(leaves, self._products_of_leaves(leaves, stop)))
+            known = known.joined(self._of_leaves(leaves, stop))
             self._recent = self._recent.with_newest(stop, known)
             place, _ = known.find(start)
         return known, place
+
+    def _of_leaves(self, leaves: Int64Array, stop: int) -> KnownProducts:
+        """The products from every step of `leaves` (int64 [n], ascending) to `stop`."""
+        compiled = kernel.compiled()
+        if compiled is None or not self._tame:
+            return KnownProducts.of(leaves, self._products_of_leaves(leaves, stop))
+        products = np.empty((LEAF * len(leaves), 2, 2))
+        coefficients = np.empty(products.shape, np.float32)
+        nodes = self._nodes
+        schedule = self._rates, self._first_nodes, nodes.high, nodes.exponent
+        compiled.leaf_products(schedule, self._steps.constants, LIMIT, leaves, stop, products, coefficients)
+        return KnownProducts(leaves, products, coefficients)
 
     def _products(self, start: Int64Array, stop: int) -> Float64Array:
         """transfer(start, stop) for each start (int64 [n]): [n, 2, 2]."""
@@ -277,7 +292,10 @@ class TransferTables:
         return self._in_u(product, exponent[place]).transpose(2, 0, 1)
 
     def _products_of_leaves(self, leaves: Int64Array, stop: int) -> Float64Array:
-        """The same from every step of `leaves` (int64 [n], ascending): [16·n, 2, 2]; identities from stop on."""
+        """The same from every step of `leaves` (int64 [n], ascending): [16·n, 2, 2]; identities from stop on.
+
+        The compiled kernel computes the same bits.
+        """
         ends, to_stop, exponent = self._parts(leaves, stop)
         return self._in_u(product_of(to_stop[:, :, None], ends), exponent).transpose(3, 2, 0, 1).reshape(-1, 2, 2)
 

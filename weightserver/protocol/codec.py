@@ -28,6 +28,9 @@ OLDEST_VERSION = (0, 2)
 """Oldest version of a client or shard that this one works with."""
 RETRY_HINT = "grpc-retry-pushback-ms"
 """Key of the trailing metadata in which an overloaded shard says when to retry; the name is that of gRFC A6."""
+ONE_MESSAGE_KEY = "weightserver-one-message"
+"""Key of the metadata in which a client says that its fetch asks for at most CHUNK_BYTES of weights. Their answer is
+one message, which the shard then sends together with the status; older shards overlook the key."""
 WAITED_KEY = "weightserver-waited-ms"
 """Key of the metadata in which a client that retries says for how long it has tried, in milliseconds."""
 OWN_TIME_KEY = "weightserver-own-us"

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any, NoReturn
 
 import grpc
@@ -33,7 +33,7 @@ from weightserver.common.logs import follow_request
 from weightserver.common.malloc import own_bytes, return_free_memory
 from weightserver.common.stages import arrive, call_clock
 from weightserver.core.errors import InvalidRequestError, OverloadedError, WeightServerError
-from weightserver.protocol.codec import RETRY_HINT
+from weightserver.protocol.codec import ONE_MESSAGE_KEY, RETRY_HINT
 from weightserver.protocol.status import status_of
 from weightserver.server.lanes import LANES, MAX_CALLS, MAX_WAITING, RETRY_AFTER_MS, Lane, LaneFullError, lane_of
 from weightserver.server.request_memory import RequestMemory
@@ -76,7 +76,8 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
 
     Reads all requests as streams, even those of one message, for which gRPC would wait in a thread without a deadline.
     Answers all of them as streams too, which look the same on the wire: gRPC would take the answer of a unary handler
-    out of the reservation and keep it as long as the caller does not read.
+    out of the reservation and keep it as long as the caller does not read. Only a fetch that asks for one message is
+    answered by a unary handler, and what it holds is released when gRPC says that the call has ended.
 
     Args:
         stall_seconds: how long a caller may neither send nor receive a message.
@@ -117,7 +118,11 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
         if handler is None:
             return None
         lane = lane_of(handler_call_details.method)
-        return self._watching(handler) if lane == "watch" else self._answering(lane, handler)
+        if lane == "watch":
+            return self._watching(handler)
+        if lane == "Fetch" and any(key == ONE_MESSAGE_KEY for key, _ in handler_call_details.invocation_metadata):
+            return self._answering_at_once(lane, handler)
+        return self._answering(lane, handler)
 
     def _answering(self, lane: str, handler: Any) -> Any:
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
@@ -135,6 +140,25 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
                     answers.close()  # answers that the caller does not wait for are not made
 
         return grpc.stream_stream_rpc_method_handler(answer, None, handler.response_serializer)
+
+    def _answering_at_once(self, lane: str, handler: Any) -> Any:
+        """Answers a fetch with the only message of its handler's stream, sent together with the status. No thread waits
+        until it is sent, but the call keeps its place, and memory for the message, until then."""
+
+        def answer(received: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+            with ExitStack() as until_sent:
+                call = until_sent.enter_context(self._admitted(lane, context))
+                reserved = until_sent.enter_context(self._memory.reservation(lane))
+                with self._requests(received, call, handler) as requests:
+                    message = _only_answer(handler.unary_stream(_only(requests), context))
+                reserved.take(2 * len(message))  # the message, and gRPC's copy
+                call.waits_since = time.monotonic()
+                leave = until_sent.pop_all().close
+            if not context.add_callback(leave):  # the caller is gone
+                leave()
+            return message
+
+        return grpc.stream_unary_rpc_method_handler(answer, None, handler.response_serializer)
 
     def _watching(self, handler: Any) -> Any:
         """Handles a call that needs no thread once its request has arrived."""
@@ -247,6 +271,15 @@ def _only(requests: Iterator[Any]) -> Any:
     for request in requests:
         return request
     raise InvalidRequestError("the call contains no message")
+
+
+def _only_answer(answers: Generator[bytes, None, None]) -> bytes:
+    """The message of a stream of one, whose handler has ended."""
+    with closing(answers):
+        message = next(answers, None)
+        if message is None or next(answers, None) is not None:
+            raise InvalidRequestError(f"the answer is not one message: ask for fewer rows, or omit {ONE_MESSAGE_KEY}")
+        return message
 
 
 def _one(answer: Any) -> Generator[Any, None, None]:

@@ -196,7 +196,8 @@ class WeightServerServicer:
 
     def Fetch(self, request, context):
         """Fetch reads rows, corrected for a step or raw, as messages of about 1 MiB in the order of the request. It never
-        writes. Each message is a separate snapshot.
+        writes. Each message is a separate snapshot. Rows whose weights take at most 1 MiB are one message; a caller that
+        says so in the metadata (`weightserver-one-message`, any value) receives it together with the status.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
