@@ -17,8 +17,8 @@ def checked_ids(ids: Any, num_classes: int) -> Int64Array:
 
     Raises:
         TypeError: they are not integers.
-        ValueError: another shape, classes outside 0..num_classes−1, or one twice for an image; of several, -1 is for
-            none, but not alone.
+        ValueError: another shape, one-hot targets, or classes outside 0..num_classes−1; of several, -1 stands for none,
+            but not alone.
     """
     if isinstance(ids, Tensor) and ids.is_floating_point():  # NumPy has no bfloat16
         raise TypeError(f"classes must be integers, got {ids.dtype}")
@@ -33,14 +33,8 @@ def checked_ids(ids: Any, num_classes: int) -> Int64Array:
         raise ValueError(f"class {bad} does not exist: the head has classes 0..{num_classes - 1}")
     if array.ndim == 2 and len(without := np.flatnonzero(array.max(axis=1) < 0)):
         raise ValueError(f"image {without[0]} of the batch has no class: give each at least one")
-    if array.ndim == 2:
-        ordered = np.sort(array, axis=1)
-        images, places = np.nonzero((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0))
-        if len(images):
-            raise ValueError(
-                f"image {images[0]} of the batch has class {ordered[images[0], places[0]]} twice: give each of its "
-                "classes once, as numbers; of one-hot targets give targets.argmax(1)"
-            )
+    if array.shape[1:] == (num_classes,) and num_classes > 2 and array.min() >= 0 and array.max() <= 1:
+        raise ValueError("classes look one-hot, but are given as their numbers: give targets.argmax(1)")
     return array.astype(np.int64, copy=False)
 
 
