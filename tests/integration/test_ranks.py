@@ -308,7 +308,7 @@ def num_steps(output: Path) -> int:
         pytest.param(
             2,
             1,
-            ["--label-smoothing", "0.1", "--final-temperature", "0.1", "--row-momentum", "0.5"],
+            ["--label-smoothing", "0.1", "--final-temperature", "0.4", "--row-momentum", "0.5"],
             id="2 ranks with options of our own, then 1",
             marks=pytest.mark.slow,
         ),
