@@ -54,7 +54,7 @@ def with_curve(run: Run, records: Sequence[Mapping[str, Any]]) -> Run:
     """The record with [seconds of training, kNN top-1 of held-out training images] at each evaluation in `records`."""
     seconds = list(itertools.accumulate(record["seconds"] for record in records))
     curve = [
-        [round(at, 1), record["knn_top1"]] for at, record in zip(seconds, records, strict=True) if "knn_top1" in record
+        [round(at, 3), record["knn_top1"]] for at, record in zip(seconds, records, strict=True) if "knn_top1" in record
     ]
     return {**run, "curve": curve, "measures": run["measures"] | {STEPS_SECONDS: seconds[-1]}}
 
