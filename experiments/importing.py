@@ -29,7 +29,12 @@ def import_runs(runs: Path, directory: Path, tables: Sequence[Table]) -> Iterato
     """
     if not runs.is_dir():
         raise ValueError(f"{runs} is not a folder: give one that holds run directories")
-    cells = [cell for table in tables for cell in table.cells if cell.method == PIC and "data_dir" not in cell.settings]
+    cells = [
+        cell
+        for table in tables
+        for cell in table.cells
+        if cell.method == PIC and "data_dir" not in cell.settings and not table.over_time
+    ]
     for summary in sorted(runs.glob(f"*/{SUMMARY_FILE}")):
         settings = read_config(summary.parent)
         for cell in cells:

@@ -233,6 +233,8 @@ def test_finished_runs_of_equal_settings_are_imported(tmp_path: Path) -> None:
     (other / "summary.json").write_text("{}")
     made = TABLES["beginnings"]
     assert len(list(import_runs(tmp_path / "runs", tmp_path / "taken", [made]))) == 2
+    timed = replace(made, over_time=True)  # nobody knows what else those machines did
+    assert not list(import_runs(tmp_path / "runs", tmp_path / "timed", [timed]))
     found = collect(tmp_path / "taken", tmp_path / "made.json", made, seeds=3)
     assert found.values(first.name, LINEAR) == [80.0]
     assert found.values(second.name, LINEAR) == [81.0]

@@ -18,7 +18,7 @@ import torch
 import trainer.ending
 from tests.helpers.bars import write_bars
 from tests.helpers.small_run import EVERY, NUM_STEPS, ONLY_ROWS, losses, small_run
-from trainer.config import parse_config
+from trainer.config import TrainConfig, parse_config
 from trainer.coverage import coverage_warnings
 from trainer.data.augment import AugmentationConfig
 from trainer.ending import finish, next_commands, warnings_of, write_results
@@ -249,6 +249,14 @@ def test_the_ending_says_whether_it_was_worth_it(labelled: Any, capsys: pytest.C
         assert python == "python"
         ran = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
         assert ran.returncode == 0, f"{command}: {ran.stderr}"
+
+
+def test_duplicates_are_offered_where_they_can_be_found(tmp_path: Path) -> None:
+    config = TrainConfig(output=tmp_path, evaluate=False)
+    assert f"python -m trainer duplicates {tmp_path}" in next_commands(config)
+    others: list[dict[str, Any]] = [{"labels": "classes"}, {"image_order": tmp_path / "order.npy"}, {"rows": "dense"}]
+    for other in others:
+        assert not any("trainer duplicates" in command for command in next_commands(replace(config, **other)))
 
 
 @pytest.mark.guard  # seconds
