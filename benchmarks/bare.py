@@ -5,9 +5,11 @@ until stdin closes: python -m benchmarks.bare
 from __future__ import annotations
 
 import functools
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import grpc
 from grpc.experimental import ChannelOptions
@@ -47,6 +49,21 @@ def bare_server() -> grpc.Server:
     }
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("Bare", handlers)])
     return server
+
+
+@contextmanager
+def serving(module: str, *arguments: str) -> Iterator[str]:
+    """Runs a module that prints its address and serves until stdin closes; yields the address.
+
+    Raises:
+        SystemExit: it ended before it served.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        if not (address := process.stdout.readline().strip()):
+            raise SystemExit(f"{module} did not start")
+        yield address  # leaving the process closes its stdin
 
 
 def main() -> None:

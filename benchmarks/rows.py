@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +26,7 @@ import grpc
 import lmdb
 import numpy as np
 
-from benchmarks.bare import CHANNEL_OPTIONS
+from benchmarks.bare import CHANNEL_OPTIONS, serving
 from benchmarks.measure import in_turn, number_of_rounds, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
@@ -64,17 +62,8 @@ def patterns(num_rows: int) -> dict[str, Int64Array]:
 
 @contextmanager
 def bare_server() -> Iterator[grpc.Channel]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.bare"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        with grpc.insecure_channel(process.stdout.readline().strip(), CHANNEL_OPTIONS) as channel:
-            yield channel
-    finally:
-        process.stdin.close()
-        process.wait()
+    with serving("benchmarks.bare") as address, grpc.insecure_channel(address, CHANNEL_OPTIONS) as channel:
+        yield channel
 
 
 def fill(client: WeightClient) -> None:

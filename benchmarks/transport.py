@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import grpc
 
-from benchmarks.bare import CHANNEL_OPTIONS, OPTIONS, bare_server, messages
+from benchmarks.bare import CHANNEL_OPTIONS, OPTIONS, bare_server, messages, serving
 from benchmarks.measure import Timing, in_turn, number_of_rounds, write_results
 from weightserver.common.malloc import keep_large_buffers
 from weightserver.operations.certificates import write_certificates
@@ -81,13 +80,7 @@ async def _serve_asynchronously(address: str) -> None:
 @contextmanager
 def _channel(kind: str, directory: Path) -> Iterator[grpc.Channel]:
     """A channel to a server in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.transport", "--serve", kind, "--directory", str(directory)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        address = process.stdout.readline().strip()
-        if not address:
-            raise SystemExit(f"transport: the server for {kind!r} did not start")
+    with serving("benchmarks.transport", "--serve", kind, "--directory", str(directory)) as address:
         if kind == "tls":
             credentials = grpc.ssl_channel_credentials((directory / "ca.pem").read_bytes())
             channel = grpc.secure_channel(address, credentials, CHANNEL_OPTIONS)
@@ -95,7 +88,6 @@ def _channel(kind: str, directory: Path) -> Iterator[grpc.Channel]:
             channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
         with channel:
             yield channel
-        process.stdin.close()
 
 
 def _take_stream(channel: grpc.Channel, num_bytes: int) -> None:

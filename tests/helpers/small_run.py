@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,20 @@ def small_run(output: Path, **changes: Any) -> TrainConfig:
         "evaluate": False,
     }
     return TrainConfig(**settings | changes)
+
+
+class PowerLoss(Exception):
+    """What ends a run without a last checkpoint."""
+
+
+def power_loss_at(step: int) -> Callable[[int], None]:
+    """An `on_step` that fails there."""
+
+    def stop(done: int) -> None:
+        if done == step:
+            raise PowerLoss
+
+    return stop
 
 
 def losses(output: Path) -> list[float]:

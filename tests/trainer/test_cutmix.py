@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.helpers.own_loop import DIM, NUM_CLASSES, SETTINGS, TEMPERATURE, Dense
-from tests.helpers.small_run import losses, small_run
+from tests.helpers.small_run import PowerLoss, losses, power_loss_at, small_run
 from trainer.data.cutmix import NUM_UNIFORMS, CutMix
 from trainer.loop import train
 from trainer.schedule import batch_uniforms
@@ -89,22 +89,13 @@ def test_loss_and_gradients_are_those_of_each_image_with_both_classes() -> None:
         torch.testing.assert_close(head.rows(range(NUM_CLASSES)), dense.weight.detach(), rtol=0, atol=2e-5)
 
 
-class PowerLoss(Exception):
-    pass
-
-
-def stop(step: int) -> None:
-    if step == 20:
-        raise PowerLoss
-
-
 @pytest.mark.guard  # seconds
 def test_a_resumed_run_has_the_same_mixes_and_temperatures(tmp_path: Path) -> None:
     """Bit for bit, with two views in two parts."""
     changes = BEYOND | {"views": 2, "accumulate": 2, "steps": 26}
     train(small_run(tmp_path / "whole", **changes))
     with pytest.raises(PowerLoss):
-        train(small_run(tmp_path / "run", **changes), on_step=stop)
+        train(small_run(tmp_path / "run", **changes), on_step=power_loss_at(20))
     train(small_run(tmp_path / "run", **changes, resume=True))
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     with pytest.raises(ValueError, match=r"whose cutmix is 0.7, not 0.0"):

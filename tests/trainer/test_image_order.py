@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.image_order import main, similar_order
-from tests.helpers.small_run import NUM_IMAGES, losses, small_run
+from tests.helpers.small_run import NUM_IMAGES, PowerLoss, losses, power_loss_at, small_run
 from trainer.build import _sampler
 from trainer.classes import classes_of
 from trainer.config import TrainConfig
@@ -48,15 +48,6 @@ def test_the_window_slides_over_the_order(order: Path, tmp_path: Path) -> None:
     assert np.array_equal(same_rows, rows)
 
 
-class PowerLoss(Exception):
-    pass
-
-
-def stop(step: int) -> None:
-    if step == 15:
-        raise PowerLoss
-
-
 @pytest.mark.guard  # seconds
 def test_a_run_resumes_bit_for_bit_in_its_order_only(order: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"image_order": order, "steps": 18}
@@ -67,7 +58,7 @@ def test_a_run_resumes_bit_for_bit_in_its_order_only(order: Path, tmp_path: Path
     train(small_run(tmp_path / "seed", steps=18, rows="dense"))
     assert np.abs(found - losses(tmp_path / "seed")).max() > 0.01
     with pytest.raises(PowerLoss):
-        train(small_run(tmp_path / "run", **changes), on_step=stop)
+        train(small_run(tmp_path / "run", **changes), on_step=power_loss_at(15))
     np.save(tmp_path / "other.npy", np.load(order)[::-1])
     for other, message in ((None, "the run has a class map or an order of its own"), ("other.npy", "is not that of")):
         changed = changes | {"image_order": other and tmp_path / other}

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.small_run import NUM_IMAGES, ONLY_ROWS, losses, small_run
+from tests.helpers.small_run import NUM_IMAGES, ONLY_ROWS, PowerLoss, losses, power_loss_at, small_run
 from trainer.build import _warn_of_few_classes
 from trainer.classes import classes_of
 from trainer.config import TrainConfig, parse_config
@@ -67,15 +67,8 @@ def test_a_supervised_run_resumes_bit_for_bit_with_its_class_map(
     train(whole)
     assert "has about" not in caplog.text, "19 of 60 classes, more than the 16 images of a batch"
 
-    class PowerLoss(Exception):
-        pass
-
-    def stop(step: int) -> None:
-        if step == 20:
-            raise PowerLoss
-
     with pytest.raises(PowerLoss):
-        train(small_run(tmp_path / "run", **changes), on_step=stop)
+        train(small_run(tmp_path / "run", **changes), on_step=power_loss_at(20))
     moved = tmp_path / "moved.csv"
     moved.write_text("\n".join(map(str, np.load(labels))))
     np.save(tmp_path / "other.npy", np.load(labels)[::-1])

@@ -87,7 +87,6 @@ class TransferTables:
         self.safe_size = LARGEST_SAFE
         self._rates = np.zeros(LEAF, np.float32)  # zeros from the horizon to the end of its leaf
         self._firsts: list[int] = []  # the beginning of each level in `_nodes`
-        self._first_nodes = np.zeros(0, np.int64)  # the same
         self._nodes = _IDENTITY  # node j of level k: product of the leaves [j·2^k, (j+1)·2^k); at last the identity
         self._growth = np.zeros((3, 1), np.float32)  # of each node, see `_joined`
         self._recent = RecentProducts({}, 0)
@@ -119,7 +118,6 @@ class TransferTables:
         nodes = _Nodes.empty(first_nodes[-1] + 1)
         growth = np.zeros((3, len(nodes)), np.float32)
         tables._firsts, tables._nodes, tables._growth = first_nodes[:-1], nodes, growth
-        tables._first_nodes = np.array(first_nodes[:-1], np.int64)
         nodes.put(first_nodes[-1], _IDENTITY)
         for level, size in enumerate(_sizes(horizon)):
             here = first_nodes[level]
@@ -278,7 +276,7 @@ class TransferTables:
         products = np.empty((LEAF * len(leaves), 2, 2))
         coefficients = np.empty(products.shape, np.float32)
         nodes = self._nodes
-        schedule = self._rates, self._first_nodes, nodes.high, nodes.exponent
+        schedule = self._rates, np.array(self._firsts, np.int64), nodes.high, nodes.exponent
         compiled.leaf_products(schedule, self._steps.constants, LIMIT, leaves, stop, products, coefficients)
         return KnownProducts(leaves, products, coefficients)
 

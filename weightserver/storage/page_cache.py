@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _PROBE = bytearray(1)
@@ -69,9 +70,17 @@ def writing_back(descriptor: int) -> Iterator[None]:
 
 def begin_writing_back(descriptor: int) -> bool:
     """Makes the system write the file's changed pages while the caller continues; returns False if it cannot."""
+    function = _sync_file_range()
+    return function is not None and function(descriptor, 0, 0, _SYNC_FILE_RANGE_WRITE) == 0
+
+
+@functools.cache
+def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    """The system's function; None if it has none."""
     try:
         function = ctypes.CDLL(None).sync_file_range
     except (AttributeError, OSError):
-        return False
+        return None
     function.argtypes = ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
-    return bool(function(descriptor, 0, 0, _SYNC_FILE_RANGE_WRITE) == 0)
+    found: Callable[[int, int, int, int], int] = function
+    return found
