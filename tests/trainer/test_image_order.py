@@ -109,3 +109,10 @@ def test_a_runs_features_make_an_order_to_train_in(tmp_path: Path, capsys: pytes
     train(small_run(tmp_path / "next", steps=2, image_order=tmp_path / "made/order.npy"))
     with pytest.raises(SystemExit):
         main([str(tmp_path / "none"), "--output", str(tmp_path / "other.npy")])
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "order.npy", np.zeros(300))
+    config = small_run(tmp_path / "run", image_order=tmp_path / "order.npy")
+    with pytest.raises(ValueError, match=r"--image-order .*order.npy holds values of type float64 .* give one integer"):
+        classes_of(config, dataset_of(config))

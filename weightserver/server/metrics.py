@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCollector
 
 from weightserver.common.series import Series
@@ -20,6 +18,7 @@ _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.
 _COUNTS = (1, 4, 16, 64, 256, 1024, 4096, 16_384, 65_536, 262_144, 1_048_576, 4_194_304)
 _METHODS = tuple(method.name for method in pb.DESCRIPTOR.services_by_name["WeightServer"].methods)
 _STATUSES = ("OK", "CANCELLED", *(status.name for status in ERROR_OF_STATUS))
+_OPERATIONS = ("fetch", "push", "write_state")
 
 
 class ShardMetrics:
@@ -141,7 +140,9 @@ class RowMetrics:
             ["operation"],
             registry=registry,
         )
-        self._rows, self._bytes = cache(rows.labels), cache(num_bytes.labels)  # saves a fetch 3 µs of look-ups
+        # All exist from the start, for a rate; looking them up in each call would take 3 µs.
+        self._rows = {operation: rows.labels(operation) for operation in _OPERATIONS}
+        self._bytes = {operation: num_bytes.labels(operation) for operation in _OPERATIONS}
         self._duplicates = Counter(
             "weightserver_duplicate_writes", "Repeated writes that were already applied.", registry=registry
         )
@@ -173,8 +174,8 @@ class RowMetrics:
         if duplicate:
             self._duplicates.inc()
         else:
-            self._rows(operation).inc(rows)
-            self._bytes(operation).inc(num_bytes)
+            self._rows[operation].inc(rows)
+            self._bytes[operation].inc(num_bytes)
 
 
 def _stages(kind: str, names: tuple[str, ...], text: str, registry: CollectorRegistry) -> dict[str, Series]:

@@ -140,7 +140,7 @@ def read_labels(path: str | Path) -> Labels:
     except (OSError, ValueError, UserWarning, DeprecationWarning) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
-            f"cannot read labels from {path} ({reason}): give a .npy file of integers, or text of one integer a line"
+            f"cannot read {path} ({reason}): give a .npy file of integers, or text of one integer a line"
         ) from None
     _check_integers(labels, f"{path} holds")
     return labels
@@ -149,7 +149,7 @@ def read_labels(path: str | Path) -> Labels:
 def _check_integers(labels: npt.NDArray[Any], holder: str) -> None:
     if not np.issubdtype(labels.dtype, np.integer) or labels.ndim != 1:
         raise ValueError(
-            f"{holder} labels of type {labels.dtype} and shape {list(labels.shape)}: "
+            f"{holder} values of type {labels.dtype} and shape {list(labels.shape)}: "
             "give one integer for each image, of shape [N]"
         )
 
