@@ -188,9 +188,7 @@ def next_commands(config: TrainConfig) -> list[str]:
         f"python -m trainer --resume --output {run} {length}": config.rows != "dense",
         f"python -m trainer.export encoder {run} --format {_library(config)} --output {run}/exported": has_library,
         f"python -m trainer.evaluate knn --run {run}": config.evaluate and config.encoder.name != "none",
-        f"python -m trainer duplicates {run}": config.rows != "dense"
-        and config.labels is None
-        and config.image_order is None,
+        f"python -m trainer duplicates {run}": config.rows != "dense" and config.labels is None,
     }
     return [command for command, makes_sense in possible.items() if makes_sense][:3]
 

@@ -13,6 +13,7 @@ from tests.helpers.small_run import NUM_IMAGES, PowerLoss, losses, power_loss_at
 from trainer.build import _sampler
 from trainer.classes import classes_of
 from trainer.config import TrainConfig
+from trainer.export.__main__ import main as export_main
 from trainer.loop import dataset_of, train
 from weightserver.core.arrays import Int64Array
 from weightserver.torch import Ranks
@@ -109,6 +110,27 @@ def test_a_runs_features_make_an_order_to_train_in(tmp_path: Path, capsys: pytes
     train(small_run(tmp_path / "next", steps=2, image_order=tmp_path / "made/order.npy"))
     with pytest.raises(SystemExit):
         main([str(tmp_path / "none"), "--output", str(tmp_path / "other.npy")])
+
+
+@pytest.mark.guard  # seconds
+def test_rows_are_those_of_the_images_in_the_file(
+    order: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, images = tmp_path / "run", np.load(order)
+    train(small_run(run, image_order=order, steps=2))
+
+    def export(output: str) -> int | str | None:
+        with pytest.raises(SystemExit) as stopped:
+            export_main(["rows", str(run), "--output", str(tmp_path / output), "--format", "npz"])
+        return stopped.value.code
+
+    assert export("rows") == 0
+    (file,) = (tmp_path / "rows").glob("*.npz")
+    exported = np.load(file)
+    assert np.array_equal(exported["image"], images[exported["row"]])
+    np.save(order, images[::-1])
+    assert export("others") == 1
+    assert f"order.npy is not the order of {run}'s images any more: restore it" in capsys.readouterr().err
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_a_supervised_run_resumes_bit_for_bit_with_its_class_map(
     subprocess.run([sys.executable, "-m", "trainer.export", *exported], check=True, timeout=60)
     command = [sys.executable, "-m", "trainer", "duplicates", str(whole.output)]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert "the run's rows are in an order of its own (--labels, --image-order): give a run without" in refused.stderr
+    assert "the run's rows are those of classes (--labels): give a run without" in refused.stderr
     with np.load(next((tmp_path / "rows").iterdir())) as file:
         assert np.array_equal(file["class"], RowOrder(NUM_CLASSES, 0).images(np.arange(NUM_CLASSES)))
 

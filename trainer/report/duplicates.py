@@ -91,7 +91,7 @@ def find_duplicates(
         DataLossError, ClusterError: without `checkpoint`, the shards hold rows of different times.
     """
     if stored.unit != "image":
-        raise ValueError("the run's rows are in an order of its own (--labels, --image-order): give a run without")
+        raise ValueError("the run's rows are those of classes (--labels): give a run without")
     kept, step = _state(stored, checkpoint)
     found, num_at_limit = _all_pairs(stored, options, kept, step, on_rows)
     most_similar = sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))[: options.most_pairs]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from trainer.classes import classes_in_order
 from trainer.data.packed import PackedImages
 from trainer.run.checkpoint_file import newest_history, saved_steps
 from trainer.run.directory import read_config
@@ -17,7 +18,7 @@ from weightserver import ClientSecurity, LocalCluster, WeightClient
 from weightserver.common.addresses import parse_addresses
 from weightserver.common.atomic_files import to_path
 from weightserver.operations.arguments import add_security_arguments, client_security
-from weightserver.torch import RangesOrder
+from weightserver.torch import ClassOrder, RangesOrder
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class StoredRows:
     """The rows of a run, and the images that they belong to."""
 
     client: WeightClient
-    order: RangesOrder
-    """Row <-> image, or class."""
+    order: RangesOrder | ClassOrder
+    """`images` gives the image, or class, of each row."""
     num_images: int
     """Number of the run's images, or classes; the table may have more rows."""
     unit: Literal["image", "class"] = "image"
@@ -71,13 +72,20 @@ def open_stored_rows(options: argparse.Namespace) -> Iterator[StoredRows]:
         yield StoredRows(client, *_order(run, spec.num_rows, config))
 
 
-def _order(run: Path, num_rows: int, config: dict[str, Any]) -> tuple[RangesOrder, int, Literal["image", "class"]]:
+def _order(
+    run: Path, num_rows: int, config: dict[str, Any]
+) -> tuple[RangesOrder | ClassOrder, int, Literal["image", "class"]]:
     """The order of the run's images, and their number, which may be less than the table's number of rows; or the same
     of its classes, if images share them.
 
     Packed images store their order, which later ranges extend.
     """
     history = newest_history(run / "checkpoints")
+    if history and history.classes and (file := config.get("image_order")):
+        classes = classes_in_order(Path(file), num_rows, config["order_seed"])
+        if classes.digest != history.classes:
+            raise ValueError(f"{file} is not the order of {run}'s images any more: restore it")
+        return classes.order, num_rows, "image"
     if history and history.classes:
         return RangesOrder((num_rows,), config["order_seed"]), num_rows, "class"
     num_images = history.num_images if history else num_rows
