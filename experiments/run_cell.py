@@ -24,7 +24,7 @@ import torch
 
 from experiments.baselines import METHODS, train_baseline
 from experiments.cells import AFTER, PIC, Cell, Evaluation
-from experiments.data import with_data
+from experiments.data import with_data, with_order
 from experiments.files import CELL_FILE, CPU_FILE, EVALUATIONS, RESULT_FILE
 from trainer.config import TrainConfig
 from trainer.evaluate import (
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     with exit_on_error("run_cell"), _alone(directory), _counting_cpu(directory):
         content = json.loads((directory / CELL_FILE).read_text().replace(AFTER, _after(directory)))
         cell = Cell(row="", method=content["method"], settings=content["settings"])
-        config = with_data(replace(_plain(cell.config(content["seed"])), output=directory))
+        config = with_order(with_data(replace(_plain(cell.config(content["seed"])), output=directory)))
         if not (directory / RESULT_FILE).exists():
             _write(directory / RESULT_FILE, _trained(cell, config))
         for each in content["evaluations"]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from experiments.cells import Cell, Claim, Table
 from experiments.tables.common import BASE, WINDOW, in_epoch_order, in_windows, papers
+from trainer.config import TrainConfig
 
 _LENGTHS = {10: (53.3, 60.4), 20: (62.7, 64.8), 40: (66.2, 67.3), 80: (68.5, 69.0), 320: (70.4, 70.8)}
 """Epochs to the paper's numbers in epoch order and in windows, for five times as many epochs."""
@@ -64,6 +67,12 @@ _SHAPES = {
     (1_024, 32): 66.5,
 }
 """W and S to the paper's number, for 128 times as large a window and stride."""
+_SMALLEST: dict[str, Any] = {"window_size": 256, "window_stride": 128}
+_OF_SMALLEST = "W = 256, S = 128"
+_BEGINNINGS: dict[str, dict[str, Any]] = {
+    "rows begin ten times as long": {"init_std": 10 * TrainConfig.init_std},
+    "rows begin at their image's embedding": {"init": "embedding"},
+}
 WINDOWS = Table(
     name="windows",
     title="Window and stride",
@@ -75,6 +84,7 @@ WINDOWS = Table(
     cells=(
         *(in_windows(f"W = {w:,}, S = {s}", window_size=w, window_stride=s) for w, s in _SHAPES),
         in_epoch_order("epoch order"),
+        *(in_windows(f"{_OF_SMALLEST}, {begun}", **_SMALLEST, **settings) for begun, settings in _BEGINNINGS.items()),
     ),
     paper=papers({f"W = {w:,}, S = {s}": number for (w, s), number in _SHAPES.items()} | {"epoch order": 66.2}),
     claims=(
@@ -85,6 +95,14 @@ WINDOWS = Table(
                 not_below=True,
             )
             for w, s in _SHAPES
+        ),
+        *(
+            Claim(
+                text=f"W = 256 with S = 128 loses nothing against epoch order if {begun}",
+                weights={f"{_OF_SMALLEST}, {begun}": 1, "epoch order": -1},
+                not_below=True,
+            )
+            for begun in _BEGINNINGS
         ),
         Claim(
             text="the default window is better than one of a quarter of its size",

@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from experiments.__main__ import main
 from experiments.cells import AFTER, KNN, LINEAR, LOSS, Cell, Evaluation, Table
+from experiments.data import SIMILAR_ORDER
 from experiments.files import LOG_FILE, RESULT_FILE
 from experiments.results import finished, load
 from experiments.run_cell import write_cell
@@ -126,6 +128,18 @@ def test_a_cell_that_fails_is_reported_and_the_others_run(tmp_path: Path) -> Non
     assert "window_size must lie in 1..256" in Path(log).read_text()
     assert finished(tmp_path, short, 0)
     assert not (tmp_path / after.identity(0)).exists()
+
+
+@pytest.mark.guard
+def test_a_cell_trains_in_the_order_of_another_ones_features(tmp_path: Path) -> None:
+    first = Cell(row="first", settings=TINY | {"epochs": 1.0})
+    similar = Cell(row="similar", settings=first.settings | {"image_order": SIMILAR_ORDER}, after=first)
+    made = runner(tmp_path, Table(name="made", title="", cells=(similar,)))
+    made.run()
+    assert made.failed == {}
+    order = tmp_path / first.identity(0) / "order.npy"
+    assert np.array_equal(np.sort(np.load(order)), np.arange(TINY["num_images"]))
+    assert json.loads((tmp_path / similar.identity(0) / "config.json").read_text())["image_order"] == str(order)
 
 
 @pytest.mark.guard
