@@ -1,7 +1,6 @@
-"""The tables' command line: run cells, import finished runs, write the page.
+"""The tables' command line: run cells, write the page.
 
 python -m experiments run [--tables a,b] [--seeds 3] [--directory runs/tables] [--jobs N] [--quick]
-python -m experiments import RUNS [--directory runs/tables]
 python -m experiments page
 """
 
@@ -14,7 +13,6 @@ from pathlib import Path
 
 from experiments import page
 from experiments.cells import Table
-from experiments.importing import import_runs
 from experiments.quick import quick
 from experiments.runner import Runner
 from experiments.tables import TABLES
@@ -38,22 +36,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m experiments", description=(__doc__ or "").splitlines()[0])
-    commands = parser.add_subparsers(required=True, metavar="{run,import,page}")
+    commands = parser.add_subparsers(required=True, metavar="{run,page}")
     run = commands.add_parser("run", help="run the cells that have not finished, and write what they measured")
     run.add_argument("--tables", help=f"names, separated by commas (default: all): {', '.join(TABLES)}")
     run.add_argument("--seeds", type=int, default=3, help="most seeds, for effects that one does not show (default 3)")
     run.add_argument("--jobs", type=int, default=usable_cores(), help="cells at a time, one core each (default: cores)")
     run.add_argument("--quick", action="store_true", help="tiny cells that show only that everything works")
     run.set_defaults(command=_run)
-    importing = commands.add_parser("import", help="take over finished runs of the same settings")
-    importing.add_argument("runs", type=Path, help="folder of run directories")
-    importing.set_defaults(command=_import)
     writing = commands.add_parser("page", help="write docs/results.md and its plots from the results")
     writing.add_argument("--docs", type=Path, default=DOCS, help="folder of the page (default: docs)")
     writing.add_argument("--quick", action="store_true", help="results of tiny cells")
     writing.set_defaults(command=_page)
-    for command in (run, importing):
-        command.add_argument("--directory", type=Path, default=Path("runs/tables"), help="where the runs are kept")
+    run.add_argument("--directory", type=Path, default=Path("runs/tables"), help="where the runs are kept")
     for command in (run, writing):
         command.add_argument("--results", type=Path, default=RESULTS, help="folder of NAME.json of each table")
     return parser
@@ -82,12 +76,6 @@ def _tables(names: str | None, *, is_quick: bool) -> list[Table]:
         raise ValueError(f"--tables has {unknown[0]!r}: give names among {', '.join(TABLES)}")
     tables = [TABLES[name] for name in chosen]
     return [quick(table) for table in tables] if is_quick else tables
-
-
-def _import(options: argparse.Namespace) -> int:
-    for name in import_runs(options.runs, options.directory, list(TABLES.values())):
-        print(name)
-    return 0
 
 
 def _page(options: argparse.Namespace) -> int:

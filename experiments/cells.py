@@ -12,6 +12,8 @@ from trainer.config import PRESETS, TrainConfig
 
 PIC = "pic"
 """The method of cells that this trainer trains; other methods are baselines."""
+PIXELS = "pixels"
+"""The method of cells that evaluate the images themselves, the same for every seed."""
 LINEAR, KNN, LOSS = "linear_top1", "knn_top1", "loss"
 """Names of the measures in a run's summary."""
 AFTER = "{after}"
@@ -107,6 +109,8 @@ class Table:
     claims: tuple[Claim, ...] = ()
     seeds: int = 1
     """Number of seeds to run whatever the effects are."""
+    gives_spread: bool = False
+    """Whether the spread between its seeds stands for that of cells with too few."""
     over_time: bool = False
     """Whether the kNN accuracy during training is drawn over its time. Such cells run alone."""
 

@@ -33,8 +33,7 @@ ResNet-50: effects can be compared, levels cannot.
     make tables-quick   # the same for tiny cells, in ten minutes: shows that everything works
 
 Each cell is a run's directory in runs/tables, with its settings, records and encoder; what the cells measured is in
-[experiments/results](../experiments/results). A repeated command resumes what was interrupted. To take over runs that
-were trained elsewhere with the settings of a cell, give `python -m experiments import` their folder.
+[experiments/results](../experiments/results). A repeated command resumes what was interrupted.
 
 **What is kept equal.** A row that is not active moves by momentum and weight decay alone, so what its correction is
 worth depends on how far weight decay moves it in a run, not on λ; the other settings are compared by their proportions.
@@ -43,10 +42,10 @@ Cells have these settings unless a table says otherwise:
 """
 _RULE = """\
 
-**How effects are judged.** An effect is a difference of means, ± its standard error from the spread between seeds:
-the table's own, or that of all tables if the table has fewer than four degrees of freedom. A gain reproduces if it
-exceeds two standard errors; that nothing is lost reproduces unless a loss exceeds them. Cells have one seed where all
-effects exceed three times the spread, and otherwise up to three.
+**How effects are judged.** An effect is a difference of means, ± its standard error from the spread between seeds of
+the cells that are compared, or, if these have fewer than four degrees of freedom, of the five trials of one run. A gain
+reproduces if it exceeds two standard errors; that nothing is lost reproduces unless a loss exceeds them. Cells have one
+seed where all effects exceed three times the spread, and otherwise up to three.
 """
 
 

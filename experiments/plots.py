@@ -61,7 +61,7 @@ def _draw_curves(curves: Series, path: Path) -> None:
             seconds, means = [float(column) for column in values], [statistics.mean(each) for each in values.values()]
             axis.plot(seconds, means, color=_COLOURS[number % len(_COLOURS)], marker="o", markersize=3, label=row)
         axis.set_xlabel("seconds of training on one core")
-        axis.set_ylabel("kNN top-1 of held-out images (%)")
+        axis.set_ylabel("kNN top-1 of held-out training images (%)")
         axis.legend(frameon=False, loc="lower right")
         _save(figure, path, [curves, {}])
 

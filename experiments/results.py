@@ -6,12 +6,12 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.cells import Cell, Claim, Table
+from experiments.cells import PIXELS, Cell, Claim, Table
 from experiments.files import CPU_FILE, EVALUATIONS, RESULT_FILE
 from trainer.run.directory import METRICS_FILE
 from trainer.run.plot import read_metrics
@@ -25,7 +25,7 @@ _STANDARD_ERRORS = 2.0
 """Standard errors from which an effect counts as shown."""
 _REPRODUCES = "reproduces"
 _LEAST_FREEDOM = 4
-"""Degrees of freedom from which a table's own spread is used."""
+"""Degrees of freedom from which cells' own spread is used."""
 _CLEAR_SPREADS = 3.0
 """Spreads from which an effect needs no further seeds."""
 
@@ -82,24 +82,28 @@ class Results:
         found = self.runs.get(cell, {})
         return [found[seed]["measures"][measure] for seed in sorted(found) if measure in found[seed]["measures"]]
 
-    def groups(self, measure: str) -> dict[str, list[float]]:
-        """What each cell's runs measured, by the first run's id: the same for a cell that is in several tables."""
-        found = {cell.name: self.values(cell.name, measure) for cell in self.table.cells}
+    def groups(self, measure: str, cells: Collection[str] | None = None) -> dict[str, list[float]]:
+        """What the runs of the named cells, or all, measured, by the first run's id: the same for a cell that is in
+        several tables. Raw pixels are left out, which no seed changes."""
+        names = [cell.name for cell in self.table.cells if cell.method != PIXELS and (not cells or cell.name in cells)]
+        found = {name: self.values(name, measure) for name in names}
         return {min(run["id"] for run in self.runs[name].values()): values for name, values in found.items() if values}
 
 
-def spread(results: Results, everything: Sequence[Results], measure: str) -> float:
-    """Standard deviation between seeds of one cell, pooled over the table's cells; NaN if it is unknown.
+def spread(
+    results: Results, everything: Sequence[Results], measure: str, cells: Collection[str] | None = None
+) -> float:
+    """Standard deviation between seeds of one cell, pooled over the named cells of a table, or all; NaN if unknown.
 
-    A table with too few seeds has the standard deviation pooled over the cells of all tables.
+    If these have too few seeds, it is that of the table that gives the spread, or else of the cells of all tables.
     """
-    own, freedom = pooled(results.groups(measure).values())
-    if freedom >= _LEAST_FREEDOM:
-        return own
-    groups: dict[str, list[float]] = {}
-    for each in everything:
-        groups |= each.groups(measure)
-    return pooled(groups.values())[0]
+    others = [each.groups(measure) for each in everything if each.table.gives_spread]
+    for groups in (results.groups(measure, cells), *others):
+        own, freedom = pooled(groups.values())
+        if freedom >= _LEAST_FREEDOM:
+            return own
+    every = {key: group for each in everything for key, group in each.groups(measure).items()}
+    return pooled(every.values())[0]
 
 
 def pooled(groups: Iterable[Sequence[float]]) -> tuple[float, int]:
@@ -187,7 +191,7 @@ def verdict(claim: Claim, results: Results, everything: Sequence[Results]) -> Ve
     if not all(values.values()):
         return None
     effect = sum(weight * statistics.mean(values[name]) for name, weight in claim.weights.items())
-    error = spread(results, everything, claim.measure) * math.sqrt(
+    error = spread(results, everything, claim.measure, claim.weights) * math.sqrt(
         sum(weight**2 / len(values[name]) for name, weight in claim.weights.items())
     )
     papers = [results.table.paper.get(name, {}).get(claim.measure) for name in claim.weights]
@@ -211,7 +215,7 @@ def settled(results: Results, everything: Sequence[Results]) -> bool:
     """Whether all claims can be judged without further seeds: effects of at least three spreads."""
     for claim in results.table.claims:
         found = verdict(claim, results, everything)
-        clear = _CLEAR_SPREADS * spread(results, everything, claim.measure)
+        clear = _CLEAR_SPREADS * spread(results, everything, claim.measure, claim.weights)
         if found is None or not abs(found.effect) >= clear:  # also if the spread is not known
             return False
     return bool(results.table.claims)

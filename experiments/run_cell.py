@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from experiments.baselines import METHODS, train_baseline
-from experiments.cells import AFTER, PIC, Cell, Evaluation
+from experiments.cells import AFTER, PIC, PIXELS, Cell, Evaluation
 from experiments.data import with_data, with_order
 from experiments.files import CELL_FILE, CPU_FILE, EVALUATIONS, RESULT_FILE
 from trainer.config import TrainConfig
@@ -120,7 +120,7 @@ def _trained(cell: Cell, config: TrainConfig) -> dict[str, Any]:
 def _features(method: str, config: TrainConfig) -> FeatureSet:
     """Features of the images that the encoder was trained on: probes have no other labels, as in the paper."""
     images = dataset_of(config)
-    if method == "pixels":
+    if method == PIXELS:
         return pixel_features(images)
     if method == "untrained":
         scaled = with_pixel_scale(config, images, Ranks()).encoder

@@ -109,7 +109,7 @@ def _build(
         sampler=sampler,
         views=views_of_steps(own_views, dataset, sampler, ranks, steps, stack),
         recorder=recorder,
-        knn=KnnProbe(model, dataset, ranks, seed=config.seed, fraction=config.knn_fraction)
+        knn=KnnProbe(model, dataset.evaluated, ranks, seed=config.seed, fraction=config.knn_fraction)
         if config.knn_every
         else None,
         knn_steps=config.knn_every * num_images * config.views / (config.batch_size * method.num_views),

@@ -15,6 +15,7 @@ from typing import Any
 from experiments.baselines.loop import train_method
 from experiments.baselines.methods import Diet, MemoryBank, Method, MoCoV2, SimCLR, Supervised
 from experiments.baselines.state import identify
+from experiments.cells import PIXELS
 from trainer.config import TrainConfig
 from trainer.data import Dataset
 from trainer.evaluate import FeatureSet, encoder_features, evaluate_features, pixel_features, untrained_encoder
@@ -34,7 +35,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "supervised": Supervised,
 }
 """Methods that are trained."""
-REFERENCES = ("untrained", "pixels")
+REFERENCES = ("untrained", PIXELS)
 """What is evaluated without training: the encoder as it starts, and raw pixels."""
 
 

@@ -50,7 +50,8 @@ SALIENCY = Table(
     source="Figure 3",
     text=(
         "Similarity of the encoder's saliency maps of the test images to those of an encoder trained on the labels, "
-        "and of random maps to the latter."
+        "of random maps to the latter, and of maps of different images. Our maps have 16 "
+        "positions, the paper's 49. Uniform noise is 0.75 similar to a flat map."
     ),
     cells=(
         Cell(
@@ -62,7 +63,11 @@ SALIENCY = Table(
             after=_SUPERVISED,
         ),
     ),
-    measures={"saliency.similarity": "similarity", "saliency.random": "random maps"},
+    measures={
+        "saliency.similarity": "similarity",
+        "saliency.random": "random maps",
+        "saliency.similarities.other_image": "another image's",
+    },
     paper={"sliding window": {"saliency.similarity": 0.762, "saliency.random": 0.140}},
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.cells import PIC, Cell, Claim, Table
+from experiments.cells import PIC, PIXELS, Cell, Claim, Table
 from experiments.data import GLYPHS as RENDERED
 from experiments.glyphs import CHARACTERS, SIDE, SPLITS
 
@@ -36,11 +36,11 @@ GLYPHS = Table(
     title="Characters in colour",
     text=(
         f"{_IMAGES:,} images of {SIDE} × {SIDE} pixels, rendered from fonts by `python -m experiments.glyphs`: "
-        f"{len(CHARACTERS)} classes, and {_TESTS:,} test images whose fonts no training image has. Proportions are "
-        f"about those above, at twice the batch: B = {_BASE['batch_size']}, K = {_BASE['num_negatives']:,}, "
-        f"W = {_WINDOW['window_size']:,}, S = {_WINDOW['window_stride']}, λ = {_BASE['weight_decay']:g}, "
-        f"{_EPOCHS:g} epochs. Images are not flipped, since mirrored characters are others. SimCLR and MoCo v2 have "
-        "two views and half of the epochs."
+        f"{len(CHARACTERS)} classes, and {_TESTS:,} test images whose fonts no training image has. W / N, K / N, K / B "
+        f"and λ · Σ η are about those above, at twice the batch and for fewer epochs: B = {_BASE['batch_size']}, "
+        f"K = {_BASE['num_negatives']:,}, W = {_WINDOW['window_size']:,}, S = {_WINDOW['window_stride']}, "
+        f"λ = {_BASE['weight_decay']:g}, {_EPOCHS:g} epochs. Images are not flipped, since mirrored characters are "
+        "others. SimCLR and MoCo v2 have two views and half of the epochs."
     ),
     cells=(
         Cell(row=_OURS, settings=_BASE | _WINDOW),
@@ -51,7 +51,7 @@ GLYPHS = Table(
         _in_epoch_order("MoCo v2", "mocov2", epochs=_EPOCHS / 2, views=2),
         _in_epoch_order("supervised", "supervised"),
         _in_epoch_order("untrained encoder", "untrained"),
-        _in_epoch_order("raw pixels", "pixels"),
+        _in_epoch_order("raw pixels", PIXELS),
     ),
     claims=(
         Claim(

@@ -23,7 +23,8 @@ NEGATIVES = Table(
         "of a gap; the paper reports one line with correction. With K far above B the encoder "
         "collapses for most of such short runs: its embeddings become one direction, which turns away from the newest "
         "rows. A visit turns our short rows much further than the paper's (see the table above), so that all rows of "
-        "the first epoch point the same way. Rows that begin ten times as long (σ = 0.1) turn by a hundredth of that."
+        "the first epoch point the same way. Rows that begin ten times as long (σ = 0.1) turn by a hundredth of that. "
+        "Comparisons of large K are therefore made with such rows."
     ),
     cells=(
         *(
@@ -36,17 +37,23 @@ NEGATIVES = Table(
             in_epoch_order(_LONGER, f"K = {number:,}", num_negatives=number, init_std=_TEN_TIMES)
             for number in (*_NEGATIVES, IMAGES)
         ),
-        in_epoch_order(_LONGER_WITHOUT, "K = 4,096", num_negatives=4_096, correction="none", init_std=_TEN_TIMES),
+        *(
+            in_epoch_order(
+                _LONGER_WITHOUT, f"K = {number:,}", num_negatives=number, correction="none", init_std=_TEN_TIMES
+            )
+            for number in (128, 4_096)
+        ),
     ),
     paper=papers(
         {
-            "with correction, K = 128": 65.5,
-            "with correction, K = 1,024": 66.0,
-            "with correction, K = 4,096": 66.1,
-            f"with correction, {_FULL}": 66.2,
-            "without correction, K = 128": 56.8,
-            "without correction, K = 1,024": 61.0,
-            "without correction, K = 4,096": 61.6,
+            f"{row}, K = {number:,}": accuracy
+            for rows, numbers in (
+                ((_CORRECTIONS["exact"], _LONGER), {128: 65.5, 1_024: 66.0, 4_096: 66.1, IMAGES: 66.2}),
+                ((_CORRECTIONS["none"],), {128: 56.8, 1_024: 61.0, 4_096: 61.6}),
+                ((_LONGER_WITHOUT,), {128: 56.8, 4_096: 61.6}),
+            )
+            for row in rows
+            for number, accuracy in numbers.items()
         }
     ),
     claims=(
@@ -59,20 +66,6 @@ NEGATIVES = Table(
             weights={"with correction, K = 4,096": 1, "without correction, K = 4,096": -1},
         ),
         Claim(
-            text="the correction gains more at K = B than at K = 4,096",
-            weights={
-                "with correction, K = 128": 1,
-                "without correction, K = 128": -1,
-                "with correction, K = 4,096": -1,
-                "without correction, K = 4,096": 1,
-            },
-        ),
-        Claim(
-            text="with correction, K = B loses nothing against all images",
-            weights={"with correction, K = 128": 1, f"with correction, {_FULL}": -1},
-            not_below=True,
-        ),
-        Claim(
             text="with rows that begin ten times as long, K = B loses nothing against all images",
             weights={f"{_LONGER}, K = 128": 1, f"{_LONGER}, {_FULL}": -1},
             not_below=True,
@@ -80,6 +73,15 @@ NEGATIVES = Table(
         Claim(
             text="with rows that begin ten times as long, the correction raises accuracy at K = 4,096",
             weights={f"{_LONGER}, K = 4,096": 1, f"{_LONGER_WITHOUT}, K = 4,096": -1},
+        ),
+        Claim(
+            text="with rows that begin ten times as long, the correction gains more at K = B than at K = 4,096",
+            weights={
+                f"{_LONGER}, K = 128": 1,
+                f"{_LONGER_WITHOUT}, K = 128": -1,
+                f"{_LONGER}, K = 4,096": -1,
+                f"{_LONGER_WITHOUT}, K = 4,096": 1,
+            },
         ),
         Claim(
             text="each step's own learning rate in the correction loses nothing against the paper's formula at K = B",

@@ -164,7 +164,6 @@ def test_cells_whose_time_is_taken_run_alone(tmp_path: Path, capsys: pytest.Capt
     [
         (["run", "--tables", "negatives,lenghts"], "--tables has 'lenghts': give names among negatives, lengths"),
         (["run", "--jobs", "0"], "--seeds is 3 and --jobs is 0: give at least 1"),
-        (["import", "/does/not/exist"], "/does/not/exist is not a folder"),
     ],
 )
 def test_bad_options_are_refused_in_one_line(

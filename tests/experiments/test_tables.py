@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from experiments.baselines import METHODS, REFERENCES
-from experiments.cells import AFTER, LINEAR, PIC, Cell, Claim, Evaluation, Table
+from experiments.cells import AFTER, LINEAR, PIC, PIXELS, Cell, Claim, Evaluation, Table
 from experiments.data import num_images
-from experiments.importing import import_runs
 from experiments.quick import quick
 from experiments.results import Results, collect, load, pooled, settled, spread, verdict
 from experiments.runner import plan
@@ -144,6 +143,21 @@ def test_the_spread_is_that_of_all_tables_if_a_table_has_few_seeds() -> None:
     assert spread(of_few, [of_few, of_many, of_many], LINEAR) == pytest.approx(math.sqrt(14 / 5)), "each run once"
 
 
+def test_the_spread_is_that_of_the_cells_compared_or_of_the_trials() -> None:
+    """A cell of the same table whose runs fail differently changes no other comparison; raw pixels have no spread."""
+    made = table(Cell(row="a"), Cell(row="b"), Cell(row="wild"), Cell(row="few"), Cell(row="pixels", method=PIXELS))
+    found = results(
+        made, a=[1.0, 2.0, 3.0], b=[5.0, 6.0, 7.0], wild=[0.0, 50.0, 90.0], few=[4.0], pixels=[8.0, 8.0, 8.0]
+    )
+    assert spread(found, [found], LINEAR, ["a", "b"]) == 1
+    trials = Table(name="trials", title="", cells=(Cell(row="c"),), gives_spread=True)
+    of_trials = results(trials, c=[1.0, 5.0, 5.0, 9.0, 5.0])
+    assert spread(found, [found, of_trials], LINEAR, ["a", "few"]) == pytest.approx(math.sqrt(8))
+    of_too_few = results(trials, c=[1.0, 5.0])
+    assert spread(found, [found, of_too_few], LINEAR, ["a", "few"]) > 20, "all cells of all tables"
+    assert pooled(found.groups(LINEAR, ["a", "pixels"]).values()) == (1, 2)
+
+
 @pytest.mark.parametrize(
     ("effect", "not_below", "word"),
     [
@@ -214,35 +228,6 @@ def test_runs_of_other_machines_are_kept(tmp_path: Path) -> None:
     collect(tmp_path / "one", tmp_path / "made.json", table(cell), seeds=2)
     found = collect(tmp_path / "two", tmp_path / "made.json", table(cell), seeds=2)
     assert found.values("a", LINEAR) == [80.0, 81.0]
-
-
-def test_finished_runs_of_equal_settings_are_imported(tmp_path: Path) -> None:
-    first, second = TABLES["beginnings"].cells[:2]
-    for number, (cell, seed) in enumerate(((first, 0), (second, 1))):
-        run = tmp_path / "runs" / f"{number}-{seed}"
-        run.mkdir(parents=True)
-        settings = json.loads(cell.config(seed).to_json())
-        settings["encoder"] |= {"pixel_mean": [0.3], "pixel_std": [0.2]}  # measured by the run
-        settings |= {"checkpoint_every": 7, "output": "elsewhere"}
-        del settings["negatives"]  # as in a version that did not have it
-        (run / "config.json").write_text(json.dumps(settings))
-        (run / "summary.json").write_text(json.dumps({"linear_top1": 80.0 + number}))
-    other = tmp_path / "runs" / "other"
-    other.mkdir()
-    (other / "config.json").write_text(json.dumps(settings | {"weight_decay": 0.5}))
-    (other / "summary.json").write_text("{}")
-    made = TABLES["beginnings"]
-    assert len(list(import_runs(tmp_path / "runs", tmp_path / "taken", [made]))) == 2
-    timed = replace(made, over_time=True)  # nobody knows what else those machines did
-    assert not list(import_runs(tmp_path / "runs", tmp_path / "timed", [timed]))
-    found = collect(tmp_path / "taken", tmp_path / "made.json", made, seeds=3)
-    assert found.values(first.name, LINEAR) == [80.0]
-    assert found.values(second.name, LINEAR) == [81.0]
-
-
-def test_runs_are_imported_from_a_folder_only(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not a folder"):
-        list(import_runs(tmp_path / "none", tmp_path, []))
 
 
 def test_every_method_is_known() -> None:
