@@ -1,9 +1,9 @@
-"""Counts the bytes that a step moves between trainer and servers on the loopback interface, by row store.
+"""Counts the bytes that a step moves between trainer and servers, and the servers' processor time, by row store.
 
 python -m benchmarks.wire [--steps 1024] [--output benchmarks/results]
 
 The paper's settings (B 512, K 65,536, W 131,072, S 16,384, D 128), N = 1,281,167 as in ImageNet-1K, two shards on this
-machine and no other use of the loopback interface. Gradients are random: the bytes do not depend on them. The
+machine and no other use of its loopback interface. Gradients are random: the bytes do not depend on them. The
 resident store is measured over whole windows from the third on, when as many rows leave as enter.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 
 from benchmarks.measure import draw_bars, timing, write_results
@@ -32,10 +33,16 @@ def loopback_bytes() -> int:
     return int(Path("/sys/class/net/lo/statistics/tx_bytes").read_text())
 
 
+def processor_seconds(cluster: LocalCluster) -> float:
+    """What the shards' processes have used."""
+    used = [psutil.Process(process.pid).cpu_times() for process in cluster.processes]
+    return sum(each.user + each.system for each in used)
+
+
 def measure(
     make_store: Callable[[WeightClient, np.ndarray], RowStore], *, warm_up: int, steps: int
 ) -> dict[str, float]:
-    """Bytes and seconds per step over the `steps` after the first `warm_up`."""
+    """Bytes, seconds and the servers' processor seconds per step over the `steps` after the first `warm_up`."""
     rates = np.full(warm_up + steps, 0.06, np.float32)
     schedule = VisitSchedule(num_rows=SPEC.num_rows, window_size=WINDOW_SIZE, window_stride=WINDOW_STRIDE, seed=0)
     recent = RecentRows(schedule, num_active=NUM_ACTIVE, batch_size=BATCH_SIZE)
@@ -46,9 +53,10 @@ def measure(
         client.open_session("benchmark")
         store = make_store(client, rates)
         seconds = []
-        before = loopback_bytes()
+        before, used_before = loopback_bytes(), 0.0
         for step, active in enumerate(announced(recent.active, store, range(len(rates)))):
             if step == warm_up:
+                used_before = processor_seconds(cluster)
                 before, rows_before = loopback_bytes(), store.counters.fetched_rows + store.counters.pushed_rows
             started = time.perf_counter()
             store.weights(active.rows, step=step)
@@ -56,7 +64,7 @@ def measure(
             seconds.append(time.perf_counter() - started)
         if isinstance(store, RemoteRows):
             store.flush()  # the last push
-        moved = loopback_bytes() - before
+        moved, used = loopback_bytes() - before, processor_seconds(cluster) - used_before
         rows = store.counters.fetched_rows + store.counters.pushed_rows - rows_before
         wait = store.counters.wait_seconds
         store.close()
@@ -67,6 +75,7 @@ def measure(
         "step_seconds": step_time.p50,
         "step_seconds_p90": step_time.p90,
         "wait_seconds": wait,
+        "server_seconds": used / steps,
     }
 
 
@@ -97,12 +106,12 @@ def main() -> None:
         f"Remote rows move {ratio:,.0f} times the bytes of resident ones. The arithmetic: 2·K·D·4 bytes a step against",
         "2·B·S/W rows of weight, momentum buffer and last step.",
         "",
-        "| rows | bytes on the wire, a step | rows, a step | rows' part of a step |",
-        "|---|---|---|---|",
+        "| rows | bytes on the wire, a step | rows, a step | rows' part of a step | servers' processor time, a step |",
+        "|---|---|---|---|---|",
     ]
     lines += [
         f"| {name} | {values['bytes_per_step']:,.0f} | {values['rows_per_step']:,.1f} | "
-        f"{1e3 * values['step_seconds']:.1f} ms |"
+        f"{1e3 * values['step_seconds']:.1f} ms | {1e3 * values['server_seconds']:.1f} ms |"
         for name, values in results.items()
     ]
     write_results(
