@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from experiments.cells import LOSS, Cell, Table
+from experiments.cells import LOSS, Cell, Claim, Table
 from experiments.plots import draw
 from experiments.results import Results, Verdict, load, spread, verdict
 from experiments.tables.common import BASE, WINDOW
@@ -62,7 +62,7 @@ def write(tables: Sequence[Table], results: Path, docs: Path) -> None:
 
 def text_of(everything: Sequence[Results]) -> str:
     """The page in Markdown."""
-    parts = [_HEAD, *_proportions(), _RULE]
+    parts = [_HEAD, *_proportions(), _RULE, *_summary(everything)]
     for results in everything:
         if _has_runs(results):
             parts.append("\n" + "\n".join(_section(results, everything)) + "\n")
@@ -118,6 +118,24 @@ def _first_turn(config: TrainConfig) -> float:
     return step / (config.temperature * config.batch_size * config.dim * config.init_std**2)
 
 
+def _summary(everything: Sequence[Results]) -> Iterator[str]:
+    """A line for each table with effects that are judged: how many reproduce, and which do not."""
+    lines = []
+    for results in everything:
+        judged = [(claim, found) for claim, found in _verdicts(results, everything) if found is not None]
+        others = [claim.text for claim, found in judged if not found.reproduces]
+        if judged:
+            shown = f"{len(judged) - len(others)} of {len(judged)}"
+            lines.append(f"| {_titled(results.table)} | {shown} | {'; '.join(others)} |\n")
+    if lines:
+        yield "\n| | effects that reproduce | those that do not |\n|---|---|---|\n"
+        yield from lines
+
+
+def _verdicts(results: Results, everything: Sequence[Results]) -> list[tuple[Claim, Verdict | None]]:
+    return [(claim, verdict(claim, results, everything)) for claim in results.table.claims]
+
+
 def _section(results: Results, everything: Sequence[Results]) -> Iterator[str]:
     table = results.table
     yield f"## {_titled(table)}\n"
@@ -125,10 +143,10 @@ def _section(results: Results, everything: Sequence[Results]) -> Iterator[str]:
         yield f"{table.text}\n"
     yield from _grid(results) if table.is_grid else _rows(results)
     yield ""
-    verdicts = [(claim, verdict(claim, results, everything)) for claim in table.claims]
-    judged = [(claim, found) for claim, found in verdicts if found is not None]
+    verdicts = _verdicts(results, everything)
+    judged = [found for _, found in verdicts if found is not None]
     if judged:
-        reproduced = sum(found.reproduces for _, found in judged)
+        reproduced = sum(found.reproduces for found in judged)
         between = spread(results, everything, next(iter(table.measures)))
         shown = "" if math.isnan(between) else f" The spread between seeds is {between:.2f}."
         yield f"**{reproduced} of {len(judged)} effects reproduce.**{shown}\n"
