@@ -3,19 +3,19 @@
 python -m benchmarks.readers [--rounds 20] [--output benchmarks/results]
 
 Each client is a process of its own, as is each shard. In a round all clients fetch 65,536 neighbouring rows each
-(D = 128, 32 MiB), corrected over gaps of up to 300 steps; then the same number of clients takes as many bytes from as
-many bare servers. A round ends with its last client.
+(D = 128, 32 MiB), corrected over 300 different gaps of at most 400 steps; then the same number of clients takes as many
+bytes from as many bare servers. A round ends with its last client.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 
 import grpc
@@ -30,7 +30,7 @@ COUNTS = (1, 2, 4)
 """Of shards, and of clients."""
 NUM_ROWS, DIM = 65_536, 128
 NUM_BYTES = 4 * DIM * NUM_ROWS
-_STEP = 20_000
+_FIRST_STEP, _NUM_STEPS = 300, 20_000
 _WRITTEN_AT_ONCE = 1 << 15
 _DEADLINE_SECONDS = 60
 
@@ -39,7 +39,7 @@ def fill(client: WeightClient) -> None:
     """Stores the rows of all clients, whose last updates spread over 300 steps."""
     num_rows = NUM_ROWS * max(COUNTS)
     client.create_table(TableSpec(num_rows=num_rows, dim=DIM))
-    client.extend_schedule(0, np.linspace(0.06, 0, _STEP, dtype=np.float32))
+    client.extend_schedule(0, np.linspace(0.06, 0, _NUM_STEPS, dtype=np.float32))
     client.open_session("benchmark")
     generator = np.random.default_rng(1)
     for start in range(0, num_rows, _WRITTEN_AT_ONCE):
@@ -63,7 +63,8 @@ def read(kind: str, addresses: list[str], number: int) -> None:
 def _fetch(stack: ExitStack, addresses: list[str], number: int) -> Callable[[], object]:
     client = stack.enter_context(WeightClient(addresses))
     rows = np.arange(number * NUM_ROWS, (number + 1) * NUM_ROWS, dtype=np.int64)
-    return partial(client.fetch, rows, step=_STEP, out=np.empty((NUM_ROWS, DIM), np.float32))
+    out, steps = np.empty((NUM_ROWS, DIM), np.float32), itertools.count(_FIRST_STEP)
+    return lambda: client.fetch(rows, step=next(steps), out=out)  # a new step, as in training: new products
 
 
 def _take_streams(stack: ExitStack, addresses: list[str]) -> Callable[[], object]:

@@ -6,10 +6,11 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 from experiments.cells import LOSS, Cell, Claim, Table
 from experiments.plots import draw
-from experiments.results import Results, Verdict, load, spread, verdict
+from experiments.results import Results, Verdict, load, verdict
 from experiments.tables.common import BASE, WINDOW
 from trainer.config import PRESETS, TrainConfig
 from trainer.schedule import learning_rates
@@ -43,9 +44,10 @@ Cells have these settings unless a table says otherwise:
 _RULE = """\
 
 **How effects are judged.** An effect is a difference of means, ± its standard error from the spread between seeds of
-the cells that are compared, or, if these have fewer than four degrees of freedom, of the five trials of one run. A gain
-reproduces if it exceeds two standard errors; that nothing is lost reproduces unless a loss exceeds them. Cells have one
-seed where all effects exceed three times the spread, and otherwise up to three.
+the cells that are compared, or, if these have fewer than four degrees of freedom, of five trials each of two runs, or,
+until these have been made, of the cells of all tables. A gain reproduces if it exceeds two standard errors; that
+nothing is lost reproduces unless a loss exceeds them. Cells have one seed where all effects exceed three times the
+spread, and otherwise up to three.
 """
 
 
@@ -122,8 +124,8 @@ def _summary(everything: Sequence[Results]) -> Iterator[str]:
     """A line for each table with effects that are judged: how many reproduce, and which do not."""
     lines = []
     for results in everything:
-        judged = [(claim, found) for claim, found in _verdicts(results, everything) if found is not None]
-        others = [claim.text for claim, found in judged if not found.reproduces]
+        judged = [(claim.text, found) for claim, found in _verdicts(results, everything) if _is_judged(found)]
+        others = [text for text, found in judged if not found.reproduces]
         if judged:
             shown = f"{len(judged) - len(others)} of {len(judged)}"
             lines.append(f"| {_titled(results.table)} | {shown} | {'; '.join(others)} |\n")
@@ -136,6 +138,10 @@ def _verdicts(results: Results, everything: Sequence[Results]) -> list[tuple[Cla
     return [(claim, verdict(claim, results, everything)) for claim in results.table.claims]
 
 
+def _is_judged(found: Verdict | None) -> TypeGuard[Verdict]:
+    return found is not None and not math.isnan(found.error)
+
+
 def _section(results: Results, everything: Sequence[Results]) -> Iterator[str]:
     table = results.table
     yield f"## {_titled(table)}\n"
@@ -144,12 +150,10 @@ def _section(results: Results, everything: Sequence[Results]) -> Iterator[str]:
     yield from _grid(results) if table.is_grid else _rows(results)
     yield ""
     verdicts = _verdicts(results, everything)
-    judged = [found for _, found in verdicts if found is not None]
+    judged = [found for _, found in verdicts if _is_judged(found)]
     if judged:
         reproduced = sum(found.reproduces for found in judged)
-        between = spread(results, everything, next(iter(table.measures)))
-        shown = "" if math.isnan(between) else f" The spread between seeds is {between:.2f}."
-        yield f"**{reproduced} of {len(judged)} effects reproduce.**{shown}\n"
+        yield f"**{reproduced} of {len(judged)} effects reproduce.**\n"
     for claim, found in verdicts:
         outcome = "not run yet" if found is None else _outcome(found)
         yield f"- {claim.text[0].upper()}{claim.text[1:]}: {outcome}"

@@ -26,8 +26,8 @@ _STANDARD_ERRORS = 2.0
 _REPRODUCES = "reproduces"
 _LEAST_FREEDOM = 4
 """Degrees of freedom from which cells' own spread is used."""
-_CLEAR_SPREADS = 3.0
-"""Spreads from which an effect needs no further seeds."""
+_CLEAR_ERRORS = 3.0 / math.sqrt(2)
+"""Standard errors from which an effect needs no further seeds."""
 
 
 def finished(directory: Path, cell: Cell, seed: int) -> bool:
@@ -212,10 +212,10 @@ def _word(effect: float, error: float, *, not_below: bool) -> str:
 
 
 def settled(results: Results, everything: Sequence[Results]) -> bool:
-    """Whether all claims can be judged without further seeds: effects of at least three spreads."""
+    """Whether all claims can be judged without further seeds: an effect between two cells of one seed is at least three
+    spreads, and others are as many standard errors."""
     for claim in results.table.claims:
         found = verdict(claim, results, everything)
-        clear = _CLEAR_SPREADS * spread(results, everything, claim.measure, claim.weights)
-        if found is None or not abs(found.effect) >= clear:  # also if the spread is not known
+        if found is None or not abs(found.effect) >= _CLEAR_ERRORS * found.error:  # also if the error is not known
             return False
     return bool(results.table.claims)

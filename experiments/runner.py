@@ -37,18 +37,21 @@ class Job:
         return self.cell.identity(self.seed)
 
 
-def plan(everything: Sequence[Results], most_seeds: int) -> list[Job]:
+def plan(everything: Sequence[Results], most_seeds: int, others: Sequence[Results] = ()) -> list[Job]:
     """The runs that the tables lack, each after the run that it continues, in the order of their value.
+
+    `others` are results of other tables, which say what the spread between seeds is.
 
     Seeds come one after another, each over all tables. After the first seed, or the number that a table needs anyway,
     only tables have further ones whose effects are not clear yet.
     """
+    judged_by = [*everything, *others]
     jobs: dict[tuple[str, ...], Job] = {}
     for seed in range(max(most_seeds, *(results.table.seeds for results in everything))):
         wanted = [
             results
             for results in everything
-            if seed < results.table.seeds or (seed < most_seeds and (seed == 0 or not settled(results, everything)))
+            if seed < results.table.seeds or (seed < most_seeds and (seed == 0 or not settled(results, judged_by)))
         ]
         cells = [
             cell for results in wanted for cell in results.table.cells if seed not in results.runs.get(cell.name, {})
@@ -70,6 +73,8 @@ class Runner:
     """Runs the cells of tables; each table's results go to results/NAME.json."""
 
     tables: Sequence[Table]
+    others: Sequence[Table] = ()
+    """Tables whose results give the spread between seeds; none of their cells is run."""
     most_seeds: int
     directory: Path
     results: Path
@@ -108,9 +113,11 @@ class Runner:
 
     def _next(self) -> Job | None:
         """The first run of the plan that is neither finished nor running, and whose previous cell has finished."""
-        everything = [load(self._file(table), table) for table in self.tables]
+        everything, others = (
+            [load(self._file(table), table) for table in tables] for tables in (self.tables, self.others)
+        )
         busy = {job.identity for job in self._running}
-        for job in plan(everything, self.most_seeds):
+        for job in plan(everything, self.most_seeds, others):
             after = job.cell.after
             ready = after is None or finished(self.directory, after, job.seed)
             done = finished(self.directory, job.cell, job.seed)

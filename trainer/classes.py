@@ -38,7 +38,10 @@ def classes_of(config: SamplingConfig, dataset: Dataset) -> RunClasses:
         ValueError: a data set without labels, or a class map or an order that is not one for its images.
     """
     if config.image_order is not None:
-        return classes_in_order(config.image_order, len(dataset.train_images), config.order_seed)
+        try:
+            return classes_in_order(config.image_order, len(dataset.train_images), config.order_seed)
+        except ValueError as error:
+            raise ValueError(f"--image-order {config.image_order}: {error}") from None
     if config.labels is None:
         order = dataset.order(config.order_seed)
         return RunClasses(order, order)
@@ -67,12 +70,9 @@ def classes_in_order(file: Path, num_images: int, order_seed: int) -> RunClasses
     Raises:
         ValueError: the file cannot be read, or holds no order of as many images.
     """
-    try:
-        images = read_labels(file)
-        if not np.array_equal(np.sort(images), np.arange(num_images)):
-            raise ValueError(f"it is no order of {num_images} images: give each number of 0..{num_images - 1} once")
-    except ValueError as error:
-        raise ValueError(f"--image-order {file}: {error}") from None
+    images = read_labels(file)
+    if not np.array_equal(np.sort(images), np.arange(num_images)):
+        raise ValueError(f"it is no order of {num_images} images: give each number of 0..{num_images - 1} once")
     rows = RangesOrder([num_images], order_seed)
     classes = np.empty(num_images, np.int64)
     classes[images] = rows.images(np.arange(num_images))

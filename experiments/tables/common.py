@@ -22,7 +22,7 @@ ONE_PERCENT, TEN_PERCENT = (
     )
     for percent, epochs in ((1, 30), (10, 20))
 )
-"""In 560 and 3,740 updates, as in the paper's 500 and 10,000; its batches and epochs would be 20 and 460 here."""
+"""In 540 and 3,740 updates, as in the paper's 500 and 10,000; its batches and epochs would be 20 and 460 here."""
 SUPERVISED: dict[str, Any] = BASE | EPOCH_ORDER | {"labels": "classes", "num_negatives": 10}
 """Classification by the ten labels, with this trainer."""
 

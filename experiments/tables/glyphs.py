@@ -70,4 +70,5 @@ GLYPHS = Table(
         Claim(text="PIC is better than an untrained encoder", weights={_OURS: 1, "untrained encoder": -1}),
         Claim(text="training on the labels is better than PIC", weights={"supervised": 1, _OURS: -1}),
     ),
+    seeds=3,
 )

@@ -24,7 +24,7 @@ NEGATIVES = Table(
         "collapses for most of such short runs: its embeddings become one direction, which turns away from the newest "
         "rows. A visit turns our short rows much further than the paper's (see the table above), so that all rows of "
         "the first epoch point the same way. Rows that begin ten times as long (σ = 0.1) turn by a hundredth of that. "
-        "Comparisons of large K are therefore made with such rows."
+        "Large K is therefore compared with such rows, too."
     ),
     cells=(
         *(

@@ -123,6 +123,15 @@ def test_a_table_whose_effects_are_clear_has_no_further_seeds() -> None:
         jobs = plan([found, of_trials], 3)
         assert {job.seed for job in jobs if job.cell.row == "a"} == seeds
     assert not settled(results(made, a=[90.0], b=[80.0]), []), "no spread is known"
+    clear = results(made, a=[83.1], b=[80.0])
+    assert {job.seed for job in plan([clear], 3, [of_trials]) if job.cell.row == "a"} == set(), "of a table not run"
+    four = table(
+        *(Cell(row=name) for name in "abcd"),
+        claims=(Claim(text="", weights={"a": 1, "b": -1, "c": -1, "d": 1}),),
+    )
+    for effect, expected in ((4.1, False), (4.3, True)):  # 3 · √2 spreads
+        found = results(four, a=[80.0 + effect], b=[80.0], c=[80.0], d=[80.0])
+        assert settled(found, [of_trials]) == expected
     assert not settled(results(made, a=[90.0]), [of_trials]), "a cell has not run"
 
 

@@ -131,6 +131,9 @@ def test_rows_are_those_of_the_images_in_the_file(
     np.save(order, images[::-1])
     assert export("others") == 1
     assert f"order.npy is not the order of {run}'s images any more: restore it" in capsys.readouterr().err
+    order.unlink()
+    assert export("none") == 1
+    assert f"{run} has its images in the order of {order}, which must be there: cannot read" in capsys.readouterr().err
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:

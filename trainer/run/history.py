@@ -25,7 +25,7 @@ class ImageHistory:
     """One for each range of images, in the order in which they were added; empty if the settings alone identify the
     images."""
     classes: str = ""
-    """Digest of the class of each image (--labels); empty if each image is its own class."""
+    """Digest of the class of each image (--labels, --image-order); empty if each is its own, in the order of a seed."""
     lengths: tuple[tuple[int, float, int | None], ...] = ()
     """(first step, --epochs and --steps from that step on), ascending, the first at step 0; empty in files of earlier
     versions, whose runs had one length."""

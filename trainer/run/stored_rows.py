@@ -82,7 +82,10 @@ def _order(
     """
     history = newest_history(run / "checkpoints")
     if history and history.classes and (file := config.get("image_order")):
-        classes = classes_in_order(Path(file), num_rows, config["order_seed"])
+        try:
+            classes = classes_in_order(Path(file), num_rows, config["order_seed"])
+        except ValueError as error:
+            raise ValueError(f"{run} has its images in the order of {file}, which must be there: {error}") from None
         if classes.digest != history.classes:
             raise ValueError(f"{file} is not the order of {run}'s images any more: restore it")
         return classes.order, num_rows, "image"
