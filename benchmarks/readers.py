@@ -115,7 +115,7 @@ def readers(kind: str, addresses: list[str], count: int) -> Iterator[Callable[[]
 
 
 def measure(rounds: int) -> dict[str, dict[str, Timing]]:
-    """The seconds of a round, by the numbers of shards and clients."""
+    """The seconds of a round, by "shards, clients"."""
     results: dict[str, dict[str, Timing]] = {}
     for num_shards in COUNTS:
         with ExitStack() as stack:
@@ -128,7 +128,7 @@ def measure(rounds: int) -> dict[str, dict[str, Timing]]:
                         "ours": started.enter_context(readers("ours", cluster.addresses, num_clients)),
                         "bare": started.enter_context(readers("bare", bare, num_clients)),
                     }
-                    results[f"{num_shards} shards, {num_clients} clients"] = in_turn(calls, rounds=rounds)
+                    results[f"{num_shards}, {num_clients}"] = in_turn(calls, rounds=rounds)
     return results
 
 
@@ -137,7 +137,7 @@ def as_table(results: dict[str, dict[str, Timing]]) -> str:
     lines = ["| shards, clients | ours, ms | bare streams, ms | ratio | ours, GiB/s |", "|---|---|---|---|---|"]
     for name, timings in results.items():
         ours, bare = timings["ours"], timings["bare"]
-        num_clients = int(name.split(", ")[1].split()[0])
+        num_clients = int(name.split(", ")[1])
         rate = num_clients * NUM_BYTES / ours.p50 / 2**30
         times = " | ".join(str(each).removesuffix(" ms") for each in (ours, bare))
         lines.append(f"| {name} | {times} | {ours.p50 / bare.p50:.2f} | {rate:.2f} |")

@@ -27,7 +27,8 @@ OVER_TIME = Table(
     title="kNN over the time of training",
     text=(
         "As many images seen by each encoder; K = B. Drawn is the kNN accuracy of held-out training images during "
-        "training, over the time of the steps, each run alone on the machine with one core."
+        "training, over the time of the steps, each run alone on the machine with one core. A point is the share of "
+        "1,000 images, so that its standard error is about one."
     ),
     cells=(
         _pic(_WHOLE),
