@@ -133,7 +133,7 @@ def test_a_cell_that_fails_is_reported_and_the_others_run(tmp_path: Path) -> Non
 @pytest.mark.guard
 def test_a_cell_trains_in_the_order_of_another_ones_features(tmp_path: Path) -> None:
     first = Cell(row="first", settings=TINY | {"epochs": 1.0})
-    similar = Cell(row="similar", settings=first.settings | {"image_order": SIMILAR_ORDER}, after=first)
+    similar = Cell(row="similar", settings={**first.settings, "image_order": SIMILAR_ORDER}, after=first)
     made = runner(tmp_path, Table(name="made", title="", cells=(similar,)))
     made.run()
     assert made.failed == {}
