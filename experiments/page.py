@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from experiments.cells import LOSS, Cell, Claim, Table
-from experiments.plots import draw
+from experiments.plots import ON_DARK, draw
 from experiments.results import Results, Verdict, load, verdict
 from experiments.tables.common import BASE, WINDOW
 from trainer.config import PRESETS, TrainConfig
@@ -60,6 +60,8 @@ def write(tables: Sequence[Table], results: Path, docs: Path) -> None:
     for found in everything:
         if _has_runs(found):
             draw(found, pictures / f"{found.table.name}.svg")
+            if found.table.over_time:  # the front page's figure
+                draw(found, pictures / f"{found.table.name}-dark.svg", text_colour=ON_DARK)
 
 
 def text_of(everything: Sequence[Results]) -> str:

@@ -26,44 +26,51 @@ _STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#808890"),
 }
+_TEXT: Any = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+_GREY = "#808890"
+"""Reads on light and on dark pages."""
+ON_DARK = "#9198a1"
 _COLOURS = ("#2f81f7", "#d1690e", "#3fa45b", "#a371f7", "#e5534b")
 
 
-def draw(results: Results, path: Path) -> None:
+def draw(results: Results, path: Path, *, text_colour: str = _GREY) -> None:
     """Draws the table's first measure into an SVG file, whose description holds the numbers drawn."""
     measured, paper = series(results)
-    if results.table.over_time:
-        _draw_curves(measured, path)
-        return
+    with mpl.rc_context(_STYLE | dict.fromkeys(_TEXT, text_colour)):
+        if results.table.over_time:
+            _draw_curves(measured, path)
+        else:
+            _draw_panels(results.table, measured, paper, path)
+
+
+def _draw_panels(table: Table, measured: Series, paper: Series, path: Path) -> None:
+    """Draws what was measured, and the paper's numbers beside it."""
     panels = [("here", measured)] + ([("paper", paper)] if paper else [])
-    with mpl.rc_context(_STYLE):
-        height = 2.8 if results.table.is_grid else 0.9 + 0.3 * len(measured)
-        figure, axes = plt.subplots(
-            1, len(panels), figsize=(4.4 * len(panels), height), squeeze=False, layout="constrained"
-        )
-        for axis, (title, panel) in zip(axes[0], panels, strict=True):
-            _draw_lines(axis, panel, results.table) if results.table.is_grid else _draw_points(axis, panel)
-            axis.set_title(title, loc="left", fontsize=9)
-        axes[0][0].set_xlabel("" if results.table.is_grid else _heading(results.table))
-        axes[0][0].set_ylabel(_heading(results.table) if results.table.is_grid else "")
-        if results.table.is_grid and len(measured) > 1:
-            figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False)
-        _save(figure, path, [measured, paper])
+    height = 2.8 if table.is_grid else 0.9 + 0.3 * len(measured)
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(4.4 * len(panels), height), squeeze=False, layout="constrained"
+    )
+    for axis, (title, panel) in zip(axes[0], panels, strict=True):
+        _draw_lines(axis, panel, table) if table.is_grid else _draw_points(axis, panel)
+        axis.set_title(title, loc="left", fontsize=9)
+    axes[0][0].set_xlabel("" if table.is_grid else _heading(table))
+    axes[0][0].set_ylabel(_heading(table) if table.is_grid else "")
+    if table.is_grid and len(measured) > 1:
+        figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False)
+    _save(figure, path, [measured, paper])
 
 
 def _draw_curves(curves: Series, path: Path) -> None:
     """Draws a line of values over seconds for each row."""
-    with mpl.rc_context(_STYLE):
-        figure, axis = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
-        for number, (row, values) in enumerate(curves.items()):
-            seconds, means = [float(column) for column in values], [statistics.mean(each) for each in values.values()]
-            axis.plot(seconds, means, color=_COLOURS[number % len(_COLOURS)], marker="o", markersize=3, label=row)
-        axis.set_xlabel("seconds of training on one core")
-        axis.set_ylabel("kNN top-1 of held-out training images (%)")
-        axis.legend(frameon=False, loc="lower right")
-        _save(figure, path, [curves, {}])
+    figure, axis = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    for number, (row, values) in enumerate(curves.items()):
+        seconds, means = [float(column) for column in values], [statistics.mean(each) for each in values.values()]
+        axis.plot(seconds, means, color=_COLOURS[number % len(_COLOURS)], marker="o", markersize=3, label=row)
+    axis.set_xlabel("seconds of training on one core")
+    axis.set_ylabel("kNN top-1 of held-out training images (%)")
+    axis.legend(frameon=False, loc="lower right")
+    _save(figure, path, [curves, {}])
 
 
 def _save(figure: Figure, path: Path, numbers: list[Series]) -> None:

@@ -149,12 +149,7 @@ def test_the_site_is_built_with_no_dead_link() -> None:
 
 
 def test_every_picture_has_a_light_and_a_dark_form() -> None:
-    """Except plots of tables, whose colours and transparent background are for both."""
-    pictures = [
-        target
-        for target, _ in links(ROOT / "README.md")
-        if target.endswith(".svg") and not target.startswith("docs/images/tables/")
-    ]
+    pictures = [target for target, _ in links(ROOT / "README.md") if target.endswith(".svg")]
     dark = {target for target in pictures if target.endswith("-dark.svg")}
     assert dark
     assert dark == {target.replace(".svg", "-dark.svg") for target in pictures if target not in dark}
