@@ -46,8 +46,8 @@ _RULE = """\
 **How effects are judged.** An effect is a difference of means, ± its standard error from the spread between seeds of
 the cells that are compared, or, if these have fewer than four degrees of freedom, of five trials each of two runs, or,
 until these have been made, of the cells of all tables. A gain reproduces if it exceeds two standard errors; that
-nothing is lost reproduces unless a loss exceeds them. Cells have one seed where all effects exceed three times the
-spread, and otherwise up to three.
+nothing is lost reproduces unless a loss exceeds them. A cell has one seed where all effects that compare it exceed
+three times the spread, and otherwise up to three.
 """
 
 

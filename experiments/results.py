@@ -211,11 +211,17 @@ def _word(effect: float, error: float, *, not_below: bool) -> str:
     return "is reversed" if effect < -_STANDARD_ERRORS * error else "does not show beyond the spread"
 
 
-def settled(results: Results, everything: Sequence[Results]) -> bool:
-    """Whether all claims can be judged without further seeds: an effect between two cells of one seed is at least three
-    spreads, and others are as many standard errors."""
+def unclear_cells(results: Results, everything: Sequence[Results]) -> set[str]:
+    """Names of the cells whose claims cannot be judged without further seeds; all cells if the table claims nothing.
+
+    An effect between two cells of one seed is clear if it is at least three spreads, others if they are as many
+    standard errors.
+    """
+    if not results.table.claims:
+        return {cell.name for cell in results.table.cells}
+    unclear: set[str] = set()
     for claim in results.table.claims:
         found = verdict(claim, results, everything)
         if found is None or not abs(found.effect) >= _CLEAR_ERRORS * found.error:  # also if the error is not known
-            return False
-    return bool(results.table.claims)
+            unclear |= claim.weights.keys()
+    return unclear

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from experiments.cells import Cell, Table
 from experiments.files import LOG_FILE
-from experiments.results import Results, collect, finished, load, settled
+from experiments.results import Results, collect, finished, load, unclear_cells
 from experiments.run_cell import write_cell
 
 _THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -43,18 +43,19 @@ def plan(everything: Sequence[Results], most_seeds: int, others: Sequence[Result
     `others` are results of other tables, which say what the spread between seeds is.
 
     Seeds come one after another, each over all tables. After the first seed, or the number that a table needs anyway,
-    only tables have further ones whose effects are not clear yet.
+    only cells have further ones whose effects are not clear yet.
     """
     judged_by = [*everything, *others]
+    unclear = {results.table.name: unclear_cells(results, judged_by) for results in everything}
     jobs: dict[tuple[str, ...], Job] = {}
     for seed in range(max(most_seeds, *(results.table.seeds for results in everything))):
-        wanted = [
-            results
-            for results in everything
-            if seed < results.table.seeds or (seed < most_seeds and (seed == 0 or not settled(results, judged_by)))
-        ]
         cells = [
-            cell for results in wanted for cell in results.table.cells if seed not in results.runs.get(cell.name, {})
+            cell
+            for results in everything
+            for cell in results.table.cells
+            if seed < results.table.seeds
+            or (seed < most_seeds and (seed == 0 or cell.name in unclear[results.table.name]))
+            if seed not in results.runs.get(cell.name, {})
         ]
         for cell in sorted(cells, key=lambda cell: cell.is_long):  # stable
             for job in _with_previous(cell, seed):

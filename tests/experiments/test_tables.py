@@ -15,7 +15,7 @@ from experiments.baselines import METHODS, REFERENCES
 from experiments.cells import AFTER, LINEAR, PIC, PIXELS, Cell, Claim, Evaluation, Table
 from experiments.data import num_images
 from experiments.quick import quick
-from experiments.results import Results, collect, load, pooled, settled, spread, verdict
+from experiments.results import Results, collect, load, pooled, spread, unclear_cells, verdict
 from experiments.runner import plan
 from experiments.tables import TABLES
 
@@ -119,10 +119,10 @@ def test_a_table_whose_effects_are_clear_has_no_further_seeds() -> None:
     of_trials = results(trials, c=[80.0, 81.0, 82.0])  # a standard deviation of 1
     for effect, seeds in ((3.1, set()), (-3.1, set()), (2.9, {1, 2})):
         found = results(made, a=[80.0 + effect], b=[80.0])
-        assert settled(found, [found, of_trials]) == (not seeds)
+        assert unclear_cells(found, [found, of_trials]) == ({"a", "b"} if seeds else set())
         jobs = plan([found, of_trials], 3)
         assert {job.seed for job in jobs if job.cell.row == "a"} == seeds
-    assert not settled(results(made, a=[90.0], b=[80.0]), []), "no spread is known"
+    assert unclear_cells(results(made, a=[90.0], b=[80.0]), []) == {"a", "b"}, "no spread is known"
     clear = results(made, a=[83.1], b=[80.0])
     assert {job.seed for job in plan([clear], 3, [of_trials]) if job.cell.row == "a"} == set(), "of a table not run"
     four = table(
@@ -131,8 +131,20 @@ def test_a_table_whose_effects_are_clear_has_no_further_seeds() -> None:
     )
     for effect, expected in ((4.1, False), (4.3, True)):  # 3 · √2 spreads
         found = results(four, a=[80.0 + effect], b=[80.0], c=[80.0], d=[80.0])
-        assert settled(found, [of_trials]) == expected
-    assert not settled(results(made, a=[90.0]), [of_trials]), "a cell has not run"
+        assert (not unclear_cells(found, [of_trials])) == expected
+    assert unclear_cells(results(made, a=[90.0]), [of_trials]) == {"a", "b"}, "a cell has not run"
+
+
+def test_only_cells_whose_effects_are_unclear_have_further_seeds() -> None:
+    made = table(
+        *(Cell(row=name, settings={"epochs": float(number)}) for number, name in enumerate("abcd", 1)),
+        claims=(Claim(text="", weights={"a": 1, "b": -1}), Claim(text="", weights={"b": 1, "c": -1})),
+    )
+    trials = Table(name="trials", title="", cells=(Cell(row="t"),), seeds=3, gives_spread=True)
+    of_trials = results(trials, t=[80.0, 81.0, 82.0])
+    found = results(made, a=[90.0], b=[80.0], c=[79.9], d=[70.0])
+    assert [(job.cell.row, job.seed) for job in plan([found], 2, [of_trials])] == [("b", 1), ("c", 1)]
+    assert unclear_cells(results(table(Cell(row="a")), a=[80.0]), [of_trials]) == {"a"}, "nothing is claimed"
 
 
 # ---- statistics
