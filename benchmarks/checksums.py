@@ -44,6 +44,7 @@ def main() -> None:
         "512 neighbours": np.arange(400_000, 400_512),
         "a random half of 131,072 neighbours": 400_000 + np.sort(generator.permutation(131_072)[:65_536]),
         "512 scattered over all": np.sort(generator.permutation(SPEC.num_rows)[:512]),
+        "65,536 scattered over all": np.sort(generator.permutation(SPEC.num_rows)[:65_536]),
     }
     with (
         LocalCluster(1) as checking,

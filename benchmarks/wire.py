@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from weightserver.torch import RecentRows, RemoteRows, ResidentRows, RowStore, V
 
 BATCH_SIZE, NUM_ACTIVE, WINDOW_SIZE, WINDOW_STRIDE = 512, 65_536, 131_072, 16_384
 SPEC = TableSpec(num_rows=1_281_167, dim=128)
+BFLOAT16 = replace(SPEC, dtype="bfloat16", rows_per_block=125)
 STEPS_PER_WINDOW = WINDOW_SIZE // BATCH_SIZE
 PREFETCH_STEPS = 8
 
@@ -40,7 +42,7 @@ def processor_seconds(cluster: LocalCluster) -> float:
 
 
 def measure(
-    make_store: Callable[[WeightClient, np.ndarray], RowStore], *, warm_up: int, steps: int
+    make_store: Callable[[WeightClient, np.ndarray], RowStore], *, warm_up: int, steps: int, spec: TableSpec = SPEC
 ) -> dict[str, float]:
     """Bytes, seconds and the servers' processor seconds per step over the `steps` after the first `warm_up`."""
     rates = np.full(warm_up + steps, 0.06, np.float32)
@@ -48,7 +50,7 @@ def measure(
     recent = RecentRows(schedule, num_active=NUM_ACTIVE, batch_size=BATCH_SIZE)
     gradients = torch.randn(NUM_ACTIVE, SPEC.dim) * 1e-3
     with LocalCluster(2) as cluster, WeightClient(cluster.addresses) as client:
-        client.create_table(SPEC)
+        client.create_table(spec)
         client.extend_schedule(0, rates)
         client.open_session("benchmark")
         store = make_store(client, rates)
@@ -97,9 +99,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     keep_large_buffers()
+
+    def remote(client: WeightClient, _: np.ndarray) -> RemoteRows:
+        return RemoteRows(client)
+
     results = {
         "resident": measure(resident, warm_up=3 * STEPS_PER_WINDOW, steps=arguments.steps),
-        "remote": measure(lambda client, _: RemoteRows(client), warm_up=2, steps=32),
+        "remote": measure(remote, warm_up=2, steps=32),
+        "remote, stored in bfloat16": measure(remote, warm_up=2, steps=32, spec=BFLOAT16),
     }
     ratio = results["remote"]["bytes_per_step"] / results["resident"]["bytes_per_step"]
     lines = [

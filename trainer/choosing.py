@@ -23,7 +23,9 @@ _BUDGET_SECONDS = {"cpu": 20 * 60, "gpu": 24 * 3600}
 _ENOUGH_EPOCHS, _FEWEST_EPOCHS, _MOST_EPOCHS = 30, 10, 200
 _SMALLEST_WINDOW, _SMALL_WINDOW = 1 << 10, 1 << 14
 _LARGEST_WINDOW = {"cpu": _SMALL_WINDOW, "gpu": 1 << 17}
-"""Windows of up to `_SMALL_WINDOW` have all their classes in each step; larger ones have half of them, as the paper."""
+_BATCHES_OF_CLASSES = 4
+"""Each step has the classes of so many batches if the window has up to `_SMALL_WINDOW`: with more, runs as short as
+these learn more slowly, and may collapse (docs/recipes.md). Of a larger window it has half, as in the paper."""
 _MOST_EVALUATED = {"cpu": 200_000, "gpu": 2_000_000}
 """Up to so many images, the encoder is evaluated at the end of the run."""
 _STEPS_RESERVED = 0.9
@@ -219,7 +221,8 @@ def _classes_and_window(
         return
     size = _window_size(number, _LARGEST_WINDOW[machine.kind])
     window = given.get("window_size", max(size, given.get("window_stride", 0)))
-    negatives = min(number, max(batch, window if window <= _SMALL_WINDOW else window // 2))
+    most = _BATCHES_OF_CLASSES * batch if window <= _SMALL_WINDOW else window // 2
+    negatives = min(number, max(batch, min(window, most)))
     every = "all images" if negatives == number else f"the most recent of {number:,} images"
     yield "num_negatives", Choice(negatives, every)
     if window == number:
