@@ -80,9 +80,10 @@ protos: $(INSTALLED)
 
 # Compares with peers; writes the tables in benchmarks/results.
 bench: $(INSTALLED) fashion-mnist
-	for name in rows blocks rounding wire steps head scale checkpoints checksums measuring augment; do $(BIN)/python -m benchmarks.$$name || exit 1; done
+	for name in rows blocks rounding wire steps head scale checkpoints checksums measuring augment readers; do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
-# Fetches and pushes in two minutes, beside the ratios of the last release; BENCH_FLAGS=--record keeps them.
+# Fetches and pushes in two minutes, beside the ratios of the last release, and marks what is slower; BENCH_FLAGS=--record
+# keeps them, BENCH_FLAGS="--output FOLDER" compares with a record elsewhere.
 bench-quick: $(INSTALLED)
 	$(BIN)/python -m benchmarks.quick $(BENCH_FLAGS)
 
@@ -90,7 +91,7 @@ bench-quick: $(INSTALLED)
 bench-gpu: $(INSTALLED) fashion-mnist
 	$(BIN)/python -m benchmarks.gpu $(BENCH_FLAGS)
 
-$(INSTALLED): pyproject.toml constraints.txt $(wildcard weightserver/core/*.c)
+$(INSTALLED): pyproject.toml constraints.txt $(wildcard weightserver/core/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[trainer,dev]'

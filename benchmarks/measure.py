@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -39,10 +40,20 @@ def in_turn(calls: dict[str, Callable[[], object]], *, rounds: int, warm_up: int
     return {name: timing(values) for name, values in seconds_in_turn(calls, rounds=rounds, warm_up=warm_up).items()}
 
 
-def seconds_in_turn(calls: dict[str, Callable[[], object]], *, rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
-    """The seconds of every call in each round."""
+def seconds_in_turn(
+    calls: dict[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warm_up: int = 3,
+    budget: float = math.inf,
+    least_rounds: int = 0,
+) -> dict[str, list[float]]:
+    """The seconds of every call in each round. After `budget` seconds, rounds beyond `least_rounds` do not begin."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
+    ends = time.perf_counter() + budget
     for round_number in range(warm_up + rounds):
+        if round_number >= warm_up + least_rounds and time.perf_counter() >= ends:
+            break
         for name, call in calls.items():
             started = time.perf_counter()
             call()

@@ -1,59 +1,140 @@
 """The comparison of benchmarks.quick with what was recorded."""
 
 import json
+import math
 import sys
+import time
+from functools import partial
+from math import exp, log
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from benchmarks import quick
-from benchmarks.quick import Ratio, as_table, recorded
+from benchmarks import quick, rows
+from benchmarks.measure import seconds_in_turn
+from benchmarks.quick import BETWEEN_RUNS, LEAST_ROUNDS, MOST_ROUNDS, Ratio, as_table, recorded
+from benchmarks.rows import Calls
 
-KNOWN = Ratio(p50=2.0, p10=1.8, p90=2.3)
+KNOWN = Ratio(p50=2.0, low=1.9, high=2.2)
 RECORD = {
     "machine": {"processor": "A", "date": "2026-11-01", "commit": "abc1234"},
+    "ratios": {"fetch, stored": {"p50": 2.0, "low": 1.9, "high": 2.2}},
+}
+OLD_RECORD = {
+    "machine": {"processor": "A", "date": "2026-10-01", "commit": "0ld1234"},
     "ratios": {"fetch, stored": {"p50": 2.0, "p10": 1.8, "p90": 2.3}},
 }
+SPREADS = {
+    130: (0.149, 0.165, 0.167),
+    120: (0.184, 0.171),
+    65: (0.185, 0.222),
+    MOST_ROUNDS: (0.105, 0.132, 0.155, 0.161, 0.139, 0.118, 0.160, 0.099, 0.105, 0.074, 0.140, 0.173, 0.099, 0.093),
+    55: (0.090, 0.184),
+}
+"""Rounds that fit the budget on two quiet cores, and the spread of their ratios' logarithms, ln(p90 / p10) / 2.56, of
+every call in the record of 2015943 on an Intel Xeon."""
+
+
+def marks(slowdown: float, *, num_runs: int = 25) -> list[str]:
+    """The marks of all calls in runs after a slowdown, each beside a run before it.
+
+    The rounds of a run are log-normal. Runs differ so much that one of a hundred pairs differs by `BETWEEN_RUNS`.
+    """
+    generator = np.random.default_rng(0)
+    between_runs = log(BETWEEN_RUNS) / 2.58 / math.sqrt(2)
+
+    def run(spread: float, num_rounds: int, factor: float = 1) -> Ratio:
+        ratios = generator.normal(log(factor) + generator.normal(0, between_runs), spread, num_rounds)
+        return Ratio.of(np.exp(ratios).tolist(), [1.0] * num_rounds)
+
+    return [
+        run(spread, num_rounds, slowdown).beside(run(spread, num_rounds))
+        for num_rounds, spreads in SPREADS.items()
+        for spread in spreads
+        for _ in range(num_runs)
+    ]
+
+
+def test_the_same_code_is_hardly_ever_marked() -> None:
+    assert np.mean([mark != "" for mark in marks(1.0)]) < 0.03
+
+
+@pytest.mark.parametrize(("slowdown", "mark"), [(1.25, "SLOWER"), (1 / 1.25, "FASTER")])
+def test_a_quarter_is_nearly_always_marked(slowdown: float, mark: str) -> None:
+    assert np.mean([each == mark for each in marks(slowdown)]) > 0.95
+
+
+@pytest.mark.parametrize("num_rounds", [6, LEAST_ROUNDS, 101])
+def test_the_interval_contains_the_median(num_rounds: int) -> None:
+    runs = np.random.default_rng(num_rounds).lognormal(log(3), 0.2, (2_000, num_rounds)).tolist()
+    ratios = [Ratio.of(run, [1.0] * num_rounds) for run in runs]
+    assert all(ratio.low <= ratio.p50 <= ratio.high for ratio in ratios)
+    share = np.mean([ratio.low <= 3 <= ratio.high for ratio in ratios])
+    assert 0.935 < share < 0.98, "95 % to the 96.9 % of six rounds, and three standard errors of 2,000 runs"
 
 
 def test_ratios_are_those_of_each_round() -> None:
-    ratio = Ratio.of([2.0, 20.0, 3.0], [1.0, 10.0, 1.0])
-    assert (ratio.p50, ratio.p10) == (2.0, 2.0)
-    assert 2.0 < ratio.p90 <= 3.0
+    assert Ratio.of([2.0, 20.0, 3.0, 2.0, 4.0, 6.0], [1.0, 10.0, 1.0, 1.0, 2.0, 3.0]) == Ratio(2.0, 2.0, 3.0)
 
 
 @pytest.mark.parametrize(
-    ("p10", "p50", "p90", "mark"),
-    [(2.4, 2.5, 2.6, "SLOWER"), (2.2, 2.5, 2.6, ""), (1.5, 1.6, 1.7, "FASTER"), (1.5, 1.6, 1.9, "")],
+    ("p50", "relative", "mark"),
+    [
+        (2.0 * exp(math.hypot(log(1.1), log(1.02), log(BETWEEN_RUNS)) + 1e-6), 1.02, "SLOWER"),
+        (2.0 * exp(math.hypot(log(1.1), log(1.02), log(BETWEEN_RUNS)) - 1e-6), 1.02, ""),
+        (1.6, 1.02, "FASTER"),
+        (1.6, 1.3, ""),
+        (2.0, 1.02, ""),
+    ],
 )
-def test_marks_what_differs_beyond_the_spread(p10: float, p50: float, p90: float, mark: str) -> None:
-    assert Ratio(p50, p10, p90).beside(KNOWN) == mark
-    line = as_table({"fetch, stored": Ratio(p50, p10, p90)}, RECORD, comparable=True).splitlines()[1]
-    assert line.endswith(mark or "(1.80–2.30)")
+def test_marks_what_differs_beyond_the_intervals(p50: float, relative: float, mark: str) -> None:
+    ratio = Ratio(p50, p50 / relative, p50 * relative)
+    assert ratio.beside(KNOWN) == mark
+    line = as_table({"fetch, stored": ratio}, RECORD).splitlines()[1]
+    assert line.endswith(mark or "2.00 (1.90–2.20)")
 
 
 def test_another_processor_is_shown_and_not_marked() -> None:
     newer = {**RECORD, "machine": {"processor": "B", "date": "2026-11-20", "commit": "def5678"}}
-    assert recorded({"A": RECORD, "B": newer}, "A") == (RECORD, True)
-    assert recorded({"A": RECORD, "B": newer}, "C") == (newer, False)
-    text = as_table({"fetch, stored": Ratio(9.0, 8.0, 10.0), "new": KNOWN}, RECORD, comparable=False)
-    assert "2.00 (1.80–2.30)" in text
+    assert recorded({"A": RECORD, "B": newer}, "A") == (RECORD, "")
+    record, unlike = recorded({"A": RECORD, "B": newer}, "C")
+    assert record == newer
+    text = as_table({"fetch, stored": Ratio(9.0, 8.0, 10.0), "new": KNOWN}, record, unlike)
+    assert "2.00 (1.90–2.20)" in text
     assert "SLOWER" not in text
-    assert "nothing is recorded for this processor" in text
+    assert "nothing is marked: nothing is recorded for this processor" in text
+
+
+@pytest.mark.parametrize(("others", "shown"), [({}, {}), ({"B": RECORD}, RECORD)])
+def test_a_record_of_the_older_form_is_left_out(others: dict[str, Any], shown: dict[str, Any]) -> None:
+    record, unlike = recorded({"A": OLD_RECORD, **others}, "A")
+    assert record == shown
+    *_, last = as_table({"fetch, stored": Ratio(9.0, 8.0, 10.0)}, record, unlike).splitlines()
+    assert last == "nothing is marked: this processor's record of 2026-10-01 at 0ld1234 has an older form"
 
 
 def test_nothing_is_recorded_at_first() -> None:
-    assert recorded({}, "A") == ({}, False)
-    assert "-" in as_table({"fetch, stored": KNOWN}, {}, comparable=False)
+    record, unlike = recorded({}, "A")
+    assert record == {}
+    assert "-" in as_table({"fetch, stored": KNOWN}, record, unlike)
+
+
+@pytest.mark.parametrize(("budget", "num_rounds"), [(0, 4), (-1, 4), (60, 7)])
+def test_rounds_end_with_the_budget(budget: float, num_rounds: int) -> None:
+    calls: Calls = {"a": partial(time.sleep, 0), "b": partial(time.sleep, 0)}
+    seconds = seconds_in_turn(calls, rounds=7, budget=budget, least_rounds=4)
+    assert {name: len(times) for name, times in seconds.items()} == {"a": num_rounds, "b": num_rounds}
 
 
 @pytest.mark.parametrize("rounds", ["1", "-3", "x"])
 def test_too_few_rounds_are_refused_before_anything_is_measured(
     rounds: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["quick", f"--rounds={rounds}"])
+    monkeypatch.setattr(sys, "argv", ["rows", f"--rounds={rounds}"])
     with pytest.raises(SystemExit):
-        quick.main()
+        rows.main()
     assert f"argument --rounds: must be a number of at least 2, got '{rounds}'" in capsys.readouterr().err
 
 
@@ -61,10 +142,11 @@ def test_too_few_rounds_are_refused_before_anything_is_measured(
 def test_a_record_is_kept_and_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["quick", "--rounds", "2", "--record", "--output", str(tmp_path)])
+    monkeypatch.setattr(quick, "LEAST_ROUNDS", 6)
+    monkeypatch.setattr(sys, "argv", ["quick", "--seconds", "0", "--record", "--output", str(tmp_path / "new")])
     quick.main()
-    (record,) = json.loads((tmp_path / "quick.json").read_text()).values()
-    assert all(ratio["p10"] <= ratio["p50"] <= ratio["p90"] for ratio in record["ratios"].values())
+    (record,) = json.loads((tmp_path / "new" / "quick.json").read_text()).values()
+    assert all(ratio["low"] <= ratio["p50"] <= ratio["high"] for ratio in record["ratios"].values())
     assert "push to 4,096 rows, scattered, push" in record["ratios"]
     assert "nothing is recorded" in capsys.readouterr().out
     quick.main()

@@ -9,9 +9,10 @@ folder and end with the benchmark.
 
 Rows of D = 128 float32 values; fetches, writes, and fetches followed by writes of the same rows: contiguous, a random
 half of a window, and scattered over the table, other rows in each call. Ours is asked for a new step in each fetch, so
-all rows are corrected; its writes are durable pushes of gradients. A case takes as many rounds as fit into
---case-seconds, at least 3. Each case is kept in peers.partial.json until all are measured: after an interruption, or
---stop-after, the same command continues. --quick prints its table, and keeps it with --output only.
+all rows are corrected; its writes are durable pushes of gradients. Every row is fetched once before the first case,
+which takes as many rounds as fit into --case-seconds, at least 5. Each case is kept in peers.partial.json until all are
+measured: after an interruption, or --stop-after, the same command continues. --quick prints its table, and keeps it
+with --output only.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ PEERS: list[type[Peer]] = [
     Postgres,
     TorchRpc,
 ]
-MIN_ROUNDS, MAX_ROUNDS = 3, 30
+MIN_ROUNDS, MAX_ROUNDS = 5, 30
 _PARTIAL = "peers.partial.json"
 
 
@@ -97,6 +98,7 @@ def started_workers(
                 worker.start()
                 fills[peer.key] = worker.fill()
                 worker.check()
+                worker.read()
                 workers.append(worker)
             except PeerError as error:
                 reason = str(error)

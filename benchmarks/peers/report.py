@@ -53,9 +53,10 @@ def as_table(
 ) -> str:
     """Peers with memory, the ratios at a glance, and all times."""
     lines = [
-        "Medians with quartiles; a ratio is that of the medians, below 1 where the peer is faster. Every fetch of ours "
-        "corrects its rows, and every write of ours applies gradients with momentum: a row is twice as long as the "
-        "peers', which read and replace weights only, and lies in a block of 63. Memory is the process's own and "
+        "Medians with quartiles; a ratio is that of the medians, below 1 where the peer is faster. Every row had been "
+        "fetched once, so that all are in memory. Every fetch of ours corrects its rows, and every write of ours "
+        "applies gradients with momentum: a row is twice as long as the peers', which read and replace weights only, "
+        "and lies in a block of 63. Memory is the process's own and "
         "shared memory at most; pages of files (LMDB's map, the page cache) are not counted, and the client's is what "
         "it grew by since it connected. Processor time is that of client and server, with what they do in the "
         "background.",

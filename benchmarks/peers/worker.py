@@ -50,7 +50,7 @@ class Case:
 
 
 def _work(connection: Connection, peer_class: type[Peer], directory: Path, num_rows: int, most_rows: int) -> None:
-    """Answers "start", "fill", "check" and (case, number of the call) until the other side is closed."""
+    """Answers "start", "fill", "check", "read" and (case, number of the call) until the other side is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the benchmark, which then closes its side
     keep_large_buffers()
     peer = peer_class(directory, num_rows)
@@ -59,6 +59,7 @@ def _work(connection: Connection, peer_class: type[Peer], directory: Path, num_r
         "start": peer.start,
         "fill": peer.fill,
         "check": partial(_check, peer),
+        "read": partial(_read, peer),
     }
     try:
         with suppress(EOFError):
@@ -91,6 +92,11 @@ def _check(peer: Peer) -> None:
         same = np.array_equal(found, written)
         if found.shape != rows.shape or same != (CORRECTION in peer.does_not) or not np.isfinite(found).all():
             raise PeerError("it returns other rows than were written")
+
+
+def _read(peer: Peer) -> None:
+    for ids, _ in made_rows(peer.num_rows):
+        peer.fetch(ids)
 
 
 def _perform(peer: Peer, operation: str, ids: Int64Array, rows: Any) -> None:
@@ -138,6 +144,10 @@ class Worker:
             PeerError: other rows than were written.
         """
         self._call("check")
+
+    def read(self) -> None:
+        """Fetches every row once: no case is the first to touch its pages."""
+        self._call("read")
 
     def perform(self, case: Case, number: int) -> float:
         """Makes one call; returns its seconds."""

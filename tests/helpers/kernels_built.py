@@ -8,7 +8,8 @@ import importlib.util
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -17,19 +18,41 @@ import pytest
 from weightserver.core import kernel
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted((ROOT / "weightserver/core").glob("*.c"))
-FLAGS = ("-std=c11", "-O3", "-ffp-contract=off")
+(EXTENSION,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
 NUMPY = None
 
 
-def build(directory: Path, *flags: str) -> Path:
-    """Compiles the kernel into a folder; skips the test without a C compiler or Python's headers."""
+class RefusedError(Exception):
+    """Some files are not compiled: `args` are what the compiler says of each."""
+
+
+def build(directory: Path, *flags: str, cflags: Sequence[str] = (), ldflags: Sequence[str] = ()) -> Path:
+    """Compiles the kernel into a folder as setuptools does; skips the test without a C compiler or Python's headers.
+
+    Args:
+        flags: further options, after all others.
+        cflags: CFLAGS of the environment. They come before the extension's own options, and the linker gets them too.
+        ldflags: LDFLAGS, likewise.
+
+    Raises:
+        RefusedError: the compiler does not take all files.
+    """
     compiler, headers = shutil.which("cc") or shutil.which("gcc"), Path(sysconfig.get_paths()["include"])
     if compiler is None or not (headers / "Python.h").exists():
         pytest.skip("there is no C compiler with Python's headers")
+    options = [*cflags, *EXTENSION["extra-compile-args"], *flags, "-Wall", "-Wextra", "-Werror"]
+    objects, refusals = list[str](), list[str]()
+    for source in EXTENSION["sources"]:
+        objects.append(str(directory / f"{Path(source).stem}.o"))
+        command = [compiler, *options, "-fPIC", f"-I{headers}", "-c", str(ROOT / source), "-o", objects[-1]]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            refusals.append(done.stderr)
+    if refusals:
+        raise RefusedError(*refusals)
     library = directory / "_kernel.abi3.so"
-    options = [*(flags or FLAGS), "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{headers}"]
-    subprocess.run([compiler, *options, *map(str, SOURCES), "-o", str(library)], check=True)
+    options = [*ldflags, *cflags, *objects, *EXTENSION["extra-link-args"], *flags]
+    subprocess.run([compiler, "-shared", *options, "-o", str(library)], check=True)
     return library
 
 

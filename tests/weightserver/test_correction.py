@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.numerics import Rounded, sgd_update
 from weightserver import TableSpec
-from weightserver.core import transfer_tables
+from weightserver.core import correction, transfer_tables
 from weightserver.core.arrays import Float32Array, Float64Array, Int64Array
 from weightserver.core.correction import Schedule, apply_push, bring_to, correct, single_rate_products
 from weightserver.core.errors import StepError
@@ -252,6 +252,22 @@ def test_chunks_of_a_fetch_have_the_bits_of_a_single_row(
         alone._tables._recent = RecentProducts({}, 0)
         assert alone.transfer(one, stop).tobytes() == products[number].tobytes()
         assert alone.coefficients(one, stop).tobytes() == coefficients[number].tobytes()
+
+
+@pytest.mark.parametrize("single_rate", [False, True])
+def test_coefficients_are_contiguous(monkeypatch: pytest.MonkeyPatch, single_rate: bool) -> None:
+    """As the compiled kernel takes them, in whichever order the products lie in memory."""
+
+    def reordered(compute: Callable[..., Float64Array]) -> Callable[..., Float64Array]:
+        return lambda *arguments: np.asfortranarray(compute(*arguments))
+
+    monkeypatch.setattr(transfer_tables, "_MOST_LEAVES", 3)
+    monkeypatch.setattr(TransferTables, "_products", reordered(TransferTables._products))
+    monkeypatch.setattr(correction, "single_rate_products", reordered(single_rate_products))
+    schedule = Schedule(momentum=0.9, weight_decay=0.01, learning_rates=np.full(200, 0.1), single_rate=single_rate)
+    starts = np.arange(0, 200, 3)
+    assert not schedule.products(starts, 200).flags.c_contiguous
+    assert schedule.coefficients(starts, 200).flags.c_contiguous
 
 
 @pytest.mark.parametrize("ordered", [False, True])

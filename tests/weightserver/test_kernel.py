@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import kernel_fuzz
-from tests.helpers.kernels_built import NUMPY, ROOT, build, computing_with, load
+from tests.helpers.kernels_built import EXTENSION, NUMPY, ROOT, RefusedError, build, computing_with, load
 from tests.helpers.memory_storage import MemoryStorage
 from tests.helpers.schedules import extend_schedule
 from weightserver.core import kernel
@@ -80,6 +80,8 @@ class Filled:
         with self.shard.batch() as batch:
             weight, momentum_buffer = self.stored(rows, values, last_step)
             self.shard.write_state(batch, self.header(1), rows, weight, momentum_buffer, last_step)
+        self.last_step = np.zeros(spec.num_rows, np.int64)
+        self.last_step[rows] = last_step
 
     def header(self, sequence: int, step: int = 0) -> WriteHeader:
         return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, step)
@@ -141,9 +143,9 @@ def test_fetches_of_any_table_have_the_same_bits(
 class Written(Filled):
     """The same, and what writes do to it."""
 
-    def outcomes(self, size: float) -> list[str]:
-        """What several pushes and raw writes answer, some of them at damaged blocks, and how often rows were new."""
-        found = []
+    def outcomes(self, size: float) -> list[Any]:
+        """What several pushes and raw writes answer, some of them at damaged blocks, and what is stored after each."""
+        found = list[Any]()
         for sequence in range(2, 10):
             write = self.push if self.generator.random() < 0.7 else self.write_state
             if self.generator.random() < 0.1:
@@ -151,20 +153,24 @@ class Written(Filled):
             if self.generator.random() < 0.1:
                 self.checkpoint(100 + sequence)
             try:
-                found.append(str(write(sequence, size * self.generator.choice([1e-6, 1.0, 1.0, 1e9]))))
+                found.append(write(sequence, size * self.generator.choice([1e-6, 1.0, 1.0, 1e9])))
             except WeightServerError as error:
                 found.append(repr(error))
-            found.append(str(self.shard.state.rows_stored))
+            found += [self.shard.state.rows_stored, self.storage.contents["blocks"].copy()]
         return found
 
     def push(self, sequence: int, size: float) -> bool:
         rows, step = self.some_rows(), int(self.generator.integers(0, self.horizon))
+        if self.generator.random() < 0.7:  # a single late row leaves all to NumPy
+            rows = rows[self.last_step[rows] <= step]
         values = self.values(1, len(rows), size=size)
         if self.generator.random() < 0.1 and values.size:
             values[0, -1, -1] = self.generator.choice([np.inf, -np.inf, np.nan, 3.4e38])
         with self.shard.batch() as batch, np.errstate(invalid="ignore"):
             (gradients,) = self.stored(rows, values, np.full(len(rows), step))
-            return self.shard.push_gradients(batch, self.header(sequence, step), rows, gradients)
+            pushed = self.shard.push_gradients(batch, self.header(sequence, step), rows, gradients)
+        self.last_step[rows] = np.maximum(self.last_step[rows], step + 1)
+        return pushed
 
     def write_state(self, sequence: int, size: float) -> bool:
         rows = self.some_rows()
@@ -172,7 +178,9 @@ class Written(Filled):
         steps = self.generator.integers(max(0, horizon - 3), horizon, len(rows), endpoint=True)
         with self.shard.batch() as batch:
             weight, momentum_buffer = self.stored(rows, values, steps)
-            return self.shard.write_state(batch, self.header(sequence), rows, weight, momentum_buffer, steps)
+            written = self.shard.write_state(batch, self.header(sequence), rows, weight, momentum_buffer, steps)
+        self.last_step[rows] = steps
+        return written
 
     def checkpoint(self, sequence: int) -> None:
         with self.shard.batch() as batch:
@@ -307,6 +315,15 @@ def test_initial_rows_have_the_same_bits(compiled: kernel.Kernel, dim: int, dtyp
             assert initial_rows(spec, some).tobytes() == expected.tobytes()
 
 
+def check_products(compiled: kernel.Kernel, tables: TransferTables, leaves: Int64Array, stop: int) -> None:
+    with computing_with(compiled), np.errstate(over="ignore"):
+        found = tables._of_leaves(leaves, stop)
+    with computing_with(NUMPY), np.errstate(over="ignore"):
+        expected = tables._of_leaves(leaves, stop)
+    assert found.products.tobytes() == expected.products.tobytes()
+    assert found.coefficients.tobytes() == expected.coefficients.tobytes()
+
+
 @given(st.data())
 @settings(max_examples=50, deadline=None)
 def test_transfer_products_have_the_same_bits(compiled: kernel.Kernel, data: st.DataObject) -> None:
@@ -320,12 +337,57 @@ def test_transfer_products_have_the_same_bits(compiled: kernel.Kernel, data: st.
     stop = data.draw(st.integers(0, num_steps))
     last = stop // LEAF
     leaves = np.array(sorted(data.draw(st.sets(st.integers(0, last) | st.just(last), min_size=1, max_size=9))))
-    with computing_with(compiled), np.errstate(over="ignore"):
-        found = tables._of_leaves(leaves, stop)
-    with computing_with(NUMPY), np.errstate(over="ignore"):
-        expected = tables._of_leaves(leaves, stop)
-    assert found.products.tobytes() == expected.products.tobytes()
-    assert found.coefficients.tobytes() == expected.coefficients.tobytes()
+    check_products(compiled, tables, leaves, stop)
+
+
+# ---- options of the compiler that change bits
+
+COMPARE = """
+import sys
+from pathlib import Path
+import numpy as np
+from tests.helpers.kernels_built import load
+from tests.weightserver.test_kernel import TableSpec, TransferTables, check_fetches, check_products, check_writes
+compiled = load(Path(sys.argv[1]))
+assert np.float32(1e-40) / 2 > 0, "subnormal numbers are flushed to zero in the whole process"
+tables = TransferTables(0.9, 0.03).extended(0, np.linspace(0.06, 0.01, 100, dtype=np.float32))
+check_products(compiled, tables, np.arange(6), 90)
+spec = TableSpec(num_rows=200, dim=9, rows_per_block=8, weight_decay=1e-3)
+check_fetches(compiled, spec, 1, 1.0)
+check_writes(compiled, spec, 1, 1.0)
+"""
+"""In a process of its own, whose arithmetic a library may change."""
+
+
+@pytest.mark.parametrize(
+    ("cflags", "ldflags"),
+    [
+        ("-ffast-math", ""),
+        ("-funsafe-math-optimizations", ""),
+        ("-fassociative-math -fno-signed-zeros -fno-trapping-math", ""),
+        ("-freciprocal-math", ""),
+        ("-fno-signed-zeros", ""),
+        ("-ffinite-math-only", ""),
+        pytest.param("-Ofast", "", marks=pytest.mark.guard),
+        pytest.param("-march=native -ffp-contract=fast", "", marks=pytest.mark.guard),
+        pytest.param("", "-ffast-math", marks=pytest.mark.guard),
+    ],
+)
+def test_options_change_no_bits(cflags: str, ldflags: str, tmp_path: Path) -> None:
+    """Those that a distributor may set: each file refuses them, or they have no effect."""
+    try:
+        library = build(tmp_path, cflags=cflags.split(), ldflags=ldflags.split())
+    except RefusedError as refused:
+        messages = refused.args
+    else:
+        messages = ()
+    if messages:
+        assert len(messages) == len(EXTENSION["sources"])
+        assert all("change the bits of rows" in message for message in messages), messages
+        return
+    command = [sys.executable, "-W", "ignore::RuntimeWarning", "-c", COMPARE, str(library)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4_000:]
 
 
 # ---- arguments that are wrong
@@ -341,8 +403,7 @@ def test_wrong_arguments_are_refused(compiled: kernel.Kernel) -> None:
 @pytest.mark.timeout(600)
 def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     """The same, with checks of every access and of undefined arithmetic."""
-    flags = ("-std=c11", "-O1", "-g", "-ffp-contract=off", "-fsanitize=address,undefined", "-fno-sanitize-recover")
-    library = build(tmp_path, *flags)
+    library = build(tmp_path, "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover")
     found = [
         subprocess.run(["cc", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
         for name in ("libasan.so", "libubsan.so")

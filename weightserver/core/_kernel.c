@@ -1,8 +1,7 @@
 /* The inner passes over rows, without the GIL: see kernel.py, which chooses between this and NumPy.
  *
  * Every function computes the bits of NumPy's definition in correction.py, initial.py, precision.py and
- * transfer_tables.py: IEEE float32 and float64, each product and sum rounded by itself. Nothing may be contracted into a
- * fused multiply-add or reordered, so this file refuses the options that would.
+ * transfer_tables.py. Nothing may be contracted into a fused multiply-add or reordered: see _exact.h.
  *
  * Buffers come from the network and from files. Their lengths are compared with what the arguments say before anything
  * is read, and a slot or an index that lies outside is an error; no number in a buffer is trusted. Stored values need
@@ -11,23 +10,15 @@
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <float.h>
 #include <limits.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
-#ifdef __FAST_MATH__
-#error "-ffast-math changes the bits of rows"
-#endif
-#if FLT_EVAL_METHOD != 0
-#error "float must be computed in its own precision"
-#endif
+#include "_exact.h"
+
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "blocks and messages are little-endian"
-#endif
-#ifdef __clang__ /* gcc takes -ffp-contract=off alone */
-#pragma STDC FP_CONTRACT OFF
 #endif
 
 /* A change of any function's arguments or results; kernel.py takes no other. */

@@ -11,9 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#ifdef __clang__ /* gcc takes -ffp-contract=off alone */
-#pragma STDC FP_CONTRACT OFF
-#endif
+#include "_exact.h"
 
 enum { LEAF = 16, MAX_LEVELS = 32, PIECES = 4 };
 static const int64_t MOST_EXPONENT = INT64_C(1) << 48; /* a sum of 64 of them does not overflow */

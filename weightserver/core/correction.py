@@ -146,7 +146,8 @@ class Schedule:
         return self.transfer(last_step, stop)
 
     def coefficients(self, last_step: Int64Array, stop: int) -> Float32Array:
-        """The coefficients by which `correct` brings rows of last_step (int64 [n]) to `stop`: float32 [n, 2, 2].
+        """The coefficients by which `correct` brings rows of last_step (int64 [n]) to `stop`: float32 [n, 2, 2],
+        contiguous.
 
         The single definition of that arithmetic: transfer products, rounded once. With `single_rate` they are powers of
         M(η), where η is the learning rate of the last finished update, stop − 1: the newest of the gap, so that a gap

@@ -123,6 +123,6 @@ def clip(matrices: Float64Array, limit: float | np.floating) -> Float64Array:
 
 
 def to_float32(coefficients: Float64Array) -> Float32Array:
-    """Rounds once; numbers beyond float32 become its largest."""
+    """Rounds once, into contiguous memory; numbers beyond float32 become its largest."""
     with np.errstate(under="ignore"):
-        return np.clip(coefficients, -LARGEST, LARGEST).astype(np.float32)
+        return np.clip(coefficients, -LARGEST, LARGEST).astype(np.float32, order="C")

@@ -219,7 +219,7 @@ class Push:
         if table.spec.correction and last_step.min() < self.step:
             if not (stored.all_small and schedule.safe_size >= SMALL):
                 return -1
-            coefficients = np.ascontiguousarray(schedule.coefficients(last_step, self.step))
+            coefficients = schedule.coefficients(last_step, self.step)
         rates = (schedule.weight_decay, schedule.momentum, float(schedule.learning_rates[self.step]))
         return compiled.push(
             changed,
