@@ -20,7 +20,6 @@ from weightserver.common.malloc import keep_large_buffers
 
 SPEC = TableSpec(num_rows=1_000_000, dim=128)
 STEP = 18_000
-GOAL = 1.10
 
 
 def fill(client: WeightClient) -> None:
@@ -63,7 +62,7 @@ def main() -> None:
             }
             results[name] = in_turn(calls, rounds=arguments.rounds)
     ratios = {name: times["checked"].p50 / times["trusted"].p50 for name, times in results.items()}
-    lines = [f"Checked by default where it costs less than {GOAL - 1:.0%}.", ""]
+    lines = ["Fetches check by default; `--no-verify-reads` omits it.", ""]
     lines += ["| rows | checked | not checked | ratio |", "|---|---|---|---|"]
     lines += [f"| {name} | {t['checked']} | {t['trusted']} | {ratios[name]:.2f} |" for name, t in results.items()]
     lines += ["", "![Checked fetches beside trusted ones](checksums.png)"]

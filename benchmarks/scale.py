@@ -35,7 +35,7 @@ CACHED_PART = 1 / 5
 WARM_UP = 5
 # The trainer refuses servers that hold rows of another run, as the prefilled ones do.
 TRAINER = (
-    "import trainer.run.opening as opening; opening._refuse_used_table = lambda client: None; "
+    "import trainer.run.opening as opening; opening.refuse_used_table = lambda client, advice: None; "
     "from trainer.__main__ import main; main()"
 )
 

@@ -26,6 +26,7 @@ import trainer.export.__main__
 import trainer.report.__main__
 import trainer.report.duplicates
 import weightserver.cli
+from benchmarks.figures import FILES, TABLES, updated
 from benchmarks.readme_figure import figures
 from docs.hooks import on_page_markdown
 from tests.helpers.image_tree import plain_tree
@@ -158,6 +159,12 @@ def test_every_picture_has_a_light_and_a_dark_form() -> None:
 def test_the_figure_shows_the_recorded_results() -> None:
     for name, content in figures().items():
         assert (ROOT / "docs/images" / name).read_text() == content, "python -m benchmarks.readme_figure"
+
+
+def test_the_tables_of_figures_show_the_recorded_results() -> None:
+    texts = [file.read_text() for file in FILES]
+    assert [updated(text) for text in texts] == texts, "python -m benchmarks.figures"
+    assert sorted(re.findall("<!-- figures: (.*) -->", "".join(texts))) == sorted(TABLES), "each once"
 
 
 def test_the_design_names_files_that_exist() -> None:
