@@ -5,6 +5,7 @@ python -m benchmarks.readme_figure
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from pathlib import Path
@@ -117,5 +118,6 @@ def figures() -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for name, content in figures().items():
         (ROOT / "docs/images" / name).write_text(content)
