@@ -1,9 +1,9 @@
-"""Measures what verifying the checksum of every block that a fetch reads costs.
+"""Measures what verifying the checksums of the rows that a fetch reads costs.
 
 python -m benchmarks.checksums [--rounds 60] [--output benchmarks/results]
 
-D = 128, one shard, 1 M stored rows, a gap of 18,000 steps to correct. A block of 63 rows is checked whole, however few
-of its rows are asked for: scattered rows cost most.
+D = 128, one shard, 1 M stored rows, a gap of 18,000 steps to correct. Groups of 4 rows are checked, and 640 bytes of
+each block: scattered rows cost most.
 """
 
 from __future__ import annotations

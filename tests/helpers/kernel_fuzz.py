@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.helpers.earlier_blocks import in_earlier_form
 from weightserver.core import kernel
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.known_products import LEAF
@@ -27,14 +28,14 @@ class Arguments:
         dtype: Any = generator.choice(["float32", "bfloat16"])
         spec = TableSpec(
             num_rows=100,
-            dim=int(generator.choice([1, 2, 3, 5, 8, 17])),
+            dim=int(generator.choice([1, 2, 3, 5, 8, 17, 300])),
             rows_per_block=int(generator.choice([1, 3, 8, 30])),
             dtype=dtype,
         )
         codec = BlockCodec(spec)
         rows = np.flatnonzero(generator.random(100) < generator.random())
         numbers = np.unique(rows // spec.rows_per_block)
-        blocks: list[Any] = [None if generator.random() < 0.3 else self.block(codec, int(number)) for number in numbers]
+        blocks: list[Any] = [None if generator.random() < 0.3 else self.block(spec, int(number)) for number in numbers]
         starts = np.searchsorted(rows, np.append(numbers, 100) * spec.rows_per_block)
         starts[-1] = len(rows)
         slots, steps = rows % spec.rows_per_block, np.zeros(len(rows), np.int64)
@@ -78,11 +79,13 @@ class Arguments:
         step = (1e-4, 0.9, 1e-4, 0.0, 0.0, 0.0)
         return [schedule, step, 2.0**480, leaves, stop, products, products.astype(np.float32)]
 
-    def block(self, codec: BlockCodec, number: int) -> memoryview:
-        """A sealed block, not aligned."""
+    def block(self, spec: TableSpec, number: int) -> memoryview:
+        """A sealed block of either form, not aligned."""
+        codec = BlockCodec(spec)
         buffer = codec.initial(number)
         codec.seal(number, buffer)
-        return memoryview(b"x" + bytes(buffer))[1:]
+        stored = in_earlier_form(spec, number, buffer) if self.generator.random() < 0.3 else bytes(buffer)
+        return memoryview(b"x" + stored)[1:]
 
     def spoil(self, arguments: list[Any]) -> None:
         """Replaces one argument by a wrong one."""

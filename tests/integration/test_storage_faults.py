@@ -72,8 +72,11 @@ def test_a_flipped_byte_hurts_its_block_alone(data: Path, capsys: pytest.Capture
     damage(data / "data.mdb", 13, 2)
     status, lines = verify(data, capsys)
     assert (status, len(lines)) == (1, 2), lines
-    assert lines[0] == "block 1 (rows 10..19), generation 1 (now): it is damaged (checksum)"
-    message = r"shard 0 at .*: block 1 \(rows 10\.\.19\) is damaged \(checksum\): 'weightserver verify' shows which"
+    assert lines[0] == "block 1 (rows 10..19), generation 1 (now): it is damaged (checksum) in rows 10..19"
+    message = (
+        r"shard 0 at .*: block 1 \(rows 10\.\.19\) is damaged \(checksum\) in rows 10\.\.19: 'weightserver verify' "
+        "shows which"
+    )
     with LocalCluster(1, data.parent) as cluster, WeightClient(cluster.addresses) as client:
         client.open_session("run")
         others = client.fetch_state(OTHERS)
@@ -99,7 +102,7 @@ def test_a_damaged_checkpoint_is_named(data: Path, capsys: pytest.CaptureFixture
     damage(data / "data.mdb", 13, 0)
     status, lines = verify(data, capsys)
     assert (status, lines[-1]) == (1, "4 blocks, 8 versions, 1 problems")
-    assert lines[0] == "block 1 (rows 10..19), generation 0 (kept): it is damaged (checksum)"
+    assert lines[0] == "block 1 (rows 10..19), generation 0 (kept): it is damaged (checksum) in rows 10..19"
 
 
 def start(data: Path, message: str, *options: str) -> None:

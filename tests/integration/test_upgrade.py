@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import tarfile
+from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import lmdb
 import numpy as np
 import pytest
 
-from tests.helpers.comparing import same
+from tests.helpers.comparing import rows_in, same
 from tests.helpers.failpoints import POINTS, DyingCluster
 from weightserver import (
     ClusterError,
@@ -21,8 +23,10 @@ from weightserver import (
     LocalCluster,
     RowState,
     ShardUnavailableError,
+    StorageError,
     WeightClient,
 )
+from weightserver.operations.backup import backup
 from weightserver.operations.backup_files import read_backup
 from weightserver.operations.compact import compact
 from weightserver.operations.inspect import inspect_directory
@@ -30,7 +34,10 @@ from weightserver.operations.reshard import reshard
 from weightserver.operations.restore import restore
 from weightserver.operations.verify import verify_directory
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.storage.records import FORMAT, earlier_identity
+from weightserver.storage import records
+from weightserver.storage.lmdb_storage import LmdbStorage
+from weightserver.storage.records import FORMAT, earlier_identity, read_identity
+from weightserver.storage.shard_builder import ShardBuilder
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 SHARDS, NUM_ROWS = ("shard-0", "shard-1"), 70
@@ -96,6 +103,11 @@ def content(directory: Path) -> dict[str, list[tuple[bytes, bytes]]]:
 
 def formats(directory: Path) -> list[int]:
     return [inspect_directory(directory / shard)["format"] for shard in SHARDS]
+
+
+def block_formats(*directories: Path) -> Counter[int]:
+    """How many versions of blocks have each format."""
+    return Counter(value[0] for directory in directories for _, value in content(directory)["blocks"])
 
 
 @pytest.mark.guard  # seconds
@@ -235,10 +247,10 @@ def test_the_old_directory_put_back_is_refused(old: Path, tmp_path: Path) -> Non
 
 @pytest.mark.guard  # seconds
 def test_version_0_2_is_served(tmp_path: Path) -> None:
-    """Its format is the present one: nothing is upgraded, and marks that its client kept still hold."""
+    """Only the number of its format is upgraded, and marks that its client kept still hold."""
     seen, old = answers("0.2"), unpacked("0.2", tmp_path)
     marks = seen["marks"].tolist()
-    assert formats(old) == [FORMAT, FORMAT]
+    assert formats(old) == [3, 3]
     assert [verify_directory(old / shard).problems for shard in SHARDS] == [[], []]
     for shard, directory in enumerate(SHARDS):
         restore(old / "backup", tmp_path / "restored" / directory, shard=shard)
@@ -247,7 +259,11 @@ def test_version_0_2_is_served(tmp_path: Path) -> None:
     with LocalCluster(2, old) as cluster, WeightClient(cluster.addresses) as client:
         client.expect(marks)
         assert_nothing_lost(client, seen)
-    assert [content(old / shard) for shard in SHARDS] == before, "serving changed the directory"
+    after = [content(old / shard) for shard in SHARDS]
+    for one, other in zip(before, after, strict=True):
+        changed = {key for database in one for key, _ in set(other[database]) ^ set(one[database])}
+        assert changed == {b"identity"}, "serving changed the directory"
+    assert formats(old) == [FORMAT, FORMAT]
 
     with LocalCluster(2, old) as cluster, WeightClient(cluster.addresses) as client:
         assert client.open_session("third") == seen["numbers"][0] + 1
@@ -262,3 +278,107 @@ def test_version_0_2_is_served(tmp_path: Path) -> None:
     with LocalCluster(2, tmp_path / "restored") as cluster, WeightClient(cluster.addresses) as client:
         assert_rows(client, seen, as_of="three")
         assert_rows(client, seen, checkpoint="three")
+
+
+# ---- blocks with and without checksums of groups
+
+
+@pytest.mark.parametrize(
+    "point", [pytest.param(point, marks=[pytest.mark.guard] * (point != "written")) for point in POINTS]
+)
+def test_a_kill_during_the_upgrade_from_0_2_loses_nothing(point: str, tmp_path: Path) -> None:
+    seen, old = answers("0.2"), unpacked("0.2", tmp_path)
+    (old / "shard-1.failpoint").write_text(f"{point} 1")
+    with pytest.raises(ShardUnavailableError, match="shard 1 did not start"):
+        DyingCluster(2, old)
+    assert inspect_directory(old / SHARDS[1])["format"] == (FORMAT if point == "after" else 3)
+    with LocalCluster(2, old) as cluster, WeightClient(cluster.addresses) as client:
+        client.expect(seen["marks"].tolist())
+        assert_nothing_lost(client, seen)
+    assert formats(old) == [FORMAT, FORMAT]
+
+
+def test_versions_before_checksums_of_groups_refuse_directories_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the number of the directory's format, which comes before the first such block."""
+    old = unpacked("0.2", tmp_path)
+    with LocalCluster(2, old):
+        pass
+    assert block_formats(*(old / shard for shard in SHARDS)).keys() <= {1, 2}
+    monkeypatch.setattr(records, "FORMAT", 3)
+    monkeypatch.setattr(records, "_READABLE_FORMATS", (2, 3))
+    for attempt in (inspect_directory, lambda source: reshard([source, old / SHARDS[1]], [tmp_path / "new"])):
+        with pytest.raises(
+            StorageError, match="shard-0 has format 4, this version reads 2 to 3: use the version of"
+        ) as e:
+            attempt(old / SHARDS[0])
+        assert "\n" not in str(e.value)
+
+
+@pytest.mark.guard  # seconds
+@pytest.mark.parametrize("version", ["0.1", "0.2"])
+def test_old_and_new_blocks_in_one_directory(version: str, tmp_path: Path) -> None:
+    """Every operation takes them, and a write changes only the blocks that it touches."""
+    old, rows = unpacked(version, tmp_path), np.arange(NUM_ROWS)
+    sources = [old / shard for shard in SHARDS]
+    before = block_formats(*sources)
+    assert before.keys() <= {1, 2}
+    with LocalCluster(2, old) as cluster, WeightClient(cluster.addresses) as client:
+        client.open_session("third")
+        client.push_gradients(rows[8:20], np.ones((12, 3), np.float32), step=12)  # blocks 2, 3 and 4
+        client.checkpoint("four", step=13)
+        client.push_gradients(rows[16:22], np.ones((6, 3), np.float32), step=13)  # 4 and 5
+        client.checkpoint("five", step=14)
+        now, kept = client.fetch_state(rows), client.fetch_state(rows, checkpoint="four")
+        nearest = client.nearest(now.weight[:3], 5)
+        backup(client, tmp_path / "backup", checkpoint="four")
+    mixed = block_formats(*sources)
+    assert mixed[6] == 5
+    assert mixed.keys() == {6, *before}
+    assert [verify_directory(source).problems for source in sources] == [[], []]
+
+    for shard, source in enumerate(sources):
+        restore(tmp_path / "backup", tmp_path / "restored" / source.name, shard=shard)
+        compact(source, tmp_path / "compacted" / source.name)
+    compacted = [tmp_path / "compacted" / shard for shard in SHARDS]
+    resharded = {name: tmp_path / name / "shard-0" for name in ("same blocks", "other blocks")}
+    reshard(compacted, [resharded["same blocks"]], current=True)
+    reshard(compacted, [resharded["other blocks"]], checkpoint="four", rows_per_block=7)
+    assert block_formats(*compacted).keys() == mixed.keys()
+    assert block_formats(*(tmp_path / "restored" / shard for shard in SHARDS)).keys() == {6}
+    for made in resharded.values():
+        assert block_formats(made).keys() == {6}
+    for made in (*compacted, *(tmp_path / "restored" / shard for shard in SHARDS), *resharded.values()):
+        assert verify_directory(made).problems == []
+    assert same(rows_in(compacted), now)
+    assert same(rows_in(compacted, checkpoint="four"), kept)
+    assert same(rows_in([tmp_path / "restored" / shard for shard in SHARDS]), kept)
+    assert same(rows_in([resharded["same blocks"]]), now)
+    assert same(rows_in([resharded["other blocks"]]), kept)
+    with LocalCluster(2, tmp_path / "compacted") as cluster, WeightClient(cluster.addresses) as client:
+        found = client.nearest(now.weight[:3], 5)
+        assert all(np.array_equal(vars(found)[name], expected) for name, expected in vars(nearest).items())
+        client.open_session("fourth")
+        client.rollback("four")
+        assert same(client.fetch_state(rows), kept)
+        client.rollback("two")
+    assert [verify_directory(source).problems for source in compacted] == [[], []]
+
+
+def test_a_build_that_0_2_began_is_continued_in_the_present_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version that does not know the blocks to come must not finish it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "FORMAT", 3)
+        with ShardBuilder(tmp_path / "new", shard=0, num_shards=1, origin={"of": 1}) as builder:
+            builder.add([], next_block=3)
+    for _ in range(2):
+        with ShardBuilder(tmp_path / "new", shard=0, num_shards=1, origin={"of": 1}) as builder:
+            assert builder.next_block == 3
+        with closing(LmdbStorage(tmp_path / "new", readonly=True)) as storage, storage.read() as txn:
+            identity = read_identity(txn)
+            assert identity is not None
+            assert identity.unfinished
+            assert records.read_format(txn) == FORMAT

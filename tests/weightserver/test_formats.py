@@ -14,6 +14,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.earlier_blocks import in_earlier_form
 from weightserver.core.arrays import all_finite
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import InvalidRequestError, StorageError
@@ -52,25 +53,42 @@ def sealed_block(spec: TableSpec = SPEC, *, largest: float = 29 / 8) -> bytearra
     return block
 
 
+def checksum(*parts: bytes, seed: int) -> int:
+    for part in parts:
+        seed = xxhash.xxh3_64_intdigest(part, seed=seed)
+    return seed
+
+
 def test_block_layout() -> None:
-    """The layout that the docstring of blocks.py describes."""
+    """The layout that the docstring of blocks.py describes; see test_row_checksums.py for blocks of several groups."""
     block = bytes(sealed_block())
-    assert struct.unpack_from("<HHI", block) == (2, 10, 3)
-    assert struct.unpack_from("<Q", block, 8)[0] == xxhash.xxh3_64_intdigest(block[16:], seed=2 + 2**63)
+    assert block.hex() == json.loads(GOLDEN.read_text())["block of format 6"]
+    assert struct.unpack_from("<HHI", block) == (6, 10, 3)
+    assert struct.unpack_from("<Q", block, 8)[0] == checksum(block[16:104], block[344:], seed=2 + 2**63)
     assert block[16:24] == bytes([0b00011001, 0b10, 0, 0, 0, 0, 0, 0])
     assert struct.unpack_from("<10q", block, 24) == tuple(i * 1_000_000_007 for i in range(10))
     assert block[104:224] == initial_rows(SPEC, np.arange(20, 30)).tobytes()
     assert struct.unpack_from("<30f", block, 224) == tuple(i / 8 for i in range(30))
-    assert len(block) == 344
+    assert struct.unpack_from("<Q", block, 344)[0] == checksum(block[104:224], block[224:344], seed=2 * 2**16)
+    assert len(block) == 352
 
 
-def test_blocks_of_format_1_can_be_read() -> None:
-    golden = json.loads(GOLDEN.read_text())
-    assert sealed_block().hex() == golden["block of small values"]
-    codec, of_0_1 = BlockCodec(SPEC), bytes.fromhex(golden["block"])
-    codec.check(2, of_0_1)
-    assert not codec.is_small(of_0_1), "0.1 did not say"
-    assert of_0_1[16:] == sealed_block()[16:]
+@pytest.mark.parametrize(
+    ("name", "spec", "is_small"),
+    [
+        ("block", SPEC, False),  # 0.1 did not say
+        ("block of small values", SPEC, True),
+        ("block of bfloat16", HALVED, True),
+    ],
+)
+def test_blocks_of_formats_1_to_4_can_be_read(name: str, spec: TableSpec, is_small: bool) -> None:
+    """They have the same bytes up to the checksums of groups, and become blocks of the present formats."""
+    codec, stored, new = BlockCodec(spec), bytes.fromhex(json.loads(GOLDEN.read_text())[name]), sealed_block(spec)
+    codec.check(2, stored)
+    assert codec.is_small(stored) is is_small
+    assert stored[16:] == new[16 : len(stored)]
+    assert stored == in_earlier_form(spec, 2, new, of_0_1=not is_small), "the tests' own writer"
+    assert codec.renewed(2, stored) == new
 
 
 def test_blocks_record_large_values() -> None:
@@ -79,26 +97,27 @@ def test_blocks_record_large_values() -> None:
         block = sealed_block(largest=largest)
         codec.check(2, block)
         assert codec.is_small(block) is small
-        block[0] ^= 3  # the other format
+        block[0] ^= 3  # the other format: 5 and 6
         assert codec.problem(2, block) == "is damaged (checksum)"
 
 
 def test_layout_of_blocks_of_bfloat16() -> None:
     block = bytes(sealed_block(HALVED))
-    assert block.hex() == json.loads(GOLDEN.read_text())["block of bfloat16"]
-    assert struct.unpack_from("<HHI", block) == (4, 10, 3)
-    assert struct.unpack_from("<Q", block, 8)[0] == xxhash.xxh3_64_intdigest(block[16:], seed=2 + 2**63)
+    assert block.hex() == json.loads(GOLDEN.read_text())["block of format 8"]
+    assert struct.unpack_from("<HHI", block) == (8, 10, 3)
+    assert struct.unpack_from("<Q", block, 8)[0] == checksum(block[16:104], block[224:], seed=2 + 2**63)
+    assert struct.unpack_from("<Q", block, 224)[0] == checksum(block[104:164], block[164:224], seed=2 * 2**16)
     assert block[16:104] == bytes(sealed_block())[16:104], "only values have other bytes"
     weight, momentum_buffer = (np.frombuffer(block, "<u2", 30, start) for start in (104, 164))
     initial = BFloat16(SPEC.seed).rounded(initial_rows(SPEC, np.arange(20, 30)), np.arange(20, 30), 0, WEIGHT)
     assert np.array_equal(weight, initial.reshape(-1))
     assert np.array_equal(momentum_buffer, (np.arange(30, dtype=np.float32) / 8).view(np.uint32) >> 16)
-    assert len(block) == 224
+    assert len(block) == 232
     codec = BlockCodec(HALVED)
     for largest, small in ((2.0**32, True), (-(2.0**32), True), (2.0**33, False), (-3e38, False)):
         codec.check(2, other := sealed_block(HALVED, largest=largest))
         assert codec.is_small(other) is small
-        other[0] ^= 7  # the other format
+        other[0] ^= 15  # the other format: 7 and 8
         assert codec.problem(2, other) == "is damaged (checksum)"
 
 
@@ -109,23 +128,23 @@ def test_a_block_of_another_dtype_is_refused() -> None:
     assert len(blocks[0]) == len(blocks[1])
     for spec, block in zip((wide, halved), blocks, strict=True):
         BlockCodec(spec).seal(0, block)
-    with pytest.raises(StorageError, match="has format 4, this version reads 1 and 2 in tables of float32"):
+    with pytest.raises(StorageError, match="has format 8, this version reads 1, 2, 5 and 6 in tables of float32"):
         BlockCodec(wide).check(0, blocks[1])
-    with pytest.raises(StorageError, match="has format 2, this version reads 3 and 4 in tables of bfloat16"):
+    with pytest.raises(StorageError, match="has format 6, this version reads 3, 4, 7 and 8 in tables of bfloat16"):
         BlockCodec(halved).check(0, blocks[0])
 
 
 def test_the_default_block_fits_sixteen_pages() -> None:
     """Including the 16-byte header of the first overflow page."""
-    assert BlockCodec(TableSpec(num_rows=1, dim=128)).num_bytes == 65_040
-    assert 15 * 4096 < 65_040 + 16 <= 16 * 4096
+    assert BlockCodec(TableSpec(num_rows=1, dim=128)).num_bytes == 65_168
+    assert 15 * 4096 < 65_168 + 16 <= 16 * 4096
     for rows, pages in ((62, 8), (125, 16)):  # what docs/operations.md recommends for bfloat16
         halved = TableSpec(num_rows=1, dim=128, rows_per_block=rows, dtype="bfloat16")
         assert (pages - 1) * 4096 < BlockCodec(halved).num_bytes + 16 <= pages * 4096
         assert BlockCodec(replace(halved, rows_per_block=rows + 1)).num_bytes + 16 > pages * 4096
 
 
-@pytest.mark.parametrize("position", [0, 2, 4, 8, 15, 16, 23, 24, 103, 104, 223, 224, 343])
+@pytest.mark.parametrize("position", [0, 2, 4, 8, 15, 16, 23, 24, 103, 104, 223, 224, 343, 344, 351])
 def test_a_flipped_bit_is_noticed(position: int) -> None:
     block = sealed_block()
     BlockCodec(SPEC).check(2, block)
@@ -137,7 +156,7 @@ def test_a_flipped_bit_is_noticed(position: int) -> None:
 def test_a_block_in_the_wrong_place_is_noticed() -> None:
     with pytest.raises(StorageError, match=r"block 3 \(rows 30\.\.39\) is damaged"):
         BlockCodec(SPEC).check(3, sealed_block())
-    with pytest.raises(StorageError, match="344 bytes, not"):
+    with pytest.raises(StorageError, match="352 bytes, not"):
         BlockCodec(TableSpec(num_rows=50, dim=4, rows_per_block=10)).check(2, sealed_block())
 
 
@@ -148,7 +167,7 @@ def test_a_block_of_another_table_or_format_is_not_reported_as_damaged() -> None
     with pytest.raises(StorageError, match=r"block 2 \(rows 16\.\.23\) holds 10 rows of 3: it belongs"):
         BlockCodec(other).check(2, block)
     block[0] = 3
-    with pytest.raises(StorageError, match=r"block 2 \(rows 20\.\.29\) has format 3, this version reads 1 and 2 in"):
+    with pytest.raises(StorageError, match=r"block 2 \(rows 20\.\.29\) has format 3, this version reads 1, 2, 5 and 6"):
         BlockCodec(SPEC).check(2, block)
 
 

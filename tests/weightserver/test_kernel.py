@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import kernel_fuzz
+from tests.helpers.earlier_blocks import make_earlier
 from tests.helpers.kernels_built import EXTENSION, NUMPY, ROOT, RefusedError, build, computing_with, load
 from tests.helpers.memory_storage import MemoryStorage
 from tests.helpers.schedules import extend_schedule
@@ -83,6 +84,12 @@ class Filled:
         self.last_step = np.zeros(spec.num_rows, np.int64)
         self.last_step[rows] = last_step
 
+    def age(self) -> None:
+        """Some blocks are those of an earlier version."""
+        of_0_1, share = self.generator.random() < 0.3, self.generator.choice([0.1, 0.5, 1.0])
+        with self.storage.write() as txn:
+            make_earlier(txn, self.spec, lambda _: self.generator.random() < share, of_0_1=of_0_1)
+
     def header(self, sequence: int, step: int = 0) -> WriteHeader:
         return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, step)
 
@@ -113,7 +120,9 @@ class Filled:
 
 def check_fetches(compiled: kernel.Kernel, spec: TableSpec, seed: int, size: float) -> None:
     filled = Filled(spec, seed, size)
-    for _ in range(4):
+    for round_ in range(4):
+        if round_ == 2:
+            filled.age()
         rows = filled.some_rows()
         step = None if filled.generator.random() < 0.2 else int(filled.generator.integers(0, filled.horizon + 1))
         for state in (False, True):
@@ -144,7 +153,8 @@ class Written(Filled):
     """The same, and what writes do to it."""
 
     def outcomes(self, size: float) -> list[Any]:
-        """What several pushes and raw writes answer, some of them at damaged blocks, and what is stored after each."""
+        """What several pushes and raw writes answer, some of them at damaged blocks, and after each what is stored and
+        what a fetch answers."""
         found = list[Any]()
         for sequence in range(2, 10):
             write = self.push if self.generator.random() < 0.7 else self.write_state
@@ -152,11 +162,14 @@ class Written(Filled):
                 self.damage()
             if self.generator.random() < 0.1:
                 self.checkpoint(100 + sequence)
+            if self.generator.random() < 0.2:
+                self.age()
             try:
                 found.append(write(sequence, size * self.generator.choice([1e-6, 1.0, 1.0, 1e9])))
             except WeightServerError as error:
                 found.append(repr(error))
             found += [self.shard.state.rows_stored, self.storage.contents["blocks"].copy()]
+            found.append(self.fetched(self.some_rows(), None, state=True))
         return found
 
     def push(self, sequence: int, size: float) -> bool:
@@ -213,8 +226,8 @@ def check_writes(compiled: kernel.Kernel, spec: TableSpec, seed: int, size: floa
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [1.0, 1e8])
 def test_a_write_stores_the_same_bytes(compiled: kernel.Kernel, dtype: Any, size: float) -> None:
-    for seed, rows_per_block in enumerate((1, 3, 8, 64)):
-        spec = TableSpec(num_rows=200, dim=9, rows_per_block=rows_per_block, weight_decay=1e-3, dtype=dtype)
+    for seed, (rows_per_block, dim) in enumerate(((1, 9), (3, 9), (8, 9), (64, 9), (8, 300), (64, 90), (64, 91))):
+        spec = TableSpec(num_rows=200, dim=dim, rows_per_block=rows_per_block, weight_decay=1e-3, dtype=dtype)
         check_writes(compiled, spec, seed, size)
 
 

@@ -437,7 +437,7 @@ def test_inspect_reads_while_a_shard_writes(tmp_path: Path) -> None:
         )
         seen = json.loads(done.stdout)
         assert seen["spec"]["dim"] == 4
-        assert (seen["shard"], seen["num_shards"], seen["format"]) == (0, 1, 3)
+        assert (seen["shard"], seen["num_shards"], seen["format"]) == (0, 1, 4)
         assert (seen["run"], seen["epoch"], seen["clock"], seen["horizon"]) == ("live", 1, 3, 30)
         assert seen["rows_stored"] == 3
         assert seen["block_versions"] == 2

@@ -22,12 +22,13 @@
 #endif
 
 /* A change of any function's arguments or results; kernel.py takes no other. */
-#define INTERFACE 2
+#define INTERFACE 3
 
 typedef float __attribute__((aligned(1), may_alias)) packed_float;
 typedef uint16_t __attribute__((aligned(1), may_alias)) packed_u16;
 typedef uint32_t __attribute__((aligned(1), may_alias)) packed_u32;
 typedef int64_t __attribute__((aligned(1), may_alias)) packed_i64;
+typedef uint64_t __attribute__((aligned(1), may_alias)) packed_u64;
 
 /* ---- blocks: see blocks.py */
 
@@ -35,24 +36,32 @@ enum { HEADER_BYTES = 16, START_BYTES = 8 };
 typedef uint64_t (*checksum_function)(const void *, size_t, uint64_t); /* XXH3_64bits_withSeed */
 
 typedef struct {
-    Py_ssize_t rows, dim, value_bytes, last_step_at, weight_at, momentum_at, num_bytes;
-    int any_values, small_values; /* the formats */
+    Py_ssize_t rows, dim, value_bytes, group_rows, last_step_at, weight_at, momentum_at, groups_at, num_bytes;
+    int any_values, small_values;                 /* the formats */
+    int earlier_any_values, earlier_small_values; /* of blocks that end at groups_at */
 } Layout;
+
+static Py_ssize_t num_groups(const Layout *layout)
+{
+    return (layout->rows - 1) / layout->group_rows + 1;
+}
 
 static int parse_layout(PyObject *object, void *out)
 {
     Layout *layout = out;
-    if (!PyArg_ParseTuple(object, "nnnnnnnii", &layout->rows, &layout->dim, &layout->value_bytes, &layout->last_step_at,
-                          &layout->weight_at, &layout->momentum_at, &layout->num_bytes, &layout->any_values,
-                          &layout->small_values))
+    if (!PyArg_ParseTuple(object, "nnnnnnnnniiii", &layout->rows, &layout->dim, &layout->value_bytes,
+                          &layout->group_rows, &layout->last_step_at, &layout->weight_at, &layout->momentum_at,
+                          &layout->groups_at, &layout->num_bytes, &layout->any_values, &layout->small_values,
+                          &layout->earlier_any_values, &layout->earlier_small_values))
         return 0;
     Py_ssize_t values = layout->value_bytes * layout->dim;
     int sound = layout->rows > 0 && layout->rows < 1 << 16 && layout->dim > 0 && layout->dim < 1 << 24
-                && (layout->value_bytes == 2 || layout->value_bytes == 4)
+                && (layout->value_bytes == 2 || layout->value_bytes == 4) && layout->group_rows > 0
                 && layout->last_step_at >= HEADER_BYTES + (layout->rows + 7) / 8
                 && layout->weight_at >= layout->last_step_at + 8 * layout->rows
                 && layout->momentum_at >= layout->weight_at + values * layout->rows
-                && layout->num_bytes >= layout->momentum_at + values * layout->rows;
+                && layout->groups_at >= layout->momentum_at + values * layout->rows
+                && layout->num_bytes >= layout->groups_at + 8 * num_groups(layout);
     if (!sound)
         PyErr_SetString(PyExc_ValueError, "the layout of a block is inconsistent");
     return sound;
@@ -145,27 +154,80 @@ fail:
     return -1;
 }
 
-static int is_sound(const Layout *layout, const Py_buffer *block, uint64_t number, checksum_function checksum)
+static uint64_t checksum_of_root(const Layout *layout, const unsigned char *bytes, uint64_t seed,
+                                 checksum_function checksum)
+{
+    seed = checksum(bytes + HEADER_BYTES, (size_t)(layout->weight_at - HEADER_BYTES), seed);
+    return checksum(bytes + layout->groups_at, (size_t)(8 * num_groups(layout)), seed);
+}
+
+static uint64_t checksum_of_group(const Layout *layout, const unsigned char *bytes, uint64_t number, Py_ssize_t group,
+                                  checksum_function checksum)
+{
+    Py_ssize_t first = group * layout->group_rows, left = layout->rows - first;
+    Py_ssize_t row_bytes = layout->dim * layout->value_bytes;
+    size_t size = (size_t)((left < layout->group_rows ? left : layout->group_rows) * row_bytes);
+    uint64_t seed = checksum(bytes + layout->weight_at + first * row_bytes, size, (number << 16) + (uint64_t)group);
+    return checksum(bytes + layout->momentum_at + first * row_bytes, size, seed);
+}
+
+static uint64_t seed_of_root(uint64_t number, int is_small)
+{
+    return number + (is_small ? UINT64_C(1) << 63 : 0);
+}
+
+static int has_known_length(const Layout *layout, const Py_buffer *block)
+{
+    return block->len == layout->num_bytes || block->len == layout->groups_at;
+}
+
+/* Whether a block has checksums of groups: one of `has_known_length`. */
+static int has_groups(const Layout *layout, const Py_buffer *block)
+{
+    return block->len == layout->num_bytes;
+}
+
+static int has_small_values(const Layout *layout, const unsigned char *bytes)
+{
+    return bytes[0] == layout->small_values || bytes[0] == layout->earlier_small_values;
+}
+
+/* Whether a block is intact, as far as the rows in these slots depend on it; without checksums, has a known length. */
+static int is_sound(const Layout *layout, const Py_buffer *block, uint64_t number, const packed_i64 *slots,
+                    Py_ssize_t num_slots, checksum_function checksum)
 {
     const unsigned char *bytes = block->buf;
-    if (block->len != layout->num_bytes)
+    if (!has_known_length(layout, block))
         return 0;
     if (checksum == NULL)
         return 1;
     uint16_t format, rows;
     uint32_t dim;
-    uint64_t stored, seed = number;
+    uint64_t stored;
     memcpy(&format, bytes, 2);
     memcpy(&rows, bytes + 2, 2);
     memcpy(&dim, bytes + 4, 4);
     memcpy(&stored, bytes + START_BYTES, 8);
+    int is_grouped = has_groups(layout, block);
+    int is_small = format == (is_grouped ? layout->small_values : layout->earlier_small_values);
+    if (!is_small && format != (is_grouped ? layout->any_values : layout->earlier_any_values))
+        return 0;
     if (rows != layout->rows || dim != (uint64_t)layout->dim)
         return 0;
-    if (format == layout->small_values)
-        seed += UINT64_C(1) << 63;
-    else if (format != layout->any_values)
+    uint64_t seed = seed_of_root(number, is_small);
+    if (!is_grouped)
+        return checksum(bytes + HEADER_BYTES, (size_t)(layout->groups_at - HEADER_BYTES), seed) == stored;
+    if (checksum_of_root(layout, bytes, seed, checksum) != stored)
         return 0;
-    return checksum(bytes + HEADER_BYTES, (size_t)(layout->num_bytes - HEADER_BYTES), seed) == stored;
+    const packed_u64 *of_groups = (const packed_u64 *)(bytes + layout->groups_at);
+    Py_ssize_t known = -1;
+    for (Py_ssize_t i = 0; i < num_slots; i++) {
+        Py_ssize_t group = slots[i] / layout->group_rows;
+        if (group != known && checksum_of_group(layout, bytes, number, group, checksum) != of_groups[group])
+            return 0;
+        known = group;
+    }
+    return 1;
 }
 
 /* Checks blocks, and reads when their rows were last updated. */
@@ -200,13 +262,14 @@ static PyObject *look(PyObject *module, PyObject *args)
                 out[i] = 0;
             continue;
         }
-        if (!is_sound(&touched.layout, block, (uint64_t)names[b], checksum)) {
+        Py_ssize_t num_slots = start[b + 1] - start[b];
+        if (!is_sound(&touched.layout, block, (uint64_t)names[b], slot + start[b], num_slots, checksum)) {
             bad = b;
             break;
         }
         const unsigned char *bytes = block->buf;
         const packed_i64 *steps = (const packed_i64 *)(bytes + touched.layout.last_step_at);
-        all_small &= bytes[0] == touched.layout.small_values;
+        all_small &= has_small_values(&touched.layout, bytes);
         for (Py_ssize_t i = start[b]; i < start[b + 1]; i++)
             out[i] = steps[slot[i]];
     }
@@ -449,7 +512,7 @@ static PyObject *answer(PyObject *module, PyObject *args)
     unsigned char *own = NULL;
     Py_ssize_t num_rows = touched.num_rows, dim = touched.layout.dim, row_bytes = dim * touched.layout.value_bytes;
     for (Py_ssize_t b = 0; b < touched.num_blocks; b++)
-        if (touched.blocks[b].obj != NULL && touched.blocks[b].len != touched.layout.num_bytes) {
+        if (touched.blocks[b].obj != NULL && !has_known_length(&touched.layout, &touched.blocks[b])) {
             PyErr_SetString(PyExc_ValueError, "a block has another size");
             goto end;
         }
@@ -696,7 +759,24 @@ static int push_row(const Change *change, Py_ssize_t i, int64_t row, unsigned ch
     return is_small;
 }
 
-static void seal(const Change *change, uint64_t number, int is_small, unsigned char *out)
+static void seal_group(const Change *change, uint64_t number, Py_ssize_t group, unsigned char *out)
+{
+    const Layout *layout = &change->touched.layout;
+    packed_u64 *of_groups = (packed_u64 *)(out + layout->groups_at);
+    of_groups[group] = checksum_of_group(layout, out, number, group, change->checksum);
+}
+
+static int all_groups_are_sound(const Change *change, uint64_t number, const unsigned char *out)
+{
+    const Layout *layout = &change->touched.layout;
+    const packed_u64 *of_groups = (const packed_u64 *)(out + layout->groups_at);
+    for (Py_ssize_t group = 0; group < num_groups(layout); group++)
+        if (checksum_of_group(layout, out, number, group, change->checksum) != of_groups[group])
+            return 0;
+    return 1;
+}
+
+static void seal_root(const Change *change, uint64_t number, int is_small, unsigned char *out)
 {
     const Layout *layout = &change->touched.layout;
     uint16_t format = (uint16_t)(is_small ? layout->small_values : layout->any_values), rows = (uint16_t)layout->rows;
@@ -704,27 +784,28 @@ static void seal(const Change *change, uint64_t number, int is_small, unsigned c
     memcpy(out, &format, 2);
     memcpy(out + 2, &rows, 2);
     memcpy(out + 4, &dim, 4);
-    uint64_t seed = number + (is_small ? UINT64_C(1) << 63 : 0);
-    uint64_t checksum = change->checksum(out + HEADER_BYTES, (size_t)(layout->num_bytes - HEADER_BYTES), seed);
+    uint64_t checksum = checksum_of_root(layout, out, seed_of_root(number, is_small), change->checksum);
     memcpy(out + START_BYTES, &checksum, 8);
 }
 
-/* Checks block b, copies it, changes its rows and seals it; returns how many of them were never written before, or -1
- * if the block is damaged or a row becomes infinite or NaN. */
+/* Checks rows of block b, copies it, changes them and seals them; returns how many of them were never written before,
+ * or -1 if they are damaged or one becomes infinite or NaN. The other groups keep their checksums, right or wrong. */
 static Py_ssize_t change_block(const Change *change, Py_ssize_t b, unsigned char *out)
 {
     const Touched *touched = &change->touched;
     const Layout *layout = &touched->layout;
     const packed_i64 *start = touched->starts.buf, *slots = touched->slots.buf, *names = change->numbers.buf;
     uint64_t number = (uint64_t)names[b];
-    int was_small = 0, is_small = 1;
-    if (touched->blocks[b].obj == NULL) {
+    const Py_buffer *stored = &touched->blocks[b];
+    int was_small = 0, was_grouped = 0, is_small = 1;
+    if (stored->obj == NULL) {
         draw_block(change, number, out);
     } else {
-        if (!is_sound(layout, &touched->blocks[b], number, change->checksum))
+        if (!is_sound(layout, stored, number, slots + start[b], start[b + 1] - start[b], change->checksum))
             return -1;
-        memcpy(out, touched->blocks[b].buf, layout->num_bytes);
-        was_small = out[0] == layout->small_values;
+        memcpy(out, stored->buf, stored->len);
+        was_small = has_small_values(layout, out);
+        was_grouped = has_groups(layout, stored);
     }
     Py_ssize_t row_bytes = layout->dim * layout->value_bytes, added = 0;
     unsigned char *bitmap = out + HEADER_BYTES;
@@ -748,12 +829,25 @@ static Py_ssize_t change_block(const Change *change, Py_ssize_t b, unsigned char
         added += !(bitmap[slot / 8] & bit);
         bitmap[slot / 8] |= bit;
     }
-    if (!was_small) { /* the other rows may have large values */
+    if (was_grouped) {
+        Py_ssize_t sealed = -1;
+        for (Py_ssize_t i = start[b]; i < start[b + 1]; i++) {
+            Py_ssize_t group = slots[i] / layout->group_rows;
+            if (group != sealed)
+                seal_group(change, number, group, out);
+            sealed = group;
+        }
+    } else {
+        for (Py_ssize_t group = 0; group < num_groups(layout); group++)
+            seal_group(change, number, group, out);
+    }
+    if (!was_small) { /* the other rows may have large values, or be damaged */
         Py_ssize_t count = layout->rows * layout->dim;
         is_small = are_small(layout, out + layout->weight_at, count)
-                   && are_small(layout, out + layout->momentum_at, count);
+                   && are_small(layout, out + layout->momentum_at, count)
+                   && (!was_grouped || all_groups_are_sound(change, number, out));
     }
-    seal(change, number, is_small, out);
+    seal_root(change, number, is_small, out);
     return added;
 }
 

@@ -2,26 +2,42 @@
 
 A block is one stored value of r = rows_per_block rows, everything little-endian:
 
-    offset 0     u16    format: 2 if no |value| is beyond 2^32, as in any sane training; else 1. In bfloat16 4, else 3
+    offset 0     u16    format: 6 if no |value| is beyond 2^32, as in any sane training; else 5. In bfloat16 8, else 7
     offset 2     u16    r
     offset 4     u32    D
-    offset 8     u64    XXH3-64 of the bytes from offset 16 on, seeded by the block's number, plus 2^63 in formats 2, 4
+    offset 8     u64    the root, a checksum of everything below but the values
     offset 16    u8     bitmap of the rows that were ever written, row 0 in the lowest bit of the first byte;
                         padded with zeros to a multiple of 8 bytes
     then         i64    last_step [r]
     then         f32    weight [r, D], or bf16 if that is the table's dtype (precision.py)
     then         f32    momentum_buffer [r, D], or bf16
+    then         u64    checksums of the values of groups of g consecutive rows [⌈r / g⌉]; g is as many rows as have
+                        2 KiB of weights, at least 1, and the last group may have fewer
 
-Rows of a stored block that were never written hold their initial values. Formats 2 and 4 save fetches a check of values
-that no sane schedule makes overflow; version 0.1 wrote all blocks in format 1. With D = 128 and r = 63 a block takes
-65,040 bytes, which with the page header of LMDB's overflow pages is 16 pages of 4 KiB. In bfloat16 so does one of 125
-rows.
+All checksums are XXH3-64, chained: the second part is seeded by the checksum of the first.
+
+    root         the bytes from offset 16 to the weights, seeded by the block's number, plus 2^63 in formats 6 and 8;
+                 then the checksums of all groups
+    a group's    its weights, seeded by 2^16 times the block's number plus the group's; then its momentum buffers
+
+The root and a group's checksum prove the rows of the group, with their last steps. A write verifies and renews both,
+and leaves the checksums of the other groups as they are: damage in these stays detectable.
+
+Earlier versions wrote formats 1 and 2, in bfloat16 3 and 4, which end before the checksums of groups: at offset 8 is
+the checksum of all bytes from offset 16 on, seeded like the root. Such blocks stay readable, and a write brings them to
+the present form. Version 0.1 wrote all blocks in format 1.
+
+Rows of a stored block that were never written hold their initial values. The even formats save fetches a check of
+values that no sane schedule makes overflow. With D = 128 and r = 63 a block takes 65,168 bytes, which with the page
+header of LMDB's overflow pages is 16 pages of 4 KiB. In bfloat16 so does one of 125 rows.
 """
 
 from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -39,15 +55,25 @@ SMALL = 2.0**32
 """The largest |value| of blocks of small values."""
 _MOST_STANDARD_DEVIATIONS = 10
 """No initial weight lies beyond so many."""
-_FORMATS = {"float32": (1, 2), "bfloat16": (3, 4)}
-"""Formats of any and of small values, by dtype."""
+_FORMATS = {"float32": (5, 6), "bfloat16": (7, 8)}
+_EARLIER_FORMATS = {"float32": (1, 2), "bfloat16": (3, 4)}
+"""Formats of any and of small values, by dtype; the earlier ones have no checksums of groups."""
+_GROUP_BYTES = 2_048
+"""Of the weights of a group of rows, if it has more than one."""
 _HEADER = struct.Struct("<HHIQ")
 _START = struct.Struct("<HHI")
 """The header without the checksum."""
-_CHECKED_FROM = _HEADER.size
+_CHECKSUM = struct.Struct("<Q")
 _INT64 = np.dtype("<i8")
 
 Buffer = bytes | bytearray | memoryview
+Slots = slice | npt.NDArray[np.int64]
+"""Positions of rows in a block, ascending."""
+
+
+def rows_per_group(spec: TableSpec) -> int:
+    """The rows whose values have one checksum."""
+    return max(1, _GROUP_BYTES // (spec.value_bytes * spec.dim))
 
 
 class Block(NamedTuple):
@@ -66,18 +92,32 @@ class BlockCodec:
         rows, dim = spec.rows_per_block, spec.dim
         self.dim = dim
         self.precision = precision_of(spec)
-        self._any_values, self._small_values = _FORMATS[spec.dtype]
-        self._seeds = {_START.pack(number, rows, dim): self._seed(number) for number in _FORMATS[spec.dtype]}
-        """By the first bytes of a block of this table, what the seed of its checksum is added to."""
+        self._formats, self._earlier_formats = _FORMATS[spec.dtype], _EARLIER_FORMATS[spec.dtype]
+        self._small_formats = self._formats[1], self._earlier_formats[1]
+        self._starts = {_START.pack(number, rows, dim): number for number in (*self._formats, *self._earlier_formats)}
+        """The format, by the first bytes of a block of this table."""
         self._bitmap_bytes = -(-rows // 8)
         self._bitmap = slice(_HEADER.size, _HEADER.size + self._bitmap_bytes)
         last_step = _HEADER.size + -(-self._bitmap_bytes // 8) * 8
         weight = last_step + 8 * rows
-        momentum_buffer = weight + spec.value_bytes * rows * dim
+        row_bytes = spec.value_bytes * dim
+        momentum_buffer = weight + row_bytes * rows
+        groups = momentum_buffer + row_bytes * rows
         self.offsets = last_step, weight, momentum_buffer
         """Offset of each array in a block, in bytes."""
-        self.num_bytes = momentum_buffer + spec.value_bytes * rows * dim
-        self.layout = (rows, dim, spec.value_bytes, *self.offsets, self.num_bytes, *_FORMATS[spec.dtype])
+        self._group_rows, self._groups_at = rows_per_group(spec), groups
+        ends = [*range(0, rows, self._group_rows), rows]
+        self._groups = [
+            (
+                slice(weight + row_bytes * first, weight + row_bytes * end),
+                slice(momentum_buffer + row_bytes * first, momentum_buffer + row_bytes * end),
+            )
+            for first, end in pairwise(ends)
+        ]
+        """Where the weights and the momentum buffers of each group are, in bytes."""
+        self.num_bytes = groups + _CHECKSUM.size * len(self._groups)
+        sizes = rows, dim, spec.value_bytes, self._group_rows
+        self.layout = (*sizes, *self.offsets, groups, self.num_bytes, *self._formats, *self._earlier_formats)
         """The same for the compiled kernel."""
 
     def initial(self, block: int) -> bytearray:
@@ -134,46 +174,119 @@ class BlockCodec:
         buffer[self._bitmap] = after.to_bytes(self._bitmap_bytes, "little")
         return (before ^ after).bit_count()
 
-    def seal(self, block: int, buffer: bytearray) -> None:
-        """Writes the header, with the checksum of the block's contents."""
-        num_values = 2 * self._spec.rows_per_block * self.dim
-        values = np.ndarray(num_values, self.precision.dtype, buffer, self.offsets[1])
-        block_format = self._small_values if self.precision.all_within(SMALL, values) else self._any_values
-        seed = block + self._seed(block_format)
-        checksum = xxhash.xxh3_64_intdigest(memoryview(buffer)[_CHECKED_FROM:], seed=seed)
-        _HEADER.pack_into(buffer, 0, block_format, self._spec.rows_per_block, self.dim, checksum)
+    def seal(self, block: int, buffer: bytearray, slots: Slots | None = None) -> None:
+        """Writes the checksums and the header. With `slots`, the block was sealed before, and only these rows have
+        changed: the others keep their checksums."""
+        contents = memoryview(buffer)
+        for group in self._groups_of(slots):
+            _CHECKSUM.pack_into(buffer, self._checksum_at(group), self._of_group(block, group, contents))
+        any_values, small_values = self._formats
+        block_format = small_values if self._has_small_values(block, buffer, slots) else any_values
+        root = self._root(block, block_format, contents)
+        _HEADER.pack_into(buffer, 0, block_format, self._spec.rows_per_block, self.dim, root)
+
+    def _has_small_values(self, block: int, buffer: bytearray, slots: Slots | None) -> bool:
+        """Whether no |value| is beyond SMALL, as far as checksums prove it; those of `slots` are right."""
+        _, weight, momentum_buffer = self.views(buffer)
+        if slots is not None and self.is_small(buffer):
+            weight, momentum_buffer = weight[slots], momentum_buffer[slots]
+            slots = None
+        within = self.precision.all_within
+        are_small = within(SMALL, weight) and within(SMALL, momentum_buffer)
+        return are_small and (slots is None or not self._damaged_groups(block, memoryview(buffer), None))
+
+    def renewed(self, block: int, stored: Buffer, slots: Slots | None = None) -> bytearray:
+        """A sealed copy of a stored block in the present form, the rows in `slots`, or all, checked as by `check`."""
+        self.check(block, stored, slots)
+        buffer = bytearray(self.num_bytes)
+        buffer[: len(stored)] = stored
+        if len(stored) < self.num_bytes:
+            self.seal(block, buffer)
+        return buffer
 
     def is_small(self, buffer: Buffer) -> bool:
         """Whether no |value| of a sealed block is beyond SMALL."""
-        return buffer[0] == self._small_values
+        return buffer[0] in self._small_formats
 
-    def problem(self, block: int, buffer: Buffer) -> str:
-        """Describes what is wrong with the bytes of a sealed block of this table; empty if nothing is."""
-        if self._is_intact(block, buffer):
+    def problem(self, block: int, buffer: Buffer, slots: Slots | None = None) -> str:
+        """Describes what is wrong with the bytes of a sealed block of this table; empty if nothing is.
+
+        Args:
+            slots: looks at the values of these rows and their groups only, where they have a checksum of their own.
+        """
+        block_format = self._starts.get(bytes(buffer[: _START.size]))
+        if block_format is None or len(buffer) != self._num_bytes_of(block_format):
+            return self._foreign(buffer)
+        contents = memoryview(buffer)
+        if self._root(block, block_format, contents) != _CHECKSUM.unpack_from(buffer, _START.size)[0]:
+            return "is damaged (checksum)"
+        if block_format in self._earlier_formats:
             return ""
-        if len(buffer) != self.num_bytes:
+        if damaged := self._damaged_groups(block, contents, slots):
+            return f"is damaged (checksum) in rows {self._rows_of(block, damaged)}"
+        return ""
+
+    def _foreign(self, buffer: Buffer) -> str:
+        """Describes what is wrong with the length or the first bytes of a block."""
+        if len(buffer) not in (self.num_bytes, self._groups_at):
             return f"has {len(buffer)} bytes, not {self.num_bytes}"
-        block_format, rows, dim, _ = _HEADER.unpack_from(buffer)
-        if block_format not in (self._any_values, self._small_values):
-            readable = f"{self._any_values} and {self._small_values}"
+        block_format, rows, dim = _START.unpack_from(buffer)
+        if block_format not in (*self._formats, *self._earlier_formats):
+            readable = "{}, {}, {} and {}".format(*self._earlier_formats, *self._formats)
             return f"has format {block_format}, this version reads {readable} in tables of {self._spec.dtype}"
         if (rows, dim) != (self._spec.rows_per_block, self._spec.dim):
             return f"holds {rows} rows of {dim}: it belongs to another table"
-        return "is damaged (checksum)"
+        return f"has {len(buffer)} bytes, not {self._num_bytes_of(block_format)}"
 
-    def _is_intact(self, block: int, buffer: Buffer) -> bool:
-        seed = self._seeds.get(bytes(buffer[: _START.size]))
-        if seed is None or len(buffer) != self.num_bytes:
-            return False
-        checksum = xxhash.xxh3_64_intdigest(memoryview(buffer)[_CHECKED_FROM:], seed=block + seed)
-        return checksum == int.from_bytes(buffer[_START.size : _CHECKED_FROM], "little")
+    def _num_bytes_of(self, block_format: int) -> int:
+        return self.num_bytes if block_format in self._formats else self._groups_at
 
-    def _seed(self, block_format: int) -> int:
-        return 1 << 63 if block_format == self._small_values else 0
+    def _root(self, block: int, block_format: int, contents: memoryview) -> int:
+        """The checksum at offset 8."""
+        seed = block + (1 << 63 if block_format in self._small_formats else 0)
+        if block_format in self._earlier_formats:
+            return xxhash.xxh3_64_intdigest(contents[_HEADER.size :], seed=seed)
+        seed = xxhash.xxh3_64_intdigest(contents[_HEADER.size : self.offsets[1]], seed=seed)
+        return xxhash.xxh3_64_intdigest(contents[self._groups_at :], seed=seed)
 
-    def check(self, block: int, buffer: Buffer) -> None:
-        """Raises DamagedRecordError if there is a problem."""
-        if problem := self.problem(block, buffer):
+    def _of_group(self, block: int, group: int, contents: memoryview) -> int:
+        """The checksum of a group."""
+        weight, momentum_buffer = self._groups[group]
+        seed = xxhash.xxh3_64_intdigest(contents[weight], seed=(block << 16) + group)
+        return xxhash.xxh3_64_intdigest(contents[momentum_buffer], seed=seed)
+
+    def _checksum_at(self, group: int) -> int:
+        return self._groups_at + _CHECKSUM.size * group
+
+    def _groups_of(self, slots: Slots | None) -> Iterable[int]:
+        """The groups that these rows are in, or all."""
+        if slots is None:
+            return range(len(self._groups))
+        if isinstance(slots, slice):
+            return range(slots.start // self._group_rows, (slots.stop - 1) // self._group_rows + 1)
+        groups: list[int] = np.unique(slots // self._group_rows).tolist()
+        return groups
+
+    def _damaged_groups(self, block: int, contents: memoryview, slots: Slots | None) -> list[int]:
+        return [
+            group
+            for group in self._groups_of(slots)
+            if self._of_group(block, group, contents) != _CHECKSUM.unpack_from(contents, self._checksum_at(group))[0]
+        ]
+
+    def _rows_of(self, block: int, groups: list[int]) -> str:
+        """The rows of these groups, for messages; neighbouring groups together."""
+        rows, size = self._spec.rows_per_block, self._group_rows
+        starts = [group for group in groups if group - 1 not in groups]
+        ends = [group for group in groups if group + 1 not in groups]
+        return ", ".join(
+            f"{block * rows + start * size}..{block * rows + min((end + 1) * size, rows) - 1}"
+            for start, end in zip(starts, ends, strict=True)
+        )
+
+    def check(self, block: int, buffer: Buffer, slots: Slots | None = None) -> None:
+        """Raises DamagedRecordError if there is a problem; see `problem`."""
+        if problem := self.problem(block, buffer, slots):
             raise DamagedRecordError(
                 f"{self.name(block)} {problem}: 'weightserver verify' shows which checkpoints still have it"
             )
@@ -196,7 +309,7 @@ class RowBuffer:
         self._bytes = _bytes(self.last_step), _bytes(self.weight), _bytes(self.momentum_buffer)
         self._row_bytes = codec.precision.dtype.itemsize * codec.dim
 
-    def copy(self, part: slice, block: memoryview, slots: slice | npt.NDArray[np.int64]) -> None:
+    def copy(self, part: slice, block: memoryview, slots: Slots) -> None:
         """Fills the rows of `part` from the rows in `slots` of a block's bytes."""
         if isinstance(slots, slice):  # neighbours, as bytes: half the time of NumPy's views
             size, start, stop = self._row_bytes, part.start, part.stop
@@ -215,11 +328,11 @@ class RowBuffer:
             stored.weight.take(slots, 0, self.weight[part], "clip")
             stored.momentum_buffer.take(slots, 0, self.momentum_buffer[part], "clip")
 
-    def copy_weight(self, part: slice, block: memoryview, slots: slice | npt.NDArray[np.int64]) -> None:
+    def copy_weight(self, part: slice, block: memoryview, slots: Slots) -> None:
         """Fills only the weights of the rows of `part`."""
         self.weight[part] = self._codec.views(block).weight[slots]
 
-    def store(self, part: slice, block: bytearray, slots: slice | npt.NDArray[np.int64]) -> None:
+    def store(self, part: slice, block: bytearray, slots: Slots) -> None:
         """Writes the rows of `part` into `slots` of a block's bytes."""
         stored = self._codec.views(block)
         stored.last_step[slots] = self.last_step[part]

@@ -20,7 +20,8 @@ from weightserver.core.arrays import Float32Array, Float64Array, Int64Array, Sto
 Initial = tuple[int, float, Float32Array]
 """What initial weights are drawn from: a mixed seed, their standard deviation, the quantiles (float32 [65536])."""
 Layout = tuple[int, ...]
-"""Of a block: rows, dim, bytes of a value, offsets of the three arrays, bytes of all, its two formats."""
+"""Of a block: rows, dim, bytes of a value, rows of a group, offsets of the three arrays and of the groups' checksums,
+bytes of all, the two formats, and the two of blocks that end before the groups' checksums."""
 Products = tuple[Float32Array, Int64Array, Float64Array, Int64Array]
 """Of a schedule: learning rates of whole leaves, the first node of each level, the nodes [2, 2, n] and their exponents
 [n]."""
@@ -32,7 +33,7 @@ address of the checksum's function, which is not 0, and where to write them, one
 
 VARIABLE = "WEIGHTSERVER_KERNEL"
 """Set to "numpy", the compiled kernel is left alone; to "compiled", a process without it does not start."""
-_INTERFACE = 2
+_INTERFACE = 3
 """What this version expects of the kernel; a build of other sources may lie beside it."""
 _CHECKSUMS = ("XXH3_64bits_withSeed_dispatch", "XXH3_64bits_withSeed")
 """Functions of the xxhash package's library, the fastest first."""
@@ -58,8 +59,8 @@ class Kernel(Protocol):
         checksum_address: int,
         /,
     ) -> tuple[int, bool]:
-        """Checks blocks, unless the address is 0, and fills last_step (int64 [n]); returns the position of the first
-        damaged block or -1, and whether all blocks have small values."""
+        """Checks these rows of blocks, unless the address is 0, and fills last_step (int64 [n]); returns the position
+        of the first block where they are damaged or -1, and whether all blocks have small values."""
 
     def answer(
         self,
@@ -113,8 +114,8 @@ class Kernel(Protocol):
         """Writes the blocks, their rows updated at `step` by gradients ([n, D] of the table's dtype), and sealed;
         returns how many of the rows were never written before.
 
-        A block is checked, copied, changed and sealed in one pass. Returns -1, with the room for the blocks in no
-        particular state, if a block is damaged or a row becomes infinite or NaN.
+        A block is checked, copied, changed and sealed in one pass, as far as the rows concern it. Returns -1, with the
+        room for the blocks in no particular state, if one of them is damaged or becomes infinite or NaN.
 
         Args:
             coefficients: bring the rows to `step`, float32 [n, 2, 2]; None if they are there.
@@ -124,7 +125,7 @@ class Kernel(Protocol):
     def replace(
         self, changed: Changed, weight: StoredArray, momentum_buffer: StoredArray, last_step: Int64Array, /
     ) -> int:
-        """The same with raw rows, [n, D] of the table's dtype and int64 [n]; returns -1 if a block is damaged."""
+        """The same with raw rows, [n, D] of the table's dtype and int64 [n]; returns -1 if one is damaged."""
 
 
 @functools.cache

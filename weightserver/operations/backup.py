@@ -209,15 +209,15 @@ def _copy_blocks(source: _BlockSource, directory: Path) -> tuple[list[Path], int
     first = files[-1].end if files else 0
     while first < num_blocks:
         blocks, end = source.read(first)
-        content = np.frombuffer(b"".join(block.content for block in blocks), np.uint8)
+        content = np.frombuffer(b"".join(block for _, block in blocks), np.uint8)
         columns = {
-            "number": np.array([block.number for block in blocks], np.int64),
+            "number": np.array([number for number, _ in blocks], np.int64),
             "content": content.reshape(len(blocks), codec.num_bytes),
         }
         path = directory / f"blocks-{first:015d}-{end:015d}.safetensors"
         atomic_write(path, partial(save_file, columns), mode=PRIVATE_FILE)
         files.append(BlockFile(first, end, path))
-        rows_stored += sum(codec.num_written(block.content) for block in blocks)
+        rows_stored += sum(codec.num_written(block) for _, block in blocks)
         first = end
     return [file.path for file in files], rows_stored
 
@@ -235,19 +235,17 @@ class _BlockSource:
     def codec(self) -> BlockCodec:
         return BlockCodec(self.info.spec)
 
-    def read(self, first: int) -> tuple[list[pb.Block], int]:
-        """Blocks from number `first`, enough for a file, and the end of their numbers.
+    def read(self, first: int) -> tuple[list[tuple[int, bytearray]], int]:
+        """Blocks from number `first` in their present form, enough for a file, and the end of their numbers.
 
         The end is at most the table's number of blocks, even if the table has grown since and the shard reads on:
         checkpoints of version 0.1 do not record the size of the table.
         """
         codec, num_blocks = self.codec, self.info.spec.num_blocks
-        blocks: list[pb.Block] = []
+        blocks = list[tuple[int, bytearray]]()
         while first < num_blocks and len(blocks) * codec.num_bytes < BATCH_BYTES:
             answer = self._call(first)
-            for block in answer.blocks:
-                codec.check(block.number, block.content)
-            blocks += answer.blocks
+            blocks += [(block.number, codec.renewed(block.number, block.content)) for block in answer.blocks]
             first = min(answer.next_block or num_blocks, num_blocks)
         return blocks, first
 

@@ -5,7 +5,8 @@ shard-K/
   schedule.safetensors  learning_rates float32 [horizon]
   blocks-A-B.safetensors
                         the stored blocks with A ≤ number < B: number int64 [n], content uint8 [n, block bytes], in
-                        the format of `core.blocks` with their checksums; rows never written are in no file
+                        the present form of `core.blocks`, in format 1 in the earlier one, with their checksums; rows
+                        never written are in no file
 unfinished.json         the checkpoint being copied; removed last
 """
 
@@ -27,7 +28,8 @@ from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import StorageError
 from weightserver.core.spec import TableSpec
 
-FORMAT = 1
+FORMAT = 2
+_READABLE_FORMATS = (1, FORMAT)
 MANIFEST, UNFINISHED, SCHEDULE = "manifest.json", "unfinished.json", "schedule.safetensors"
 
 
@@ -84,9 +86,10 @@ def read_backup(directory: Path) -> Backup:
         raise ValueError(f"{directory} holds {what}")
     try:
         stored = json.loads(path.read_text())
-        if stored["format"] != FORMAT:
+        if stored["format"] not in _READABLE_FORMATS:
+            readable = f"{_READABLE_FORMATS[0]} and {FORMAT}"
             raise ValueError(
-                f"{directory} has format {stored['format']}, this version reads {FORMAT}: use the one that made it"
+                f"{directory} has format {stored['format']}, this version reads {readable}: use the one that made it"
             )
         fields = stored["backup"]
         made = Backup(**fields | {"spec": TableSpec(**fields["spec"]), "shards": tuple(fields["shards"])})

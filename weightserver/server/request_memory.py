@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from weightserver.core.blocks import rows_per_group
 from weightserver.core.errors import InvalidRequestError, OverloadedError
 from weightserver.core.similarity import MAX_PAIRS
 from weightserver.core.spec import TableSpec
@@ -108,7 +109,8 @@ def write_bytes(spec: TableSpec, num_rows: int, values_per_row: int) -> int:
 
 def blocks_bytes(spec: TableSpec, num_blocks: int) -> int:
     """Bytes of blocks in a transaction until it is on disk: whole pages, and one more for the key of each."""
-    block_bytes = 64 + spec.rows_per_block * (9 + 2 * spec.value_bytes * spec.dim)
+    num_groups = -(-spec.rows_per_block // rows_per_group(spec))
+    block_bytes = 64 + spec.rows_per_block * (9 + 2 * spec.value_bytes * spec.dim) + 8 * num_groups
     return num_blocks * (-(-block_bytes // _PAGE) + 1) * _PAGE
 
 

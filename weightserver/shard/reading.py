@@ -142,7 +142,10 @@ def read_rows(
     """Reads the rows of one chunk.
 
     Args:
-        verify: whether to check the checksums of the blocks.
+        verify: whether to check the checksums of the rows.
+
+    Raises:
+        DamagedRecordError: one of the rows is damaged, or the header of its block.
     """
     up_to, numbers = at.generation(txn), touched.blocks.tolist()
     txn.prefetch(numbers, up_to=up_to)
@@ -150,9 +153,9 @@ def read_rows(
     compiled = kernel.compiled()
     checksum = kernel.checksum_address() if verify and compiled is not None else 0
     if verify and not checksum:
-        for number, block in zip(numbers, blocks, strict=True):
+        for run, block in zip(touched.runs(), blocks, strict=True):
             if block is not None:
-                table.codec.check(number, block)
+                table.codec.check(run.block, block, run.slots)
     if compiled is None:
         return _copied(table, touched, blocks)
     last_step = np.empty(len(touched.rows), np.int64)
@@ -162,7 +165,7 @@ def read_rows(
     if bad >= 0:
         block = blocks[bad]
         assert block is not None
-        table.codec.check(numbers[bad], block)
+        table.codec.check(numbers[bad], block, touched.slots[touched.starts[bad] : touched.starts[bad + 1]])
         raise DamagedRecordError(f"{table.codec.name(numbers[bad])} changed while it was read")
     return RowsInBlocks(touched, blocks, last_step, all_small and table.codec.initial_are_small)
 

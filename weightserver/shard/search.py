@@ -84,12 +84,12 @@ def read_chunks(
     """The stored rows of the blocks from number `first` on, ascending; at least one chunk, which may be empty.
 
     Args:
-        verify: whether to check the checksums of the blocks.
+        verify: whether to check the checksums of the rows.
         weight_only: whether momentum buffers and last steps are left out; their values are undefined then.
 
     Raises:
         NoTableError: there is no such checkpoint.
-        StorageError: a block is damaged.
+        StorageError: a row is damaged, or the header of a block.
     """
     block: int | None = first
     while block is not None:
@@ -116,9 +116,10 @@ def _read_chunk(
             break
         stored = txn.newest_block(block, up_to=up_to)
         if stored is not None:
+            written = codec.written(stored)
             if verify:
-                codec.check(block, stored)
-            found.append((block, stored, codec.written(stored)))
+                codec.check(block, stored, written)
+            found.append((block, stored, written))
         block = txn.next_block(block + 1)
     buffer, start = RowBuffer(codec, sum(len(slots) for _, _, slots in found)), 0
     for _, stored, slots in found:

@@ -168,7 +168,7 @@ def _changed_by_numpy(
     """The same, which every other implementation has to equal.
 
     Raises:
-        DamagedRecordError: a stored block is damaged.
+        DamagedRecordError: one of the rows is damaged, or the header of its block.
         StepError: see `Update.change`.
     """
     codec, rows_stored = table.codec, 0
@@ -178,15 +178,14 @@ def _changed_by_numpy(
         if block is None:
             blocks.append(codec.initial(run.block))
         else:
-            codec.check(run.block, block)  # a new seal would hide the damage
-            blocks.append(bytearray(block))
+            blocks.append(codec.renewed(run.block, block, run.slots))  # checked: a new seal would hide the damage
         rows.copy(run.part, memoryview(blocks[-1]), run.slots)
     update.change(rows, part)
-    for run, changed in zip(touched.runs(), blocks, strict=True):
+    for run, block, changed in zip(touched.runs(), stored, blocks, strict=True):
         _require_caller(batch)
         rows.store(run.part, changed, run.slots)
         rows_stored += codec.mark_written(changed, touched.slots[run.part])
-        codec.seal(run.block, changed)
+        codec.seal(run.block, changed, None if block is None else run.slots)
     return list[Buffer](blocks), rows_stored
 
 

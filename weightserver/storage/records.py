@@ -23,9 +23,10 @@ from weightserver.core.lineage import Lineage, split_mark
 from weightserver.core.spec import TableSpec
 from weightserver.storage.interface import Reader, Transaction
 
-FORMAT = 3
-_READABLE_FORMATS = (2, FORMAT)
-"""Format 2, of version 0.1, kept the checkpoints in `state`, and had neither marks nor a table's identity."""
+FORMAT = 4
+_READABLE_FORMATS = (2, 3, FORMAT)
+"""Format 2, of version 0.1, kept the checkpoints in `state`, and had neither marks nor a table's identity. Format 3, of
+version 0.2, had no blocks with checksums of groups (see `core.blocks`)."""
 MAX_CHECKPOINTS = 1_000
 """Number of checkpoints that a shard may retain."""
 _SCHEDULE_CHUNK = 65_536
@@ -289,14 +290,15 @@ def get_json(txn: Reader, key: str) -> dict[str, Any] | None:
 
 
 def upgrade(txn: Transaction, incarnation: str) -> None:
-    """Upgrades a directory of format 2 to the present format; rows do not change."""
+    """Upgrades a directory of an earlier format to the present one; blocks do not change until they are written."""
     identity = read_identity(txn)
     assert identity is not None
-    spec, table_identity, state = read_spec(txn), read_table_identity(txn), read_state(txn)
-    write_spec(txn, spec, table_identity, read_earlier_sizes(txn))
-    write_state(txn, replace(state, incarnation=incarnation))
-    write_lineage(txn, Lineage())
-    write_peers(txn, [])
+    if read_format(txn) == 2:
+        spec, table_identity, state = read_spec(txn), read_table_identity(txn), read_state(txn)
+        write_spec(txn, spec, table_identity, read_earlier_sizes(txn))
+        write_state(txn, replace(state, incarnation=incarnation))
+        write_lineage(txn, Lineage())
+        write_peers(txn, [])
     write_identity(txn, identity)
 
 
@@ -360,7 +362,7 @@ def _stored(txn: Reader, key: str) -> dict[str, Any]:
 
 def _stored_marks(txn: Reader, key: str) -> list[str]:
     """The stored marks; empty in a directory of format 2."""
-    marks: list[str] = _stored(txn, key)["marks"] if read_format(txn) == FORMAT else []
+    marks: list[str] = _stored(txn, key)["marks"] if read_format(txn) != 2 else []
     return marks
 
 

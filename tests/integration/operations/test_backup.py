@@ -107,8 +107,8 @@ def test_a_backup_is_one_checkpoint_while_training_continues(
     [
         (1, 1_100, True),
         (1, 1_100, False),
-        (3, 340, True),
-        (3, 340, False),
+        (3, 338, True),
+        (3, 338, False),
     ],
 )
 def test_a_backup_ends_with_its_checkpoints_table(

@@ -167,16 +167,17 @@ def test_restore_rejects_invalid_arguments_and_damaged_backups(
         "manifest.json is damaged (checksum)",
         source=damaged("manifest.json", lambda content: content.replace(b'"epoch": ', b'"epoch": 9')),
     )
-    fails("has format 2, this version reads 1", source=damaged("*.json", lambda c: c.replace(b't": 1', b't": 2', 1)))
+    foreign = damaged("*.json", lambda content: content.replace(b'"format": 2', b'"format": 3', 1))
+    fails("has format 3, this version reads 1 and 2", source=foreign)
     assert not (tmp_path / "new").exists()
     fails("is damaged or missing: use another backup", source=damaged("shard-0/blocks*", flipped))
     certified = damaged("shard-0/blocks*", flipped)
     (path,) = certified.glob("shard-0/blocks*")
     manifest = read_backup(certified)
     manifest.shards[0]["files"][path.name]["sha256"] = sha256(path)
-    text = json.dumps({"format": 1, "sha256": manifest.digest, "backup": asdict(manifest)})
+    text = json.dumps({"format": 2, "sha256": manifest.digest, "backup": asdict(manifest)})
     (certified / "manifest.json").write_text(text)
-    fails("is damaged (checksum): use another backup", source=certified, target=tmp_path / "certified")
+    fails("is damaged (checksum) in rows ", source=certified, target=tmp_path / "certified")
     command = [sys.executable, "-m", "weightserver", "serve", "--data-dir", str(tmp_path / "new"), "--num-shards", "2"]
     refused = subprocess.run([*command, "--listen", "127.0.0.1:0"], capture_output=True, text=True, check=False)
     assert refused.returncode == 1

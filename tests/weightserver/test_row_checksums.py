@@ -1,0 +1,391 @@
+"""Checksums of groups of rows: what a fetch proves, what a write renews, and blocks of the form before them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import xxhash
+
+from tests.helpers.earlier_blocks import in_earlier_form
+from tests.helpers.kernels_built import NUMPY, build, computing_with, load
+from tests.helpers.memory_storage import MemoryStorage
+from tests.helpers.schedules import extend_schedule
+from weightserver.core import kernel
+from weightserver.core.arrays import Int64Array
+from weightserver.core.blocks import BlockCodec, rows_per_group
+from weightserver.core.errors import DamagedRecordError
+from weightserver.core.spec import TableSpec
+from weightserver.shard.reading import Rows
+from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteHeader
+
+SMALL = TableSpec(num_rows=100, dim=64, rows_per_block=20)
+"""Blocks of groups of 8, 8 and 4 rows, in bfloat16 of 16 and 4."""
+LARGE = TableSpec(num_rows=1_000, dim=128)
+"""Blocks of 16 groups, the last of 3 rows."""
+BLOCK = 3
+ALL = slice(0, None)
+OPENER = b"o" * 16
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> kernel.Kernel:
+    return load(build(tmp_path_factory.mktemp("kernel")))
+
+
+@pytest.fixture(params=["numpy", "compiled"])
+def computing(request: pytest.FixtureRequest, compiled: kernel.Kernel) -> Iterator[None]:
+    """Once by NumPy, once by the kernel."""
+    with computing_with(compiled if request.param == "compiled" else NUMPY):
+        yield
+
+
+def in_both(spec: TableSpec) -> list[TableSpec]:
+    return [spec, replace(spec, dtype="bfloat16")]
+
+
+class Place(NamedTuple):
+    """A part of a block's bytes."""
+
+    name: str
+    start: int
+    end: int
+
+
+def groups(spec: TableSpec) -> list[Int64Array]:
+    """The slots of each group."""
+    slots = np.arange(spec.rows_per_block)
+    return np.split(slots, slots[rows_per_group(spec) :: rows_per_group(spec)])
+
+
+def group_at(spec: TableSpec, position: int) -> int | None:
+    """The group whose values have this byte; None if all rows depend on it."""
+    _, weight, momentum_buffer = BlockCodec(spec).offsets
+    row_bytes = spec.value_bytes * spec.dim
+    row = (position - weight) // row_bytes % spec.rows_per_block
+    end = momentum_buffer + spec.rows_per_block * row_bytes
+    return int(row) // rows_per_group(spec) if weight <= position < end else None
+
+
+def sealed(spec: TableSpec, block: int = BLOCK, seed: int = 0) -> bytearray:
+    """A block of random rows, most of which were written."""
+    codec, generator = BlockCodec(spec), np.random.default_rng((seed, block))
+    buffer, rows = codec.initial(block), spec.rows_per_block
+    last_step, weight, momentum_buffer = codec.views(buffer)
+    last_step[:] = generator.integers(1, 9, rows)
+    for number, array in enumerate((weight, momentum_buffer)):
+        values = generator.standard_normal((rows, spec.dim)).astype(np.float32)
+        array[:] = codec.precision.rounded(values, np.arange(rows), 0, number)
+    codec.mark_written(buffer, np.flatnonzero(generator.random(rows) < 0.9))
+    codec.seal(block, buffer)
+    return buffer
+
+
+@dataclass
+class Stored:
+    """A shard in memory that holds some blocks."""
+
+    spec: TableSpec
+    blocks: dict[int, bytes]
+
+    def __post_init__(self) -> None:
+        self.storage = MemoryStorage()
+        self.shard = Shard(self.storage, shard=0, num_shards=1)
+        self.sequence = 0
+        with self.shard.batch() as batch:
+            self.shard.create_table(batch, self.spec)
+        with self.shard.batch() as batch:
+            extend_schedule(self.shard, batch, 0, np.full(20, 0.1, np.float32))
+        with self.shard.batch() as batch:
+            self.shard.open_session(batch, "run", 1, OPENER)
+        for number, block in self.blocks.items():
+            self[number] = block
+
+    def __getitem__(self, block: int) -> bytes:
+        return self.storage.contents["blocks"][block, 0]
+
+    def __setitem__(self, block: int, stored: bytes | bytearray) -> None:
+        self.storage.contents["blocks"][block, 0] = bytes(stored)
+
+    def rows(self, slots: Any, block: int = BLOCK) -> Int64Array:
+        return block * self.spec.rows_per_block + np.arange(self.spec.rows_per_block)[slots]
+
+    def fetch(self, slots: Any, block: int = BLOCK) -> Rows:
+        (found,) = self.shard.fetch(self.rows(slots, block), step=None, state=True)
+        return found
+
+    def damaged(self, slots: Any, block: int = BLOCK) -> str:
+        """What a fetch says; empty if it answers."""
+        try:
+            self.fetch(slots, block)
+        except DamagedRecordError as error:
+            return str(error)
+        return ""
+
+    def header(self) -> WriteHeader:
+        self.sequence += 1
+        return WriteHeader(1, OPENER, b"w" * 16, self.sequence, 0, 10)
+
+    def push(self, slots: Any, block: int = BLOCK) -> None:
+        rows = self.rows(slots, block)
+        gradients = np.ones((len(rows), self.spec.dim), np.float32)
+        precision = BlockCodec(self.spec).precision
+        with self.shard.batch() as batch:
+            given = precision.rounded(gradients, rows, 10, 2)
+            assert self.shard.push_gradients(batch, self.header(), rows, given)
+
+    def write(self, slots: Any, value: float, block: int = BLOCK) -> None:
+        rows = self.rows(slots, block)
+        precision = BlockCodec(self.spec).precision
+        values = precision.rounded(np.full((len(rows), self.spec.dim), value, np.float32), rows, 12, 0)
+        with self.shard.batch() as batch:
+            assert self.shard.write_state(batch, self.header(), rows, values, values, np.full(len(rows), 12))
+
+
+# ---- bytes
+
+
+@pytest.mark.parametrize("spec", [*in_both(SMALL), *in_both(LARGE), replace(SMALL, dim=600)], ids=str)
+def test_what_each_checksum_covers(spec: TableSpec) -> None:
+    """As the docstring of blocks.py says."""
+    block, (_, weight, momentum_buffer) = bytes(sealed(spec)), BlockCodec(spec).offsets
+    size = spec.value_bytes * spec.dim
+    assert rows_per_group(spec) == max(1, 2_048 // size)
+    end = momentum_buffer + spec.rows_per_block * size
+    found = np.frombuffer(block, "<u8", offset=end).tolist()
+    assert len(found) == -(-spec.rows_per_block // rows_per_group(spec))
+    for group, slots in enumerate(groups(spec)):
+        first, stop = size * int(slots[0]), size * (int(slots[-1]) + 1)
+        expected = xxhash.xxh3_64_intdigest(block[weight + first : weight + stop], seed=(BLOCK << 16) + group)
+        expected = xxhash.xxh3_64_intdigest(block[momentum_buffer + first : momentum_buffer + stop], seed=expected)
+        assert found[group] == expected
+    assert block[0] == (6 if spec.dtype == "float32" else 8)
+    root = xxhash.xxh3_64_intdigest(block[16:weight], seed=BLOCK + 2**63)
+    assert int.from_bytes(block[8:16], "little") == xxhash.xxh3_64_intdigest(block[end:], seed=root)
+
+
+def check_flips(spec: TableSpec, positions: Any) -> None:
+    """Flips bits of one byte after the other, and fetches each group's rows."""
+    stored, whole, generator = Stored(spec, {BLOCK: bytes(sealed(spec))}), sealed(spec), np.random.default_rng(0)
+    codec, before = BlockCodec(spec), [stored.fetch(slots).serialized() for slots in groups(spec)]
+    for position in positions:
+        changed = whole.copy()
+        changed[position] ^= int(generator.integers(1, 256))
+        stored[BLOCK] = changed
+        hurt = group_at(spec, position)
+        assert codec.problem(BLOCK, changed), position
+        for group, slots in enumerate(groups(spec)):
+            said = stored.damaged(slots)
+            if hurt is None:
+                assert said.startswith(codec.name(BLOCK)), (position, group)
+            elif hurt == group:
+                first, last = stored.rows(slots)[[0, -1]]
+                assert f"{codec.name(BLOCK)} is damaged (checksum) in rows {first}..{last}: " in said, position
+            else:
+                assert stored.fetch(slots).serialized() == before[group], position
+
+
+@pytest.mark.guard
+@pytest.mark.usefixtures("computing")
+@pytest.mark.parametrize("spec", in_both(replace(SMALL, dim=40, rows_per_block=60)), ids=str)
+def test_every_flipped_byte_concerns_its_rows_alone(spec: TableSpec) -> None:
+    check_flips(spec, range(BlockCodec(spec).num_bytes))
+
+
+@pytest.mark.usefixtures("computing")
+@pytest.mark.parametrize("spec", [*in_both(SMALL), *in_both(LARGE)], ids=str)
+def test_some_flipped_bytes_concern_their_rows_alone(spec: TableSpec) -> None:
+    codec = BlockCodec(spec)
+    _, weight, momentum_buffer = codec.offsets
+    edges = [0, 1, 2, 4, 8, 15, 16, weight - 1, weight, momentum_buffer - 1, momentum_buffer, codec.num_bytes - 1]
+    check_flips(spec, [*edges, *np.random.default_rng(1).integers(0, codec.num_bytes, 40).tolist()])
+
+
+@pytest.mark.usefixtures("computing")
+@pytest.mark.parametrize("spec", in_both(SMALL), ids=str)
+def test_exchanged_parts_are_noticed(spec: TableSpec) -> None:
+    """Groups of one block, with or without their checksums; the same group of two blocks; whole blocks; formats."""
+    codec = BlockCodec(spec)
+    _, weight, momentum_buffer = codec.offsets
+    end = codec.num_bytes - 8 * len(groups(spec))
+    one, other, size = sealed(spec), sealed(spec, BLOCK + 1), spec.value_bytes * spec.dim * 4
+    last = (spec.rows_per_block // 4 - 1) * size  # the last four rows are a group
+    stored = Stored(spec, {BLOCK: bytes(one), BLOCK + 1: bytes(other)})
+    first_rows, last_rows = groups(spec)[0], groups(spec)[-1]
+
+    def exchanged(*places: tuple[int, int, int]) -> bytearray:
+        changed = one.copy()
+        for at, to, length in places:
+            changed[at : at + length], changed[to : to + length] = one[to : to + length], one[at : at + length]
+        return changed
+
+    values = [(at, at + last, size) for at in (weight, momentum_buffer)]
+    stored[BLOCK] = exchanged(*values)
+    assert "in rows" in stored.damaged(first_rows)
+    assert "in rows" in stored.damaged(last_rows)
+    stored[BLOCK] = exchanged((weight, momentum_buffer, momentum_buffer - weight))
+    assert "in rows" in stored.damaged(last_rows), "weights and momentum buffers"
+    stored[BLOCK] = exchanged(*values, (end, codec.num_bytes - 8, 8))
+    assert stored.damaged(first_rows).startswith(f"{codec.name(BLOCK)} is damaged (checksum): ")
+    stored[BLOCK] = one[:weight] + other[weight : weight + last] + one[weight + last :]
+    assert "in rows" in stored.damaged(first_rows)
+    assert not stored.damaged(last_rows)
+    for start in (weight, end):  # with all checksums of groups
+        stored[BLOCK] = one[:start] + other[start:]
+        assert "is damaged (checksum): " in stored.damaged(last_rows)
+    stored[BLOCK] = other
+    assert "is damaged (checksum): " in stored.damaged(last_rows)
+    for block_format in range(12):
+        for length in {len(one), end} - {len(one) if block_format == one[0] else 0}:
+            changed = one[:length]
+            changed[0] = block_format
+            stored[BLOCK] = changed
+            assert stored.damaged(last_rows), (block_format, length)
+    stored[BLOCK] = one
+    assert not stored.damaged(ALL)
+
+
+@pytest.mark.usefixtures("computing")
+def test_a_block_of_another_length_is_refused() -> None:
+    """With checksums and without."""
+    stored, whole = Stored(SMALL, {BLOCK: bytes(sealed(SMALL))}), sealed(SMALL)
+    for changed in (b"", whole[:7], whole[:-1], whole[:-8], whole + b"x", whole + whole):
+        stored[BLOCK] = changed
+        assert f"has {len(changed)} bytes, not {len(whole)}: " in stored.damaged([0])
+    stored[BLOCK] = whole[:-24]
+    assert f"has {len(whole) - 24} bytes, not {len(whole)}: " in stored.damaged([0])
+    old = in_earlier_form(SMALL, BLOCK, whole)
+    stored[BLOCK] = old + bytes(24)
+    assert f"has {len(whole)} bytes, not {len(old)}: " in stored.damaged([0])
+
+
+def test_a_whole_check_names_all_damaged_rows() -> None:
+    codec, block = BlockCodec(LARGE), sealed(LARGE)
+    for slot in (9, 12, 62):
+        codec.views(block).momentum_buffer[slot, 5] += 1
+    assert codec.problem(BLOCK, block) == "is damaged (checksum) in rows 197..204, 249..251"
+    assert codec.problem(BLOCK, block, slice(8, 9)) == "is damaged (checksum) in rows 197..200"
+    assert codec.problem(BLOCK, block, np.array([0, 7, 62])) == "is damaged (checksum) in rows 249..251"
+    assert codec.problem(BLOCK, block, slice(0, 8)) == ""
+
+
+# ---- writes
+
+
+@pytest.mark.usefixtures("computing")
+@pytest.mark.parametrize("spec", in_both(SMALL), ids=str)
+def test_a_write_beside_damage_does_not_hide_it(spec: TableSpec) -> None:
+    codec, damaged = BlockCodec(spec), sealed(spec)
+    hurt, intact = groups(spec)[-1], groups(spec)[0]
+    codec.views(damaged).weight[hurt[1], 3] += 1
+    stored = Stored(spec, {BLOCK: bytes(damaged)})
+    for write in (stored.push, lambda slots: stored.write(slots, 0.5), lambda slots: stored.write(slots, 1e20)):
+        write(intact[1:3])
+        first, last = stored.rows(hurt)[[0, -1]]
+        assert codec.problem(BLOCK, stored[BLOCK]) == f"is damaged (checksum) in rows {first}..{last}"
+        assert stored[BLOCK][-8:] == damaged[-8:], "the checksum is still that of the right values"
+        assert not stored.damaged(intact)
+        before = stored[BLOCK]
+        for refused in (hurt, hurt[:1], ALL):
+            with pytest.raises(DamagedRecordError, match=rf"in rows {first}\.\.{last}: "):
+                write(refused)
+        assert stored[BLOCK] == before
+
+
+@pytest.mark.usefixtures("computing")
+@pytest.mark.parametrize("spec", in_both(SMALL), ids=str)
+def test_a_write_renews_the_checksums_that_a_new_seal_has(spec: TableSpec) -> None:
+    codec, generator = BlockCodec(spec), np.random.default_rng(0)
+    stored = Stored(spec, {BLOCK: bytes(sealed(spec))})
+    for value in (0.5, 1e20, 0.25, 1e20, 1.0, 2.0):
+        for _ in range(4):
+            slots = np.flatnonzero(generator.random(spec.rows_per_block) < 0.3)
+            stored.write(slots if len(slots) else [0], value)
+            stored.push(ALL if generator.random() < 0.3 else slots) if value < 1e20 and len(slots) else None
+            again = bytearray(stored[BLOCK])
+            codec.seal(BLOCK, again)
+            assert again == stored[BLOCK]
+
+
+@pytest.mark.usefixtures("computing")
+@pytest.mark.parametrize("spec", in_both(SMALL), ids=str)
+def test_damaged_values_do_not_make_a_block_one_of_small_values(spec: TableSpec) -> None:
+    """A block of large values whose only large one is damaged, and becomes small or stays."""
+    codec, large = BlockCodec(spec), sealed(spec)
+    any_values, small_values = codec.layout[9:11]
+    slots = groups(spec)[-1]
+    codec.views(large).weight[slots[0]] = codec.precision.rounded(np.full((1, 64), 1e20, np.float32), slots[:1], 0, 0)
+    codec.seal(BLOCK, large)
+    assert large[0] == any_values
+    damaged = large.copy()
+    codec.views(damaged).weight[slots[0]] = 0
+    stored = Stored(spec, {BLOCK: bytes(damaged)})
+    stored.write([0], 0.5)
+    assert stored[BLOCK][0] == any_values
+    assert stored.damaged(slots)
+    stored[BLOCK] = bytes(large)
+    stored.write([0], 0.5)
+    assert stored[BLOCK][0] == any_values
+    stored.write(slots[:1], 0.5)
+    assert stored[BLOCK][0] == small_values
+
+
+# ---- the earlier form
+
+
+@pytest.mark.usefixtures("computing")
+@pytest.mark.parametrize("of_0_1", [False, True])
+@pytest.mark.parametrize("spec", in_both(SMALL), ids=str)
+def test_blocks_of_the_earlier_form_are_read_and_become_new_ones(spec: TableSpec, of_0_1: bool) -> None:
+    """Beside new ones, in one fetch and one write; the values and even the bytes are those of a new block."""
+    codec = BlockCodec(spec)
+    new = {block: bytes(sealed(spec, block)) for block in range(4)}
+    old = {block: in_earlier_form(spec, block, stored, of_0_1=of_0_1) for block, stored in new.items() if block % 2}
+    assert {stored[0] for stored in old.values()} == {{5: 1, 7: 3}[codec.layout[9]] + (not of_0_1)}
+    expected, mixed = Stored(spec, new), Stored(spec, {**new, **old})
+    rows = np.arange(4 * spec.rows_per_block)
+    for some in (rows, rows[::7], rows[25:27]):
+        for step in (None, 15):
+            answers = [list(one.shard.fetch(some, step=step, state=True)) for one in (expected, mixed)]
+            assert answers[0][0].serialized() == answers[1][0].serialized()
+    for block in range(4):
+        assert codec.is_small(mixed[block]) is (block not in old or not of_0_1)
+        assert np.array_equal(codec.written(mixed[block]), codec.written(new[block]))
+        for one in (expected, mixed):
+            one.write([2, 9], 0.5, block)
+            one.push([9, 17, 19], block)
+        assert mixed[block] == expected[block]
+    for block, stored in old.items():
+        assert codec.renewed(block, stored) == new[block]
+        assert codec.renewed(block, memoryview(new[block]), slice(1, 2)) == new[block]
+
+
+@pytest.mark.usefixtures("computing")
+def test_a_damaged_block_of_the_earlier_form_is_refused_whole() -> None:
+    old = in_earlier_form(SMALL, BLOCK, sealed(SMALL))
+    stored, generator = Stored(SMALL, {}), np.random.default_rng(0)
+    for position in [0, 1, 2, 4, 8, 15, 16, len(old) - 1, *generator.integers(0, len(old), 100).tolist()]:
+        changed = bytearray(old)
+        changed[position] ^= int(generator.integers(1, 256))
+        stored[BLOCK] = changed
+        for slots in ([0], [19], ALL):
+            assert stored.damaged(slots).startswith("block 3 (rows 60..79) "), position
+            with pytest.raises(DamagedRecordError):
+                stored.push(slots)
+        assert stored[BLOCK] == changed
+        with pytest.raises(DamagedRecordError):
+            BlockCodec(SMALL).renewed(BLOCK, changed)
+
+
+@pytest.mark.usefixtures("computing")
+def test_unchecked_reads_take_both_forms() -> None:
+    new = bytes(sealed(SMALL))
+    stored = Stored(SMALL, {BLOCK: new})
+    stored.shard._verify_reads = False
+    before = stored.fetch(ALL).serialized()
+    stored[BLOCK] = in_earlier_form(SMALL, BLOCK, new)
+    assert stored.fetch(ALL).serialized() == before
