@@ -33,6 +33,7 @@ from weightserver.protocol.codec import (
     spec_to_proto,
     table_digest,
 )
+from weightserver.server.request_memory import blocks_bytes
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "block.json"
 SPEC = TableSpec(num_rows=50, dim=3, rows_per_block=10, seed=7)
@@ -142,6 +143,16 @@ def test_the_default_block_fits_sixteen_pages() -> None:
         halved = TableSpec(num_rows=1, dim=128, rows_per_block=rows, dtype="bfloat16")
         assert (pages - 1) * 4096 < BlockCodec(halved).num_bytes + 16 <= pages * 4096
         assert BlockCodec(replace(halved, rows_per_block=rows + 1)).num_bytes + 16 > pages * 4096
+
+
+@pytest.mark.parametrize(("dim", "rows"), [(128, 63), (1, 2_048), (3, 170), (600, 1), (65_536, 8)])
+def test_a_write_reserves_memory_for_whole_blocks(dim: int, rows: int) -> None:
+    """With the header of the first overflow page, and a page for the key."""
+    for dtype in ("float32", "bfloat16"):
+        spec = replace(SPEC, dim=dim, rows_per_block=rows, dtype=dtype)
+        needed = 4096 * (1 + -(-(BlockCodec(spec).num_bytes + 16) // 4096))
+        assert needed <= blocks_bytes(spec, 1) <= needed + 4096
+    assert blocks_bytes(TableSpec(num_rows=1, dim=128), 3) == 3 * 17 * 4096
 
 
 @pytest.mark.parametrize("position", [0, 2, 4, 8, 15, 16, 23, 24, 103, 104, 223, 224, 343, 344, 351])

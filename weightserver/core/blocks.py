@@ -94,7 +94,9 @@ class BlockCodec:
         self.precision = precision_of(spec)
         self._formats, self._earlier_formats = _FORMATS[spec.dtype], _EARLIER_FORMATS[spec.dtype]
         self._small_formats = self._formats[1], self._earlier_formats[1]
-        self._starts = {_START.pack(number, rows, dim): number for number in (*self._formats, *self._earlier_formats)}
+        self._known_starts = {
+            _START.pack(number, rows, dim): number for number in (*self._formats, *self._earlier_formats)
+        }
         """The format, by the first bytes of a block of this table."""
         self._bitmap_bytes = -(-rows // 8)
         self._bitmap = slice(_HEADER.size, _HEADER.size + self._bitmap_bytes)
@@ -179,10 +181,10 @@ class BlockCodec:
         changed: the others keep their checksums."""
         contents = memoryview(buffer)
         for group in self._groups_of(slots):
-            _CHECKSUM.pack_into(buffer, self._checksum_at(group), self._of_group(block, group, contents))
+            _CHECKSUM.pack_into(buffer, self._checksum_at(group), self._group_checksum(block, group, contents))
         any_values, small_values = self._formats
         block_format = small_values if self._has_small_values(block, buffer, slots) else any_values
-        root = self._root(block, block_format, contents)
+        root = self._root_checksum(block, block_format, contents)
         _HEADER.pack_into(buffer, 0, block_format, self._spec.rows_per_block, self.dim, root)
 
     def _has_small_values(self, block: int, buffer: bytearray, slots: Slots | None) -> bool:
@@ -214,11 +216,11 @@ class BlockCodec:
         Args:
             slots: looks at the values of these rows and their groups only, where they have a checksum of their own.
         """
-        block_format = self._starts.get(bytes(buffer[: _START.size]))
+        block_format = self._known_starts.get(bytes(buffer[: _START.size]))
         if block_format is None or len(buffer) != self._num_bytes_of(block_format):
             return self._foreign(buffer)
         contents = memoryview(buffer)
-        if self._root(block, block_format, contents) != _CHECKSUM.unpack_from(buffer, _START.size)[0]:
+        if self._root_checksum(block, block_format, contents) != _CHECKSUM.unpack_from(buffer, _START.size)[0]:
             return "is damaged (checksum)"
         if block_format in self._earlier_formats:
             return ""
@@ -241,16 +243,16 @@ class BlockCodec:
     def _num_bytes_of(self, block_format: int) -> int:
         return self.num_bytes if block_format in self._formats else self._groups_at
 
-    def _root(self, block: int, block_format: int, contents: memoryview) -> int:
-        """The checksum at offset 8."""
+    def _root_checksum(self, block: int, block_format: int, contents: memoryview) -> int:
+        """What belongs at offset 8."""
         seed = block + (1 << 63 if block_format in self._small_formats else 0)
         if block_format in self._earlier_formats:
             return xxhash.xxh3_64_intdigest(contents[_HEADER.size :], seed=seed)
         seed = xxhash.xxh3_64_intdigest(contents[_HEADER.size : self.offsets[1]], seed=seed)
         return xxhash.xxh3_64_intdigest(contents[self._groups_at :], seed=seed)
 
-    def _of_group(self, block: int, group: int, contents: memoryview) -> int:
-        """The checksum of a group."""
+    def _group_checksum(self, block: int, group: int, contents: memoryview) -> int:
+        """What belongs at `_checksum_at` the group."""
         weight, momentum_buffer = self._groups[group]
         seed = xxhash.xxh3_64_intdigest(contents[weight], seed=(block << 16) + group)
         return xxhash.xxh3_64_intdigest(contents[momentum_buffer], seed=seed)
@@ -271,7 +273,8 @@ class BlockCodec:
         return [
             group
             for group in self._groups_of(slots)
-            if self._of_group(block, group, contents) != _CHECKSUM.unpack_from(contents, self._checksum_at(group))[0]
+            if self._group_checksum(block, group, contents)
+            != _CHECKSUM.unpack_from(contents, self._checksum_at(group))[0]
         ]
 
     def _rows_of(self, block: int, groups: list[int]) -> str:
