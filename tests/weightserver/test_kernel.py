@@ -24,7 +24,7 @@ from tests.helpers.schedules import extend_schedule
 from weightserver.core import kernel
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.blocks import BlockCodec
-from weightserver.core.errors import DamagedRecordError, WeightServerError
+from weightserver.core.errors import DamagedRecordError, StepError, WeightServerError
 from weightserver.core.initial import initial_rows
 from weightserver.core.known_products import LEAF
 from weightserver.core.spec import TableSpec
@@ -257,6 +257,28 @@ def test_usual_writes_are_left_to_the_kernel(
                 (gradients,) = written.stored(rows, written.values(1, len(rows), size=1.0), np.full(len(rows), step))
                 with written.shard.batch() as batch:
                     assert written.shard.push_gradients(batch, written.header(2 + sequence, step), rows, gradients)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 3.4e38])
+def test_a_push_that_makes_a_row_infinite_is_refused(compiled: kernel.Kernel, value: float) -> None:
+    """Its last block alone, and nothing is stored."""
+    spec = TableSpec(num_rows=20, dim=5, rows_per_block=7)
+    rows, gradients = np.arange(20), np.ones((20, 5), np.float32)
+    gradients[-1, -1] = value
+    for module in (NUMPY, compiled):
+        with computing_with(module), np.errstate(all="ignore"):
+            written = Written(spec, 1, 1.0)
+            written.storage.contents["blocks"].clear()
+            for sequence, step in ((2, 0), (3, 1)):  # the second time 3.4e38 is too large
+                before = written.storage.contents["blocks"].copy()
+                try:
+                    with written.shard.batch() as batch:
+                        written.shard.push_gradients(batch, written.header(sequence, step), rows, gradients)
+                except StepError:
+                    break
+            else:
+                pytest.fail("it was stored")
+            assert written.storage.contents["blocks"] == before
 
 
 @pytest.mark.parametrize("built", [False, True])
