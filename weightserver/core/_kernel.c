@@ -192,7 +192,8 @@ static int has_small_values(const Layout *layout, const unsigned char *bytes)
     return bytes[0] == layout->small_values || bytes[0] == layout->earlier_small_values;
 }
 
-/* Whether a block is intact, as far as the rows in these slots depend on it; without checksums, has a known length. */
+/* Whether a block is intact, as far as the rows in these slots depend on it, or the first num_slots if there are none;
+ * without checksums, has a known length. */
 static int is_sound(const Layout *layout, const Py_buffer *block, uint64_t number, const packed_i64 *slots,
                     Py_ssize_t num_slots, checksum_function checksum)
 {
@@ -222,7 +223,7 @@ static int is_sound(const Layout *layout, const Py_buffer *block, uint64_t numbe
     const packed_u64 *of_groups = (const packed_u64 *)(bytes + layout->groups_at);
     Py_ssize_t known = -1;
     for (Py_ssize_t i = 0; i < num_slots; i++) {
-        Py_ssize_t group = slots[i] / layout->group_rows;
+        Py_ssize_t group = (slots == NULL ? i : slots[i]) / layout->group_rows;
         if (group != known && checksum_of_group(layout, bytes, number, group, checksum) != of_groups[group])
             return 0;
         known = group;
@@ -766,16 +767,6 @@ static void seal_group(const Change *change, uint64_t number, Py_ssize_t group, 
     of_groups[group] = checksum_of_group(layout, out, number, group, change->checksum);
 }
 
-static int all_groups_are_sound(const Change *change, uint64_t number, const unsigned char *out)
-{
-    const Layout *layout = &change->touched.layout;
-    const packed_u64 *of_groups = (const packed_u64 *)(out + layout->groups_at);
-    for (Py_ssize_t group = 0; group < num_groups(layout); group++)
-        if (checksum_of_group(layout, out, number, group, change->checksum) != of_groups[group])
-            return 0;
-    return 1;
-}
-
 static void seal_root(const Change *change, uint64_t number, int is_small, unsigned char *out)
 {
     const Layout *layout = &change->touched.layout;
@@ -788,8 +779,8 @@ static void seal_root(const Change *change, uint64_t number, int is_small, unsig
     memcpy(out + START_BYTES, &checksum, 8);
 }
 
-/* Checks rows of block b, copies it, changes them and seals them; returns how many of them were never written before,
- * or -1 if they are damaged or one becomes infinite or NaN. The other groups keep their checksums, right or wrong. */
+/* Checks block b, copies it, changes its rows and seals it; returns how many of them were never written before, or -1
+ * if the block is damaged or a row becomes infinite or NaN. */
 static Py_ssize_t change_block(const Change *change, Py_ssize_t b, unsigned char *out)
 {
     const Touched *touched = &change->touched;
@@ -801,7 +792,7 @@ static Py_ssize_t change_block(const Change *change, Py_ssize_t b, unsigned char
     if (stored->obj == NULL) {
         draw_block(change, number, out);
     } else {
-        if (!is_sound(layout, stored, number, slots + start[b], start[b + 1] - start[b], change->checksum))
+        if (!is_sound(layout, stored, number, NULL, layout->rows, change->checksum))
             return -1;
         memcpy(out, stored->buf, stored->len);
         was_small = has_small_values(layout, out);
@@ -841,11 +832,10 @@ static Py_ssize_t change_block(const Change *change, Py_ssize_t b, unsigned char
         for (Py_ssize_t group = 0; group < num_groups(layout); group++)
             seal_group(change, number, group, out);
     }
-    if (!was_small) { /* the other rows may have large values, or be damaged */
+    if (!was_small) { /* the other rows may have large values */
         Py_ssize_t count = layout->rows * layout->dim;
         is_small = are_small(layout, out + layout->weight_at, count)
-                   && are_small(layout, out + layout->momentum_at, count)
-                   && (!was_grouped || all_groups_are_sound(change, number, out));
+                   && are_small(layout, out + layout->momentum_at, count);
     }
     seal_root(change, number, is_small, out);
     return added;

@@ -20,8 +20,9 @@ All checksums are XXH3-64, chained: the second part is seeded by the checksum of
                  then the checksums of all groups
     a group's    its weights, seeded by 2^16 times the block's number plus the group's; then its momentum buffers
 
-The root and a group's checksum prove the rows of the group, with their last steps. A write verifies and renews both,
-and leaves the checksums of the other groups as they are: damage in these stays detectable.
+The root and a group's checksum prove the rows of the group, with their last steps, which is what a fetch verifies. A
+write verifies the whole block, since it copies all of it, and renews the root and the checksums of the groups that it
+changes.
 
 Earlier versions wrote formats 1 and 2, in bfloat16 3 and 4, which end before the checksums of groups: at offset 8 is
 the checksum of all bytes from offset 16 on, seeded like the root. Such blocks stay readable, and a write brings them to
@@ -60,6 +61,8 @@ _EARLIER_FORMATS = {"float32": (1, 2), "bfloat16": (3, 4)}
 """Formats of any and of small values, by dtype; the earlier ones have no checksums of groups."""
 _GROUP_BYTES = 2_048
 """Of the weights of a group of rows, if it has more than one."""
+_MAX_RANGES = 8
+"""Ranges of damaged rows that a message names."""
 _HEADER = struct.Struct("<HHIQ")
 _START = struct.Struct("<HHI")
 """The header without the checksum."""
@@ -177,29 +180,27 @@ class BlockCodec:
         return (before ^ after).bit_count()
 
     def seal(self, block: int, buffer: bytearray, slots: Slots | None = None) -> None:
-        """Writes the checksums and the header. With `slots`, the block was sealed before, and only these rows have
-        changed: the others keep their checksums."""
+        """Writes the checksums and the header. With `slots`, the block was sealed and intact before, and only these
+        rows have changed: other groups keep their checksums."""
         contents = memoryview(buffer)
         for group in self._groups_of(slots):
             _CHECKSUM.pack_into(buffer, self._checksum_at(group), self._group_checksum(block, group, contents))
         any_values, small_values = self._formats
-        block_format = small_values if self._has_small_values(block, buffer, slots) else any_values
+        block_format = small_values if self._has_small_values(buffer, slots) else any_values
         root = self._root_checksum(block, block_format, contents)
         _HEADER.pack_into(buffer, 0, block_format, self._spec.rows_per_block, self.dim, root)
 
-    def _has_small_values(self, block: int, buffer: bytearray, slots: Slots | None) -> bool:
-        """Whether no |value| is beyond SMALL, as far as checksums prove it; those of `slots` are right."""
+    def _has_small_values(self, buffer: bytearray, slots: Slots | None) -> bool:
+        """Whether no |value| is beyond SMALL, where only those of `slots` have changed since the last seal."""
         _, weight, momentum_buffer = self.views(buffer)
         if slots is not None and self.is_small(buffer):
             weight, momentum_buffer = weight[slots], momentum_buffer[slots]
-            slots = None
         within = self.precision.all_within
-        are_small = within(SMALL, weight) and within(SMALL, momentum_buffer)
-        return are_small and (slots is None or not self._damaged_groups(block, memoryview(buffer), None))
+        return within(SMALL, weight) and within(SMALL, momentum_buffer)
 
-    def renewed(self, block: int, stored: Buffer, slots: Slots | None = None) -> bytearray:
-        """A sealed copy of a stored block in the present form, the rows in `slots`, or all, checked as by `check`."""
-        self.check(block, stored, slots)
+    def renewed(self, block: int, stored: Buffer) -> bytearray:
+        """A sealed copy of a stored block in the present form, checked as by `check`."""
+        self.check(block, stored)
         buffer = bytearray(self.num_bytes)
         buffer[: len(stored)] = stored
         if len(stored) < self.num_bytes:
@@ -225,7 +226,7 @@ class BlockCodec:
         if block_format in self._earlier_formats:
             return ""
         if damaged := self._damaged_groups(block, contents, slots):
-            return f"is damaged (checksum) in rows {self._rows_of(block, damaged)}"
+            return f"is damaged (checksum) in {self._rows_of(block, damaged)}"
         return ""
 
     def _foreign(self, buffer: Buffer) -> str:
@@ -238,7 +239,7 @@ class BlockCodec:
             return f"has format {block_format}, this version reads {readable} in tables of {self._spec.dtype}"
         if (rows, dim) != (self._spec.rows_per_block, self._spec.dim):
             return f"holds {rows} rows of {dim}: it belongs to another table"
-        return f"has {len(buffer)} bytes, not {self._num_bytes_of(block_format)}"
+        return f"is damaged: format {block_format} with {len(buffer)} bytes, not {self._num_bytes_of(block_format)}"
 
     def _num_bytes_of(self, block_format: int) -> int:
         return self.num_bytes if block_format in self._formats else self._groups_at
@@ -278,14 +279,22 @@ class BlockCodec:
         ]
 
     def _rows_of(self, block: int, groups: list[int]) -> str:
-        """The rows of these groups, for messages; neighbouring groups together."""
-        rows, size = self._spec.rows_per_block, self._group_rows
-        starts = [group for group in groups if group - 1 not in groups]
-        ends = [group for group in groups if group + 1 not in groups]
-        return ", ".join(
-            f"{block * rows + start * size}..{block * rows + min((end + 1) * size, rows) - 1}"
-            for start, end in zip(starts, ends, strict=True)
-        )
+        """The rows of these groups, ascending, for messages: neighbouring groups together, and the first ranges only,
+        since gRPC refuses to send a long message."""
+        first, size = block * self._spec.rows_per_block, self._group_rows
+        end_of_block = min(first + self._spec.rows_per_block, self._spec.num_rows)
+        ranges = list[tuple[int, int]]()
+        for start in (first + group * size for group in groups):
+            end = min(start + size, end_of_block)
+            if ranges and ranges[-1][1] == start:
+                start = ranges.pop()[0]
+            if start < end:
+                ranges.append((start, end))
+        if not ranges:
+            return "rows that the table does not have yet"
+        named = [f"{start}..{end - 1}" if end - start > 1 else f"{start}" for start, end in ranges[:_MAX_RANGES]]
+        more = len(ranges) - len(named)
+        return f"rows {', '.join(named)}" + (f" and {more} more ranges" if more else "")
 
     def check(self, block: int, buffer: Buffer, slots: Slots | None = None) -> None:
         """Raises DamagedRecordError if there is a problem; see `problem`."""

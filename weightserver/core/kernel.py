@@ -114,8 +114,8 @@ class Kernel(Protocol):
         """Writes the blocks, their rows updated at `step` by gradients ([n, D] of the table's dtype), and sealed;
         returns how many of the rows were never written before.
 
-        A block is checked, copied, changed and sealed in one pass, as far as the rows concern it. Returns -1, with the
-        room for the blocks in no particular state, if one of them is damaged or becomes infinite or NaN.
+        A block is checked, copied, changed and sealed in one pass. Returns -1, with the room for the blocks in no
+        particular state, if a block is damaged or a row becomes infinite or NaN.
 
         Args:
             coefficients: bring the rows to `step`, float32 [n, 2, 2]; None if they are there.
@@ -125,7 +125,7 @@ class Kernel(Protocol):
     def replace(
         self, changed: Changed, weight: StoredArray, momentum_buffer: StoredArray, last_step: Int64Array, /
     ) -> int:
-        """The same with raw rows, [n, D] of the table's dtype and int64 [n]; returns -1 if one is damaged."""
+        """The same with raw rows, [n, D] of the table's dtype and int64 [n]; returns -1 if a block is damaged."""
 
 
 @functools.cache

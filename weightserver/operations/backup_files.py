@@ -5,7 +5,7 @@ shard-K/
   schedule.safetensors  learning_rates float32 [horizon]
   blocks-A-B.safetensors
                         the stored blocks with A ≤ number < B: number int64 [n], content uint8 [n, block bytes], in
-                        the present form of `core.blocks`, in format 1 in the earlier one, with their checksums; rows
+                        the form that `core.blocks` had when they were copied, with their checksums; rows
                         never written are in no file
 unfinished.json         the checkpoint being copied; removed last
 """

@@ -117,7 +117,7 @@ def _read_chunk(
         stored = txn.newest_block(block, up_to=up_to)
         if stored is not None:
             written = codec.written(stored)
-            if verify:
+            if verify:  # the root too, before anything is done with `written`
                 codec.check(block, stored, written)
             found.append((block, stored, written))
         block = txn.next_block(block + 1)

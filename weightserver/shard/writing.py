@@ -168,7 +168,7 @@ def _changed_by_numpy(
     """The same, which every other implementation has to equal.
 
     Raises:
-        DamagedRecordError: one of the rows is damaged, or the header of its block.
+        DamagedRecordError: a stored block is damaged.
         StepError: see `Update.change`.
     """
     codec, rows_stored = table.codec, 0
@@ -178,7 +178,7 @@ def _changed_by_numpy(
         if block is None:
             blocks.append(codec.initial(run.block))
         else:
-            blocks.append(codec.renewed(run.block, block, run.slots))  # checked: a new seal would hide the damage
+            blocks.append(codec.renewed(run.block, block))  # all checked: bytes read wrongly would be stored for good
         rows.copy(run.part, memoryview(blocks[-1]), run.slots)
     update.change(rows, part)
     for run, block, changed in zip(touched.runs(), stored, blocks, strict=True):
