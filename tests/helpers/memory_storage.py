@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from weightserver.core.arrays import Int64Array
 from weightserver.core.errors import StorageError
 from weightserver.storage.interface import DATABASES, NEWEST, DiskUsage
 
@@ -106,6 +107,9 @@ class MemoryTransaction:
     def newest_block(self, block: int, *, up_to: int = NEWEST) -> memoryview | None:
         found = [generation for generation in self.generations(block) if generation <= up_to]
         return memoryview(self._blocks[block, found[0]]) if found else None
+
+    def newest_blocks(self, blocks: Int64Array, *, up_to: int = NEWEST) -> list[memoryview | None]:
+        return [self.newest_block(block, up_to=up_to) for block in blocks.tolist()]
 
     def prefetch(self, blocks: Sequence[int], *, up_to: int = NEWEST) -> None:
         pass

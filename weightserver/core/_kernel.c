@@ -22,7 +22,7 @@
 #endif
 
 /* A change of any function's arguments or results; kernel.py takes no other. */
-#define INTERFACE 3
+#define INTERFACE 4
 
 typedef float __attribute__((aligned(1), may_alias)) packed_float;
 typedef uint16_t __attribute__((aligned(1), may_alias)) packed_u16;
@@ -926,6 +926,7 @@ static PyObject *replace(PyObject *module, PyObject *args)
 }
 
 PyObject *leaf_products(PyObject *module, PyObject *args); /* _products.c */
+PyObject *find_blocks(PyObject *module, PyObject *args);   /* _lmdb_pages.c */
 
 static PyMethodDef methods[] = {
     {"look", look, METH_VARARGS, NULL},
@@ -934,6 +935,7 @@ static PyMethodDef methods[] = {
     {"push", push, METH_VARARGS, NULL},
     {"replace", replace, METH_VARARGS, NULL},
     {"leaf_products", leaf_products, METH_VARARGS, NULL},
+    {"find_blocks", find_blocks, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -33,7 +33,7 @@ address of the checksum's function, which is not 0, and where to write them, one
 
 VARIABLE = "WEIGHTSERVER_KERNEL"
 """Set to "numpy", the compiled kernel is left alone; to "compiled", a process without it does not start."""
-_INTERFACE = 3
+_INTERFACE = 4
 """What this version expects of the kernel; a build of other sources may lie beside it."""
 _CHECKSUMS = ("XXH3_64bits_withSeed_dispatch", "XXH3_64bits_withSeed")
 """Functions of the xxhash package's library, the fastest first."""
@@ -126,6 +126,25 @@ class Kernel(Protocol):
         self, changed: Changed, weight: StoredArray, momentum_buffer: StoredArray, last_step: Int64Array, /
     ) -> int:
         """The same with raw rows, [n, D] of the table's dtype and int64 [n]; returns -1 if a block is damaged."""
+
+    def find_blocks(
+        self,
+        file: memoryview,
+        page_bytes: int,
+        num_pages: int,
+        key: bytes | memoryview,
+        blocks: Int64Array,
+        version: int,
+        first: int,
+        places: Int64Array,
+        /,
+    ) -> int:
+        """Finds, in LMDB's map of a file, the first version from `version` on of the blocks (int64 [n], ascending) from
+        number `first` on, as far as the page that holds `key` tells; returns the number of the next one.
+
+        Args:
+            places: gets the offset and the length of each version, int64 [n, 2]; -1 for blocks that have none.
+        """
 
 
 @functools.cache

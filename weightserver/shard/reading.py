@@ -147,9 +147,7 @@ def read_rows(
     Raises:
         DamagedRecordError: one of the rows is damaged, or the header of its block.
     """
-    up_to, numbers = at.generation(txn), touched.blocks.tolist()
-    txn.prefetch(numbers, up_to=up_to)
-    blocks = [txn.newest_block(number, up_to=up_to) for number in numbers]
+    blocks = txn.newest_blocks(touched.blocks, up_to=at.generation(txn))
     compiled = kernel.compiled()
     checksum = kernel.checksum_address() if verify and compiled is not None else 0
     if verify and not checksum:
@@ -165,8 +163,9 @@ def read_rows(
     if bad >= 0:
         block = blocks[bad]
         assert block is not None
-        table.codec.check(numbers[bad], block, touched.slots[touched.starts[bad] : touched.starts[bad + 1]])
-        raise DamagedRecordError(f"{table.codec.name(numbers[bad])} changed while it was read")
+        number = int(touched.blocks[bad])
+        table.codec.check(number, block, touched.slots[touched.starts[bad] : touched.starts[bad + 1]])
+        raise DamagedRecordError(f"{table.codec.name(number)} changed while it was read")
     return RowsInBlocks(touched, blocks, last_step, all_small and table.codec.initial_are_small)
 
 

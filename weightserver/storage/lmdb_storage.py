@@ -33,11 +33,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import lmdb
 import numpy as np
 
 from weightserver.common.atomic_files import PRIVATE_FILE, sync
+from weightserver.core import kernel
+from weightserver.core.arrays import Int64Array
 from weightserver.core.errors import MapGrownError, ShardUnavailableError, StorageError
 from weightserver.storage import directory as files
 from weightserver.storage.directory import OwnerLock, translated
@@ -84,12 +87,36 @@ def block_key_parts(key: bytes | memoryview) -> tuple[int, int]:
     return block, NEWEST - inverted
 
 
+class _Map(NamedTuple):
+    """LMDB's map of the data file."""
+
+    content: memoryview
+    page_bytes: int
+    num_pages: int
+    """Of the file; the map is longer."""
+
+
 class _LmdbTransaction:
-    def __init__(self, directory: Path, txn: lmdb.Transaction, databases: dict[str, lmdb._Database], data: int) -> None:
+    """A snapshot of LMDB's, or a change.
+
+    Args:
+        data: a descriptor of the data file.
+        file: the map of it, if all pages of the snapshot lie there.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        txn: lmdb.Transaction,
+        databases: dict[str, lmdb._Database],
+        data: int,
+        file: _Map | None = None,
+    ) -> None:
         self.directory = directory
         self._txn = txn
         self._databases = databases
         self._data = data
+        self._file = file
         self._blocks = txn.cursor(databases["blocks"])
         self._changes = txn.cursor(databases["changes"])
         self.changed = False
@@ -142,14 +169,43 @@ class _LmdbTransaction:
         key, value = self._blocks.item()
         return memoryview(value) if key[:8] == _BLOCK.pack(block) else None
 
-    def prefetch(self, blocks: Sequence[int], *, up_to: int = NEWEST) -> None:
-        """Begins to read the blocks' newest versions from disk, all at once, unless they are in memory.
+    def newest_blocks(self, blocks: Int64Array, *, up_to: int = NEWEST) -> list[memoryview | None]:
+        """As `newest_block` of each, ascending, int64 [n]; with `prefetch`."""
+        file, places = self._file, self._places(blocks, up_to)
+        if file is None or places is None:
+            numbers: list[int] = blocks.tolist()
+            self.prefetch(numbers, up_to=up_to)
+            return [self.newest_block(block, up_to=up_to) for block in numbers]
+        found = places[places[:, 0] >= 0]
+        self._read_ahead(lambda part: found[part].tolist())
+        return [file.content[at : at + size] if at >= 0 else None for at, size in places.tolist()]
 
-        Looks for every eighth block in memory, so that blocks in memory cost little.
+    def _places(self, blocks: Int64Array, up_to: int) -> Int64Array | None:
+        """The values' offsets and lengths in the file, int64 [n, 2], -1 where there is none; None if only LMDB itself
+        can tell."""
+        compiled, file = kernel.compiled(), self._file
+        if compiled is None or file is None:
+            return None
+        places, first = np.full((len(blocks), 2), -1), 0
+        while first < len(blocks) and self._blocks.set_range(_BLOCK_KEY.pack(blocks[first], NEWEST - up_to)):
+            end = compiled.find_blocks(*file, self._blocks.key(), blocks, NEWEST - up_to, first, places)
+            if end == first:
+                return None
+            first = end
+        return places
+
+    def prefetch(self, blocks: Sequence[int], *, up_to: int = NEWEST) -> None:
+        """Begins to read the blocks' newest versions from disk, all at once, unless they are in memory."""
+        self._read_ahead(lambda part: self._extents(blocks[part], up_to))
+
+    def _read_ahead(self, extents: Callable[[slice], Iterable[tuple[int, int]]]) -> None:
+        """Begins to read extents (offset, bytes) from disk, all at once, unless they are in memory.
+
+        Looks for every eighth in memory, so that blocks in memory cost little.
         """
-        sample = self._extents(blocks[::_PREFETCH_SAMPLE], up_to)
+        sample = extents(slice(None, None, _PREFETCH_SAMPLE))
         if not all(is_cached(self._data, offset + num_bytes - 1) for offset, num_bytes in sample):
-            for offset, num_bytes in self._extents(blocks, up_to):
+            for offset, num_bytes in extents(slice(None)):
                 begin_reading(self._data, offset, num_bytes)
 
     def _extents(self, blocks: Sequence[int], up_to: int) -> Iterator[tuple[int, int]]:
@@ -163,7 +219,7 @@ class _LmdbTransaction:
             if not self._blocks.set_range(_BLOCK_KEY.pack(block, NEWEST - up_to)):
                 continue
             key = self._blocks.key()
-            address = np.frombuffer(key, np.uint8).__array_interface__["data"][0]
+            address = _address(key)
             header = ctypes.string_at(address - _NODE_HEADER.size, _NODE_HEADER.size)
             num_bytes, flags, key_bytes = _NODE_HEADER.unpack(header)
             if key[:8] == _BLOCK.pack(block) and flags & _LARGE_VALUE:
@@ -267,10 +323,12 @@ class LmdbStorage:
             last_transaction = self._check_files(allow_recreate=allow_recreate)
             self._env = self._open_environment(readahead=not scattered)
             opened.callback(self._env.close)
+            self._map: _Map | None = None
             self._data = open_scattered(files.data_file(directory))
             opened.callback(os.close, self._data)
             self._require_transaction(last_transaction)
             self._databases = self._open_databases(must_exist=must_exist)
+            self._map = _map_of(self._env)
             if not readonly:
                 sync(directory)
                 sync(directory.parent)
@@ -335,7 +393,8 @@ class LmdbStorage:
             self._num_reading += 1
         try:
             with self._using_lmdb(), self._env.begin(buffers=True) as txn:
-                yield _LmdbTransaction(self.directory, txn, self._databases, self._data)
+                file = self._map and self._map._replace(num_pages=_num_pages(self._env))
+                yield _LmdbTransaction(self.directory, txn, self._databases, self._data, file)
         finally:
             with self._idle:
                 self._num_reading -= 1
@@ -428,6 +487,7 @@ class LmdbStorage:
             try:
                 self._idle.wait_for(lambda: self._num_reading == 0)
                 self._env.set_mapsize(map_bytes + added_bytes)
+                self._map = _map_of(self._env)
             except lmdb.Error as error:  # LMDB has no map now, and would end the process
                 self._fail(error)
                 raise
@@ -506,7 +566,7 @@ class LmdbStorage:
             pages = txn.pages()
         page_bytes = self._env.stat()["psize"]
         used = {name: count * page_bytes for name, count in pages.items()}
-        total = (self._env.info()["last_pgno"] + 1) * page_bytes
+        total = _used_bytes(self._env)
         return DiskUsage(
             used,
             free=max(0, total - sum(used.values())),
@@ -554,7 +614,34 @@ def _spare_address_space(wanted: int, *, least: int) -> int:
 
 def _used_bytes(env: lmdb.Environment) -> int:
     """Bytes up to the last page that was ever used."""
-    return int((env.info()["last_pgno"] + 1) * env.stat()["psize"])
+    return _num_pages(env) * int(env.stat()["psize"])
+
+
+def _num_pages(env: lmdb.Environment) -> int:
+    """Pages up to the last one that was ever used."""
+    return int(env.info()["last_pgno"]) + 1
+
+
+def _map_of(env: lmdb.Environment) -> _Map | None:
+    """LMDB's map of its file; None if it cannot be found.
+
+    LMDB's interface does not tell the address, but keys that it returns lie in the map, in pages with their numbers.
+    """
+    page_bytes = int(env.stat()["psize"])
+    if page_bytes > mmap.PAGESIZE:  # the file was begun on another machine, and its pages may lie anywhere in ours
+        return None
+    with env.begin(buffers=True) as txn, txn.cursor() as cursor:
+        if not cursor.first():
+            return None
+        page = _address(cursor.key()) // page_bytes * page_bytes
+        number = int.from_bytes(ctypes.string_at(page, 8), sys.byteorder)
+    map_bytes = env.info()["map_size"]
+    content = memoryview((ctypes.c_char * map_bytes).from_address(page - number * page_bytes))
+    return _Map(content.cast("B").toreadonly(), page_bytes, _num_pages(env))
+
+
+def _address(buffer: bytes | memoryview) -> int:
+    return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
 
 
 def _batches(items: Iterable[tuple[memoryview, memoryview]]) -> Iterator[list[tuple[memoryview, memoryview]]]:
