@@ -30,6 +30,8 @@ class Timing:
     p10: float
     p90: float
     num_calls: int
+    p99: float | None = None
+    """Of at least a hundred calls."""
 
     def __str__(self) -> str:
         return f"{1e3 * self.p50:.2f} ({1e3 * self.p10:.2f}–{1e3 * self.p90:.2f}) ms"
@@ -70,8 +72,9 @@ def number_of_rounds(text: str) -> int:
 
 
 def timing(seconds: list[float]) -> Timing:
-    deciles = statistics.quantiles(seconds, n=10, method="inclusive")
-    return Timing(statistics.median(seconds), deciles[0], deciles[-1], len(seconds))
+    percentiles = statistics.quantiles(seconds, n=100, method="inclusive")
+    p99 = percentiles[98] if len(seconds) >= 100 else None
+    return Timing(statistics.median(seconds), percentiles[9], percentiles[89], len(seconds), p99)
 
 
 def machine() -> dict[str, Any]:
