@@ -339,7 +339,7 @@ def _aims() -> Iterator[Aim]:
         "≤ 3 × the median",
         f"{slowest:.2f} ×",
         slowest <= 3,
-        "threads that wait for a core",
+        "threads wait for a core",
     )
     yield fetch(
         "512", "scattered", "stored", "– scattered over a million", 2, "bare call", blocks("512 scattered over all")

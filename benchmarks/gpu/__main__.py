@@ -103,7 +103,7 @@ def _with_timings(value: Any) -> Any:
         return [_with_timings(one) for one in value]
     if not isinstance(value, dict):
         return value
-    if value.keys() == Timing.__dataclass_fields__.keys():
+    if "p50" in value:
         return Timing(**value)
     return {key: _with_timings(one) for key, one in value.items()}
 
