@@ -25,7 +25,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.measure import Timing, draw_bars, in_turn, write_results
+from benchmarks.measure import Timing, at_least, draw_bars, in_turn, write_results
 from trainer.data import load_dataset
 from trainer.data.augment import Augmentation, AugmentationConfig
 from trainer.data.decoded_images import DecodedImages
@@ -131,7 +131,7 @@ def as_table(num_images: int, num_bytes: float, device: torch.device, times: dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=at_least(2), default=7)
     parser.add_argument("--images", type=int, default=256)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()

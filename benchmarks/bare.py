@@ -21,18 +21,24 @@ OPTIONS = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_se
 CHANNEL_OPTIONS = [*OPTIONS, (ChannelOptions.SingleThreadedUnaryStream, 1)]  # 8 % faster
 
 
+def wanted(num_bytes: int, message_bytes: int = CHUNK_BYTES) -> bytes:
+    """The request of so many bytes, in messages of that size if they are streamed."""
+    return f"{num_bytes} {message_bytes}".encode()
+
+
 @functools.cache
-def messages(num_bytes: int) -> list[bytes]:
-    """So many bytes in messages of a chunk's size."""
-    return [bytes(min(CHUNK_BYTES, num_bytes - start)) for start in range(0, num_bytes, CHUNK_BYTES)]
+def messages(request: bytes) -> list[bytes]:
+    """What is `wanted`."""
+    num_bytes, size = map(int, request.split())
+    return [bytes(min(size, num_bytes - start)) for start in range(0, num_bytes, size)]
 
 
 def _send_stream(request: bytes, _: grpc.ServicerContext) -> Iterator[bytes]:
-    yield from messages(int(request))
+    yield from messages(request)
 
 
 def _send_call(request: bytes, _: grpc.ServicerContext) -> bytes:
-    return b"".join(messages(int(request)))
+    return b"".join(messages(request))
 
 
 def _take_stream(requests: Iterator[bytes], _: grpc.ServicerContext) -> bytes:

@@ -22,7 +22,7 @@ from typing import Literal
 
 import numpy as np
 
-from benchmarks.measure import Timing, in_turn, write_results
+from benchmarks.measure import Timing, at_least, in_turn, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
 from weightserver.core.arrays import Float32Array, Int64Array
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--rows-per-block", type=int, nargs="+", default=[1, 3, 4, 7, 8, 15, 16, 31, 63])
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--num-stored", type=int, default=1 << 18)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=at_least(2), default=20)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     keep_large_buffers()

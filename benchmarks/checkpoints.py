@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from matplotlib import pyplot as plt
 
-from benchmarks.measure import Timing, in_turn, timing, write_results
+from benchmarks.measure import Timing, at_least, in_turn, timing, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
 
@@ -271,7 +271,7 @@ def draw(sizes: dict[int, dict[str, Any]], runs: dict[str, dict[str, Any]], path
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=10_000_000)
-    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--rounds", type=at_least(2), default=50)
     parser.add_argument("--directory", type=Path, help="for the shards' data; the system's temporary one by default")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()

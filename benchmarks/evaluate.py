@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from benchmarks.measure import Timing, in_turn, save_results, write_results
+from benchmarks.measure import Timing, at_least, in_turn, save_results, write_results
 from trainer.data import Dataset
 from trainer.data.pixels import PixelScale
 from trainer.evaluate.frozen import Frozen
@@ -184,7 +184,7 @@ def _searched(bank: StoredFeatures, of_bank: Tensor, queries: Tensor) -> dict[st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=at_least(2), default=5)
     parser.add_argument("--bank", type=int, default=65_536)
     parser.add_argument("--queries", type=int, default=1_024)
     parser.add_argument("--imagenet", type=Path, metavar="DIRECTORY", help="where to make 5.3 GB of features")

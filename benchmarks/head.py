@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 import torch
 
-from benchmarks.measure import Timing, draw_bars, in_turn, timing, write_results
+from benchmarks.measure import Timing, at_least, draw_bars, in_turn, timing, write_results
 from weightserver import TableSpec
 from weightserver.common.malloc import keep_large_buffers, return_free_memory
 from weightserver.torch import LearningRates, condensed, cosine_softmax_loss
@@ -138,7 +138,7 @@ def in_parts_or_not(rounds: int) -> tuple[dict[str, Any], list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=at_least(2), default=3)
     parser.add_argument("--data-sets", nargs="*", choices=SIZES, default=list(SIZES))
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()

@@ -64,11 +64,15 @@ def seconds_in_turn(
     return seconds
 
 
-def number_of_rounds(text: str) -> int:
-    """The argument of --rounds: a spread needs two."""
-    if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"must be a number of at least 2, got {text!r}")
-    return int(text)
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an argument that is a number from `least` on. A spread needs two values."""
+
+    def parsed(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a number of at least {least}, got {text!r}")
+        return int(text)
+
+    return parsed
 
 
 def timing(seconds: list[float]) -> Timing:

@@ -24,7 +24,7 @@ import grpc
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from benchmarks.measure import Timing, draw_bars, in_turn, write_results
+from benchmarks.measure import Timing, at_least, draw_bars, in_turn, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
 from weightserver.common.stages import StageClock
@@ -154,7 +154,7 @@ def as_table(results: dict[str, dict[str, Timing]], ratios: dict[str, float]) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rounds", type=at_least(2), default=200)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     keep_large_buffers()

@@ -40,7 +40,7 @@ from matplotlib import pyplot as plt
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.measure import Timing, save_results, timing
+from benchmarks.measure import Timing, at_least, save_results, timing
 from weightserver import TableSpec
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.initial import initial_rows
@@ -289,7 +289,7 @@ def draw(file: Path, results: dict[str, Any], sizes: list[int]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--classes", type=int, nargs="+", default=[10**5, 10**6, 10**7])
-    parser.add_argument("--steps", type=int, default=2_000)
+    parser.add_argument("--steps", type=at_least(WARM_UP + 2), default=2_000)
     parser.add_argument("--num-negatives", type=int, default=8_192)
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--window", type=int, default=65_536, help="images in the window; 0 visits all at random")

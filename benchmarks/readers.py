@@ -21,8 +21,8 @@ from pathlib import Path
 import grpc
 import numpy as np
 
-from benchmarks.bare import CHANNEL_OPTIONS, serving
-from benchmarks.measure import Timing, in_turn, number_of_rounds, write_results
+from benchmarks.bare import CHANNEL_OPTIONS, serving, wanted
+from benchmarks.measure import Timing, at_least, in_turn, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
 
@@ -71,7 +71,7 @@ def _take_streams(stack: ExitStack, addresses: list[str]) -> Callable[[], object
     """Takes a part of the bytes from each server, all at the same time."""
     channels = [stack.enter_context(grpc.insecure_channel(each, CHANNEL_OPTIONS)) for each in addresses]
     pool = stack.enter_context(ThreadPoolExecutor(len(channels)))
-    request = str(NUM_BYTES // len(channels)).encode()
+    request = wanted(NUM_BYTES // len(channels))
 
     def take(channel: grpc.Channel) -> int:
         return sum(map(len, channel.unary_stream("/Bare/SendStream")(request, timeout=_DEADLINE_SECONDS)))
@@ -146,7 +146,7 @@ def as_table(results: dict[str, dict[str, Timing]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=number_of_rounds, default=20)
+    parser.add_argument("--rounds", type=at_least(2), default=20)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--read", choices=("ours", "bare"), help=argparse.SUPPRESS)
     parser.add_argument("--addresses", help=argparse.SUPPRESS)

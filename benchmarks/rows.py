@@ -26,8 +26,8 @@ import grpc
 import lmdb
 import numpy as np
 
-from benchmarks.bare import CHANNEL_OPTIONS, serving
-from benchmarks.measure import in_turn, number_of_rounds, write_results
+from benchmarks.bare import CHANNEL_OPTIONS, serving, wanted
+from benchmarks.measure import at_least, in_turn, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
 from weightserver.core.arrays import Float32Array, Int64Array
@@ -91,7 +91,7 @@ def fetches(client: WeightClient, channel: grpc.Channel) -> Iterator[tuple[str, 
         client.fetch(rows, step=next(steps), out=out)
 
     for num_rows in (65_536, SMALL):
-        request = str(num_rows * DIM * 4).encode()
+        request = wanted(num_rows * DIM * 4)
         out = np.empty((num_rows, DIM), np.float32)
         for name, rows in patterns(num_rows).items():
             calls: Calls = {
@@ -181,7 +181,7 @@ def tables(rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=number_of_rounds, default=30)
+    parser.add_argument("--rounds", type=at_least(2), default=30)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     with cases() as all_cases:

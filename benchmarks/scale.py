@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 from matplotlib import pyplot as plt
 
-from benchmarks.measure import timing, write_results
+from benchmarks.measure import at_least, timing, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 
 DIM, BATCH_SIZE = 128, 512
@@ -189,8 +189,8 @@ def _about_disk(result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rounds", type=at_least(1), default=2)
+    parser.add_argument("--steps", type=at_least(2), default=30)
     parser.add_argument("--stored-rows", type=int, default=4_000_000)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()

@@ -7,7 +7,7 @@ D = 128, 10 neighbours by cosine, for 1, 16 and 256 queries; 10 M rows take 11 G
 faiss is no dependency of this project: without it (pip install 'pic-weightserver[faiss]') only our times are measured.
 
 Ours: shard processes on this machine, each on one core, that read their files (from the page cache if it holds them)
-and check each block's checksum. faiss: IndexFlatIP over unit rows in this process, on all cores, built from rows that
+and check the rows' checksums. faiss: IndexFlatIP over unit rows in this process, on all cores, built from rows that
 were fetched beforehand. Both searches are exact; `agreement` is the share of faiss's neighbours that ours are too:
 faiss computes in float32, which decides between rows that are nearly equally similar. Memory is private memory
 (RssAnon): that of the largest shard, sampled every 20 ms, and what the index adds to this process.
@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.large_shard import Memory
-from benchmarks.measure import Timing, in_turn, write_results
+from benchmarks.measure import Timing, at_least, in_turn, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers, own_bytes, return_free_memory
 from weightserver.core.arrays import Float32Array, Int64Array
@@ -127,9 +127,9 @@ def as_table(results: dict[str, Any], num_rows: int, faiss: FaissIndex | None) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=10_000_000)
-    parser.add_argument("--shards", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", type=at_least(1), default=10_000_000)
+    parser.add_argument("--shards", type=at_least(1), default=2)
+    parser.add_argument("--rounds", type=at_least(2), default=5)
     parser.add_argument("--directory", type=Path, help="keep the rows here (default: a temporary folder)")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()

@@ -18,7 +18,7 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 
-from benchmarks.measure import Timing, timing, write_results
+from benchmarks.measure import Timing, at_least, timing, write_results
 
 STORES = ("dense", "resident", "remote")
 WARM_UP = 50
@@ -47,8 +47,8 @@ def draw(seconds: dict[str, list[float]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rounds", type=at_least(1), default=3)
+    parser.add_argument("--steps", type=at_least(2), default=200)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     records: dict[str, list[dict[str, Any]]] = {name: [] for name in STORES}

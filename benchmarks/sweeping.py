@@ -28,7 +28,7 @@ import numpy as np
 from matplotlib import pyplot as plt
 
 from benchmarks.checkpoints import BLOCK_BYTES, DIM, KEEP, NUM_STEPS, Kept, in_pieces, push, seconds, write
-from benchmarks.measure import Timing, timing, write_results
+from benchmarks.measure import Timing, at_least, timing, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
 
@@ -223,7 +223,7 @@ def draw(num_rows: int, spaces: dict[str, dict[str, dict[str, Any]]], path: Path
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=300_000)
-    parser.add_argument("--checkpoints", type=int, default=200)
+    parser.add_argument("--checkpoints", type=at_least(2), default=200)
     parser.add_argument("--cost-rows", type=int, default=300_000, help="of the table whose sweep is timed")
     parser.add_argument("--directory", type=Path, help="for the shard's data (default a temporary one)")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))

@@ -4,7 +4,8 @@ python -m benchmarks.transport [--rounds 30] [--output benchmarks/results]
 
 Servers that only send bytes, each a process of its own, called in turn by one client: an empty call, the bytes of 512
 rows as one message, and those of 65,536 rows as a stream of 1 MiB messages (D = 128). Then empty calls of 16 threads at
-once. The bytes of a fetch are the lower bound of its time, whatever the row store does.
+once, and the large stream in messages of other sizes, or as several streams. The bytes of a fetch are the lower bound
+of its time, whatever the row store does.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from pathlib import Path
 
 import grpc
 
-from benchmarks.bare import CHANNEL_OPTIONS, OPTIONS, bare_server, messages, serving
-from benchmarks.measure import Timing, in_turn, number_of_rounds, write_results
+from benchmarks.bare import CHANNEL_OPTIONS, OPTIONS, bare_server, messages, serving, wanted
+from benchmarks.measure import Timing, at_least, in_turn, write_results
 from weightserver.common.malloc import keep_large_buffers
 from weightserver.operations.certificates import write_certificates
+from weightserver.protocol.codec import CHUNK_BYTES
 
 KINDS = {
     "threads": "threads, TCP",
@@ -33,6 +35,8 @@ KINDS = {
     "tls": "threads, TLS",
 }
 _SMALL_BYTES, _LARGE_BYTES = 512 * 512, 65_536 * 512
+_MESSAGE_BYTES = 64 << 10, 256 << 10, CHUNK_BYTES, 4 << 20, 16 << 20
+_STREAMS = 2, 4
 _CALLERS, _CALLS = 16, 20
 _DEADLINE_SECONDS = 60
 
@@ -58,11 +62,11 @@ def serve(kind: str, directory: Path) -> None:
 
 async def _serve_asynchronously(address: str) -> None:
     async def stream(request: bytes, _: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        for message in messages(int(request)):
+        for message in messages(request):
             yield message
 
     async def call(request: bytes, _: grpc.aio.ServicerContext) -> bytes:
-        return b"".join(messages(int(request)))
+        return b"".join(messages(request))
 
     server = grpc.aio.server(options=OPTIONS)
     handlers = {
@@ -90,14 +94,14 @@ def _channel(kind: str, directory: Path) -> Iterator[grpc.Channel]:
             yield channel
 
 
-def _take_stream(channel: grpc.Channel, num_bytes: int) -> None:
-    answer = channel.unary_stream("/Bare/SendStream")(str(num_bytes).encode(), timeout=_DEADLINE_SECONDS)
+def _take_stream(channel: grpc.Channel, num_bytes: int, message_bytes: int = CHUNK_BYTES) -> None:
+    answer = channel.unary_stream("/Bare/SendStream")(wanted(num_bytes, message_bytes), timeout=_DEADLINE_SECONDS)
     if sum(map(len, answer)) != num_bytes:
         raise SystemExit("transport: a stream was cut short")
 
 
 def _take_call(channel: grpc.Channel, num_bytes: int) -> None:
-    channel.unary_unary("/Bare/SendCall")(str(num_bytes).encode(), timeout=_DEADLINE_SECONDS)
+    channel.unary_unary("/Bare/SendCall")(wanted(num_bytes), timeout=_DEADLINE_SECONDS)
 
 
 def _many_callers(channel: grpc.Channel, pool: ThreadPoolExecutor) -> None:
@@ -106,8 +110,15 @@ def _many_callers(channel: grpc.Channel, pool: ThreadPoolExecutor) -> None:
         call.result()
 
 
-def measure(rounds: int) -> dict[str, dict[str, Timing]]:
-    """The seconds of each access through each kind of transport."""
+def _streams(channel: grpc.Channel, pool: ThreadPoolExecutor, count: int) -> None:
+    """65,536 rows by so many streams at once."""
+    for call in [pool.submit(_take_stream, channel, _LARGE_BYTES // count) for _ in range(count)]:
+        call.result()
+
+
+def measure(rounds: int) -> tuple[dict[str, dict[str, Timing]], dict[str, Timing]]:
+    """The seconds of each access through each kind of transport, and of ways to stream 65,536 rows by threads and
+    TCP."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         write_certificates(directory, ["127.0.0.1"])
@@ -119,15 +130,22 @@ def measure(rounds: int) -> dict[str, dict[str, Timing]]:
             "65,536 rows, stream": partial(_take_stream, num_bytes=_LARGE_BYTES),
             f"{_CALLERS * _CALLS} empty calls by {_CALLERS} threads": partial(_many_callers, pool=pool),
         }
-        return {
+        ways: dict[str, Callable[[], object]] = {
+            f"messages of {size // 1024:,} KiB": partial(_take_stream, channels["threads"], _LARGE_BYTES, size)
+            for size in _MESSAGE_BYTES
+        }
+        for count in _STREAMS:
+            ways[f"{count} streams at once"] = partial(_streams, channels["threads"], pool, count)
+        by_transport = {
             name: in_turn({kind: partial(access, channel) for kind, channel in channels.items()}, rounds=rounds)
             for name, access in accesses.items()
         }
+        return by_transport, in_turn(ways, rounds=rounds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=number_of_rounds, default=30)
+    parser.add_argument("--rounds", type=at_least(2), default=30)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--serve", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
@@ -136,14 +154,16 @@ def main() -> None:
         serve(options.serve, options.directory)
         return
     keep_large_buffers()
-    results = measure(options.rounds)
+    results, ways = measure(options.rounds)
     lines = [f"| ms, median (10–90 %) | {' | '.join(KINDS.values())} |", "|---|" + "---|" * len(KINDS)]
     lines += [
         f"| {name} | {' | '.join(str(timings[kind]).removesuffix(' ms') for kind in KINDS)} |"
         for name, timings in results.items()
     ]
+    lines += ["", f"| 65,536 rows by {KINDS['threads']} | ms |", "|---|---|"]
+    lines += [f"| {name} | {str(value).removesuffix(' ms')} |" for name, value in ways.items()]
     command = f"python -m benchmarks.transport --rounds {options.rounds}"
-    write_results(options.output, "transport", command, results, "\n".join(lines))
+    write_results(options.output, "transport", command, {**results, "65,536 rows": ways}, "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import torch
 
-from benchmarks.measure import draw_bars, timing, write_results
+from benchmarks.measure import at_least, draw_bars, timing, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
 from weightserver.torch import RecentRows, RemoteRows, ResidentRows, RowStore, VisitSchedule, announced
@@ -95,7 +95,9 @@ def resident(client: WeightClient, rates: np.ndarray) -> ResidentRows:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2 * STEPS_PER_WINDOW, help="steps of resident rows to measure")
+    parser.add_argument(
+        "--steps", type=at_least(2), default=2 * STEPS_PER_WINDOW, help="steps of resident rows to measure"
+    )
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     keep_large_buffers()

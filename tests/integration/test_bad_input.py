@@ -550,7 +550,7 @@ def test_serve_refuses_the_data_of_another_shard(tmp_path: Path) -> None:
             identity = {"format": 1, "shard": 0, "num_shards": 2}
             txn.put(b"identity", json.dumps(identity).encode(), db=meta)
     assert_fails(
-        "has format 1, this version reads 2 to 3: use the version",
+        "has format 1, this version reads 2 to 4: use the version",
         "serve",
         "--data-dir",
         data,

@@ -176,15 +176,15 @@ static uint64_t seed_of_root(uint64_t number, int is_small)
     return number + (is_small ? UINT64_C(1) << 63 : 0);
 }
 
-static int has_known_length(const Layout *layout, const Py_buffer *block)
+static int has_known_length(const Layout *layout, Py_ssize_t num_bytes)
 {
-    return block->len == layout->num_bytes || block->len == layout->groups_at;
+    return num_bytes == layout->num_bytes || num_bytes == layout->groups_at;
 }
 
 /* Whether a block has checksums of groups: one of `has_known_length`. */
-static int has_groups(const Layout *layout, const Py_buffer *block)
+static int has_groups(const Layout *layout, Py_ssize_t num_bytes)
 {
-    return block->len == layout->num_bytes;
+    return num_bytes == layout->num_bytes;
 }
 
 static int has_small_values(const Layout *layout, const unsigned char *bytes)
@@ -194,11 +194,10 @@ static int has_small_values(const Layout *layout, const unsigned char *bytes)
 
 /* Whether a block is intact, as far as the rows in these slots depend on it, or the first num_slots if there are none;
  * without checksums, has a known length. */
-static int is_sound(const Layout *layout, const Py_buffer *block, uint64_t number, const packed_i64 *slots,
-                    Py_ssize_t num_slots, checksum_function checksum)
+static int is_sound(const Layout *layout, const unsigned char *bytes, Py_ssize_t num_bytes, uint64_t number,
+                    const packed_i64 *slots, Py_ssize_t num_slots, checksum_function checksum)
 {
-    const unsigned char *bytes = block->buf;
-    if (!has_known_length(layout, block))
+    if (!has_known_length(layout, num_bytes))
         return 0;
     if (checksum == NULL)
         return 1;
@@ -209,7 +208,7 @@ static int is_sound(const Layout *layout, const Py_buffer *block, uint64_t numbe
     memcpy(&rows, bytes + 2, 2);
     memcpy(&dim, bytes + 4, 4);
     memcpy(&stored, bytes + START_BYTES, 8);
-    int is_grouped = has_groups(layout, block);
+    int is_grouped = has_groups(layout, num_bytes);
     int is_small = format == (is_grouped ? layout->small_values : layout->earlier_small_values);
     if (!is_small && format != (is_grouped ? layout->any_values : layout->earlier_any_values))
         return 0;
@@ -264,7 +263,8 @@ static PyObject *look(PyObject *module, PyObject *args)
             continue;
         }
         Py_ssize_t num_slots = start[b + 1] - start[b];
-        if (!is_sound(&touched.layout, block, (uint64_t)names[b], slot + start[b], num_slots, checksum)) {
+        if (!is_sound(&touched.layout, block->buf, block->len, (uint64_t)names[b], slot + start[b], num_slots,
+                      checksum)) {
             bad = b;
             break;
         }
@@ -513,7 +513,7 @@ static PyObject *answer(PyObject *module, PyObject *args)
     unsigned char *own = NULL;
     Py_ssize_t num_rows = touched.num_rows, dim = touched.layout.dim, row_bytes = dim * touched.layout.value_bytes;
     for (Py_ssize_t b = 0; b < touched.num_blocks; b++)
-        if (touched.blocks[b].obj != NULL && !has_known_length(&touched.layout, &touched.blocks[b])) {
+        if (touched.blocks[b].obj != NULL && !has_known_length(&touched.layout, touched.blocks[b].len)) {
             PyErr_SetString(PyExc_ValueError, "a block has another size");
             goto end;
         }
@@ -779,7 +779,7 @@ static void seal_root(const Change *change, uint64_t number, int is_small, unsig
     memcpy(out + START_BYTES, &checksum, 8);
 }
 
-/* Checks block b, copies it, changes its rows and seals it; returns how many of them were never written before, or -1
+/* Copies block b, checks it, changes its rows and seals it; returns how many of them were never written before, or -1
  * if the block is damaged or a row becomes infinite or NaN. */
 static Py_ssize_t change_block(const Change *change, Py_ssize_t b, unsigned char *out)
 {
@@ -792,11 +792,13 @@ static Py_ssize_t change_block(const Change *change, Py_ssize_t b, unsigned char
     if (stored->obj == NULL) {
         draw_block(change, number, out);
     } else {
-        if (!is_sound(layout, stored, number, NULL, layout->rows, change->checksum))
+        if (!has_known_length(layout, stored->len))
             return -1;
-        memcpy(out, stored->buf, stored->len);
+        memcpy(out, stored->buf, stored->len); /* checked are the bytes that will be stored */
+        if (!is_sound(layout, out, stored->len, number, NULL, layout->rows, change->checksum))
+            return -1;
         was_small = has_small_values(layout, out);
-        was_grouped = has_groups(layout, stored);
+        was_grouped = has_groups(layout, stored->len);
     }
     Py_ssize_t row_bytes = layout->dim * layout->value_bytes, added = 0;
     unsigned char *bitmap = out + HEADER_BYTES;

@@ -158,7 +158,7 @@ class BlockCodec:
     def written(self, buffer: Buffer) -> npt.NDArray[np.int64]:
         """The slots of rows that were ever written, ascending, int64 [n]."""
         bitmap = np.frombuffer(buffer[self._bitmap], np.uint8)
-        return np.flatnonzero(np.unpackbits(bitmap, bitorder="little"))
+        return np.flatnonzero(np.unpackbits(bitmap, count=self._spec.rows_per_block, bitorder="little"))
 
     def views(self, buffer: Buffer) -> Block:
         """Arrays over the bytes, without a copy and without a check."""
@@ -200,10 +200,10 @@ class BlockCodec:
 
     def renewed(self, block: int, stored: Buffer) -> bytearray:
         """A sealed copy of a stored block in the present form, checked as by `check`."""
-        self.check(block, stored)
-        buffer = bytearray(self.num_bytes)
-        buffer[: len(stored)] = stored
-        if len(stored) < self.num_bytes:
+        buffer = bytearray(stored)  # checked are the bytes that will be stored
+        self.check(block, buffer)
+        if len(buffer) < self.num_bytes:
+            buffer += bytes(self.num_bytes - len(buffer))
             self.seal(block, buffer)
         return buffer
 
@@ -267,8 +267,7 @@ class BlockCodec:
             return range(len(self._groups))
         if isinstance(slots, slice):
             return range(slots.start // self._group_rows, (slots.stop - 1) // self._group_rows + 1)
-        groups: list[int] = np.unique(slots // self._group_rows).tolist()
-        return groups
+        return dict.fromkeys((slots // self._group_rows).tolist())
 
     def _damaged_groups(self, block: int, contents: memoryview, slots: Slots | None) -> list[int]:
         return [

@@ -148,25 +148,44 @@ def read_rows(
         DamagedRecordError: one of the rows is damaged, or the header of its block.
     """
     blocks = txn.newest_blocks(touched.blocks, up_to=at.generation(txn))
-    compiled = kernel.compiled()
-    checksum = kernel.checksum_address() if verify and compiled is not None else 0
-    if verify and not checksum:
-        for run, block in zip(touched.runs(), blocks, strict=True):
-            if block is not None:
-                table.codec.check(run.block, block, run.slots)
-    if compiled is None:
+    if kernel.compiled() is None:
+        if verify:
+            check_rows(table, touched, blocks)
         return _copied(table, touched, blocks)
+    last_step, all_small = _look(table, touched, blocks, verify=verify)
+    return RowsInBlocks(touched, blocks, last_step, all_small and table.codec.initial_are_small)
+
+
+def check_rows(table: Table, touched: TouchedBlocks, blocks: kernel.Blocks) -> None:
+    """Verifies the checksums of rows in stored blocks.
+
+    Raises:
+        DamagedRecordError: one of the rows is damaged, or the header of its block.
+    """
+    if kernel.compiled() is not None and kernel.checksum_address():
+        _look(table, touched, blocks, verify=True)
+        return
+    for run, block in zip(touched.runs(), blocks, strict=True):
+        if block is not None:
+            table.codec.check(run.block, block, run.slots)
+
+
+def _look(table: Table, touched: TouchedBlocks, blocks: kernel.Blocks, *, verify: bool) -> tuple[Int64Array, bool]:
+    """By the kernel: the rows' last steps, and whether all the blocks have small values; raises as `check_rows`."""
+    compiled, checksum = kernel.compiled(), kernel.checksum_address() if verify else 0
+    assert compiled is not None
+    if verify and not checksum:
+        check_rows(table, touched, blocks)
     last_step = np.empty(len(touched.rows), np.int64)
     bad, all_small = compiled.look(
         table.codec.layout, blocks, touched.blocks, touched.starts, touched.slots, last_step, checksum
     )
     if bad >= 0:
-        block = blocks[bad]
+        block, number = blocks[bad], int(touched.blocks[bad])
         assert block is not None
-        number = int(touched.blocks[bad])
         table.codec.check(number, block, touched.slots[touched.starts[bad] : touched.starts[bad + 1]])
         raise DamagedRecordError(f"{table.codec.name(number)} changed while it was read")
-    return RowsInBlocks(touched, blocks, last_step, all_small and table.codec.initial_are_small)
+    return last_step, all_small
 
 
 def _copied(table: Table, touched: TouchedBlocks, blocks: list[memoryview | None]) -> RawRows:

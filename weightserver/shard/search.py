@@ -10,9 +10,10 @@ import numpy as np
 
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.blocks import RowBuffer
+from weightserver.core.sharding import TouchedBlocks
 from weightserver.core.similarity import NearestRows
 from weightserver.core.spec import TableSpec
-from weightserver.shard.reading import RawRows, ReadAt
+from weightserver.shard.reading import RawRows, ReadAt, check_rows
 from weightserver.shard.table import Table
 from weightserver.storage.interface import NEWEST, Storage, Transaction
 from weightserver.storage.records import read_state
@@ -105,7 +106,7 @@ def _read_chunk(
     codec, rows_per_block = table.codec, table.spec.rows_per_block
     up_to, end = _limits(txn, table, at)
     num_wanted = rows_per_chunk(table.spec) // rows_per_block
-    found: list[tuple[int, memoryview, Int64Array]] = []
+    found: list[tuple[int, memoryview]] = []
     block = txn.next_block(first)
     if block is not None:
         txn.prefetch(range(block, block + num_wanted * num_shards, num_shards), up_to=up_to)
@@ -116,20 +117,28 @@ def _read_chunk(
             break
         stored = txn.newest_block(block, up_to=up_to)
         if stored is not None:
-            written = codec.written(stored)
-            if verify:  # the root too, before anything is done with `written`
-                codec.check(block, stored, written)
-            found.append((block, stored, written))
+            found.append((block, stored))
         block = txn.next_block(block + 1)
-    buffer, start = RowBuffer(codec, sum(len(slots) for _, _, slots in found)), 0
-    for _, stored, slots in found:
-        part = slice(start, start + len(slots))
-        copy = buffer.copy_weight if weight_only else buffer.copy
-        copy(part, stored, slice(0, rows_per_block) if len(slots) == rows_per_block else slots)
-        start = part.stop
-    rows = [number * rows_per_block + slots for number, _, slots in found]
-    all_small = all(codec.is_small(stored) for _, stored, _ in found)
-    return Chunk(np.concatenate(rows) if rows else np.zeros(0, np.int64), RawRows(buffer, all_small), block)
+    blocks = [stored for _, stored in found]
+    touched = _written_rows(table, found)
+    if verify:  # with the roots, which prove which rows were written
+        check_rows(table, touched, [*blocks])
+    buffer = RowBuffer(codec, len(touched.rows))
+    copy = buffer.copy_weight if weight_only else buffer.copy
+    for run, stored in zip(touched.runs(), blocks, strict=True):
+        copy(run.part, stored, run.slots)
+    return Chunk(touched.rows, RawRows(buffer, all(map(codec.is_small, blocks))), block)
+
+
+def _written_rows(table: Table, found: list[tuple[int, memoryview]]) -> TouchedBlocks:
+    """The rows of blocks, each with its number, that were ever written; the first one of a block that says none."""
+    numbers = np.array([number for number, _ in found], np.int64)
+    slots = [table.codec.written(stored) for _, stored in found]
+    slots = [some if len(some) else np.zeros(1, np.int64) for some in slots]
+    counts = np.array([len(some) for some in slots], np.int64)
+    all_slots = np.concatenate(slots) if slots else np.zeros(0, np.int64)
+    rows = np.repeat(numbers, counts) * table.spec.rows_per_block + all_slots
+    return TouchedBlocks(rows, all_slots, numbers, np.append(0, np.cumsum(counts)))
 
 
 def _limits(txn: Transaction, table: Table, at: ReadAt) -> tuple[int, float]:

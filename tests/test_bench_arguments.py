@@ -1,0 +1,39 @@
+"""Benchmarks refuse numbers of which there is no spread before they measure anything."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+TOO_FEW = {
+    "augment": ["--rounds", "1"],
+    "blocks": ["--rounds", "1"],
+    "checkpoints": ["--rounds", "1"],
+    "checksums": ["--rounds", "1"],
+    "evaluate": ["--rounds", "1"],
+    "head": ["--rounds", "1"],
+    "measuring": ["--rounds", "1"],
+    "partial_fc": ["--steps", "21"],
+    "readers": ["--rounds", "1"],
+    "rows": ["--rounds", "1"],
+    "scale": ["--steps", "1"],
+    "search": ["--rounds", "1"],
+    "steps": ["--rounds", "0"],
+    "sweeping": ["--checkpoints", "1"],
+    "transport": ["--rounds", "one"],
+    "wire": ["--steps", "1"],
+}
+
+
+@pytest.mark.parametrize("name", TOO_FEW)
+def test_a_number_that_gives_no_spread_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    option, value = TOO_FEW[name]
+    monkeypatch.setattr(sys, "argv", [name, option, value])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"benchmarks.{name}").main()
+    assert ended.value.code == 2
+    assert f"argument {option}: must be a number of at least " in capsys.readouterr().err
