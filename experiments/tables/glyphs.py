@@ -40,7 +40,9 @@ GLYPHS = Table(
         f"and λ · Σ η are about those above, at twice the batch and for fewer epochs: B = {_BASE['batch_size']}, "
         f"K = {_BASE['num_negatives']:,}, W = {_WINDOW['window_size']:,}, S = {_WINDOW['window_stride']}, "
         f"λ = {_BASE['weight_decay']:g}, {_EPOCHS:g} epochs. Images are not flipped, since mirrored characters are "
-        "others. SimCLR and MoCo v2 have two views and half of the epochs."
+        "others. SimCLR and MoCo v2 have two views and half of the epochs. In epoch order with K far above B the run "
+        "collapses, as on Fashion-MNIST with short rows: its features are worse than untrained ones. So the window is "
+        "compared with K = B as well."
     ),
     cells=(
         Cell(row=_OURS, settings=_BASE | _WINDOW),
@@ -59,6 +61,7 @@ GLYPHS = Table(
             weights={"epoch order, K = B": 1, "epoch order, K = B, without correction": -1},
         ),
         Claim(text="the window raises accuracy", weights={_OURS: 1, "epoch order": -1}),
+        Claim(text="the window raises accuracy more than K = B does", weights={_OURS: 1, "epoch order, K = B": -1}),
         *(
             Claim(
                 text=f"PIC with one view is at least as good as {other} at equal views",
@@ -70,5 +73,5 @@ GLYPHS = Table(
         Claim(text="PIC is better than an untrained encoder", weights={_OURS: 1, "untrained encoder": -1}),
         Claim(text="training on the labels is better than PIC", weights={"supervised": 1, _OURS: -1}),
     ),
-    seeds=3,
+    seeds=2,
 )
