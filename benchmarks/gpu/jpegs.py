@@ -25,13 +25,16 @@ _BATCH_SIZE = 128
 
 
 def make_tree(root: Path, num_files: int, num_images: int) -> None:
-    """Makes `num_images` pictures of 500×375 pixels: `num_files` files, and links to them."""
+    """Makes `num_images` pictures of 500×375 pixels: `num_files` files, and hard links to them."""
     files = root / "images" / "0000"
     files.mkdir(parents=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(partial(_write, files), range(num_files)))
     for copy in range(1, -(-num_images // num_files)):
-        (root / "images" / f"{copy:04d}").symlink_to(files, target_is_directory=True)
+        folder = root / "images" / f"{copy:04d}"
+        folder.mkdir()
+        for name in os.listdir(files):
+            os.link(files / name, folder / name)
 
 
 def _write(directory: Path, number: int) -> None:
