@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import lmdb
 import numpy as np
 import pytest
 
 from tests.helpers.kernels_built import build, computing_with, load
 from weightserver.core import kernel
+from weightserver.storage import lmdb_storage
 from weightserver.storage.lmdb_storage import LmdbStorage, _address
 
 SIZES = [0, 1, 100, 1_500, 2_100, 5_000, 20_000]
@@ -90,7 +94,7 @@ def test_an_unsound_page_is_left_to_lmdb(tmp_path: Path, compiled: kernel.Kernel
     storage = LmdbStorage(tmp_path)
     with storage.write() as txn:
         for block in range(40):
-            txn.put_block(block, 0, bytes([1 + block]) * (5_000 if block % 2 else 50))
+            txn.put_block(block, 0, bytes([1 + block]) * (4_090 if block % 2 else 50))
     with storage.read() as txn:
         assert txn._blocks.first()
         key, file = txn._blocks.key(), txn._file
@@ -102,7 +106,7 @@ def test_an_unsound_page_is_left_to_lmdb(tmp_path: Path, compiled: kernel.Kernel
     blocks, unsound = np.arange(40), 0
     for position in range(page, page + file.page_bytes):
         before = copy[position]
-        for value in (0, 255, before ^ 1):
+        for value in (0, 255, before ^ 1, file.num_pages - 1):
             copy[position] = value
             places = np.zeros((40, 2), np.int64)
             found = memoryview(copy)[at : at + 12]
@@ -111,3 +115,77 @@ def test_an_unsound_page_is_left_to_lmdb(tmp_path: Path, compiled: kernel.Kernel
             unsound += end < 40
         copy[position] = before
     assert unsound > 500
+
+    def num_found(at: int, value: int) -> int:
+        changed = copy.copy()
+        changed[at] = value
+        places, found = np.zeros((40, 2), np.int64), memoryview(changed)[at // 4_096 * 4_096 + 16 :][:12]
+        return compiled.find_blocks(memoryview(changed), file.page_bytes, file.num_pages, found, blocks, 0, 0, places)
+
+    node = at - 8
+    assert num_found(page, copy[page]) == 40
+    assert num_found(page + 10, 0x01) == 0, "a page that is no leaf"
+    assert num_found(node + 4, 0x04) == 0, "a node that is no value"
+    assert num_found(node + 6, 16) == 0, "another key"
+
+
+def test_what_the_kernel_does_not_tell_lmdb_does(
+    tmp_path: Path, compiled: kernel.Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only that the block is missing."""
+    storage = LmdbStorage(tmp_path)
+    with storage.write() as txn:
+        for block in range(400):
+            txn.put_block(block, 0, bytes([block % 256]) * 3_000)
+    calls = []
+
+    class OneSoundPage:
+        def find_blocks(self, *arguments: Any) -> int:
+            calls.append(arguments)
+            return compiled.find_blocks(*arguments) if len(calls) == 1 else arguments[6]
+
+    monkeypatch.setattr(kernel, "compiled", OneSoundPage)
+    assert not finds_without_lmdb(storage, list(range(0, 410, 3)), 0)
+    assert len(calls) > 1
+    storage.close()
+
+
+@pytest.mark.parametrize("bit", [0, 3, 13, 20, 40, 63])
+def test_a_map_is_found_by_a_page_that_is_right(tmp_path: Path, bit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = LmdbStorage(tmp_path, room_bytes=100_000)
+    with storage.write() as txn:
+        txn.put_block(3, 0, b"block" * 1_000)
+    with storage._env.begin(buffers=True) as snapshot, snapshot.cursor() as cursor:
+        cursor.first()
+        page = _address(cursor.key()) // 4_096
+    whole = ctypes.string_at
+
+    def damaged(address: int, size: int) -> bytes:
+        read = bytearray(whole(address, size))
+        if address // 4_096 == page:
+            read[bit // 8] ^= 1 << bit % 8
+        return bytes(read)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ctypes, "string_at", damaged)
+        assert lmdb_storage._map_of(storage._env, storage._data) is None
+    assert lmdb_storage._map_of(storage._env, storage._data) is not None
+    storage.close()
+
+
+def test_a_map_that_is_not_found_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no slot left for another reader, a file still grows."""
+
+    def fails(buffer: object) -> int:
+        raise lmdb.ReadersFullError("no slot")
+
+    storage = LmdbStorage(tmp_path, room_bytes=100_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(lmdb_storage, "_address", fails)
+        storage._grow()
+    with storage.write() as txn:
+        txn.put_block(3, 0, b"block")
+    assert not finds_without_lmdb(storage, [3, 4], 0)
+    storage._grow()
+    assert finds_without_lmdb(storage, [3, 4], 0)
+    storage.close()

@@ -106,7 +106,7 @@ def _read_chunk(
     codec, rows_per_block = table.codec, table.spec.rows_per_block
     up_to, end = _limits(txn, table, at)
     num_wanted = rows_per_chunk(table.spec) // rows_per_block
-    found: list[tuple[int, memoryview]] = []
+    found: list[tuple[int, memoryview, Int64Array]] = []
     block = txn.next_block(first)
     if block is not None:
         txn.prefetch(range(block, block + num_wanted * num_shards, num_shards), up_to=up_to)
@@ -117,10 +117,14 @@ def _read_chunk(
             break
         stored = txn.newest_block(block, up_to=up_to)
         if stored is not None:
-            found.append((block, stored))
+            written = codec.written(stored)
+            if len(written):
+                found.append((block, stored, written))
+            elif verify:  # what is stored has written rows
+                codec.check(block, stored, written)
         block = txn.next_block(block + 1)
-    blocks = [stored for _, stored in found]
-    touched = _written_rows(table, found)
+    blocks = [stored for _, stored, _ in found]
+    touched = _touched(table, [number for number, _, _ in found], [written for _, _, written in found])
     if verify:  # with the roots, which prove which rows were written
         check_rows(table, touched, [*blocks])
     buffer = RowBuffer(codec, len(touched.rows))
@@ -130,12 +134,9 @@ def _read_chunk(
     return Chunk(touched.rows, RawRows(buffer, all(map(codec.is_small, blocks))), block)
 
 
-def _written_rows(table: Table, found: list[tuple[int, memoryview]]) -> TouchedBlocks:
-    """The rows of blocks, each with its number, that were ever written; the first one of a block that says none."""
-    numbers = np.array([number for number, _ in found], np.int64)
-    slots = [table.codec.written(stored) for _, stored in found]
-    slots = [some if len(some) else np.zeros(1, np.int64) for some in slots]
-    counts = np.array([len(some) for some in slots], np.int64)
+def _touched(table: Table, blocks: list[int], slots: list[Int64Array]) -> TouchedBlocks:
+    """Rows by their blocks, ascending, and some slots of each."""
+    numbers, counts = np.array(blocks, np.int64), np.array([len(some) for some in slots], np.int64)
     all_slots = np.concatenate(slots) if slots else np.zeros(0, np.int64)
     rows = np.repeat(numbers, counts) * table.spec.rows_per_block + all_slots
     return TouchedBlocks(rows, all_slots, numbers, np.append(0, np.cumsum(counts)))

@@ -328,7 +328,7 @@ class LmdbStorage:
             opened.callback(os.close, self._data)
             self._require_transaction(last_transaction)
             self._databases = self._open_databases(must_exist=must_exist)
-            self._map = _map_of(self._env)
+            self._map = _map_of(self._env, self._data)
             if not readonly:
                 sync(directory)
                 sync(directory.parent)
@@ -486,11 +486,13 @@ class LmdbStorage:
             self._growing = True
             try:
                 self._idle.wait_for(lambda: self._num_reading == 0)
-                self._env.set_mapsize(map_bytes + added_bytes)
-                self._map = _map_of(self._env)
-            except lmdb.Error as error:  # LMDB has no map now, and would end the process
-                self._fail(error)
-                raise
+                self._map = None
+                try:
+                    self._env.set_mapsize(map_bytes + added_bytes)
+                except lmdb.Error as error:  # LMDB has no map now, and would end the process
+                    self._fail(error)
+                    raise
+                self._map = _map_of(self._env, self._data)
             finally:
                 self._growing = False
                 self._idle.notify_all()
@@ -622,22 +624,28 @@ def _num_pages(env: lmdb.Environment) -> int:
     return int(env.info()["last_pgno"]) + 1
 
 
-def _map_of(env: lmdb.Environment) -> _Map | None:
-    """LMDB's map of its file; None if it cannot be found.
+def _map_of(env: lmdb.Environment, data: int) -> _Map | None:
+    """LMDB's map of its file, with the descriptor `data`; None if it cannot be found.
 
     LMDB's interface does not tell the address, but keys that it returns lie in the map, in pages with their numbers.
+    A number is right if that page of the file has the same content.
     """
-    page_bytes = int(env.stat()["psize"])
+    page_bytes, num_pages = int(env.stat()["psize"]), _num_pages(env)
     if page_bytes > mmap.PAGESIZE:  # the file was begun on another machine, and its pages may lie anywhere in ours
         return None
-    with env.begin(buffers=True) as txn, txn.cursor() as cursor:
-        if not cursor.first():
-            return None
-        page = _address(cursor.key()) // page_bytes * page_bytes
-        number = int.from_bytes(ctypes.string_at(page, 8), sys.byteorder)
-    map_bytes = env.info()["map_size"]
-    content = memoryview((ctypes.c_char * map_bytes).from_address(page - number * page_bytes))
-    return _Map(content.cast("B").toreadonly(), page_bytes, _num_pages(env))
+    try:
+        with env.begin(buffers=True) as txn, txn.cursor() as cursor:
+            if not cursor.first():
+                return None
+            address = _address(cursor.key()) // page_bytes * page_bytes
+            page = ctypes.string_at(address, page_bytes)
+            number = int.from_bytes(page[:8], sys.byteorder)
+            if number >= num_pages or os.pread(data, page_bytes, number * page_bytes) != page:
+                return None
+    except (lmdb.Error, OSError):  # no free slot for another reader, say; whatever it is, reads find it too
+        return None
+    content = memoryview((ctypes.c_char * env.info()["map_size"]).from_address(address - number * page_bytes))
+    return _Map(content.cast("B").toreadonly(), page_bytes, num_pages)
 
 
 def _address(buffer: bytes | memoryview) -> int:
