@@ -353,7 +353,7 @@ class Process:
         Raises:
             CallFailed: the call ended with a status.
         """
-        self._arriving = deque(sharing)
+        self._arriving, self._is_alone = deque(sharing), not sharing
         return self._call(message)
 
     def _call(self, message: Message) -> tuple[list[bytes], Sequence[tuple[str, str]]]:
@@ -371,7 +371,7 @@ class Process:
             answers = list(answers) if handler.response_streaming else [answers]
         except CallFailed as refused:
             error = ERROR_OF_STATUS.get(refused.code(), WeightServerError)
-            self._note(message, error, len(self._handling) == 1)
+            self._note(message, error, self._is_alone)
             raise
         finally:
             self._handling.pop()
@@ -420,7 +420,8 @@ class MemoryCluster:
         self.num_shards = num_shards
         self.threads = Threads()
         self.messages: list[Message] = []
-        """The last changes that were sent; any of them may arrive, for the first time or again."""
+        """The last changes that were sent; any of them may arrive, for the first time or again, but for those whose
+        sender has been told that the shard was overloaded: their refusals are the proof that they were not applied."""
         self.log: list[Event] = []
         """The events of all shards, in order."""
         self.directories = [Directory() for _ in range(num_shards)]
@@ -537,6 +538,10 @@ class MemoryCluster:
             if fate not in (Fate.LOST, Fate.LATE):
                 answer = self.arrive(message, fate)
                 newest = self._newest(message.shard)
+        except CallFailed as refused:
+            if refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # gRPC delivers a request once
+                self.messages = [known for known in self.messages if known is not message]
+            raise
         finally:
             self.threads.wait()
         if fate not in SILENT:

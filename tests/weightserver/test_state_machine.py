@@ -554,7 +554,8 @@ class Machine(RuleBasedStateMachine):
             case TableMismatchError():
                 return self.schedules_differ
             case ShardUnavailableError():
-                return run.silent and (not run.patient or beside)  # the time of another call passes for this one too
+                # The time of another call passes for this one too, and that of attempts on an overloaded shard.
+                return run.silent and (not run.patient or beside or any(shard.pending for shard in self.shards))
             case DataLossError():
                 return self.knows_of_loss(writer) or (
                     call.kind == "open_session" and any(map(self.knows_of_loss, self.writers))
